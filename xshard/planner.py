@@ -16,7 +16,7 @@ from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import load_profile, without_devices
 from xshard.cost.model import ProfileLike
 from xshard.dtypes import name_of, precision
-from xshard.errors import MeshError, PlanError, ShapeError
+from xshard.errors import MeshError, PlanError, ShapeError, api_boundary
 from xshard.layout import Mesh
 from xshard.layout.layout import check_axes
 from xshard.layout.mesh import check_mesh
@@ -62,6 +62,7 @@ def plan(
     overlap: str = NEVER,
     maps: Maps | None = None,
 ) -> ContractionPlan: ...
+@api_boundary
 def plan(
     expression: Any,
     mesh: Mesh | None = None,

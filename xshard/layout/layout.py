@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from xshard.arguments import lengths_of, shown, whole_number
 from xshard.caches import layout_cache
-from xshard.errors import LinearityError, NotationError, ShapeError, Span
+from xshard.errors import LinearityError, NotationError, ShapeError, Span, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import held_rows
 from xshard.layout.mesh import Mesh, check_mesh
@@ -28,6 +28,7 @@ NONLINEAR = ("max", "min")
 _DUAL_TAGS = {"sum": "copy", "mean": "copy", "copy": "sum"}
 
 
+@api_boundary
 @dataclass(frozen=True, init=False, repr=False)
 class Layout(Pictured):
     """How an array is sharded over a mesh: its dims with their shards, and the tags of other axes.
@@ -68,6 +69,7 @@ class Layout(Pictured):
         object.__setattr__(self, "tags", _merged_tags(tags))
 
     @classmethod
+    @api_boundary
     def parse(cls, text: str | Layout, maps: Maps | None = None) -> Layout:
         """Parse a layout in any spelling: `"n/tp d | sum(dp)"` -> `Layout`.
 
@@ -113,6 +115,7 @@ class Layout(Pictured):
         """Return the dim with this name."""
         return self.dims[self.names.index(name)]
 
+    @api_boundary
     def dim_index(self, dim: int | str) -> int:
         """Return the index of a dim: `"c"` or `-1` -> 1 for a layout `n c`.
 
@@ -228,6 +231,7 @@ class Layout(Pictured):
 
     # ---- the block of one device
 
+    @api_boundary
     def local_shape(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[int, ...]:
         """Return the shape of one device's block of an array of a global shape.
 
@@ -250,6 +254,7 @@ class Layout(Pictured):
         """
         return tuple(n_rows(runs) for runs in self._held(mesh, shape, device))
 
+    @api_boundary
     def positions(
         self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int
     ) -> NDArray[np.int64]:

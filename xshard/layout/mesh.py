@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.arguments import parse_number, shown, whole_number
-from xshard.errors import MeshError, Span
+from xshard.errors import MeshError, Span, api_boundary
 from xshard.formatting import Pictured
 
 MOST_AXES = 64  # numpy has no more dims
@@ -21,6 +21,7 @@ MOST_DEVICES = 2**18  # there are no larger machines
 AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
+@api_boundary
 @dataclass(frozen=True, init=False)
 class Mesh(Pictured):
     """Devices in a grid of named axes; device numbers run row-major over them.
@@ -69,6 +70,7 @@ class Mesh(Pictured):
         object.__setattr__(self, "sizes", sizes)
 
     @classmethod
+    @api_boundary
     def parse(cls, text: str) -> Mesh:
         """Parse the text of a mesh: `"dp=2,cp=4"` -> `Mesh(dp=2, cp=4)`.
 
@@ -159,6 +161,7 @@ class Mesh(Pictured):
 
     # ---- devices
 
+    @api_boundary
     def coords(self, device: int) -> tuple[int, ...]:
         """Return the coordinate of a device along every axis.
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from xshard.arguments import lengths_of, shown
 from xshard.caches import layout_cache
-from xshard.errors import ShapeError
+from xshard.errors import ShapeError, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
@@ -29,6 +29,7 @@ from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
 EvenCuts = tuple[tuple[tuple[str, int], ...], ...]
 
 
+@api_boundary
 @dataclass(frozen=True, repr=False)
 class Sharding(Pictured):
     """A layout applied to a shape on a mesh: the block of every device.

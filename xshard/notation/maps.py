@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from xshard.arguments import did_you_mean, shown
 from xshard.caches import empty_layout_caches
-from xshard.errors import NotationError, ShapeError
+from xshard.errors import NotationError, ShapeError, api_boundary
 from xshard.notation.row_arrays import Groups, Numbers, grouped, unique_rows
 
 MOST_ROWS = 2**31  # in all parts of a map together
@@ -70,6 +70,7 @@ class RowMap:
             empty_caches()
 
     @classmethod
+    @api_boundary
     def of_rows(cls, rows: Any) -> Self:
         """Make a map of a list of rows per part: `Owners.of_rows([[1], [0, 2, 3]])`.
 
@@ -133,6 +134,7 @@ class RowMap:
         return f"<{kind} of {self.parts} parts, {len(self.rows)} rows, {self.digest}>"
 
 
+@api_boundary
 class Owners(RowMap):
     """Which part owns each row of a dim, as data: `n/by(gp,cells)` with `maps={"cells": owners}`.
 
@@ -200,6 +202,7 @@ class Owners(RowMap):
         owner[self.rows] = self.part_of_row
         return owner
 
+    @api_boundary
     def moved(self, rows: ArrayLike, to: ArrayLike) -> Owners:
         """Return the map after some rows have moved to other parts.
 
@@ -260,6 +263,7 @@ class Edges(NamedTuple):
     receiver: Numbers
 
 
+@api_boundary
 class Needs(RowMap):
     """The rows that each part reads beyond its own: `n/by(gp,cells):reads(near)`.
 
@@ -291,6 +295,7 @@ class Needs(RowMap):
         super().__init__(lists.rows, lists.starts)
 
     @classmethod
+    @api_boundary
     def of_edges(
         cls, owners: Owners, senders: ArrayLike, receivers: ArrayLike, hops: int = 1
     ) -> tuple[Needs, list[Edges]]:

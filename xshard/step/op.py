@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xshard.arguments import did_you_mean
 from xshard.caches import layout_cache
-from xshard.errors import NotationError, PlanError, located
+from xshard.errors import NotationError, PlanError, api_boundary, located
 from xshard.layout import Layout, Mesh
 from xshard.notation.parser import ARROW, Dim, Shard, parse_sides, parts_of
 
@@ -72,6 +72,7 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Op:
     """An operation of the forward pass.
