@@ -57,8 +57,8 @@ class XshardError(ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process boundaries (forked ranks), and pickle alone does not pass keyword arguments.
-        keywords = {"text": self.text, "span": self.span, "hint": self.hint}
-        return functools.partial(type(self), **keywords), (self.reason,)
+        make = functools.partial(type(self), text=self.text, span=self.span, hint=self.hint)
+        return make, (self.reason,)
 
     def _render(self) -> str:
         """Return the message: the reason, the text with a caret, and the hint."""

@@ -273,7 +273,9 @@ def _run_table_of_rows(block: int, runs: Rows) -> Numbers:
     position = np.cumsum(length) - length
     once = np.ones_like(start)
     columns = (once * block, position, start, length, once, np.zeros_like(start))
-    return np.stack(columns, axis=1)[start != FILL]
+    table: Numbers = np.stack(columns, axis=1)
+    is_inside = start != FILL
+    return table[is_inside]
 
 
 def expanded(table: Numbers) -> Pieces:

@@ -489,9 +489,10 @@ def maps_in(data: Mapping[str, Any]) -> list[RowMap]:
     Raises:
         NotationError: The values of a map differ from its digest.
     """
+    kinds: dict[str, type[RowMap]] = {"Owners": Owners, "Needs": Needs}
     maps = []
     for digest, values in data.get("maps", {}).items():
-        kind = {"Owners": Owners, "Needs": Needs}[values["kind"]]
+        kind = kinds[values["kind"]]
         row_map = kind._checked(_whole_rows(values["rows"]), _whole_rows(values["starts"]))
         if row_map.digest != digest:
             raise NotationError("a map differs from its digest", hint="the text was changed")

@@ -54,4 +54,5 @@ def unique_rows(rows: Numbers) -> Numbers:
         return rows
     rows = np.sort(rows)
     is_new = np.concatenate([[True], rows[1:] != rows[:-1]])
-    return rows[is_new]
+    distinct: Numbers = rows[is_new]
+    return distinct
