@@ -273,9 +273,8 @@ def _run_table_of_rows(block: int, runs: Rows) -> Numbers:
     position = np.cumsum(length) - length
     once = np.ones_like(start)
     columns = (once * block, position, start, length, once, np.zeros_like(start))
-    table: Numbers = np.stack(columns, axis=1)
-    is_inside = start != FILL
-    return table[is_inside]
+    table: Numbers = np.stack(columns, axis=1)[start != FILL]
+    return table
 
 
 def expanded(table: Numbers) -> Pieces:
