@@ -66,7 +66,7 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
             spans.append(RowSpan(run, "near"))
         return tuple(spans)
 
-    owned_intervals = sorted(unrolled(owned))
+    owned_intervals = sorted(unrolled(owned))  # for the search by bisection
     spans = []
     for start, stop in _widened_intervals(dim, overlap, length, sizes, coords):
         if start < stop:
@@ -102,7 +102,7 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     runs = []
     for run in unrolled(owned_rows(dim, length, sizes, coords)):
         run_stop = run.start + run.length
-        first = -(-run.start // window.s)
+        first = -(-run.start // window.s)  # rounded up
         stop = min(-(-run_stop // window.s), n_outputs)
         if run_stop == length:
             stop = n_outputs  # the last owner also computes outputs that start beyond the array
@@ -248,6 +248,7 @@ def _spans_between(
     for run in _rows_beyond(start, min(stop, 0), length, overlap.before):
         yield RowSpan(run, "before")
 
+    # Inside the array: rows of others up to the next owned interval, then that interval.
     row = max(start, 0)
     inner_stop = min(stop, length)
     i = bisect_right(owned, row, key=_stop_of)
@@ -285,7 +286,7 @@ def _rows_beyond(start: int, stop: int, length: int, boundary: Boundary) -> Sequ
         # Across a pole lie the nearest rows again, in reverse order: 1 0 [0 1 2 3] 3 2.
         return _walk_up_and_down(start, stop, length, 2 * length)
     if boundary.kind == "edge":
-        edge_row = 0 if start < 0 else length - 1
+        edge_row = 0 if start < 0 else length - 1  # positions lie all on one side
         return (Run(edge_row, 1, count),)
     return (Run(FILL, count),)
 
@@ -295,6 +296,7 @@ def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
     first_row = start % length
     rows_to_end = min(count, length - first_row)
     turns, rest = divmod(count - rows_to_end, length)
+    # Whole turns are one run, however often the walk goes around.
     runs = (Run(first_row, rows_to_end), Run(0, length, turns), Run(0, rest))
     return [run for run in runs if run.length and run.repeats]
 

@@ -192,7 +192,7 @@ class Layout(Pictured):
     def tangent(self) -> Layout:
         """The layout of a tangent: constants beyond the ends of the array become zeros."""
         if not self.overlaps:
-            return self
+            return self  # with its cached properties
         return replace(self, dims=_with_overlaps(self.dims, _linear_overlap))
 
     # ---- the same layout, written otherwise

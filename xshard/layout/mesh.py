@@ -185,7 +185,7 @@ class Mesh(Pictured):
     def index(self, device: int, axes: Sequence[str]) -> int:
         """Return the position of a device within its group along `axes`, the first axis slowest."""
         coords = self.coords(device)
-        number = 0
+        number = 0  # as `row_major`, without lists: this is called for every device of a plan
         for axis in axes:
             position = self.position(axis)
             number = number * self.sizes[position] + coords[position]

@@ -58,7 +58,7 @@ def cut(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
     if order == SEGMENTS:
         return _segmented(length, shard, n_parts, index, _chunk)
     if order == "cyclic":
-        group_rows = whole_numbers_of(shard)[0] if shard.numbers else 1
+        group_rows = whole_numbers_of(shard)[0] if shard.numbers else 1  # single rows
         return _cyclic(length, group_rows, n_parts, index)
     return _chunk(length, n_parts, index)
 
@@ -96,7 +96,7 @@ def _cyclic(length: int, group_rows: int, n_parts: int, index: int) -> tuple[Run
     n_whole = len(range(first, length - group_rows + 1, stride))
     tail_start = first + n_whole * stride
     tail = interval(tail_start, min(length, tail_start + group_rows))
-    if n_whole < 2:
+    if n_whole < 2:  # one group is an interval, which has no stride
         return interval(first, first + n_whole * group_rows) + tail
     return (Run(first, group_rows, n_whole, stride), *tail)
 
@@ -144,7 +144,7 @@ def map_of(shard: Shard) -> Owners:
 
 def rows_in_numbers(shard: Shard) -> int | None:
     """Add up the rows that sizes, intervals, documents or a map list; None without such numbers."""
-    if not shard.numbers or shard.order == "cyclic":
+    if not shard.numbers or shard.order == "cyclic":  # whose number is the rows of a group
         return None
     if shard.order == BY:
         return len(map_of(shard).rows)
@@ -267,7 +267,7 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
 @layout_cache(maxsize=4096)
 def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
     """Return the number of the block that owns each row of a dim, `[length]`."""
-    blocks = [np.arange(length)]
+    blocks = [np.arange(length)]  # the rows of every block, shard by shard
     for shard, n_parts in _shards_with_parts(dim, sizes):
         inner_blocks: list[Numbers] = []
         for rows in blocks:
@@ -295,10 +295,11 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
     for shard, n_parts in _shards_with_parts(dim, sizes):
         is_uneven_zigzag = shard.order == "zigzag" and longest % (2 * n_parts) != 0
         if shard.numbers or is_uneven_zigzag:
+            # Parts differ in ways that no formula knows: all of them are looked at.
             lengths = block_lengths(dim, length, sizes)
             return max(lengths), len(lengths) == 1
         is_even = is_even and longest % n_parts == 0
-        longest = -(-longest // n_parts)
+        longest = -(-longest // n_parts)  # the first part is never shorter than others
     return longest, is_even
 
 

@@ -73,6 +73,7 @@ def at_edges(table: Pieces) -> CutPieces:
     """
     stop = table.start + table.length
     edges = unique_rows(np.concatenate([table.start, stop]))
+    # Intervals lie between neighbouring edges; a piece has one or several in a row.
     first_interval = np.searchsorted(edges, table.start)
     intervals_of_piece = np.searchsorted(edges, stop) - first_interval
     runs.check_pieces(int(intervals_of_piece.sum()))
@@ -91,6 +92,7 @@ def at_edges(table: Pieces) -> CutPieces:
 def firsts(table: Pieces, *, alone: bool) -> Pieces:
     """Keep every row where it comes first: in each block if `alone`, else in any block."""
     cut = at_edges(table)
+    # `np.unique` returns the first index of each key: parts are in the order of the pieces.
     key = cut.interval
     if alone:
         key = key + cut.parts.block * len(cut.interval)
@@ -100,6 +102,7 @@ def firsts(table: Pieces, *, alone: bool) -> Pieces:
 
 def without(table: Pieces, others: Pieces) -> Pieces:
     """Return the pieces without the rows that are also in `others`."""
+    # Cut together: then two parts share all their rows or none, and rows are compared by number.
     cut = at_edges(joined(others, table))
     is_of_table = cut.piece >= len(others.start)
     is_in_others = np.isin(cut.interval, cut.interval[~is_of_table])
@@ -130,7 +133,8 @@ def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
 
 def _filled_rows(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """Do the work of `filled` for many short pieces: by one array of row numbers."""
-    edges = np.cumsum([0, *lengths])  # where each block begins in the array of all blocks
+    # All blocks in one array, so that numpy loops over pieces and not Python.
+    edges = np.cumsum([0, *lengths])  # where each block begins in it
     numbers = np.full(edges[-1], FILL)
     places = counted(table.length, table.local + edges[table.block])
     numbers[places] = counted(table.length, table.start)
@@ -233,10 +237,10 @@ def _shared_by_intervals(
 
     pair_of_blocks = parts.block[of_dst] * n_src_blocks + parts.block[of_src]
     pairs, pair = np.unique(pair_of_blocks, return_inverse=True)
-    rows = np.zeros(len(pairs), np.int64)
+    rows = np.zeros(len(pairs), np.int64)  # exact: bincount would add floats
     times = dst_times[piece[of_dst] - len(src.start)]
     np.add.at(rows, pair.reshape(-1), parts.length[of_dst] * times)
-    divisor = max(n_src_blocks, 1)
+    divisor = max(n_src_blocks, 1)  # without blocks there are no pairs
     return SharedRows(dst=pairs // divisor, src=pairs % divisor, rows=rows)
 
 
@@ -270,7 +274,7 @@ def _count_blocks(readers: list[Numbers], block_of_row: Numbers, n_blocks: int) 
     """Count the rows that each reader has of each block, `[readers, blocks]`."""
     counts = []
     for rows in readers:
-        # Rows of no block have -1: they are counted at 0, and left out.
+        # Rows of no block have -1: they are counted at 0, and that count is left out.
         counts.append(np.bincount(block_of_row[rows] + 1, minlength=n_blocks + 1)[1:])
     return np.array(counts)
 
@@ -312,9 +316,10 @@ def _one_period(src: Numbers, dst: Numbers) -> tuple[_Period, _Period]:
 def _inside(table: Numbers, windows: Pieces, times: Numbers) -> _Period:
     """List the pieces of a run table that lie inside windows; each window counts `times` times."""
     block, local, start, length, repeats, stride = table.T
+    # From its first row to the end of its last period, a run repeats.
     stretches = Pieces(block, local, start, _period_ends(table) - start)
     window, run, low, high = runs.met(windows, stretches)
-    step = np.maximum(stride, 1)[run]
+    step = np.maximum(stride, 1)[run]  # single intervals have no stride
     # The repetitions of a run that have rows in [low, high).
     first = np.clip((low - start[run] - length[run]) // step + 1, 0, repeats[run])
     stop = np.clip(-((start[run] - high) // step), first, repeats[run])

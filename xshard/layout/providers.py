@@ -145,6 +145,7 @@ def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
     start = (table.start + shift) % length
     rows_over_end = np.maximum(start + table.length - length, 0)
     rows_before_end = table.length - rows_over_end
+    # The rows before the end of the array, and those that go on at its beginning.
     heads = table._replace(start=start, length=rows_before_end)
     tails = table._replace(
         local=table.local + rows_before_end, start=np.zeros_like(start), length=rows_over_end
@@ -174,7 +175,7 @@ def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, alone: bool) -> AllRun
     tables = []
     for origins in _ORIGINS_BY_RANK:
         tables.append(pieces(_rows_of_origins(dim, length, sizes, origins, flipped=False)))
-    table = firsts(joined(*tables), alone=alone)
+    table = firsts(joined(*tables), alone=alone)  # the tables are in the order of ranks
     lengths = []
     for spans in all_row_spans(dim, length, sizes):
         lengths.append(n_rows(span.run for span in spans))

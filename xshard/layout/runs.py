@@ -219,8 +219,9 @@ def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
     """
     block_runs = [_hull(runs.rows) if isinstance(runs, Rows) else runs for runs in blocks]
     block, _, start, length, repeats, stride = run_table(block_runs).T
-    last_start = start + stride * (repeats - 1)
+    last_start = start + stride * (repeats - 1)  # the lowest one where rows go down
     bounds = np.tile(np.array([BEYOND_ALL_ROWS, 0]), (len(blocks), 1))
+    # `ufunc.at` and not an assignment: a block has several runs, and each has to count.
     np.minimum.at(bounds[:, 0], block, np.minimum(start, last_start))
     np.maximum.at(bounds[:, 1], block, np.maximum(start, last_start) + length)
     return bounds
@@ -284,7 +285,7 @@ def expanded(table: Numbers) -> Pieces:
         ShapeError: They are more than MOST_PIECES.
     """
     block, local, start, length, repeats, stride = table.T
-    check_pieces(int(repeats.sum()))
+    check_pieces(int(repeats.sum()))  # before the arrays, which would take gigabytes
     run = np.repeat(np.arange(len(table)), repeats)  # [pieces]: the run of each
     repetition = counted(repeats)
     return Pieces(
@@ -309,7 +310,8 @@ def met(a: Pieces, b: Pieces) -> Overlaps:
     """
     a_stop = a.start + a.length
     b_stop = b.start + b.length
-    # The intervals of `a` that meet one of `b` are neighbours: `counts` of them from `first` on.
+    # `a` is sorted, so that the intervals that meet one of `b` are neighbours: `counts` of them
+    # from `first` on. No pair that shares nothing is ever listed.
     first = np.searchsorted(a_stop, b.start, side="right")
     counts = np.maximum(np.searchsorted(a.start, b_stop, side="left") - first, 0)
     check_pieces(int(counts.sum()))
@@ -398,7 +400,9 @@ def _segments_of_many(src: Runs, dst: Runs) -> tuple[Segment, ...]:
 def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
     """Return `common_segments` of row numbers; those of `src` are distinct."""
     n = max(src.max(initial=-1), dst.max(initial=-1)) + 1
-    src_position = np.full(n + 1, -1)  # [rows]; the entry at the end is that of FILL, -1
+    # A table is quicker than a sort, and no longer than the dim. Its entry at the end is that of
+    # FILL, which is -1: FILL in `src` writes there, and FILL in `dst` reads there.
+    src_position = np.full(n + 1, -1)  # [rows]
     src_position[src] = np.arange(len(src))
     src_position[FILL] = -1
     in_dst = np.flatnonzero(src_position[dst] >= 0)
@@ -453,7 +457,7 @@ def are_equal(a: Runs, b: Runs) -> bool:
     """Return whether both are the same rows in the same order, however they are written."""
     if a == b:
         return True
-    if n_rows(a) != n_rows(b):
+    if n_rows(a) != n_rows(b):  # usual, and quicker than the comparison below
         return False
     pairs = itertools.zip_longest(_merged(unrolled(a)), _merged(unrolled(b)))
     return all(run == other for run, other in pairs)
@@ -484,6 +488,7 @@ def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
             start = block.start + group * block.stride + offset
             stride = positions.stride // block.length * block.stride
             return (positions._replace(start=start, stride=stride),)
+    # Positions over the edges of groups: each repetition takes other rows.
     check_pieces(positions.repeats, MOST_LISTED)
     selected: list[Run] = []
     for part in unrolled((positions,)):
@@ -510,14 +515,14 @@ def _slice_of_run(run: Run, start: int, stop: int) -> list[Run]:
     taken: list[Run] = []
     group, head = divmod(start, run.length)  # the first repetition, and the rows of it left out
     last_group, tail = divmod(stop, run.length)  # of the last repetition only `tail` rows
-    if head:
+    if head:  # the first repetition in part
         end = run.length if last_group > group else tail
         taken.append(Run(run.start + group * run.stride + head, end - head))
         group += 1
     whole_groups = last_group - group
     if whole_groups > 0:
-        stride = run.stride if whole_groups > 1 else 0
+        stride = run.stride if whole_groups > 1 else 0  # equal rows are equal runs
         taken.append(Run(run.start + group * run.stride, run.length, whole_groups, stride))
-    if tail and last_group >= group:
+    if tail and last_group >= group:  # unless head and tail are in one repetition
         taken.append(Run(run.start + last_group * run.stride, tail))
     return taken

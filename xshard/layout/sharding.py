@@ -59,6 +59,7 @@ class Sharding(Pictured):
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
+        # Text, lists and `...` are taken, and kept in one form: equal shardings are equal values.
         object.__setattr__(self, "shape", lengths_of(self.shape))
         object.__setattr__(self, "layout", Layout.parse(self.layout).resolved(len(self.shape)))
         check_axes(self.layout, self.mesh)
@@ -236,7 +237,7 @@ class Sharding(Pictured):
     def means_the_same_as(self, other: Sharding) -> bool:
         """Return whether all devices have the same blocks and tags, with `mean` taken as `sum`."""
         if self.normal == other.normal:
-            return True
+            return True  # without rows, which take longer
         if self.mesh != other.mesh or self.shape != other.shape:
             return False
         if self.normal.tags != other.normal.tags:
@@ -253,6 +254,7 @@ class Sharding(Pictured):
             return True
         if isinstance(a.overlap, Fold) != isinstance(b.overlap, Fold):
             return False
+        # Devices that differ along other axes have equal blocks under both.
         axes = tuple(dict.fromkeys(a.axes + b.axes))
         for coords in itertools.product(*map(range, self.mesh.sizes_of(axes))):
             coord_of = dict(zip(axes, coords, strict=True))

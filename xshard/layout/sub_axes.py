@@ -138,6 +138,8 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
         return None
     src_ranges = _axis_ranges(src_mesh)
     dst_ranges = _axis_ranges(dst_mesh)
+    # Device numbers are row-major: an axis is a range of products of sizes. The coarsest mesh
+    # that refines both has an axis between each two neighbouring bounds of either.
     bounds = sorted({axis_range.stop for axis_range in src_ranges + dst_ranges} | {1})
     if any(stop % start for start, stop in itertools.pairwise(bounds)):
         return None  # 2 x 3 and 3 x 2 devices: no axis splits into both
