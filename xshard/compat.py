@@ -136,6 +136,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
     if dst == "V" and shape[:1] != (n,):
         reason = f"a block of shape {shape} lacks an element for each of {n} devices"
         raise ShapeError(reason, hint="V takes the leading dim apart; S(0) cuts it")
+    # A block of type V is one element of a dim over the devices.
     stacked_shape = (1, *shape) if src == "V" else shape
     src_side = _spmd_side(src, src_dim, stacked_shape, axis)
     dst_side = _spmd_side(dst, dst_dim, stacked_shape, axis)
@@ -294,13 +295,13 @@ def _parameter_rules(
         # A style is declared for the parameter itself, or for its module.
         style_name = plan.get(path) or plan.get(module_path) or "replicate"
         style = styles[style_name]
-        if style.dim is not None:
+        if style.dim is not None:  # others fall under `**` below
             rule = _parameter_rule(style, tuple(x.shape), own_name, axis)
             rules_by_path.setdefault(path, {})[name] = rule
     rules: dict[Any, Any] = {}
     for path, rule_by_name in rules_by_path.items():
         different_rules = set(rule_by_name.values())
-        if len(different_rules) == 1:
+        if len(different_rules) == 1:  # one pattern for all layers, which reads better
             rules[path] = min(different_rules)
         else:
             rules.update(rule_by_name)

@@ -279,6 +279,7 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
         ShapeError: The width is neither a number of rows nor a pair.
         NotationError: There is no such boundary.
     """
+    # One number is for both ends; a pair may have a list per end.
     widths = (width, width) if whole_number(width) is not None else whole_numbers(width)
     if widths is None or len(widths) != 2:
         hint = "rows at both ends, or (before, after)"

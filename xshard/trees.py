@@ -137,6 +137,7 @@ def prefix_branches(
         error: The class of errors.
     """
     parts = children(tree)
+    # Before anything else: a value may be a tuple itself, as a pair of layouts is.
     if isinstance(given, Rules) or is_value(given):
         yield name, given, tree
         return
@@ -148,6 +149,7 @@ def prefix_branches(
         raise error(reason, hint=f"one of the {values_kind} for each array")
     are_alike = isinstance(tree, Mapping) == isinstance(given, Mapping)
     if not are_alike or parts.keys() != values.keys():
+        # Of a module or a state, whose parts have names: patterns over them.
         if isinstance(given, dict) and not isinstance(tree, dict | list | tuple):
             yield name, Rules(given), tree
             return
@@ -195,7 +197,7 @@ def groups(
         total = filled.get(key, Counter()) + item_bytes
         is_full = limit is not None and max(total.values(), default=0) > limit
         if key not in groups_of_key:
-            groups_of_key[key] = [[]]
+            groups_of_key[key] = [[]]  # the first item always fits, however large
         elif is_full:
             groups_of_key[key].append([])
             total = item_bytes

@@ -47,7 +47,7 @@ class RowMap:
         self.rows = rows
         self.starts = starts
         for array in (rows, starts):
-            array.setflags(write=False)
+            array.setflags(write=False)  # a changed map would no longer have its digest
         content = blake2b(type(self).__name__.encode(), digest_size=8)
         for array in (starts, rows):
             # Little-endian on every machine: ranks compare digests.
@@ -85,6 +85,7 @@ class RowMap:
         """
         lists = [_whole_rows(part_rows) for part_rows in rows]
         starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+        # Empty rows first, because numpy concatenates no empty list of arrays.
         return cls._checked(np.concatenate([np.zeros(0, np.int64), *lists]), starts)
 
     @classmethod
@@ -123,7 +124,7 @@ class RowMap:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> tuple[object, ...]:  # the same map, and checked, in another process
         return type(self)._checked, (np.array(self.rows), np.array(self.starts))
 
     def __str__(self) -> str:
@@ -340,7 +341,7 @@ class Needs(RowMap):
                 reason = f"an edge of rows {rows.min()} to {rows.max()}"
                 raise ShapeError(reason, hint=f"there are {n} rows")
         into_part = grouped(owners.owner[receiver], owners.parts)
-        into_row = grouped(receiver, n) if hops > 1 else None
+        into_row = grouped(receiver, n) if hops > 1 else None  # one hop needs no sort by rows
         graph = _Graph(owners, sender, receiver, into_part, into_row)
         local_row = np.full(n, -1)
         part_rows: list[Numbers] = []
@@ -398,6 +399,7 @@ def _read_by_part(graph: _Graph, part: int, hops: int, local_row: Numbers) -> tu
         n_local += len(ring)
         rings.append(ring)
 
+    # In the order of the graph, so that sums over edges have one order on any number of parts.
     number = np.sort(np.concatenate(edges_of_rings))
     sender = local_row[graph.sender[number]]
     receiver = local_row[graph.receiver[number]]
@@ -469,7 +471,7 @@ def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
 
 def with_values(data: dict[str, Any]) -> dict[str, Any]:
     """Add the values of the maps that plain data names by digest, under `maps`, if there are any."""
-    marks = sorted(set(re.findall(DIGEST, json.dumps(data))))
+    marks = sorted(set(re.findall(DIGEST, json.dumps(data))))  # in one order on all ranks
     values = {}
     for mark in marks:
         row_map = _KNOWN[mark.removeprefix("@")]

@@ -60,7 +60,7 @@ class Scanner:
 
     def advance(self) -> None:
         """Take the next token, and read the one after it."""
-        self.end = self.span[1]
+        self.end = self.span[1]  # before it is overwritten
         match = _TOKEN.match(self.text, self.at)
         if match is not None:
             group = str(match.lastgroup)
@@ -111,11 +111,12 @@ class Scanner:
             self.expect("name", hint=f"the name of {kind.__name__} in maps=")
         self.advance()
         self.map_spans.append(span)
-        if self.maps is None:
+        if self.maps is None:  # a text that is parsed for its places alone
             return text.partition("@")[0]
         try:
             return find_map(text, self.maps, kind)
         except NotationError as error:
+            # `find_map` does not know the text around the name.
             raise self.error(error.reason, span, error.hint) from None
 
     def integer(self, hint: str | None = None) -> int:
@@ -175,7 +176,7 @@ def parse_overlap(scanner: Scanner) -> Overlap:
         scanner.expect("(")
         if scanner.value == "fold":  # refused before it is read: a text may nest thousands
             raise scanner.error("a fold of a fold", span, "fold(fold(x)) is x: write x")
-        inner = parse_overlap(scanner)
+        inner = parse_overlap(scanner)  # no fold: see above
         assert not isinstance(inner, Fold)
         scanner.expect(")")
         return Fold(inner)

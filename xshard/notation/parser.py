@@ -179,6 +179,7 @@ def with_maps(layouts: Any, maps: Any) -> Any:
         return layouts
     if isinstance(layouts, str):
         return with_digests(layouts, named_maps(maps))
+    # Plain containers alone: a subclass, such as a NamedTuple, may have another constructor.
     if type(layouts) is dict:
         return {key: with_maps(value, maps) for key, value in layouts.items()}
     if type(layouts) in (list, tuple):
@@ -202,7 +203,7 @@ def mark_errors(text: str | None) -> Iterator[None]:
         yield
     except XshardError as error:
         if text is None or error.span is not None:
-            raise
+            raise  # nothing to add: the error marks a text already
         marked = None
         for dim, span in text_spans(text).full_dims:
             if str(dim) == error.text:
@@ -292,7 +293,7 @@ class _Parser(Scanner):
     def layout(self) -> Parsed:
         """Parse `dim dim ... | tag tag ...`, or `()` for a scalar."""
         start = self.span[0]
-        self._count_of_name = Counter()
+        self._count_of_name = Counter()  # names are told apart within one layout
         dims: list[Dim] = []
         while self.kind in ("name", ELLIPSIS) or self.is_at_composed_dim:
             dims.append(self.dim())
@@ -304,7 +305,9 @@ class _Parser(Scanner):
             tags.append(self.tag())
             while self.kind == "name":
                 tags.append(self.tag())
-        elif not dims and not is_scalar and self.kind in ("end", ARROW, ","):
+        elif (
+            not dims and not is_scalar and self.kind in ("end", ARROW, ",")
+        ):  # else: a better error
             raise self.error("an empty layout", hint="a scalar is written ()")
         self.spans.layouts.append((start, self.end))
         return tuple(dims), tuple(tags)
@@ -380,7 +383,7 @@ class _Parser(Scanner):
         axes = [self.axis()]
         numbers = list[Width]()
         while self.take(","):
-            if self.kind == "name" and not numbers:
+            if self.kind == "name" and not numbers:  # no axis comes after a number
                 axes.append(self.axis())
             else:
                 numbers.append(self.number_of(order))
