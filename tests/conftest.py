@@ -26,6 +26,9 @@ if find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", QUICK)
 
+# A test that fails shows where: users' tracebacks end at their own line.
+os.environ.setdefault("XSHARD_TRACEBACK", "full")
+
 # As many as the largest case of tests/data/halo.json has.
 os.environ.setdefault("XSHARD_HOST_DEVICES", "18")
 

@@ -1,10 +1,18 @@
 """The form of messages: the caret stands under the same characters wherever the message is printed."""
 
+import functools
+import inspect
+import pickle
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import xshard as xs
+from xshard.errors import NotationError, XshardError, api_boundary, end_at_user
 
 
 def printed(error: BaseException) -> list[str]:
@@ -36,3 +44,109 @@ def test_a_text_over_several_lines_is_shown_on_one():
     with pytest.raises(xs.errors.NotationError) as caught:
         xs.Layout.parse("b\n\ts/zagzig(cp)")
     assert str(caught.value).splitlines()[1:3] == ["    'b  s/zagzig(cp)'", "          ^^^^^^"]
+
+
+MESH = xs.Mesh(cp=4)
+WRONG = {
+    "plan": lambda: xs.plan("b s/cq -> b s", MESH, (2, 8)),
+    "Layout": lambda: xs.Layout("b s/"),
+    "Layout.parse": lambda: xs.Layout.parse("b s/"),
+    "Layout.positions": lambda: xs.Layout("n").positions(MESH, (3,), "d", 0),
+    "Mesh": lambda: xs.Mesh(cp=0),
+    "Mesh.parse": lambda: xs.Mesh.parse("cp"),
+    "Sharding": lambda: xs.Sharding("b/cq", MESH, (4,)),
+    "Owners": lambda: xs.Owners([-1]),
+    "Owners.of_rows": lambda: xs.Owners.of_rows([[0, 0]]),
+    "Owners.moved": lambda: xs.Owners([0, 1]).moved([5], 0),
+    "Needs": lambda: xs.Needs([[1, 1]]),
+    "Needs.of_edges": lambda: xs.Needs.of_edges(xs.Owners([0]), [1], [0]),
+    "load_profile": lambda: xs.load_profile("nope"),
+    "Link": lambda: xs.Link(-1, 1),
+    "reference.scatter": lambda: xs.reference.scatter(np.ones(3), xs.Layout("n/cq"), MESH),
+}
+
+
+def frames(call):
+    """The functions in the traceback of a call's error, outermost first."""
+    with pytest.raises(XshardError) as caught:
+        call()
+    return [entry.name for entry in traceback.extract_tb(caught.value.__traceback__)]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.delenv("XSHARD_TRACEBACK")
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_a_traceback_ends_at_the_users_own_line(call):
+    assert frames(call) == ["frames", "<lambda>"]
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_the_whole_traceback_is_shown_on_request(call):
+    assert len(frames(call)) > 2
+
+
+@pytest.mark.usefixtures("short")
+def test_functions_of_users_keep_their_frames():
+    """A library calls a user's function: all down to its line stays."""
+
+    def of_user():
+        xs.Layout("b s/")
+
+    def calls_back(function):
+        return function()
+
+    api = api_boundary(calls_back)
+    assert frames(lambda: api(of_user)) == ["frames", "<lambda>", "called", "calls_back", "of_user"]
+
+
+@pytest.mark.usefixtures("short")
+def test_hot_functions_cut_by_themselves():
+    source = """
+def hot(inner):
+    try:
+        inner()
+    except XshardError as error:
+        end_at_user(error)
+        raise
+"""
+    names = {"__name__": "xshard.hot", "XshardError": XshardError, "end_at_user": end_at_user}
+    exec(source, names)
+    wrong = functools.partial(xs.Layout.parse, "b s/")
+    assert frames(lambda: names["hot"](wrong)) == ["frames", "<lambda>"]
+
+
+@pytest.mark.usefixtures("short")
+def test_causes_and_messages_stay():
+    @api_boundary
+    def fails():
+        raise NotationError("broken", hint="mend it") from OSError("disk")
+
+    with pytest.raises(NotationError, match="broken\n  mend it") as caught:
+        fails()
+    assert isinstance(caught.value.__cause__, OSError)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), type(copy)) == (str(caught.value), NotationError)
+
+
+def test_public_functions_and_classes_keep_signatures_names_and_pickles():
+    assert list(inspect.signature(xs.plan).parameters)[:2] == ["expression", "mesh"]
+    assert list(inspect.signature(xs.Layout).parameters) == ["dims", "tags"]
+    assert pickle.loads(pickle.dumps(xs.plan)) is xs.plan
+    assert (xs.plan.__name__, xs.plan.__module__) == ("plan", "xshard.planner")
+
+
+def test_a_program_that_fails_prints_its_own_line_last(tmp_path: Path):
+    script = tmp_path / "program.py"
+    script.write_text("import xshard as xs\nxs.plan('b s/cq -> b s', xs.Mesh(cp=4), (2, 8))\n")
+    root = str(Path(xs.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, script], env={"PYTHONPATH": root}, capture_output=True, text=True
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("  File")]
+    assert done.returncode == 1
+    assert lines == [f'  File "{script}", line 2, in <module>']
+    assert "xshard.errors.NotationError: unknown mesh axis 'cq' in" in done.stderr

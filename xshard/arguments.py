@@ -15,12 +15,20 @@ from xshard.errors import PlanError, ShapeError, XshardError
 
 MOST_DIGITS = 18  # of a number in a text: more do not fit 64 bits
 MOST_LIKE = 100  # characters of a word that is compared to known ones
+MOST_SHOWN = 60  # characters of a value in an error
 _F = TypeVar("_F", bound=Callable[..., Any])
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BYTES = re.compile(r"\s*(?P<number>\d{1,19}(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+
+
+# ---- numbers
 
 
 def whole_number(value: Any) -> int | None:
-    """`3`, `np.int64(3)`, `torch.tensor(3)` -> 3; None for a boolean and for what is no whole number."""
+    """Return a whole number of any kind as an int: `np.int64(3)`, `torch.tensor(3)` -> 3.
+
+    None for a boolean, and for what is no whole number.
+    """
     if isinstance(value, bool):
         return None
     try:
@@ -30,63 +38,94 @@ def whole_number(value: Any) -> int | None:
 
 
 def whole_numbers(values: Any) -> tuple[Any, ...] | None:
-    """A sequence -> a tuple with whole numbers of any kind as ints, the rest as is; None for no sequence."""
+    """Return a sequence as a tuple, whole numbers of any kind in it as ints: [np.int64(3), "a"] -> (3, "a").
+
+    None for what is no sequence, and for text.
+    """
+    if isinstance(values, str):
+        return None
     try:
-        items = None if isinstance(values, str) else tuple(values)
+        items = tuple(values)
     except TypeError:
         return None
-    if items is None or {*map(type, items)} <= {int}:
-        return items
-    return tuple(n if (number := whole_number(n)) is None else number for n in items)
+    if set(map(type, items)) <= {int}:
+        return items  # the usual case, quickly: every call of a user comes here
+    numbers: list[Any] = []
+    for item in items:
+        number = whole_number(item)
+        numbers.append(item if number is None else number)
+    return tuple(numbers)
 
 
 def lengths_of(shape: Any) -> tuple[Any, ...]:
-    """A shape -> a tuple, whole numbers in it as ints. Raises ShapeError unless it is a sequence."""
+    """Return a shape as a tuple, whole numbers of any kind in it as ints.
+
+    Raises:
+        ShapeError: It is not a sequence.
+    """
     lengths = whole_numbers(shape)
     if lengths is None:
-        one = whole_number(shape)
+        length = whole_number(shape)
+        example = 8 if length is None else length
         reason = f"the shape {shown(shape)} is not a sequence of lengths"
-        raise ShapeError(reason, hint=f"as in shape=({8 if one is None else one},)")
+        raise ShapeError(reason, hint=f"as in shape=({example},)")
     return lengths
 
 
 def parse_number(text: str) -> int | None:
-    """Text of a whole number >= 0 of at most 18 digits -> the number; None for other text.
+    """Parse a whole number >= 0 of at most 18 digits; None for other text.
 
-    >>> parse_number("64"), parse_number("-1"), parse_number("9" * 100_000)
-    (64, None, None)
+    Examples:
+        >>> parse_number("64"), parse_number("-1"), parse_number("9" * 100_000)
+        (64, None, None)
     """
-    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else None
+    if not text.isdecimal() or len(text) > MOST_DIGITS:
+        return None
+    return int(text)
 
 
 def parse_bytes(text: str) -> int:
-    """`"2GiB"` -> 2147483648; a number without a unit is in bytes. Raises XshardError."""
-    match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    n = -1 if match is None or match[2] not in _UNITS else int(float(match[1]) * _UNITS[match[2]])
-    if not 0 <= n < 2**63:
-        raise XshardError(
-            f"{shown(text)} is not a number of bytes", hint="as in 1024, 512KiB, 1.5MiB, 2GiB"
-        )
-    return n
+    """Parse a number of bytes: `"2GiB"` -> 2147483648; a number without a unit is in bytes.
+
+    Raises:
+        XshardError: It is no number, has an unknown unit, or does not fit 64 bits.
+    """
+    match = _BYTES.fullmatch(text)
+    if match is not None and match["unit"] in _UNITS:
+        n_bytes = int(float(match["number"]) * _UNITS[match["unit"]])
+        if n_bytes < 2**63:
+            return n_bytes
+    hint = "as in 1024, 512KiB, 1.5MiB, 2GiB"
+    raise XshardError(f"{shown(text)} is not a number of bytes", hint=hint)
 
 
 def limit_of(given: Any, what: str = "memory_limit") -> int | None:
-    """A limit in bytes: `2**31`, `2e9`, `"2GiB"`, or None. Raises PlanError."""
+    """Return a limit in bytes: `2**31`, `2e9`, `"2GiB"` or None -> an int, or None.
+
+    Raises:
+        PlanError: It is none of these. what: the name of the argument.
+    """
     if given is None:
         return None
     if isinstance(given, str):
         return parse_bytes(given)
-    is_whole = isinstance(given, float) and given.is_integer()
-    limit = int(given) if is_whole else whole_number(given)
+    if isinstance(given, float) and given.is_integer():
+        return int(given)
+    limit = whole_number(given)
     if limit is None:
-        raise PlanError(
-            f"{what} is {shown(given)}", hint='a number of bytes, as in 2**31 or "2GiB"'
-        )
+        hint = 'a number of bytes, as in 2**31 or "2GiB"'
+        raise PlanError(f"{what} is {shown(given)}", hint=hint)
     return limit
 
 
+# ---- names
+
+
 def explained(**others: str) -> Callable[[_F], _F]:
-    """A decorator: unknown and missing arguments raise XshardError. others: their names elsewhere -> here."""
+    """Make a decorator: unknown and missing arguments raise XshardError, with what may be meant.
+
+    others: names of arguments in other systems, with their names here.
+    """
 
     def decorated(function: _F) -> _F:
         signature = inspect.signature(function)
@@ -97,11 +136,15 @@ def explained(**others: str) -> Callable[[_F], _F]:
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
-                unknown = next((word for word in kwargs if word not in signature.parameters), "")
-                what = f"unexpected argument {unknown!r}" if unknown else error
-                hint = did_you_mean(unknown, signature.parameters, others)
-                hint += f"{name}({', '.join(signature.parameters)})"
-                raise XshardError(f"{name}: {what}", hint=hint) from None
+                parameters = signature.parameters
+                reason = f"{name}: {error}"
+                meant = ""
+                unknown = [word for word in kwargs if word not in parameters]
+                if unknown:
+                    reason = f"{name}: unexpected argument {unknown[0]!r}"
+                    meant = did_you_mean(unknown[0], parameters, others)
+                hint = f"{meant}{name}({', '.join(parameters)})"
+                raise XshardError(reason, hint=hint) from None
             return function(*args, **kwargs)
 
         return cast(_F, called)
@@ -110,21 +153,39 @@ def explained(**others: str) -> Callable[[_F], _F]:
 
 
 def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | None = None) -> str:
-    """The known word closest to another, or its name in `others`, to begin a hint; "" if none is close."""
-    close = difflib.get_close_matches(word, known, 1) if len(word) <= MOST_LIKE else ()
-    meant = (others or {}).get(word.lower()) or next(iter(close), None)
+    """Return the beginning of a hint: `psum` -> "did you mean 'sum'? "; "" if no word is close.
+
+    Args:
+        word: An unknown word of a user.
+        known: The words that may be meant.
+        others: Words of other systems, with the words for them here.
+    """
+    meant = None
+    if others is not None:
+        meant = others.get(word.lower())
+    if meant is None and len(word) <= MOST_LIKE:
+        close = difflib.get_close_matches(word, known, 1)
+        meant = close[0] if close else None
     return f"did you mean {meant!r}? " if meant else ""
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: as it is written where that is short, else its type."""
+    """Return a value as an error shows it: as it is written where that is short, else its type."""
+    kind = f"a {type(value).__name__}"
     try:
         text = repr(value)
     except ValueError:  # Python writes no number of more than 4,300 digits
-        text = "\n"
-    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
+        return kind
+    is_short = len(text) <= MOST_SHOWN and "\n" not in text
+    return text if is_short else kind
+
+
+# ---- variables of the environment
 
 
 def is_on(variable: str) -> bool:
-    """True if an environment variable is set and neither empty nor "0". Callers read it once, at import."""
+    """Return whether an environment variable is set and neither empty nor "0".
+
+    Callers read it once, at import.
+    """
     return os.environ.get(variable, "0") not in ("", "0")

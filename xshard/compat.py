@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,6 +12,9 @@ from xshard.notation.parser import text_spans
 from xshard.ops import Axes, dims, sharded, tag
 
 DIRECTIONS = ("split_to_full", "full_to_split")
+
+
+# ---- functions of other systems
 
 
 @lru_cache(maxsize=1024)
@@ -26,56 +29,76 @@ def all_to_all_single(
     sequence_dim: int = 2,
     even: bool = True,
 ) -> str:
-    """NvSubquadratic's `all_to_all_single_fn`: "split_to_full" is `c l/axis -> c/axis l`.
+    """Write NvSubquadratic's `all_to_all_single_fn`: "split_to_full" is `c l/axis -> c/axis l`.
 
-    even: blocks must be equally large. Raises ShapeError for other lengths and numbers of dims, XshardError.
+    Args:
+        direction: "split_to_full" makes the sequence whole, "full_to_split" the channels.
+        shape: The shape of the block.
+        n: The number of devices along the axis.
+        axis: The mesh axis.
+        zigzag: Whether the sequence is sharded in zigzag order.
+        channel_dim: The dim of the channels.
+        sequence_dim: The dim of the sequence.
+        even: Whether blocks must be equally large.
 
-    >>> all_to_all_single("split_to_full", (2, 4, 6), 2, "cp", zigzag=True)
-    'd0 d1 d2/zigzag(cp) -> d0 d1/cp d2'
+    Raises:
+        ShapeError: The block has another number of dims, or lengths that are not divisible.
+        XshardError: There is no such direction.
+
+    Examples:
+        >>> all_to_all_single("split_to_full", (2, 4, 6), 2, "cp", zigzag=True)
+        'd0 d1 d2/zigzag(cp) -> d0 d1/cp d2'
     """
     if not 3 <= len(shape) <= 5:
-        what = f"{len(shape)} dims, not 3, 4 or 5"
-        raise ShapeError(
-            what, hint="[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any"
-        )
+        hint = "[B, C, L], [B, C, H, W] or [B, C, T, H, W]; all_to_all takes any"
+        raise ShapeError(f"{len(shape)} dims, not 3, 4 or 5", hint=hint)
     if direction not in DIRECTIONS:
         known = " or ".join(map(repr, DIRECTIONS))
         raise XshardError(f"unknown direction {direction!r}", hint=f"it is {known}")
     split = dims(shape, {sequence_dim: sharded(axis, "zigzag" if zigzag else "block")})
     full = dims(shape, {channel_dim: sharded(axis)})
-    gathers = direction == DIRECTIONS[0]
-    text = " -> ".join((split, full) if gathers else (full, split))
+    gathers_sequence = direction == "split_to_full"
+    text = f"{split} -> {full}" if gathers_sequence else f"{full} -> {split}"
     if even:
         hint = "pass shape= (the global shape): blocks may then differ in size"
-        length = shape[sequence_dim] * (n if gathers else 1)
-        chunks = n * (2 if zigzag else 1)
-        _check_divides("sequence length", length, chunks, text, sequence_dim % len(shape), hint)
-        if gathers:
-            dim = channel_dim % len(shape)
-            _check_divides("number of channels", shape[dim], n, text, dim, hint)
+        length = shape[sequence_dim]
+        if gathers_sequence:
+            length *= n  # the block has a part of it
+        n_chunks = 2 * n if zigzag else n
+        sequence_index = sequence_dim % len(shape)
+        _check_divides("sequence length", length, n_chunks, text, sequence_index, hint)
+        if gathers_sequence:
+            channels = shape[channel_dim]
+            channel_index = channel_dim % len(shape)
+            _check_divides("number of channels", channels, n, text, channel_index, hint)
     return text
 
 
 def _check_divides(what: str, length: int, parts: int, text: str, dim: int, hint: str) -> None:
-    if length % parts:
-        span = dict(reversed(text_spans(text).dims))[f"d{dim}"]  # the first is on the left side
-        raise ShapeError(
-            f"the {what} {length} is not divisible by {parts}", text=text, span=span, hint=hint
-        )
+    """Raise ShapeError, with the dim marked, unless a length is divisible into parts."""
+    if length % parts == 0:
+        return
+    span_of_name = dict(reversed(text_spans(text).dims))  # reversed: the one on the left side stays
+    reason = f"the {what} {length} is not divisible by {parts}"
+    raise ShapeError(reason, text=text, span=span_of_name[f"d{dim}"], hint=hint)
 
 
 def zigzag_split(shape: Sequence[int], dim: int, axis: Axes) -> str:
-    """NvSubquadratic's `zigzag_split_across_group_ranks`: each device keeps two chunks of a copied array."""
+    """Write NvSubquadratic's `zigzag_split_across_group_ranks`: devices keep two chunks of a copied array."""
     return f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis, 'zigzag')})}"
 
 
 def zigzag_gather(shape: Sequence[int], dim: int, axis: Axes) -> str:
-    """NvSubquadratic's `zigzag_gather_from_group_ranks`: every device gets the array in its natural order."""
+    """Write NvSubquadratic's `zigzag_gather_from_group_ranks`: all devices get the array in natural order."""
     return f"{dims(shape, {dim: sharded(axis, 'zigzag')})} -> {dims(shape)}{tag('copy', axis)}"
 
 
 def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: bool) -> str:
-    """Credit's `shard_tensor`: `n` devices keep a part each. Raises ShapeError unless even or `uneven`."""
+    """Write Credit's `shard_tensor`: each of `n` devices keeps a part.
+
+    Raises:
+        ShapeError: The length is not divisible, and `uneven` is False.
+    """
     text = f"{dims(shape)}{tag('copy', axis)} -> {dims(shape, {dim: sharded(axis)})}"
     if not uneven:
         hint = "pass uneven=True: parts may then differ in size, and the way back needs shape="
@@ -85,48 +108,79 @@ def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: b
 
 @lru_cache(maxsize=1024)
 def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Axes) -> str | None:
-    """spmd_types' `redistribute`; None if nothing changes: V and a cut are the same.
+    """Write spmd_types' `redistribute` from one type to another; None if nothing changes.
 
-    With "V", device i has element i of a new leading dim, which is in the expression.
-    Raises XshardError for unknown types, ShapeError for dims that do not fit.
+    With "V", device i has element i of a new leading dim, which is in the expression. V and a cut
+    are the same blocks.
 
-    >>> spmd_transition("V", "I", (4, 2), 2, "tp")
-    'd0/tp d1 d2 -> d0 d1 d2'
+    Args:
+        src: The type before: "R", "I", "P", "V", or a cut as "S(0)".
+        dst: The type after.
+        shape: The shape of the block.
+        n: The number of devices along the axis.
+        axis: The mesh axis.
+
+    Raises:
+        XshardError: There is no such type.
+        ShapeError: "V" takes a leading dim apart that the block lacks.
+
+    Examples:
+        >>> spmd_transition("V", "I", (4, 2), 2, "tp")
+        'd0/tp d1 d2 -> d0 d1 d2'
     """
-    cuts = [spmd_cut(kind) for kind in (src, dst)]
-    if src == dst or ("V" in (src, dst) and None not in cuts):
+    src_dim = spmd_cut(src)
+    dst_dim = spmd_cut(dst)
+    are_both_cut = src_dim is not None and dst_dim is not None
+    if src == dst or ("V" in (src, dst) and are_both_cut):
         return None
     if dst == "V" and shape[:1] != (n,):
-        hint = "V takes the leading dim apart; S(0) cuts it"
-        raise ShapeError(
-            f"a block of shape {shape} lacks an element for each of {n} devices", hint=hint
-        )
-    stacked = (1, *shape) if src == "V" else shape
-    tags = {"R": tag("copy", axis), "P": tag("sum", axis)}
-    sides = (
-        dims(stacked, {} if cut is None else {cut: sharded(axis)}) + tags.get(kind, "")
-        for kind, cut in zip((src, dst), cuts, strict=True)
-    )
-    return " -> ".join(sides)
+        reason = f"a block of shape {shape} lacks an element for each of {n} devices"
+        raise ShapeError(reason, hint="V takes the leading dim apart; S(0) cuts it")
+    # A block of type V is one element of a dim over the devices.
+    stacked_shape = (1, *shape) if src == "V" else shape
+    src_side = _spmd_side(src, src_dim, stacked_shape, axis)
+    dst_side = _spmd_side(dst, dst_dim, stacked_shape, axis)
+    return f"{src_side} -> {dst_side}"
+
+
+def _spmd_side(kind: str, cut_dim: int | None, shape: Sequence[int], axis: Axes) -> str:
+    """Write the layout of a type of spmd_types: the dims with a cut, or with a tag."""
+    if cut_dim is not None:
+        return dims(shape, {cut_dim: sharded(axis)})
+    if kind == "R":
+        return dims(shape) + tag("copy", axis)
+    if kind == "P":
+        return dims(shape) + tag("sum", axis)
+    return dims(shape)
 
 
 def spmd_cut(kind: str) -> int | None:
-    """The dim that a type of spmd_types cuts: 0 for V, None for R, I and P. Raises XshardError."""
+    """Return the dim that a type of spmd_types cuts: `S(1)` -> 1, V -> 0; None for R, I and P.
+
+    Raises:
+        XshardError: There is no such type.
+    """
     if kind in ("R", "I", "P"):
         return None
-    match = re.fullmatch(r"V|S\((-?\d+)\)", kind)
+    if kind == "V":
+        return 0
+    match = re.fullmatch(r"S\((-?\d+)\)", kind)
     if match is None:
         raise XshardError(f"unknown type {kind!r}", hint="R, I, V, P, or a cut as S(0)")
-    return int(match[1] or 0)
+    return int(match[1])
 
 
 def sampler_gather(shape: Sequence[int], axis: Axes) -> str:
-    """Ksuit's `all_gather_nograd_clipped`: a `DistributedSampler`'s samples in their own order."""
+    """Write Ksuit's `all_gather_nograd_clipped`: a `DistributedSampler`'s samples in their own order."""
     return f"{dims(shape, {0: sharded(axis, 'cyclic')})} -> {dims(shape)}"
 
 
 def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
-    """A block's shape with a dim of devices, and `n` equal parts: `(1, n, rows, ...)`. Raises ShapeError."""
+    """Return a block's shape with a dim of devices, and `n` equal parts: [rows, ...] -> [1, n, rows/n, ...].
+
+    Raises:
+        ShapeError: The rows are not divisible.
+    """
     if not shape or shape[0] % n:
         rows = f"{shape[0]} rows" if shape else "a scalar"
         hint = "all_to_all and redistribute take parts of any size (shape=)"
@@ -134,8 +188,18 @@ def equal_parts(shape: Sequence[int], n: int) -> tuple[int, ...]:
     return (1, n, shape[0] // n, *shape[1:])
 
 
+# ---- plans of transformers
+
+
 class Style(NamedTuple):
-    """A style of transformers. dim: its parameters' sharded one, of fused `parts`; its module's rules."""
+    """What a style of a plan of transformers means: the rules for a module.
+
+    Attributes:
+        dim: The dim of the module's parameters that is sharded; None if none is.
+        inputs: The rule for its inputs; None for none.
+        outputs: The rule for its outputs; None for none.
+        parts: How many fused parts the dim has, each of which is sharded alone.
+    """
 
     dim: int | None = None
     inputs: Any = None
@@ -144,77 +208,142 @@ class Style(NamedTuple):
 
 
 def styles_of_transformers(axis: str) -> dict[str, Style]:
+    """Return the styles of transformers by name, as rules over a mesh axis."""
+    # What goes in or comes out, by its use along the axis.
     copied = f"... -> ... | copy({axis})"
     summed = f"... | sum({axis}) -> ..."
-    part = f"... o/{axis} -> ... o"
-    row = f"... i/{axis}"
-    split = f"... i -> ... i/{axis}"
-    kept = f"... | copy({axis})"
+    gathered = f"... o/{axis} -> ... o"
+    sharded_input = f"... i/{axis}"
+    split_input = f"... i -> ... i/{axis}"
+    kept_copied = f"... | copy({axis})"
+    column_gathered = Style(-2, copied, gathered)
+    row_split = Style(-1, split_input, summed)
+    local = Style(None, kept_copied)
     return {
         "colwise": Style(-2, copied),
-        **dict.fromkeys(("colwise_gather_output", "colwise_rep"), Style(-2, copied, part)),
-        "rowwise": Style(-1, row, summed),
-        **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), Style(-1, split, summed)),
+        "colwise_gather_output": column_gathered,
+        "colwise_rep": column_gathered,
+        "rowwise": Style(-1, sharded_input, summed),
+        "rowwise_split_input": row_split,
+        "rowwise_rep": row_split,
         "packed_colwise": Style(-2, copied, parts=2),
-        "packed_rowwise": Style(-1, row, summed, parts=2),
+        "packed_rowwise": Style(-1, sharded_input, summed, parts=2),
         "embedding_rowwise": Style(-2, None, summed),
-        "embedding_colwise": Style(-1, None, part),
+        "embedding_colwise": Style(-1, None, gathered),
         "sequence_parallel": Style(None, f"b s/{axis} ..."),
-        "replicated_with_grad_allreduce": Style(None, kept),
+        "replicated_with_grad_allreduce": local,
         "all_reduce": Style(None, None, summed),
         "moe_tp_experts": Style(None, (copied, None, copied), summed),
-        "moe_identity_expert": Style(None, f"{kept} -> ... | sum({axis})"),
-        **dict.fromkeys(("mla_kv_a_proj", "local_params"), Style(None, kept)),
+        "moe_identity_expert": Style(None, f"{kept_copied} -> ... | sum({axis})"),
+        "mla_kv_a_proj": local,
+        "local_params": local,
         "replicate": Style(),
     }
 
 
 def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
-    """The plan that a model of transformers declares -> the arguments of `parallelize`: see `Rules`."""
-    plan = getattr(model, "tp_plan", None) or {}
-    styles = styles_of_transformers(axis)
+    """Turn the plan that a model of transformers declares into the arguments of `parallelize`.
+
+    Args:
+        model: A model with a `tp_plan`: names of modules and parameters with their styles.
+        axis: The mesh axis over which it is sharded.
+
+    Returns:
+        The rules for "parameters", "inputs" and "outputs": see `Rules`.
+
+    Raises:
+        XshardError: The model declares no plan, or a style that is not known.
+    """
+    plan = getattr(model, "tp_plan", None)
     if not plan:
         hint = "write rules for it: docs/models has some of many families"
         raise XshardError(f"a {type(model).__name__} declares no tensor parallel plan", hint=hint)
-    if other := [name for name, kind in plan.items() if kind not in styles]:
-        what = f"{plan[other[0]]!r} of '{other[0]}'"
-        known = ", ".join(styles)
-        raise XshardError(
-            f"unknown style {what} in the model's plan", hint=f"the styles are: {known}"
-        )
-    texts: dict[str, dict[str, str]] = {}  # by the name with stars for numbers, and by name
-    for name, x in model.named_parameters(remove_duplicate=False):
-        path = _starred(name)
-        where, _, own = path.rpartition(".")
-        style = styles[plan.get(path) or plan.get(where) or "replicate"]
-        if style.dim is not None:
-            texts.setdefault(path, {})[name] = _parameter(style, tuple(x.shape), own, axis)
-    rules: dict[str, dict[Any, Any]] = {"parameters": {}, "inputs": {"": "..."}, "outputs": {}}
-    for path, each in texts.items():
-        rules["parameters"] |= {path: min(each.values())} if len({*each.values()}) == 1 else each
-    rules["parameters"]["**"] = "..."
-    # Modules with a parameter of their own, or a part of an output, that each device uses for its heads.
-    whole = [path for path, kind in plan.items() if kind == "local_params"]
-    whole += [path.rpartition(".")[0] for path, kind in plan.items() if kind == "mla_kv_a_proj"]
-    for path in dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name):
+    styles = styles_of_transformers(axis)
+    for name, style_name in plan.items():
+        if style_name not in styles:
+            reason = f"unknown style {style_name!r} of '{name}' in the model's plan"
+            raise XshardError(reason, hint=f"the styles are: {', '.join(styles)}")
+    parameters = model.named_parameters(remove_duplicate=False)
+    rules: dict[str, dict[Any, Any]] = {
+        "parameters": _parameter_rules(parameters, plan, styles, axis),
+        "inputs": {"": "..."},
+        "outputs": {},
+    }
+    local_modules = _modules_with_local_parts(plan)
+    module_paths = dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name)
+    for path in module_paths:
         style = styles[plan.get(path, "replicate")]
-        copied = styles["colwise"].inputs
-        inputs = copied if path in whole else style.inputs
-        if inputs == copied and any(path.startswith(f"{around}.") for around in whole):
-            inputs = styles["mla_kv_a_proj"].inputs
-        for kind, rule in (("inputs", inputs), ("outputs", style.outputs)):
-            rules[kind] |= {} if rule is None else {path: rule}
+        inputs = _input_rule(path, style, styles, local_modules)
+        if inputs is not None:
+            rules["inputs"][path] = inputs
+        if style.outputs is not None:
+            rules["outputs"][path] = style.outputs
     return rules
 
 
-def _starred(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+def _parameter_rules(
+    parameters: Iterable[tuple[str, Any]],
+    plan: Mapping[str, str],
+    styles: Mapping[str, Style],
+    axis: str,
+) -> dict[Any, Any]:
+    """Return the rules for parameters, by name with stars for numbers where all layers agree."""
+    rules_by_path: dict[str, dict[str, str]] = {}
+    for name, x in parameters:
+        path = _starred(name)
+        module_path, _, own_name = path.rpartition(".")
+        # A style is declared for the parameter itself, or for its module.
+        style_name = plan.get(path) or plan.get(module_path) or "replicate"
+        style = styles[style_name]
+        if style.dim is not None:  # others fall under `**` below
+            rule = _parameter_rule(style, tuple(x.shape), own_name, axis)
+            rules_by_path.setdefault(path, {})[name] = rule
+    rules: dict[Any, Any] = {}
+    for path, rule_by_name in rules_by_path.items():
+        different_rules = set(rule_by_name.values())
+        if len(different_rules) == 1:  # one pattern for all layers, which reads better
+            rules[path] = min(different_rules)
+        else:
+            rules.update(rule_by_name)
+    rules["**"] = "..."
+    return rules
 
 
-def _parameter(style: Style, shape: tuple[int, ...], name: str, axis: str) -> str:
-    """How a parameter is stored and used: biases of partial products are added once."""
+def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: str) -> str:
+    """Return how a parameter is stored and used."""
     if style.dim == -1 and name == "bias":
+        # A bias of partial products is added once.
         return f"{dims(shape)} -> {dims(shape)}{tag('sum', axis)}"
-    d = max(len(shape) + (style.dim or 0), 0)
-    length = f",{shape[d] // style.parts}" * style.parts
-    return dims(shape, {d: sharded(axis) if style.parts == 1 else f"block({axis}{length})"})
+    assert style.dim is not None
+    dim = max(len(shape) + style.dim, 0)  # a bias has one dim
+    if style.parts == 1:
+        return dims(shape, {dim: sharded(axis)})
+    part_lengths = f",{shape[dim] // style.parts}" * style.parts
+    return dims(shape, {dim: f"block({axis}{part_lengths})"})
+
+
+def _modules_with_local_parts(plan: Mapping[str, str]) -> list[str]:
+    """List the modules with a parameter, or a part of an output, that each device uses for its heads."""
+    paths = [path for path, style_name in plan.items() if style_name == "local_params"]
+    for path, style_name in plan.items():
+        if style_name == "mla_kv_a_proj":
+            parent, _, _ = path.rpartition(".")
+            paths.append(parent)
+    return paths
+
+
+def _input_rule(
+    path: str, style: Style, styles: Mapping[str, Style], local_modules: Collection[str]
+) -> Any:
+    """Return the rule for the inputs of a module; None for none."""
+    copied = styles["colwise"].inputs
+    inputs = copied if path in local_modules else style.inputs
+    is_inside = any(path.startswith(f"{module}.") for module in local_modules)
+    if inputs == copied and is_inside:
+        return styles["mla_kv_a_proj"].inputs  # it is copied where the outer module begins
+    return inputs
+
+
+def _starred(name: str) -> str:
+    """Return a name with stars for numbers: `layers.0.weight` -> `layers.*.weight`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -8,28 +8,34 @@ from typing import Any
 
 
 def format_bytes(n: int) -> str:
-    """1536 -> '1.50 KiB'."""
+    """Write a number of bytes: 1536 -> '1.50 KiB'."""
+    if n < 1024:
+        return f"{n} B"
     value = float(n)
-    unit = "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
+    for unit in ("KiB", "MiB", "GiB"):
         value /= 1024
-    return f"{n} B" if unit == "B" else f"{value:.2f} {unit}"
+        if value < 1024:
+            return f"{value:.2f} {unit}"
+    return f"{value / 1024:.2f} TiB"
 
 
 def format_seconds(s: float) -> str:
-    """0.00015 -> '150.0 us'."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if s * factor >= 1:
-            return f"{s * factor:.2f} {unit}"
+    """Write a time: 0.00015 -> '150.0 us'."""
+    if s >= 1:
+        return f"{s:.2f} s"
+    if s * 1e3 >= 1:
+        return f"{s * 1e3:.2f} ms"
     return f"{s * 1e6:.1f} us"
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows with equally many cells -> lines with aligned columns."""
+    """Write rows of equally many cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 class Pictured:

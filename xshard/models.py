@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from xshard.arguments import shown
+from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes, factored, parse_expression
@@ -52,7 +52,7 @@ def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
     return rule
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     src, dst = parse_expression(text) if ARROW in text else (Layout.parse(text),) * 2
     for layout in (src, dst):

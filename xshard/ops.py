@@ -21,32 +21,27 @@ A = TypeVar("A")  # a framework's arrays
 M = TypeVar("M")  # its meshes
 
 
-def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
-    """The dims of a block as text, some of them sharded. Raises ShapeError for an unknown dim."""
-    names = [f"d{d}" for d in range(len(shape))]
-    for key, cut in (shards or {}).items():
-        dim = whole_number(key)
-        if dim is None or not -len(shape) <= dim < len(shape):
-            raise ShapeError(f"no dim {shown(key)} in a block of shape {tuple(shape)}")
-        names[dim] += f"/{cut}"
-    return " ".join(names) or "()"
-
-
 @dataclass(frozen=True)
 class Operations(Generic[A, M]):
     """The operations, by a framework's `move` of a block between two sides.
 
-    mesh: as in `redistribute`; JAX knows it inside `shard_map`. shape: the global shape, if blocks differ.
+    In all of them `x` is this device's block, and `axis` a mesh axis or several taken as one.
+    `mesh` is that of `redistribute`; JAX knows it inside `shard_map`. `shape` is the global shape,
+    if blocks differ in size.
 
-    >>> def text(x: tuple[int, ...], src: Side, dst: Side, mesh: None, shape: Shape) -> str:
-    ...     return move(x, src, dst)
-    >>> operations = Operations(text)
-    >>> operations.all_gather((1, 2), 0, "dp", grad="sum")
-    'd0/dp d1 -> d0 d1 | copy(dp)'
-    >>> operations.all_to_all((1, 2), 1, 0, "cp", concat_order="zigzag")
-    'd0/zigzag(cp) d1 -> d0 d1/cp'
-    >>> operations.halo_exchange((4,), (1, 2), 0, "sp", boundary="edge")
-    'd0/sp -> d0/sp:halo(1,2,edge)'
+    Attributes:
+        move: Moves a block: (block, left side, right side, mesh, global shape) -> block.
+
+    Examples:
+        >>> def text(x: tuple[int, ...], src: Side, dst: Side, mesh: None, shape: Shape) -> str:
+        ...     return move(x, src, dst)
+        >>> operations = Operations(text)
+        >>> operations.all_gather((1, 2), 0, "dp", grad="sum")
+        'd0/dp d1 -> d0 d1 | copy(dp)'
+        >>> operations.all_to_all((1, 2), 1, 0, "cp", concat_order="zigzag")
+        'd0/zigzag(cp) d1 -> d0 d1/cp'
+        >>> operations.halo_exchange((4,), (1, 2), 0, "sp", boundary="edge")
+        'd0/sp -> d0/sp:halo(1,2,edge)'
     """
 
     move: Callable[[A, Side, Side, M | None, Shape], A]
@@ -56,8 +51,17 @@ class Operations(Generic[A, M]):
     ) -> A:
         """Concatenate the blocks along `axis`, along `dim`: `n/axis -> n`.
 
-        grad: the meaning of the results' gradients. "sum": each is an addend, and the backward pass
-        reduce-scatters. "replicated": they are equal, and it slices.
+        Args:
+            x: This device's block, [n/devices, ...].
+            dim: The dim that becomes whole.
+            axis: The mesh axis, or several taken as one.
+            mesh: As in `redistribute`.
+            grad: The meaning of the results' gradients. "sum": each is an addend, and the backward
+                pass reduce-scatters. "replicated": they are equal, and it slices.
+            shape: The global shape, if blocks differ in size.
+
+        Returns:
+            The whole array, [n, ...].
         """
         return self.move(x, {dim: sharded(axis)}, gradient_tag(axis, grad), mesh, shape)
 
@@ -73,7 +77,18 @@ class Operations(Generic[A, M]):
     ) -> A:
         """Reduce the blocks along `axis`, and shard the result along `dim`: `n | sum(axis) -> n/axis`.
 
-        op: sum, mean, max or min. The backward pass all-gathers.
+        The backward pass all-gathers.
+
+        Args:
+            x: This device's addend, [n, ...].
+            dim: The dim that is sharded.
+            axis: The mesh axis, or several taken as one.
+            mesh: As in `redistribute`.
+            op: sum, mean, max or min.
+            shape: The global shape, if blocks differ in size.
+
+        Returns:
+            This device's part of the result, [n/devices, ...].
         """
         return self.move(x, tag(op, axis), {dim: sharded(axis)}, mesh, shape)
 
@@ -82,8 +97,16 @@ class Operations(Generic[A, M]):
     ) -> A:
         """Reduce the blocks along `axis`; every device has the result: `n | sum(axis) -> n`.
 
-        op: sum, mean, max or min. grad: "sum": the results' gradients are addends, and the backward pass
-        all-reduces. "replicated": they are equal, and it sends nothing.
+        Args:
+            x: This device's addend, [n, ...].
+            axis: The mesh axis, or several taken as one.
+            mesh: As in `redistribute`.
+            op: sum, mean, max or min.
+            grad: The meaning of the results' gradients. "sum": each is an addend, and the backward
+                pass all-reduces. "replicated": they are equal, and it sends nothing.
+
+        Returns:
+            The result, [n, ...].
         """
         return self.move(x, tag(op, axis), gradient_tag(axis, grad), mesh, None)
 
@@ -101,24 +124,52 @@ class Operations(Generic[A, M]):
     ) -> A:
         """Shard `split_dim` instead of `concat_dim`, which becomes whole: `s/axis c -> s c/axis`.
 
-        split_order, concat_order: the orders of their rows: block, zigzag, cyclic or balanced.
+        Args:
+            x: This device's block, [s/devices, c].
+            split_dim: The dim that is sharded.
+            concat_dim: The dim that becomes whole.
+            axis: The mesh axis, or several taken as one.
+            mesh: As in `redistribute`.
+            split_order: The order of the rows that are sharded: block, zigzag, cyclic or balanced.
+            concat_order: The order of the rows that become whole.
+            shape: The global shape, if blocks differ in size.
+
+        Returns:
+            This device's block, [s, c/devices].
         """
         src = {concat_dim: sharded(axis, concat_order)}
         dst = {split_dim: sharded(axis, split_order)}
         return self.move(x, src, dst, mesh, shape)
 
     def shard(self, x: A, dim: int, axis: Axes, mesh: M | None = None, *, grad: Grad) -> A:
-        """This device's part, along `dim`, of a block replicated along `axis`: `n -> n/axis`.
+        """Keep this device's part, along `dim`, of a block replicated along `axis`: `n -> n/axis`.
 
-        grad: the gradient of the block. "sum": an addend on each device (its part, and zeros elsewhere).
-        "replicated": the same on all devices; the backward pass all-gathers.
+        Args:
+            x: The block, equal on all devices along the axis, [n, ...].
+            dim: The dim that is sharded.
+            axis: The mesh axis, or several taken as one.
+            mesh: As in `redistribute`.
+            grad: The meaning of the block's gradient. "sum": an addend on each device (its part,
+                and zeros elsewhere). "replicated": the same on all devices; the backward pass
+                all-gathers.
+
+        Returns:
+            This device's part, [n/devices, ...].
         """
         return self.move(x, gradient_tag(axis, grad), {dim: sharded(axis)}, mesh, None)
 
     def copy_to(self, x: A, axis: Axes, mesh: M | None = None) -> A:
-        """The same block, as a separate copy on every device along `axis`: `n -> n | copy(axis)`.
+        """Return the same block, as a separate copy on every device along `axis`: `n -> n | copy(axis)`.
 
-        Sends nothing; the backward pass all-reduces.
+        It sends nothing; the backward pass all-reduces.
+
+        Args:
+            x: The block, equal on all devices along the axis, [n, ...].
+            axis: The mesh axis, or several taken as one.
+            mesh: As in `redistribute`.
+
+        Returns:
+            The block, [n, ...].
         """
         return self.move(x, "", gradient_tag(axis, "sum"), mesh, None)
 
@@ -135,10 +186,22 @@ class Operations(Generic[A, M]):
     ) -> A:
         """Widen a block by rows of its neighbours along `axis`: `n/axis -> n/axis:halo(lo,hi)`.
 
-        width: rows at both sides, or (before, after); a list has one number per block. Rows may come from
-        several blocks; negative widths drop rows. boundary: the values beyond the ends of the array, as in
-        a layout: zero, constant(1.5), periodic, reflect, edge, none, pole, or two of them ("edge,zero").
-        The backward pass adds the gradients of copied rows at their owner.
+        Rows may come from several blocks. The backward pass adds the gradients of copied rows at
+        their owner.
+
+        Args:
+            x: This device's block, [n/devices, ...].
+            width: Rows at both sides, or (before, after); a list has one number per block.
+                Negative widths drop rows.
+            dim: The dim that is widened.
+            axis: The mesh axis, or several taken as one.
+            mesh: As in `redistribute`.
+            boundary: The values beyond the ends of the array, as in a layout: zero, constant(1.5),
+                periodic, reflect, edge, none, pole, or two of them ("edge,zero").
+            shape: The global shape, if blocks differ in size.
+
+        Returns:
+            The wider block, [lo + n/devices + hi, ...].
         """
         return self.move(x, {dim: sharded(axis)}, {dim: halo(axis, width, boundary)}, mesh, shape)
 
@@ -153,38 +216,86 @@ class Operations(Generic[A, M]):
         boundary: str = "zero",
         shape: Shape = None,
     ) -> A:
-        """Drop the rows that `halo_exchange` added: `n/axis:halo(lo,hi) -> n/axis`."""
+        """Drop the rows that `halo_exchange` added: `n/axis:halo(lo,hi) -> n/axis`.
+
+        Args:
+            x: The wider block, [lo + n/devices + hi, ...].
+            width: As in `halo_exchange`.
+            dim: The dim that is trimmed.
+            axis: The mesh axis, or several taken as one.
+            mesh: As in `redistribute`.
+            boundary: As in `halo_exchange`.
+            shape: The global shape, if blocks differ in size.
+
+        Returns:
+            This device's block, [n/devices, ...].
+        """
         return self.move(x, {dim: halo(axis, width, boundary)}, {dim: sharded(axis)}, mesh, shape)
 
 
+# ---- parts of expressions as text
+
+
 def move(shape: Sequence[int], src: Side, dst: Side) -> str:
-    """The expression of a move of a block."""
-    sides = (
-        dims(shape) + side if isinstance(side, str) else dims(shape, side) for side in (src, dst)
-    )
-    return " -> ".join(sides)
+    """Write the expression of a move of a block: a block of 2 dims, {0: "dp"}, "" -> `d0/dp d1 -> d0 d1`."""
+    return f"{_side(shape, src)} -> {_side(shape, dst)}"
+
+
+def _side(shape: Sequence[int], side: Side) -> str:
+    """Write one side of a move: the dims with the shards of some, or with a tag."""
+    if isinstance(side, str):
+        return dims(shape) + side
+    return dims(shape, side)
+
+
+def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
+    """Write the dims of a block, some of them sharded: 2 dims, {1: "tp"} -> `d0 d1/tp`.
+
+    Raises:
+        ShapeError: The block has no such dim.
+    """
+    names = [f"d{d}" for d in range(len(shape))]
+    if shards is None:
+        shards = {}
+    for key, shard in shards.items():
+        dim = whole_number(key)
+        if dim is None or not -len(shape) <= dim < len(shape):
+            raise ShapeError(f"no dim {shown(key)} in a block of shape {tuple(shape)}")
+        names[dim] += f"/{shard}"
+    return " ".join(names) if names else "()"
 
 
 def sharded(axis: Axes, order: str = "block") -> str:
-    """A shard over one axis, or over several axes taken as one, as text."""
+    """Write a shard over one axis, or over several axes taken as one: `zigzag(cp)`, `(dp,cp)`."""
     if order != "block":
         return f"{order}({_axis_names(axis)})"
     return axis if isinstance(axis, str) else f"({_axis_names(axis)})"
 
 
 def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
-    """A shard with blocks widened by `width` rows at both ends, or by (before, after), as text."""
-    widths = whole_numbers(width) if whole_number(width) is None else (width, width)
+    """Write a shard with blocks widened at both ends: "sp", (1, 2), "edge" -> `sp:halo(1,2,edge)`.
+
+    Raises:
+        ShapeError: The width is neither a number of rows nor a pair.
+        NotationError: There is no such boundary.
+    """
+    # One number is for both ends; a pair may have a list per end.
+    widths = (width, width) if whole_number(width) is not None else whole_numbers(width)
     if widths is None or len(widths) != 2:
-        raise ShapeError(
-            f"a halo of width {shown(width)}", hint="rows at both ends, or (before, after)"
-        )
-    lo, hi = widths
-    return f"{sharded(axis)}:{Halo(_halo_width(lo), _halo_width(hi), *parse_boundaries(boundary))}"
+        hint = "rows at both ends, or (before, after)"
+        raise ShapeError(f"a halo of width {shown(width)}", hint=hint)
+    lo = _halo_width(widths[0])
+    hi = _halo_width(widths[1])
+    before, after = parse_boundaries(boundary)
+    return f"{sharded(axis)}:{Halo(lo, hi, before, after)}"
 
 
 def gradient_tag(axis: Axes, grad: str) -> str:
-    """The tag of values on every device: `copy` if gradients are summed, else "". Raises XshardError."""
+    """Write the tag of values on every device: `copy` if gradients are summed, else nothing.
+
+    Raises:
+        XshardError: `grad` is neither "sum" nor "replicated".
+    """
     if grad not in ("sum", "replicated"):
         hint = '"sum": gradients are summed along the axis; "replicated": they are equal'
         raise XshardError(f"unknown grad={grad!r}", hint=hint)
@@ -192,7 +303,11 @@ def gradient_tag(axis: Axes, grad: str) -> str:
 
 
 def tag(kind: str, axis: Axes) -> str:
-    """A tag as text, with the bar before it. Raises XshardError unless `kind` is text."""
+    """Write a tag with the bar before it: "sum", "dp" -> ` | sum(dp)`.
+
+    Raises:
+        XshardError: `kind` is not text.
+    """
     if not isinstance(kind, str):
         raise XshardError(
             f"the operation {shown(kind)} is not text", hint='"sum", "mean", "max" or "min"'
@@ -201,22 +316,22 @@ def tag(kind: str, axis: Axes) -> str:
 
 
 def _halo_width(width: PartWidths) -> int | tuple[int, ...]:
+    """Return a width as plain numbers, or raise ShapeError."""
     rows = whole_number(width)
     if rows is not None:
         return rows
     widths = whole_numbers(width)
     if not widths:
-        raise ShapeError(
-            f"{shown(width)} is not a number of rows", hint="one number, or one per part"
-        )
+        hint = "one number, or one per part"
+        raise ShapeError(f"{shown(width)} is not a number of rows", hint=hint)
     return widths
 
 
 def _axis_names(axis: Axes) -> str:
+    """Return the names of axes with commas between them, or raise MeshError."""
     if isinstance(axis, str):
         return axis
     if not isinstance(axis, list | tuple) or not all(isinstance(name, str) for name in axis):
-        raise MeshError(
-            f"{shown(axis)} is not a mesh axis", hint='its name, as in "cp", or several names'
-        )
+        hint = 'its name, as in "cp", or several names'
+        raise MeshError(f"{shown(axis)} is not a mesh axis", hint=hint)
     return ",".join(axis)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from numbers import Real
 from typing import Any, overload
 
 from xshard.arguments import lengths_of, limit_of, shown, whole_numbers
+from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
@@ -16,7 +16,7 @@ from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import load_profile, without_devices
 from xshard.cost.model import ProfileLike
 from xshard.dtypes import name_of, precision
-from xshard.errors import MeshError, PlanError, ShapeError
+from xshard.errors import MeshError, PlanError, ShapeError, api_boundary
 from xshard.layout import Mesh
 from xshard.layout.layout import check_axes
 from xshard.layout.mesh import check_mesh
@@ -62,6 +62,7 @@ def plan(
     overlap: str = NEVER,
     maps: Maps | None = None,
 ) -> ContractionPlan: ...
+@api_boundary
 def plan(
     expression: Any,
     mesh: Mesh | None = None,
@@ -157,7 +158,7 @@ def plan(
     return _plan(expression, mesh, lengths, tuple(map(type, lengths)), *options)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def plan_contraction(
     call: Contraction,
     mesh: Mesh,
@@ -187,7 +188,7 @@ def plan_contraction(
     return find_contraction(request)
 
 
-@lru_cache(maxsize=4096)  # with the types of lengths, which tell 4 from 4.0
+@layout_cache(maxsize=4096)  # with the types of lengths, which tell 4 from 4.0
 def _plan(
     expression: LayoutPair, mesh: Mesh, shape: Shape, _: tuple[type, ...], *options: Any
 ) -> Plan:

@@ -15,7 +15,7 @@ from xshard import dtypes
 from xshard.arguments import lengths_of
 from xshard.contractions.plan import ContractionPlan, Part
 from xshard.contractions.shapes import named_block
-from xshard.errors import DtypeError, ShapeError
+from xshard.errors import DtypeError, ShapeError, api_boundary
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import offered_rows, wanted_rows
 from xshard.layout.runs import FILL, Runs, row_numbers
@@ -30,6 +30,7 @@ from xshard.steps.local import Scale
 Arrays = Sequence[ArrayLike]  # a block per device
 
 
+@api_boundary
 def scatter(
     x: ArrayLike, layout: Layout | str, mesh: Mesh, *, maps: Maps | None = None
 ) -> list[Block]:
@@ -58,6 +59,7 @@ def scatter(
     return blocks
 
 
+@api_boundary
 def gather(
     blocks: Arrays,
     layout: Layout | str,
@@ -93,6 +95,7 @@ def gather(
     return out
 
 
+@api_boundary
 def run(plan: Plan | ContractionPlan, *operands: Arrays) -> list[Block]:
     """Blocks under `plan.src` -> blocks under `plan.dst`; the input is left as it is.
 
@@ -122,6 +125,7 @@ def run(plan: Plan | ContractionPlan, *operands: Arrays) -> list[Block]:
     return current
 
 
+@api_boundary
 def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arrays) -> list[Any]:
     """Cotangents of the outputs of `run(plan, given)` -> cotangents of the blocks `given`.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from xshard.arguments import did_you_mean, lengths_of, shown
 from xshard.compat import plan_of_transformers
-from xshard.errors import NotationError, ShapeError, Span, XshardError, located
+from xshard.errors import NotationError, ShapeError, Span, XshardError, api_boundary, located
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
 from xshard.notation.maps import Maps
@@ -27,6 +27,7 @@ Pattern = str | re.Pattern[str]
 RulesLike = Mapping[str, Any] | Mapping[Pattern, Any]  # plain dicts, and Rules
 
 
+@api_boundary
 class Rules(Mapping[Pattern, Any]):
     """Patterns over names -> a layout or an expression; the first pattern that fits a name applies.
 
@@ -146,6 +147,7 @@ class Rules(Mapping[Pattern, Any]):
         }
 
 
+@api_boundary
 def owned(
     shapes: Mapping[str, Sequence[int]],
     mesh: Mesh,

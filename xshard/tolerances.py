@@ -13,17 +13,27 @@ DERIVATIVE = 1e-4  # a gradient against differences of its function in double pr
 
 # Rounding of a few hundred operations stays below.
 _ROUNDING = {"float64": 1e-9, "float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
-_COMPLEX = {"complex64": "float32", "complex128": "float64"}
+_ROUNDING_OF_SHORT_FLOATS = 0.1  # of 8 bits and fewer
+_PARTS_OF_COMPLEX = {"complex64": "float32", "complex128": "float64"}
 
 
 def rounding(dtypes: Iterable[str]) -> float:
-    """One function computed in two ways: the tolerance of the shortest float; 0 for whole numbers."""
-    names = [_COMPLEX.get(name, name) for name in dtypes]
-    return max(_ROUNDING.get(name, 0.1 if "float" in name else EXACT) for name in names)
+    """Return the tolerance for one function computed in two ways: that of the shortest float.
+
+    0 for whole numbers, which are exact.
+    """
+    tolerances = []
+    for name in dtypes:
+        part = _PARTS_OF_COMPLEX.get(name, name)
+        unknown = _ROUNDING_OF_SHORT_FLOATS if "float" in part else EXACT
+        tolerances.append(_ROUNDING.get(part, unknown))
+    return max(tolerances)
 
 
 def replicas(dtype: str) -> float:
-    """Replicas of one value, added up in different orders by kernels; 0 for whole numbers. The square root of
-    the dtype's precision: gradients of different work differ by as much as they are large.
+    """Return the tolerance for replicas of one value, added up in different orders by kernels.
+
+    It is the square root of the dtype's precision, because gradients of different work differ by
+    as much as they are large. 0 for whole numbers.
     """
     return math.sqrt(precision(dtype))

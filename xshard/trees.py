@@ -15,7 +15,13 @@ Test = Callable[[Any], bool]
 
 
 class Leaf(NamedTuple):
-    """A leaf of a tree, and the value given for it. name: the keys from the root, with dots between them."""
+    """A leaf of a tree, and the value given for it.
+
+    Attributes:
+        name: The keys from the root, with dots between them; "" for a tree that is one leaf.
+        x: The leaf, as an array.
+        given: The value for it, as a layout.
+    """
 
     name: str
     x: Any
@@ -23,22 +29,34 @@ class Leaf(NamedTuple):
 
     @property
     def place(self) -> str:
+        """The beginning of an error about the leaf."""
         return place_of(self.name)
 
 
 def leaf_name(path: Iterable[Any]) -> str:
-    """The name of a leaf: the keys of JAX or torch from the root, with dots between them."""
-    named = ("key", "idx", "name")
-    return ".".join(str(next((getattr(k, a) for a in named if hasattr(k, a)), k)) for k in path)
+    """Return the name of a leaf: keys of JAX or torch from the root -> `layers.0.weight`."""
+    return ".".join(str(_key_of(step)) for step in path)
+
+
+def _key_of(step: Any) -> Any:
+    """Return the key of one step of a path: of a dict, of a list, or of an attribute."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(step, attribute):
+            return getattr(step, attribute)
+    return step
 
 
 def place_of(name: str) -> str:
-    """The beginning of an error about a leaf; "" for a tree that is one leaf."""
+    """Return the beginning of an error about a leaf; "" for a tree that is one leaf."""
     return f"leaf '{name}'" if name else ""
 
 
 def named_once(leaves: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Leaves by name. Raises XshardError for two leaves of one name."""
+    """Return leaves by name.
+
+    Raises:
+        XshardError: Two leaves have one name.
+    """
     by_name: dict[str, T] = {}
     for name, x in leaves:
         if name in by_name:
@@ -47,30 +65,51 @@ def named_once(leaves: Iterable[tuple[str, T]]) -> dict[str, T]:
     return by_name
 
 
+# ---- a value for each leaf
+
+
 def spread(
     branches: Iterable[tuple[str, Any, Any]],
     named_leaves: Callable[[Any], Iterable[tuple[str, Any]]],
-    takes_value: Test = lambda _: True,
+    takes_value: Test | None = None,
 ) -> list[Leaf]:
-    """Every leaf of a tree with its value, by `prefix_branches`; None for leaves that take no value."""
+    """Give every leaf of a tree its value.
+
+    Args:
+        branches: The name, the value or `Rules`, and the tree of each branch: `prefix_branches`.
+        named_leaves: A function that lists the leaves of a tree by name.
+        takes_value: Whether a leaf takes a value; others get None. By default all do.
+    """
     leaves = []
     for branch, value, tree in branches:
         named = list(named_leaves(tree))
-        values = dict.fromkeys((name for name, x in named if takes_value(x)), value)
+        taking = [name for name, x in named if takes_value is None or takes_value(x)]
         if isinstance(value, Rules):
             with located(place_of(branch)):
-                values = value.match(list(values))
+                value_of = value.match(list(dict.fromkeys(taking)))
+        else:
+            value_of = dict.fromkeys(taking, value)
         for name, x in named:
-            whole = ".".join(part for part in (branch, name) if part)
-            leaves.append(Leaf(whole, x, values[name] if takes_value(x) else None))
+            is_taking = takes_value is None or takes_value(x)
+            given = value_of[name] if is_taking else None
+            leaves.append(Leaf(_joined(branch, name), x, given))
     return leaves
 
 
+def _joined(branch: str, name: str) -> str:
+    """Return the name of a leaf from the root; either part may be empty."""
+    if not branch or not name:
+        return branch + name
+    return f"{branch}.{name}"
+
+
 def children(tree: Any) -> dict[Any, Any] | None:
-    """The branches of a dict, a list or a tuple, in order; None for a leaf."""
+    """Return the branches of a dict, a list or a tuple, in order; None for a leaf."""
     if isinstance(tree, Mapping):
         return dict(tree)
-    return dict(enumerate(tree)) if isinstance(tree, list | tuple) else None
+    if isinstance(tree, list | tuple):
+        return dict(enumerate(tree))
+    return None
 
 
 def prefix_branches(
@@ -83,53 +122,88 @@ def prefix_branches(
     name: str = "",
     error: type[XshardError] = PlanError,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value or `Rules`, and tree of each branch for which `given` has one; raises `error`. A dict is
-    rules for a module or state, unless it has a value for each of its parts.
+    """Yield the name, the value or `Rules`, and the tree of each branch that is given one.
+
+    `given` is a value, or nested like the upper part of the tree. A dict is rules for a module or
+    a state, unless it has a value for each of its parts.
+
+    Args:
+        given: The values.
+        tree: The tree.
+        is_value: Whether something is one value.
+        what: What errors call the tree, and its values.
+        children: A function that returns the branches of a tree, or None for a leaf.
+        name: The name of the tree in a larger one.
+        error: The class of errors.
     """
     parts = children(tree)
+    # Before anything else: a value may be a tuple itself, as a pair of layouts is.
     if isinstance(given, Rules) or is_value(given):
         yield name, given, tree
         return
     values = children(given)
-    place = f"{what[0]}{f' at {name!r}' if name else ''}"
+    tree_kind, values_kind = what
+    place = f"{tree_kind} at {name!r}" if name else tree_kind
     if parts is None or values is None:
-        reason = f"{place}: one array, but {what[1]} {shown(given)}"
-        raise error(reason, hint=f"one of the {what[1]} for each array")
-    if isinstance(tree, Mapping) != isinstance(given, Mapping) or parts.keys() != values.keys():
+        reason = f"{place}: one array, but {values_kind} {shown(given)}"
+        raise error(reason, hint=f"one of the {values_kind} for each array")
+    are_alike = isinstance(tree, Mapping) == isinstance(given, Mapping)
+    if not are_alike or parts.keys() != values.keys():
+        # Of a module or a state, whose parts have names: patterns over them.
         if isinstance(given, dict) and not isinstance(tree, dict | list | tuple):
             yield name, Rules(given), tree
             return
-        reason = f"{place} and {what[1]} differ: {_described(tree, parts)}, and {_described(given, values)}"
+        difference = f"{_described(tree, parts)}, and {_described(given, values)}"
+        reason = f"{place} and {values_kind} differ: {difference}"
         hint = "one for each array, or one for all arrays of a branch; patterns over names: xshard.Rules"
         raise error(reason, hint=hint)
     for key, part in parts.items():
-        whole = f"{name}.{key}" if name else str(key)
+        part_name = f"{name}.{key}" if name else str(key)
         yield from prefix_branches(
-            values[key], part, is_value, what, children=children, name=whole, error=error
+            values[key], part, is_value, what, children=children, name=part_name, error=error
         )
 
 
 def _described(tree: Any, parts: Mapping[Any, Any]) -> str:
-    return (
-        f"keys {listed(list(map(repr, parts)))}"
-        if isinstance(tree, Mapping)
-        else f"{len(parts)} items"
-    )
+    """Return what an error says of the branches of a tree: their keys, or how many they are."""
+    if isinstance(tree, Mapping):
+        return f"keys {listed(list(map(repr, parts)))}"
+    return f"{len(parts)} items"
+
+
+# ---- groups of limited size
 
 
 def groups(
     sizes: Sequence[int | Counter[int]], limit: int | None, keys: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Indices of items of one key, in order, in groups of at most `limit` bytes per device, or alone."""
-    by_key: dict[Hashable, list[list[int]]] = {}
-    filled: dict[Hashable, Counter[int]] = {}
+    """Group items of one key, in order, by at most `limit` bytes per device: sizes 3 3 9, limit 6 -> 0 1, 2.
+
+    An item that is larger than the limit is alone.
+
+    Args:
+        sizes: The bytes of each item, or its bytes by device.
+        limit: The most bytes of a group on any device; None for no limit.
+        keys: The key of each item; only items with equal keys share a group.
+
+    Returns:
+        The numbers of the items of each group.
+    """
+    groups_of_key: dict[Hashable, list[list[int]]] = {}
+    filled: dict[Hashable, Counter[int]] = {}  # bytes by device, of the last group of each key
     for i, size in enumerate(sizes):
         key = keys[i] if keys is not None else None
-        size = Counter({0: size}) if isinstance(size, int) else size
-        total = filled.get(key, Counter()) + size
-        if key not in by_key or (limit is not None and max(total.values(), default=0) > limit):
-            by_key.setdefault(key, []).append([])
-            total = size
-        by_key[key][-1].append(i)
+        item_bytes = Counter({0: size}) if isinstance(size, int) else size
+        total = filled.get(key, Counter()) + item_bytes
+        is_full = limit is not None and max(total.values(), default=0) > limit
+        if key not in groups_of_key:
+            groups_of_key[key] = [[]]  # the first item always fits, however large
+        elif is_full:
+            groups_of_key[key].append([])
+            total = item_bytes
+        groups_of_key[key][-1].append(i)
         filled[key] = total
-    return [group for of_key in by_key.values() for group in of_key]
+    all_groups: list[list[int]] = []
+    for of_key in groups_of_key.values():
+        all_groups.extend(of_key)
+    return all_groups

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -23,6 +23,7 @@ from torch_bridge.mesh.desync import CallFacts, sent_facts
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh, world
 from xshard.arguments import lengths_of
+from xshard.caches import layout_cache
 from xshard.cost.machine import AUTO, asked_for, load_profile, located
 from xshard.cost.model import Profile, ProfileLike
 from xshard.dtypes import name_of
@@ -145,7 +146,7 @@ def check_local(
     check_block(what, tuple(block), expected, layout.names, text, part, **options)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _executable(call: MoveCall, block: Block, world: object) -> Executable:
     """Cached by the world too: an `xshard.Mesh` has other processes in another world."""
     plan, processes = call.plan(block)

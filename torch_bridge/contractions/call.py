@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from torch_bridge.mesh.process_mesh import (
 )
 from xshard import ProfileLike
 from xshard.arguments import limit_of
+from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import ContractionPlan, contraction_of
 from xshard.contractions.shapes import for_operands, shapes_of, whole_lengths, whole_shapes
@@ -146,7 +147,7 @@ def _facts(blocks: Sequence[Tensor]) -> tuple[calls.Block, ...]:
     return tuple((x.shape, x.dtype, x.device) for x in blocks)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _executable(
     call: EinsumCall, blocks: tuple[calls.Block, ...], differentiated: bool, world: object
 ) -> ContractionExecutable:

@@ -20,6 +20,7 @@ from torch_bridge.lower.subarray import Subarray, box_rows
 from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan, Sharding, steps
+from xshard.caches import layout_cache
 from xshard.errors import DtypeError, PlanError
 from xshard.steps.base import axes_of, even_parts
 from xshard.steps.exchange.messages import Message, fill_boxes, messages_from, messages_to
@@ -49,7 +50,7 @@ def _lowered(
     )
 
 
-_kept = functools.lru_cache(maxsize=4096)(_lowered)
+_kept = layout_cache(maxsize=4096)(_lowered)
 
 
 def _moves(

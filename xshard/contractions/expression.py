@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout
 from xshard.layout.layout import NONLINEAR, parse_layouts
@@ -84,7 +85,7 @@ def contraction(text: str) -> Contraction:
     return _parsed(text)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _parsed(text: str) -> Contraction:
     operands, results = parse_layouts(text, "contraction")
     call = Contraction.of((*operands, *results), text)

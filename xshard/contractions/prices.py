@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
+from xshard.caches import layout_cache
 from xshard.contractions.placements import ArrayMove, Axes, Dims, DimSharding
 from xshard.cost.bounds import least_received
 from xshard.cost.model import Profile
@@ -122,7 +122,7 @@ class Prices:
         return math.prod(rows) - math.prod(map(min, rows, have))
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def fastest_attention(
     attn: Attention, dtype: str, profile: Profile, methods: tuple[str, ...] = METHODS
 ) -> Attention:

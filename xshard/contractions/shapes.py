@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from xshard.arguments import lengths_of, shown, whole_number
+from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.placements import dim_lengths
 from xshard.errors import ShapeError
@@ -39,7 +39,7 @@ def _length(what: str, value: Any) -> int:
     return length
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def shapes_of(
     call: Contraction, sizes: Sizes | None, shapes: Shapes | None
 ) -> tuple[Contraction, Shapes]:

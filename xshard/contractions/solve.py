@@ -7,12 +7,12 @@ import math
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.placements import Axes, EinsumShardings, Placement, dim_lengths, operations
 from xshard.contractions.plan import ContractionPlan, Part
@@ -62,7 +62,7 @@ class ContractionRequest:
         return EinsumShardings(tuple(operands), y)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def find_contraction(request: ContractionRequest) -> ContractionPlan:
     """The cheapest plan, kept by an earlier run or searched for. Raises PlanError if none fits the limits."""
     return kept(request, ContractionPlan.from_json, lambda: _search(request))

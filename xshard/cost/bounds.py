@@ -6,11 +6,11 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.caches import layout_cache
 from xshard.layout import Sharding
 from xshard.layout.pieces import ascending, at_edges, distinct, joined
 from xshard.layout.providers import rows_at_hand, wanted_rows
@@ -188,7 +188,7 @@ def received_elements_between(
     return bound
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def lacking_elements(
     source: Sharding, target: Sharding, src_devices: tuple[int, ...], dst_devices: tuple[int, ...]
 ) -> NDArray[np.int64]:

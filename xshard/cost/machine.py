@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from xshard.arguments import did_you_mean, parse_number, shown
 from xshard.cost.model import Link, Profile, ProfileLike
-from xshard.errors import ProfileError
+from xshard.errors import ProfileError, api_boundary
 from xshard.layout import Mesh
 from xshard.layout.sub_axes import Refinement
 
 
+@api_boundary
 def load_profile(profile: ProfileLike) -> Profile:
     """A shipped name, a file or a Profile -> Profile; `h100:4`: with nodes of 4. Raises ProfileError.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from xshard.arguments import shown, whole_number
 from xshard.dtypes import itemsize, name_of
-from xshard.errors import DtypeError, PlanError, ProfileError
+from xshard.errors import DtypeError, PlanError, ProfileError, api_boundary
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
@@ -24,6 +24,7 @@ TOPOLOGIES = ("switch", "ring", "port")
 LOCAL = (*FREE, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Link:
     """The link between the devices along one axis: seconds per message, bytes per second and device.
@@ -55,6 +56,7 @@ class Link:
         return hop.messages * self.latency_s + way * self.carried(hop) * itemsize / self.bytes_per_s
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Profile:
     """The machine a plan is priced for.

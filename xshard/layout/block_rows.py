@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,211 +17,305 @@ from xshard.layout.partition import (
     Sizes,
     all_owned_rows,
     cut_nested,
-    everywhere,
+    for_every_block,
     misfit,
     owned_rows,
 )
 from xshard.layout.runs import FILL, Run, Runs, as_runs, n_rows, row_numbers, unrolled
 from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
+from xshard.notation.row_arrays import Numbers
 
 
 class RowSpan(NamedTuple):
-    """Rows of a block: its `own`, from `near` another device, or `before` or `after` the array."""
+    """Rows of a block that come from one place.
+
+    Attributes:
+        run: The rows in the array; its start is FILL for rows that a boundary fills.
+        origin: "own" for rows that the device owns, "near" for rows of other devices, "before"
+            or "after" for copies and fills beyond that end of the array.
+    """
 
     run: Run
     origin: str
 
 
 def held_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
-    """Global rows of the device's block: the rows that it owns, widened by the dim's overlap."""
+    """Return the rows of a device's block: those that it owns, widened by the dim's overlap.
+
+    `h/sp:halo(1,1)`, 6 rows on 2 devices, device 0 -> rows FILL 0 1 2 3
+    """
     if dim.overlap is None:
         return owned_rows(dim, length, sizes, coords)
-    if isinstance(overlap := unfolded(dim.overlap), Reads):
-        own = row_numbers(owned_rows(dim, length, sizes, coords))
-        return as_runs(np.concatenate([own, overlap.rows.map.part(row_major(sizes, coords))]))
+    overlap = unfolded(dim.overlap)
+    if isinstance(overlap, Reads):
+        owned = row_numbers(owned_rows(dim, length, sizes, coords))
+        return as_runs(np.concatenate([owned, _rows_read(overlap, sizes, coords)]))
     return tuple(span.run for span in row_spans(dim, length, sizes, coords))
 
 
 def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan, ...]:
-    """The rows of `held_rows` with their origins, in local order."""
-    mine = owned_rows(dim, length, sizes, coords)
+    """Return the rows of `held_rows` with their origins, in local order."""
+    owned = owned_rows(dim, length, sizes, coords)
+    spans = [RowSpan(run, "own") for run in owned]
     if dim.overlap is None:
-        return tuple(RowSpan(run, "own") for run in mine)
+        return tuple(spans)
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):
-        near = as_runs(overlap.rows.map.part(row_major(sizes, coords)))
-        return tuple(
-            RowSpan(run, origin) for runs, origin in ((mine, "own"), (near, "near")) for run in runs
-        )
-    if isinstance(overlap, Halo):
-        intervals = _halo_intervals(dim, overlap, length, sizes, coords)
-    else:
-        before = overlap.padding[0]
-        width = overlap.d * (overlap.k - 1) + 1
-        intervals = [
-            (r.start * overlap.s - before, (r.start + r.length - 1) * overlap.s - before + width)
-            for r in unrolled(window_outputs(dim, overlap, length, sizes, coords))
-        ]
-    own = sorted(unrolled(mine))
-    spans = (
-        _spans_between(start, stop, own, length, overlap)
-        for start, stop in intervals
-        if start < stop
-    )
-    return tuple(itertools.chain.from_iterable(spans))
+        for run in as_runs(_rows_read(overlap, sizes, coords)):
+            spans.append(RowSpan(run, "near"))
+        return tuple(spans)
+
+    owned_intervals = sorted(unrolled(owned))  # for the search by bisection
+    spans = []
+    for start, stop in _widened_intervals(dim, overlap, length, sizes, coords):
+        if start < stop:
+            spans.extend(_spans_between(start, stop, owned_intervals, length, overlap))
+    return tuple(spans)
 
 
-all_held_rows = everywhere(held_rows)
-all_row_spans = everywhere(row_spans)
+all_held_rows = for_every_block(held_rows)
+all_row_spans = for_every_block(row_spans)
+
+
+def _rows_read(reads: Reads, sizes: Ints, coords: Ints) -> Numbers:
+    """Return the rows that a map lists for one device, beyond its own."""
+    rows: Numbers = reads.rows.map.part(row_major(sizes, coords))
+    return rows
+
+
+# ---- outputs of a window
 
 
 def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: Ints) -> Runs:
-    """The outputs of a window op over `length` rows that the device computes."""
-    n = window.output_length(length)
-    rule = window.out or ("aligned" if any(s.order == SIZES for s in dim.shards) else "")
+    """Return the outputs of a window op over `length` rows that the device computes."""
+    n_outputs = window.output_length(length)
+    rule = window.out
+    if rule == "" and any(shard.order == SIZES for shard in dim.shards):
+        rule = "aligned"  # the sizes are those of the rows, and need not add up to the outputs
+    if rule == "balanced":
+        return cut_nested(n_outputs, (Shard(dim.axes, "balanced"),), sizes, coords)
     if rule != "aligned":
-        shards = (Shard(dim.axes, "balanced"),) if rule == "balanced" else dim.shards
-        return cut_nested(n, shards, sizes, coords)
+        return cut_nested(n_outputs, dim.shards, sizes, coords)
+
+    # Output i is computed where row i * stride is.
     runs = []
     for run in unrolled(owned_rows(dim, length, sizes, coords)):
-        first = -(-run.start // window.s)
-        stop = -(-(run.start + run.length) // window.s)
-        if run.start + run.length == length:
-            stop = n  # the last owner also computes the outputs that start beyond the array
-        if first < min(stop, n):
-            runs.append(Run(first, min(stop, n) - first))
+        run_stop = run.start + run.length
+        first = -(-run.start // window.s)  # rounded up
+        stop = min(-(-run_stop // window.s), n_outputs)
+        if run_stop == length:
+            stop = n_outputs  # the last owner also computes outputs that start beyond the array
+        if first < stop:
+            runs.append(Run(first, stop - first))
     return tuple(runs)
 
 
 def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
-    """A dim under a window -> the sharded dim of its outputs, their number; ShapeError if none fits."""
-    window = unfolded(dim.overlap) if dim.overlap is not None else None
+    """Return the dim of a window's outputs as it is sharded, and the number of outputs.
+
+    `h/sp:window(k=3)` over 8 rows on 2 devices -> `h/sp`, 6
+
+    Raises:
+        ShapeError: The dim has no window, or no layout can say how the outputs are cut.
+    """
+    window = None if dim.overlap is None else unfolded(dim.overlap)
     if not isinstance(window, Window):
         raise ShapeError(f"'{dim}' is not a window", hint="as in h/sp:window(k=3,p=1)")
-    n = window.output_length(length)
-    coords = itertools.product(*map(range, sizes))
-    every = [tuple(window_outputs(dim, window, length, sizes, c)) for c in coords]
-    lengths = tuple(map(n_rows, every))
-    candidates = [dim.shards, (Shard(dim.axes, "balanced"),), (Shard(dim.axes, SIZES, lengths),)]
-    for shards in candidates[:1] if not dim.axes else candidates:
-        plain = Dim(dim.name, shards)
-        if misfit(plain, n, sizes) is None and all_owned_rows(plain, n, sizes) == tuple(every):
-            return plain, n
-    reason = f"no layout can express how the {n} outputs of '{dim}' are cut"
+    n_outputs = window.output_length(length)
+    outputs: list[Runs] = []  # of every device
+    for coords in itertools.product(*map(range, sizes)):
+        outputs.append(window_outputs(dim, window, length, sizes, coords))
+    for shards in _shards_of_outputs(dim, outputs):
+        candidate = Dim(dim.name, shards)
+        if misfit(candidate, n_outputs, sizes) is not None:
+            continue
+        if all_owned_rows(candidate, n_outputs, sizes) == tuple(outputs):
+            return candidate, n_outputs
+    reason = f"no layout can express how the {n_outputs} outputs of '{dim}' are cut"
     raise ShapeError(reason, hint="without out= they are cut like the dim")
+
+
+def _shards_of_outputs(dim: Dim, outputs: Sequence[Runs]) -> list[tuple[Shard, ...]]:
+    """List the ways in which a layout may say how outputs are cut, the simplest first."""
+    if not dim.axes:
+        return [dim.shards]
+    balanced = Shard(dim.axes, "balanced")
+    listed = Shard(dim.axes, SIZES, tuple(map(n_rows, outputs)))
+    return [dim.shards, (balanced,), (listed,)]
+
+
+# ---- boundaries
 
 
 def block_fills(
     dim: Dim, length: int, sizes: Sizes, index: int
 ) -> tuple[tuple[int, int, float], ...]:
-    """Local rows outside the array: (start, stop, value that fills them)."""
+    """List the rows of a block that lie outside the array: (start, stop, value that fills them).
+
+    The rows are local positions. A fold has none: contributions outside the array are dropped.
+    """
     if dim.overlap is None or isinstance(dim.overlap, Fold | Reads):
-        return ()  # contributions to rows outside the array are dropped
+        return ()
     overlap = unfolded(dim.overlap)
     fills = []
-    start = 0
+    position = 0
     for run, origin in all_row_spans(dim, length, sizes)[index]:
-        n = run.length * run.repeats
+        stop = position + run.length * run.repeats
         if run.start == FILL:
-            fills.append((start, start + n, float(boundary_at(overlap, origin).value)))
-        start += n
+            fills.append((position, stop, float(boundary_at(overlap, origin).value)))
+        position = stop
     return tuple(fills)
 
 
 def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple[Runs, object]:
-    """The rows of a block, and the boundaries of those from beyond: dims with equal ones mean the same."""
+    """Return the rows of a block, and what is done to those from beyond the ends of the array.
+
+    Two dims mean the same on a device if these are equal.
+    """
     rows = held_rows(dim, length, sizes, coords)
-    if dim.overlap is None or isinstance(unfolded(dim.overlap), Reads):
+    if dim.overlap is None:
         return rows, []
-    spans = (
-        s
-        for s in row_spans(dim, length, sizes, coords)
-        if s.run.start == FILL or is_flipped(s, dim)
-    )
-    return rows, [(span.run, boundary_at(unfolded(dim.overlap), span.origin)) for span in spans]
+    overlap = unfolded(dim.overlap)
+    if isinstance(overlap, Reads):
+        return rows, []
+    changed_rows = []
+    for span in row_spans(dim, length, sizes, coords):
+        if span.run.start == FILL or is_flipped(span, dim):
+            changed_rows.append((span.run, boundary_at(overlap, span.origin)))
+    return rows, changed_rows
 
 
 def boundary_at(overlap: Halo | Window | Reads, origin: str) -> Boundary:
-    """The boundary at the end of the array that rows with this origin come from."""
+    """Return the boundary at the end of the array that rows with this origin come from."""
     assert not isinstance(overlap, Reads)
     return overlap.before if origin == "before" else overlap.after
 
 
 def is_flipped(span: RowSpan, dim: Dim) -> bool:
-    """True if the rows come from the far side of a pole."""
+    """Return whether the rows come from the far side of a pole, where rows go down."""
     if dim.overlap is None or span.origin not in ("before", "after"):
         return False
-    return span.run.stride < 0 and boundary_at(unfolded(dim.overlap), span.origin).kind == "pole"
+    boundary = boundary_at(unfolded(dim.overlap), span.origin)
+    return span.run.stride < 0 and boundary.kind == "pole"
+
+
+# ---- rows of a widened block
+
+
+def _widened_intervals(
+    dim: Dim, overlap: Halo | Window, length: int, sizes: Ints, coords: Ints
+) -> list[tuple[int, int]]:
+    """List the intervals (start, stop) that a block holds; they may begin or end beyond the array."""
+    if isinstance(overlap, Halo):
+        return _halo_intervals(dim, overlap, length, sizes, coords)
+    rows_before, _ = overlap.padding
+    width = overlap.d * (overlap.k - 1) + 1  # rows that one output reads
+    intervals = []
+    for outputs in unrolled(window_outputs(dim, overlap, length, sizes, coords)):
+        first = outputs.start * overlap.s - rows_before
+        last = (outputs.start + outputs.length - 1) * overlap.s - rows_before
+        intervals.append((first, last + width))
+    return intervals
 
 
 def _halo_intervals(
     dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints
 ) -> list[tuple[int, int]]:
+    """List the intervals that a device owns, widened by its halo."""
     part = row_major(sizes, coords)
-    lo, hi = halo.widths(part)
+    rows_before, rows_after = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
-        owned = unrolled(owned_rows(dim, length, sizes, coords))
-        return [(r.start - lo, r.start + r.length + hi) for r in owned]
+        intervals = []
+        for run in unrolled(owned_rows(dim, length, sizes, coords)):
+            intervals.append((run.start - rows_before, run.start + run.length + rows_after))
+        return intervals
     # With a width per part even an empty part has a position: after the parts before it.
-    every = all_owned_rows(replace(dim, overlap=None), length, tuple(sizes))
-    *earlier, mine = map(n_rows, every[: part + 1])
-    return [(sum(earlier) - lo, sum(earlier) + mine + hi)]
+    plain_dim = replace(dim, overlap=None)
+    blocks = all_owned_rows(plain_dim, length, tuple(sizes))
+    start = sum(map(n_rows, blocks[:part]))
+    stop = start + n_rows(blocks[part])
+    return [(start - rows_before, stop + rows_after)]
 
 
 def _spans_between(
-    start: int, stop: int, own: Sequence[Run], length: int, overlap: Halo | Window
+    start: int, stop: int, owned: Sequence[Run], length: int, overlap: Halo | Window
 ) -> Iterator[RowSpan]:
-    """The rows [start, stop) by origin; beyond the ends of the array the boundaries decide."""
-    yield from (RowSpan(r, "before") for r in _beyond(start, min(stop, 0), length, overlap.before))
-    start_here = max(start, 0)
-    end = min(stop, length)
-    i = bisect_right(own, start_here, key=lambda run: run.start + run.length)
-    while i < len(own) and own[i].start < end:
-        first = max(own[i].start, start_here)
-        last = min(own[i].start + own[i].length, end)
-        if start_here < first:
-            yield RowSpan(Run(start_here, first - start_here), "near")
+    """Yield the rows [start, stop) by origin; beyond the ends of the array the boundaries decide.
+
+    `owned` are the intervals that the device owns, in ascending order.
+    """
+    for run in _rows_beyond(start, min(stop, 0), length, overlap.before):
+        yield RowSpan(run, "before")
+
+    # Inside the array: rows of others up to the next owned interval, then that interval.
+    row = max(start, 0)
+    inner_stop = min(stop, length)
+    i = bisect_right(owned, row, key=_stop_of)
+    while i < len(owned) and owned[i].start < inner_stop:
+        first = max(owned[i].start, row)
+        last = min(_stop_of(owned[i]), inner_stop)
+        if row < first:
+            yield RowSpan(Run(row, first - row), "near")
         yield RowSpan(Run(first, last - first), "own")
-        start_here = last
-        i = i + 1
-    if start_here < end:
-        yield RowSpan(Run(start_here, end - start_here), "near")
-    yield from (
-        RowSpan(r, "after") for r in _beyond(max(start, length), stop, length, overlap.after)
-    )
+        row = last
+        i += 1
+    if row < inner_stop:
+        yield RowSpan(Run(row, inner_stop - row), "near")
+
+    for run in _rows_beyond(max(start, length), stop, length, overlap.after):
+        yield RowSpan(run, "after")
 
 
-def _beyond(start: int, stop: int, length: int, boundary: Boundary) -> Iterable[Run]:
-    """The rows that stand for positions [start, stop), which lie all before or all after the array."""
-    n = stop - start
-    if n <= 0 or boundary.kind == "none":
+def _stop_of(run: Run) -> int:
+    """Return the row after an interval."""
+    return run.start + run.length
+
+
+def _rows_beyond(start: int, stop: int, length: int, boundary: Boundary) -> Sequence[Run]:
+    """Return the rows that stand for positions [start, stop) before or after the array."""
+    count = stop - start
+    if count <= 0 or boundary.kind == "none":
         return ()
-    # `reflect` does not repeat the edge row; across a pole lie the nearest rows again, in reverse order.
-    periods = {"periodic": length, "reflect": max(2 * (length - 1), 1), "pole": 2 * length}
-    if boundary.kind in periods:
-        return _walked(start, stop, length, periods[boundary.kind])
+    if boundary.kind == "periodic":
+        return _walk_around(start, count, length)
+    if boundary.kind == "reflect":
+        # The edge row is not repeated: 2 1 [0 1 2 3] 2 1.
+        return _walk_up_and_down(start, stop, length, max(2 * (length - 1), 1))
+    if boundary.kind == "pole":
+        # Across a pole lie the nearest rows again, in reverse order: 1 0 [0 1 2 3] 3 2.
+        return _walk_up_and_down(start, stop, length, 2 * length)
     if boundary.kind == "edge":
-        return (Run(0 if start < 0 else length - 1, 1, n),)
-    return (Run(FILL, n),)
+        edge_row = 0 if start < 0 else length - 1  # positions lie all on one side
+        return (Run(edge_row, 1, count),)
+    return (Run(FILL, count),)
 
 
-def _walked(start: int, stop: int, length: int, period: int) -> list[Run]:
-    """Rows start..stop of a walk up the array; if period > length, it comes back down."""
-    runs: list[Run] = []
-    if period == length:  # it goes around
-        first = min(stop - start, length - start % length)
-        around, last = divmod(stop - start - first, length)
-        runs = [Run(start % length, first), Run(0, length, around), Run(0, last)]
-        return [run for run in runs if run.length and run.repeats]
-    while start < stop:
-        position = start % period
-        if position < length:
-            n = min(stop - start, length - position)
-            runs.append(Run(position, n))
+def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
+    """Return `count` rows of a walk that begins again at row 0 after the last one."""
+    first_row = start % length
+    rows_to_end = min(count, length - first_row)
+    turns, rest = divmod(count - rows_to_end, length)
+    # Whole turns are one run, however often the walk goes around.
+    runs = (Run(first_row, rows_to_end), Run(0, length, turns), Run(0, rest))
+    return [run for run in runs if run.length and run.repeats]
+
+
+def _walk_up_and_down(start: int, stop: int, length: int, period: int) -> Sequence[Run]:
+    """Return positions [start, stop) of a walk up the array and down again, of such a period."""
+    if period == length:  # of the shortest arrays, which have no way down
+        return _walk_around(start, stop - start, length)
+    # The walk turns on the last row itself (period 2L), or one below it (2L - 2).
+    first_row_down = length - 1 if period == 2 * length else length - 2
+    runs = []
+    position = start
+    while position < stop:
+        phase = position % period
+        if phase < length:
+            count = min(stop - position, length - phase)
+            runs.append(Run(phase, count))
         else:
-            n = min(stop - start, period - position)
-            # One below the last climbed row for `reflect` (period 2L-2), that row itself for `pole` (2L).
-            runs.append(Run(period - position - (period == 2 * length), 1, n, -1))
-        start += n
+            count = min(stop - position, period - phase)
+            runs.append(Run(first_row_down - (phase - length), 1, count, -1))
+        position += count
     return runs

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard.arguments import lengths_of, shown, whole_number
-from xshard.errors import LinearityError, NotationError, ShapeError
+from xshard.caches import layout_cache
+from xshard.errors import LinearityError, NotationError, ShapeError, Span, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import held_rows
 from xshard.layout.mesh import Mesh, check_mesh
@@ -19,22 +21,35 @@ from xshard.layout.runs import Runs, n_rows, row_numbers
 from xshard.layout.validation import check_dims, check_fit
 from xshard.notation import parser
 from xshard.notation.maps import Maps, RowMap, named_maps
-from xshard.notation.overlap import Fold, Reads, unfolded
+from xshard.notation.overlap import Fold, Overlap, Reads, unfolded
 from xshard.notation.parser import ELLIPSIS, Dim, Tags
 
 NONLINEAR = ("max", "min")
+_DUAL_TAGS = {"sum": "copy", "mean": "copy", "copy": "sum"}
 
 
+@api_boundary
 @dataclass(frozen=True, init=False, repr=False)
 class Layout(Pictured):
-    """The dims of an array with their shards, and the tags of other mesh axes; `Layout(text)` parses.
+    """How an array is sharded over a mesh: its dims with their shards, and the tags of other axes.
 
-    Axes that are not named hold replicas. Tags are merged and sorted (sum, mean, max, min, copy; axes by
-    name), so that equal layouts are equal values. Raises NotationError if an axis or a dim is named twice.
+    `Layout("n/tp d | sum(dp)")`: rows are cut over `tp`, and the values are sums over `dp`.
 
-    >>> layout = Layout("n/tp d | sum(dp)")
-    >>> layout, str(layout.dual)
-    (Layout('n/tp d | sum(dp)'), 'n/tp d | copy(dp)')
+    Axes that are not named hold replicas. Equal layouts are equal values: tags are merged and
+    sorted (sum, mean, max, min, copy; axes by name).
+
+    Attributes:
+        dims: The dims in the order of the array, each with its shards and its overlap.
+        tags: Pairs (kind, axes): over `axes` the blocks are addends (`sum`, `mean`), candidates
+            (`max`, `min`) or separate copies whose gradients add up (`copy`).
+
+    Raises:
+        NotationError: The text is malformed, or names an axis or a dim twice.
+
+    Examples:
+        >>> layout = Layout("n/tp d | sum(dp)")
+        >>> layout, str(layout.dual)
+        (Layout('n/tp d | sum(dp)'), 'n/tp d | copy(dp)')
     """
 
     dims: tuple[Dim, ...]
@@ -46,23 +61,27 @@ class Layout(Pictured):
             dims = parsed.dims
             tags = parsed.tags
         if not isinstance(dims, tuple) or not all(isinstance(dim, Dim) for dim in dims):
-            raise NotationError(
-                f"{shown(dims)} is not a tuple of dims", hint="write Layout('b s/cp')"
-            )
+            reason = f"{shown(dims)} is not a tuple of dims"
+            raise NotationError(reason, hint="write Layout('b s/cp')")
         check_form(dims, tags)
-        merged = {
-            kind: sorted(a for k, axes in tags if k == kind for a in axes) for kind in parser.TAGS
-        }
+        # The class is frozen for users; this is how a frozen dataclass sets its own fields.
         object.__setattr__(self, "dims", dims)
-        object.__setattr__(
-            self, "tags", tuple((kind, tuple(axes)) for kind, axes in merged.items() if axes)
-        )
+        object.__setattr__(self, "tags", _merged_tags(tags))
 
     @classmethod
+    @api_boundary
     def parse(cls, text: str | Layout, maps: Maps | None = None) -> Layout:
-        """Text in any spelling -> layout; a layout is returned as is. Raises NotationError with a caret.
+        """Parse a layout in any spelling: `"n/tp d | sum(dp)"` -> `Layout`.
 
-        maps: the `Owners` and `Needs` that the text names.
+        Args:
+            text: The text of a layout. A layout is returned as it is.
+            maps: The `Owners` and `Needs` that the text names, by name.
+
+        Returns:
+            The layout.
+
+        Raises:
+            NotationError: The text is malformed, marked with a caret.
         """
         if isinstance(text, Layout):
             return text
@@ -85,9 +104,31 @@ class Layout(Pictured):
     def __reduce__(self) -> tuple[object, ...]:  # a hash is valid in its own process only
         return Layout, (self.dims, self.tags)
 
+    # ---- dims and axes
+
     @cached_property
     def names(self) -> tuple[str, ...]:
+        """The names of the dims."""
         return tuple(dim.name for dim in self.dims)
+
+    def dim(self, name: str) -> Dim:
+        """Return the dim with this name."""
+        return self.dims[self.names.index(name)]
+
+    @api_boundary
+    def dim_index(self, dim: int | str) -> int:
+        """Return the index of a dim: `"c"` or `-1` -> 1 for a layout `n c`.
+
+        Raises:
+            ShapeError: The layout has no such dim.
+        """
+        indices = range(len(self.dims))
+        if isinstance(dim, str) and dim in self.names:
+            return self.names.index(dim)
+        number = whole_number(dim)
+        if number is not None and -len(indices) <= number < len(indices):
+            return indices[number]
+        raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -97,223 +138,340 @@ class Layout(Pictured):
     @cached_property
     def cut_axes(self) -> tuple[str, ...]:
         """Every axis that shards a dim."""
-        return tuple(axis for dim in self.dims for axis in dim.axes)
+        return tuple(chain.from_iterable(dim.axes for dim in self.dims))
 
     def tagged(self, *kinds: str) -> tuple[str, ...]:
-        """Axes under any of the tags."""
-        return tuple(a for kind, axes in self.tags if kind in kinds for a in axes)
+        """Return the axes under any of these tags: `layout.tagged("sum", "mean")`."""
+        return tuple(chain.from_iterable(axes for kind, axes in self.tags if kind in kinds))
 
     def role(self, axis: str) -> tuple[object, ...]:
-        """Use of an axis: `(dim, shards down to it, overlap)`, `(tag,)`, or `()` for replicas and copies."""
+        """Return what the layout uses an axis for; equal roles mean equal use.
+
+        Returns:
+            `(dim, shards down to the axis, overlap)` for a sharding axis, `(tag,)` for a tagged
+            one, and `()` for replicas and copies.
+        """
         for dim in self.dims:
             for i, shard in enumerate(dim.shards):
                 if axis in shard.axes:
                     return dim.name, dim.shards[: i + 1], dim.overlap
-        return next(((kind,) for kind, axes in self.tags if axis in axes and kind != "copy"), ())
-
-    def dim(self, name: str) -> Dim:
-        return self.dims[self.names.index(name)]
+        for kind, axes in self.tags:
+            if axis in axes and kind != "copy":
+                return (kind,)
+        return ()
 
     @cached_property
     def overlaps(self) -> bool:
         """Whether a dim has a halo, a window or a fold."""
         return any(dim.overlap is not None for dim in self.dims)
 
+    # ---- gradients
+
     @property
     def is_linear(self) -> bool:
-        return not self.tagged(*NONLINEAR)
+        """Whether the array depends linearly on the blocks: no axis is under `max` or `min`."""
+        return not any(kind in NONLINEAR for kind, _ in self.tags)
 
     @cached_property
     def dual(self) -> Layout:
-        """Layout of the cotangent: sum <-> copy, an overlap <-> its fold, the rest unchanged.
+        """The layout of the cotangent: sum <-> copy, an overlap <-> its fold, the rest unchanged.
 
-        A constant beyond the ends of the array becomes zero, because it has no cotangent. `mean` is a
-        sum with a scale: its dual is `copy`, and the plan carries the scale.
-        Raises LinearityError for `max` and `min`, which have no adjoint.
+        A constant beyond the ends of the array becomes zero, because it has no cotangent. `mean`
+        is a sum with a scale: its dual is `copy`, and the plan carries the scale.
+
+        Raises:
+            LinearityError: The layout has `max` or `min`, which have no adjoint.
         """
         if not self.is_linear:
             hint = "their gradient goes to the winners; redistribute of either bridge computes it"
             raise LinearityError(f"'{self}' lacks a dual: max and min are not linear", hint=hint)
-        swapped = {"sum": "copy", "mean": "copy", "copy": "sum"}
-        tags = tuple((swapped[kind], axes) for kind, axes in self.tags)
-        return Layout(_linear(self.dims, turned=True), tags)
+        tags = tuple((_DUAL_TAGS[kind], axes) for kind, axes in self.tags)
+        return Layout(_with_overlaps(self.dims, _dual_overlap), tags)
 
     @property
     def tangent(self) -> Layout:
-        """Layout of a tangent: constants beyond the ends of the array become zeros, the rest is unchanged."""
-        return replace(self, dims=_linear(self.dims, turned=False)) if self.overlaps else self
+        """The layout of a tangent: constants beyond the ends of the array become zeros."""
+        if not self.overlaps:
+            return self  # with its cached properties
+        return replace(self, dims=_with_overlaps(self.dims, _linear_overlap))
+
+    # ---- the same layout, written otherwise
 
     def in_order(self, names: Sequence[str]) -> Layout:
-        """The layout of the array with its dims in the order of `names`."""
-        return self if names == self.names else replace(self, dims=tuple(map(self.dim, names)))
+        """Return the layout of the array with its dims in the order of `names`."""
+        if names == self.names:
+            return self
+        return replace(self, dims=tuple(map(self.dim, names)))
 
     def named(self, names: Sequence[str]) -> Layout:
-        """The layout with these names for its dims."""
-        dims = zip(self.dims, names, strict=True)
-        return replace(self, dims=tuple(replace(dim, name=name) for dim, name in dims))
+        """Return the layout with these names for its dims."""
+        pairs = zip(self.dims, names, strict=True)
+        renamed = [replace(dim, name=name) for dim, name in pairs]
+        return replace(self, dims=tuple(renamed))
 
     def resolved(self, ndim: int) -> Layout:
-        """The layout with `...` replaced by dims `_0`, `_1`, ... for an array of `ndim` dims."""
+        """Replace `...` by dims `_0`, `_1`, ... for an array of `ndim` dims.
+
+        Raises:
+            ShapeError: An array of `ndim` dims cannot have this layout.
+        """
         missing = ndim - len(self.dims)
         if ELLIPSIS not in self.names:
             if missing:
+                reason = f"'{self}' has {len(self.dims)} dims, the array has {ndim}"
                 hint = "write one name per dim, or '...' for any number of unsharded dims"
-                raise ShapeError(
-                    f"'{self}' has {len(self.dims)} dims, the array has {ndim}", hint=hint
-                )
+                raise ShapeError(reason, hint=hint)
             return self
         if missing < -1:
-            raise ShapeError(
-                f"'{self}' needs at least {len(self.dims) - 1} dims, the array has {ndim}"
-            )
+            least = len(self.dims) - 1
+            raise ShapeError(f"'{self}' needs at least {least} dims, the array has {ndim}")
         position = self.names.index(ELLIPSIS)
-        anonymous = tuple(Dim(f"_{i}") for i in range(missing + 1))
-        return replace(self, dims=self.dims[:position] + anonymous + self.dims[position + 1 :])
+        unnamed = tuple(Dim(f"_{i}") for i in range(missing + 1))
+        return replace(self, dims=self.dims[:position] + unnamed + self.dims[position + 1 :])
 
+    # ---- the block of one device
+
+    @api_boundary
     def local_shape(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[int, ...]:
-        """Global shape -> shape of the block of one device.
+        """Return the shape of one device's block of an array of a global shape.
 
-        >>> Layout.parse("s/zigzag(cp) c").local_shape(Mesh(cp=4), (16, 3), 0)
-        (4, 3)
+        Args:
+            mesh: The mesh of devices.
+            shape: The global shape.
+            device: The number of the device in the mesh.
+
+        Returns:
+            The shape of the block.
+
+        Raises:
+            MeshError: The mesh has no such device.
+            NotationError: The layout names an axis that the mesh lacks.
+            ShapeError: The shape does not fit the layout.
+
+        Examples:
+            >>> Layout.parse("s/zigzag(cp) c").local_shape(Mesh(cp=4), (16, 3), 0)
+            (4, 3)
         """
         return tuple(n_rows(runs) for runs in self._held(mesh, shape, device))
 
+    @api_boundary
     def positions(
         self, mesh: Mesh, shape: Sequence[int], dim: int | str, device: int
     ) -> NDArray[np.int64]:
-        """Global row number of every local row of a dim: `[rows of the device's block]`, int64.
+        """List the global row number of every local row of a dim: `[rows of the block]`, int64.
 
-        Rotary embeddings and causal masks need these numbers under every order and overlap. A row that
-        an overlap adds, from a neighbour or from beyond an end, has the number of the row that it copies;
-        rows filled with a constant have -1. Numbers count from the beginning of the array, not of a document.
-        shape: global. dim: its name or its index. Raises as `local_shape` does, and ShapeError for an
-        unknown dim.
+        Rotary embeddings and causal masks need these numbers under every order and overlap. A row
+        that an overlap adds, from a neighbour or from beyond an end, has the number of the row
+        that it copies; rows filled with a constant have -1. Numbers count from the beginning of
+        the array, not of a document.
 
-        >>> Layout.parse("b s/zigzag(cp)").positions(Mesh(cp=2), (3, 8), "s", 0).tolist()
-        [0, 1, 6, 7]
-        >>> Layout.parse("h/sp:halo(1,1)").positions(Mesh(sp=2), (6,), 0, device=1).tolist()
-        [2, 3, 4, 5, -1]
+        Args:
+            mesh: The mesh of devices.
+            shape: The global shape.
+            dim: The name of the dim, or its index.
+            device: The number of the device in the mesh.
+
+        Returns:
+            The row numbers in local order.
+
+        Raises:
+            MeshError: The mesh has no such device.
+            NotationError: The layout names an axis that the mesh lacks.
+            ShapeError: The shape does not fit the layout, or there is no such dim.
+
+        Examples:
+            >>> Layout.parse("b s/zigzag(cp)").positions(Mesh(cp=2), (3, 8), "s", 0).tolist()
+            [0, 1, 6, 7]
+            >>> Layout.parse("h/sp:halo(1,1)").positions(Mesh(sp=2), (6,), 0, device=1).tolist()
+            [2, 3, 4, 5, -1]
         """
         shape = lengths_of(shape)
-        return row_numbers(
-            self._held(mesh, shape, device)[self.resolved(len(shape)).dim_index(dim)]
-        )
-
-    def dim_index(self, dim: int | str) -> int:
-        """Name or index, which may count from the end -> index of the dim. Raises ShapeError."""
-        indices = range(len(self.dims))
-        if isinstance(dim, str) and dim in self.names:
-            return self.names.index(dim)
-        number = whole_number(dim)
-        if number is not None and -len(indices) <= number < len(indices):
-            return indices[number]
-        raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
+        block_rows = self._held(mesh, shape, device)
+        index = self.resolved(len(shape)).dim_index(dim)
+        return row_numbers(block_rows[index])
 
     def _held(self, mesh: Mesh, shape: Sequence[int], device: int) -> tuple[Runs, ...]:
-        """Per dim, the global rows of the device's block."""
+        """Return, per dim, the global rows of the device's block."""
         check_mesh(mesh)
         shape = lengths_of(shape)
         layout = self.resolved(len(shape))
-        coords = mesh.coords(device)
+        device_coords = mesh.coords(device)
         check_axes(layout, mesh)
         check_fit(layout.dims, shape, mesh)
-        return tuple(
-            held_rows(dim, n, mesh.sizes_of(dim.axes), [coords[mesh.position(a)] for a in dim.axes])
-            for dim, n in zip(layout.dims, shape, strict=True)
-        )
+        block_rows = []
+        for dim, length in zip(layout.dims, shape, strict=True):
+            coords = [device_coords[mesh.position(axis)] for axis in dim.axes]
+            block_rows.append(held_rows(dim, length, mesh.sizes_of(dim.axes), coords))
+        return tuple(block_rows)
+
+
+def _merged_tags(tags: Tags) -> Tags:
+    """Merge tags of one kind: sum(b) copy(c) sum(a) -> sum(a,b) copy(c)."""
+    merged = []
+    for kind in parser.TAGS:
+        axes: list[str] = []
+        for other_kind, tagged_axes in tags:
+            if other_kind == kind:
+                axes.extend(tagged_axes)
+        if axes:
+            merged.append((kind, tuple(sorted(axes))))
+    return tuple(merged)
+
+
+def _with_overlaps(dims: tuple[Dim, ...], change: Callable[[Overlap], Overlap]) -> tuple[Dim, ...]:
+    """Return the dims with each overlap changed."""
+    changed = []
+    for dim in dims:
+        if dim.overlap is not None:
+            dim = replace(dim, overlap=change(dim.overlap))
+        changed.append(dim)
+    return tuple(changed)
+
+
+def _dual_overlap(overlap: Overlap) -> Overlap:
+    """Return the overlap of a cotangent: an overlap becomes its fold, and a fold its overlap."""
+    linear = _linear_overlap(overlap)
+    return linear.of if isinstance(linear, Fold) else Fold(linear)
+
+
+def _linear_overlap(overlap: Overlap) -> Overlap:
+    """Return the overlap with zeros for constants beyond the ends of the array."""
+    rows = unfolded(overlap)
+    if isinstance(rows, Reads):
+        return overlap
+    rows = replace(rows, before=rows.before.linear, after=rows.after.linear)
+    return Fold(rows) if isinstance(overlap, Fold) else rows
+
+
+# ---- texts of layouts
 
 
 def parse_expression(text: str) -> tuple[Layout, Layout]:
-    """`"layout -> layout"` -> (src, dst) over the same dims, in any order. Raises NotationError."""
+    """Parse `"layout -> layout"` into (src, dst) over the same dims, in any order.
+
+    Raises:
+        NotationError: The text is malformed, or its sides have different dims.
+    """
     parser.check_text("an expression", text)
     return _parse_expression(text)
 
 
 def parse_layouts(text: str, kind: str) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """The layouts on both sides of a text of some kind (`parser.parse_sides`). Raises NotationError."""
+    """Parse the layouts on both sides of a text of some kind: see `parser.parse_sides`.
+
+    Raises:
+        NotationError: The text is malformed.
+    """
     left, right, spans = parser.parse_sides(text, kind)
-    for parsed, span in zip(
-        (*left, *right), spans.layouts, strict=False
-    ):  # an empty side has no span
-        check_form(*parsed, text, slice(*span))
-    return tuple(Layout(*parsed) for parsed in left), tuple(Layout(*parsed) for parsed in right)
+    # The empty right side of a contraction has no span.
+    for (dims, tags), span in zip(left + right, spans.layouts, strict=False):
+        check_form(dims, tags, text, slice(*span))
+    left_layouts = tuple(Layout(dims, tags) for dims, tags in left)
+    return left_layouts, tuple(Layout(dims, tags) for dims, tags in right)
 
 
-def check_form(
-    dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)
-) -> None:
-    """Raise NotationError for an axis or a dim used twice, or max or min beside another reduction."""
-    axes = [a for dim in dims for a in dim.axes] + [a for _, tagged in tags for a in tagged]
-    if len(set(axes)) != len(axes):
-        axis = Counter(axes).most_common(1)[0][0]
-        text = parser.write(dims, tags) if text is None else text
-        where = range(len(text))[side]
-        spans = [
-            span for name, span in parser.text_spans(text).axes if name == axis and span[0] in where
-        ]
-        hint = "an axis shards one dim or carries one tag"
-        raise NotationError(
-            f"mesh axis {axis!r} is used twice", text=text, span=spans[1], hint=hint
-        )
-    if len({dim.name for dim in dims}) != len(dims):
-        raise NotationError("a dim name is used twice", text=parser.write(dims, tags))
-    kinds = {kind for kind, _ in tags if kind != "copy"}
-    if len(kinds) > 1 and kinds & set(NONLINEAR):
-        hint = "the result depends on their order: reduce one of them first"
-        text = text or parser.write(dims, tags)
-        raise NotationError(f"{' and '.join(sorted(kinds))} in one layout", text=text, hint=hint)
-
-
-def check_axes(
-    layout: Layout, mesh: Mesh, text: str | None = None, where: str = "the mesh", at: int = 0
-) -> None:
-    """Raise NotationError for an axis that the mesh lacks; it marks the axis' occurrence `at` in the text."""
-    for axis in layout.axes:
-        if axis not in mesh.axes:
-            text = str(layout) if text is None else text
-            spans = [span for name, span in parser.text_spans(text).axes if name == axis]
-            span = spans[at] if spans else None
-            hint = f"{where} has: {mesh.describe()}"
-            raise NotationError(f"unknown mesh axis {axis!r}", text=text, span=span, hint=hint)
-
-
-def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
-    """The layout with every axis replaced by its factors, the slowest first; an axis without factors goes."""
-
-    def over(axes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(factor for axis in axes for factor in factors[axis])
-
-    shards = (
-        tuple(replace(s, axes=over(s.axes)) for s in d.shards if over(s.axes)) for d in layout.dims
-    )
-    dims = tuple(replace(dim, shards=own) for dim, own in zip(layout.dims, shards, strict=True))
-    return Layout(dims, tuple((kind, over(axes)) for kind, axes in layout.tags))
-
-
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _parse(text: str, maps: tuple[tuple[str, RowMap], ...]) -> Layout:
+    """Parse a text once."""
     dims, tags = parser.parse_layout(text, dict(maps))
     check_form(dims, tags, text)
     return Layout(dims, tags)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _parse_expression(text: str) -> tuple[Layout, Layout]:
-    (src,), (dst,) = parse_layouts(text, "expression")
+    """Parse an expression once."""
+    sources, destinations = parse_layouts(text, "expression")
+    src = sources[0]
+    dst = destinations[0]
     check_dims(src.dims, dst.dims, text)
     return src, dst
 
 
-def _linear(dims: tuple[Dim, ...], *, turned: bool) -> tuple[Dim, ...]:
-    """The dims with zeros for constants; turned: an overlap becomes its fold, and a fold its overlap."""
-    linear = []
-    for dim in dims:
-        if dim.overlap is not None:
-            overlap = unfolded(dim.overlap)
-            if not isinstance(overlap, Reads):
-                overlap = replace(overlap, before=overlap.before.linear, after=overlap.after.linear)
-            dim = replace(
-                dim, overlap=Fold(overlap) if isinstance(dim.overlap, Fold) != turned else overlap
-            )
-        linear.append(dim)
-    return tuple(linear)
+# ---- checks
+
+
+def check_form(
+    dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)
+) -> None:
+    """Raise NotationError for an axis or a dim used twice, or max or min beside another reduction.
+
+    Args:
+        dims: The dims of a layout.
+        tags: Its tags.
+        text: The user's text, which errors show; by default the layout's own.
+        side: The part of the text that has this layout.
+    """
+    axes = list(chain.from_iterable(dim.axes for dim in dims))
+    for _, tagged_axes in tags:
+        axes.extend(tagged_axes)
+    if len(set(axes)) != len(axes):
+        if text is None:
+            text = parser.write(dims, tags)
+        axis, _ = Counter(axes).most_common(1)[0]
+        second_span = _axis_spans(text, axis, side)[1]
+        hint = "an axis shards one dim or carries one tag"
+        raise NotationError(
+            f"mesh axis {axis!r} is used twice", text=text, span=second_span, hint=hint
+        )
+    if len({dim.name for dim in dims}) != len(dims):
+        raise NotationError("a dim name is used twice", text=parser.write(dims, tags))
+    reductions = sorted({kind for kind, _ in tags} - {"copy"})
+    if len(reductions) > 1 and any(kind in NONLINEAR for kind in reductions):
+        raise NotationError(
+            f"{' and '.join(reductions)} in one layout",
+            text=text or parser.write(dims, tags),
+            hint="the result depends on their order: reduce one of them first",
+        )
+
+
+def check_axes(
+    layout: Layout, mesh: Mesh, text: str | None = None, where: str = "the mesh", at: int = 0
+) -> None:
+    """Raise NotationError for an axis that the mesh lacks.
+
+    Args:
+        layout: The layout whose axes are checked.
+        mesh: The mesh that should have them.
+        text: The user's text, which the error shows; by default the layout's own.
+        where: What the error calls the mesh.
+        at: Which occurrence of the axis in the text the error marks.
+    """
+    for axis in layout.axes:
+        if axis in mesh.axes:
+            continue
+        if text is None:
+            text = str(layout)
+        spans = _axis_spans(text, axis)
+        span = spans[at] if spans else None
+        hint = f"{where} has: {mesh.describe()}"
+        raise NotationError(f"unknown mesh axis {axis!r}", text=text, span=span, hint=hint)
+
+
+def _axis_spans(text: str, axis: str, side: slice = slice(None)) -> list[Span]:
+    """List where an axis stands in a part of a text."""
+    positions = range(len(text))[side]
+    spans = parser.text_spans(text).axes
+    return [span for name, span in spans if name == axis and span[0] in positions]
+
+
+def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
+    """Replace every axis by its factors, the slowest first: `n/x` -> `n/(x_0,x_1)`.
+
+    An axis without factors is left out.
+    """
+    dims = []
+    for dim in layout.dims:
+        shards = []
+        for shard in dim.shards:
+            axes = _factor_axes(shard.axes, factors)
+            if axes:
+                shards.append(replace(shard, axes=axes))
+        dims.append(replace(dim, shards=tuple(shards)))
+    tags = tuple((kind, _factor_axes(axes, factors)) for kind, axes in layout.tags)
+    return Layout(tuple(dims), tags)
+
+
+def _factor_axes(axes: tuple[str, ...], factors: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """List the factors of all axes in order."""
+    return tuple(chain.from_iterable(factors[axis] for axis in axes))

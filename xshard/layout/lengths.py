@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from xshard.errors import ShapeError
 from xshard.layout.layout import Layout
@@ -14,7 +14,7 @@ from xshard.notation.overlap import Halo, unfolded
 from xshard.notation.parser import Dim, mark_errors
 
 HINT = "pass shape= (the global shape)"
-# Lengths of dims by name: a length, several lengths that the dim may have, or None for an unknown one.
+# Lengths of dims by name: a length, several lengths that the dim may have, or None if unknown.
 Lengths = Mapping[str, int | Collection[int] | None]
 
 
@@ -26,51 +26,83 @@ def global_shape(
     known: Lengths | None = None,
     hint: str = HINT,
 ) -> tuple[int, ...]:
-    """Shape of a block -> global shape, by known lengths, shards' numbers or equal blocks; or ShapeError."""
+    """Find the global shape from the shape of a block: [s/4, c] on 4 devices -> [s, c].
+
+    A length comes from `known`, else from numbers in the layout, else from equal blocks.
+
+    Args:
+        layout: The layout of the array.
+        mesh: The mesh of devices.
+        block: The shape of one device's block.
+        text: The user's text, which errors show.
+        known: Lengths of dims by name: one, several that the dim may have, or None.
+        hint: How to pass the shape; `{dim}` stands for the dim whose length is unknown.
+
+    Raises:
+        ShapeError: The block does not say how long a dim is, or no known length fits it.
+    """
+    if known is None:
+        known = {}
+    shape = []
     with mark_errors(text):
-        known = known or {}
-        pairs = zip(layout.resolved(len(block)).dims, block, strict=True)
-        return tuple(_length(dim, rows, mesh, known.get(dim.name), hint) for dim, rows in pairs)
+        dims = layout.resolved(len(block)).dims
+        for dim, rows in zip(dims, block, strict=True):
+            shape.append(_length(dim, rows, mesh, known.get(dim.name), hint))
+    return tuple(shape)
 
 
 def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None, hint: str) -> int:
+    """Return the length of a dim of which a block has `rows` rows, or raise ShapeError."""
     if known is not None and not isinstance(known, Collection):
         return known
-    if not known:
-        if (length := _inferred_length(dim, rows, mesh.sizes_of(dim.axes))) is not None:
-            return length
-        reason = f"{rows} rows do not say how long dim {dim.name!r} is"
-    else:
-        blocks = {n: Sharding(Layout((dim,)), mesh, (n,)).max_local_size for n in sorted(known)}
-        fitting = [n for n, size in blocks.items() if size == rows]
+    if known:
+        blocks = {
+            length: Sharding(Layout((dim,)), mesh, (length,)).max_local_size
+            for length in sorted(known)
+        }
+        fitting = [length for length, block_rows in blocks.items() if block_rows == rows]
         if len(fitting) == 1:
             return fitting[0]
-        if fitting:
-            lengths = " or ".join(map(str, fitting))
-            reason = f"{rows} rows are a block of dim {dim.name!r} if it is {lengths} long"
-        else:
-            others = " or ".join(f"{size} if it is {n} long" for n, size in blocks.items())
-            reason = f"the block has {rows} rows of dim {dim.name!r}, not {others}"
+        reason = _ambiguity(dim, rows, blocks, fitting)
+    else:
+        length = _inferred_length(dim, rows, mesh.sizes_of(dim.axes))
+        if length is not None:
+            return length
+        reason = f"{rows} rows do not say how long dim {dim.name!r} is"
     raise ShapeError(reason, text=str(dim), hint=hint.replace("{dim}", repr(dim.name)))
 
 
+def _ambiguity(dim: Dim, rows: int, blocks: Mapping[int, int], fitting: Sequence[int]) -> str:
+    """Say which lengths fit a block of `rows` rows; blocks: its rows by the length of the dim."""
+    if fitting:
+        lengths = " or ".join(map(str, fitting))
+        return f"{rows} rows are a block of dim {dim.name!r} if it is {lengths} long"
+    sizes = " or ".join(f"{size} if it is {length} long" for length, size in blocks.items())
+    return f"the block has {rows} rows of dim {dim.name!r}, not {sizes}"
+
+
 def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
-    """The length from the numbers of the shards, else from equal blocks of `rows` rows; None if unknown."""
-    outer = 1
+    """Return the length by numbers of the shards, else by equal blocks; None if it is unknown."""
+    n_blocks = 1
+    first_axis = 0
     for shard in dim.shards:
-        if (total := rows_in_numbers(shard)) is not None:
-            return total * outer
-        outer = outer * math.prod(sizes[: len(shard.axes)])
-        sizes = sizes[len(shard.axes) :]
+        rows_in_block = rows_in_numbers(shard)  # of the block that this shard cuts
+        if rows_in_block is not None:
+            return rows_in_block * n_blocks
+        last_axis = first_axis + len(shard.axes)
+        n_blocks *= math.prod(sizes[first_axis:last_axis])
+        first_axis = last_axis
     if dim.overlap is None:
-        return rows * outer
+        return rows * n_blocks
+
     overlap = unfolded(dim.overlap)
-    contiguous = all(shard.order in ("block", "balanced") for shard in dim.shards)
-    if (
-        not isinstance(overlap, Halo)
-        or not contiguous
-        or "none" in (overlap.before.kind, overlap.after.kind)
-    ):
+    if not isinstance(overlap, Halo):
         return None
-    uniform = [w for w in (overlap.lo, overlap.hi) if isinstance(w, int)]
-    return (rows - sum(uniform)) * outer if len(uniform) == 2 and rows >= sum(uniform) else None
+    if any(shard.order not in ("block", "balanced") for shard in dim.shards):
+        return None
+    if "none" in (overlap.before.kind, overlap.after.kind):
+        return None  # blocks at the ends are shorter
+    if not isinstance(overlap.lo, int) or not isinstance(overlap.hi, int):
+        return None
+    owned_rows = rows - overlap.lo - overlap.hi
+    return owned_rows * n_blocks if owned_rows >= 0 else None

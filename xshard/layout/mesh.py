@@ -13,161 +13,206 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.arguments import parse_number, shown, whole_number
-from xshard.errors import MeshError
+from xshard.errors import MeshError, Span, api_boundary
 from xshard.formatting import Pictured
 
-MOST_AXES = 64
-MOST_DEVICES = 2**18  # numpy has no more dims; there are no larger machines
+MOST_AXES = 64  # numpy has no more dims
+MOST_DEVICES = 2**18  # there are no larger machines
 AXIS_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
+@api_boundary
 @dataclass(frozen=True, init=False)
 class Mesh(Pictured):
-    """Ordered named axes with sizes; device numbers run row-major over them.
+    """Devices in a grid of named axes; device numbers run row-major over them.
 
-    Raises MeshError for malformed axis names and for sizes other than whole numbers >= 1.
+    `Mesh(dp=2, tp=4)`: devices 0-3 have dp=0, devices 4-7 have dp=1; `tp` runs fastest.
 
-    >>> mesh = Mesh(dp=2, cp=4)
-    >>> mesh.n_devices, mesh.coords(5), mesh.groups(("dp",))[1]
-    (8, (1, 1), (1, 5))
-    >>> Mesh.parse("dp=2,cp=4") == mesh
-    True
+    Attributes:
+        axes: The names of the axes, the slowest first.
+        sizes: The number of devices along each axis.
+
+    Raises:
+        MeshError: A name of an axis is malformed, or a size is no whole number >= 1.
+
+    Examples:
+        >>> mesh = Mesh(dp=2, cp=4)
+        >>> mesh.n_devices, mesh.coords(5), mesh.groups(("dp",))[1]
+        (8, (1, 1), (1, 5))
+        >>> Mesh.parse("dp=2,cp=4") == mesh
+        True
     """
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
 
     def __init__(self, axes: Mapping[str, int] | None = None, /, **named: int) -> None:
-        if axes is not None and not isinstance(axes, Mapping):
+        if axes is None:
+            axes = {}
+        if not isinstance(axes, Mapping):
             raise _no_mesh(axes)
-        pairs = {**(axes or {}), **named}
-        for name, value in pairs.items():
+        size_of = {}
+        for name, value in {**axes, **named}.items():
             if not isinstance(name, str) or not AXIS_NAME.fullmatch(name):
-                raise MeshError(
-                    f"axis name {name!r}", hint="letters, digits and '_', without a digit first"
-                )
+                hint = "letters, digits and '_', without a digit first"
+                raise MeshError(f"axis name {name!r}", hint=hint)
             size = whole_number(value)
             if size is None or size < 1:
-                raise MeshError(
-                    f"axis {name!r} has size {value!r}", hint="a size is a whole number >= 1"
-                )
-            pairs[name] = size
-        if len(pairs) > MOST_AXES or math.prod(tuple(pairs.values())) > MOST_DEVICES:
-            why = f"a mesh of {len(pairs)} axes and {shown(math.prod(pairs.values()))} devices"
-            raise MeshError(why, hint=f"at most {MOST_AXES} axes and {MOST_DEVICES} devices")
-        object.__setattr__(self, "axes", tuple(pairs))
-        object.__setattr__(self, "sizes", tuple(pairs.values()))
+                hint = "a size is a whole number >= 1"
+                raise MeshError(f"axis {name!r} has size {value!r}", hint=hint)
+            size_of[name] = size
+        sizes = tuple(size_of.values())
+        if len(sizes) > MOST_AXES or math.prod(sizes) > MOST_DEVICES:
+            reason = f"a mesh of {len(sizes)} axes and {shown(math.prod(sizes))} devices"
+            raise MeshError(reason, hint=f"at most {MOST_AXES} axes and {MOST_DEVICES} devices")
+        # The class is frozen for users; this is how a frozen dataclass sets its own fields.
+        object.__setattr__(self, "axes", tuple(size_of))
+        object.__setattr__(self, "sizes", sizes)
 
     @classmethod
+    @api_boundary
     def parse(cls, text: str) -> Mesh:
-        """`"dp=2,cp=4"` -> `Mesh(dp=2, cp=4)`."""
+        """Parse the text of a mesh: `"dp=2,cp=4"` -> `Mesh(dp=2, cp=4)`.
+
+        Args:
+            text: Axes as NAME=SIZE, the slowest first.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            MeshError: The text is malformed, marked with a caret.
+        """
         if not isinstance(text, str):
             raise _no_mesh(text)
-        pairs: dict[str, int] = {}
-        parts = [part for p in text.split(",") if (part := p.strip())]
+        stripped_parts = [part.strip() for part in text.split(",")]
+        parts = [part for part in stripped_parts if part]
         if len(parts) > MOST_AXES:
             raise MeshError(f"a mesh of {len(parts)} axes", hint=f"at most {MOST_AXES} axes")
+        size_of: dict[str, int] = {}
         for part in parts:
-            name, _, number = (p.strip() for p in part.partition("="))
+            name, _, number = part.partition("=")
+            name = name.strip()
+            size = parse_number(number.strip())
             start = text.index(part)
-            size = parse_number(number)
-            span = start, start + len(part)
+            span: Span = (start, start + len(part))
             if size is None:
-                raise MeshError(
-                    "an axis reads NAME=SIZE", text=text, span=span, hint="as in dp=2,cp=4"
-                )
-            if name in pairs:
+                reason = "an axis reads NAME=SIZE"
+                raise MeshError(reason, text=text, span=span, hint="as in dp=2,cp=4")
+            if name in size_of:
                 raise MeshError(f"axis {name!r} is named twice", text=text, span=span)
-            pairs[name] = size
-        return cls(pairs)
+            size_of[name] = size
+        return cls(size_of)
 
     def __str__(self) -> str:
-        return ",".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True))
+        return ",".join(self._items())
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{a}={n}' for a, n in zip(self.axes, self.sizes, strict=True))})"
+        return f"Mesh({self._listed()})"
+
+    def describe(self) -> str:
+        """Return the axes and sizes as an error shows them: `dp=2, cp=4`."""
+        return self._listed() if self.axes else "no axes"
+
+    def _listed(self) -> str:
+        return ", ".join(self._items())
+
+    def _items(self) -> list[str]:
+        return [f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True)]
+
+    # ---- axes
 
     @property
     def n_devices(self) -> int:
+        """The number of devices."""
         return math.prod(self.sizes)
 
     def size(self, *axes: str) -> int:
-        """Number of devices along the axes together."""
-        return math.prod(self.sizes[self.position(a)] for a in axes)
+        """Return the number of devices along the axes together."""
+        return math.prod(self.sizes_of(axes))
 
     def sizes_of(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """The size of each of the axes."""
-        return tuple(self.sizes[self.position(a)] for a in axes)
+        """Return the size of each of the axes."""
+        return tuple(self.sizes[self.position(axis)] for axis in axes)
 
     def position(self, axis: str) -> int:
-        """Index of an axis in the mesh's order."""
-        if (index := self._positions.get(axis)) is None:
+        """Return the index of an axis in the mesh's order.
+
+        Raises:
+            MeshError: The mesh has no such axis.
+        """
+        index = self._positions.get(axis)
+        if index is None:
             raise MeshError(f"unknown mesh axis {axis!r}", hint=f"the mesh has: {self.describe()}")
         return index
 
     @cached_property
     def long_axes(self) -> tuple[str, ...]:
         """The axes of more than one device."""
-        return tuple(axis for axis, n in zip(self.axes, self.sizes, strict=True) if n > 1)
+        return tuple(axis for axis, size in zip(self.axes, self.sizes, strict=True) if size > 1)
 
     @cached_property
     def _positions(self) -> dict[str, int]:
         return {axis: i for i, axis in enumerate(self.axes)}
 
     def origin(self, axis: str) -> str:
-        """The axis that contains a sub-axis (`SubAxisMesh`); any other axis is its own origin."""
+        """Return the axis that contains a sub-axis (`SubAxisMesh`); any other axis is its own."""
         return axis
 
-    def describe(self) -> str:
-        return (
-            ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.sizes, strict=True)) or "no axes"
-        )
+    # ---- devices
 
+    @api_boundary
     def coords(self, device: int) -> tuple[int, ...]:
-        """Device number -> its coordinate along every axis."""
+        """Return the coordinate of a device along every axis.
+
+        Raises:
+            MeshError: The mesh has no such device.
+        """
         if not 0 <= device < self.n_devices:
-            raise MeshError(
-                f"no device {device} in {self!r}", hint=f"devices are 0..{self.n_devices - 1}"
-            )
+            hint = f"devices are 0..{self.n_devices - 1}"
+            raise MeshError(f"no device {device} in {self!r}", hint=hint)
         return _all_coords(self.sizes)[device]
 
     def place(self, device: int) -> str:
-        """The coordinates of a device as text."""
-        return ",".join(
-            f"{axis}={i}" for axis, i in zip(self.axes, self.coords(device), strict=True)
-        )
+        """Return the coordinates of a device as text: `dp=1,cp=0`."""
+        pairs = zip(self.axes, self.coords(device), strict=True)
+        return ",".join(f"{axis}={coord}" for axis, coord in pairs)
 
     def device(self, coords: Sequence[int]) -> int:
-        """Coordinates, one per axis -> device number."""
+        """Return the number of the device at coordinates, one per axis."""
         return row_major(self.sizes, coords)
 
     def index(self, device: int, axes: Sequence[str]) -> int:
-        """Position of a device within its group along `axes`, the first axis slowest."""
+        """Return the position of a device within its group along `axes`, the first axis slowest."""
         coords = self.coords(device)
-        number = 0
+        number = 0  # as `row_major`, without lists: this is called for every device of a plan
         for axis in axes:
             position = self.position(axis)
             number = number * self.sizes[position] + coords[position]
         return number
 
     def group(self, device: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The devices that differ from `device` only along `axes`, itself included, ordered by `index`."""
-        return self.groups(axes)[self.index(device, [a for a in self.axes if a not in axes])]
+        """Return the devices that differ from `device` along `axes` alone, in the order of `index`.
+
+        The device itself is among them.
+        """
+        other_axes = [axis for axis in self.axes if axis not in axes]
+        return self.groups(axes)[self.index(device, other_axes)]
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Every group along `axes`, ordered by its first device."""
+        """Return every group of devices along `axes`, ordered by its first device."""
         return _all_groups(self.sizes, tuple(map(self.position, axes)))
 
     def indices(self, axes: Sequence[str]) -> NDArray[np.int64]:
-        """`index` of every device, in order."""
+        """Return the `index` of every device, `[devices]`."""
         return _all_indices(self.sizes, tuple(map(self.position, axes)))
 
 
 def row_major(sizes: Sequence[int], coords: Sequence[int]) -> int:
-    """The number of the place at some coordinates, the first coordinate slowest."""
+    """Return the number of a place in a grid, the first coordinate slowest: (1, 2) of 2x4 -> 6."""
     number = 0
-    for size, c in zip(sizes, coords, strict=True):
-        number = number * size + c
+    for size, coord in zip(sizes, coords, strict=True):
+        number = number * size + coord
     return number
 
 
@@ -178,6 +223,7 @@ def check_mesh(mesh: object) -> None:
 
 
 def _no_mesh(value: object) -> MeshError:
+    """Return the error for a value in place of a mesh, with the mesh that may be meant."""
     example = "Mesh(dp=2, cp=4)"
     if isinstance(value, str) and "=" in value:
         example = f"Mesh.parse({value!r})"
@@ -186,20 +232,27 @@ def _no_mesh(value: object) -> MeshError:
     return MeshError(f"{shown(value)} is not a mesh", hint=f"write {example}")
 
 
+# ---- all devices at once; cached, because every step of a plan asks
+
+
 @lru_cache(maxsize=64)
 def _all_coords(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(itertools.product(*(range(n) for n in sizes)))
+    """List the coordinates of every device."""
+    return tuple(itertools.product(*map(range, sizes)))
 
 
 @lru_cache(maxsize=1024)
 def _all_groups(sizes: tuple[int, ...], positions: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    others = [i for i in range(len(sizes)) if i not in positions]
-    numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(*others, *positions)
-    return tuple(map(tuple, numbers.reshape(-1, math.prod(sizes[i] for i in positions)).tolist()))
+    """List the groups of devices along the axes at `positions`."""
+    others = tuple(i for i in range(len(sizes)) if i not in positions)
+    grid = np.arange(math.prod(sizes)).reshape(sizes).transpose(others + positions)
+    group_size = math.prod(sizes[i] for i in positions)
+    return tuple(map(tuple, grid.reshape(-1, group_size).tolist()))
 
 
 @lru_cache(maxsize=1024)
 def _all_indices(sizes: tuple[int, ...], positions: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return the number of every device within its group along the axes at `positions`."""
     numbers = np.zeros(math.prod(sizes), np.int64)
     for i in positions:
         numbers = numbers * sizes[i] + np.indices(sizes)[i].ravel()

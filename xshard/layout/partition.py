@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
+from xshard.caches import layout_cache
 from xshard.layout.mesh import row_major
 from xshard.layout.runs import (
     Rows,
@@ -22,206 +22,355 @@ from xshard.layout.runs import (
     row_numbers,
     select,
 )
-from xshard.notation.maps import NamedMap, Numbers, Owners
+from xshard.notation.maps import NamedMap, Owners
 from xshard.notation.parser import BY, INTERVALS, SEGMENTS, SIZES, Dim, Shard
+from xshard.notation.row_arrays import Numbers
 
 Sizes = tuple[int, ...]
 Ints = Sequence[int]  # a size, or a coordinate, per axis
 R = TypeVar("R")
 
 
-def cut(length: int, shard: Shard, n: int, index: int) -> Runs:
-    """Positions of `range(length)` in part `index` of `n`, in local order."""
+# ---- one shard
+
+
+def cut(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
+    """Cut `length` rows by one shard: the rows of part `index` of `n_parts`, in local order.
+
+    8 rows, zigzag over 2 parts, part 0 -> rows 0 1 6 7
+    """
     order = shard.order
-    numbers = shard.numbers
-    if n == 1:  # one part is one interval in every order, so that an overlap widens it only once
+    if n_parts == 1:
+        # One part is one interval in every order, so that an overlap widens it only once.
         return interval(0, length)
     if order == SIZES:
-        stops = [0, *itertools.accumulate(n for n in numbers if isinstance(n, int))]
-        return interval(stops[index], stops[index + 1])
+        sizes = whole_numbers_of(shard)
+        start = sum(sizes[:index])
+        return interval(start, start + sizes[index])
     if order == INTERVALS:
-        return tuple(itertools.chain(*(interval(a, b) for a, b in interval_pairs(numbers[index]))))
+        return _intervals(shard, index)
     if order == BY:
         return as_runs(map_of(shard).part(index))
     if order == "balanced":
-        each, longer = divmod(length, n)
-        start = index * each + min(index, longer)
-        return interval(start, start + each + (index < longer))
-    if order in ("zigzag", SEGMENTS):
-        pieces = [d for d in numbers if isinstance(d, int)] or [length]
-        return tuple(
-            run._replace(start=start + run.start)
-            for start, piece in zip(itertools.accumulate(pieces, initial=0), pieces, strict=False)
-            for run in (_zigzag if order == "zigzag" else _chunk)(piece, n, index)
-        )
+        return _balanced(length, n_parts, index)
+    if order == "zigzag":
+        return _segmented(length, shard, n_parts, index, _zigzag)
+    if order == SEGMENTS:
+        return _segmented(length, shard, n_parts, index, _chunk)
     if order == "cyclic":
-        return _cyclic(length, int(numbers[0]) if numbers else 1, n, index)  # type: ignore[arg-type]
-    return _chunk(length, n, index)
+        group_rows = whole_numbers_of(shard)[0] if shard.numbers else 1  # single rows
+        return _cyclic(length, group_rows, n_parts, index)
+    return _chunk(length, n_parts, index)
 
 
-def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) -> Runs:
-    """Positions of `range(length)` that one device keeps after all shards; a size and a coord per axis."""
-    runs = interval(0, length)
-    first = 0
-    for shard in shards:
-        own = slice(first, first + len(shard.axes))
-        n = math.prod(sizes[own])
-        index = row_major(sizes[own], coords[own])
-        first = own.stop
-        runs = _inner(length, runs, cut(n_rows(runs), shard, n, index))
-    return runs
+def _chunk(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
+    """Return part `index` of `n_parts` contiguous ones: 10 rows over 4 -> 3, 3, 3, 1 rows.
+
+    These are the parts that `torch.chunk` makes.
+    """
+    chunk = -(-length // n_parts)
+    return interval(min(index * chunk, length), min((index + 1) * chunk, length))
 
 
-def _inner(length: int, runs: Runs, parts: Runs) -> Runs:
-    """The rows at some positions of a block of `range(length)`."""
-    if runs == interval(0, length):
-        return parts
-    if isinstance(runs, Rows) or isinstance(parts, Rows):
-        numbers = row_numbers(runs)
-        part_rows = row_numbers(parts)
-        return as_runs(numbers[part_rows[part_rows < len(numbers)]])  # `misfit` reports rows beyond
-    return tuple(itertools.chain.from_iterable(select(runs, part) for part in parts))
+def _balanced(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
+    """Return part `index` of contiguous ones of nearly one size: 10 rows over 4 -> 3, 3, 2, 2."""
+    rows, n_longer = divmod(length, n_parts)  # the first parts have a row more
+    start = index * rows + min(index, n_longer)
+    stop = start + rows
+    if index < n_longer:
+        stop += 1
+    return interval(start, stop)
 
 
-def rows_in_numbers(shard: Shard) -> int | None:
-    """The number of rows that sizes, intervals or documents add up to; None without such numbers."""
-    if not shard.numbers or shard.order == "cyclic":
-        return None
-    if shard.order == BY:
-        return len(map_of(shard).rows)
-    return sum(
-        n if isinstance(n, int) else sum(b - a for a, b in interval_pairs(n)) for n in shard.numbers
-    )
+def _zigzag(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
+    """Return chunks `index` and `2n - 1 - index` of the 2n chunks of a document."""
+    from_front = _chunk(length, 2 * n_parts, index)
+    from_back = _chunk(length, 2 * n_parts, 2 * n_parts - 1 - index)
+    return from_front + from_back
+
+
+def _cyclic(length: int, group_rows: int, n_parts: int, index: int) -> tuple[Run, ...]:
+    """Return every n-th group of rows, from group `index`; the last group may be shorter."""
+    first = index * group_rows
+    stride = n_parts * group_rows
+    n_whole = len(range(first, length - group_rows + 1, stride))
+    tail_start = first + n_whole * stride
+    tail = interval(tail_start, min(length, tail_start + group_rows))
+    if n_whole < 2:  # one group is an interval, which has no stride
+        return interval(first, first + n_whole * group_rows) + tail
+    return (Run(first, group_rows, n_whole, stride), *tail)
+
+
+def _intervals(shard: Shard, index: int) -> tuple[Run, ...]:
+    """Return the intervals that a shard lists for one part."""
+    runs: list[Run] = []
+    for start, stop in interval_pairs(shard.numbers[index]):
+        runs.extend(interval(start, stop))
+    return tuple(runs)
+
+
+def _segmented(
+    length: int,
+    shard: Shard,
+    n_parts: int,
+    index: int,
+    cut_segment: Callable[[int, int, int], tuple[Run, ...]],
+) -> tuple[Run, ...]:
+    """Cut each segment (or document) that the shard lists alone; without a list, all rows as one."""
+    segment_lengths = whole_numbers_of(shard)
+    if not segment_lengths:
+        segment_lengths = [length]
+    runs: list[Run] = []
+    segment_start = 0
+    for segment_length in segment_lengths:
+        for run in cut_segment(segment_length, n_parts, index):
+            runs.append(run._replace(start=segment_start + run.start))
+        segment_start += segment_length
+    return tuple(runs)
+
+
+def whole_numbers_of(shard: Shard) -> list[int]:
+    """List the plain numbers of a shard: sizes of parts, lengths of documents, rows of a group."""
+    return [number for number in shard.numbers if isinstance(number, int)]
 
 
 def map_of(shard: Shard) -> Owners:
-    """The map of a `by`."""
-    assert isinstance(shard.numbers[0], NamedMap)
-    owners: Owners = shard.numbers[0].map
+    """Return the map of a shard in the order `by`."""
+    named = shard.numbers[0]
+    assert isinstance(named, NamedMap)
+    owners: Owners = named.map
     return owners
 
 
-def _parts(dim: Dim, sizes: Ints) -> Iterator[tuple[Shard, int]]:
-    """Every shard of a dim with the number of its parts; sizes: per axis of `dim.axes`."""
-    left = iter(sizes)
-    return ((shard, math.prod(itertools.islice(left, len(shard.axes)))) for shard in dim.shards)
+def rows_in_numbers(shard: Shard) -> int | None:
+    """Add up the rows that sizes, intervals, documents or a map list; None without such numbers."""
+    if not shard.numbers or shard.order == "cyclic":  # whose number is the rows of a group
+        return None
+    if shard.order == BY:
+        return len(map_of(shard).rows)
+    if shard.order == INTERVALS:
+        pairs = _all_interval_pairs(shard)
+        return sum(stop - start for start, stop in pairs)
+    return sum(whole_numbers_of(shard))
 
 
-def misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
-    """The first shard with numbers that do not fit its rows, with the reason; None if all fit."""
-    for i, (shard, n) in enumerate(_parts(dim, sizes)):
-        outer = Dim(dim.name, dim.shards[:i])
-        if not shard.numbers or shard.order == "cyclic":
-            continue
-        if shard.order in (SIZES, INTERVALS) and len(shard.numbers) != n:
-            return shard, f"{len(shard.numbers)} {shard.order} for {n} parts"
-        if shard.order == BY and map_of(shard).parts != n:
-            return shard, f"'{shard.numbers[0]}' has {map_of(shard).parts} parts, the mesh has {n}"
-        for rows in block_lengths(outer, length, tuple(sizes[: len(outer.axes)])):
-            if shard.order == INTERVALS:
-                pairs = [p for part in shard.numbers for p in interval_pairs(part)]
-                covered = sorted(pairs)
-                bounds = [0, *(b for _, b in covered)]
-                if [*(a for a, _ in covered), rows] != bounds or any(a > b for a, b in covered):
-                    return shard, f"'{shard}' does not hold each of the {rows} rows once"
-                if n == 1 and pairs != covered:
-                    return shard, f"'{shard}' has one part, which must hold its rows in order"
-            elif shard.order == BY and n == 1 and (np.diff(map_of(shard).rows) != 1).any():
-                return shard, f"'{shard}' has one part, which must hold its rows in order"
-            elif (total := rows_in_numbers(shard)) != rows:
-                return shard, f"'{shard}' adds up to {total} rows, not {rows}"
-    return None
+def _all_interval_pairs(shard: Shard) -> list[tuple[int, int]]:
+    """List the (start, stop) of the intervals of all parts."""
+    pairs: list[tuple[int, int]] = []
+    for part in shard.numbers:
+        pairs.extend(interval_pairs(part))
+    return pairs
 
 
-def rotated(axes: tuple[str, ...], n: int, rows: int, by: int = 1) -> Shard:
-    """How `n * rows` rows are sharded after every part has sent its rows to the part `by` further on."""
-    starts = ((part - by) % n * rows for part in range(n))
+def rotated(axes: tuple[str, ...], n_parts: int, rows: int, by: int = 1) -> Shard:
+    """Shard rows in the order after each part has sent its rows to the part `by` further on.
+
+    3 parts of 2 rows -> `intervals(axis,[4,6],[0,2],[2,4])`
+    """
+    starts = [(part - by) % n_parts * rows for part in range(n_parts)]
     return Shard(axes, INTERVALS, tuple((start, start + rows) for start in starts))
 
 
+# ---- all shards of a dim
+
+
+def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) -> Runs:
+    """Cut `length` rows by shards, outermost first: the rows of the device at `coords`.
+
+    Args:
+        length: The number of rows.
+        shards: The shards of a dim.
+        sizes: The size of each axis of the shards, in their order.
+        coords: The device's coordinate along each of these axes.
+    """
+    runs: Runs = interval(0, length)
+    first_axis = 0
+    for shard in shards:
+        axes = slice(first_axis, first_axis + len(shard.axes))
+        first_axis = axes.stop
+        n_parts = math.prod(sizes[axes])
+        index = row_major(sizes[axes], coords[axes])
+        runs = _inner(length, runs, cut(n_rows(runs), shard, n_parts, index))
+    return runs
+
+
+def _inner(length: int, runs: Runs, positions: Runs) -> Runs:
+    """Return the rows at some positions of a block that has `runs` of `length` rows."""
+    if runs == interval(0, length):
+        return positions  # all rows: a position is its row
+    if isinstance(runs, Rows) or isinstance(positions, Rows):
+        numbers = row_numbers(runs)
+        position_numbers = row_numbers(positions)
+        # Positions beyond the block are left out here, and `misfit` reports them.
+        return as_runs(numbers[position_numbers[position_numbers < len(numbers)]])
+    selected: list[Run] = []
+    for run in positions:
+        selected.extend(select(runs, run))
+    return tuple(selected)
+
+
+def _shards_with_parts(dim: Dim, sizes: Ints) -> list[tuple[Shard, int]]:
+    """Pair every shard of a dim with the number of its parts; sizes: of each axis of the dim."""
+    pairs: list[tuple[Shard, int]] = []
+    first_axis = 0
+    for shard in dim.shards:
+        last_axis = first_axis + len(shard.axes)
+        pairs.append((shard, math.prod(sizes[first_axis:last_axis])))
+        first_axis = last_axis
+    return pairs
+
+
 def owned_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
-    """Global rows that the device at `coords` owns, in local order; sizes, coords: per axis of `dim.axes`."""
+    """Return the rows of a dim that the device at `coords` owns, in local order.
+
+    The sizes and coordinates are those of `dim.axes`, in their order.
+    """
     return cut_nested(length, dim.shards, sizes, coords)
 
 
-def everywhere(
+def for_every_block(
     rows: Callable[[Dim, int, Sizes, Sizes], R],
 ) -> Callable[[Dim, int, Sizes], tuple[R, ...]]:
-    """A function of one device's rows -> for every index along the dim's axes, row-major, cached."""
+    """Make of a function of one device's rows a cached one of the rows of all blocks, row-major."""
 
-    @lru_cache(maxsize=4096)
+    @layout_cache(maxsize=4096)
     def all_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[R, ...]:
-        return tuple(rows(dim, length, sizes, c) for c in itertools.product(*map(range, sizes)))
+        every_coords = itertools.product(*map(range, sizes))
+        return tuple(rows(dim, length, sizes, coords) for coords in every_coords)
 
     return all_rows
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
-    """`owned_rows` for every index along the dim's axes, row-major."""
+    """Return `owned_rows` of every block, row-major along the axes of the dim."""
     if not dim.shards:
         return (interval(0, length),)
-    *outer, shard = dim.shards
-    outer_sizes = sizes[: -len(shard.axes)]
-    inner_sizes = sizes[-len(shard.axes) :]
-    blocks = all_owned_rows(Dim("", tuple(outer)), length, outer_sizes)
-    n = math.prod(inner_sizes)
-    parts = {rows: [cut(rows, shard, n, i) for i in range(n)] for rows in {*map(n_rows, blocks)}}
-    return tuple(_inner(length, runs, part) for runs in blocks for part in parts[n_rows(runs)])
+    shard = dim.shards[-1]
+    n_inner_axes = len(shard.axes)
+    outer_dim = Dim("", dim.shards[:-1])
+    outer_blocks = all_owned_rows(outer_dim, length, sizes[:-n_inner_axes])
+    n_parts = math.prod(sizes[-n_inner_axes:])
+
+    # Blocks of one length are cut at the same positions.
+    positions_by_length: dict[int, list[Runs]] = {}
+    inner_blocks: list[Runs] = []
+    for outer_rows in outer_blocks:
+        rows = n_rows(outer_rows)
+        if rows not in positions_by_length:
+            positions_by_length[rows] = [cut(rows, shard, n_parts, i) for i in range(n_parts)]
+        for positions in positions_by_length[rows]:
+            inner_blocks.append(_inner(length, outer_rows, positions))
+    return tuple(inner_blocks)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
-    """The number of the block that owns each row of a dim."""
-    blocks = [np.arange(length)]
-    for shard, n in _parts(dim, sizes):
-        blocks = [
-            rows[row_numbers(cut(len(rows), shard, n, i))] for rows in blocks for i in range(n)
-        ]
+    """Return the number of the block that owns each row of a dim, `[length]`."""
+    blocks = [np.arange(length)]  # the rows of every block, shard by shard
+    for shard, n_parts in _shards_with_parts(dim, sizes):
+        inner_blocks: list[Numbers] = []
+        for rows in blocks:
+            for index in range(n_parts):
+                positions = row_numbers(cut(len(rows), shard, n_parts, index))
+                inner_blocks.append(rows[positions])
+        blocks = inner_blocks
     owners = np.zeros(length, np.int64)
     for block, rows in enumerate(blocks):
         owners[rows] = block
     return owners
 
 
-@lru_cache(maxsize=65536)
+# ---- lengths of blocks
+
+
+@layout_cache(maxsize=65536)
 def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
-    """The most rows that any device owns, and whether all own equally many; lists devices only if needed."""
-    left = length
-    even = True
-    for shard, n in _parts(dim, sizes):
-        if shard.numbers or (shard.order == "zigzag" and left % (2 * n)):
+    """Return the most rows that any device owns, and whether all own equally many.
+
+    Hot in planning: lengths follow from formulas, and parts are listed only where orders need it.
+    """
+    longest = length
+    is_even = True
+    for shard, n_parts in _shards_with_parts(dim, sizes):
+        is_uneven_zigzag = shard.order == "zigzag" and longest % (2 * n_parts) != 0
+        if shard.numbers or is_uneven_zigzag:
+            # Parts differ in ways that no formula knows: all of them are looked at.
             lengths = block_lengths(dim, length, sizes)
             return max(lengths), len(lengths) == 1
-        left, even = -(-left // n), even and left % n == 0
-    return left, even
+        is_even = is_even and longest % n_parts == 0
+        longest = -(-longest // n_parts)  # the first part is never shorter than others
+    return longest, is_even
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
-    """How many rows devices own; a block's parts depend on its length alone, so no rows are listed."""
+    """Return the different numbers of rows that devices own.
+
+    How a block is cut depends on its length alone, so that no rows are listed.
+    """
     lengths = {length}
-    for shard, n in _parts(dim, sizes):
-        lengths = {n_rows(cut(rows, shard, n, i)) for rows in lengths for i in range(n)}
+    for shard, n_parts in _shards_with_parts(dim, sizes):
+        inner_lengths: set[int] = set()
+        for rows in lengths:
+            for index in range(n_parts):
+                inner_lengths.add(n_rows(cut(rows, shard, n_parts, index)))
+        lengths = inner_lengths
     return frozenset(lengths)
 
 
-def _zigzag(length: int, n: int, index: int) -> Runs:
-    """Chunks `index` and `2n - 1 - index` of the 2n chunks of a document."""
-    return _chunk(length, 2 * n, index) + _chunk(length, 2 * n, 2 * n - 1 - index)
+# ---- numbers that do not fit
 
 
-def _cyclic(length: int, rows: int, n: int, index: int) -> Runs:
-    """Every n-th group of `rows` rows, from group `index`; the last group may be shorter."""
-    whole = len(range(index * rows, length - rows + 1, n * rows))
-    rest = index * rows + whole * n * rows
-    tail = interval(rest, min(length, rest + rows))
-    if whole < 2:
-        return (*interval(index * rows, index * rows + whole * rows), *tail)
-    return (Run(index * rows, rows, whole, n * rows), *tail)
+def misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
+    """Find the first shard whose numbers do not fit its rows, and the reason; None if all fit."""
+    for i, (shard, n_parts) in enumerate(_shards_with_parts(dim, sizes)):
+        if not shard.numbers or shard.order == "cyclic":
+            continue
+        reason = _wrong_number_of_parts(shard, n_parts)
+        if reason is not None:
+            return shard, reason
+        outer_dim = Dim(dim.name, dim.shards[:i])
+        for rows in block_lengths(outer_dim, length, tuple(sizes[: len(outer_dim.axes)])):
+            reason = _wrong_rows(shard, n_parts, rows)
+            if reason is not None:
+                return shard, reason
+    return None
 
 
-def _chunk(length: int, n: int, index: int) -> Runs:
-    """Part `index` of `n` contiguous ones, as torch.chunk makes them."""
-    chunk = -(-length // n)
-    return interval(min(index * chunk, length), min((index + 1) * chunk, length))
+def _wrong_number_of_parts(shard: Shard, n_parts: int) -> str | None:
+    """Say why the numbers of a shard are not for `n_parts` parts; None if they are."""
+    if shard.order in (SIZES, INTERVALS) and len(shard.numbers) != n_parts:
+        return f"{len(shard.numbers)} {shard.order} for {n_parts} parts"
+    if shard.order == BY and map_of(shard).parts != n_parts:
+        return f"'{shard.numbers[0]}' has {map_of(shard).parts} parts, the mesh has {n_parts}"
+    return None
+
+
+def _wrong_rows(shard: Shard, n_parts: int, rows: int) -> str | None:
+    """Say why the numbers of a shard do not cut a block of `rows` rows; None if they do."""
+    if shard.order == INTERVALS:
+        return _wrong_intervals(shard, n_parts, rows)
+    if shard.order == BY and n_parts == 1 and (np.diff(map_of(shard).rows) != 1).any():
+        return f"'{shard}' has one part, which must hold its rows in order"
+    listed_rows = rows_in_numbers(shard)
+    if listed_rows != rows:
+        return f"'{shard}' adds up to {listed_rows} rows, not {rows}"
+    return None
+
+
+def _wrong_intervals(shard: Shard, n_parts: int, rows: int) -> str | None:
+    """Say why the intervals of a shard do not cut a block of `rows` rows; None if they do."""
+    pairs = _all_interval_pairs(shard)
+    ascending = sorted(pairs)
+    # Each interval begins where the one before it ends, from row 0 to the last.
+    expected_start = 0
+    for start, stop in ascending:
+        if start != expected_start or stop < start:
+            return f"'{shard}' does not hold each of the {rows} rows once"
+        expected_start = stop
+    if expected_start != rows:
+        return f"'{shard}' does not hold each of the {rows} rows once"
+    if n_parts == 1 and pairs != ascending:
+        return f"'{shard}' has one part, which must hold its rows in order"
+    return None

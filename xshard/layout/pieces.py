@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,211 +17,341 @@ from xshard.layout.runs import (
     Run,
     Runs,
     as_runs,
-    counted,
     expanded,
     pieces,
     row_numbers,
 )
-from xshard.notation.maps import Numbers, unique_rows
+from xshard.notation.row_arrays import Numbers, counted, unique_rows
 
-MOST_COUNTED = 2**18  # pieces that are counted one by one
+MOST_COUNTED = 2**18  # pieces that are counted one by one; of more, one period is counted
+LONGEST_PERIOD = 2**62  # longer than any dim, and the largest that int64 holds safely
+ROWS_OF_LONG_PIECES = 128  # pieces that are longer than this on average are kept as runs
+
+
+class CutPieces(NamedTuple):
+    """Pieces that are cut wherever one of them begins or ends.
+
+    Attributes:
+        parts: The pieces after the cuts. Two parts share all their rows or none.
+        interval: The number of the rows of each part: equal for parts with equal rows.
+        piece: The number of the piece that each part comes from.
+    """
+
+    parts: Pieces
+    interval: Numbers
+    piece: Numbers
+
+
+class SharedRows(NamedTuple):
+    """Pairs of blocks with rows in common: one entry per pair, in ascending order.
+
+    Attributes:
+        dst: The block that wants the rows.
+        src: The block that has them.
+        rows: How many rows they share; a row counts as often as both have it.
+    """
+
+    dst: Numbers
+    src: Numbers
+    rows: Numbers
 
 
 def joined(*tables: Pieces) -> Pieces:
-    """Pieces after pieces."""
-    return Pieces(*map(np.concatenate, zip(*tables, strict=True)))
+    """Put the pieces of several tables one after the other."""
+    return Pieces(
+        block=np.concatenate([table.block for table in tables]),
+        local=np.concatenate([table.local for table in tables]),
+        start=np.concatenate([table.start for table in tables]),
+        length=np.concatenate([table.length for table in tables]),
+    )
 
 
-def at_edges(table: Pieces) -> tuple[Pieces, Numbers, Numbers]:
-    """The pieces, cut wherever one of them begins or ends: the parts, the interval and the piece of each."""
+def at_edges(table: Pieces) -> CutPieces:
+    """Cut pieces wherever one of them begins or ends.
+
+    Rows [0, 4) and [2, 6) -> [0, 2) [2, 4) and [2, 4) [4, 6), of the intervals 0 1 and 1 2.
+    """
     stop = table.start + table.length
     edges = unique_rows(np.concatenate([table.start, stop]))
-    first = np.searchsorted(edges, table.start)
-    many = np.searchsorted(edges, stop) - first
-    runs.check_pieces(int(many.sum()))
-    which = np.repeat(np.arange(len(many)), many)
-    interval = counted(many, first)
+    # Intervals lie between neighbouring edges; a piece has one or several in a row.
+    first_interval = np.searchsorted(edges, table.start)
+    intervals_of_piece = np.searchsorted(edges, stop) - first_interval
+    runs.check_pieces(int(intervals_of_piece.sum()))
+    piece = np.repeat(np.arange(len(intervals_of_piece)), intervals_of_piece)
+    interval = counted(intervals_of_piece, first_interval)
     start = edges[interval]
-    length = np.diff(edges)[interval]
-    parts = Pieces(table.block[which], (table.local - table.start)[which] + start, start, length)
-    return parts, interval, which
+    parts = Pieces(
+        block=table.block[piece],
+        local=(table.local - table.start)[piece] + start,
+        start=start,
+        length=np.diff(edges)[interval],
+    )
+    return CutPieces(parts, interval, piece)
 
 
 def firsts(table: Pieces, *, alone: bool) -> Pieces:
-    """Every row where it comes first: in each block alone, or in any."""
-    parts, interval, _ = at_edges(table)
-    place = interval + parts.block * len(interval) if alone else interval
-    return parts.take(np.sort(np.unique(place, return_index=True)[1]))
+    """Keep every row where it comes first: in each block if `alone`, else in any block."""
+    cut = at_edges(table)
+    # `np.unique` returns the first index of each key: parts are in the order of the pieces.
+    key = cut.interval
+    if alone:
+        key = key + cut.parts.block * len(cut.interval)
+    _, first_index = np.unique(key, return_index=True)
+    return cut.parts.take(np.sort(first_index))
 
 
 def without(table: Pieces, others: Pieces) -> Pieces:
-    """The pieces without the rows that are also in `others`."""
-    parts, interval, which = at_edges(joined(others, table))
-    mine = which >= len(others.start)
-    return parts.take(mine & ~np.isin(interval, interval[~mine]))
+    """Return the pieces without the rows that are also in `others`."""
+    # Cut together: then two parts share all their rows or none, and rows are compared by number.
+    cut = at_edges(joined(others, table))
+    is_of_table = cut.piece >= len(others.start)
+    is_in_others = np.isin(cut.interval, cut.interval[~is_of_table])
+    return cut.parts.take(is_of_table & ~is_in_others)
 
 
 def layers(table: Pieces) -> list[Pieces]:
-    """The pieces of one block as lists of distinct rows: in the n-th, every row that comes n times."""
-    parts, interval, _ = at_edges(table)
-    _, many = np.unique(interval, return_counts=True)
-    nth = np.empty_like(interval)
-    nth[np.argsort(interval, kind="stable")] = counted(many)
-    return [parts.take(nth == n) for n in range(int(many.max(initial=0)))]
+    """Split the pieces of one block into lists of distinct rows.
+
+    The first list has every row once, the second every row that comes twice or more, and so on.
+    """
+    cut = at_edges(table)
+    _, counts = np.unique(cut.interval, return_counts=True)
+    nth = np.empty_like(cut.interval)  # [parts]: how often these rows have come before
+    nth[np.argsort(cut.interval, kind="stable")] = counted(counts)
+    return [cut.parts.take(nth == n) for n in range(int(counts.max(initial=0)))]
 
 
 def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
-    """The pieces as the runs of every block, of so many rows; FILL elsewhere."""
-    if (
-        any(lengths) and runs.MOST_RUNS < len(table.local) >= sum(lengths) // 128
-    ):  # many short pieces: arrays
-        edges = np.cumsum([0, *lengths])
-        numbers = np.full(edges[-1], FILL)
-        numbers[counted(table.length, table.local + edges[table.block])] = counted(
-            table.length, table.start
-        )
-        return tuple(as_runs(numbers[a:b]) for a, b in itertools.pairwise(edges))
-    blocks: list[list[Run]] = [[] for _ in lengths]
+    """Turn pieces into the runs of every block, which has `lengths` rows; FILL where no piece is."""
+    n_pieces = len(table.local)
+    are_many = n_pieces > runs.MOST_RUNS
+    are_short = n_pieces >= sum(lengths) // ROWS_OF_LONG_PIECES
+    if any(lengths) and are_many and are_short:
+        return _filled_rows(table, lengths)
+    return _filled_runs(table, lengths)
+
+
+def _filled_rows(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
+    """Do the work of `filled` for many short pieces: by one array of row numbers."""
+    # All blocks in one array, so that numpy loops over pieces and not Python.
+    edges = np.cumsum([0, *lengths])  # where each block begins in it
+    numbers = np.full(edges[-1], FILL)
+    places = counted(table.length, table.local + edges[table.block])
+    numbers[places] = counted(table.length, table.start)
+    return tuple(as_runs(numbers[start:stop]) for start, stop in itertools.pairwise(edges))
+
+
+def _filled_runs(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
+    """Do the work of `filled` for few or long pieces: run by run."""
+    block_runs: list[list[Run]] = [[] for _ in lengths]
     filled_to = [0] * len(lengths)
     for block, local, start, length in _merged(table):
         if local > filled_to[block]:
-            blocks[block].append(Run(FILL, local - filled_to[block]))
-        blocks[block].append(Run(start, length))
+            block_runs[block].append(Run(FILL, local - filled_to[block]))
+        block_runs[block].append(Run(start, length))
         filled_to[block] = local + length
-    for rows, end, n in zip(blocks, filled_to, lengths, strict=True):
-        if n > end:
-            rows.append(Run(FILL, n - end))
-    return tuple(map(tuple, blocks))
+    for block, length in enumerate(lengths):
+        if length > filled_to[block]:
+            block_runs[block].append(Run(FILL, length - filled_to[block]))
+    return tuple(map(tuple, block_runs))
 
 
-def ascending(table: Pieces, n: int) -> tuple[Runs, ...]:
-    """The pieces as the runs of `n` blocks, in the order of rows, which are distinct."""
+def _merged(table: Pieces) -> list[list[int]]:
+    """List (block, local, start, length) by block and position, merged where rows continue."""
+    if not len(table.local):
+        return []
+    table = table.take(np.lexsort((table.local, table.block)))
+    length = table.length[:-1]
+    same_block = np.diff(table.block) == 0
+    continues = same_block & (np.diff(table.local) == length) & (np.diff(table.start) == length)
+    heads = np.flatnonzero(np.concatenate([[True], ~continues]))
+    merged = table.take(heads)._replace(length=np.add.reduceat(table.length, heads))
+    rows: list[list[int]] = np.stack(merged, axis=1).tolist()
+    return rows
+
+
+def ascending(table: Pieces, n_blocks: int) -> tuple[Runs, ...]:
+    """Turn pieces of distinct rows into the runs of every block, in ascending order of rows."""
     table = table.take(np.lexsort((table.start, table.block)))
-    rows = np.zeros(n, np.int64)
-    np.add.at(rows, table.block, table.length)  # exact, as bincount's floats are not
-    local = np.cumsum(table.length) - table.length - (np.cumsum(rows) - rows)[table.block]
-    return filled(table._replace(local=local), rows.tolist())
+    block_rows = np.zeros(n_blocks, np.int64)
+    np.add.at(block_rows, table.block, table.length)  # exact; bincount adds floats
+    rows_before_piece = np.cumsum(table.length) - table.length
+    rows_before_block = np.cumsum(block_rows) - block_rows
+    local = rows_before_piece - rows_before_block[table.block]
+    return filled(table._replace(local=local), block_rows.tolist())
 
 
 def distinct(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
-    """The rows of every block, each once, in their order; without FILL."""
-    if any(isinstance(runs, Rows) for runs in blocks):
-        return tuple(as_runs(unique_rows(rows[rows != FILL])) for rows in map(row_numbers, blocks))
-    return ascending(firsts(pieces(blocks), alone=True), len(blocks))
+    """List the rows of every block, each once, in ascending order; without FILL."""
+    if not any(isinstance(block, Rows) for block in blocks):
+        return ascending(firsts(pieces(blocks), alone=True), len(blocks))
+    distinct_blocks: list[Runs] = []
+    for block in blocks:
+        rows = row_numbers(block)
+        distinct_blocks.append(as_runs(unique_rows(rows[rows != FILL])))
+    return tuple(distinct_blocks)
 
 
-def _merged(table: Pieces) -> Iterable[list[int]]:
-    """Pieces by block and position, merged where both the positions and the rows go on."""
-    table = table.take(np.lexsort((table.local, table.block)))
-    block, local, start, length = table
-    goes_on = (
-        (np.diff(block) == 0) & (np.diff(local) == length[:-1]) & (np.diff(start) == length[:-1])
-    )
-    heads = (
-        np.flatnonzero(np.concatenate([[True], ~goes_on])) if len(local) else np.zeros(0, np.int64)
-    )
-    table = table.take(heads)._replace(
-        length=np.add.reduceat(length, heads) if len(local) else length
-    )
-    return np.stack(table, axis=1).tolist()  # type: ignore[no-any-return]
+# ---- rows that blocks share
 
 
-def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> tuple[Numbers, Numbers, Numbers]:
-    """Blocks with rows in common: which of `dst`, of `src`, and how many rows, as often as both have them."""
-    if any(isinstance(each, Rows) for each in (*src, *dst)):
+def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
+    """Count the rows that each block of `dst` shares with each block of `src`.
+
+    src (0-3) (4-7), dst (0-5) (6-7) -> dst 0 0 1, src 0 1 1, rows 4 2 2
+    """
+    if any(isinstance(block, Rows) for block in (*src, *dst)):
         shared = _shared_by_table(list(map(row_numbers, src)), list(map(row_numbers, dst)))
         if shared is not None:
             return shared
-    tables = runs.run_table(src), runs.run_table(dst)
-    if sum(int(table[:, 4].sum()) for table in tables) <= MOST_COUNTED:
-        a, b = map(expanded, tables)
-        times: Any = np.ones(len(b.start), np.int64)
-    else:  # a period of long cyclic cuts
-        (a, _), (b, times) = _one_period(*tables)
-    parts, interval, which = at_edges(joined(a, b))
-    mine = which < len(a.start)
-    there = np.flatnonzero(mine)[np.argsort(interval[mine], kind="stable")]
-    here = np.flatnonzero(~mine)
-    asked = interval[~mine]
-    first = np.searchsorted(interval[there], asked, side="left")
-    many = np.searchsorted(interval[there], asked, side="right") - first
-    runs.check_pieces(int(many.sum()))
-    of_a = there[counted(many, first)]
-    of_b = np.repeat(here, many)
-    pairs, same = np.unique(parts.block[of_b] * len(src) + parts.block[of_a], return_inverse=True)
-    rows = np.zeros(len(pairs), np.int64)
-    np.add.at(rows, same.reshape(-1), parts.length[of_b] * times[which[of_b] - len(a.start)])
-    return pairs // max(len(src), 1), pairs % max(len(src), 1), rows
+    src_table = runs.run_table(src)
+    dst_table = runs.run_table(dst)
+    n_pieces = int(src_table[:, 4].sum()) + int(dst_table[:, 4].sum())
+    if n_pieces <= MOST_COUNTED:
+        dst_pieces = expanded(dst_table)
+        once = np.ones(len(dst_pieces.start), np.int64)
+        return _shared_by_intervals(expanded(src_table), dst_pieces, once, len(src))
+    # Long cyclic cuts repeat: one period of them is counted, and multiplied.
+    src_period, dst_period = _one_period(src_table, dst_table)
+    return _shared_by_intervals(src_period.pieces, dst_period.pieces, dst_period.times, len(src))
 
 
-def _shared_by_table(
-    src: list[Numbers], dst: list[Numbers]
-) -> tuple[Numbers, Numbers, Numbers] | None:
-    """`shared_rows`, if one side has each row in one block, once; else None."""
-    length = max(rows.max(initial=FILL) for rows in (*src, *dst)) + 1
-    for once, other in ((src, dst), (dst, src)):
-        block_of = np.full(length + 1, -1)  # the last one for FILL
-        for block, rows in enumerate(once):
-            block_of[rows] = block
-        block_of[FILL] = -1
-        if np.count_nonzero(block_of >= 0) < sum(np.count_nonzero(rows != FILL) for rows in once):
-            continue
-        counts = np.array(
-            [np.bincount(block_of[rows] + 1, minlength=len(once) + 1)[1:] for rows in other]
-        )
-        counts = counts if once is src else counts.T
-        takers, givers = np.nonzero(counts)
-        return takers, givers, counts[takers, givers]
-    return None
+def _shared_by_intervals(
+    src: Pieces, dst: Pieces, dst_times: Numbers, n_src_blocks: int
+) -> SharedRows:
+    """Do the work of `shared_rows` by pieces; each of `dst` counts `dst_times` times."""
+    parts, interval, piece = at_edges(joined(src, dst))
+    is_src = piece < len(src.start)
+    src_parts = np.flatnonzero(is_src)
+    src_parts = src_parts[np.argsort(interval[is_src], kind="stable")]
+    dst_parts = np.flatnonzero(~is_src)
+
+    # Each part of `dst` meets the parts of `src` that have the same interval: neighbours here.
+    src_intervals = interval[src_parts]
+    dst_intervals = interval[dst_parts]
+    first = np.searchsorted(src_intervals, dst_intervals, side="left")
+    counts = np.searchsorted(src_intervals, dst_intervals, side="right") - first
+    runs.check_pieces(int(counts.sum()))
+    of_src = src_parts[counted(counts, first)]
+    of_dst = np.repeat(dst_parts, counts)
+
+    pair_of_blocks = parts.block[of_dst] * n_src_blocks + parts.block[of_src]
+    pairs, pair = np.unique(pair_of_blocks, return_inverse=True)
+    rows = np.zeros(len(pairs), np.int64)  # exact: bincount would add floats
+    times = dst_times[piece[of_dst] - len(src.start)]
+    np.add.at(rows, pair.reshape(-1), parts.length[of_dst] * times)
+    divisor = max(n_src_blocks, 1)  # without blocks there are no pairs
+    return SharedRows(dst=pairs // divisor, src=pairs % divisor, rows=rows)
 
 
-def _one_period(*tables: Numbers) -> list[tuple[Pieces, Numbers]]:
-    """The pieces in one period of each stretch of rows in which all runs repeat, and how often it comes."""
-    tables = tuple(map(_ascending_runs, tables))
-    _, _, start, _, repeats, stride = np.concatenate(tables).T
-    period = min(math.lcm(*np.unique(stride[repeats > 1]).tolist()), 2**62)  # longer than any dim
-    edges = np.unique(np.concatenate([start, *map(_ends, tables)]))
-    lo = edges[:-1]
-    hi = edges[1:]
-    times = np.maximum((hi - lo) // period, 1)
-    # The period, and the rows after the last whole one.
-    starts = np.stack([lo, lo + times * period])
-    stops = np.stack([np.minimum(lo + period, hi), hi])
-    kept = np.flatnonzero((stops > starts).T)
-    starts, stops, often = (
-        x.T.reshape(-1)[kept] for x in (starts, stops, np.stack([times, times * 0 + 1]))
+def _shared_by_table(src: list[Numbers], dst: list[Numbers]) -> SharedRows | None:
+    """Do the work of `shared_rows` by a table of rows; None if both sides have a row twice."""
+    n = max(rows.max(initial=FILL) for rows in (*src, *dst)) + 1
+    src_block = _block_of_row(src, n)
+    if src_block is not None:
+        counts = _count_blocks(dst, src_block, len(src))  # [dst blocks, src blocks]
+    else:
+        dst_block = _block_of_row(dst, n)
+        if dst_block is None:
+            return None
+        counts = _count_blocks(src, dst_block, len(dst)).T
+    takers, givers = np.nonzero(counts)
+    return SharedRows(dst=takers, src=givers, rows=counts[takers, givers])
+
+
+def _block_of_row(blocks: list[Numbers], n: int) -> Numbers | None:
+    """Return the block of each of `n` rows, -1 for none; None if a row comes twice."""
+    block_of_row = np.full(n + 1, -1)  # the entry at the end is that of FILL, -1
+    for block, rows in enumerate(blocks):
+        block_of_row[rows] = block
+    block_of_row[FILL] = -1
+    n_distinct = np.count_nonzero(block_of_row >= 0)
+    n_all = sum(np.count_nonzero(rows != FILL) for rows in blocks)
+    return block_of_row if n_distinct == n_all else None
+
+
+def _count_blocks(readers: list[Numbers], block_of_row: Numbers, n_blocks: int) -> Numbers:
+    """Count the rows that each reader has of each block, `[readers, blocks]`."""
+    counts = []
+    for rows in readers:
+        # Rows of no block have -1: they are counted at 0, and that count is left out.
+        counts.append(np.bincount(block_of_row[rows] + 1, minlength=n_blocks + 1)[1:])
+    return np.array(counts)
+
+
+class _Period(NamedTuple):
+    """Pieces in one period of each stretch of rows, and how often the period comes."""
+
+    pieces: Pieces
+    times: Numbers  # [pieces]
+
+
+def _one_period(src: Numbers, dst: Numbers) -> tuple[_Period, _Period]:
+    """List the pieces of two run tables in one period of each stretch in which all runs repeat."""
+    src = _ascending_runs(src)
+    dst = _ascending_runs(dst)
+    _, _, start, _, repeats, stride = np.concatenate([src, dst]).T
+    strides = np.unique(stride[repeats > 1]).tolist()
+    period = min(math.lcm(*strides), LONGEST_PERIOD)
+
+    # Between two neighbouring edges the same runs repeat.
+    edges = np.unique(np.concatenate([start, _period_ends(src), _period_ends(dst)]))
+    low = edges[:-1]
+    high = edges[1:]
+    times = np.maximum((high - low) // period, 1)
+    # Two windows for each stretch: its first period, and the rows after the last whole one.
+    window_starts = np.stack([low, low + times * period], axis=1).reshape(-1)
+    window_stops = np.stack([np.minimum(low + period, high), high], axis=1).reshape(-1)
+    window_times = np.stack([times, np.ones_like(times)], axis=1).reshape(-1)
+    windows = np.flatnonzero(window_stops > window_starts)
+    starts = window_starts[windows]
+    lengths = window_stops[windows] - starts
+    window_pieces = Pieces(block=windows, local=windows, start=starts, length=lengths)
+    return (
+        _inside(src, window_pieces, window_times[windows]),
+        _inside(dst, window_pieces, window_times[windows]),
     )
-    windows = Pieces(kept, kept, starts, stops - starts)
-    return [_inside(table, windows, often) for table in tables]
 
 
-def _inside(table: Numbers, windows: Pieces, often: Numbers) -> tuple[Pieces, Numbers]:
-    """The pieces of runs inside windows, and how often each window counts."""
+def _inside(table: Numbers, windows: Pieces, times: Numbers) -> _Period:
+    """List the pieces of a run table that lie inside windows; each window counts `times` times."""
     block, local, start, length, repeats, stride = table.T
-    window, run, lo, hi = runs.met(windows, Pieces(block, local, start, _ends(table) - start))
-    step = np.maximum(stride, 1)[run]
-    first = np.clip((lo - start[run] - length[run]) // step + 1, 0, repeats[run])
-    many = np.clip(-((start[run] - hi) // step), first, repeats[run]) - first
-    runs.check_pieces(int(many.sum()))
-    pair = np.repeat(np.arange(len(many)), many)
-    i = counted(many, first)
-    of = run[pair]
-    begin = start[run[pair]] + i * step[pair]
-    end = np.minimum(begin + length[of], hi[pair])
-    begin = np.maximum(begin, lo[pair])
-    return Pieces(block[of], local[of], begin, end - begin), often[window[pair]]
+    # From its first row to the end of its last period, a run repeats.
+    stretches = Pieces(block, local, start, _period_ends(table) - start)
+    window, run, low, high = runs.met(windows, stretches)
+    step = np.maximum(stride, 1)[run]  # single intervals have no stride
+    # The repetitions of a run that have rows in [low, high).
+    first = np.clip((low - start[run] - length[run]) // step + 1, 0, repeats[run])
+    stop = np.clip(-((start[run] - high) // step), first, repeats[run])
+    counts = stop - first
+    runs.check_pieces(int(counts.sum()))
+
+    pair = np.repeat(np.arange(len(counts)), counts)
+    run_of_piece = run[pair]
+    piece_start = start[run_of_piece] + counted(counts, first) * step[pair]
+    piece_stop = np.minimum(piece_start + length[run_of_piece], high[pair])
+    piece_start = np.maximum(piece_start, low[pair])
+    inside = Pieces(
+        block=block[run_of_piece],
+        local=local[run_of_piece],
+        start=piece_start,
+        length=piece_stop - piece_start,
+    )
+    return _Period(inside, times[window[pair]])
 
 
-def _ends(table: Numbers) -> Numbers:
-    """The row after each run, or after its last period."""
+def _period_ends(table: Numbers) -> Numbers:
+    """Return the row after each run, or after its last whole period if it repeats."""
     _, _, start, length, repeats, stride = table.T
     stops: Numbers = start + np.where(repeats > 1, stride * repeats, length)
     return stops
 
 
 def _ascending_runs(table: Numbers) -> Numbers:
-    """Runs that go down or stay where they are, as runs of one interval."""
-    odd = (table[:, 4] > 1) & (table[:, 5] < table[:, 3])
-    intervals = expanded(table[odd])
-    ones = np.ones_like(intervals.local)
-    return np.concatenate([table[~odd], np.stack([*intervals, ones, 0 * ones], axis=1)])
+    """Turn runs that go down or stay where they are into runs of one interval each."""
+    repeats = table[:, 4]
+    is_descending = (repeats > 1) & (table[:, 5] < table[:, 3])  # stride < length
+    intervals = expanded(table[is_descending])
+    once = np.ones_like(intervals.local)
+    columns = (*intervals, once, np.zeros_like(once))
+    return np.concatenate([table[~is_descending], np.stack(columns, axis=1)])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
 
 import numpy as np
 
+from xshard.caches import layout_cache
 from xshard.layout.block_rows import RowSpan, all_held_rows, all_row_spans, is_flipped
 from xshard.layout.partition import Sizes, all_owned_rows
 from xshard.layout.pieces import ascending, filled, firsts, joined, layers, without
@@ -25,122 +25,189 @@ from xshard.layout.runs import (
 from xshard.notation.overlap import Fold, Reads, unfolded
 from xshard.notation.parser import Dim
 
-# Owners come first, then neighbours, then copies from beyond the ends.
-_RANKS: tuple[tuple[str, ...], ...] = (("own",), ("near",), ("before", "after"))
+# Who provides a row: its owner, else a neighbour, else who has a copy from beyond an end.
+_ORIGINS_BY_RANK: tuple[tuple[str, ...], ...] = (("own",), ("near",), ("before", "after"))
+_ALL_ORIGINS = ("own", "near", "before", "after")
 
 # The side of rows that do not come from beyond a pole; others have "before" or "after".
 STRAIGHT = "straight"
 
 
-@lru_cache(maxsize=4096)
+# ---- what blocks want, offer and have
+
+
+@layout_cache(maxsize=4096)
 def wanted_rows(
     dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
 ) -> AllRuns:
-    """For every index, the rows it must receive from one side of a pole; in a fold, those it provides."""
-    if isinstance(dim.overlap, Fold):
-        blocks = provided_rows(dim, length, sizes) if side == STRAIGHT else ((),) * math.prod(sizes)
+    """List the rows that each block must receive; in a fold, the rows that it provides.
+
+    Args:
+        dim: A dim of the layout of the result.
+        length: Its number of rows.
+        sizes: The size of each axis of the dim.
+        side: Rows from the far side of a pole ("before" or "after"), or all others (STRAIGHT).
+        shift: A number that is added to each row, modulo the length.
+
+    Returns:
+        The rows of every block, row-major.
+    """
+    if not isinstance(dim.overlap, Fold):
+        blocks = _rows_on_side(dim, length, sizes, side)
+    elif side == STRAIGHT:
+        blocks = provided_rows(dim, length, sizes)
     else:
-        blocks = _on_side(dim, length, sizes, side)
+        blocks = _no_rows(sizes)
     return shifted(blocks, shift, length)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def offered_rows(
     dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
 ) -> tuple[AllRuns, ...]:
-    """For every index, lists of distinct rows it offers: each row once, in a fold every contribution."""
+    """List the rows that each block offers, as lists of distinct rows.
+
+    Each row is offered once; in a fold every contribution to it is offered. The arguments are
+    those of `wanted_rows`.
+    """
     if not isinstance(dim.overlap, Fold):
-        once = shifted(provided_rows(dim, length, sizes), shift, length)
-        return tuple((runs,) if side == STRAIGHT else () for runs in once)
-    sided = shifted(_on_side(dim, length, sizes, side), shift, length)
+        provided = shifted(provided_rows(dim, length, sizes), shift, length)
+        if side == STRAIGHT:
+            return tuple((block,) for block in provided)
+        return tuple(() for _ in provided)
+    contributed = shifted(_rows_on_side(dim, length, sizes, side), shift, length)
     if _are_distinct(dim):
-        return tuple((runs,) for runs in sided)
-    return tuple(
-        tuple(filled(x, [n_rows(runs)])[0] for x in layers(pieces((runs,)))) for runs in sided
-    )
+        return tuple((block,) for block in contributed)
+    return tuple(map(_distinct_lists, contributed))
 
 
-@lru_cache(maxsize=4096)
+def _distinct_lists(block: Runs) -> AllRuns:
+    """Split the rows of a block into lists of distinct rows, with FILL in place of the others."""
+    lengths = [n_rows(block)]
+    return tuple(filled(layer, lengths)[0] for layer in layers(pieces((block,))))
+
+
+@layout_cache(maxsize=4096)
 def rows_at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> AllRuns:
-    """For every index, the rows that it has, each once; its own rows come before copies."""
-    held = all_held_rows if _are_distinct(dim) else partial(_by_rank, alone=True)
-    return shifted(held(dim, length, sizes), shift, length)
+    """List the rows that each block has, each once; its own rows come before copies."""
+    if _are_distinct(dim):
+        blocks = all_held_rows(dim, length, sizes)
+    else:
+        blocks = _rows_by_rank(dim, length, sizes, alone=True)
+    return shifted(blocks, shift, length)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def provided_rows(dim: Dim, length: int, sizes: Sizes) -> AllRuns:
-    """For every index, the rows of its block that it provides: every row that any device holds, once."""
+    """List the rows that each block provides: every row that any device holds, once."""
     if dim.overlap is None:
         return all_owned_rows(dim, length, sizes)
-    if _are_distinct(dim):  # every row is there at its owner
-        owned = map(row_numbers, all_owned_rows(dim, length, sizes))
-        whole = zip(map(n_rows, all_held_rows(dim, length, sizes)), owned, strict=True)
-        return tuple(
-            as_runs(np.pad(rows, (0, n - len(rows)), constant_values=FILL)) for n, rows in whole
-        )
-    return _by_rank(dim, length, sizes, alone=False)
+    if not _are_distinct(dim):
+        return _rows_by_rank(dim, length, sizes, alone=False)
+    # Every row is there at its owner, whose block begins with the rows that it owns.
+    owned = all_owned_rows(dim, length, sizes)
+    held = all_held_rows(dim, length, sizes)
+    blocks = []
+    for owned_block, held_block in zip(owned, held, strict=True):
+        rows = row_numbers(owned_block)
+        n_others = n_rows(held_block) - len(rows)
+        blocks.append(as_runs(np.pad(rows, (0, n_others), constant_values=FILL)))
+    return tuple(blocks)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def missing_rows(dim: Dim, length: int, sizes: Sizes) -> Runs:
-    """Rows that no block holds."""
+    """List the rows that no block holds, as under a halo of negative width."""
     if _are_distinct(dim):
         return ()
-    whole = pieces((interval(0, length),))
-    return ascending(without(whole, pieces(provided_rows(dim, length, sizes))), 1)[0]
+    all_rows = pieces((interval(0, length),))
+    provided = pieces(provided_rows(dim, length, sizes))
+    return ascending(without(all_rows, provided), 1)[0]
+
+
+# ---- rows of blocks in general
 
 
 def lacking(runs: Runs, others: Runs) -> Runs:
-    """The rows, with FILL in place of those that are also in `others`."""
+    """Return the rows with FILL in place of those that are also in `others`."""
     if isinstance(runs, Rows) or isinstance(others, Rows):
         rows = row_numbers(runs)
-        return as_runs(np.where(np.isin(rows, row_numbers(others), kind="table"), FILL, rows))
+        is_in_others = np.isin(rows, row_numbers(others), kind="table")
+        return as_runs(np.where(is_in_others, FILL, rows))
     return filled(without(pieces((runs,)), pieces((others,))), [n_rows(runs)])[0]
 
 
 def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
-    """The rows with `shift` added, modulo `length`."""
+    """Add `shift` to the rows, modulo `length`: an interval over the end becomes two."""
     if not shift:
         return blocks
-    intervals = pieces(blocks)
-    start = (intervals.start + shift) % length
-    over = np.maximum(start + intervals.length - length, 0)
-    inside = intervals.length - over
-    wrapped = intervals.take(over > 0)
-    beyond = wrapped._replace(local=(intervals.local + inside)[over > 0], start=wrapped.start * 0)
-    rows = joined(
-        intervals._replace(start=start, length=inside), beyond._replace(length=over[over > 0])
+    table = pieces(blocks)
+    start = (table.start + shift) % length
+    rows_over_end = np.maximum(start + table.length - length, 0)
+    rows_before_end = table.length - rows_over_end
+    # The rows before the end of the array, and those that go on at its beginning.
+    heads = table._replace(start=start, length=rows_before_end)
+    tails = table._replace(
+        local=table.local + rows_before_end, start=np.zeros_like(start), length=rows_over_end
     )
-    return filled(rows, list(map(n_rows, blocks)))
+    shifted_table = joined(heads, tails.take(rows_over_end > 0))
+    return filled(shifted_table, list(map(n_rows, blocks)))
+
+
+def _no_rows(sizes: Sizes) -> AllRuns:
+    """Return no rows for every block."""
+    return ((),) * math.prod(sizes)
 
 
 def _are_distinct(dim: Dim) -> bool:
-    """Whether no block has a row twice or from beyond the ends: its own alone, or also what a map lists."""
+    """Return whether no block has a row twice, or from beyond the ends of the array.
+
+    A dim without an overlap has owned rows alone, and a map lists rows of other parts.
+    """
     return dim.overlap is None or isinstance(unfolded(dim.overlap), Reads)
 
 
-def _by_rank(dim: Dim, length: int, sizes: Sizes, *, alone: bool) -> AllRuns:
-    """For every index, its rows that come first among its own, or among all; FILL in place of others."""
-    table = firsts(
-        joined(*(pieces(_chosen(dim, length, sizes, *each)) for each in _RANKS)), alone=alone
-    )
-    return filled(
-        table, [n_rows(s.run for s in spans) for spans in all_row_spans(dim, length, sizes)]
-    )
+def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, alone: bool) -> AllRuns:
+    """List the rows of each block that come first, by rank of their origin; FILL elsewhere.
+
+    First in each block if `alone`, else first in any block.
+    """
+    tables = []
+    for origins in _ORIGINS_BY_RANK:
+        tables.append(pieces(_rows_of_origins(dim, length, sizes, origins, flipped=False)))
+    table = firsts(joined(*tables), alone=alone)  # the tables are in the order of ranks
+    lengths = []
+    for spans in all_row_spans(dim, length, sizes):
+        lengths.append(n_rows(span.run for span in spans))
+    return filled(table, lengths)
 
 
-def _on_side(dim: Dim, length: int, sizes: Sizes, side: str) -> AllRuns:
+def _rows_on_side(dim: Dim, length: int, sizes: Sizes, side: str) -> AllRuns:
+    """List the rows of each block on one side of a pole; FILL in place of others."""
+    if side != STRAIGHT:
+        if _are_distinct(dim):
+            return _no_rows(sizes)
+        return _rows_of_origins(dim, length, sizes, (side,), flipped=True)
     if _are_distinct(dim):
-        return all_held_rows(dim, length, sizes) if side == STRAIGHT else ((),) * math.prod(sizes)
-    origins = sum(_RANKS, ()) if side == STRAIGHT else (side,)
-    return _chosen(dim, length, sizes, *origins, flipped=side != STRAIGHT)
+        return all_held_rows(dim, length, sizes)
+    return _rows_of_origins(dim, length, sizes, _ALL_ORIGINS, flipped=False)
 
 
-def _chosen(dim: Dim, length: int, sizes: Sizes, *origins: str, flipped: bool = False) -> AllRuns:
-    """The rows with some origins, FILL in place of others. flipped: rows from the far side of a pole."""
+def _rows_of_origins(
+    dim: Dim, length: int, sizes: Sizes, origins: tuple[str, ...], *, flipped: bool
+) -> AllRuns:
+    """List the rows of each block with some origins; FILL in place of others.
 
-    def rows(span: RowSpan) -> Run:
-        is_wanted = span.origin in origins and is_flipped(span, dim) == flipped
-        return span.run if is_wanted else Run(FILL, span.run.length * span.run.repeats)
+    flipped: only rows from the far side of a pole; else only rows that are not.
+    """
+    blocks = []
+    for spans in all_row_spans(dim, length, sizes):
+        blocks.append(tuple(_run_or_fill(span, dim, origins, flipped) for span in spans))
+    return tuple(blocks)
 
-    return tuple(tuple(map(rows, spans)) for spans in all_row_spans(dim, length, sizes))
+
+def _run_or_fill(span: RowSpan, dim: Dim, origins: tuple[str, ...], flipped: bool) -> Run:
+    """Return the rows of a span if they are wanted, else as many rows of FILL."""
+    if span.origin in origins and is_flipped(span, dim) == flipped:
+        return span.run
+    return Run(FILL, span.run.length * span.run.repeats)

@@ -1,22 +1,42 @@
-"""Runs: lists of rows of one dim, and interval algebra on them."""
+"""Rows of one dim of an array: lists of rows as runs, and the algebra of intervals on them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.caches import layout_cache
 from xshard.errors import ShapeError
+from xshard.notation.row_arrays import Numbers, counted
 
 FILL = -1  # start of a run of rows outside the array, which the boundary rule fills
 
+# Limits on the pieces of one block: those that arrays hold, and those that Python lists one by
+# one. At either limit a plan takes a second or so.
+MOST_PIECES = 2**24
+MOST_LISTED = 2**20
+MOST_RUNS = 64  # in a tuple of runs: a list of rows with more runs becomes `Rows`
+MOST_RUN_PAIRS = 8  # compared one by one in Python, which is quicker than arrays up to here
+BEYOND_ALL_ROWS = 2**62  # no dim is as long
+
 
 class Run(NamedTuple):
-    """`length` consecutive rows, `repeats` times, `stride` apart; a start of FILL is outside the array."""
+    """`length` consecutive rows, `repeats` times, `stride` apart.
+
+    Attributes:
+        start: The first row, or FILL for rows outside the array.
+        length: The number of consecutive rows.
+        repeats: How often these rows come, each time `stride` further on.
+        stride: The distance from one repetition to the next; negative if the rows go down.
+
+    Examples:
+        `Run(1, 2, 3, 10)` is the rows 1, 2, 11, 12, 21, 22.
+    """
 
     start: int
     length: int
@@ -24,38 +44,32 @@ class Run(NamedTuple):
     stride: int = 0
 
 
-Runs = tuple[Run, ...]
-AllRuns = tuple[Runs, ...]  # of every block
-Numbers = NDArray[np.int64]
-Intervals = NDArray[np.int64]  # (n, 2): start, stop
-
-# Pieces of a block that arrays hold, and those that are listed one by one: each takes a second or so.
-MOST_PIECES = 2**24
-MOST_LISTED = 2**20
-MOST_RUNS = 64  # of a list of rows: more are an array
-
-
-class Segment(NamedTuple):
-    """Rows [src, src+length) of one block are rows [dst, dst+length) of another."""
-
-    src: int
-    dst: int
-    length: int
-
-
 class Rows:
-    """Many short runs as an array of row numbers: read like a tuple of runs, and equal by content."""
+    """A long list of rows as one array of row numbers, which is read like a tuple of runs.
+
+    Tuples of thousands of runs are slow to hash and to compare. Two `Rows` are equal if their
+    row numbers are; a `Rows` never equals a tuple.
+
+    Attributes:
+        rows: The row numbers in local order, `[rows]`; FILL for rows outside the array.
+    """
 
     def __init__(self, rows: Numbers) -> None:
         self.rows = rows
 
     def __iter__(self) -> Iterator[Run]:
-        return map(Run, *(column.tolist() for column in run_columns(self.rows)))
+        starts, lengths = run_columns(self.rows)
+        return map(Run, starts.tolist(), lengths.tolist())
 
     def __len__(self) -> int:
-        return len(run_columns(self.rows)[0])
+        starts, _ = run_columns(self.rows)
+        return len(starts)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Run, ...]: ...
+    def __getitem__(self, index: int | slice) -> Run | tuple[Run, ...]:
         return tuple(self)[index]
 
     def __eq__(self, other: object) -> bool:
@@ -69,232 +83,361 @@ class Rows:
         return hash(self.rows.tobytes())
 
 
-def n_rows(runs: Iterable[Run]) -> int:
-    """Number of rows in the runs."""
-    if isinstance(runs, Rows):
-        return len(runs.rows)
-    return sum(run.length * run.repeats for run in runs)
+Runs = tuple[Run, ...] | Rows  # the rows of one block, in local order
+AllRuns = tuple[Runs, ...]  # of every block
+Intervals = NDArray[np.int64]  # [intervals, 2]: start, stop
 
 
-def as_index(runs: Runs) -> slice | NDArray[np.int64]:
-    """Runs of local positions -> numpy index: a slice if they are evenly spaced, else an array."""
-    if isinstance(runs, Rows):
-        return runs.rows
-    if not runs:
-        return slice(0, 0)
-    if len(runs) == 1 and (runs[0].repeats == 1 or (runs[0].length == 1 and runs[0].stride > 0)):
-        run = runs[0]
-        step = run.stride if run.repeats > 1 else 1
-        return slice(run.start, run.start + step * (max(run.repeats, run.length) - 1) + 1, step)
-    return np.concatenate([np.arange(a, b) for a, b in as_intervals(runs)])
+class Segment(NamedTuple):
+    """Rows [src, src + length) of one block are rows [dst, dst + length) of another."""
 
-
-def as_intervals(runs: Iterable[Run]) -> Intervals:
-    """Runs -> array of intervals (start, stop), in local order; without FILL."""
-    intervals = pieces((runs,))
-    return np.stack([intervals.start, intervals.start + intervals.length], axis=1)
+    src: int
+    dst: int
+    length: int
 
 
 class Pieces(NamedTuple):
-    """Intervals of rows of several blocks: each one's block, local position, first row, number of rows."""
+    """Intervals of rows of several blocks, as columns of a table: one entry per interval.
+
+    Attributes:
+        block: The number of the block that has the interval.
+        local: The position of its first row in the block.
+        start: Its first row in the array.
+        length: Its number of rows.
+    """
 
     block: Numbers
     local: Numbers
     start: Numbers
     length: Numbers
 
-    def take(self, which: NDArray[Any]) -> Pieces:
-        """Some of them: by their numbers, or by an array of bools."""
-        return Pieces(*(column[which] for column in self))
+    def take(self, index: NDArray[Any]) -> Pieces:
+        """Return some of the intervals, by their numbers or by an array of bools."""
+        return Pieces(self.block[index], self.local[index], self.start[index], self.length[index])
+
+
+class Overlaps(NamedTuple):
+    """Rows that intervals of two tables share: one entry per pair of intervals that meet.
+
+    Attributes:
+        in_a: The number of the interval in the first table.
+        in_b: The number of the interval in the second table.
+        start: The first row in both.
+        stop: The row after the last one in both.
+    """
+
+    in_a: Numbers
+    in_b: Numbers
+    start: Numbers
+    stop: Numbers
+
+
+# ---- runs as numbers, slices and intervals
+
+
+def n_rows(runs: Iterable[Run]) -> int:
+    """Count the rows in the runs."""
+    if isinstance(runs, Rows):
+        return len(runs.rows)
+    return sum(run.length * run.repeats for run in runs)
+
+
+def interval(start: int, stop: int) -> tuple[Run, ...]:
+    """Return the rows [start, stop) as runs: one run, or none if it is empty."""
+    if stop <= start:
+        return ()
+    return (Run(start, stop - start),)
+
+
+def interval_pairs(numbers: object) -> list[tuple[int, int]]:
+    """Pair up bounds: (start, stop, start, stop, ...) -> [(start, stop), (start, stop), ...]."""
+    if not isinstance(numbers, tuple):
+        return []
+    return list(zip(numbers[::2], numbers[1::2], strict=False))
+
+
+def as_index(runs: Runs) -> slice | NDArray[np.int64]:
+    """Turn local positions into an index of numpy: a slice if evenly spaced, else an array."""
+    if isinstance(runs, Rows):
+        return runs.rows
+    if not runs:
+        return slice(0, 0)
+    if len(runs) == 1:
+        run = runs[0]
+        if run.repeats == 1:
+            return slice(run.start, run.start + run.length, 1)
+        if run.length == 1 and run.stride > 0:
+            last = run.start + run.stride * (run.repeats - 1)
+            return slice(run.start, last + 1, run.stride)
+    return np.concatenate([np.arange(start, stop) for start, stop in as_intervals(runs)])
+
+
+def as_intervals(runs: Iterable[Run]) -> Intervals:
+    """List the intervals (start, stop) of runs in local order, `[intervals, 2]`; without FILL."""
+    intervals = pieces((runs,))
+    return np.stack([intervals.start, intervals.start + intervals.length], axis=1)
+
+
+def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
+    """List every row number of runs, `[rows]`; FILL for rows outside the array."""
+    if isinstance(runs, Rows):
+        return runs.rows
+    numbers = [np.zeros(0, np.int64)]
+    for start, length, repeats, stride in runs:  # few runs: many are `Rows`
+        if start == FILL:
+            numbers.append(np.full(length * repeats, FILL))
+        else:
+            first_rows = start + stride * np.arange(repeats)
+            numbers.append((first_rows[:, None] + np.arange(length)).reshape(-1))
+    return np.concatenate(numbers)
+
+
+def as_runs(rows: Numbers) -> Runs:
+    """Turn row numbers, in any order, into runs: a tuple of them, or `Rows` if they are many."""
+    start, length = run_columns(rows)
+    if len(start) > MOST_RUNS:
+        return Rows(rows)
+    return tuple(map(Run, start.tolist(), length.tolist()))
+
+
+def run_columns(rows: Numbers) -> tuple[Numbers, Numbers]:
+    """Find the starts and lengths of consecutive rows: 3 4 5 0 1 -> starts 3 0, lengths 3 2.
+
+    Neighbouring FILLs are one run.
+    """
+    if not len(rows):
+        return rows, rows
+    continues = np.where(rows[:-1] == FILL, rows[1:] == FILL, rows[1:] == rows[:-1] + 1)
+    heads = np.flatnonzero(np.concatenate([[True], ~continues]))
+    return rows[heads], np.diff(np.append(heads, len(rows)))
+
+
+def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
+    """Find the smallest interval [start, stop) around the rows of each block, `[blocks, 2]`.
+
+    A block without rows has an empty one, whose start is above its stop.
+    """
+    block_runs = [_hull(runs.rows) if isinstance(runs, Rows) else runs for runs in blocks]
+    block, _, start, length, repeats, stride = run_table(block_runs).T
+    last_start = start + stride * (repeats - 1)  # the lowest one where rows go down
+    bounds = np.tile(np.array([BEYOND_ALL_ROWS, 0]), (len(blocks), 1))
+    # `ufunc.at` and not an assignment: a block has several runs, and each has to count.
+    np.minimum.at(bounds[:, 0], block, np.minimum(start, last_start))
+    np.maximum.at(bounds[:, 1], block, np.maximum(start, last_start) + length)
+    return bounds
+
+
+def _hull(rows: Numbers) -> tuple[Run, ...]:
+    """Return all rows from the first to the last as one run; without FILL."""
+    first = int(rows.min(where=rows != FILL, initial=BEYOND_ALL_ROWS))
+    last = int(rows.max(initial=FILL))
+    return interval(first, last + 1)
+
+
+# ---- runs of many blocks as tables
 
 
 def pieces(blocks: Iterable[Iterable[Run]]) -> Pieces:
-    """The intervals of all blocks, in local order; without FILL. Raises ShapeError for too many."""
+    """List the intervals of all blocks in local order; without FILL.
+
+    Raises:
+        ShapeError: They are more than MOST_PIECES.
+    """
     return expanded(run_table(blocks))
 
 
 def run_table(blocks: Iterable[Iterable[Run]]) -> Numbers:
-    """Every run of all blocks as (block, local position, start, length, repeats, stride); without FILL."""
+    """List the runs of all blocks as rows of a table; without FILL.
+
+    The columns are: block, local position, start, length, repeats, stride.
+    """
     table: list[tuple[int, ...]] = []
-    arrays = list[Numbers]()
+    tables_of_rows: list[Numbers] = []
     for block, runs in enumerate(blocks):
-        local = 0
         if isinstance(runs, Rows):
-            start, length = run_columns(runs.rows)
-            ones = np.ones_like(start)
-            local_rows = np.cumsum(length) - length
-            columns = ones * block, local_rows, start, length, ones, ones * 0
-            arrays.append(np.stack(columns, axis=1)[start != FILL])
+            tables_of_rows.append(_run_table_of_rows(block, runs))
             continue
+        position = 0
         for run in runs:
             if run.start != FILL and run.length > 0:
-                table.append((block, local, *run))
-            local += run.length * run.repeats
+                table.append((block, position, *run))
+            position += run.length * run.repeats
     listed = np.array(table, np.int64).reshape(-1, 6)
-    return np.concatenate([listed, *arrays]) if arrays else listed
+    if not tables_of_rows:
+        return listed
+    return np.concatenate([listed, *tables_of_rows])
+
+
+def _run_table_of_rows(block: int, runs: Rows) -> Numbers:
+    """Return the `run_table` of one block whose rows are an array."""
+    start, length = run_columns(runs.rows)
+    position = np.cumsum(length) - length
+    once = np.ones_like(start)
+    columns = (once * block, position, start, length, once, np.zeros_like(start))
+    table: Numbers = np.stack(columns, axis=1)[start != FILL]
+    return table
 
 
 def expanded(table: Numbers) -> Pieces:
-    """The intervals of a `run_table`. Raises ShapeError for too many."""
+    """List every repetition of the runs of a `run_table` as an interval of its own.
+
+    Raises:
+        ShapeError: They are more than MOST_PIECES.
+    """
     block, local, start, length, repeats, stride = table.T
-    check_pieces(int(repeats.sum()))
-    which = np.repeat(np.arange(len(table)), repeats)
-    i = counted(repeats)
-    position = local[which] + length[which] * i
-    first = start[which] + stride[which] * i
-    return Pieces(block[which], position, first, length[which])
-
-
-def counted(many: Numbers, first: Numbers | int = 0) -> Numbers:
-    """Numbers of items -> `first`, `first` + 1, ... for each, one after the other."""
-    return np.arange(int(many.sum())) - np.repeat(np.cumsum(many) - many - first, many)
-
-
-def check_pieces(n: int, most: int = MOST_PIECES) -> None:
-    """Raise ShapeError for a block of more than `most` pieces."""
-    if n > most:
-        hint = f"at most {most}: deal out more rows together, as in cyclic(x,1024)"
-        raise ShapeError(f"rows in {n} separate pieces", hint=hint)
-
-
-def met(a: Pieces, b: Pieces) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Rows of sorted, distinct `a` that `b` has, in its order: which of `a`, of `b`, first row, stop."""
-    first = np.searchsorted(a.start + a.length, b.start, side="right")
-    many = np.maximum(np.searchsorted(a.start, b.start + b.length, side="left") - first, 0)
-    check_pieces(int(many.sum()))
-    in_b = np.repeat(np.arange(len(many)), many)
-    in_a = counted(many, first)
-    stop = np.minimum((a.start + a.length)[in_a], (b.start + b.length)[in_b])
-    return in_a, in_b, np.maximum(a.start[in_a], b.start[in_b]), stop
-
-
-def row_numbers(runs: Iterable[Run]) -> NDArray[np.int64]:
-    """Runs -> array of row numbers; FILL for rows outside the array."""
-    if isinstance(runs, Rows):
-        return runs.rows
-    parts = [
-        np.full(length * repeats, FILL)
-        if start == FILL
-        else (start + stride * np.arange(repeats)[:, None] + np.arange(length)).reshape(-1)
-        for start, length, repeats, stride in runs  # few: many are `Rows`
-    ]
-    return np.concatenate([np.zeros(0, np.int64), *parts])
-
-
-def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
-    """For every block, the smallest [start, stop) that contains all its rows; an empty one if it has none."""
-    outer = (_ends(runs.rows) if isinstance(runs, Rows) else runs for runs in blocks)
-    block, _, start, length, repeats, stride = run_table(outer).T
-    last = start + stride * (repeats - 1)
-    ranges = np.tile(np.array([2**62, 0]), (len(blocks), 1))
-    np.minimum.at(ranges[:, 0], block, np.minimum(start, last))
-    np.maximum.at(ranges[:, 1], block, np.maximum(start, last) + length)
-    return ranges
-
-
-def _ends(rows: Numbers) -> Runs:
-    """All rows from the first to the last as one run."""
-    return interval(
-        int(rows.min(where=rows != FILL, initial=2**62)), int(rows.max(initial=FILL)) + 1
+    check_pieces(int(repeats.sum()))  # before the arrays, which would take gigabytes
+    run = np.repeat(np.arange(len(table)), repeats)  # [pieces]: the run of each
+    repetition = counted(repeats)
+    return Pieces(
+        block=block[run],
+        local=local[run] + length[run] * repetition,
+        start=start[run] + stride[run] * repetition,
+        length=length[run],
     )
 
 
-@lru_cache(maxsize=65536)
+def check_pieces(count: int, most: int = MOST_PIECES) -> None:
+    """Raise ShapeError for a block of more than `most` pieces."""
+    if count > most:
+        hint = f"at most {most}: deal out more rows together, as in cyclic(x,1024)"
+        raise ShapeError(f"rows in {count} separate pieces", hint=hint)
+
+
+def met(a: Pieces, b: Pieces) -> Overlaps:
+    """Find the rows that `a` and `b` share, in the order of `b`.
+
+    The intervals of `a` are in ascending order and distinct.
+    """
+    a_stop = a.start + a.length
+    b_stop = b.start + b.length
+    # `a` is sorted, so that the intervals that meet one of `b` are neighbours: `counts` of them
+    # from `first` on. No pair that shares nothing is ever listed.
+    first = np.searchsorted(a_stop, b.start, side="right")
+    counts = np.maximum(np.searchsorted(a.start, b_stop, side="left") - first, 0)
+    check_pieces(int(counts.sum()))
+    in_b = np.repeat(np.arange(len(counts)), counts)
+    in_a = counted(counts, first)
+    return Overlaps(
+        in_a=in_a,
+        in_b=in_b,
+        start=np.maximum(a.start[in_a], b.start[in_b]),
+        stop=np.minimum(a_stop[in_a], b_stop[in_b]),
+    )
+
+
+# ---- rows that two blocks share
+
+
+@layout_cache(maxsize=65536)
 def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
-    """The rows that `src` and `dst` share, in the order of `dst`, which may repeat rows; merged."""
-    if len(src) == len(dst) == 1 and src[0].repeats == dst[0].repeats == 1:
-        start = max(src[0].start, dst[0].start)
-        stop = min(src[0].start + src[0].length, dst[0].start + dst[0].length)
-        if start >= stop or src[0].start == FILL or dst[0].start == FILL:
-            return ()
-        return (Segment(start - src[0].start, start - dst[0].start, stop - start),)
+    """Find the rows that two blocks share, as segments in the order of `dst`, merged.
+
+    The rows of `src` are distinct; `dst` may have a row several times.
+
+    Rows 0-3 and rows 2-5 -> `(Segment(src=2, dst=0, length=2),)`
+    """
     if isinstance(src, Rows) or isinstance(dst, Rows):
         return matched_rows(row_numbers(src), row_numbers(dst))
-    if len(src) * len(dst) <= 8 and all(
-        run.repeats == 1 and run.start != FILL for run in (*src, *dst)
-    ):
-        shared = list[tuple[int, int, int]]()
-        done = 0  # quicker than arrays
-        places = itertools.accumulate((run.length for run in src), initial=0)
-        ordered = sorted(
-            (run.start, place, run.length) for run, place in zip(src, places, strict=False)
-        )
-        for run in dst:
-            for begin, place, length in ordered:
-                start = max(begin, run.start)
-                stop = min(begin + length, run.start + run.length)
-                if start < stop:
-                    shared.append((place + start - begin, done + start - run.start, stop - start))
-            done += run.length
-        return merged_segments(np.array(shared, np.int64))
-    a = pieces((src,))
-    b = pieces((dst,))
-    a = a.take(np.argsort(a.start, kind="stable"))
-    in_a, in_b, first, last = met(a, b)
-    here, there = (
-        (side.local - side.start)[which] + first for side, which in ((a, in_a), (b, in_b))
-    )
-    return merged_segments(np.stack([here, there, last - first], axis=1))
+    if len(src) == len(dst) == 1 and src[0].repeats == dst[0].repeats == 1:
+        return _segment_of_intervals(src[0], dst[0])
+    if len(src) * len(dst) <= MOST_RUN_PAIRS and _are_intervals(src) and _are_intervals(dst):
+        return _segments_of_few(src, dst)
+    return _segments_of_many(src, dst)
+
+
+def _are_intervals(runs: Iterable[Run]) -> bool:
+    """Return whether all runs are rows of the array without repetitions."""
+    return all(run.repeats == 1 and run.start != FILL for run in runs)
+
+
+def _segment_of_intervals(src: Run, dst: Run) -> tuple[Segment, ...]:
+    """Return `common_segments` of two blocks of one interval each."""
+    start = max(src.start, dst.start)
+    stop = min(src.start + src.length, dst.start + dst.length)
+    if start >= stop or src.start == FILL or dst.start == FILL:
+        return ()
+    return (Segment(start - src.start, start - dst.start, stop - start),)
+
+
+def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, ...]:
+    """Return `common_segments` of a few intervals, pair by pair."""
+    src_by_row: list[tuple[int, int, int]] = []  # first row, position, length; ascending
+    src_position = 0
+    for run in src:
+        src_by_row.append((run.start, src_position, run.length))
+        src_position += run.length
+    src_by_row.sort()
+
+    shared: list[tuple[int, int, int]] = []
+    dst_position = 0
+    for run in dst:
+        run_stop = run.start + run.length
+        for src_start, src_position, src_length in src_by_row:
+            start = max(src_start, run.start)
+            stop = min(src_start + src_length, run_stop)
+            if start < stop:
+                in_src = src_position + start - src_start
+                in_dst = dst_position + start - run.start
+                shared.append((in_src, in_dst, stop - start))
+        dst_position += run.length
+    return merged_segments(np.array(shared, np.int64))
+
+
+def _segments_of_many(src: Runs, dst: Runs) -> tuple[Segment, ...]:
+    """Return `common_segments` of any runs, by tables of their intervals."""
+    src_pieces = pieces((src,))
+    src_pieces = src_pieces.take(np.argsort(src_pieces.start, kind="stable"))
+    dst_pieces = pieces((dst,))
+    shared = met(src_pieces, dst_pieces)
+    # A row's position in its block is the row plus this offset of its interval.
+    src_offset = src_pieces.local - src_pieces.start
+    dst_offset = dst_pieces.local - dst_pieces.start
+    in_src = src_offset[shared.in_a] + shared.start
+    in_dst = dst_offset[shared.in_b] + shared.start
+    return merged_segments(np.stack([in_src, in_dst, shared.stop - shared.start], axis=1))
 
 
 def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
-    """`common_segments` of row numbers, `src` distinct."""
-    place = np.full(max(src.max(initial=-1), dst.max(initial=-1)) + 2, -1)  # the last one for FILL
-    place[src] = np.arange(len(src))
-    place[FILL] = -1
-    held = np.flatnonzero(place[dst] >= 0)
-    return merged_segments(np.stack([place[dst[held]], held, np.ones_like(held)], axis=1))
+    """Return `common_segments` of row numbers; those of `src` are distinct."""
+    n = max(src.max(initial=-1), dst.max(initial=-1)) + 1
+    # A table is quicker than a sort, and no longer than the dim. Its entry at the end is that of
+    # FILL, which is -1: FILL in `src` writes there, and FILL in `dst` reads there.
+    src_position = np.full(n + 1, -1)  # [rows]
+    src_position[src] = np.arange(len(src))
+    src_position[FILL] = -1
+    in_dst = np.flatnonzero(src_position[dst] >= 0)
+    in_src = src_position[dst[in_dst]]
+    return merged_segments(np.stack([in_src, in_dst, np.ones_like(in_dst)], axis=1))
 
 
 def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
-    """Rows (src, dst, length) of an array -> segments, merged where adjacent."""
+    """Turn rows (src, dst, length) of a table into segments, merged where one continues another."""
     if len(rows) == 0:
         return ()
-    stops = rows[:-1, :2] + rows[:-1, 2:]
-    heads = np.flatnonzero(np.concatenate([[True], (stops != rows[1:, :2]).any(axis=1)]))
-    columns = rows[heads, 0], rows[heads, 1], np.add.reduceat(rows[:, 2], heads)
+    ends = rows[:, :2]
+    stops = ends + rows[:, 2:]
+    is_head = np.concatenate([[True], (stops[:-1] != ends[1:]).any(axis=1)])
+    heads = np.flatnonzero(is_head)
+    lengths = np.add.reduceat(rows[:, 2], heads)
+    columns = (rows[heads, 0], rows[heads, 1], lengths)
     return tuple(Segment(*row) for row in np.stack(columns, axis=1).tolist())
 
 
-def interval(start: int, stop: int) -> Runs:
-    """[start, stop) as runs; none if it is empty."""
-    return (Run(start, stop - start),) if stop > start else ()
+# ---- runs merged, compared and selected
 
 
-def interval_pairs(part: object) -> list[tuple[int, int]]:
-    """(start, stop, start, stop, ...) -> pairs (start, stop)."""
-    bounds = part if isinstance(part, tuple) else ()
-    return list(zip(bounds[::2], bounds[1::2], strict=False))
-
-
-def run_columns(rows: Numbers) -> tuple[Numbers, Numbers]:
-    """Row numbers and FILL in any order -> the starts and lengths of runs, merged where one goes on."""
-    if not len(rows):
-        return rows, rows
-    goes_on = np.where(rows[:-1] == FILL, rows[1:] == FILL, rows[1:] == rows[:-1] + 1)
-    heads = np.flatnonzero(np.concatenate([[True], ~goes_on]))
-    return rows[heads], np.diff(np.append(heads, len(rows)))
-
-
-def as_runs(rows: Numbers) -> Runs:
-    """Row numbers in any order -> runs, as an array if they are many."""
-    start, length = run_columns(rows)
-    if len(start) > MOST_RUNS:
-        return Rows(rows)  # type: ignore[return-value]  # which is read like a tuple
-    return tuple(map(Run, start.tolist(), length.tolist()))
-
-
-def merge_adjacent(runs: Iterable[Run]) -> Runs:
-    """Merge plain runs that follow one another; repeated runs and fill stay as they are."""
+def merge_adjacent(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Merge intervals that follow one another; repeated runs and fill stay as they are."""
     return tuple(_merged(runs))
 
 
 def _merged(runs: Iterable[Run]) -> Iterator[Run]:
+    """Yield the runs, with intervals that follow one another as one."""
     last: Run | None = None
     for run in runs:
         if last is None:
             last = run
-        elif last.repeats == run.repeats == 1 and FILL != last.start == run.start - last.length:
+        elif _continues(last, run):
             last = Run(last.start, last.length + run.length)
         else:
             yield last
@@ -303,60 +446,83 @@ def _merged(runs: Iterable[Run]) -> Iterator[Run]:
         yield last
 
 
+def _continues(last: Run, run: Run) -> bool:
+    """Return whether `run` is an interval that begins where the interval `last` ends."""
+    if last.start == FILL or last.repeats > 1 or run.repeats > 1:
+        return False
+    return run.start == last.start + last.length
+
+
 def are_equal(a: Runs, b: Runs) -> bool:
-    """Whether both are the same rows in the same order, however they are written."""
-    if a == b or n_rows(a) != n_rows(b):
-        return a == b
-    return all(
-        x == y for x, y in itertools.zip_longest(*(_merged(unrolled(runs)) for runs in (a, b)))
-    )
+    """Return whether both are the same rows in the same order, however they are written."""
+    if a == b:
+        return True
+    if n_rows(a) != n_rows(b):  # usual, and quicker than the comparison below
+        return False
+    pairs = itertools.zip_longest(_merged(unrolled(a)), _merged(unrolled(b)))
+    return all(run == other for run, other in pairs)
 
 
-def unrolled(runs: Runs) -> Iterable[Run]:
-    """The same rows as runs without repeats, one after the other."""
+def unrolled(runs: Runs) -> Iterator[Run]:
+    """Yield the same rows as runs without repetitions."""
     for run in runs:
         for i in range(run.repeats):
             yield Run(run.start + i * run.stride, run.length)
 
 
-def select(runs: Runs, part: Run) -> Runs:
-    """The rows of `runs` at the local positions of one part of a shard."""
-    if part.repeats == 1:
-        return _slice(runs, part.start, part.start + part.length)
-    if len(runs) == 1 and runs[0].repeats == 1:
-        return (part._replace(start=runs[0].start + part.start),)
-    whole = runs[0] if len(runs) == 1 else Run(0, 1)
-    chunk, first = divmod(part.start, whole.length)
-    if len(runs) == 1 and not part.stride % whole.length and first + part.length <= whole.length:
-        start = whole.start + chunk * whole.stride + first
-        step = part.stride // whole.length * whole.stride
-        return (part._replace(start=start, stride=step),)
-    check_pieces(part.repeats, MOST_LISTED)
-    parts = (_slice(runs, p.start, p.start + p.length) for p in unrolled((part,)))
-    return tuple(itertools.chain.from_iterable(parts))
+def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
+    """Return the rows of a block at some local positions.
+
+    The block `Run(10, 8)` at positions `Run(1, 2)` -> `(Run(11, 2),)`
+    """
+    if positions.repeats == 1:
+        return _slice(runs, positions.start, positions.start + positions.length)
+    if len(runs) == 1:
+        block = runs[0]
+        if block.repeats == 1:
+            return (positions._replace(start=block.start + positions.start),)
+        # Of a block of equal groups, positions at one place in every k-th group are one run.
+        group, offset = divmod(positions.start, block.length)
+        stays_at_place = positions.stride % block.length == 0
+        if stays_at_place and offset + positions.length <= block.length:
+            start = block.start + group * block.stride + offset
+            stride = positions.stride // block.length * block.stride
+            return (positions._replace(start=start, stride=stride),)
+    # Positions over the edges of groups: each repetition takes other rows.
+    check_pieces(positions.repeats, MOST_LISTED)
+    selected: list[Run] = []
+    for part in unrolled((positions,)):
+        selected.extend(_slice(runs, part.start, part.start + part.length))
+    return tuple(selected)
 
 
-def _slice(runs: Runs, start: int, stop: int) -> Runs:
-    """The rows of `runs` at local positions [start, stop)."""
+def _slice(runs: Runs, start: int, stop: int) -> tuple[Run, ...]:
+    """Return the rows of a block at local positions [start, stop)."""
     taken: list[Run] = []
-    offset = 0
+    position = 0
     for run in runs:
-        lo = max(start - offset, 0)
-        hi = min(stop - offset, run.length * run.repeats)
-        offset += run.length * run.repeats
-        if lo >= hi:
-            continue
-        first, head = divmod(lo, run.length)
-        last, tail = divmod(hi, run.length)
-        if head:  # a part of the first block
-            end = run.length if last > first else tail
-            taken.append(Run(run.start + first * run.stride + head, end - head))
-            first += 1
-        if last > first:
-            many = last - first
-            taken.append(
-                Run(run.start + first * run.stride, run.length, many, run.stride if many > 1 else 0)
-            )
-        if tail and last >= first:
-            taken.append(Run(run.start + last * run.stride, tail))
+        rows_of_run = run.length * run.repeats
+        first = max(start - position, 0)
+        last = min(stop - position, rows_of_run)
+        position += rows_of_run
+        if first < last:
+            taken.extend(_slice_of_run(run, first, last))
     return tuple(taken)
+
+
+def _slice_of_run(run: Run, start: int, stop: int) -> list[Run]:
+    """Return the rows of one run at local positions [start, stop), which are not empty."""
+    taken: list[Run] = []
+    group, head = divmod(start, run.length)  # the first repetition, and the rows of it left out
+    last_group, tail = divmod(stop, run.length)  # of the last repetition only `tail` rows
+    if head:  # the first repetition in part
+        end = run.length if last_group > group else tail
+        taken.append(Run(run.start + group * run.stride + head, end - head))
+        group += 1
+    whole_groups = last_group - group
+    if whole_groups > 0:
+        stride = run.stride if whole_groups > 1 else 0  # equal rows are equal runs
+        taken.append(Run(run.start + group * run.stride, run.length, whole_groups, stride))
+    if tail and last_group >= group:  # unless head and tail are in one repetition
+        taken.append(Run(run.start + last_group * run.stride, tail))
+    return taken

@@ -7,13 +7,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard.arguments import lengths_of, shown
-from xshard.errors import ShapeError
+from xshard.caches import layout_cache
+from xshard.errors import ShapeError, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
@@ -21,23 +22,35 @@ from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut
 from xshard.layout.runs import Runs, are_equal, n_rows
 from xshard.layout.validation import MOST_ELEMENTS, check_fit
-from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, unfolded
-from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard
+from xshard.notation.overlap import Fold, Overlap, Reads, Width, Window, unfolded
+from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
 
-EvenCuts = tuple[
-    tuple[tuple[str, int], ...], ...
-]  # per dim, its axes (name, size), outermost first
+# Per dim, its axes (name, size), outermost first.
+EvenCuts = tuple[tuple[tuple[str, int], ...], ...]
 
 
+@api_boundary
 @dataclass(frozen=True, repr=False)
 class Sharding(Pictured):
-    """A layout applied to a shape on a mesh.
+    """A layout applied to a shape on a mesh: the block of every device.
 
-    Raises ShapeError if the rank or the shape does not fit, NotationError for unknown axes.
+    `Sharding("n/tp d", Mesh(tp=2), (8, 3))`: device 0 has rows 0-3, device 1 rows 4-7.
 
-    >>> s = Sharding(Layout.parse("s/zigzag(cp) c"), Mesh(cp=2), (8, 3))
-    >>> s.local_shape(0), s.owned(0, 0)
-    ((4, 3), (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0)))
+    Attributes:
+        layout: Which mesh axes shard which dims; `...` is replaced by dims `_0`, `_1`, ...
+        mesh: The mesh of devices.
+        shape: The global shape of the array.
+
+    Raises:
+        ShapeError: The rank or the shape does not fit.
+        NotationError: The layout names an axis that the mesh lacks.
+
+    Examples:
+        >>> s = Sharding(Layout.parse("s/zigzag(cp) c"), Mesh(cp=2), (8, 3))
+        >>> s.local_shape(0)
+        (4, 3)
+        >>> s.owned(0, 0)
+        (Run(start=0, length=2, repeats=1, stride=0), Run(start=6, length=2, repeats=1, stride=0))
     """
 
     layout: Layout
@@ -46,16 +59,11 @@ class Sharding(Pictured):
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
+        # Text, lists and `...` are taken, and kept in one form: equal shardings are equal values.
         object.__setattr__(self, "shape", lengths_of(self.shape))
         object.__setattr__(self, "layout", Layout.parse(self.layout).resolved(len(self.shape)))
         check_axes(self.layout, self.mesh)
-        if all(isinstance(n, int) for n in self.shape) and math.prod(self.shape) > MOST_ELEMENTS:
-            raise ShapeError(
-                f"an array of shape {shown(self.shape)}", hint="at most 2**60 elements"
-            )
-        for n in self.shape:
-            if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-                raise ShapeError(f"shape {self.shape} has {n!r}, not a length >= 0")
+        _check_shape(self.shape)
         check_fit(self.layout.dims, self.shape, self.mesh)
 
     def __repr__(self) -> str:
@@ -71,7 +79,10 @@ class Sharding(Pictured):
     def __reduce__(self) -> tuple[object, ...]:  # a hash is valid in its own process only
         return Sharding, (self.layout, self.mesh, self.shape)
 
+    # ---- related shardings
+
     def with_layout(self, layout: Layout) -> Sharding:
+        """Return the sharding of the same shape on the same mesh under another layout."""
         return Sharding(layout, self.mesh, self.shape)
 
     @property
@@ -80,51 +91,71 @@ class Sharding(Pictured):
         return self.with_layout(self.layout.dual)
 
     def in_order(self, names: Sequence[str]) -> Sharding:
-        """The sharding of the array with its dims in the order of `names`."""
+        """Return the sharding of the array with its dims in the order of `names`."""
         if tuple(names) == self.layout.names:
             return self
         lengths = dict(zip(self.layout.names, self.shape, strict=True))
-        return Sharding(
-            self.layout.in_order(names), self.mesh, tuple(lengths[name] for name in names)
-        )
+        shape = tuple(lengths[name] for name in names)
+        return Sharding(self.layout.in_order(names), self.mesh, shape)
+
+    # ---- the rows of a block
 
     def dim_index(self, name: str) -> int:
+        """Return the index of the dim with this name."""
         return self.layout.names.index(name)
 
     def dim_device(self, dim: int, device: int) -> int:
-        """Position of a device along the axes that shard a dim, row-major."""
+        """Return the position of a device along the axes that shard a dim, row-major."""
         return self.mesh.index(device, self.layout.dims[dim].axes)
 
     def owned(self, dim: int, device: int) -> Runs:
-        """Global rows of a dim that the device owns, in local order."""
+        """Return the global rows of a dim that the device owns, in local order."""
         return self.owners(dim)[self.dim_device(dim, device)]
 
     def held(self, dim: int, device: int) -> Runs:
-        """Global rows of the device's block, with overlaps and fill."""
+        """Return the global rows of the device's block, with overlaps and fill."""
         return self.holders(dim)[self.dim_device(dim, device)]
 
     def owners(self, dim: int) -> tuple[Runs, ...]:
-        """`owned` for every index along the axes that shard the dim, row-major."""
-        d = self.layout.dims[dim]
-        return all_owned_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+        """Return `owned` for every position along the axes that shard the dim, row-major."""
+        sharded_dim = self.layout.dims[dim]
+        return all_owned_rows(sharded_dim, self.shape[dim], self.mesh.sizes_of(sharded_dim.axes))
 
     def holders(self, dim: int) -> tuple[Runs, ...]:
-        """`held` for every index along the axes that shard the dim, row-major."""
-        d = self.layout.dims[dim]
-        return all_held_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
+        """Return `held` for every position along the axes that shard the dim, row-major."""
+        sharded_dim = self.layout.dims[dim]
+        return all_held_rows(sharded_dim, self.shape[dim], self.mesh.sizes_of(sharded_dim.axes))
+
+    def parts(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
+        """Cut a device's block by `shards`: the local positions of each part, row-major.
+
+        If the dim ends with these shards, its block without them is cut.
+        """
+        outer_dim = self.layout.dims[dim]
+        if shards and outer_dim.shards[-len(shards) :] == tuple(shards):
+            outer_dim = replace(outer_dim, shards=outer_dim.shards[: -len(shards)])
+        blocks = all_owned_rows(outer_dim, self.shape[dim], self.mesh.sizes_of(outer_dim.axes))
+        length = n_rows(blocks[self.mesh.index(device, outer_dim.axes)])
+        inner_dim = Dim("", tuple(shards))
+        return all_owned_rows(inner_dim, length, self.mesh.sizes_of(inner_dim.axes))
+
+    # ---- the sizes of blocks
 
     def local_shape(self, device: int) -> tuple[int, ...]:
-        """Shape of the block of one device."""
-        return tuple(n_rows(self.held(d, device)) for d in range(len(self.shape)))
+        """Return the shape of the block of one device."""
+        return tuple(n_rows(self.held(dim, device)) for dim in range(len(self.shape)))
 
     @cached_property
     def local_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Per dim, the length of the block at every index along the dim's axes."""
-        return tuple(tuple(map(n_rows, self.holders(d))) for d in range(len(self.shape)))
+        """Per dim, the length of the block at every position along the dim's axes."""
+        sizes = []
+        for dim in range(len(self.shape)):
+            sizes.append(tuple(map(n_rows, self.holders(dim))))
+        return tuple(sizes)
 
     @cached_property
     def block_sizes(self) -> NDArray[np.int64]:
-        """Elements of the block of every device."""
+        """Elements of the block of every device, `[devices]`."""
         sizes = np.ones(self.mesh.n_devices, np.int64)
         for dim, lengths in zip(self.layout.dims, self.local_sizes, strict=True):
             sizes *= np.array(lengths, np.int64)[self.mesh.indices(dim.axes)]
@@ -143,148 +174,194 @@ class Sharding(Pictured):
     @cached_property
     def is_even(self) -> bool:
         """True if the blocks of all devices have one shape."""
-        return all(even for _, even in self._lengths)
+        return all(is_even for _, is_even in self._lengths)
 
     @cached_property
     def _lengths(self) -> tuple[tuple[int, bool], ...]:
-        return tuple(
-            (max(held := self.local_sizes[d]), len(set(held)) == 1)
-            if dim.overlap
-            else block_length(dim, n, self.mesh.sizes_of(dim.axes))
-            for d, (dim, n) in enumerate(zip(self.layout.dims, self.shape, strict=True))
-        )
+        """Per dim, the most rows that a block holds, and whether all hold equally many.
+
+        Hot in planning: without an overlap no rows are listed.
+        """
+        lengths = []
+        for d, dim in enumerate(self.layout.dims):
+            if dim.overlap:
+                held = self.local_sizes[d]
+                lengths.append((max(held), len(set(held)) == 1))
+            else:
+                sizes = self.mesh.sizes_of(dim.axes)
+                lengths.append(block_length(dim, self.shape[d], sizes))
+        return tuple(lengths)
 
     @cached_property
     def even_cuts(self) -> EvenCuts | None:
-        """Per dim, the axes (name, size) that shard it; None unless all shards are contiguous and even."""
-        plain = all(
-            s.order == "block" and len(s.axes) == 1 for d in self.layout.dims for s in d.shards
-        )
-        if not plain or not self.is_even or self.layout.overlaps:
+        """Per dim, the axes (name, size) that shard it; None unless all shards are plain and even."""
+        for dim in self.layout.dims:
+            for shard in dim.shards:
+                if shard.order != "block" or len(shard.axes) != 1:
+                    return None
+        if not self.is_even or self.layout.overlaps:
             return None
-        return tuple(tuple((a, self.mesh.size(a)) for a in d.axes) for d in self.layout.dims)
+        cuts = []
+        for dim in self.layout.dims:
+            cuts.append(tuple((axis, self.mesh.size(axis)) for axis in dim.axes))
+        return tuple(cuts)
+
+    # ---- equal meaning
 
     @cached_property
     def normal(self) -> Layout:
-        """The simplest layout with the same blocks: without axes of size 1 and orders that change nothing,
-        even groups as nested shards, `mean` as `sum` (see `scale`).
+        """The simplest layout with the same blocks.
 
-        >>> str(Sharding(Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)).normal)
-        'n/a/b d'
+        It has no axes of size 1 and no order that changes nothing. Even groups of axes are nested
+        shards. `mean` is `sum`: `scale` has the factor between both.
+
+        Examples:
+            >>> str(
+            ...     Sharding(
+            ...         Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)
+            ...     ).normal
+            ... )
+            'n/a/b d'
         """
-        dims = tuple(
-            normal_dim(d, n, self.mesh) for d, n in zip(self.layout.dims, self.shape, strict=True)
-        )
-        kept = (
-            (kind, tuple(a for a in axes if self.mesh.size(a) > 1))
-            for kind, axes in self.layout.tags
-        )
-        return Layout(dims, tuple(("sum" if kind == "mean" else kind, axes) for kind, axes in kept))
+        dims = []
+        for dim, length in zip(self.layout.dims, self.shape, strict=True):
+            dims.append(normal_dim(dim, length, self.mesh))
+        return Layout(tuple(dims), _normal_tags(self.layout.tags, self.mesh))
 
     @property
     def scale(self) -> Fraction:
         """Value of the layout = scale * value of its normal layout: 1/n for a mean over n."""
-        return Fraction(1, self.mesh.size(*self.layout.tagged("mean")))
+        mean_axes = self.layout.tagged("mean")
+        return Fraction(1, math.prod(self.mesh.sizes_of(mean_axes)))
 
     def means_the_same_as(self, other: Sharding) -> bool:
-        """True if all devices have the same blocks and the tags agree, with `mean` taken as `sum`."""
+        """Return whether all devices have the same blocks and tags, with `mean` taken as `sum`."""
         if self.normal == other.normal:
-            return True
-        if (
-            self.mesh != other.mesh
-            or self.shape != other.shape
-            or self.normal.tags != other.normal.tags
-        ):
+            return True  # without rows, which take longer
+        if self.mesh != other.mesh or self.shape != other.shape:
             return False
-        mine, theirs = (sharding.with_layout(sharding.normal) for sharding in (self, other))
-        return all(mine.agrees_with(theirs, d) for d in range(len(self.shape)))
+        if self.normal.tags != other.normal.tags:
+            return False
+        normal = self.with_layout(self.normal)
+        other_normal = other.with_layout(other.normal)
+        return all(normal.agrees_with(other_normal, dim) for dim in range(len(self.shape)))
 
     def agrees_with(self, other: Sharding, dim: int) -> bool:
-        """True if a dim means the same under both, which have one mesh and one shape."""
-        dims = self.layout.dims[dim], other.layout.dims[dim]
-        if dims[0] == dims[1]:
+        """Return whether a dim means the same under both, which have one mesh and one shape."""
+        a = self.layout.dims[dim]
+        b = other.layout.dims[dim]
+        if a == b:
             return True
-        if isinstance(dims[0].overlap, Fold) != isinstance(dims[1].overlap, Fold):
+        if isinstance(a.overlap, Fold) != isinstance(b.overlap, Fold):
             return False
-        axes = tuple(dict.fromkeys((*dims[0].axes, *dims[1].axes)))
+        # Devices that differ along other axes have equal blocks under both.
+        axes = tuple(dict.fromkeys(a.axes + b.axes))
         for coords in itertools.product(*map(range, self.mesh.sizes_of(axes))):
-            i = dict(zip(axes, coords, strict=True))
-            (mine, beyond), (theirs, theirs_beyond) = (
-                meaning(d, self.shape[dim], self.mesh.sizes_of(d.axes), [i[a] for a in d.axes])
-                for d in dims
-            )
-            if beyond != theirs_beyond or not are_equal(mine, theirs):
+            coord_of = dict(zip(axes, coords, strict=True))
+            a_rows, a_beyond = self._meaning(a, dim, coord_of)
+            b_rows, b_beyond = self._meaning(b, dim, coord_of)
+            if a_beyond != b_beyond or not are_equal(a_rows, b_rows):
                 return False
         return True
 
-    def parts(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
-        """Per index, local positions in the block (without these innermost shards) that `shards` give."""
-        d = self.layout.dims[dim]
-        if shards and d.shards[-len(shards) :] == tuple(shards):
-            d = replace(d, shards=d.shards[: -len(shards)])
-        owned = all_owned_rows(d, self.shape[dim], self.mesh.sizes_of(d.axes))
-        length = n_rows(owned[self.mesh.index(device, d.axes)])
-        axes = tuple(a for shard in shards for a in shard.axes)
-        return all_owned_rows(Dim("", tuple(shards)), length, self.mesh.sizes_of(axes))
+    def _meaning(self, dim: Dim, index: int, coord_of: dict[str, int]) -> tuple[Runs, object]:
+        """Return the `meaning` of a dim on the device with these coordinates."""
+        coords = [coord_of[axis] for axis in dim.axes]
+        return meaning(dim, self.shape[index], self.mesh.sizes_of(dim.axes), coords)
 
 
-@lru_cache(maxsize=65536)
+def _check_shape(shape: tuple[int, ...]) -> None:
+    """Raise ShapeError unless a shape has lengths >= 0, and few enough elements for 64 bits."""
+    if all(isinstance(length, int) for length in shape) and math.prod(shape) > MOST_ELEMENTS:
+        raise ShapeError(f"an array of shape {shown(shape)}", hint="at most 2**60 elements")
+    for length in shape:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+            raise ShapeError(f"shape {shape} has {length!r}, not a length >= 0")
+
+
+# ---- normal forms
+
+
+@layout_cache(maxsize=65536)
 def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
+    """Return the simplest dim with the same blocks: see `Sharding.normal`."""
     overlap = _normal_overlap(dim)
-    # The outputs of a window are sharded like the dim, but need not be divisible when its rows are.
-    regroups = overlap is None or isinstance(unfolded(overlap), Halo | Reads)
+    if overlap is not None and isinstance(unfolded(overlap), Window):
+        # Outputs of a window are sharded like the dim, but need not be divisible when its rows
+        # are: shards keep their orders and groups.
+        return Dim(dim.name, _without_short_axes(dim.shards, mesh), overlap)
     shards: list[Shard] = []
-    left: int | None = length  # rows of every block so far; None if blocks differ
-    for shard in dim.shards:
-        axes = tuple(a for a in shard.axes if mesh.size(a) > 1)
-        if not axes:
-            continue
-        n = mesh.size(*axes)
-        if not regroups:
-            shards.append(replace(shard, axes=axes))
-            continue
-        divides = left is not None and left % n == 0
-        order = "block" if _is_plain(shard, left, n) else shard.order
-        if order == "block" and divides:
-            shards.extend(Shard((a,)) for a in axes)
+    block_rows: int | None = length  # of every block so far; None once blocks differ
+    for shard in _without_short_axes(dim.shards, mesh):
+        n_parts = math.prod(mesh.sizes_of(shard.axes))
+        order = "block" if _is_plain(shard, block_rows, n_parts) else shard.order
+        numbers = shard.numbers if order == shard.order else ()
+        normal = Shard(shard.axes, order, numbers)
+        is_divisible = block_rows is not None and block_rows % n_parts == 0
+        if order == "block" and is_divisible:
+            shards.extend(Shard((axis,)) for axis in shard.axes)
         else:
-            shards.append(Shard(axes, order, shard.numbers if order == shard.order else ()))
-        if order == "zigzag":
-            divides = left is not None and left % (2 * n) == 0
-        left = (
-            left // n
-            if divides and left is not None and (order == "block" or not shard.numbers)
-            else None
-        )
+            shards.append(normal)
+        block_rows = _even_block_rows(normal, block_rows, n_parts)
     return Dim(dim.name, tuple(shards), overlap)
 
 
-def _is_plain(shard: Shard, length: int | None, n: int) -> bool:
-    """True if this shard of `length` rows into `n` parts equals the plain contiguous one."""
+def _without_short_axes(shards: Sequence[Shard], mesh: Mesh) -> tuple[Shard, ...]:
+    """Return the shards without axes of one device, and without shards over such axes alone."""
+    long_shards = []
+    for shard in shards:
+        axes = tuple(axis for axis in shard.axes if mesh.size(axis) > 1)
+        if axes:
+            long_shards.append(replace(shard, axes=axes))
+    return tuple(long_shards)
+
+
+def _even_block_rows(shard: Shard, block_rows: int | None, n_parts: int) -> int | None:
+    """Return the rows of every part of blocks of `block_rows` rows; None if parts may differ."""
+    if block_rows is None or shard.numbers:
+        return None
+    n_chunks = 2 * n_parts if shard.order == "zigzag" else n_parts
+    return block_rows // n_parts if block_rows % n_chunks == 0 else None
+
+
+def _is_plain(shard: Shard, length: int | None, n_parts: int) -> bool:
+    """Return whether a shard of `length` rows into parts equals the plain contiguous one."""
     if shard.order == SEGMENTS and len(shard.numbers) == 1:
         return True
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
-    both = (shard, Shard(shard.axes))
-    return all(
-        n_rows(a) == n_rows(b) for a, b in ([cut(length, s, n, i) for s in both] for i in range(n))
-    )
+    plain = Shard(shard.axes)
+    # The parts of both are contiguous and in order: equal lengths are equal parts.
+    for index in range(n_parts):
+        rows = n_rows(cut(length, shard, n_parts, index))
+        if rows != n_rows(cut(length, plain, n_parts, index)):
+            return False
+    return True
 
 
 def _normal_overlap(dim: Dim) -> Overlap | None:
-    overlap = dim.overlap
-    if overlap is None:
+    """Return the overlap of a dim, None if it adds no rows; a window says where outputs are."""
+    if dim.overlap is None:
         return None
-    rows = unfolded(overlap)
-    if (
-        isinstance(rows, Window)
-        and not rows.out
-        and any(shard.order == SIZES for shard in dim.shards)
-    ):
-        aligned = replace(
-            rows, out="aligned"
-        )  # also where all that is left of the shard is its axes
-        return Fold(aligned) if isinstance(overlap, Fold) else aligned
-    widths = (rows.lo, rows.hi) if isinstance(rows, Halo) else (1,)
-    widths = (rows.rows.map.sizes,) if isinstance(rows, Reads) else widths
-    return None if all(not any(w) if isinstance(w, tuple) else w == 0 for w in widths) else overlap
+    overlap = unfolded(dim.overlap)
+    if isinstance(overlap, Window):
+        if overlap.out or all(shard.order != SIZES for shard in dim.shards):
+            return dim.overlap
+        # Said in words, because nothing but axes may be left of the shard with sizes.
+        aligned = replace(overlap, out="aligned")
+        return Fold(aligned) if isinstance(dim.overlap, Fold) else aligned
+    if isinstance(overlap, Reads):
+        widths: tuple[Width, ...] = (overlap.rows.map.sizes,)
+    else:
+        widths = (overlap.lo, overlap.hi)
+    adds_rows = any(any(width) if isinstance(width, tuple) else width != 0 for width in widths)
+    return dim.overlap if adds_rows else None
+
+
+def _normal_tags(tags: Tags, mesh: Mesh) -> Tags:
+    """Return the tags without axes of one device, and with `sum` for `mean`."""
+    normal = []
+    for kind, axes in tags:
+        long_axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+        normal.append(("sum" if kind == "mean" else kind, long_axes))
+    return tuple(normal)

@@ -14,14 +14,27 @@ from xshard.layout.layout import factored
 from xshard.layout.mesh import Mesh
 from xshard.layout.sharding import Sharding
 
-Split = tuple[
-    tuple[str, tuple[int, ...]], ...
-]  # an axis -> the sizes of its sub-axes, the slowest first
+# Axes with the sizes of their sub-axes, the slowest first.
+Split = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, init=False)
 class SubAxisMesh(Mesh):
-    """`base` with some axes split into sub-axes, the slowest first: `x=4` into `x_0=2,x_1=2`."""
+    """A mesh with some axes split into sub-axes, the slowest first: `x=4` into `x_0=2,x_1=2`.
+
+    Device numbers are those of the mesh that is split.
+
+    Attributes:
+        base: The mesh that is split.
+        split: Its axes that are split, with the sizes of their sub-axes.
+
+    Raises:
+        MeshError: The sizes of sub-axes do not multiply to the size of their axis.
+
+    Examples:
+        >>> SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),)).axes
+        ('x_0', 'x_1', 'y')
+    """
 
     base: Mesh
     split: Split
@@ -32,11 +45,12 @@ class SubAxisMesh(Mesh):
                 reason = f"axis {axis!r} of size {base.size(axis)} does not split into {sizes}"
                 hint = "two sub-axes or more, whose sizes multiply to the size of the axis"
                 raise MeshError(reason, hint=hint)
-        sizes_of = dict(split)
-        parts = dict[str, int]()
+        split_sizes = dict(split)
+        size_of: dict[str, int] = {}
         for axis, names in _sub_axis_names(base, split).items():
-            parts.update(zip(names, sizes_of.get(axis, (base.size(axis),)), strict=True))
-        super().__init__(parts)
+            sizes = split_sizes.get(axis, (base.size(axis),))
+            size_of.update(zip(names, sizes, strict=True))
+        super().__init__(size_of)
         object.__setattr__(self, "base", base)
         object.__setattr__(self, "split", split)
 
@@ -46,23 +60,33 @@ class SubAxisMesh(Mesh):
         return _sub_axis_names(self.base, self.split)
 
     def origin(self, axis: str) -> str:
-        return next(whole for whole, parts in self.sub_axes.items() if axis in parts)
+        """Return the axis of `base` that contains a sub-axis."""
+        for whole_axis, names in self.sub_axes.items():
+            if axis in names:
+                return whole_axis
+        raise MeshError(f"no sub-axis {axis!r}", hint=f"the mesh has: {self.describe()}")
 
     def factored(self, sharding: Sharding) -> Sharding:
-        """A sharding on `base` -> the same sharding on this mesh."""
+        """Turn a sharding on `base` into the same sharding on this mesh."""
         return Sharding(factored(sharding.layout, self.sub_axes), self, sharding.shape)
 
 
 def unfactored(mesh: Mesh, axes: Sequence[str]) -> tuple[Mesh, tuple[str, ...]]:
-    """The base mesh and its axes if the sub-axes of each are complete and in order, else both as given."""
+    """Return the base mesh and its axes for sub-axes of it: x_0, x_1 -> x.
+
+    Unless the sub-axes of each axis are complete and in order, both are returned as given.
+    """
     if not isinstance(mesh, SubAxisMesh):
         return mesh, tuple(axes)
-    whole = tuple(dict.fromkeys(map(mesh.origin, axes)))
-    complete = tuple(part for axis in whole for part in mesh.sub_axes[axis]) == tuple(axes)
-    return (mesh.base, whole) if complete else (mesh, tuple(axes))
+    whole_axes = tuple(dict.fromkeys(map(mesh.origin, axes)))
+    complete = itertools.chain.from_iterable(mesh.sub_axes[axis] for axis in whole_axes)
+    if tuple(complete) != tuple(axes):
+        return mesh, tuple(axes)
+    return mesh.base, whole_axes
 
 
 def _sub_axis_names(base: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
+    """Name the sub-axes of each axis: x -> x_0, x_1; an axis that is not split keeps its name."""
     taken = set(base.axes)
     sub_axes: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in base.axes}
     for axis, sizes in split:
@@ -74,53 +98,81 @@ def _sub_axis_names(base: Mesh, split: Split) -> dict[str, tuple[str, ...]]:
     return sub_axes
 
 
-# Axis -> its factor axes, the slowest first; none for an axis of size 1.
+# ---- the coarsest mesh that refines two others
+
+# Axes with their factor axes, the slowest first; none for an axis of size 1.
 Factors = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Refinement(NamedTuple):
-    """A mesh that splits the axes of two others; device numbers are the same on all three."""
+    """A mesh that splits the axes of two others; device numbers are the same on all three.
+
+    Attributes:
+        mesh: The mesh that splits the axes of both.
+        src: The axes of the first mesh, with their factors in `mesh`.
+        dst: The axes of the second mesh, with their factors in `mesh`.
+    """
 
     mesh: Mesh
     src: Factors
     dst: Factors
 
 
+class _AxisRange(NamedTuple):
+    """Where an axis lies in the row-major numbers of devices: [start, stop), both products of sizes."""
+
+    axis: str
+    start: int
+    stop: int
+
+
 def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
-    """The coarsest mesh that splits the axes of both (`dp=8`, `dp=2,tp=4` -> `dp=2,dp_tp=4`), or None."""
+    """Find the coarsest mesh that splits the axes of both; None if there is none.
+
+    `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`
+    """
     if src_mesh == dst_mesh:
         same = tuple((axis, (axis,)) for axis in src_mesh.axes)
         return Refinement(src_mesh, same, same)
     if src_mesh.n_devices != dst_mesh.n_devices:
         return None
-    sides = _axis_ranges(src_mesh), _axis_ranges(dst_mesh)
-    bounds = sorted({end for spans in sides for _, _, end in spans} | {1})
-    if any(later % earlier for earlier, later in itertools.pairwise(bounds)):
-        return None
+    src_ranges = _axis_ranges(src_mesh)
+    dst_ranges = _axis_ranges(dst_mesh)
+    # Device numbers are row-major: an axis is a range of products of sizes. The coarsest mesh
+    # that refines both has an axis between each two neighbouring bounds of either.
+    bounds = sorted({axis_range.stop for axis_range in src_ranges + dst_ranges} | {1})
+    if any(stop % start for start, stop in itertools.pairwise(bounds)):
+        return None  # 2 x 3 and 3 x 2 devices: no axis splits into both
+
     sizes: dict[str, int] = {}
-    factors: tuple[dict[str, tuple[str, ...]], ...] = ({}, {})
-    for start, end in itertools.pairwise(bounds):
-        owners = [
-            next(a for a, first, last in spans if first <= start and end <= last) for spans in sides
-        ]
-        name = "_".join(dict.fromkeys(owners))
+    src_factors: dict[str, tuple[str, ...]] = dict.fromkeys(src_mesh.axes, ())
+    dst_factors: dict[str, tuple[str, ...]] = dict.fromkeys(dst_mesh.axes, ())
+    for start, stop in itertools.pairwise(bounds):
+        src_axis = _axis_at(src_ranges, start, stop)
+        dst_axis = _axis_at(dst_ranges, start, stop)
+        name = src_axis if src_axis == dst_axis else f"{src_axis}_{dst_axis}"
         while name in sizes:  # `a_b` and `c` meet `a` and `b_c`
             name += "_"
-        sizes[name] = end // start
-        for axis, factor_names in zip(owners, factors, strict=True):
-            factor_names[axis] = (*factor_names.get(axis, ()), name)
-    meshes = zip((src_mesh, dst_mesh), factors, strict=True)
-    return Refinement(
-        Mesh(sizes), *(tuple((a, of.get(a, ())) for a in mesh.axes) for mesh, of in meshes)
-    )
+        sizes[name] = stop // start
+        src_factors[src_axis] += (name,)
+        dst_factors[dst_axis] += (name,)
+    return Refinement(Mesh(sizes), tuple(src_factors.items()), tuple(dst_factors.items()))
 
 
-def _axis_ranges(mesh: Mesh) -> list[tuple[str, int, int]]:
-    """Every axis longer than 1, with the product of the sizes before it, and of those up to it."""
-    parts = 1
+def _axis_ranges(mesh: Mesh) -> list[_AxisRange]:
+    """List the ranges of all axes longer than 1: dp=2,tp=4 -> dp [1, 2), tp [2, 8)."""
     ranges = []
+    start = 1
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         if size > 1:
-            ranges.append((axis, parts, parts * size))
-        parts *= size
+            ranges.append(_AxisRange(axis, start, start * size))
+        start *= size
     return ranges
+
+
+def _axis_at(ranges: list[_AxisRange], start: int, stop: int) -> str:
+    """Return the axis whose range contains [start, stop); the ranges leave no gap."""
+    for axis_range in ranges:
+        if axis_range.start <= start and stop <= axis_range.stop:
+            return axis_range.axis
+    raise AssertionError(f"no axis covers [{start}, {stop})")

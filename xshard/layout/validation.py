@@ -4,197 +4,317 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial
 
 import numpy as np
 
-from xshard.errors import NotationError, ShapeError
+from xshard.caches import layout_cache
+from xshard.errors import NotationError, ShapeError, Span
 from xshard.layout.block_rows import window_outputs
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import block_length, misfit, owned_rows, owner_of_rows
-from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, ends_of, unfolded
-from xshard.notation.parser import ARROW, BY, INTERVALS, ROUTED, SEGMENTS, SIZES, Dim, text_spans
+from xshard.layout.partition import Sizes, block_length, misfit, owned_rows, owner_of_rows
+from xshard.notation.overlap import (
+    Boundary,
+    Fold,
+    Halo,
+    Reads,
+    Width,
+    Window,
+    ends_of,
+    unfolded,
+)
+from xshard.notation.parser import (
+    ARROW,
+    BY,
+    INTERVALS,
+    ROUTED,
+    SEGMENTS,
+    SIZES,
+    Dim,
+    TextSpans,
+    text_spans,
+)
 
 MOST_ELEMENTS = 2**60  # of an array, and of a block: their bytes are counted in 64 bits
-# Pieces of a block with an overlap each, and rows from beyond an end that are copied one by one: each takes
-# a second or so.
+# Limits on pieces of a block with an overlap each, and on rows from beyond an end that are copied
+# one by one: at either limit a plan takes a second or so.
 MOST_WIDENED = 2**16
 MOST_COPIED = 2**18
+_SCATTERED_ORDERS = ("zigzag", "cyclic", SEGMENTS, INTERVALS, BY)  # parts need not be contiguous
+
+
+# ---- one layout
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
-    """Raise ShapeError or NotationError if a dim of this length cannot have its shards or its overlap."""
-    for i, (dim, length) in enumerate(zip(dims, shape, strict=True)):
-        if any(shard.order == ROUTED for shard in dim.shards):
-            hint = (
-                "route(x, to, axis) moves them, and parallelize by a rule for the input of experts"
-            )
-            raise NotationError(
-                "values say where these rows are, no layout does", text=str(dim), hint=hint
-            )
-        reason = (
-            misfit(dim, length, mesh.sizes_of(dim.axes))
-            if any(s.numbers for s in dim.shards)
-            else None
-        )
-        if reason is not None:
-            hint = f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}"
-            raise ShapeError(reason[1], text=str(dim), hint=hint)
-        if dim.overlap is not None:
-            overlap = unfolded(dim.overlap)
-            if isinstance(overlap, Reads):
-                _check_reads(dim, overlap, length, mesh)
-                continue
-            if isinstance(overlap, Halo):
-                _check_widths(dim, overlap, mesh)
-            else:
-                _check_outputs(dim, overlap, length, mesh)
-            widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else overlap.padding
-            for end, width in zip((overlap.before, overlap.after), widths, strict=True):
-                reaches_out = any(n > 0 for n in ((width,) if isinstance(width, int) else width))
-                if not length and reaches_out and end.fill is None and end.kind != "none":
-                    hint = "an empty dim has zero, constant(c) or none beyond its ends"
-                    lacking = f"dim {dim.name!r} lacks rows that '{end.kind}' could copy"
-                    raise ShapeError(lacking, text=str(dim), hint=hint)
-                if end.kind == "pole":
-                    rolled_dim(dims, i, end, shape)
-    wide = [dim for dim in dims if dim.overlap is not None]
-    held = (
-        math.prod(_most_held(*pair, mesh) for pair in zip(dims, shape, strict=True)) if wide else 0
-    )
-    if held > MOST_ELEMENTS:
-        raise ShapeError(
-            f"a block of up to {held} elements", text=str(wide[0]), hint="at most 2**60"
-        )
+    """Raise ShapeError or NotationError if a dim of this length cannot have its shards or overlap."""
+    for index, (dim, length) in enumerate(zip(dims, shape, strict=True)):
+        _check_shards(dim, length, mesh)
+        if dim.overlap is None:
+            continue
+        overlap = unfolded(dim.overlap)
+        if isinstance(overlap, Reads):
+            _check_reads(dim, overlap, length, mesh)
+            continue
+        if isinstance(overlap, Halo):
+            _check_widths(dim, overlap, mesh)
+        else:
+            _check_outputs(dim, overlap, length, mesh)
+        _check_boundaries(dims, index, overlap, shape)
+    _check_block_size(dims, shape, mesh)
 
 
-def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
-    """Index of the dim that a pole rolls by half its length: the named dim, else the next one, if any."""
-    names = [dim.name for dim in dims]
-    text = str(dims[at])
-    if pole.dim and pole.dim not in names:
-        hint = f"dims are: {' '.join(names)}"
-        raise NotationError(f"no dim {pole.dim!r} to roll beyond the pole", text=text, hint=hint)
-    if not pole.dim and at + 1 == len(names):
-        return None
-    rolled = names.index(pole.dim) if pole.dim else at + 1
-    if rolled == at:
-        reason = f"dim {names[at]!r} has the pole and cannot be the dim that is rolled"
-        hint = "pole(w) names the longitude; without a name the next dim is rolled"
-        raise NotationError(reason, text=text, hint=hint)
-    if (n := shape[rolled]) % 2:
-        reason = (
-            f"dim {names[rolled]!r} is rolled by half its length beyond a pole, but has {n} rows"
-        )
-        raise ShapeError(reason, text=text, hint="the number of longitudes must be even")
-    return rolled
+def _check_shards(dim: Dim, length: int, mesh: Mesh) -> None:
+    """Raise an error if the rows of a dim cannot have its shards."""
+    if any(shard.order == ROUTED for shard in dim.shards):
+        reason = "values say where these rows are, no layout does"
+        hint = "route(x, to, axis) moves them, and parallelize by a rule for the input of experts"
+        raise NotationError(reason, text=str(dim), hint=hint)
+    if not any(shard.numbers for shard in dim.shards):
+        return  # without numbers a shard cuts any number of rows
+    fault = misfit(dim, length, mesh.sizes_of(dim.axes))
+    if fault is not None:
+        _, reason = fault
+        hint = f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}"
+        raise ShapeError(reason, text=str(dim), hint=hint)
 
 
-def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
-    """At most how many rows a block holds. Raises ShapeError for more pieces than can be listed."""
-    sizes = mesh.sizes_of(dim.axes)
-    most, _ = block_length(Dim(dim.name, dim.shards), length, sizes)
-    if dim.overlap is None:
-        return most
-    overlap = unfolded(dim.overlap)
-    if isinstance(overlap, Reads):
-        return most + int(max(overlap.rows.map.sizes))
-    first = (0,) * len(sizes)
-    pieces = sum(run.repeats for run in owned_rows(dim, length, sizes, first))
-    if (
-        isinstance(overlap, Window) and pieces <= MOST_WIDENED
-    ):  # each run of outputs reads rows of its own
-        pieces = max(
-            pieces, sum(run.repeats for run in window_outputs(dim, overlap, length, sizes, first))
-        )
-    if pieces > MOST_WIDENED:
-        hint = f"at most {MOST_WIDENED}: deal out more rows together, as in cyclic(x,1024)"
-        raise ShapeError(
-            f"{pieces} pieces of a block, each with an overlap", text=str(dim), hint=hint
-        )
-    widths = (overlap.lo, overlap.hi) if isinstance(overlap, Halo) else overlap.padding
-    lo, hi = (max(0, w if isinstance(w, int) else max(w)) for w in widths)
-    for end, rows in ((overlap.before, lo), (overlap.after, hi)):
-        copies = {"periodic": rows // max(length, 1), "zero": 0, "constant": 0, "none": 0}.get(
-            end.kind, rows
-        )
-        if copies > MOST_COPIED:
-            hint = f"at most {MOST_COPIED} rows copied one by one, or turns around dim {dim.name!r}"
-            raise ShapeError(f"{rows} rows of '{end}' beyond an end", text=str(dim), hint=hint)
-    if isinstance(overlap, Halo):
-        return most + max(pieces, 1) * (lo + hi)
-    read = overlap.d * (overlap.k - 1) + 1, overlap.s, overlap.s
-    return most + lo + hi + max(pieces, 1) * sum(min(rows, length + lo + hi) for rows in read)
-
-
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
+    """Raise ShapeError unless a map lists rows of other parts, for each part."""
     needs = reads.rows.map
+    sizes = mesh.sizes_of(dim.axes)
+    n_parts = math.prod(sizes)
     hint = "each part lists rows of other parts"
-    parts = math.prod(sizes := mesh.sizes_of(dim.axes))
-    if needs.parts != parts:
-        raise ShapeError(
-            f"'{reads.rows}' is for {needs.parts} parts, not {parts}", text=str(dim), hint=hint
-        )
-    if len(needs.rows) and (last := int(needs.rows.max())) >= length:
-        raise ShapeError(f"'{reads.rows}' reads row {last} of {length}", text=str(dim), hint=hint)
-    owner = owner_of_rows(Dim(dim.name, dim.shards), length, sizes)
-    own = np.flatnonzero(owner[needs.rows] == needs.part_of_row)
-    if len(own):
-        part = int(needs.part_of_row[own[0]])
-        row = int(needs.rows[own[0]])
+    if needs.parts != n_parts:
+        reason = f"'{reads.rows}' is for {needs.parts} parts, not {n_parts}"
+        raise ShapeError(reason, text=str(dim), hint=hint)
+    last_row = int(needs.rows.max(initial=-1))
+    if last_row >= length:
+        reason = f"'{reads.rows}' reads row {last_row} of {length}"
+        raise ShapeError(reason, text=str(dim), hint=hint)
+    owner_of_row = owner_of_rows(Dim(dim.name, dim.shards), length, sizes)
+    own_reads = np.flatnonzero(owner_of_row[needs.rows] == needs.part_of_row)
+    if len(own_reads):
+        part = int(needs.part_of_row[own_reads[0]])
+        row = int(needs.rows[own_reads[0]])
         raise ShapeError(f"part {part} reads row {row}, which it owns", text=str(dim), hint=hint)
 
 
 def _check_widths(dim: Dim, halo: Halo, mesh: Mesh) -> None:
-    parts = math.prod(mesh.sizes_of(dim.axes))
+    """Raise an error unless the widths of a halo are one, or one per contiguous part."""
+    n_parts = math.prod(mesh.sizes_of(dim.axes))
     for widths in (halo.lo, halo.hi):
         if isinstance(widths, int):
             continue
-        if len(widths) != parts:
-            reason = f"{len(widths)} widths for {parts} parts"
+        if len(widths) != n_parts:
+            reason = f"{len(widths)} widths for {n_parts} parts"
             raise ShapeError(reason, text=str(dim), hint="one width, or one per part")
-        if any(
-            shard.order in ("zigzag", "cyclic", SEGMENTS, INTERVALS, BY) for shard in dim.shards
-        ):
+        if any(shard.order in _SCATTERED_ORDERS for shard in dim.shards):
             reason = "widths per part need contiguous parts"
             raise NotationError(reason, text=str(dim), hint="one width for all parts")
 
 
 def _check_outputs(dim: Dim, window: Window, length: int, mesh: Mesh) -> None:
-    """Raise ShapeError if outputs should be sharded like the dim, with numbers that fit its rows only."""
-    n = window.output_length(length)
+    """Raise ShapeError if outputs are sharded by numbers that fit the rows of the dim alone."""
     if window.out or any(shard.order == SIZES for shard in dim.shards):
         return
-    if misfit(Dim(dim.name, dim.shards), n, mesh.sizes_of(dim.axes)) is not None:
-        reason = f"{n} outputs cannot be cut like the {length} rows of dim {dim.name!r}"
+    n_outputs = window.output_length(length)
+    plain_dim = Dim(dim.name, dim.shards)
+    if misfit(plain_dim, n_outputs, mesh.sizes_of(dim.axes)) is not None:
+        reason = f"{n_outputs} outputs cannot be cut like the {length} rows of dim {dim.name!r}"
         hint = "out=balanced cuts them evenly, out=aligned where the dim is cut"
         raise ShapeError(reason, text=str(dim), hint=hint)
 
 
+def _check_boundaries(
+    dims: Sequence[Dim], index: int, overlap: Halo | Window, shape: Sequence[int]
+) -> None:
+    """Raise an error if there are no rows for what a boundary copies, or no dim for a pole."""
+    dim = dims[index]
+    before_width, after_width = _widths_of(overlap)
+    for end, width in ((overlap.before, before_width), (overlap.after, after_width)):
+        copies_rows = end.fill is None and end.kind != "none"
+        if shape[index] == 0 and copies_rows and _widest(width) > 0:
+            reason = f"dim {dim.name!r} lacks rows that '{end.kind}' could copy"
+            hint = "an empty dim has zero, constant(c) or none beyond its ends"
+            raise ShapeError(reason, text=str(dim), hint=hint)
+        if end.kind == "pole":
+            rolled_dim(dims, index, end, shape)
+
+
+def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
+    """Return the index of the dim that a pole rolls by half its length, as longitudes.
+
+    It is the dim that the pole names, else the next one after dim `at`; None if there is none.
+
+    Raises:
+        NotationError: There is no such dim, or it is the dim that has the pole.
+        ShapeError: Its length is odd.
+    """
+    names = [dim.name for dim in dims]
+    text = str(dims[at])
+    if not pole.dim:
+        rolled = at + 1
+        if rolled == len(names):
+            return None
+    elif pole.dim in names:
+        rolled = names.index(pole.dim)
+    else:
+        reason = f"no dim {pole.dim!r} to roll beyond the pole"
+        raise NotationError(reason, text=text, hint=f"dims are: {' '.join(names)}")
+    if rolled == at:
+        reason = f"dim {names[at]!r} has the pole and cannot be the dim that is rolled"
+        hint = "pole(w) names the longitude; without a name the next dim is rolled"
+        raise NotationError(reason, text=text, hint=hint)
+    length = shape[rolled]
+    if length % 2:
+        name = names[rolled]
+        reason = f"dim {name!r} is rolled by half its length beyond a pole, but has {length} rows"
+        raise ShapeError(reason, text=text, hint="the number of longitudes must be even")
+    return rolled
+
+
+# ---- the size of a block with overlaps
+
+
+def _check_block_size(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
+    """Raise ShapeError for a block with overlaps of more elements than 64 bits count."""
+    widened_dims = [dim for dim in dims if dim.overlap is not None]
+    if not widened_dims:
+        return  # no larger than the array, which is checked
+    elements = 1
+    for dim, length in zip(dims, shape, strict=True):
+        elements *= _most_held(dim, length, mesh)
+    if elements > MOST_ELEMENTS:
+        reason = f"a block of up to {elements} elements"
+        raise ShapeError(reason, text=str(widened_dims[0]), hint="at most 2**60")
+
+
+def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
+    """Return a bound on the rows that a block holds, without listing them.
+
+    Raises:
+        ShapeError: The block has more pieces, or more copied rows, than can be listed.
+    """
+    sizes = mesh.sizes_of(dim.axes)
+    most_owned, _ = block_length(Dim(dim.name, dim.shards), length, sizes)
+    if dim.overlap is None:
+        return most_owned
+    overlap = unfolded(dim.overlap)
+    if isinstance(overlap, Reads):
+        return most_owned + int(max(overlap.rows.map.sizes))
+
+    n_pieces = _count_pieces(dim, overlap, length, sizes)
+    if n_pieces > MOST_WIDENED:
+        reason = f"{n_pieces} pieces of a block, each with an overlap"
+        hint = f"at most {MOST_WIDENED}: deal out more rows together, as in cyclic(x,1024)"
+        raise ShapeError(reason, text=str(dim), hint=hint)
+
+    before_width, after_width = _widths_of(overlap)
+    rows_before = max(0, _widest(before_width))
+    rows_after = max(0, _widest(after_width))
+    _check_copies(dim, overlap.before, rows_before, length)
+    _check_copies(dim, overlap.after, rows_after, length)
+    rows_beyond = rows_before + rows_after
+    if isinstance(overlap, Halo):
+        return most_owned + max(n_pieces, 1) * rows_beyond
+    # Each run of outputs reads one window, and up to a stride of rows at both of its ends.
+    window_rows = overlap.d * (overlap.k - 1) + 1
+    rows_around = 0
+    for rows in (window_rows, overlap.s, overlap.s):
+        rows_around += min(rows, length + rows_beyond)
+    return most_owned + rows_beyond + max(n_pieces, 1) * rows_around
+
+
+def _count_pieces(dim: Dim, overlap: Halo | Window, length: int, sizes: Sizes) -> int:
+    """Count the intervals of the first block, each of which has an overlap."""
+    first_coords = (0,) * len(sizes)
+    owned = owned_rows(dim, length, sizes, first_coords)
+    n_pieces = sum(run.repeats for run in owned)
+    if isinstance(overlap, Window) and n_pieces <= MOST_WIDENED:
+        # Each run of outputs reads rows of its own.
+        outputs = window_outputs(dim, overlap, length, sizes, first_coords)
+        n_pieces = max(n_pieces, sum(run.repeats for run in outputs))
+    return n_pieces
+
+
+def _check_copies(dim: Dim, end: Boundary, rows: int, length: int) -> None:
+    """Raise ShapeError if a boundary copies too many of its rows one by one."""
+    if end.kind in ("zero", "constant", "none"):
+        return
+    if end.kind == "periodic":
+        copies = rows // max(length, 1)  # turns around the array: each is one run
+    else:
+        copies = rows
+    if copies > MOST_COPIED:
+        reason = f"{rows} rows of '{end}' beyond an end"
+        hint = f"at most {MOST_COPIED} rows copied one by one, or turns around dim {dim.name!r}"
+        raise ShapeError(reason, text=str(dim), hint=hint)
+
+
+def _widths_of(overlap: Halo | Window) -> tuple[Width, Width]:
+    """Return the rows that an overlap adds before and after a block, or the array."""
+    if isinstance(overlap, Halo):
+        return overlap.lo, overlap.hi
+    return overlap.padding
+
+
+def _widest(width: Width) -> int:
+    """Return the number of rows, the largest where every part has one."""
+    return width if isinstance(width, int) else max(width)
+
+
+# ---- both sides of an expression
+
+
 def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
     """Raise NotationError unless both sides of `text` have the same dims; their order may differ."""
-    left, right = ([dim.name for dim in dims] for dims in (src, dst))
+    left = [dim.name for dim in src]
+    right = [dim.name for dim in dst]
     if left == right:
         return
     spans = text_spans(text)
-    fault = partial(NotationError, text=text)
     if sorted(left) != sorted(right):
-        arrow = text.index(ARROW)
-        odd = [s for name, s in spans.dims if name not in (left if s[0] > arrow else right)]
-        hint = f"left: {' '.join(left)}   right: {' '.join(right)}   "
-        hint += "(the same names, in any order; einsum sums dims)"
-        raise fault("dim names differ across the arrow", span=odd[-1] if odd else None, hint=hint)
+        raise NotationError(
+            "dim names differ across the arrow",
+            text=text,
+            span=_last_odd_name(left, right, text, spans),
+            hint=f"left: {' '.join(left)}   right: {' '.join(right)}   "
+            "(the same names, in any order; einsum sums dims)",
+        )
+
+    # From here on the order of dims changes: rules that depend on it have to be said in full.
     for dim, span in spans.full_dims:
         if any(end.kind == "pole" and not end.dim for end in ends_of(dim.overlap)):
             reason = "a pole rolls the next dim, and the order of dims changes"
-            raise fault(reason, span=span, hint="name the dim, as in pole(w)")
-    # The constants beyond the ends of every dim; a fold drops these rows.
-    wide = (dim for dim in dst if not isinstance(dim.overlap, Fold))
-    fills = {dim.name: {end.fill for end in ends_of(dim.overlap)} - {None} for dim in wide}
-    turned = [name for name in left if fills.get(name)] != [
-        name for name in right if fills.get(name)
-    ]
-    if turned and len(set().union(*fills.values())) > 1:
+            raise NotationError(reason, text=text, span=span, hint="name the dim, as in pole(w)")
+    fills = _fills_of(dst)
+    filled_left = [name for name in left if name in fills]
+    filled_right = [name for name in right if name in fills]
+    if filled_left != filled_right and len(set().union(*fills.values())) > 1:
         reason = "a corner has the constant of the later dim, and the order of dims changes"
-        raise fault(reason, hint="change the order in a redistribution of its own, before")
+        hint = "change the order in a redistribution of its own, before"
+        raise NotationError(reason, text=text, hint=hint)
+
+
+def _last_odd_name(left: list[str], right: list[str], text: str, spans: TextSpans) -> Span | None:
+    """Return where the last name stands that the other side of the arrow lacks."""
+    arrow = text.index(ARROW)
+    odd_span = None
+    for name, span in spans.dims:
+        names_across = left if span[0] > arrow else right
+        if name not in names_across:
+            odd_span = span
+    return odd_span
+
+
+def _fills_of(dims: Sequence[Dim]) -> dict[str, set[float]]:
+    """Return the constants beyond the ends of each dim that has any."""
+    fills = {}
+    for dim in dims:
+        if isinstance(dim.overlap, Fold):
+            continue  # a fold drops the rows beyond the ends
+        constants = {end.fill for end in ends_of(dim.overlap) if end.fill is not None}
+        if constants:
+            fills[dim.name] = constants
+    return fills

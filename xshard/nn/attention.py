@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard.arguments import shown, whole_number
+from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import rotated
@@ -322,7 +323,7 @@ def document_move(
     return (Layout(sharded), Layout(whole)), shape, [*map(order.index, kept)]
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
     """The tiles of a device's scores that count, in the order of its queries; masked rows are left out."""
     q = attn.query_rows(device)

@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.caches import layout_cache
 from xshard.errors import ShapeError, XshardError
 from xshard.layout.block_rows import output_dim, window_outputs
 from xshard.layout.partition import Sizes, all_owned_rows
@@ -47,7 +47,7 @@ class Frame:
     runs: tuple[tuple[OutputRun, ...], ...]
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int = 1) -> Frame:
     """The frame of a convolution or a pool; base: dilation of rows, the boundary's value between them."""
     before, after = window.padding
@@ -74,7 +74,7 @@ def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int 
     return Frame(source, result, outputs, tuple(parts))
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def transposed_frame(
     dim: Dim,
     length: int,

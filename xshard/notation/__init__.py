@@ -1,0 +1,1 @@
+"""The notation of layouts (docs/notation.md): texts to values, and back."""

@@ -4,81 +4,100 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from xshard.arguments import did_you_mean, shown
-from xshard.errors import NotationError, ShapeError
+from xshard.caches import empty_layout_caches
+from xshard.errors import NotationError, ShapeError, api_boundary
+from xshard.notation.row_arrays import Groups, Numbers, grouped, unique_rows
 
-Numbers = NDArray[np.int64]
 MOST_ROWS = 2**31  # in all parts of a map together
-MOST_NEW_ROWS = (
-    2**22
-)  # of new maps; then all caches are emptied: at 60 to 80 bytes a row they hold 0.3 GiB
-HOLD_MAPS = (
-    "xshard",
-    "torch_bridge.calls",
-    "torch_bridge.lower.rules",
-    "torch_bridge.contractions",
-)
+# Rows in new maps, after which all caches of results for layouts are emptied: they keep old maps.
+# At 60 to 80 bytes a row they hold 0.3 GiB then.
+MOST_NEW_ROWS = 2**22
 DIGEST = r"@[0-9a-f]{16}"  # how a text names the content of a map
 
-_KNOWN: WeakValueDictionary[str, RowMap] = (
-    WeakValueDictionary()
-)  # by digest: maps that texts may name
+# Maps that live in this process, by digest: a text may name them without `maps=`.
+_KNOWN: WeakValueDictionary[str, RowMap] = WeakValueDictionary()
 
 
 class RowMap:
-    """For every part a list of rows; equal by content. `str` is its text in a layout: a name and a digest."""
+    """A list of rows for every part of a dim, as a value: equal by content.
+
+    `str` of a map is how a layout names it, by a word and a digest of the content.
+
+    Attributes:
+        rows: The rows of all parts, one part after the other, `[rows]`.
+        starts: Where the rows of each part begin, and the number of all rows, `[parts + 1]`.
+        digest: 16 hexadecimal digits of the content.
+    """
 
     name = "map"
-    _new_rows = 0  # in new maps since the caches were empty
+    _new_rows = 0  # in all new maps since the caches were emptied
 
     def __init__(self, rows: Numbers, starts: Numbers) -> None:
         self.rows = rows
-        self.starts = starts  # the rows of all parts, and the place where each part begins
+        self.starts = starts
         for array in (rows, starts):
-            array.setflags(write=False)
+            array.setflags(write=False)  # a changed map would no longer have its digest
         content = blake2b(type(self).__name__.encode(), digest_size=8)
         for array in (starts, rows):
+            # Little-endian on every machine: ranks compare digests.
             content.update(np.ascontiguousarray(array, "<i8").data)
         self.digest = content.hexdigest()
-        self._first = None
-        if (
-            first := _KNOWN.setdefault(self.digest, self)
-        ) is not self:  # known as long as either lives
+        self._first: RowMap | None = None
+        first = _KNOWN.setdefault(self.digest, self)
+        if first is self:
+            self._count_new_rows()
+        else:
+            # Equal maps share their arrays; the first one stays known as long as either lives.
             self._first = first
             self.rows = first.rows
             self.starts = first.starts
-            return
-        RowMap._new_rows += len(rows)
+
+    def _count_new_rows(self) -> None:
+        """Empty the caches of results for layouts once many rows of new maps have come."""
+        RowMap._new_rows += len(self.rows)
         if RowMap._new_rows > MOST_NEW_ROWS:
             empty_caches()
 
     @classmethod
+    @api_boundary
     def of_rows(cls, rows: Any) -> Self:
-        """A list of rows per part, in their local order -> the map. Raises ShapeError."""
-        lists = [_whole_rows(each) for each in rows]
+        """Make a map of a list of rows per part: `Owners.of_rows([[1], [0, 2, 3]])`.
+
+        Args:
+            rows: The rows of each part, in their local order.
+
+        Returns:
+            The map.
+
+        Raises:
+            ShapeError: The rows are not what the class promises.
+        """
+        lists = [_whole_rows(part_rows) for part_rows in rows]
         starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+        # Empty rows first, because numpy concatenates no empty list of arrays.
         return cls._checked(np.concatenate([np.zeros(0, np.int64), *lists]), starts)
 
     @classmethod
     def _checked(cls, rows: Numbers, starts: Numbers) -> Self:
+        """Make a map of its arrays, past the arguments of a subclass."""
         checked: Self = cls.__new__(cls)
         RowMap.__init__(checked, rows, starts)
         checked.check()
         return checked
 
     def check(self) -> None:
-        """Raise ShapeError unless the rows are what this class promises."""
+        """Raise ShapeError unless the rows are what the class promises."""
 
     @property
     def parts(self) -> int:
@@ -91,7 +110,7 @@ class RowMap:
         return tuple(np.diff(self.starts).tolist())
 
     def part(self, index: int) -> Numbers:
-        """The rows of one part, in their local order."""
+        """Return the rows of one part, in their local order."""
         return self.rows[self.starts[index] : self.starts[index + 1]]
 
     @cached_property
@@ -105,60 +124,77 @@ class RowMap:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> tuple[object, ...]:  # the same map, and checked, in another process
         return type(self)._checked, (np.array(self.rows), np.array(self.starts))
 
     def __str__(self) -> str:
         return f"{self.name}@{self.digest}"
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} of {self.parts} parts, {len(self.rows)} rows, {self.digest}>"
-        )
+        kind = type(self).__name__
+        return f"<{kind} of {self.parts} parts, {len(self.rows)} rows, {self.digest}>"
 
 
+@api_boundary
 class Owners(RowMap):
-    """Which part owns each row of a dim, as data: `n/by(gp,cells)` with `maps={"cells": Owners(owner)}`.
+    """Which part owns each row of a dim, as data: `n/by(gp,cells)` with `maps={"cells": owners}`.
 
-    owner: for every row its part, `[rows]`; a part's rows keep the order that they have in the array.
-    `Owners.of_rows(lists)` takes each part's rows in their local order instead. parts: the number of parts,
-    by default one more than the last in `owner`. Owners are values: equal by content. Their `str` has a
-    digest of the content, which stands in texts of layouts and plans: f"n/by(gp,{cells}) d" needs no `maps`
-    as long as the map lives. Raises ShapeError unless each row has one part.
+    `Owners([1, 0, 1, 1])`: part 0 owns row 1, part 1 owns rows 0, 2 and 3.
 
-    >>> cells = Owners([1, 0, 1, 1])
-    >>> cells.part(1).tolist(), cells.sizes, cells == Owners.of_rows([[1], [0, 2, 3]])
-    ([0, 2, 3], (1, 3), True)
-    >>> from xshard import Layout, Mesh
-    >>> layout = Layout.parse("n/by(gp,cells) d", maps={"cells": cells})
-    >>> layout.positions(Mesh(gp=2), (4, 8), "n", device=1).tolist()
-    [0, 2, 3]
+    `Owners.of_rows(lists)` takes each part's rows in their local order instead. Owners are values:
+    equal by content. Their `str` has a digest of the content, which stands in texts of layouts and
+    plans: f"n/by(gp,{cells}) d" needs no `maps` as long as the map lives.
+
+    Args:
+        owner: For every row its part, `[rows]`. A part's rows keep their order in the array.
+        parts: The number of parts; by default one more than the last in `owner`.
+
+    Attributes:
+        rows: The rows of all parts, one part after the other, `[rows]`.
+        starts: Where the rows of each part begin, and the number of all rows, `[parts + 1]`.
+
+    Raises:
+        ShapeError: A row has no part, or several.
+
+    Examples:
+        >>> cells = Owners([1, 0, 1, 1])
+        >>> cells.part(1).tolist(), cells.sizes, cells == Owners.of_rows([[1], [0, 2, 3]])
+        ([0, 2, 3], (1, 3), True)
+        >>> from xshard import Layout, Mesh
+        >>> layout = Layout.parse("n/by(gp,cells) d", maps={"cells": cells})
+        >>> layout.positions(Mesh(gp=2), (4, 8), "n", device=1).tolist()
+        [0, 2, 3]
     """
 
     name = "owners"
 
     def __init__(self, owner: ArrayLike, parts: int | None = None) -> None:
-        of_row = _whole_rows(owner)
-        if len(of_row) and of_row.min() < 0:
-            what = f"row {int(of_row.argmin())} has part {of_row.min()}"
-            raise ShapeError(what, hint="parts are 0, 1, ...")
-        least = int(of_row.max(initial=-1)) + 1
-        parts = least if parts is None else parts
-        if parts < least:
-            raise ShapeError(
-                f"a row has part {least - 1}, there are {parts} parts", hint="leave out parts="
-            )
-        super().__init__(*_grouped(of_row, parts))
+        owner_of_row = _whole_rows(owner)
+        if len(owner_of_row) and owner_of_row.min() < 0:
+            reason = f"row {int(owner_of_row.argmin())} has part {owner_of_row.min()}"
+            raise ShapeError(reason, hint="parts are 0, 1, ...")
+        last_part = int(owner_of_row.max(initial=-1))
+        if parts is None:
+            parts = last_part + 1
+        if last_part >= parts:
+            reason = f"a row has part {last_part}, there are {parts} parts"
+            raise ShapeError(reason, hint="leave out parts=")
+        groups = grouped(owner_of_row, parts)
+        super().__init__(groups.items, groups.starts)
 
     def check(self) -> None:
+        """Raise ShapeError unless each row has one part."""
         n = len(self.rows)
-        inside = (self.rows >= 0) & (self.rows < n)
-        often = np.bincount(self.rows[inside], minlength=n)
-        if not inside.all() or (often != 1).any():
-            row = int(np.argmax(often != 1)) if inside.all() else int(self.rows[~inside][0])
-            times = int(often[row]) if inside.all() else "out of range"
-            hint = "each row has one owner: 0, 1, ... in any order"
-            raise ShapeError(f"{n} rows in all parts, and row {row} is {times}", hint=hint)
+        hint = "each row has one owner: 0, 1, ... in any order"
+        outside = self.rows[(self.rows < 0) | (self.rows >= n)]
+        if len(outside):
+            reason = f"{n} rows in all parts, and row {int(outside[0])} is out of range"
+            raise ShapeError(reason, hint=hint)
+        times = np.bincount(self.rows, minlength=n)
+        wrong = np.flatnonzero(times != 1)
+        if len(wrong):
+            reason = f"{n} rows in all parts, and row {wrong[0]} is {times[wrong[0]]}"
+            raise ShapeError(reason, hint=hint)
 
     @cached_property
     def owner(self) -> Numbers:
@@ -167,52 +203,90 @@ class Owners(RowMap):
         owner[self.rows] = self.part_of_row
         return owner
 
+    @api_boundary
     def moved(self, rows: ArrayLike, to: ArrayLike) -> Owners:
-        """The map after some rows have moved to other parts.
+        """Return the map after some rows have moved to other parts.
 
-        rows: which rows, `[moved]`; to: the new part of each, or of all. A row that moves comes after the
-        rows that stay, in the order of `rows`. Migration is a redistribution between both maps:
-        `"n/by(gp,before) d -> n/by(gp,after) d"`. Raises ShapeError for a row or a part that does not exist
-        or a row that moves twice.
+        A row that moves comes after the rows that stay, in the order of `rows`. Migration is a
+        redistribution between both maps: `"n/by(gp,before) d -> n/by(gp,after) d"`.
 
-        >>> Owners([0, 0, 1]).moved([0], to=1).part(1).tolist()
-        [2, 0]
+        Args:
+            rows: The rows that move, `[moved]`.
+            to: The new part of each, `[moved]`, or of all.
+
+        Returns:
+            The new map; this one is unchanged.
+
+        Raises:
+            ShapeError: A row or a part does not exist, or a row moves twice.
+
+        Examples:
+            >>> Owners([0, 0, 1]).moved([0], to=1).part(1).tolist()
+            [2, 0]
         """
-        moving = _whole_rows(rows)
-        goes = np.broadcast_to(np.asarray(to, np.int64), moving.shape)
-        for what, values, n in (("row", moving, len(self.rows)), ("part", goes, self.parts)):
-            if len(values) and not 0 <= values.min() <= values.max() < n:
-                odd = next(v for v in values.tolist() if not 0 <= v < n)
-                raise ShapeError(f"no {what} {odd}", hint=f"the map has {n} {what}s")
-        if len(np.unique(moving)) < len(moving):
+        moving_rows = _whole_rows(rows)
+        new_parts = np.broadcast_to(np.asarray(to, np.int64), moving_rows.shape)
+        _check_known("row", moving_rows, len(self.rows))
+        _check_known("part", new_parts, self.parts)
+        if len(np.unique(moving_rows)) < len(moving_rows):
             raise ShapeError("a row moves twice", hint="each row of `rows` once")
-        stays = np.ones(len(self.rows), bool)
-        stays[moving[self.owner[moving] != goes]] = False
-        leaves = ~stays[moving]
-        kept = stays[self.rows]
-        order, starts = _grouped(np.concatenate([self.part_of_row[kept], goes[leaves]]), self.parts)
-        return Owners._checked(np.concatenate([self.rows[kept], moving[leaves]])[order], starts)
+        is_leaving = self.owner[moving_rows] != new_parts
+        leaving_rows = moving_rows[is_leaving]
+        stays = np.ones(len(self.rows), bool)  # [rows], by number
+        stays[leaving_rows] = False
+        is_staying = stays[self.rows]  # the same in the order of this map
+
+        # Grouping is stable: in each part the rows that stay come first.
+        all_rows = np.concatenate([self.rows[is_staying], leaving_rows])
+        all_parts = np.concatenate([self.part_of_row[is_staying], new_parts[is_leaving]])
+        groups = grouped(all_parts, self.parts)
+        return Owners._checked(all_rows[groups.items], groups.starts)
+
+
+def _check_known(kind: str, numbers: Numbers, n: int) -> None:
+    """Raise ShapeError for a number of a row or a part that a map of `n` of them lacks."""
+    unknown = numbers[(numbers < 0) | (numbers >= n)]
+    if len(unknown):
+        raise ShapeError(f"no {kind} {unknown[0]}", hint=f"the map has {n} {kind}s")
 
 
 class Edges(NamedTuple):
-    """The edges of one part: their numbers in the graph, and the local rows at both ends."""
+    """The edges of one part of a graph.
+
+    Attributes:
+        number: Their numbers in the graph.
+        sender: The local row that each edge leaves.
+        receiver: The local row that each edge enters.
+    """
 
     number: Numbers
     sender: Numbers
     receiver: Numbers
 
 
+@api_boundary
 class Needs(RowMap):
-    """The rows that each part reads beyond its own: `n/by(gp,cells):reads(near)` with `maps={"near": needs}`.
+    """The rows that each part reads beyond its own: `n/by(gp,cells):reads(near)`.
 
-    `Needs.of_rows(lists)`: each part's rows in their local order, each once; its own rows come before them.
-    `Needs.of_edges` finds them for a graph. A value, as `Owners`. Raises ShapeError for a row twice.
+    With `maps={"cells": owners, "near": needs}`. The layout's block has a part's own rows, then
+    these. `Needs.of_edges` finds them for a graph. A value, like `Owners`.
 
-    >>> from xshard import Layout, Mesh
-    >>> maps = {"cells": Owners([1, 0, 1, 1]), "near": Needs.of_rows([[3], []])}
-    >>> layout = Layout.parse("n/by(gp,cells):reads(near) d", maps)
-    >>> [layout.positions(Mesh(gp=2), (4, 8), "n", device).tolist() for device in (0, 1)]
-    [[1, 3], [0, 2, 3]]
+    Args:
+        rows: The rows that each part reads, in their local order, each once.
+
+    Attributes:
+        rows: The rows of all parts, one part after the other, `[rows]`.
+        starts: Where the rows of each part begin, and the number of all rows, `[parts + 1]`.
+
+    Raises:
+        ShapeError: A part reads a row twice.
+
+    Examples:
+        >>> from xshard import Layout, Mesh
+        >>> maps = {"cells": Owners([1, 0, 1, 1]), "near": Needs.of_rows([[3], []])}
+        >>> layout = Layout.parse("n/by(gp,cells):reads(near) d", maps)
+        >>> [layout.positions(Mesh(gp=2), (4, 8), "n", device).tolist() for device in (0, 1)]
+        [[1, 3], [0, 2, 3]]
     """
 
     name = "needs"
@@ -222,81 +296,130 @@ class Needs(RowMap):
         super().__init__(lists.rows, lists.starts)
 
     @classmethod
+    @api_boundary
     def of_edges(
         cls, owners: Owners, senders: ArrayLike, receivers: ArrayLike, hops: int = 1
     ) -> tuple[Needs, list[Edges]]:
-        """The rows that each part reads along directed edges, and each part's edges in local rows.
+        """Find the rows that each part reads along directed edges, and its edges in local rows.
 
-        senders, receivers: rows, `[edges]`; an edge may come twice, and lead from a row to itself. A part has
-        the edges into its own rows; with `hops`, also the edges into rows one hop away, two, ..., so that as
-        many layers need no exchange in between. It reads the nearest rows first, in ascending order; local
-        rows are a part's own, then these. With one hop each edge belongs to one part, its receiver's:
-        `Owners.of_rows([e.number for e in edges])` cuts arrays of edges. Raises ShapeError.
+        A part has the edges into its own rows; with `hops`, also the edges into rows one hop away,
+        two, ..., so that as many layers need no exchange in between. It reads the nearest rows
+        first, in ascending order; local rows are a part's own, then these. With one hop each edge
+        belongs to one part, its receiver's: `Owners.of_rows([e.number for e in edges])` cuts
+        arrays of edges.
 
-        >>> needs, (first, second) = Needs.of_edges(Owners([0, 0, 1, 1]), [1, 2, 2], [0, 1, 3])
-        >>> (
-        ...     needs.part(0).tolist(),
-        ...     first.number.tolist(),
-        ...     first.sender.tolist(),
-        ...     first.receiver.tolist(),
-        ... )
-        ([2], [0, 1], [1, 2], [0, 1])
-        >>> needs.part(1).tolist(), second.sender.tolist()
-        ([], [0])
+        Args:
+            owners: The part that owns each row.
+            senders: The row that each edge leaves, `[edges]`.
+            receivers: The row that each edge enters, `[edges]`. An edge may come twice, and lead
+                from a row to itself.
+            hops: How many layers run between two exchanges.
+
+        Returns:
+            The needs, and the edges of each part.
+
+        Raises:
+            ShapeError: An edge lacks an end, or has a row that does not exist.
+
+        Examples:
+            >>> needs, (first, second) = Needs.of_edges(Owners([0, 0, 1, 1]), [1, 2, 2], [0, 1, 3])
+            >>> needs.part(0).tolist(), needs.part(1).tolist()
+            ([2], [])
+            >>> first.number.tolist(), first.sender.tolist(), first.receiver.tolist()
+            ([0, 1], [1, 2], [0, 1])
+            >>> second.sender.tolist()
+            [0]
         """
         sender = _whole_rows(senders)
         receiver = _whole_rows(receivers)
         n = len(owners.rows)
         if len(sender) != len(receiver) or hops < 1:
-            what = f"{len(sender)} senders, {len(receiver)} receivers, {hops} hops"
-            raise ShapeError(what, hint="an edge has both ends, and hops are 1 or more")
+            reason = f"{len(sender)} senders, {len(receiver)} receivers, {hops} hops"
+            raise ShapeError(reason, hint="an edge has both ends, and hops are 1 or more")
         for rows in (sender, receiver):
             if len(rows) and not 0 <= rows.min() <= rows.max() < n:
-                raise ShapeError(
-                    f"an edge of rows {rows.min()} to {rows.max()}", hint=f"there are {n} rows"
-                )
-        into_part, part_starts = _grouped(owners.owner[receiver], owners.parts)
-        into_row, row_starts = _grouped(receiver, n) if hops > 1 else (into_part, part_starts)
-        local = np.full(n, -1)
-        lists = list[Numbers]()
-        edges = list[Edges]()
+                reason = f"an edge of rows {rows.min()} to {rows.max()}"
+                raise ShapeError(reason, hint=f"there are {n} rows")
+        into_part = grouped(owners.owner[receiver], owners.parts)
+        into_row = grouped(receiver, n) if hops > 1 else None  # one hop needs no sort by rows
+        graph = _Graph(owners, sender, receiver, into_part, into_row)
+        local_row = np.full(n, -1)
+        part_rows: list[Numbers] = []
+        part_edges: list[Edges] = []
         for part in range(owners.parts):
-            rings = [owners.part(part)]
-            reached = [into_part[part_starts[part] : part_starts[part + 1]]]
-            for hop in range(hops):
-                ring = rings[hop]
-                held = sum(map(len, rings))
-                local[ring] = np.arange(held - len(ring), held)
-                if hop:
-                    begin = row_starts[ring]
-                    many = row_starts[ring + 1] - row_starts[ring]
-                    places = np.arange(many.sum()) + np.repeat(begin - np.cumsum(many) + many, many)
-                    reached.append(into_row[places])
-                near = sender[reached[hop]]
-                rings.append(unique_rows(near[local[near] < 0]))
-            number = np.sort(np.concatenate(reached))
-            own = len(rings[0])
-            lists = [*lists, np.concatenate(rings[1:])]
-            local[lists[-1]] = np.arange(own, own + len(lists[-1]))
-            edges.append(Edges(number, local[sender[number]], local[receiver[number]]))
-            local[np.concatenate(rings)] = -1
-        return cls.of_rows(lists), edges
+            rows, edges = _read_by_part(graph, part, hops, local_row)
+            part_rows.append(rows)
+            part_edges.append(edges)
+        return cls.of_rows(part_rows), part_edges
 
     def check(self) -> None:
+        """Raise ShapeError unless a part reads each row once."""
         if len(self.rows) and self.rows.min() < 0:
             raise ShapeError(f"row {self.rows.min()} in a need", hint="rows are 0, 1, ...")
-        place = np.empty(int(self.rows.max(initial=0)) + 1, np.int64)
+        position = np.empty(int(self.rows.max(initial=0)) + 1, np.int64)
         for part in range(self.parts):
             rows = self.part(part)
-            place[rows] = numbers = np.arange(len(rows))
-            if (twice := place[rows] != numbers).any():
-                reason = f"part {part} reads row {int(rows[twice][0])} twice"
+            # Of a row that comes twice, the later position stays.
+            position[rows] = np.arange(len(rows))
+            repeated = rows[position[rows] != np.arange(len(rows))]
+            if len(repeated):
+                reason = f"part {part} reads row {repeated[0]} twice"
                 raise ShapeError(reason, hint="list each row of a part once")
+
+
+class _Graph(NamedTuple):
+    """The owners of rows, and directed edges between rows."""
+
+    owners: Owners
+    sender: Numbers  # [edges]
+    receiver: Numbers  # [edges]
+    into_part: Groups  # the edges into the rows of each part
+    into_row: Groups | None  # the edges into each row; only for several hops
+
+
+def _read_by_part(graph: _Graph, part: int, hops: int, local_row: Numbers) -> tuple[Numbers, Edges]:
+    """Return the rows that a part reads within some hops, the nearest first, and its edges.
+
+    `local_row`, `[rows]`, is -1 for all rows before and after: one array serves all parts, because
+    a new one for each would take parts x rows of time.
+    """
+    own_rows = graph.owners.part(part)
+    local_row[own_rows] = np.arange(len(own_rows))
+    n_local = len(own_rows)
+    edges = graph.into_part.of_key(part)
+    rings: list[Numbers] = []  # new rows one hop away, two, ...
+    edges_of_rings = [edges]
+    for hop in range(hops):
+        if hop > 0 and graph.into_row is not None:
+            edges = graph.into_row.of_keys(rings[-1])
+            edges_of_rings.append(edges)
+        rows = graph.sender[edges]
+        ring = unique_rows(rows[local_row[rows] < 0])
+        local_row[ring] = np.arange(n_local, n_local + len(ring))
+        n_local += len(ring)
+        rings.append(ring)
+
+    # In the order of the graph, so that sums over edges have one order on any number of parts.
+    number = np.sort(np.concatenate(edges_of_rings))
+    sender = local_row[graph.sender[number]]
+    receiver = local_row[graph.receiver[number]]
+    rows_read = np.concatenate(rings)
+    local_row[own_rows] = -1
+    local_row[rows_read] = -1
+    return rows_read, Edges(number, sender, receiver)
+
+
+# ---- maps and texts
 
 
 @dataclass(frozen=True)
 class NamedMap:
-    """A map as a layout holds it: with the name that the text gave it."""
+    """A map as a layout holds it: with the name that the text gave it.
+
+    Attributes:
+        name: The name, as in `maps={"cells": ...}`.
+        map: The `Owners` or `Needs`.
+    """
 
     name: str
     map: Any
@@ -309,83 +432,84 @@ Maps = Mapping[str, RowMap]
 
 
 def named_maps(maps: Any) -> tuple[tuple[str, RowMap], ...]:
-    """`maps=` of a verb as a key of caches. Raises NotationError."""
-    if not isinstance(maps or {}, Mapping) or not all(
-        isinstance(m, RowMap) for m in (maps or {}).values()
-    ):
+    """Return `maps=` of a verb as a key of caches: pairs of name and map.
+
+    Raises:
+        NotationError: It is no dict of maps.
+    """
+    if not maps:
+        return ()
+    if not isinstance(maps, Mapping) or not all(isinstance(m, RowMap) for m in maps.values()):
         raise NotationError(f"maps={shown(maps)}", hint="a dict of names to Owners and Needs")
-    return tuple((maps or {}).items())
+    return tuple(maps.items())
 
 
 def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
-    """A name, or a name and a digest, in a text -> the map. Raises NotationError, without the text."""
+    """Find the map that a text names: `cells` in `maps`, or `cells@0123456789abcdef` by its digest.
+
+    Raises:
+        NotationError: There is no such map, or it is of another kind. It lacks the user's text.
+    """
     name, _, digest = text.partition("@")
-    row_map = _KNOWN.get(digest) if digest else maps.get(name)
-    if row_map is None and digest:
-        raise NotationError(
-            f"the map '{text}' is not in this process", hint=f"pass maps={{'{name}': ...}}"
-        )
-    if row_map is None:
-        hint = f"{did_you_mean(name, tuple(maps))}pass maps={{'{name}': xs.{kind.__name__}(...)}}"
-        raise NotationError(f"no map {name!r}", hint=hint)
+    if digest:
+        row_map = _KNOWN.get(digest)
+        if row_map is None:
+            reason = f"the map '{text}' is not in this process"
+            raise NotationError(reason, hint=f"pass maps={{'{name}': ...}}")
+    else:
+        row_map = maps.get(name)
+        if row_map is None:
+            meant = did_you_mean(name, tuple(maps))
+            hint = f"{meant}pass maps={{'{name}': xs.{kind.__name__}(...)}}"
+            raise NotationError(f"no map {name!r}", hint=hint)
     if not isinstance(row_map, kind):
-        what = type(row_map).__name__ if isinstance(row_map, RowMap) else shown(row_map)
-        raise NotationError(
-            f"{name!r} is {what}, not {kind.__name__}", hint="by(gp,OWNERS):reads(NEEDS)"
-        )
+        other_kind = type(row_map).__name__ if isinstance(row_map, RowMap) else shown(row_map)
+        reason = f"{name!r} is {other_kind}, not {kind.__name__}"
+        raise NotationError(reason, hint="by(gp,OWNERS):reads(NEEDS)")
     return NamedMap(name, row_map)
 
 
 def with_values(data: dict[str, Any]) -> dict[str, Any]:
-    """Plain data, and the values of the maps that it names by digest, if there are any, under `maps`."""
-    maps = [_KNOWN[match[1:]] for match in sorted(set(re.findall(DIGEST, json.dumps(data))))]
-    arrays = ((m, {"starts": m.starts.tolist(), "rows": m.rows.tolist()}) for m in maps)
-    values = {m.digest: {"kind": type(m).__name__, **lists} for m, lists in arrays}
-    return data | {"maps": values} if values else data
+    """Add the values of the maps that plain data names by digest, under `maps`, if there are any."""
+    marks = sorted(set(re.findall(DIGEST, json.dumps(data))))  # in one order on all ranks
+    values = {}
+    for mark in marks:
+        row_map = _KNOWN[mark.removeprefix("@")]
+        values[row_map.digest] = {
+            "kind": type(row_map).__name__,
+            "starts": row_map.starts.tolist(),
+            "rows": row_map.rows.tolist(),
+        }
+    if not values:
+        return data
+    return data | {"maps": values}
 
 
 def maps_in(data: Mapping[str, Any]) -> list[RowMap]:
-    """The maps of `with_values`, which texts may name while the list lives. Raises NotationError."""
+    """Make the maps that `with_values` has added; texts may name them while the list lives.
+
+    Raises:
+        NotationError: The values of a map differ from its digest.
+    """
     kinds: dict[str, type[RowMap]] = {"Owners": Owners, "Needs": Needs}
-    plain = data.get("maps", {})
-    maps = [
-        kinds[m["kind"]]._checked(*map(_whole_rows, (m["rows"], m["starts"])))
-        for m in plain.values()
-    ]
-    if [m.digest for m in maps] != list(plain):
-        raise NotationError("a map differs from its digest", hint="the text was changed")
+    maps = []
+    for digest, values in data.get("maps", {}).items():
+        kind = kinds[values["kind"]]
+        row_map = kind._checked(_whole_rows(values["rows"]), _whole_rows(values["starts"]))
+        if row_map.digest != digest:
+            raise NotationError("a map differs from its digest", hint="the text was changed")
+        maps.append(row_map)
     return maps
-
-
-def _grouped(keys: Numbers, n: int) -> tuple[Numbers, Numbers]:
-    """Places by key 0 to `n` - 1, ascending within a key, and the begin of each key."""
-    starts = np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=n))]).astype(np.int64)
-    return np.argsort(
-        keys.astype(np.min_scalar_type(n)), kind="stable"
-    ), starts  # short keys sort fast
 
 
 def empty_caches() -> None:
     """Empty every cache of results for layouts: an entry keeps the maps of its layouts."""
-    RowMap._new_rows, kind = 0, type(lru_cache(len))
-    ours = [
-        vars(module) for name, module in list(sys.modules.items()) if name.startswith(HOLD_MAPS)
-    ]
-    for cache in [
-        value for names in ours for value in list(names.values()) if isinstance(value, kind)
-    ]:
-        if cache.__module__.startswith(HOLD_MAPS):  # not an imported one, of process groups
-            cache.cache_clear()
-
-
-def unique_rows(rows: Numbers) -> Numbers:
-    """Each row once, in ascending order; several times as fast as `np.unique`."""
-    rows = np.sort(rows)
-    return rows[np.concatenate([[True], rows[1:] != rows[:-1]])] if len(rows) else rows
+    RowMap._new_rows = 0
+    empty_layout_caches()
 
 
 def _whole_rows(values: Any) -> Numbers:
-    """Whole numbers -> an array of its own. Raises ShapeError."""
+    """Return whole numbers in one dim as an array, or raise ShapeError."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ShapeError(f"{shown(values)} is not a list of rows", hint="whole numbers in one dim")

@@ -10,28 +10,36 @@ from xshard.notation.maps import NamedMap
 BOUNDARIES = ("zero", "constant", "periodic", "reflect", "edge", "none", "pole")
 OUTPUT_RULES = ("balanced", "aligned")
 
-Width = (
-    int | tuple[int, ...]
-)  # a number of rows, the same for every part of the dim or one per part
+Width = int | tuple[int, ...]  # rows: the same number for every part of the dim, or one per part
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """The rule for rows beyond an end of the array."""
+    """The rule for rows beyond an end of the array, as `zero`, `constant(1.5)` or `pole(w,-1)`.
+
+    Attributes:
+        kind: One of `BOUNDARIES`.
+        value: The fill of `constant`.
+        dim: The dim that a `pole` rolls by half its length; empty for the next dim.
+        sign: The factor of rows from beyond the pole: 1 or -1.
+    """
 
     kind: str = "zero"
-    value: float = 0.0  # the fill of `constant`
-    dim: str = ""  # the dim that a `pole` rolls by half its length; empty for the next dim
-    sign: int = 1  # the factor of rows from beyond the pole
+    value: float = 0.0
+    dim: str = ""
+    sign: int = 1
 
     def __str__(self) -> str:
         if self.kind == "constant" and self.value:
-            value = self.value
-            return (
-                f"constant({int(value) if value.is_integer() and abs(value) < 1e16 else value!r})"
-            )
-        arguments = [self.dim] * bool(self.dim) + ["-1"] * (self.sign < 0)
-        return f"{self.kind}({','.join(arguments)})" if arguments else self.kind
+            return f"constant({_number_text(self.value)})"
+        arguments = []
+        if self.dim:
+            arguments.append(self.dim)
+        if self.sign < 0:
+            arguments.append("-1")
+        if not arguments:
+            return self.kind
+        return f"{self.kind}({','.join(arguments)})"
 
     @property
     def linear(self) -> Boundary:
@@ -49,55 +57,86 @@ ZERO = Boundary()
 
 @dataclass(frozen=True)
 class Halo:
-    """Each block widened by `lo` rows before it and `hi` rows after it; negative widths leave rows out."""
+    """Each block widened by rows before and after it: `halo(1,1)`, `halo(2,0,periodic)`.
 
-    lo: Width  # one width, or one per part of the dim
+    Attributes:
+        lo: Rows before the block: one width, or one per part of the dim. Negative widths leave
+            rows of the block out.
+        hi: Rows after the block.
+        before: The boundary before the first row of the array.
+        after: The boundary after the last row of the array.
+    """
+
+    lo: Width
     hi: Width
-    before: Boundary = ZERO  # the boundary before the first row of the array
+    before: Boundary = ZERO
     after: Boundary = ZERO
 
     def __str__(self) -> str:
         return f"halo({bracketed(self.lo)},{bracketed(self.hi)}{_boundary_text(self)})"
 
     def widths(self, part: int) -> tuple[int, int]:
-        """Rows before and after the block of one part."""
-        lo, hi = (w if isinstance(w, int) else w[part] for w in (self.lo, self.hi))
+        """Return the rows before and after the block of one part."""
+        lo = self.lo if isinstance(self.lo, int) else self.lo[part]
+        hi = self.hi if isinstance(self.hi, int) else self.hi[part]
         return lo, hi
 
 
 @dataclass(frozen=True)
 class Window:
-    """The rows that a device reads for its outputs of a k-wide, s-strided, d-dilated, p-padded window op."""
+    """The rows that a device reads for its outputs of a window op, as a convolution or a pooling.
+
+    Attributes:
+        k: The width of the window.
+        s: The stride from one output to the next.
+        d: The dilation: the distance of the rows in a window.
+        p: Rows of padding at both ends of the array, or (before, after).
+        out: How outputs are sharded: like the dim (empty), `balanced`, or `aligned`, where output
+            i is computed by the owner of row s * i.
+        before: The boundary before the first row of the array.
+        after: The boundary after the last row of the array.
+    """
 
     k: int
     s: int = 1
     d: int = 1
-    p: int | tuple[int, ...] = 0  # rows of padding at both ends, or (before, after)
-    out: str = (
-        ""  # sharding of outputs: as the dim (empty), `balanced`, or `aligned` with row s * i
-    )
+    p: int | tuple[int, ...] = 0
+    out: str = ""
     before: Boundary = ZERO
     after: Boundary = ZERO
 
     def __str__(self) -> str:
-        defaults = (("s", 1), ("d", 1), ("p", 0), ("out", ""))
-        values = [(name, getattr(self, name), default) for name, default in defaults]
-        options = "".join(f",{name}={bracketed(n)}" for name, n, default in values if n != default)
-        return f"window(k={self.k}{options}{_boundary_text(self)})"
+        arguments = [f"k={self.k}"]
+        for name, value, default in (
+            ("s", self.s, 1),
+            ("d", self.d, 1),
+            ("p", self.p, 0),
+            ("out", self.out, ""),
+        ):
+            if value != default:
+                arguments.append(f"{name}={bracketed(value)}")
+        return f"window({','.join(arguments)}{_boundary_text(self)})"
 
     @property
     def padding(self) -> tuple[int, int]:
         """Rows of padding before and after the array."""
-        return (self.p, self.p) if isinstance(self.p, int) else (self.p[0], self.p[1])
+        if isinstance(self.p, int):
+            return self.p, self.p
+        return self.p[0], self.p[1]
 
     def output_length(self, length: int) -> int:
-        """Number of outputs over `length` rows, counted as torch's convolutions do."""
-        return max(0, (length + sum(self.padding) - self.d * (self.k - 1) - 1) // self.s + 1)
+        """Count the outputs over `length` rows, as torch's convolutions do: 8 rows, k=3 -> 6."""
+        rows_of_window = self.d * (self.k - 1) + 1
+        return max(0, (length + sum(self.padding) - rows_of_window) // self.s + 1)
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Each block followed by the rows that a map lists for it: `Needs`."""
+    """Each block followed by the rows that a map lists for it.
+
+    Attributes:
+        rows: The map, which is a `Needs`.
+    """
 
     rows: NamedMap
 
@@ -107,7 +146,11 @@ class Reads:
 
 @dataclass(frozen=True)
 class Fold:
-    """The dual of an overlap: overlapping rows are contributions, added at their owner."""
+    """The dual of an overlap: overlapping rows are contributions, added at their owner.
+
+    Attributes:
+        of: The overlap.
+    """
 
     of: Halo | Window | Reads
 
@@ -119,21 +162,39 @@ Overlap = Halo | Window | Reads | Fold
 
 
 def unfolded(overlap: Overlap) -> Halo | Window | Reads:
-    """The overlap itself, or the one inside a fold: both hold the same rows."""
+    """Return the overlap itself, or the one inside a fold: both hold the same rows."""
     return overlap.of if isinstance(overlap, Fold) else overlap
 
 
 def ends_of(overlap: Overlap | None) -> tuple[Boundary, ...]:
-    """The boundaries at both ends of the array, if there is an overlap."""
-    rows = None if overlap is None else unfolded(overlap)
-    return () if rows is None or isinstance(rows, Reads) else (rows.before, rows.after)
-
-
-def _boundary_text(overlap: Halo | Window) -> str:
-    both = (overlap.before,) if overlap.before == overlap.after else (overlap.before, overlap.after)
-    return "" if both == (ZERO,) else "".join(f",{end}" for end in both)
+    """Return the boundaries (before, after) of an overlap; none without one."""
+    if overlap is None:
+        return ()
+    rows = unfolded(overlap)
+    if isinstance(rows, Reads):
+        return ()  # a map lists rows of the array alone
+    return (rows.before, rows.after)
 
 
 def bracketed(value: Any) -> str:
-    """A number as it is; several numbers in brackets."""
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+    """Write a number as it is, and several numbers in brackets: (1, 0) -> `[1,0]`."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return str(value)
+
+
+def _boundary_text(overlap: Halo | Window) -> str:
+    """Write the boundaries after the numbers: nothing for zeros, one where both are equal."""
+    if overlap.before != overlap.after:
+        return f",{overlap.before},{overlap.after}"
+    if overlap.before == ZERO:
+        return ""
+    return f",{overlap.before}"
+
+
+def _number_text(value: float) -> str:
+    """Write a number so that it parses to the same: 2.0 -> `2`, 1.5 -> `1.5`."""
+    # From 1e16 on `repr` writes an exponent, and an int would have all its digits.
+    if value.is_integer() and abs(value) < 1e16:
+        return str(int(value))
+    return repr(value)

@@ -17,6 +17,7 @@ from xshard.notation.overlap import (
     Halo,
     Overlap,
     Reads,
+    Width,
     Window,
 )
 
@@ -25,58 +26,77 @@ _TOKEN = re.compile(
     rf"|(?P<int>-?\d+)|(?P<map>[A-Za-z_]\w*{DIGEST}\b)|(?P<name>[A-Za-z_]\w*)|(?P<mark>[/():,=|\[\]]))",
     re.ASCII,
 )
-_MEANT = {  # characters of other notations -> a hint
+# Hints for characters of other notations.
+_HINTS_BY_CHARACTERS = {
     "→⟶⇒➔>-–—−": "did you mean '->'? an expression reads: layout -> layout",
     "*×·+": "axes taken as one are listed, as in s/(dp,cp)",
 }
 MOST_CHARS = 100_000
-_EXPECTED = {"end": "the end", "name": "a name", "int": "a whole number"}
+_KINDS_IN_WORDS = {"end": "the end", "name": "a name", "int": "a whole number"}
 _T = TypeVar("_T")
 
 
 class Scanner:
-    """A text as tokens: `kind`, `value` and `span` (start, stop) of the next one; `end` of the last one."""
+    """Reads a text token by token, always one token ahead.
+
+    Attributes:
+        kind: The kind of the next token: "name", "int", "number", "map", "end", or a mark itself.
+        value: The text of the next token.
+        span: Where the next token stands: (start, stop).
+        end: Where the last token that was taken ends.
+        maps: The maps that names mean; None where names of maps stay names.
+        map_spans: Where names of maps stand in the text.
+    """
 
     def __init__(self, text: str, maps: Maps | None = None) -> None:
-        self.maps = maps  # by name; None: names stay names
-        self.map_spans: list[Span] = []
         if len(text) > MOST_CHARS:
             raise NotationError(f"a text of {len(text)} characters", hint=f"at most {MOST_CHARS}")
+        self.maps = maps
+        self.map_spans: list[Span] = []
         self.text = text
-        self.at = 0
+        self.at = 0  # where the text after the next token begins
         self.span = (0, 0)
         self.advance()
 
     def advance(self) -> None:
-        self.end = self.span[1]
+        """Take the next token, and read the one after it."""
+        self.end = self.span[1]  # before it is overwritten
         match = _TOKEN.match(self.text, self.at)
-        if match is None:
-            if rest := self.text[self.at :].lstrip():
-                start = len(self.text) - len(rest)
-                hint = next((hint for marks, hint in _MEANT.items() if rest[0] in marks), None)
-                raise self.error(f"unexpected character {rest[0]!r}", (start, start + 1), hint)
-            self.kind, self.value, self.span = "end", "", (len(self.text), len(self.text) + 1)
+        if match is not None:
+            group = str(match.lastgroup)
+            self.value = match[group]
+            self.kind = self.value if group in ("mark", "arrow", "dots") else group
+            self.span = match.span(group)
+            self.at = match.end()
             return
-        group = str(match.lastgroup)
-        self.value = match[group]
-        self.kind = self.value if group in ("mark", "arrow", "dots") else group
-        self.span = match.span(group)
-        self.at = match.end()
+        rest = self.text[self.at :].lstrip()
+        if rest:
+            start = len(self.text) - len(rest)
+            reason = f"unexpected character {rest[0]!r}"
+            raise self.error(reason, (start, start + 1), _hint_for_character(rest[0]))
+        self.kind = "end"
+        self.value = ""
+        self.span = (len(self.text), len(self.text) + 1)
 
     def error(
         self, reason: str, span: Span | None = None, hint: str | None = None
     ) -> NotationError:
-        return NotationError(reason, text=self.text, span=span or self.span, hint=hint)
+        """Return an error that marks a part of the text, by default the next token."""
+        if span is None:
+            span = self.span
+        return NotationError(reason, text=self.text, span=span, hint=hint)
 
     def take(self, kind: str) -> bool:
+        """Take the next token if it is of this kind, and return whether it is."""
         if self.kind != kind:
             return False
         self.advance()
         return True
 
     def expect(self, kind: str, hint: str | None = None) -> str:
+        """Take the next token, which has to be of this kind, and return its text."""
         if self.kind != kind:
-            wanted = _EXPECTED.get(kind, f"'{kind}'")
+            wanted = _KINDS_IN_WORDS.get(kind, f"'{kind}'")
             actual = "the end" if self.kind == "end" else f"'{self.value}'"
             raise self.error(f"expected {wanted}, found {actual}", hint=hint)
         value = self.value
@@ -84,36 +104,48 @@ class Scanner:
         return value
 
     def map(self, kind: type[RowMap]) -> Any:
-        """The name of a map, perhaps with its digest -> the map."""
+        """Take the name of a map, perhaps with its digest, and return the map."""
         span = self.span
         text = self.value
         if self.kind not in ("name", "map"):
             self.expect("name", hint=f"the name of {kind.__name__} in maps=")
         self.advance()
         self.map_spans.append(span)
-        if self.maps is None:
+        if self.maps is None:  # a text that is parsed for its places alone
             return text.partition("@")[0]
         try:
             return find_map(text, self.maps, kind)
         except NotationError as error:
+            # `find_map` does not know the text around the name.
             raise self.error(error.reason, span, error.hint) from None
 
     def integer(self, hint: str | None = None) -> int:
+        """Take a whole number."""
         span = self.span
         digits = self.expect("int", hint)
         if len(digits) > MOST_DIGITS:
             raise self.error("a number that fits no 64 bits", span, f"at most {MOST_DIGITS} digits")
         return int(digits)
 
-    def listed(self, item: Callable[[], _T], ends: str = "()") -> list[_T]:
-        """`( item , item ... )` with at least one item -> the items."""
-        self.expect(ends[0])
+    def listed(self, item: Callable[[], _T], brackets: str = "()") -> list[_T]:
+        """Take `( item , item ... )` with at least one item, and return the items."""
+        self.expect(brackets[0])
         items = [item()]
         while self.take(","):
             items.append(item())
-        self.expect(ends[1])
+        self.expect(brackets[1])
         return items
 
+
+def _hint_for_character(character: str) -> str | None:
+    """Return what a character of another notation may mean here."""
+    for characters, hint in _HINTS_BY_CHARACTERS.items():
+        if character in characters:
+            return hint
+    return None
+
+
+# ---- overlaps
 
 _SMALLEST = {"k": 1, "s": 1, "d": 1, "p": 0}
 _OPTIONS = "options are: k, s, d, p, out; each once"
@@ -124,12 +156,13 @@ _BOUNDARIES_ELSEWHERE = {
     "mirror": "reflect",
 }
 _LIMITS = "k, s, d >= 1 and p >= 0"
+_OVERLAPS = "overlaps are: halo, window, reads, fold"
 
 
 def parse_overlap(scanner: Scanner) -> Overlap:
-    """`halo(...)`, `window(...)`, `reads(...)` or `fold(...)`."""
+    """Parse `halo(...)`, `window(...)`, `reads(...)` or `fold(...)`."""
     span = scanner.span
-    kind = scanner.expect("name", hint="overlaps are: halo, window, reads, fold")
+    kind = scanner.expect("name", hint=_OVERLAPS)
     if kind == "halo":
         return _halo(scanner)
     if kind == "window":
@@ -143,94 +176,124 @@ def parse_overlap(scanner: Scanner) -> Overlap:
         scanner.expect("(")
         if scanner.value == "fold":  # refused before it is read: a text may nest thousands
             raise scanner.error("a fold of a fold", span, "fold(fold(x)) is x: write x")
-        inner = parse_overlap(scanner)
+        inner = parse_overlap(scanner)  # no fold: see above
         assert not isinstance(inner, Fold)
         scanner.expect(")")
         return Fold(inner)
-    raise scanner.error(
-        f"unknown overlap {kind!r}", span, "overlaps are: halo, window, reads, fold"
-    )
+    raise scanner.error(f"unknown overlap {kind!r}", span, _OVERLAPS)
 
 
 def _halo(scanner: Scanner) -> Halo:
+    """Parse `( width , width , boundaries )`; the boundaries may be left out."""
     scanner.expect("(")
     lo = parse_width(scanner)
     scanner.expect(",", hint="as in halo(1,1)")
-    span = scanner.span
+    hi_span = scanner.span
     hi = parse_width(scanner)
     if isinstance(lo, tuple) and isinstance(hi, tuple) and len(lo) != len(hi):
-        what = f"{len(lo)} widths before and {len(hi)} after"
-        raise scanner.error(what, span, "as many widths on both sides")
-    boundaries = _boundaries(scanner) if scanner.take(",") else ()
+        reason = f"{len(lo)} widths before and {len(hi)} after"
+        raise scanner.error(reason, hi_span, "as many widths on both sides")
+    halo = Halo(lo, hi)
+    if scanner.take(","):
+        before, after = _boundaries(scanner)
+        halo = Halo(lo, hi, before, after)
     scanner.expect(")")
-    return Halo(lo, hi, *boundaries)
+    return halo
 
 
 def _window(scanner: Scanner) -> Window:
-    start = scanner.span
+    """Parse `( k=3 , option=value ... , boundaries )`; the boundaries come last."""
+    start_span = scanner.span
     options = dict[str, Any]()
     scanner.expect("(")
     while True:
-        span = scanner.span
+        name_span = scanner.span
         name = scanner.expect("name", hint="as in window(k=3,s=2,p=1)")
-        if not scanner.take("="):
-            before = _boundary(scanner, name, span)
+        if not scanner.take("="):  # no option: the first boundary
+            before = _boundary(scanner, name, name_span)
             after = _next_boundary(scanner) if scanner.take(",") else before
-            options |= {"before": before, "after": after}
+            options["before"] = before
+            options["after"] = after
             break
         if name not in (*_SMALLEST, "out") or name in options:
-            raise scanner.error(f"unknown or repeated window option {name!r}", span, _OPTIONS)
-        span = scanner.span
-        if name == "out":
-            options[name] = out = scanner.expect("name")
-            if out not in OUTPUT_RULES:
-                known = f"rules are: {', '.join(OUTPUT_RULES)}"
-                raise scanner.error(f"unknown output rule {out!r}", span, known)
-        elif name == "p":
-            options[name] = padding = parse_width(scanner)
-            if isinstance(padding, tuple) and len(padding) != 2:
-                what = f"window padding p has {len(padding)} numbers"
-                raise scanner.error(what, span, "as in p=1 or p=[1,2]")
-            if min(padding if isinstance(padding, tuple) else (padding,)) < 0:
-                raise scanner.error(f"window p={padding} is negative", span, _LIMITS)
-        else:
-            options[name] = n = scanner.integer()
-            if n < _SMALLEST[name]:
-                raise scanner.error(f"window {name}={n} is too small", span, _LIMITS)
+            reason = f"unknown or repeated window option {name!r}"
+            raise scanner.error(reason, name_span, _OPTIONS)
+        options[name] = _window_option(scanner, name)
         if not scanner.take(","):
             break
     scanner.expect(")")
     if "k" not in options:
-        raise scanner.error("a window needs its width k", start, "as in window(k=3)")
+        raise scanner.error("a window needs its width k", start_span, "as in window(k=3)")
     return Window(**options)
 
 
+def _window_option(scanner: Scanner, name: str) -> Width | str:
+    """Parse the value of one option of a window."""
+    span = scanner.span
+    if name == "out":
+        rule = scanner.expect("name")
+        if rule not in OUTPUT_RULES:
+            hint = f"rules are: {', '.join(OUTPUT_RULES)}"
+            raise scanner.error(f"unknown output rule {rule!r}", span, hint)
+        return rule
+    if name == "p":
+        return _padding(scanner)
+    number = scanner.integer()
+    if number < _SMALLEST[name]:
+        raise scanner.error(f"window {name}={number} is too small", span, _LIMITS)
+    return number
+
+
+def _padding(scanner: Scanner) -> Width:
+    """Parse the padding of a window: one number >= 0, or two in brackets."""
+    span = scanner.span
+    padding = parse_width(scanner)
+    if isinstance(padding, tuple) and len(padding) != 2:
+        reason = f"window padding p has {len(padding)} numbers"
+        raise scanner.error(reason, span, "as in p=1 or p=[1,2]")
+    smallest = min(padding) if isinstance(padding, tuple) else padding
+    if smallest < _SMALLEST["p"]:
+        raise scanner.error(f"window p={padding} is negative", span, _LIMITS)
+    return padding
+
+
+def parse_width(scanner: Scanner) -> Width:
+    """Parse a number, or several in brackets, as in `[1,0,2]`."""
+    if scanner.kind == "[":
+        return tuple(scanner.listed(scanner.integer, "[]"))
+    return scanner.integer()
+
+
+# ---- boundaries
+
+
 def parse_boundaries(text: str) -> tuple[Boundary, Boundary]:
-    """Text of one boundary for both ends of the array, or of two -> (before, after). Raises NotationError."""
+    """Parse one boundary for both ends of the array, or two: `"edge,zero"` -> (before, after).
+
+    Raises:
+        NotationError: The text is malformed.
+    """
     scanner = Scanner(text)
-    both = _boundaries(scanner)
+    before, after = _boundaries(scanner)
     scanner.expect("end")
-    return both
-
-
-def parse_width(scanner: Scanner) -> int | tuple[int, ...]:
-    """A number, or several in brackets, as in `[1,0,2]`."""
-    return (
-        tuple(scanner.listed(scanner.integer, "[]")) if scanner.kind == "[" else scanner.integer()
-    )
+    return before, after
 
 
 def _boundaries(scanner: Scanner) -> tuple[Boundary, Boundary]:
+    """Parse one boundary for both ends of the array, or two with a comma between them."""
     before = _next_boundary(scanner)
-    return before, _next_boundary(scanner) if scanner.take(",") else before
+    after = _next_boundary(scanner) if scanner.take(",") else before
+    return before, after
 
 
 def _next_boundary(scanner: Scanner) -> Boundary:
+    """Parse a boundary from its name on."""
     span = scanner.span
     return _boundary(scanner, scanner.expect("name"), span)
 
 
 def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
+    """Parse the rest of a boundary after its name, which stands at `span`."""
     if kind not in BOUNDARIES:
         meant = did_you_mean(kind, BOUNDARIES, _BOUNDARIES_ELSEWHERE)
         hint = f"{meant}boundaries are: {', '.join(BOUNDARIES)}"
@@ -238,26 +301,33 @@ def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
     if not scanner.take("("):
         return Boundary(kind)
     if kind == "constant":
-        if scanner.kind not in ("int", "number"):
-            raise scanner.error(
-                f"expected a number, found '{scanner.value}'", hint="as in constant(1.5)"
-            )
-        boundary = Boundary(kind, value=float(scanner.value))
-        scanner.advance()
+        boundary = _constant(scanner)
     elif kind == "pole":
         boundary = _pole(scanner)
     else:
-        raise scanner.error(
-            f"{kind} takes no argument", hint="only constant(1.5) and pole(w,-1) do"
-        )
+        hint = "only constant(1.5) and pole(w,-1) do"
+        raise scanner.error(f"{kind} takes no argument", hint=hint)
     scanner.expect(")")
     return boundary
 
 
+def _constant(scanner: Scanner) -> Boundary:
+    """Parse the number of a `constant`."""
+    if scanner.kind not in ("int", "number"):
+        reason = f"expected a number, found '{scanner.value}'"
+        raise scanner.error(reason, hint="as in constant(1.5)")
+    value = float(scanner.value)
+    scanner.advance()
+    return Boundary("constant", value=value)
+
+
 def _pole(scanner: Scanner) -> Boundary:
-    dim = scanner.expect("name") if scanner.kind == "name" else ""
-    if dim and not scanner.take(","):
-        return Boundary("pole", dim=dim)
+    """Parse the arguments of a `pole`: a dim, a sign, or both."""
+    dim = ""
+    if scanner.kind == "name":
+        dim = scanner.expect("name")
+        if not scanner.take(","):
+            return Boundary("pole", dim=dim)
     span = scanner.span
     sign = scanner.integer(hint="as in pole(w) or pole(w,-1)")
     if sign not in (1, -1):

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 from xshard.arguments import did_you_mean
+from xshard.caches import layout_cache
 from xshard.errors import NotationError, Span, XshardError
 from xshard.notation.maps import Maps, NamedMap, Owners, RowMap, find_map, named_maps
 from xshard.notation.overlap import Overlap, Width, bracketed
@@ -18,8 +20,8 @@ from xshard.notation.overlap_parser import Scanner, parse_overlap, parse_width
 
 ORDERS = ("block", "balanced", "zigzag", "cyclic")
 TAGS = ("sum", "mean", "max", "min", "copy")
-SIZES = "sizes"
-INTERVALS = "intervals"  # orders that list their parts in numbers
+SIZES = "sizes"  # an order that lists the number of rows of each part
+INTERVALS = "intervals"  # an order that lists the intervals of each part
 BY = "by"  # the order of a map: `Owners`
 SEGMENTS = "segments"  # written block(axes, numbers)
 ROUTED = "to"  # rows lie where values say: in a rule for the input of experts alone
@@ -29,10 +31,15 @@ ARROW = "->"
 
 @dataclass(frozen=True)
 class Shard:
-    """One sharding of a dim over mesh axes taken as one; the first axis is the slowest. numbers: for
-    `cyclic`, the rows dealt out together; for `zigzag`, the lengths of documents, each sharded alone; for
-    `segments` (written `block`), the same in contiguous parts; for `sizes`, the rows of every part; for
-    `intervals`, the (start, stop, start, stop, ...) of every part; for `by`, its map.
+    """One sharding of a dim over mesh axes: `cp`, `(dp,cp)`, `zigzag(cp)` or `sizes(cp,3,5)`.
+
+    Attributes:
+        axes: The mesh axes, which are taken as one; the first is the slowest.
+        order: How rows are dealt out to the parts, as `block` or `zigzag`.
+        numbers: The numbers of the order. For `cyclic`, the rows that are dealt out together. For
+            `zigzag`, the lengths of documents, each of which is sharded alone; for `segments`
+            (written `block`), the same in contiguous parts. For `sizes`, the rows of every part.
+            For `intervals`, the (start, stop, start, stop, ...) of every part. For `by`, its map.
     """
 
     axes: tuple[str, ...]
@@ -40,28 +47,35 @@ class Shard:
     numbers: tuple[Width | NamedMap, ...] = ()
 
     def __str__(self) -> str:
-        if self.order != "block":
-            order = "block" if self.order == SEGMENTS else self.order
-            return f"{order}({','.join((*self.axes, *map(bracketed, self.numbers)))})"
-        return self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
+        if self.order == "block":
+            return self.axes[0] if len(self.axes) == 1 else f"({','.join(self.axes)})"
+        order = "block" if self.order == SEGMENTS else self.order
+        arguments = [*self.axes, *map(bracketed, self.numbers)]
+        return f"{order}({','.join(arguments)})"
 
 
 @dataclass(frozen=True)
 class Dim:
-    """One array dim: its name, its shards (outermost first), its overlap."""
+    """One dim of an array: `s/dp/zigzag(cp)` or `h/sp:halo(1,1)`.
+
+    Attributes:
+        name: The name of the dim.
+        shards: Its shards, outermost first.
+        overlap: The rows that each block holds beyond its own; None for none.
+    """
 
     name: str
     shards: tuple[Shard, ...] = ()
     overlap: Overlap | None = None
 
     def __str__(self) -> str:
-        text = "".join([self.name, *(f"/{shard}" for shard in self.shards)])
+        text = "/".join([self.name, *map(str, self.shards)])
         return text if self.overlap is None else f"{text}:{self.overlap}"
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis that shards this dim, outermost first."""
-        return tuple(axis for shard in self.shards for axis in shard.axes)
+        return tuple(chain.from_iterable(shard.axes for shard in self.shards))
 
 
 Tags = tuple[tuple[str, tuple[str, ...]], ...]
@@ -69,12 +83,22 @@ Parsed = tuple[tuple[Dim, ...], Tags]
 
 
 class TextSpans(NamedTuple):
-    """Positions of layouts, names and full dims in a text, in reading order."""
+    """Where things stand in a text, in reading order; errors mark them.
+
+    Attributes:
+        layouts: Whole layouts.
+        dims: Names of dims.
+        axes: Names of mesh axes.
+        full_dims: Dims with their shards and overlaps.
+    """
 
     layouts: list[Span]
     dims: list[tuple[str, Span]]
     axes: list[tuple[str, Span]]
     full_dims: list[tuple[Dim, Span]]
+
+
+# ---- text to values
 
 
 def check_text(what: str, text: object, hint: str | None = None) -> None:
@@ -84,14 +108,18 @@ def check_text(what: str, text: object, hint: str | None = None) -> None:
 
 
 def parse_layout(text: str, maps: Maps) -> Parsed:
-    """Text of one layout -> its dims and tags. Raises NotationError."""
+    """Parse the text of one layout: `n/tp d | sum(dp)` -> its dims and tags.
+
+    Raises:
+        NotationError: The text is malformed.
+    """
     parser = _Parser(text, maps)
     parsed = parser.layout()
     parser.expect("end")
     return parsed
 
 
-_READS = {
+_FORM_OF_KIND = {
     "expression": "an expression reads: layout -> layout",
     "contraction": "a contraction reads: layout, layout -> layout",
     "signature": "the layouts of a function read: layout, layout -> layout",
@@ -99,57 +127,72 @@ _READS = {
 
 
 def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...], TextSpans]:
-    """Text of a kind in `_READS` -> its (left, right) sides, and the positions in it. Raises NotationError.
-    In a contraction a dim may be composed, `(h d)/tp`, and the second of a name in an operand is named
-    `i'1`.
+    """Parse both sides of an arrow: `i/x k, k j -> i/x j` -> two layouts, one, and their places.
+
+    In a contraction a dim may be composed, `(h d)/tp`, and the second of a name in an operand is
+    named `i'1`.
+
+    Args:
+        text: The text.
+        kind: "expression", "contraction" or "signature".
+
+    Returns:
+        The dims and tags of the layouts on the left, of those on the right, and where they stand.
+
+    Raises:
+        NotationError: The text is malformed.
     """
-    parser = _Parser(text, {}, by_name=kind == "contraction")
-    left = (parser.layout(),) if kind == "expression" else parser.operands()
-    parser.expect(ARROW, hint=_READS[kind])
-    parser.repeats = False
+    parser = _Parser(text, {}, is_contraction=kind == "contraction")
+    left = (parser.layout(),) if kind == "expression" else parser.layouts()
+    parser.expect(ARROW, hint=_FORM_OF_KIND[kind])
+    parser.may_repeat = False  # a result has each dim once
     if kind == "contraction" and parser.kind == "end":
-        return left, (((), ()),), parser.spans
-    right = parser.operands() if kind == "signature" else (parser.layout(),)
+        scalar: Parsed = ((), ())
+        return left, (scalar,), parser.spans
+    right = parser.layouts() if kind == "signature" else (parser.layout(),)
     parser.expect("end")
     return left, right, parser.spans
 
 
 def text_spans(text: str) -> TextSpans:
-    """The positions that later errors mark, in a text that parses."""
-    return _spanned(text, None).spans
+    """Find what later errors mark, in a text that parses."""
+    return _parse_for_spans(text, None).spans
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def with_digests(text: str, maps: tuple[tuple[str, RowMap], ...]) -> str:
-    """A text with the digest of every map behind its name. Raises NotationError."""
-    spans = _spanned(text, dict(maps)).map_spans
-    named = {span: find_map(text[slice(*span)], dict(maps), RowMap) for span in spans}
-    for span in reversed(spans):
-        text = f"{text[: span[0]]}{named[span]}{text[span[1] :]}"
+    """Write the digest of every map behind its name: `by(gp,cells)` -> `by(gp,cells@0123...)`.
+
+    Raises:
+        NotationError: The text is malformed, or names no such map.
+    """
+    spans = _parse_for_spans(text, dict(maps)).map_spans
+    for start, stop in reversed(spans):  # from the end, so that earlier places stay right
+        named_map = find_map(text[start:stop], dict(maps), RowMap)
+        text = f"{text[:start]}{named_map}{text[stop:]}"
     return text
 
 
 def with_maps(layouts: Any, maps: Any) -> Any:
-    """Layouts and expressions, in dicts and lists too: their texts with the digests of the maps."""
+    """Write the digests of maps into layouts and expressions, in dicts and lists too."""
     if maps is None:
         return layouts
     if isinstance(layouts, str):
         return with_digests(layouts, named_maps(maps))
+    # Plain containers alone: a subclass, such as a NamedTuple, may have another constructor.
     if type(layouts) is dict:
         return {key: with_maps(value, maps) for key, value in layouts.items()}
-    return (
-        type(layouts)(with_maps(v, maps) for v in layouts)
-        if type(layouts) in (list, tuple)
-        else layouts
-    )
+    if type(layouts) in (list, tuple):
+        return type(layouts)(with_maps(value, maps) for value in layouts)
+    return layouts
 
 
-def _spanned(text: str, maps: Maps | None) -> _Parser:
-    """A text that was parsed for its positions alone."""
-    parser = _Parser(text, maps, by_name=True)
-    parser.operands()
+def _parse_for_spans(text: str, maps: Maps | None) -> _Parser:
+    """Parse a text of any kind for the places in it alone."""
+    parser = _Parser(text, maps, is_contraction=True)
+    parser.layouts()
     if parser.take(ARROW) and parser.kind != "end":
-        parser.operands()
+        parser.layouts()
     return parser
 
 
@@ -160,29 +203,35 @@ def mark_errors(text: str | None) -> Iterator[None]:
         yield
     except XshardError as error:
         if text is None or error.span is not None:
-            raise
-        span = next(
-            (span for dim, span in text_spans(text).full_dims if str(dim) == error.text), None
-        )
-        raise type(error)(error.reason, text=text, span=span, hint=error.hint) from None
+            raise  # nothing to add: the error marks a text already
+        marked = None
+        for dim, span in text_spans(text).full_dims:
+            if str(dim) == error.text:
+                marked = span
+                break
+        raise type(error)(error.reason, text=text, span=marked, hint=error.hint) from None
+
+
+# ---- values to text
 
 
 def parts_of(dim: Dim) -> list[str]:
-    """The names of a dim of a contraction: both for `(h d)`, `i` for `i'1`, the second `i`."""
+    """Return the names that a dim of a contraction stands for: `(h d)` -> h, d; `i'1` -> i."""
     return [name.partition("'")[0] for name in dim.name.strip("()").split()]
 
 
 def write(dims: tuple[Dim, ...], tags: Tags) -> str:
-    """Dims and tags -> canonical text; a scalar is `()`."""
-    text = " ".join(map(str, dims)) or "()"
-    return (
-        text
-        if not tags
-        else f"{text} | " + " ".join(f"{kind}({','.join(axes)})" for kind, axes in tags)
-    )
+    """Write dims and tags in the canonical spelling; a scalar is `()`."""
+    text = " ".join(map(str, dims)) if dims else "()"
+    if not tags:
+        return text
+    tag_texts = [f"{kind}({','.join(axes)})" for kind, axes in tags]
+    return f"{text} | {' '.join(tag_texts)}"
 
 
-_ORDERS = (*ORDERS, SIZES, INTERVALS, BY)
+# ---- the grammar
+
+_WRITTEN_ORDERS = (*ORDERS, SIZES, INTERVALS, BY)
 _CLOSES = re.compile(r"\s*\)")
 
 # Names that tags and orders have in other systems.
@@ -192,13 +241,22 @@ _TAGS_ELSEWHERE = {
     "pmean": "mean",
     "avg": "mean",
     "average": "mean",
+    "pmax": "max",
+    "pmin": "min",
 }
-_TAGS_ELSEWHERE |= {"pmax": "max", "pmin": "min"}
-_ORDERS_ELSEWHERE = {"contiguous": "block", "striped": "cyclic", "round_robin": "cyclic"}
-_ORDERS_ELSEWHERE |= {"headtail": "zigzag", "uneven": "sizes", "ragged": "sizes"}
+_ORDERS_ELSEWHERE = {
+    "contiguous": "block",
+    "striped": "cyclic",
+    "round_robin": "cyclic",
+    "headtail": "zigzag",
+    "uneven": "sizes",
+    "ragged": "sizes",
+}
 
-# Hints: the numbers that each order takes after its axes.
-_NUMBERS = {
+# How many numbers an order takes after its axes; orders that are not listed take any number.
+_MOST_NUMBERS = {"balanced": 0, "cyclic": 1, ROUTED: 0}
+_LEAST_NUMBERS = {SIZES: 1, INTERVALS: 1}
+_NUMBER_HINTS = {
     "block": "block takes no number, or the lengths of segments, as in block(tp,512,128,128)",
     "balanced": "balanced takes no number, as in s/balanced(cp)",
     "zigzag": "zigzag takes no number, or the lengths of documents, as in zigzag(cp,4,8,4)",
@@ -210,134 +268,157 @@ _NUMBERS = {
 
 
 class _Parser(Scanner):
-    """Recursive descent over the grammar, which records the positions of names."""
+    """Parses by recursive descent: a method per rule, which records where names stand.
 
-    def __init__(self, text: str, maps: Maps | None, *, by_name: bool = False) -> None:
-        self.composes = self.repeats = by_name  # a dim may be `(h d)`; two dims may have one name
-        self.names = Counter[str]()  # the dims of this layout
+    Attributes:
+        may_compose: Whether a dim may be composed, as `(h d)`.
+        may_repeat: Whether two dims of a layout may have one name, as in `i i -> i`.
+        spans: Where things stand in the text.
+    """
+
+    def __init__(self, text: str, maps: Maps | None, *, is_contraction: bool = False) -> None:
+        self.may_compose = is_contraction
+        self.may_repeat = is_contraction
         self.spans = TextSpans([], [], [], [])
+        self._count_of_name = Counter[str]()  # how often a dim of this layout has each name
         super().__init__(text, maps)
 
-    def operands(self) -> tuple[Parsed, ...]:
+    def layouts(self) -> tuple[Parsed, ...]:
+        """Parse `layout , layout ...`."""
         layouts = [self.layout()]
         while self.take(","):
             layouts.append(self.layout())
         return tuple(layouts)
 
     def layout(self) -> Parsed:
+        """Parse `dim dim ... | tag tag ...`, or `()` for a scalar."""
         start = self.span[0]
-        self.names = Counter()
+        self._count_of_name = Counter()  # names are told apart within one layout
         dims: list[Dim] = []
-        while self.kind in ("name", ELLIPSIS) or self.is_composed:
+        while self.kind in ("name", ELLIPSIS) or self.is_at_composed_dim:
             dims.append(self.dim())
-        if is_scalar := not dims and self.take("("):
+        is_scalar = not dims and self.take("(")
+        if is_scalar:
             self.expect(")", hint="a scalar is written ()")
         tags: list[tuple[str, tuple[str, ...]]] = []
         if self.take("|"):
             tags.append(self.tag())
             while self.kind == "name":
                 tags.append(self.tag())
-        elif not dims and not is_scalar and self.kind in ("end", ARROW, ","):
+        elif (
+            not dims and not is_scalar and self.kind in ("end", ARROW, ",")
+        ):  # else: a better error
             raise self.error("an empty layout", hint="a scalar is written ()")
         self.spans.layouts.append((start, self.end))
         return tuple(dims), tuple(tags)
 
     @property
-    def is_composed(self) -> bool:
-        return self.composes and self.kind == "(" and not _CLOSES.match(self.text, self.at)
+    def is_at_composed_dim(self) -> bool:
+        """Whether the next token opens a composed dim, and not the scalar `()`."""
+        return self.may_compose and self.kind == "(" and not _CLOSES.match(self.text, self.at)
+
+    def dim(self) -> Dim:
+        """Parse `name / shard / shard ... : overlap`."""
+        start = self.span[0]
+        name = self.composed_name() if self.kind == "(" else self.name()
+        if name == ELLIPSIS and self.kind in ("/", ":"):
+            hint = "name the dim to shard or widen it"
+            raise self.error("'...' stands for unsharded dims", hint=hint)
+        shards: list[Shard] = []
+        while self.take("/"):
+            shards.append(self.shard())
+        overlap = parse_overlap(self) if self.take(":") else None
+        dim = Dim(name, tuple(shards), overlap)
+        self.spans.full_dims.append((dim, (start, self.end)))
+        return dim
 
     def name(self) -> str:
-        """A name; a later dim of the same, if there may be one, has an apostrophe and a number."""
+        """Parse the name of a dim; a later dim of the same name is told apart: `i i` -> i, i'1."""
         name = self.value
         span = self.span
         self.advance()
-        if name in self.names and (name == ELLIPSIS or not self.repeats):
-            raise self.error(
-                f"dim {name!r} is named twice", span, "an einsum takes diagonals: i i -> i"
-            )
-        times = self.names[name]
-        self.names[name] += 1
-        name = f"{name}'{times}" if times else name
+        count = self._count_of_name[name]
+        if count and (name == ELLIPSIS or not self.may_repeat):
+            hint = "an einsum takes diagonals: i i -> i"
+            raise self.error(f"dim {name!r} is named twice", span, hint)
+        self._count_of_name[name] += 1
+        if count:
+            name = f"{name}'{count}"
         self.spans.dims.append((name, span))
         return name
 
-    def dim(self) -> Dim:
-        span = self.span
-        if self.take("("):
-            parts = list[str]()
-            while self.kind == "name":
-                parts.append(self.name())
-            self.expect(
-                ")", hint="a composed dim has names alone and is sharded as a whole: (h d)/tp"
-            )
-            name = f"({' '.join(parts)})"
-            self.spans.dims.append((name, (span[0], self.end)))
-        else:
-            name = self.name()
-        shards: list[Shard] = []
-        if name == ELLIPSIS and self.kind in ("/", ":"):
-            raise self.error(
-                "'...' stands for unsharded dims", hint="name the dim to shard or widen it"
-            )
-        while self.take("/"):
-            shards.append(self.shard())
-        dim = Dim(name, tuple(shards), parse_overlap(self) if self.take(":") else None)
-        self.spans.full_dims.append((dim, (span[0], self.end)))
-        return dim
+    def composed_name(self) -> str:
+        """Parse `( name name ... )`: a dim whose rows are those of several."""
+        start = self.span[0]
+        self.expect("(")
+        names = list[str]()
+        while self.kind == "name":
+            names.append(self.name())
+        self.expect(")", hint="a composed dim has names alone and is sharded as a whole: (h d)/tp")
+        name = f"({' '.join(names)})"
+        self.spans.dims.append((name, (start, self.end)))
+        return name
 
     def shard(self) -> Shard:
+        """Parse `axis`, `( axis , axis ... )` or `order( axis , ... )`."""
         if self.kind == "(":
             return Shard(tuple(self.listed(self.axis)))
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
-        is_order = name in (*_ORDERS, ROUTED) or not self.composes or self.span[0] == self.end
-        if self.kind != "(" or not is_order:  # after a space a composed dim follows
+        is_order = name in (*_WRITTEN_ORDERS, ROUTED)
+        # In `n/tp (h d)` a composed dim follows an axis; an order has its bracket without a space.
+        has_bracket = self.kind == "(" and (not self.may_compose or self.span[0] == self.end)
+        if self.kind != "(" or not (is_order or has_bracket):
             self.spans.axes.append((name, span))
             return Shard((name,))
-        if name not in (*_ORDERS, ROUTED):
-            hint = (
-                f"{did_you_mean(name, _ORDERS, _ORDERS_ELSEWHERE)}orders are: {', '.join(_ORDERS)}"
-            )
+        if not is_order:
+            meant = did_you_mean(name, _WRITTEN_ORDERS, _ORDERS_ELSEWHERE)
+            hint = f"{meant}orders are: {', '.join(_WRITTEN_ORDERS)}"
             raise self.error(f"unknown order {name!r}", span, hint)
-        return self.owned() if name == BY else self.ordered(name, span)
+        return self.by_map() if name == BY else self.ordered(name, span)
 
-    def ordered(self, order: str, span: Span) -> Shard:
-        """`( axis , ... , number , ... )`: axes, then the numbers of the order."""
+    def ordered(self, order: str, order_span: Span) -> Shard:
+        """Parse `( axis , ... , number , ... )`: axes, then the numbers of the order."""
         self.expect("(")
         axes = [self.axis()]
         numbers = list[Width]()
         while self.take(","):
-            if self.kind == "name" and not numbers:
+            if self.kind == "name" and not numbers:  # no axis comes after a number
                 axes.append(self.axis())
-                continue
-            number_span = self.span
-            numbers.append(parse_width(self))
-            if isinstance(numbers[-1], tuple) != (order == INTERVALS):
-                raise self.error(
-                    f"'{bracketed(numbers[-1])}' in {order}", number_span, _NUMBERS[order]
-                )
-            if min(numbers[-1] if isinstance(numbers[-1], tuple) else (numbers[-1],)) < 0:
-                raise self.error(
-                    f"a number below 0: {bracketed(numbers[-1])}", number_span, _NUMBERS[order]
-                )
+            else:
+                numbers.append(self.number_of(order))
         self.expect(")")
-        most = {"balanced": 0, "cyclic": 1, ROUTED: 0}.get(order, len(numbers))
-        least = int(order in (SIZES, INTERVALS))
-        if not least <= len(numbers) <= most or (order == "cyclic" and 0 in numbers):
-            count = f"{len(numbers) or 'no'} number{'' if len(numbers) == 1 else 's'}"
-            raise self.error(f"{count} in {order}", span, _NUMBERS[order])
-        return Shard(
-            tuple(axes), SEGMENTS if order == "block" and numbers else order, tuple(numbers)
-        )
+        is_too_few = len(numbers) < _LEAST_NUMBERS.get(order, 0)
+        is_too_many = order in _MOST_NUMBERS and len(numbers) > _MOST_NUMBERS[order]
+        is_endless = order == "cyclic" and 0 in numbers  # groups of no rows
+        if is_too_few or is_too_many or is_endless:
+            count = len(numbers) if numbers else "no"
+            plural = "" if len(numbers) == 1 else "s"
+            reason = f"{count} number{plural} in {order}"
+            raise self.error(reason, order_span, _NUMBER_HINTS[order])
+        if order == "block" and numbers:
+            order = SEGMENTS
+        return Shard(tuple(axes), order, tuple(numbers))
 
-    def owned(self) -> Shard:
-        """`( axis , ... , map )`."""
+    def number_of(self, order: str) -> Width:
+        """Parse one number of an order, or the numbers of one part in brackets for `intervals`."""
+        span = self.span
+        number = parse_width(self)
+        if isinstance(number, tuple) != (order == INTERVALS):
+            raise self.error(f"'{bracketed(number)}' in {order}", span, _NUMBER_HINTS[order])
+        smallest = min(number) if isinstance(number, tuple) else number
+        if smallest < 0:
+            reason = f"a number below 0: {bracketed(number)}"
+            raise self.error(reason, span, _NUMBER_HINTS[order])
+        return number
+
+    def by_map(self) -> Shard:
+        """Parse `( axis , ... , map )`."""
+        hint = "by takes its axes and a map, as in by(gp,cells)"
         self.expect("(")
         axes = list[str]()
-        hint = "by takes its axes and a map, as in by(gp,cells)"
-        while not axes or self.text[self.at :].lstrip().startswith(
-            ","
-        ):  # what follows the next token
+        # A name with a comma behind it is an axis; the last one is the map.
+        while not axes or self.text[self.at :].lstrip().startswith(","):
             axes.append(self.axis())
             self.expect(",", hint)
         owners = self.map(Owners)
@@ -345,15 +426,18 @@ class _Parser(Scanner):
         return Shard(tuple(axes), BY, (owners,))
 
     def axis(self) -> str:
+        """Parse the name of a mesh axis."""
         span = self.span
         name = self.expect("name")
         self.spans.axes.append((name, span))
         return name
 
     def tag(self) -> tuple[str, tuple[str, ...]]:
+        """Parse `kind( axis , ... )`."""
+        known = f"tags are: {', '.join(TAGS)}"
         span = self.span
-        kind = self.expect("name", hint=f"tags are: {', '.join(TAGS)}")
+        kind = self.expect("name", hint=known)
         if kind not in TAGS:
-            hint = f"{did_you_mean(kind, TAGS, _TAGS_ELSEWHERE)}tags are: {', '.join(TAGS)}"
-            raise self.error(f"unknown tag {kind!r}", span, hint)
+            meant = did_you_mean(kind, TAGS, _TAGS_ELSEWHERE)
+            raise self.error(f"unknown tag {kind!r}", span, f"{meant}{known}")
         return kind, tuple(self.listed(self.axis))

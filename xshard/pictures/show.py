@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from xshard.contractions.plan import ContractionPlan
-from xshard.errors import PlanError, XshardError
+from xshard.errors import PlanError, XshardError, api_boundary
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.maps import Maps
 from xshard.pictures.grid import picture
@@ -18,6 +18,7 @@ from xshard.plans.plan import Plan
 Shown = Layout | str | Sharding | Mesh | Plan | ContractionPlan
 
 
+@api_boundary
 def show(
     what: Shown,
     mesh: Mesh | str | None = None,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
+from xshard.caches import layout_cache
 from xshard.errors import LinearityError, PlanError
 from xshard.layout import Layout
 from xshard.layout.layout import NONLINEAR
@@ -21,7 +21,7 @@ class MaxMinPlans:
     tangent: Plan  # the tangent is `tangent(t * won / max(count(won), 1))`
 
 
-@lru_cache(maxsize=1024)
+@layout_cache(maxsize=1024)
 def max_min_plans(plan: Plan) -> MaxMinPlans:
     """The plans for the gradient of a max or min. Raises LinearityError if the destination is one too."""
     if not plan.dst.is_linear:

@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
+from xshard.caches import layout_cache
 from xshard.cost import bounds
 from xshard.cost.machine import load_profile, located
 from xshard.cost.model import Price, Profile, price, too_large
@@ -329,14 +330,14 @@ def _factored(sharding: Sharding, mesh: Mesh) -> Sharding:
     return sharding
 
 
-@lru_cache(maxsize=4096)  # in this file because a plan finds the plan of its gradient
+@layout_cache(maxsize=4096)  # in this file because a plan finds the plan of its gradient
 def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
     """The cheapest plan, or the cheapest with a `Transfer`, kept by an earlier run or searched for."""
     options: Any = {"objective": objective, "by_transfer": by_transfer}
     return kept(request, Plan.from_json, lambda: search_plan(request, **options), options)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
     """`find_plan` without plans of earlier runs: for searches that compare many."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.caches import layout_cache
 from xshard.cost.bounds import have_same_blocks
 from xshard.cost.machine import are_across
 from xshard.cost.model import Link, Price, Profile
@@ -297,7 +298,7 @@ def _filled(
     return who[first], busy_s
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
     """The pieces in order of receivers, of addends, and of boxes; none unless it `sends`."""
     mesh = source.mesh
@@ -329,7 +330,7 @@ def _find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
     return SentPieces(dst, size, np.searchsorted(keys, key), holders, group_of, which)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> tuple[Any, ...]:
     """The parts that the target's blocks of a dim take: their begins by block; each part's source block,
     elements, and box.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from threading import Lock
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
+from xshard.caches import layout_cache
 from xshard.cost.bounds import least_received
 from xshard.cost.model import Fabric, Profile
 from xshard.layout import Layout, Mesh, Sharding
@@ -414,4 +415,4 @@ def grid(mesh: Mesh, shape: tuple[int, ...], itemsize: int, profile: Profile) ->
     return cached
 
 
-_grid = lru_cache(maxsize=1024)(Grid)
+_grid = layout_cache(maxsize=1024)(Grid)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import lru_cache
 
+from xshard.caches import layout_cache
 from xshard.dtypes import check_reduction, itemsize
 from xshard.errors import PlanError
 from xshard.layout import Sharding
@@ -31,7 +31,7 @@ from xshard.steps import (
 from xshard.steps.base import axes_of, with_tag, without_tags
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
     """The cheapest steps on one mesh, and the axes that they split. Raises PlanError, DtypeError."""
     source = request.source
@@ -58,7 +58,7 @@ def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
     return with_scale(with_copies(path, start, goal), factor, start, goal), split
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def best_path(
     route: SearchRoute, memory_limit: int | None = None, scaled: int = 0
 ) -> Path | SubAxisPath:

@@ -6,12 +6,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.caches import layout_cache
 from xshard.cost.bounds import lacking_elements
 from xshard.cost.model import Profile
 from xshard.errors import PlanError
@@ -47,7 +48,7 @@ class PartSharding:
         ).numpy_index
 
 
-@lru_cache(maxsize=65536)
+@layout_cache(maxsize=65536)
 def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
     """The sharding of a part. Raises PlanError for rows of a dim with blocks that overlap."""
     d = part.dim
@@ -96,7 +97,7 @@ def _as_one_run(runs: Sequence[Run]) -> Runs:
     return merge_adjacent(runs)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _pairs_of(step: Step, before: Sharding) -> NDArray[np.int64]:
     """Of a step on one mesh: the positions of all senders and receivers, and elements."""
     return np.array(step.pair_traffic(before), np.int64).reshape(-1, 3).T

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
+from xshard.caches import layout_cache
 from xshard.cost.model import LOCAL, Link, Profile
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
@@ -137,7 +138,7 @@ class MovePrices:
         return [axes.index(span.axis) for span in spans], sizes, links, far
 
 
-@lru_cache(maxsize=2**14)
+@layout_cache(maxsize=2**14)
 def _line(mesh: Mesh, dtype: str, profile: Profile, ends: Ends, first: bool, octave: int) -> Line:
     """A move that only some axes take part in. first: nothing but dims of length 1 is before its dims."""
     axes = tuple(mesh.axes[a] for a, _ in ends)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xshard.arguments import did_you_mean
-from xshard.errors import NotationError, PlanError, located
+from xshard.caches import layout_cache
+from xshard.errors import NotationError, PlanError, api_boundary, located
 from xshard.layout import Layout, Mesh
 from xshard.notation.parser import ARROW, Dim, Shard, parse_sides, parts_of
 
@@ -71,6 +72,7 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Op:
     """An operation of the forward pass.
@@ -185,7 +187,7 @@ def renamed(op: Op, names: Mapping[str, str]) -> Op:
     return replace(op, name=names.get(op.name, op.name), operands=operands)
 
 
-@lru_cache(2**12)
+@layout_cache(2**12)
 def parse_arrays(text: str) -> tuple[Layout, ...]:
     """`"b c, f c -> b f"` -> the arrays, the result last; before the arrow there may be none."""
     is_made = not text.partition(ARROW)[0].strip()

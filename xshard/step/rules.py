@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from xshard.caches import layout_cache
 from xshard.errors import NotationError, located
 from xshard.layout import Layout
 from xshard.models import ActivationRule, inside, rule_of, use_of
@@ -116,7 +116,7 @@ def _of_activations(problem: StepProblem, assignment: Sequence[int]) -> tuple[Ru
     return Rules({"": root, **_merged(own), **_merged(rest)}), outputs, known
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _inside(src: Layout, dst: Layout, outside: Layout) -> Layout:
     return inside(ActivationRule(src, dst, ""), outside)
 
@@ -146,7 +146,7 @@ def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tupl
     return src, dst
 
 
-_layout = lru_cache(maxsize=4096)(layout_of)
+_layout = layout_cache(maxsize=4096)(layout_of)
 
 
 def simplified(search: StepSearch, most: float) -> list[int]:

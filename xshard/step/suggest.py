@@ -10,7 +10,7 @@ import numpy as np
 from xshard.arguments import limit_of, shown, whole_number
 from xshard.cost.machine import load_profile
 from xshard.cost.model import ProfileLike
-from xshard.errors import NotationError, PlanError, ProfileError
+from xshard.errors import NotationError, PlanError, ProfileError, api_boundary
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
@@ -29,6 +29,7 @@ TRIES = 4  # rounds of a plan by hand
 SIMPLER = 0.01  # of the seconds and of the bound, for fewer rules
 
 
+@api_boundary
 def suggest(
     step: TrainingStep,
     mesh: Mesh,

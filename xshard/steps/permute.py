@@ -6,9 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
+from xshard.caches import layout_cache
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.steps.base import REDUCERS, Block, Blocks, Step, without_tags
@@ -65,7 +65,7 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
     return Traffic(block, 0, (Hop(axis, block, 1, level, 0 if near % far else block // far),))
 
 
-@lru_cache(maxsize=1024)
+@layout_cache(maxsize=1024)
 def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
     """For every device, the sender of its block along axes that change roles; PlanError if blocks differ."""
     mesh = before.mesh

@@ -6,12 +6,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.caches import layout_cache
 from xshard.layout import Sharding
 from xshard.layout.block_rows import block_fills
 from xshard.layout.runs import Run, Segment, as_index
@@ -34,7 +34,7 @@ class BlockHolders(NamedTuple):
     near: NDArray[np.bool_]  # (blocks, devices): True if a device of the same node holds the block
 
 
-@lru_cache(maxsize=1024)
+@layout_cache(maxsize=1024)
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     """The holders of all blocks; blocks with equal shards and addend numbers are one."""
     mesh = sharding.mesh
@@ -81,7 +81,7 @@ def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> 
     return Traffic(int(arrives.max()), copied, tuple(hops), copied - int((wanted + arrives).max()))
 
 
-@lru_cache(maxsize=1024)
+@layout_cache(maxsize=1024)
 def node_local_senders(
     before: Sharding, after: Sharding, node_devices: int
 ) -> dict[tuple[int, int], int]:
@@ -175,7 +175,7 @@ def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float
     return tuple(fills)
 
 
-@lru_cache(maxsize=8192)
+@layout_cache(maxsize=8192)
 def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None) -> Messages:
     mesh = before.mesh
     src = before.layout

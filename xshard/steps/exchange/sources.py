@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.caches import layout_cache
 from xshard.layout import Mesh, Sharding
 from xshard.layout.block_rows import all_held_rows
 from xshard.layout.pieces import shared_rows
@@ -38,7 +38,7 @@ class View(NamedTuple):
     sign: int = 1
 
 
-@lru_cache(maxsize=8192)
+@layout_cache(maxsize=8192)
 def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]:
     """All views of a block, one if no dim has a pole; `carried` dims are not split into sides."""
     dims = sharding.layout.dims
@@ -104,7 +104,7 @@ class Source(NamedTuple):
     segments: tuple[Segment, ...]
 
 
-@lru_cache(maxsize=65536)
+@layout_cache(maxsize=65536)
 def sources(
     src: DimEnd, dst: DimEnd, me: int, at: int, once: bool, sender: int | None
 ) -> tuple[Source, ...]:
@@ -139,7 +139,7 @@ def _asked(
     return common_segments(own, rows), lacking(rows, own)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def _offered_extents(src: DimEnd) -> Intervals:
     lists = offered_rows(*src)
     return extents([each[0] if len(each) == 1 else tuple(itertools.chain(*each)) for each in lists])

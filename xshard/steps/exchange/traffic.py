@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.partition import all_owned_rows, owner_of_rows
@@ -158,7 +159,7 @@ def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
     return {a: tuple(span for span in outer_first if span.axis == a) for a in mesh.axes}
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
     """What every device takes from senders that share its coordinates along the axes `agree`."""
     mesh = before.mesh
@@ -190,7 +191,7 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
     return Received(elements, senders)
 
 
-@lru_cache(maxsize=64)
+@layout_cache(maxsize=64)
 def _all_dim_ends(
     before: Sharding, after: Sharding
 ) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
@@ -198,7 +199,7 @@ def _all_dim_ends(
     return tuple(tuple(dim_ends(before, after, *views)) for views in view_pairs(before, after))
 
 
-@lru_cache(maxsize=16384)
+@layout_cache(maxsize=16384)
 def received_of_dim(a: DimEnd, b: DimEnd, fixed: Axes, mesh: Mesh, once: bool) -> Received:
     """The factor of one dim in `received_from`: arrays over its axes, shaped to broadcast over the mesh."""
     if not (a.is_plain and b.is_plain):
@@ -225,7 +226,7 @@ def received_of_dim(a: DimEnd, b: DimEnd, fixed: Axes, mesh: Mesh, once: bool) -
     return Received(elements.reshape(shape), senders.reshape(shape))
 
 
-@lru_cache(maxsize=16384)
+@layout_cache(maxsize=16384)
 def shared_rows_of(src: DimEnd, dst: DimEnd) -> tuple[NDArray[np.int64], ...]:
     """`shared_rows` of the blocks of a dim under two shardings; of a short dim row by row."""
     if src.length * max(math.prod(end.sizes) for end in (src, dst)) > MOST_COMPARED:
@@ -237,7 +238,7 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> tuple[NDArray[np.int64], ...]:
     return pairs // parts, pairs % parts, rows[pairs]
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def rows_in_common(src: DimEnd, dst: DimEnd) -> NDArray[np.int64]:
     """Rows that every owner under `src` (first index) shares with every owner under `dst`."""
     receivers, givers, rows = shared_rows_of(src, dst)
