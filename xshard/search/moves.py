@@ -14,14 +14,12 @@ from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Dim
 from xshard.search.grid import Cut, Grid, State, grid
 from xshard.steps import Exchange, Traffic
+from xshard.steps.all_gather import gather_traffic
+from xshard.steps.all_reduce import all_reduce_traffic
+from xshard.steps.all_to_all import all_to_all_traffic
 from xshard.steps.base import DimCut
-from xshard.steps.collectives import (
-    all_reduce_traffic,
-    all_to_all_traffic,
-    gather_traffic,
-    reduce_scatter_traffic,
-)
 from xshard.steps.permute import permute_traffic
+from xshard.steps.reduce_scatter import reduce_scatter_traffic
 from xshard.steps.traffic import LinkSpans
 
 
