@@ -13,8 +13,8 @@ from itertools import chain, combinations, islice, pairwise, permutations
 from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
-from xshard.search.grid import Cut, State
 from xshard.search.moves import Move, SearchRoute, Space, move_cost
+from xshard.search.states import Cut, State
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
 MAX_WAYS = 16

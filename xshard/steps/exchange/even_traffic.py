@@ -217,6 +217,13 @@ def _digit_moves(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> DigitM
     return moves
 
 
+class Taken(NamedTuple):
+    """What one device takes from others: elements, and the number of their senders."""
+
+    elements: int
+    senders: int
+
+
 def digit_traffic(
     shape: Ints, src: LinkCuts, dst: LinkCuts, addends: Sequence[LinkSpan]
 ) -> Traffic | None:
@@ -237,36 +244,29 @@ def digit_traffic(
     if digits is None:
         return None
     moves = _digit_moves(digits, addends)
-    n_addends = math.prod([span.size for span in addends])
-    wanted = n_addends * math.prod(shape) // _n_parts(dst)
-    elements = (
-        wanted  # what a device takes from senders that share its coordinates on slower levels
-    )
-    senders = math.prod(moves.n_senders.values())
+    wanted = _wanted_elements(shape, dst, addends)
+    # What a device takes from the senders that share its coordinates on slower levels.
+    farther = Taken(wanted, math.prod(moves.n_senders.values()))
     equal = Equal()
     has_own_rows = True
     hops = []
     for level in sorted({span.level for span in moves.spans}):
         # From here on, the sender also shares the receiver's coordinates along spans of this level.
         n_alike = moves.n_senders.get(level, 1)
-        nearer_elements = elements // n_alike
-        nearer_senders = senders // n_alike
-        unmet = [dst for src, dst in moves.pairs.get(level, ()) if _join(equal, src, dst)]
+        nearer = Taken(farther.elements // n_alike, farther.senders // n_alike)
+        unmet = [pair.dst for pair in moves.pairs.get(level, ()) if _join(equal, *pair)]
         if unmet:
             # The busiest device differs from all its senders on this level.
             has_own_rows = False
-            received = elements
-            messages = senders
+            received = farther
         else:
-            received = elements - nearer_elements
-            messages = senders - nearer_senders
-        if received:
+            received = Taken(farther.elements - nearer.elements, farther.senders - nearer.senders)
+        if received.elements:
             axis = _longest_axis(moves.spans, level)
-            slack = _slack(level, unmet, nearer_elements)
-            hops.append(Hop(axis, received, messages, level, slack))
-        elements = nearer_elements
-        senders = nearer_senders
-    own = elements if has_own_rows else 0
+            slack = _slack(level, unmet, nearer.elements)
+            hops.append(Hop(axis, received.elements, received.senders, level, slack))
+        farther = nearer
+    own = farther.elements if has_own_rows else 0
     # Each box is packed by its sender and unpacked by its receiver.
     return Traffic(wanted - own, 2 * wanted, tuple(hops), own)
 
