@@ -81,9 +81,9 @@ class Search:
         """The moves worth trying."""
         return Successors(self.route)
 
-    @property
+    @cached_property
     def grid(self) -> Grid:
-        """The grid of the route."""
+        """The grid of the route: looked up once, since hot methods ask for it."""
         return self.route.grid
 
     def path(self) -> Path:

@@ -19,6 +19,7 @@ from xshard.layout.partition import block_length, misfit
 from xshard.notation.parser import Dim, Shard
 
 Cut = tuple[int, ...]  # the shards of one dim, outermost first, as numbers
+Cuts = tuple[Cut, ...]  # of all dims
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -35,12 +36,17 @@ class State(NamedTuple):
         b/dp s sum(cp)     State(cuts=((0,), ()), sums=(1,))
     """
 
-    cuts: tuple[Cut, ...]
+    cuts: Cuts
     sums: tuple[int, ...]
 
     def with_cut(self, d: int, cut: Cut) -> State:
         """Return the state with other shards of one dim."""
         return State((*self.cuts[:d], cut, *self.cuts[d + 1 :]), self.sums)
+
+
+def joined(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
+    """Add innermost shards to each dim: ((0,), ()) and ((), (1,)) -> ((0,), (1,))."""
+    return tuple(map(tuple.__add__, cuts, inner_cuts))
 
 
 class BlockLength(NamedTuple):

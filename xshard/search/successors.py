@@ -5,19 +5,17 @@ The order of the moves is fixed. Of paths that cost the same, a search keeps the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import combinations, combinations_with_replacement, pairwise, permutations, product
 
 from xshard.search.moves import Move, SearchRoute
-from xshard.search.states import Cut, State, remembered
+from xshard.search.states import Cut, Cuts, State, joined, remembered
 
 # Up to this many axes, dims and devices the step set is complete: the proof of optimality covers it.
 COMPLETE_AXES = 3
 COMPLETE_DIMS = 3
 COMPLETE_DEVICES = 64
 MAX_PERMUTES = 8  # rearrangements by permutation tried from one state of a large space
-
-Cuts = tuple[Cut, ...]  # of all dims
 
 
 class Successors:
@@ -72,7 +70,7 @@ class Successors:
             if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(free):
                 continue
             if self._may_cut(state, new_cuts):
-                yield Move("slice", new_cuts, State(_joined(state.cuts, new_cuts), state.sums))
+                yield Move("slice", new_cuts, State(joined(state.cuts, new_cuts), state.sums))
 
     def _usable_replicas(self, state: State) -> tuple[int, ...]:
         """List the usable axes that hold replicas."""
@@ -253,7 +251,7 @@ class Successors:
                     axes_of_dim[d].append(axis)
             orders = [permutations(axes) for axes in axes_of_dim]
             for inner_cuts in product(*orders):
-                cuts = _joined(self.pinned, inner_cuts)
+                cuts = joined(self.pinned, inner_cuts)
                 if all(map(self.grid.is_even, self.dims, cuts)):
                     all_cuts.append(cuts)
         return all_cuts
@@ -328,8 +326,3 @@ def _shared(cut: Cut, other: Cut) -> Cut:
 def _prefixes(cut: Cut) -> list[Cut]:
     """List the leading shards, all of them first: (0, 1) -> (0, 1), (0,), ()."""
     return [cut[:n] for n in range(len(cut), -1, -1)]
-
-
-def _joined(cuts: Iterable[Cut], inner_cuts: Iterable[Cut]) -> Cuts:
-    """Add innermost shards to each dim."""
-    return tuple(map(tuple.__add__, cuts, inner_cuts))
