@@ -29,8 +29,8 @@ from xshard.search.states import State
 from xshard.search.successors import Successors
 from xshard.steps import Permute
 
-# How many states of a directed space are settled before the best path so far is taken: once by nearness to
-# the goal, once by cost. Complete spaces are searched to the end.
+# How many states of a directed space are settled before the best path so far is taken: once by
+# nearness to the goal, once by cost. Complete spaces are searched to the end.
 MAX_SETTLED = 32
 DIGITS = 15  # of seconds that are compared: sums in another order are equal
 
@@ -93,6 +93,7 @@ class Search:
             return path
         if not self.exchanges:
             raise PlanError("no path of collectives leads there")
+        # The error says which limit would do.
         least = replace(self, memory_limit=None)._least_peak_bytes()
         raise too_large(self.memory_limit, least, "any plan needs")
 
@@ -115,6 +116,7 @@ class Search:
         free_of_cost: float = self.grid.block(start) + self.grid.block(goal)
         if self.grid.ended(start, goal):
             free_of_cost = math.inf
+        # The peak of the scaling step counts from the start.
         path = Path(0.0, 0, held, free_of_cost, ())
         if start == goal:
             return path
@@ -136,8 +138,8 @@ class Search:
         yield from self.successors.collectives(state)
         if nearest or not self.exchanges:
             return
-        # After any other exchange at least one more step communicates: the direct exchange includes all
-        # local changes. Only a sum may begin better locally.
+        # After any other exchange at least one more step communicates: the direct exchange includes
+        # all local changes. Only a sum may begin better locally.
         launch_s = self.grid.profile.launch("exchange")
         least = path.seconds + launch_s + self.grid.least_latency
         if not set(self.route.goal.sums) - set(state.sums):
@@ -167,7 +169,7 @@ class Search:
         return least
 
     def expected(self, state: State) -> float:
-        """Estimate the seconds of collectives to the goal, one for each axis that is to be changed."""
+        """Estimate the seconds of collectives to the goal, one for each axis that must change."""
         goal = self.route.goal
         goal_roles = self.grid.roles(goal)
         n_axes = len(self.grid.ended(state, goal))
@@ -183,7 +185,8 @@ class Search:
         price = move_cost(self.grid, move, state)
         if self.exceeds_limit(price.held):
             return None
-        # Among paths that hold the same, the plainest wins: local moves, then collectives, then exchanges.
+        # Among paths that hold the same, the plainest wins: local moves, then collectives, then
+        # exchanges.
         if move.kind == "exchange":
             plainness = 3
         elif price.received:
@@ -199,7 +202,10 @@ class Search:
         )
 
     def _has_same_blocks(self, state: State, after: State) -> bool:
-        """Check that both states have the same blocks: known for even shards, looked up for others."""
+        """Check that both states have the same blocks.
+
+        Even shards of equal length do; other blocks are compared.
+        """
         if self.grid.is_regular(state) and self.grid.is_regular(after):
             return True
         try:
@@ -253,6 +259,7 @@ class Exploration:
             bound, _, state, path = heapq.heappop(self.queue)
             if not self.nearest and bound >= self.best_rank:
                 return
+            # A state is queued again when a better path reaches it; the worse entry is left over.
             if state in self.settled:
                 continue
             self.settled.add(state)
@@ -268,13 +275,14 @@ class Exploration:
                     self._try(path, state, move)
 
     def _may_stop(self) -> bool:
-        """Check that a directed space has been searched enough: for a first path, or to improve one."""
+        """Check that a directed space has been searched enough: for a path, or to improve one."""
         return not self.search.successors.complete and (self.nearest or self.best is not None)
 
     def _try(self, path: Path, state: State, move: Move) -> None:
         """Follow a move, unless bounds show that a path as good is known."""
         search = self.search
         reached = self.reached.get(move.after, WORST)
+        # First with cheap bounds: the traffic of a move is dear.
         soonest = round(path.seconds + search.least_seconds_of(state, move), DIGITS)
         if soonest > reached.seconds or self._is_too_late(soonest, move.after):
             return
@@ -293,6 +301,7 @@ class Exploration:
         if self.nearest:
             self.push(longer.rank(search.expected(move.after), 1), move.after, longer)
             return
+        # At least one more move follows, and the plainest counts 1.
         bound = longer.rank(search.remaining(move.after), 1)
         if bound < self.best_rank:
             self.push(bound, move.after, longer)

@@ -1,7 +1,7 @@
 """Estimates of the seconds between two states, without a search.
 
-A contraction compares thousands of pairs of states. An estimate tries a few paths of a fixed form, and is
-close to the search where one of them is the cheapest.
+A contraction compares thousands of pairs of states. An estimate tries a few paths of a fixed form,
+and is close to the search where one of them is the cheapest.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ class Leg(NamedTuple):
 
 
 def estimate(grid: Grid, state: State, goal: State) -> float:
-    """Estimate the seconds between two states: of an exchange, or of one collective per kind of change.
+    """Estimate the seconds between two states.
+
+    The paths are one exchange, and one collective for each kind of change.
 
     Whichever takes fewer counts, also with reductions before the exchange or gathers after it.
     """
     if state == goal:
         return 0.0
+    # Spare replicas may take shares of what moves: with them, less crosses slow links.
     spare = grid.spare(state, goal, grid.changing(state, goal))
     least = _collectives_in_turn(grid, state, goal, ())
     if spare:
         least = min(least, _collectives_in_turn(grid, state, goal, spare))
+    # An exchange that begins a sum is not priced: it would have to be counted per device.
     if not set(goal.sums) - set(state.sums):
         for reduced in _reduced_first(grid, state, goal):
             least = _with_exchange(grid, reduced, goal, least)
@@ -43,7 +47,7 @@ def estimate(grid: Grid, state: State, goal: State) -> float:
 
 
 def _has_equal_lengths(grid: Grid, state: State, goal: State) -> bool:
-    """Check that the blocks of each dim are equally long on both sides, so that they may be permuted."""
+    """Check that the blocks of each dim are equally long on both sides: they may be permuted."""
     for d, (cut, goal_cut) in enumerate(zip(state.cuts, goal.cuts, strict=True)):
         if grid.length(d, cut) != grid.length(d, goal_cut):
             return False
@@ -51,7 +55,7 @@ def _has_equal_lengths(grid: Grid, state: State, goal: State) -> bool:
 
 
 def _with_exchange(grid: Grid, first: Leg, goal: State, least: float) -> float:
-    """Return the seconds of a first leg, an exchange, and perhaps a gather; `least` if that is fewer."""
+    """Price a first leg, an exchange, and perhaps a gather; return `least` if that is fewer."""
     below = least - first.seconds
     least = min(least, first.seconds + _exchange_seconds(grid, first.state, goal, below))
     for last in _before_gathers(grid, first.state, goal):
@@ -74,7 +78,7 @@ def _exchange_seconds(grid: Grid, state: State, goal: State, below: float) -> fl
 
 
 def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
-    """Yield the goal sharded over axes that are to hold replicas, each with the seconds to gather them.
+    """Yield the goal sharded over axes that are to hold replicas, and the seconds to gather them.
 
     First over all such axes, then over those that also shard at the start.
     """
@@ -150,11 +154,13 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
     block = grid.block(state)
     seconds = 0.0
     if changes.sliced or spare:
+        # Uneven blocks are taken as even: an estimate may be off by a row.
         block = max(1, block // grid.parts([*changes.sliced, *spare]))
         seconds += _copy_seconds(grid, block)
     if changes.ended:
         ended = changes.ended
         new_roles = grid.roles(goal)
+        # To scatter pays if shards are wanted, or if a gather follows in any case.
         if spare or gathered or any(a in new_roles for a in ended):
             in_place = all(a not in new_roles or new_roles[a].dim == 0 for a in ended)
             seconds += grid.collective_seconds("reduce_scatter", block, ended, in_place)

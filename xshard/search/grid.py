@@ -1,7 +1,7 @@
 """Grid: the states of one shape on one machine, with lower bounds for the seconds between them.
 
-A* needs a bound for what is left to do, and skips moves that their own bound rules out. A bound is never
-more than the price, and must cost less than the price to compute.
+A* needs a bound for what is left to do, and skips moves that their own bound rules out. A bound is
+never more than the price, and must cost less than the price to compute.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from xshard.search.links import LinkedStates
 from xshard.search.states import Cut, State, remembered
 from xshard.steps.exchange.even_traffic import node_lack
 
-# Shards that a grid numbers, before a new one takes its place: documents have other lengths at every
-# step of a training.
+# Shards that a grid numbers, before a new one takes its place: documents have other lengths at
+# every step of a training.
 MAX_SHARDS = 4096
 
 
@@ -56,11 +56,11 @@ class Grid(LinkedStates):
 
     @cached_property
     def _has_ports(self) -> bool:
-        """Whether nodes share ports: one may carry less than the busiest device receives over it."""
+        """Whether devices of a node share a port, whose load may be below the busiest device's."""
         return self.fabric.links[0].topology == "port"
 
     def least_received(self, state: State, goal: State) -> int:
-        """Bound the elements that the busiest device must receive on any path from a state to a goal."""
+        """Bound the elements that the busiest device must receive on any path, from below."""
         if state.sums != goal.sums:
             return self._least_reduced(state, goal)
         even = self.even_exchange(state, goal)
@@ -78,6 +78,7 @@ class Grid(LinkedStates):
         if n_addends == 1:
             return 0
         n_copies = self._span_product(self.free(goal), level)
+        # Of a sum that stays, each addend is reduced and moved by itself.
         n_kept = self.parts([a for a in goal.sums if a in state.sums])
         n_elements = math.prod(self.shape)
         return least_received(n_elements, self.mesh.n_devices, n_addends, n_copies, n_kept)
@@ -87,7 +88,7 @@ class Grid(LinkedStates):
         return math.prod([s.size for s in self.group(axes) if level is None or s.level == level])
 
     def least_crossing(self, state: State, goal: State) -> float:
-        """Bound the elements that some device must receive over the slowest links, on any path."""
+        """Bound the elements that some device must receive over the slowest links, from below."""
         has_one_speed = len(self.fabric.links) <= 1
         if has_one_speed or self.nodes is not None or state.sums != goal.sums:
             return 0.0
@@ -117,7 +118,8 @@ class Grid(LinkedStates):
     def least_reducing(self, state: State, goal: State) -> float:
         """Bound the seconds of any path more closely than `least_seconds`, if sums end.
 
-        A scatter takes a message from each other addend in turn; an all-reduce goes up and down a tree.
+        A scatter takes a message from each other addend in turn, an all-reduce goes up and down
+        a tree.
         """
         received = self.least_received(state, goal)
         if not received:
@@ -139,13 +141,15 @@ class Grid(LinkedStates):
         """Bound the seconds of an exchange from below, without counting its traffic."""
         demand = self._exchange_demand(state, after)
         slowest = self.fabric.links[0]
+        # Node-local senders: which elements cross nodes is not known without counting.
         is_node_local = self.nodes is not None and not self.ended(state, after)
         far = 0 if is_node_local else max(0, demand.wanted - demand.in_node)  # over slowest links
         n_copies = 1 if self.profile.rounds else 2  # an exchange in rounds packs nothing
         seconds = demand.wanted * n_copies / self.profile.copy_bytes_per_s
-        if not self._has_ports:
+        if not self._has_ports:  # a port may carry less than its devices receive
             near = max(0, demand.wanted - far - demand.already_local)
             seconds += far / slowest.bytes_per_s + near / self.fastest
+        # At least as many messages as there are blocks to take from, far ones first.
         far_messages = -(-far // max(1, demand.max_per_sender))
         near_messages = demand.min_senders - far_messages
         if demand.already_local:

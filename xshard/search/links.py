@@ -1,7 +1,7 @@
 """The links between devices, and what steps from one state to another send over them.
 
-Traffic is looked up by small keys, and counted for thousands of pairs of states: closed forms come first,
-then tables by dim. Only a few kinds of shards are counted message by message.
+Traffic is looked up by small keys, and counted for thousands of pairs of states: closed forms come
+first, then tables by dim. Only a few kinds of shards are counted message by message.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ class LinkedStates(States):
     def spare(self, state: State, goal: State, changing: Iterable[int]) -> list[int]:
         """List the axes with replicas on both sides that can take shares of what has to move.
 
-        Unless a sum ends, shares pay only on links that are faster than the slowest along `changing`.
+        Unless a sum ends, shares pay only on links that are faster than the slowest along
+        `changing`.
         """
+        # With nothing to change, level 0 stands for the slowest links there are.
         slowest = min((self.levels(a)[0] for a in changing), default=0)
         free_at_goal = set(self.free(goal))
         is_any_worth = bool(self.ended(state, goal))
@@ -121,6 +123,7 @@ class LinkedStates(States):
             return even
         if self.nodes is not None and state.sums == after.sums:
             return node_local_traffic(self.sharding(state), self.sharding(after), self.nodes)
+        # Tables by dim know of no new sums, and hold 64-bit integers.
         begins = set(after.sums) - set(state.sums)
         most_elements = math.prod(self.shape) * self.mesh.n_devices**2
         if begins or most_elements >= MOST_COUNTED:
@@ -157,7 +160,7 @@ class LinkedStates(States):
         return tuple(cuts)
 
     def _counted(self, state: State, after: State) -> Traffic:
-        """Count as `counted_traffic` does, from tables by dim: a search asks for thousands of pairs."""
+        """Count as `counted_traffic` does, from tables by dim, for thousands of pairs of states."""
         mesh, factors, levels = self._span_axes
         ended = [axis for a in self.ended(state, after) for axis in factors[self.axes[a]]]
         moved = [axis for a in self.changing(state, after) for axis in factors[self.axes[a]]]

@@ -1,12 +1,12 @@
 """Moves from state to state: the steps that they stand for, and what each costs.
 
-A move is a step that is not built yet. A search makes thousands of moves and prices most of them; only
-those of the cheapest path become steps.
+A move is a step that is not built yet. A search makes thousands of moves and prices most of them;
+only those of the cheapest path become steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ from xshard.steps.base import DimCut
 class Move(NamedTuple):
     """A step not yet built: its kind, the data of the kind, and the state that results.
 
-    The data are plain tuples, since a search makes them by the thousand. Shards are numbers, innermost
-    shards are counted, and dims are indices:
+    The data are plain tuples, since a search makes them by the thousand. Shards are numbers,
+    innermost shards are counted, and dims are indices:
 
         all_gather, embed       (dim, number of innermost shards that leave it)
         reduce_scatter          (dim, new shards)
         slice                   for each dim, its new shards
-        all_to_all              (dim, number of innermost shards that leave it, other dim, its new shards)
+        all_to_all              (dim, number of innermost shards that leave it, dim, new shards)
         all_reduce, mask        (axes,)
         permute, exchange       ()
     """
@@ -66,7 +66,7 @@ class SearchRoute:
 
 @dataclass(frozen=True)
 class Space:
-    """The route between two shardings in normal form without copies, with the names of their dims."""
+    """The route between two shardings in normal form without copies, with the names of dims."""
 
     start: Sharding
     goal: Sharding
@@ -86,6 +86,7 @@ class Space:
     @cached_property
     def op(self) -> str:
         """The kind of reduction in these layouts."""
+        # Tags of one request have one kind: `check_moves` refuses others.
         for tag_kind, _ in (*self.start.layout.tags, *self.goal.layout.tags):
             return tag_kind
         return "sum"
@@ -116,7 +117,7 @@ class Space:
 
     def steps(self, moves: Iterable[tuple[State, Move]]) -> tuple[steps.Step, ...]:
         """Build the steps of some moves, each given with the state before it."""
-        return tuple(STEPS[move.kind](self, move, state) for state, move in moves)
+        return tuple(_step(self, move, state) for state, move in moves)
 
 
 class MoveCost(NamedTuple):
@@ -129,6 +130,7 @@ class MoveCost(NamedTuple):
 
 def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
     """Price a move from a state; each price is computed once for all searches on the grid."""
+    # Hot. The data of a move follow from the two states, and need not be in the key.
     key = move.kind, state, move.after
     cached: MoveCost | None = grid.costs.get(key)
     if cached is not None:
@@ -186,61 +188,33 @@ def _leaving_cut(move: Move, state: State) -> Cut:
     return state.cuts[dim][-n_shards:]
 
 
-def _all_gather(space: Space, move: Move, state: State) -> steps.Step:
+def _step(space: Space, move: Move, state: State) -> steps.Step:
+    """Build the step that a move stands for."""
+    match move.kind:
+        case "permute":
+            return steps.Permute(space.layout(move.after))
+        case "exchange":
+            return space.exchange(space.layout(state), space.layout(move.after))
+        case "slice":
+            cuts = [space.dim_cut(d, new_cut) for d, new_cut in enumerate(move.data) if new_cut]
+            return steps.Slice(tuple(cuts))
+        case "mask":
+            [axes] = move.data
+            return steps.Mask(space.grid.names(axes))
+        case "all_reduce":
+            [axes] = move.data
+            return steps.AllReduce(space.grid.names(axes), space.op)
+        case "reduce_scatter":
+            d, new_cut = move.data
+            dim, shards = space.dim_cut(d, new_cut)
+            return steps.ReduceScatter(dim, shards, space.op)
+
+    # In the others, innermost shards leave a dim.
     dim, shards = space.dim_cut(move.data[0], _leaving_cut(move, state))
-    return steps.AllGather(dim, shards)
-
-
-def _all_reduce(space: Space, move: Move, state: State) -> steps.Step:
-    [axes] = move.data
-    return steps.AllReduce(space.grid.names(axes), space.op)
-
-
-def _reduce_scatter(space: Space, move: Move, state: State) -> steps.Step:
-    d, new_cut = move.data
-    dim, shards = space.dim_cut(d, new_cut)
-    return steps.ReduceScatter(dim, shards, space.op)
-
-
-def _all_to_all(space: Space, move: Move, state: State) -> steps.Step:
-    src, _, dst, new_cut = move.data
-    src_dim, src_shards = space.dim_cut(src, _leaving_cut(move, state))
+    if move.kind == "all_gather":
+        return steps.AllGather(dim, shards)
+    if move.kind == "embed":
+        return steps.Embed(dim, shards)
+    _, _, dst, new_cut = move.data
     dst_dim, dst_shards = space.dim_cut(dst, new_cut)
-    return steps.AllToAll(src_dim, src_shards, dst_dim, dst_shards)
-
-
-def _permute(space: Space, move: Move, state: State) -> steps.Step:
-    return steps.Permute(space.layout(move.after))
-
-
-def _exchange(space: Space, move: Move, state: State) -> steps.Step:
-    return space.exchange(space.layout(state), space.layout(move.after))
-
-
-def _slice(space: Space, move: Move, state: State) -> steps.Step:
-    cuts = [space.dim_cut(d, new_cut) for d, new_cut in enumerate(move.data) if new_cut]
-    return steps.Slice(tuple(cuts))
-
-
-def _embed(space: Space, move: Move, state: State) -> steps.Step:
-    dim, shards = space.dim_cut(move.data[0], _leaving_cut(move, state))
-    return steps.Embed(dim, shards)
-
-
-def _mask(space: Space, move: Move, state: State) -> steps.Step:
-    [axes] = move.data
-    return steps.Mask(space.grid.names(axes))
-
-
-# How the step of each kind of move is built.
-STEPS: dict[str, Callable[[Space, Move, State], steps.Step]] = {
-    "all_gather": _all_gather,
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "permute": _permute,
-    "exchange": _exchange,
-    "slice": _slice,
-    "embed": _embed,
-    "mask": _mask,
-}
+    return steps.AllToAll(dim, shards, dst_dim, dst_shards)

@@ -1,4 +1,8 @@
-"""Paths between layouts with overlaps: other overlaps go first and are rebuilt last, one dim at a time."""
+"""Paths between layouts with overlaps.
+
+Overlaps that change are taken away first and rebuilt last, one dim at a time. In between, the
+search moves plain shards.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,8 @@ def best_path(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, limit: int | None
 ) -> Steps:
     """Find the cheapest path. Raises PlanError if none fits the limit of bytes."""
-    # If every block holds everything, sharding changes nothing, but a step must still rename the axis.
+    # If every block holds everything, sharding changes nothing, but a step must still rename the
+    # axis.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
     candidates: list[Candidate] = []
@@ -65,6 +70,7 @@ def _candidate(
         peak_bytes = max(peak_bytes, cost.peak_bytes)
         largest = max(largest, after.max_local_size)
         before = after
+    # A path through blocks larger than both ends is taken only if there is no other.
     is_larger = largest > max(start.max_local_size, goal.max_local_size)
     return Candidate(is_larger, seconds, number, peak_bytes, steps)
 
@@ -94,7 +100,7 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
 
 
 def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
-    """Raise PlanError or DtypeError if the values at the ends of a dim do not fit sums or the dtype."""
+    """Raise PlanError or DtypeError if values at the ends of a dim fit no sum, or not the dtype."""
     for end in ends_of(dim.overlap):
         if end.value and layout.tagged("sum", "mean"):
             reason = f"'{layout}' fills addends with {end}, whose sum is another number"
@@ -145,7 +151,7 @@ def _missing_rows(end: DimEnd) -> Runs:
 
 
 def _first_common(rows: Runs, blocks: Iterable[Runs]) -> int | None:
-    """Return the first of some rows, in ascending order, that is also in a block; None if none is."""
+    """Return the first of some ascending rows that is also in a block; None if none is."""
     if not rows:
         return None
     first_rows = met(pieces((rows,)), pieces(blocks))[2]
@@ -181,7 +187,10 @@ def _without_overlaps(sharding: Sharding, kept_dims: Sequence[int]) -> Sharding:
 def _layouts(
     start: Sharding, goal: Sharding, one_by_one: tuple[type[Overlap], ...]
 ) -> list[Layout]:
-    """List layouts from `start` to `goal`: some kinds of overlaps dim by dim, then the rest at once."""
+    """List the layouts on the way from `start` to `goal`.
+
+    Dims with overlaps of the kinds `one_by_one` change one after the other, then the rest at once.
+    """
     goal_dims = goal.layout.dims
     dims = list(start.layout.dims)
     changed = [d for d, dim in enumerate(dims) if dim != goal_dims[d]]
@@ -206,14 +215,14 @@ def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
         waiting: set[int | None] = set()
         for d in left:
             waiting.update(other for other in _waiting(goal, d) if other != d)
-        ready = [d for d in left if d not in waiting]
+        ready = [d for d in left if d not in waiting]  # none if all wait for each other
         group = ready[:1] if ready else left
         yield group
         left = [d for d in left if d not in group]
 
 
 def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:
-    """Yield the dims that the poles of a dim roll, and those with constants that they would negate."""
+    """Yield the dims that the poles of a dim roll, or with constants that they would negate."""
     dims = goal.layout.dims
     for end in ends_of(dims[d].overlap):
         if end.kind == "pole":
@@ -285,6 +294,6 @@ def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> S
     steps = space.steps(Search(space.route, None).path().moves)
     for step in steps:
         sharding = step.after(sharding)
-        if disguise.is_sharded(sharding):
+        if disguise.is_sharded(sharding):  # the real dim cannot be sharded further
             return (Exchange(goal.layout),)
     return [disguise.taken_off(step) for step in steps]

@@ -26,7 +26,7 @@ OBJECTIVES = (FORWARD, BOTH)  # the passes that a plan is cheapest for
 class Request:
     """An array of `shape` under `src` on one mesh is to be under `dst` on another, or on the same.
 
-    src_devices, dst_devices: the number of each device, in the order of its mesh; a range for 0, 1, 2, ...
+    src_devices, dst_devices: the number of each device, in the order of its mesh, often a range.
     scale: a constant to multiply by. None: by the layouts, 1/n for a mean over n that ends.
     memory_limit: bytes that no device may exceed.
     relabel: whether devices may change places in `dst_mesh`.
@@ -126,7 +126,7 @@ class Request:
         return replace(self, src=src, dst=dst, shape=(n, *self.shape), memory_limit=None)
 
     def between(self, start: Sharding, end: Sharding, devices: Devices, scale: Fraction) -> Request:
-        """Return the request for a part of the way, on one mesh, with no memory limit of its own."""
+        """Return the request for a part of the way, on one mesh; it has no memory limit."""
         return Request.on(
             start.mesh,
             start.layout,
@@ -185,6 +185,7 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
     Raises:
         MeshError: They are no numbers >= 0, too few, too many, or not all different.
     """
+    # A range is short for what most meshes have, and quick to compare and hash.
     whole = range(mesh.n_devices)
     if devices is None or (isinstance(devices, range) and devices == whole):
         return whole
@@ -193,7 +194,7 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
         reason = f"the devices of the {end} are {shown(devices)}"
         raise MeshError(reason, hint="one number per device, as in (0, 1)")
     for number in numbers:
-        if type(number) is not int or number < 0:
+        if type(number) is not int or number < 0:  # True is an int, but no device
             hint = "devices are whole numbers >= 0"
             raise MeshError(f"device {number!r} of the {end}", hint=hint)
     if len(numbers) != mesh.n_devices:

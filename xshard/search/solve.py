@@ -1,4 +1,7 @@
-"""The cheapest steps between two shardings: the search, with copies, scales and overlaps around it."""
+"""The cheapest steps between two shardings: the search, and what it does not see.
+
+The search knows neither copies, nor factors, nor overlaps: they are added around it.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,7 @@ def solve(request: Request) -> Solution:
     check_moves(source, target, request.dtype)
     start = source.with_layout(source.normal)
     goal = target.with_layout(target.normal)
+    # Copies are equal to replicas; only the last steps need to know which they leave.
     bare_start = without_copies(start)
     bare_goal = without_copies(respelled(goal, start))
     split: Split = ()
@@ -87,7 +91,10 @@ def _normal_on(fine: SubAxisMesh, sharding: Sharding) -> Sharding:
 def best_path(
     route: SearchRoute, memory_limit: int | None = None, scaled: int = 0
 ) -> Path | SubAxisPath:
-    """Find the cheapest path, for all names of dims and copies. Raises PlanError if none fits the limit."""
+    """Find the cheapest path, for all names of dims and copies.
+
+    Raises PlanError if none fits the limit.
+    """
     path = Search(route, memory_limit, scaled=scaled).path()
     on_sub_axes = best_sub_axis_path(route, path, memory_limit)
     return path if on_sub_axes is None else on_sub_axes
@@ -174,7 +181,7 @@ def _with_copies_after(step: Step, copies: tuple[str, ...]) -> Step:
         return replace(step, copies=tuple(a for a in axes_of(step.shards) if a in copies))
     if isinstance(step, AllReduce):
         return replace(step, copies=tuple(a for a in step.axes if a in copies))
-    if isinstance(step, Exchange | Permute):
+    if isinstance(step, Exchange | Permute):  # they name the whole layout afterwards
         free = [a for a in copies if a not in step.to.axes]
         return replace(step, to=with_tag(step.to, "copy", free))
     return step

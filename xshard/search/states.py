@@ -1,8 +1,8 @@
 """States: the layouts of arrays of one shape on one mesh, as small tuples of numbers.
 
-A search compares and hashes layouts by the hundred thousand. So each shard gets a number, and a layout
-becomes a `State`, a tuple of tuples of numbers. `States` numbers the shards, and knows how many rows and
-elements blocks have. It knows nothing of links or of seconds.
+A search compares and hashes layouts by the hundred thousand. So each shard gets a number, and a
+layout becomes a `State`, a tuple of tuples of numbers. `States` numbers the shards, and knows how
+many rows and elements blocks have. It knows nothing of links or of seconds.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ R = TypeVar("R")
 
 
 class State(NamedTuple):
-    """A layout without copy tags: the shards of every dim, and the axes that hold addends, as numbers.
+    """A layout without copy tags: the shards of each dim, and the axes that hold addends.
 
-    On a mesh dp=2, cp=4 axis dp is number 0 and cp is number 1. A shard over one whole axis in block
-    order has the number of the axis; all others, such as zigzag(cp), get the next free number, here 2:
+    Shards and axes are numbers. On a mesh dp=2, cp=4 axis dp is number 0, and cp is number 1. A
+    contiguous shard over one axis has the number of its axis. Others get the next free number as
+    they come, here zigzag(cp) the number 2:
 
         b s/cp c           State(cuts=((), (1,), ()), sums=())
         b s c/cp           State(cuts=((), (), (1,)), sums=())
         b/dp s/zigzag(cp)  State(cuts=((0,), (2,)), sums=())
-        b/dp s sum(cp)     State(cuts=((0,), ()), sums=(1,))
+        b/dp s | sum(cp)   State(cuts=((0,), ()), sums=(1,))
     """
 
     cuts: Cuts
@@ -66,14 +67,14 @@ class AxisRole(NamedTuple):
 class remembered(Generic[P, R]):  # noqa: N801, a decorator
     """A method that an object computes once for each tuple of arguments.
 
-    The cache belongs to the object and dies with it; `functools.cache` on a method would keep the object.
+    The cache belongs to the object and dies with it, where `functools.cache` would keep the object.
     """
 
     def __init__(self, method: Callable[Concatenate[Any, P], R]) -> None:
         self.method = method
 
     def __get__(self, owner: Any, _: type) -> Callable[P, R]:
-        """Put a cache in the object's own dict, where later look-ups find it without coming here."""
+        """Put a cache in the object's own dict, where later look-ups find it first."""
         cached = cache(partial(self.method, owner))
         owner.__dict__[self.method.__name__] = cached
         return cached  # type: ignore[return-value]  # typeshed's cache takes any hashable
@@ -131,7 +132,7 @@ class States:
         return math.prod([self.sizes[s] for s in cut])
 
     def is_plain(self, cut: Iterable[int]) -> bool:
-        """Check that each shard is contiguous, over one axis: such shards have the lowest numbers."""
+        """Check that each shard is contiguous over one axis; these have the lowest numbers."""
         return max(cut, default=0) < len(self.axes)
 
     @remembered

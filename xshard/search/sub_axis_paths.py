@@ -1,7 +1,8 @@
 """Paths over sub-axes: slice replicas until blocks match, permute whole blocks, gather the rest.
 
-If shards over `x` of 4 become shards over `y` of 2, half of `x` may stand for `y`, so that only the other
-half is gathered. Every dim is sharded into the least common multiple of its parts, by free axes.
+If shards over `x` of 4 become shards over `y` of 2, half of `x` may stand for `y`, so that only the
+other half is gathered. Every dim is sharded into the least common multiple of its parts, by free
+axes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LEAST_GAIN = 1e-9  # of the seconds: less is rounding
 
 
 class Needs(NamedTuple):
-    """For each dim, the factor by which the start, and the goal, is sharded further so that they match.
+    """The factors by which start and goal have to shard each dim further so that they match.
 
     "n/x" on x=4 and "n/y" on y=6 have 12 parts in common: the needs are (3,) and (2,).
     """
@@ -69,6 +70,7 @@ def best_sub_axis_path(
         return None  # equal parts are permuted without sub-axes
     if grid.least_seconds(route.start, route.goal) >= path.seconds:
         return None
+    # Search on the finest sub-axes; the path that is found is written with as few as possible.
     split = tuple(_finest_split(route))
     if not split:
         return None
@@ -85,7 +87,7 @@ def best_sub_axis_path(
 
 
 def _needs(route: SearchRoute) -> Needs | None:
-    """Find the factors by which both sides must shard each dim further; None if they cannot match."""
+    """Find how much further both sides must shard each dim; None if they cannot match."""
     grid = route.grid
     start = route.start
     goal = route.goal
@@ -194,6 +196,7 @@ def _cheapest(
     goal_axes = [a for a in route.grid.free(goal) if a in axes]
     slices = list(islice(_new_cuts(route, start_axes, needs.start), MAX_WAYS))
     best: SubAxisPath | None = None
+    # The permutation leads to `arrival`: the goal with extra shards, which are then gathered.
     for gathered in islice(_new_cuts(route, goal_axes, needs.goal), MAX_WAYS):
         arrival = State(joined(goal.cuts, gathered), goal.sums)
         gathers = _best_gathers(route, arrival, gathered, limit)
@@ -219,7 +222,7 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> 
     grid = route.grid
     tried: set[tuple[object, ...]] = set()
     for n in range(len(free) + 1):
-        for cut in reversed(list(combinations(free, n))):
+        for cut in reversed(list(combinations(free, n))):  # the innermost axes first
             if grid.parts(cut) != needs[0]:
                 continue
             kinds = tuple((grid.mesh.origin(grid.axes[a]), grid.levels(a)) for a in cut)
@@ -325,7 +328,7 @@ def _stay_together(outer: int, inner: int, moves: Moves) -> bool:
             if outer in cut or inner in cut:
                 if (outer, inner) not in pairwise(cut):
                     return False
-                break
+                break  # an axis shards one dim at most
     return True
 
 
@@ -336,7 +339,7 @@ def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[S
     data: tuple[Any, ...] = move.data
     if move.kind == "slice":
         data = tuple(new[len(old) :] for old, new in zip(before.cuts, after.cuts, strict=True))
-    elif move.kind == "all_gather":
+    elif move.kind == "all_gather":  # of fewer shards, now that some are one
         d = move.data[0]
         data = (d, len(before.cuts[d]) - len(after.cuts[d]))
     return before, Move(move.kind, data, after)

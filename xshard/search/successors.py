@@ -11,7 +11,7 @@ from itertools import combinations, combinations_with_replacement, pairwise, per
 from xshard.search.moves import Move, SearchRoute
 from xshard.search.states import Cut, Cuts, State, joined, remembered
 
-# Up to this many axes, dims and devices the step set is complete: the proof of optimality covers it.
+# Up to so many axes, dims and devices all moves are tried: the proof of optimality covers them.
 COMPLETE_AXES = 3
 COMPLETE_DIMS = 3
 COMPLETE_DEVICES = 64
@@ -43,6 +43,7 @@ class Successors:
     @remembered
     def collectives(self, state: State) -> tuple[Move, ...]:
         """List the moves worth trying from a state, except exchanges."""
+        # Of paths that cost the same, the one with the moves of the first kinds wins.
         moves = [*self._reductions(state)]
         moves += self._slices(state)
         moves += self._all_to_alls(state)
@@ -65,8 +66,10 @@ class Successors:
         if not free or not state.cuts:  # a scalar has no dims to shard
             return
         options = self._all_new_cuts if self.complete else self._some_new_cuts
+        # A dict keeps the order and drops what comes twice; a set would lose the order.
         for new_cuts in dict.fromkeys(options(state, free)):
             axes = [a for cut in new_cuts for a in self.grid.axes_in(cut)]
+            # An axis shards once at most, and only if it holds replicas.
             if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(free):
                 continue
             if self._may_cut(state, new_cuts):
@@ -87,6 +90,7 @@ class Successors:
 
     def _all_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[Cuts]:
         """Yield shards that slices may add: the goal's first, then any free axes in any order."""
+        # The goal's shards may be of any order, or uneven; others are whole axes.
         wanted = [self._wanted(d, cut) for d, cut in enumerate(state.cuts)]
         prefixes = [_prefixes(cut) for cut in wanted]
         yield from product(*prefixes)
@@ -121,6 +125,7 @@ class Successors:
         for src, cut in enumerate(state.cuts):
             for n in range(1, self._n_movable(src, cut) + 1):
                 moving = cut[-n:]
+                # An all-to-all sends pieces of one size.
                 if not self._is_evenly_cut(src, cut[:-n], moving):
                     continue
                 without_moving = state.with_cut(src, cut[:-n])
@@ -150,7 +155,7 @@ class Successors:
 
     def _reductions(self, state: State) -> Iterator[Move]:
         """Yield reductions of sums that end: to replicas, or to new shards of a dim."""
-        for axes in self._subsets(self._ending(state)):
+        for axes in self._subsets(self.grid.ended(state, self.goal)):
             after = State(state.cuts, tuple(a for a in state.sums if a not in axes))
             yield Move("all_reduce", (axes,), after)
             for d, cut in enumerate(state.cuts):
@@ -172,7 +177,7 @@ class Successors:
 
     def _into_sums(self, state: State) -> Iterator[Move]:
         """Yield moves that begin a sum, out of shards or out of replicas."""
-        begun = self._beginning(state)
+        begun = self.grid.ended(self.goal, state)  # from the goal back they end
         for d, cut in enumerate(state.cuts):
             for n in range(1, len(cut) + 1):
                 axes = self.grid.axes_in(cut[-n:])
@@ -214,7 +219,7 @@ class Successors:
         if self.complete:
             yield from self._all_exchanges(state)
             return
-        # The goal sharded further, to be gathered.
+        # The goal sharded further, to be gathered over links that the exchange would fill.
         for axes in self._subsets(self._usable_replicas(self.goal)):
             for d, cut in enumerate(self.goal.cuts):
                 if self._is_evenly_cut(d, cut, axes):
@@ -223,20 +228,13 @@ class Successors:
     def _all_exchanges(self, state: State) -> Iterator[Move]:
         """Yield exchanges to every even state that has some of the sums that end, or begin."""
         kept = tuple(a for a in state.sums if a in self.goal.sums)
-        beginning = self._beginning(state)
-        for still_there in ((), *self._subsets(self._ending(state))):
+        ending = self.grid.ended(state, self.goal)
+        beginning = self.grid.ended(self.goal, state)
+        for still_there in ((), *self._subsets(ending)):
             for already_there in ((), *self._subsets(beginning)):
                 sums = tuple(sorted((*kept, *still_there, *already_there)))
                 for cuts in self._all_cuts(sums):
                     yield Move("exchange", (), State(cuts, sums))
-
-    def _ending(self, state: State) -> tuple[int, ...]:
-        """List the axes with a sum that has to end."""
-        return self.grid.ended(state, self.goal)
-
-    def _beginning(self, state: State) -> tuple[int, ...]:
-        """List the axes along which a sum has to begin."""
-        return self.grid.ended(self.goal, state)
 
     @remembered
     def _all_cuts(self, sums: tuple[int, ...]) -> list[Cuts]:
@@ -304,7 +302,7 @@ class Successors:
         return goal_cut[n_shards:] if goal_cut[:n_shards] == cut else ()
 
     def _n_movable(self, d: int, cut: Cut) -> int:
-        """Count the shards of a dim that may leave it: on large spaces, the goal's leading ones stay."""
+        """Count the innermost shards that may leave a dim; on large spaces, the goal's stay."""
         staying = self.pinned[d] if self.complete else _shared(cut, self.goal.cuts[d])
         return len(cut) - len(staying)
 

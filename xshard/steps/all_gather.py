@@ -1,6 +1,7 @@
 """AllGather and its dual Slice: blocks are concatenated, or each device keeps its part.
 
-The adjoint of a gather to replicas is a slice; to copies, whose cotangents add up, a reduce-scatter.
+The adjoint of a gather to replicas is a slice; to copies, whose cotangents add up, a
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class AllGather(Step):
     copies: tuple[str, ...] = ()
 
     def after(self, before: Sharding) -> Sharding:
-        base.check_even(before, self.dim, self.shards)
+        base.check_even(before, self.dim, self.shards)  # a collective sends pieces of one size
         layout = base.without_inner(before.layout, self.dim, self.shards)
         return before.with_layout(base.freed(layout, axes_of(self.shards), self.copies))
 
@@ -59,6 +60,7 @@ class AllGather(Step):
         parts = even_parts(before, self.dim, self.shards)
         results = []
         for device in range(before.mesh.n_devices):
+            # `empty`: the parts of all members together are the whole block.
             out = np.empty(after.local_shape(device), blocks[device].dtype)
             members = before.mesh.group(device, axes_of(self.shards))
             for part, member in zip(parts, members, strict=True):
@@ -73,8 +75,8 @@ class AllGather(Step):
 def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
     """Count the traffic of an all-gather of blocks of `block` elements.
 
-    The slowest links come first, while blocks are small: 3 elements over spans of 2, then 4, take hops of
-    3 and 18 elements, and leave 24.
+    The slowest links come first, while blocks are small: 3 elements over spans of 2, then 4, take
+    hops of 3 and 18 elements, and leave 24.
 
     Args:
         block: Elements of each block before.

@@ -1,4 +1,7 @@
-"""AllReduce: a sum, max or min ends in full blocks. Its adjoint, from sum to copies, is an all-reduce too."""
+"""AllReduce: a sum, max or min ends in full blocks.
+
+The adjoint of a sum to copies is an all-reduce too; that of a sum to replicas is a retag.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from xshard.steps.traffic import (
 
 @dataclass(frozen=True)
 class AllReduce(Step):
-    """Every device of a group gets the reduction of the group's blocks: "n d sum(x)" -> "n d".
+    """Every device of a group gets the reduction of the group's blocks: "n d | sum(x)" -> "n d".
 
     axes: axes under the tag `op`; they form the group.
     copies: the axes that hold copies afterwards; the others hold replicas.

@@ -1,4 +1,4 @@
-"""AllToAll: axes move from one dim to another. Its adjoint moves them back, and is an all-to-all too."""
+"""AllToAll: axes move from one dim to another. Its adjoint, an all-to-all too, moves them back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from xshard.steps.traffic import (
 
 @dataclass(frozen=True)
 class AllToAll(Step):
-    """Every device sends each member of its group that member's part of `dst_dim`: "s/x c" -> "s c/x".
+    """Every device sends each member of its group that member's part of `dst_dim`.
+
+    Axes move from one dim to another, as in "s/x c" -> "s c/x".
 
     src_shards: the innermost shards of `src_dim`, which are removed; their axes form the group.
     dst_shards: the new innermost shards of `dst_dim`, over the same axes, in any order.
@@ -55,7 +57,7 @@ class AllToAll(Step):
         return pairs_in_groups(before.mesh, axes, before.max_local_size // before.mesh.size(*axes))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        """Take this device's part of `dst_dim` from each member, and put it at that member's shard."""
+        """Take own part of `dst_dim` from each member; put it where its shard of `src_dim` lay."""
         mesh = before.mesh
         after = self.after(before)
         src_dim = before.dim_index(self.src_dim)
@@ -82,8 +84,9 @@ class AllToAll(Step):
 def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
     """Count the traffic of an all-to-all of blocks of `block` elements.
 
-    Each pair of devices is joined by the slowest link along which they differ. Of 8 devices in spans of
-    2 (slow) and 4, a device receives from 4 over the slow links, and from 3 over the fast ones.
+    Each pair of devices is joined by the slowest link along which they differ. Of 8 devices in
+    spans of 2 (slow) and 4, a device receives from 4 over the slow links, and from 3 over the fast
+    ones.
     """
     n_near = math.prod(span.size for span in group)  # devices not told apart by slower spans
     piece = block // n_near

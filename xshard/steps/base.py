@@ -1,7 +1,8 @@
-"""Step, the base class of all steps, and the changes of layouts and blocks that several steps share.
+"""Step, the base class of all steps, and the changes of layouts and blocks that several share.
 
-A step is frozen data. It knows its effect on a sharding, its traffic, and its meaning in numpy; it knows
-nothing of seconds, of plans, or of the framework that executes it. Shardings are in normal form.
+A step is frozen data. It knows its effect on a sharding, its traffic, and its meaning in numpy; it
+knows nothing of seconds, of plans, or of the framework that executes it. Shardings are in normal
+form.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ REDUCERS: dict[str, Callable[[Block, Block], Block]] = {
 
 
 class Step(ABC):
-    """One collective or local change of all blocks. Subclasses are frozen dataclasses of plain values.
+    """One collective or local change of all blocks.
+
+    Subclasses are frozen dataclasses of plain values.
 
     `AllGather("n", (Shard(("x",)),)).after` of the sharding "n/x d" is the sharding "n d".
     """
@@ -48,7 +51,10 @@ class Step(ABC):
 
     @abstractmethod
     def after(self, before: Sharding) -> Sharding:
-        """Return the sharding that the step leads to. Raises PlanError if the step does not apply."""
+        """Return the sharding that the step leads to.
+
+        Raises PlanError if the step does not apply.
+        """
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         """Count the elements that the busiest device receives and copies.
@@ -100,7 +106,10 @@ def without_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout
 
 
 def with_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
-    """Add innermost shards to a dim: "n/x" with y -> "n/x/y". Raises PlanError for an unknown dim."""
+    """Add innermost shards to a dim: "n/x" with y -> "n/x/y".
+
+    Raises PlanError for an unknown dim.
+    """
     if dim not in layout.names:
         raise PlanError(f"no dim {dim!r} in '{layout}'")
     return _with_shards(layout, dim, layout.dim(dim).shards + shards)
@@ -117,7 +126,7 @@ def _with_shards(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
 
 
 def with_tag(layout: Layout, kind: str, axes: Sequence[str]) -> Layout:
-    """Tag axes as holding a "sum", "max", "min" or "copy"; without axes the layout stays as it is."""
+    """Tag axes, if there are any, as holding a "sum", "max", "min" or "copy"."""
     if not axes:
         return layout
     return replace(layout, tags=(*layout.tags, (kind, tuple(axes))))
@@ -135,8 +144,8 @@ def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
 def freed(layout: Layout, axes: Sequence[str], copies: Sequence[str]) -> Layout:
     """Return the layout after a gather or reduction over `axes`.
 
-    The axes in `copies` hold copies from then on, the others replicas. Raises PlanError if a copy is not
-    among the axes.
+    The axes in `copies` hold copies from then on, the others replicas. Raises PlanError if a copy
+    is not among the axes.
     """
     if not set(copies) <= set(axes):
         raise PlanError(f"copies {tuple(copies)} are not among the axes {tuple(axes)}")
@@ -157,7 +166,10 @@ def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
 
 
 def reduced(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:
-    """End a "sum", "max" or "min" over `axes`. Raises PlanError if the axes do not all hold its addends."""
+    """End a "sum", "max" or "min" over `axes`.
+
+    Raises PlanError if the axes do not all hold its addends.
+    """
     if not axes or not set(axes) <= set(layout.tagged(op)):
         raise PlanError(f"no {op}({','.join(axes)}) to reduce in '{layout}'")
     return without_tags(layout, axes)
@@ -166,7 +178,7 @@ def reduced(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:
 def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
     """Raise PlanError if the parts of a dim under `shards` differ in size on any device.
 
-    The shards may be there already, as the innermost ones, or be about to be added inside of the others.
+    The shards may be the innermost of the dim already, or about to be added.
     """
     index = sharding.dim_index(dim)
     sharded_dim = sharding.layout.dims[index]
@@ -187,7 +199,8 @@ def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
 def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple[Runs, ...]:
     """Return the local positions of each part of a dim under `shards`, the same on all devices.
 
-    A block of 8 rows, cut by an axis of size 2 -> rows 0 to 3, and rows 4 to 7. Raises as `check_even`.
+    A block of 8 rows, cut by an axis of size 2 -> rows 0 to 3, and rows 4 to 7. Raises PlanError
+    if parts differ in size.
     """
     check_even(sharding, dim, shards)
     return sharding.parts(sharding.dim_index(dim), shards, 0)

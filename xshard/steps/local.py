@@ -1,4 +1,7 @@
-"""Steps without communication: Embed and Mask make addends, Retag, Scale and Transpose other readings."""
+"""Steps without communication: Embed, Mask, Retag, Scale and Transpose.
+
+Embed and Mask make addends of a sum. The others read blocks in another way.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from xshard.steps.base import (
 
 @dataclass(frozen=True)
 class Embed(Step):
-    """Every device puts its part of `dim` into a block of zeros: "n/x d" -> "n d sum(x)".
+    """Every device puts its part of `dim` into a block of zeros: "n/x d" -> "n d | sum(x)".
 
     shards: the innermost shards of `dim`, which are removed; their axes become a sum.
     """
@@ -55,7 +58,10 @@ class Embed(Step):
 
 @dataclass(frozen=True)
 class Mask(Step):
-    """The first device along `axes` keeps its block, the others hold zeros: "n d" -> "n d sum(x)"."""
+    """The first device along `axes` keeps its block, the others hold zeros.
+
+    Replicas become addends: "n d" -> "n d | sum(x)".
+    """
 
     kind: ClassVar[str] = "mask"
     axes: tuple[str, ...]

@@ -30,7 +30,10 @@ class Permute(Step):
     to: Layout
 
     def after(self, before: Sharding) -> Sharding:
-        """Return the sharding under `to`. Raises PlanError if it needs blocks that no device has."""
+        """Return the sharding under `to`.
+
+        Raises PlanError if it needs blocks that no device has.
+        """
         after = before.with_layout(self.to)
         if _sums(before) != _sums(after):
             raise PlanError(f"a permutation keeps sums: '{before.layout}' -> '{self.to}'")
@@ -120,7 +123,7 @@ def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
 
 
 def _devices_by_block(sharding: Sharding, unchanged_axes: list[str]) -> DevicesByBlock:
-    """Group devices by their block and their place along the axes that a permutation leaves alone."""
+    """Group devices by their block, and their place along axes that a permutation leaves alone."""
     devices: DevicesByBlock = defaultdict(list)
     for device, block_key in enumerate(block_keys(sharding)):
         place = sharding.mesh.index(device, unchanged_axes)
@@ -129,7 +132,7 @@ def _devices_by_block(sharding: Sharding, unchanged_axes: list[str]) -> DevicesB
 
 
 def block_keys(sharding: Sharding) -> Iterator[BlockKey]:
-    """Yield, for each device, its number among the addends of a sum, and its rows along each dim."""
+    """Yield, for each device, its number among the addends of a sum, and its rows of each dim."""
     mesh = sharding.mesh
     sum_axes = sorted(sharding.layout.tagged(*REDUCERS), key=mesh.position)
     holders = [sharding.holders(d) for d in range(len(sharding.shape))]

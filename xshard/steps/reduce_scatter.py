@@ -1,4 +1,7 @@
-"""ReduceScatter: a sum, max or min ends in shards. The adjoint of a sum is an all-gather to copies."""
+"""ReduceScatter: a sum, max or min ends in shards.
+
+Its dual is the all-gather to copies, of which it is the adjoint for a sum.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic, pairs_in_group
 
 @dataclass(frozen=True)
 class ReduceScatter(Step):
-    """Every device of a group gets its part of the group's reduction: "n d sum(x)" -> "n/x d".
+    """Every device of a group gets its part of the group's reduction: "n d | sum(x)" -> "n/x d".
 
     shards: the new innermost shards of `dim`, over axes under the tag `op`; they form the group.
     """
@@ -58,7 +61,9 @@ class ReduceScatter(Step):
 
 
 def reduce_scatter_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
-    """Count the traffic of a reduce-scatter: a gather of its results backwards, fastest links first.
+    """Count the traffic of a reduce-scatter.
+
+    It is a gather of its results backwards, fastest links first.
 
     Args:
         block: Elements of each block before.

@@ -1,6 +1,7 @@
 """The traffic of a step on the busiest device, and collectives as one phase for each kind of link.
 
-All counts are elements and messages. Seconds are the business of `xshard.cost`, which knows the links.
+All counts are elements and messages. Seconds are the business of `xshard.cost`, which knows the
+links.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from xshard.layout import Mesh
 
 
 class LinkSpan(NamedTuple):
-    """The positions along a mesh axis that one kind of link connects: all, or some if nodes end half-way.
+    """The positions along a mesh axis that one kind of link connects.
+
+    They are all, or some if nodes end half-way.
 
     Axis x of 8 devices, 4 in a node -> `LinkSpan("x", 2, level=0, stride=4)` between nodes, and
     `LinkSpan("x", 4, level=1)` inside them.
@@ -33,7 +36,7 @@ LinkSpans = tuple[LinkSpan, ...]  # usually of all axes of a mesh, the slowest f
 
 
 class Hop(NamedTuple):
-    """One phase of a step: elements and messages received over links of one level, along one axis."""
+    """One phase of a step: what arrives over links of one level, along one axis."""
 
     axis: str
     received: int  # elements that the busiest device receives
@@ -47,7 +50,8 @@ class Traffic(NamedTuple):
 
     received: elements that arrive from other devices.
     copied: elements packed or unpacked locally, in addition to those that the collective moves.
-    kept: elements of `copied` that a runtime saves if it puts the device's own rows into place directly.
+    kept: elements of `copied` that a runtime saves if it puts the device's own rows into place
+        directly.
     hops: the phases over links; none for a local step.
     rounds: how many messages follow each other, if the devices of each level of links are one ring.
     """
@@ -68,7 +72,7 @@ class PairTraffic(NamedTuple):
 
 
 def pairs_in_groups(mesh: Mesh, axes: Sequence[str], elements: int) -> tuple[PairTraffic, ...]:
-    """List the pairs of a collective in which each member of a group sends `elements` to each other one."""
+    """List the pairs of a collective in which each member sends `elements` to each other one."""
     pairs: list[PairTraffic] = []
     for group in mesh.groups(axes):
         for src, dst in itertools.permutations(group, 2):
@@ -124,7 +128,7 @@ class Phases:
     def along(
         cls, mesh: Mesh, axes: Sequence[str], spans: LinkSpans, numbers: Sequence[int]
     ) -> Phases:
-        """Divide a collective over `axes` by the `spans` of all axes of the mesh, the slowest first."""
+        """Divide a collective over `axes` by the links of the mesh, `spans`, the slowest first."""
         fastest_first = [span for span in reversed(spans) if span.axis in axes and span.size > 1]
         by_level = groupby(fastest_first, key=lambda span: span.level)
         return cls(mesh, tuple(axes), tuple(tuple(level) for _, level in by_level), numbers)
@@ -144,7 +148,7 @@ class Phases:
         return tuple(sorted(members, key=self.numbers.__getitem__))
 
     def reached(self, device: int, level: int = 0) -> tuple[int, ...]:
-        """List the devices reached by the links of a level and slower ones, in the order of their blocks."""
+        """List the devices that links of a level and slower ones reach, in the order of blocks."""
         if level == len(self.levels):
             return (device,)
         devices: list[int] = []

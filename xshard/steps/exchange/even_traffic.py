@@ -1,10 +1,10 @@
 """The traffic of an exchange between even contiguous shards, in closed form.
 
-A row number is written in digits, as a number of mixed radix, so that a digit is a coordinate of the
-device that holds the row. With 8 rows, "n/x/y" on x=2, y=4 holds row 4x + y: the digit of size 2 is
-the coordinate along x, the digit of size 4 the one along y. Under "n/y/x" it holds row 2y + x: the
-digits of row numbers are then of sizes 2, 2, 2, and y is split into two digits. An exchange is a set
-of equalities between digits of the receiver and digits of its senders; elements are products.
+A row number is written in digits, as a number of mixed radix, so that a digit is a coordinate of
+the device that holds the row. With 8 rows, "n/x/y" on x=2, y=4 holds row 4x + y: the digit of size
+2 is the coordinate along x, the digit of size 4 the one along y. Under "n/y/x" it holds row 2y + x:
+the digits of row numbers are then of sizes 2, 2, 2, and y is split into two digits. An exchange is
+a set of equalities between digits of the receiver and digits of its senders; elements are products.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ LinkCuts = tuple[LinkSpans, ...]  # per dim, the spans that shard it, outermost 
 
 
 class LinkDigit(NamedTuple):
-    """A digit of a device's coordinate along a span: `size` values; digits outside of it have `outer`.
+    """A digit of a device's coordinate along a span.
+
+    size: the number of its values.
+    outer: the number of values of all digits before it.
 
     Coordinate 0 to 7 as a digit of size 2, then one of size 4: `(span, 1, 2)` and `(span, 2, 4)`.
     """
@@ -36,11 +39,14 @@ class LinkDigit(NamedTuple):
 
     def without_leading(self, size: int) -> LinkDigit:
         """Return what is left without the leading digit of `size` values."""
-        return self._replace(outer=self.outer * size, size=self.size // size)
+        return LinkDigit(self.span, self.outer * size, self.size // size)
 
 
 class Digit(NamedTuple):
-    """A digit of the row numbers of a dim, and the coordinates that shard it on either side, if any."""
+    """A digit of the row numbers of a dim, and the coordinates that are this digit on each side.
+
+    Where a side has no coordinate, each of its blocks has all values of the digit.
+    """
 
     size: int
     src: LinkDigit | None
@@ -48,15 +54,14 @@ class Digit(NamedTuple):
 
     def split(self, size: int) -> tuple[Digit, Digit]:
         """Split the digit in two; the first has `size` values."""
-        outer_src = inner_src = outer_dst = inner_dst = None
+        outer = Digit(size, self.src, self.dst)
+        inner = Digit(self.size // size, self.src, self.dst)
         if self.src is not None:
-            outer_src = self.src.leading(size)
-            inner_src = self.src.without_leading(size)
+            outer = outer._replace(src=self.src.leading(size))
+            inner = inner._replace(src=self.src.without_leading(size))
         if self.dst is not None:
-            outer_dst = self.dst.leading(size)
-            inner_dst = self.dst.without_leading(size)
-        outer = Digit(size, outer_src, outer_dst)
-        inner = Digit(self.size // size, inner_src, inner_dst)
+            outer = outer._replace(dst=self.dst.leading(size))
+            inner = inner._replace(dst=self.dst.without_leading(size))
         return outer, inner
 
 
@@ -68,7 +73,7 @@ class DimDigits(NamedTuple):
 
 
 def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
-    """Divide the row numbers of all dims into digits, so that digits of a span are equal or disjoint.
+    """Divide the row numbers of all dims into digits; digits of a span are equal or disjoint.
 
     None if the shards of the two sides do not divide each other.
     """
@@ -80,7 +85,8 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
             return None
         digits += dim_digits.digits
         split_spans |= dim_digits.split_spans
-    # A span that cuts on one side only has each digit once: only others may overlap in part.
+    # A span that cuts on one side only has each digit once, and one that is a single digit on both
+    # sides is equal: only the others may overlap in part.
     src_spans = {digit.src.span for digit in digits if digit.src}
     dst_spans = {digit.dst.span for digit in digits if digit.dst}
     may_overlap = src_spans & dst_spans & split_spans
@@ -91,7 +97,7 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
 
 @lru_cache(maxsize=16384)
 def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
-    """Divide the row numbers of one dim into digits that are whole coordinates' digits on both sides."""
+    """Divide the row numbers of one dim into digits that are coordinates' digits on both sides."""
     digits: list[Digit] = []
     split_spans: set[LinkSpan] = set()
     # The outermost digits are last, where they are taken.
@@ -101,6 +107,7 @@ def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
         src_digit = src_left.pop()
         dst_digit = dst_left.pop()
         size = min(src_digit.size, dst_digit.size)
+        # Sizes 2 and 3 have no digit in common: such shards are counted per device.
         if src_digit.size % size or dst_digit.size % size:
             return None
         digits.append(Digit(size, src_digit.leading(size), dst_digit.leading(size)))
@@ -119,7 +126,7 @@ def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
 
 
 def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | None:
-    """Split digits further, until those of these spans are equal or disjoint; None if they cannot be."""
+    """Split digits until those of these spans are equal or disjoint; None if they cannot be."""
     while True:
         edges = _edges(digits, spans)
         finer: list[Digit] = []
@@ -151,7 +158,7 @@ def _edges(digits: Sequence[Digit], spans: set[LinkSpan]) -> dict[LinkSpan, set[
 
 
 def _size_to_first_edge(digit: LinkDigit, edges: set[int]) -> int:
-    """Return the size of the part of a digit before the first edge inside; 0 if that does not divide."""
+    """Return the size of a digit up to the first edge inside; 0 if that does not divide."""
     end = digit.outer * digit.size
     inside = [edge for edge in edges if digit.outer < edge < end]
     if not inside:
@@ -245,18 +252,19 @@ def digit_traffic(
         return None
     moves = _digit_moves(digits, addends)
     wanted = _wanted_elements(shape, dst, addends)
-    # What a device takes from the senders that share its coordinates on slower levels.
+    # What a device takes from the senders that share its coordinates on slower levels: at first
+    # from all senders.
     farther = Taken(wanted, math.prod(moves.n_senders.values()))
     equal = Equal()
     has_own_rows = True
     hops = []
-    for level in sorted({span.level for span in moves.spans}):
+    for level in sorted({span.level for span in moves.spans}):  # the slowest links first
         # From here on, the sender also shares the receiver's coordinates along spans of this level.
         n_alike = moves.n_senders.get(level, 1)
         nearer = Taken(farther.elements // n_alike, farther.senders // n_alike)
         unmet = [pair.dst for pair in moves.pairs.get(level, ()) if _join(equal, *pair)]
         if unmet:
-            # The busiest device differs from all its senders on this level.
+            # The busiest device has other digits than all its senders: all comes over these links.
             has_own_rows = False
             received = farther
         else:
@@ -291,8 +299,9 @@ def _longest_axis(spans: set[LinkSpan], level: int) -> str:
 def _slack(level: int, unmet: Sequence[LinkDigit], nearer_elements: int) -> int:
     """Return how many elements fewer than the busiest the mean device of its node receives.
 
-    If the digits that senders must have are coordinates along faster links, devices with such digits
-    are in each node, or make whole nodes, and take less over this level. Else all take the same.
+    If the digits that senders must have are coordinates along faster links, devices with such
+    digits are in each node, or make whole nodes, and take less over this level. Else all take the
+    same.
     """
     if not unmet or any(digit.span.level <= level for digit in unmet):
         return 0
@@ -315,20 +324,25 @@ def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     needed = math.prod(shape) // n_nodes  # by each node
     at_hand = needed
     for digit in digits:
+        # Digits inside nodes, and digits that stay, keep all their rows in the node.
         if digit.src is None or digit.src.span.level != 0 or digit.src == digit.dst:
             continue
         if digit.dst is not None and digit.dst.span.level == 0:
             return needed  # some nodes have only other values of this digit than they need
-        at_hand //= digit.size
+        at_hand //= digit.size  # the node has one value of the digit, and needs all
     return needed - at_hand
 
 
 def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
-    """Count the elements that some device holds on both sides; None if shards do not divide each other."""
+    """Count the elements that some device holds on both sides.
+
+    None if the shards of both sides do not divide each other.
+    """
     digits = row_digits(src, dst)
     if digits is None:
         return None
-    # A span that cuts at different digits before and after keeps only rows in which these are equal.
+    # A span that cuts at different digits before and after keeps only rows in which these are
+    # equal.
     src_number = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
     met = math.prod(shape)
     equal = Equal()

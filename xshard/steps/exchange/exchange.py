@@ -1,4 +1,4 @@
-"""Exchange: every device takes from the others exactly the boxes that it lacks. The general step."""
+"""Exchange, the general step: each device takes from the others the boxes that it lacks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Exchange(Step):
     the first holder contributes an element to a new sum or fold.
 
     to: the layout afterwards.
-    node_devices: number of consecutive devices that are a node; replicas in the receiver's node then
-        send in place of others. For exchanges that neither end nor begin a sum, of blocks without
-        overlaps.
+    node_devices: number of consecutive devices that are a node; replicas in the receiver's node
+        then send in place of others. For exchanges that neither end nor begin a sum, of blocks
+        without overlaps.
     """
 
     kind: ClassVar[str] = "exchange"
@@ -102,7 +102,10 @@ class Exchange(Step):
         return results
 
     def op(self, before: Sharding) -> str | None:
-        """Return the reduction of boxes for the same elements; None if no sum, max, min or fold ends."""
+        """Return the reduction of boxes for the same elements; None if none ends.
+
+        Contributions to a fold are added up.
+        """
         for kind, axes in before.layout.tags:
             if kind != "copy" and not set(axes) <= set(self.to.tagged(kind)):
                 return kind
@@ -114,7 +117,7 @@ class Exchange(Step):
 
 
 def _check_reductions(src: Layout, dst: Layout) -> None:
-    """Raise PlanError if an exchange would have to begin a max or min: it can only keep or end them."""
+    """Raise PlanError if an exchange would have to begin a max or min."""
     src_kinds = {kind for kind, _ in src.tags}
     dst_kinds = {kind for kind, _ in dst.tags if kind not in ("copy", "sum")}
     new_axes = set(dst.tagged("max", "min")) - set(src.tagged("max", "min"))

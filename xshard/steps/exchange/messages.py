@@ -1,4 +1,7 @@
-"""The messages of an exchange: boxes that devices take; of replicas, one in the receiver's node sends."""
+"""The messages of an exchange: who sends which box of elements to whom.
+
+Of the replicas of a block, one in the receiver's node sends, if the exchange is asked for that.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from xshard.steps.exchange.sources import DimEnd, dim_end, dim_ends, sources, vi
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, rows_in_common
 from xshard.steps.traffic import Hop, Traffic
 
-# Largest mesh for which node-local senders are considered: the choice compares all pairs of devices.
+# Largest mesh for which node-local senders are considered: the choice compares all pairs of
+# devices.
 MAX_PAIRED = 512
 
 
@@ -39,7 +43,8 @@ class BlockHolders(NamedTuple):
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     """Find the distinct blocks of a sharding and the devices that hold them.
 
-    Blocks with equal shards and addend numbers are one. A node is `node_devices` consecutive devices.
+    Blocks with equal shards and addend numbers are one. A node is `node_devices` consecutive
+    devices.
     """
     mesh = sharding.mesh
     layout = sharding.layout
@@ -60,7 +65,7 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDA
     holders = block_holders(before, node_devices)
     # A device takes addends from devices with its own number only.
     has_same_addend = holders.keys[:, -1:] == holders.addends[None]
-    elements: NDArray[np.int64] = has_same_addend.astype(np.int64)
+    elements: NDArray[np.int64] = has_same_addend.astype(np.int64)  # [blocks, devices]
     for d, dim in enumerate(after.layout.dims):
         shared = rows_in_common(dim_end(before, d), dim_end(after, d))
         by_device = shared[:, after.mesh.indices(dim.axes)]  # [shards before, devices]
@@ -69,7 +74,10 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDA
 
 
 def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
-    """Count the traffic of an exchange with node-local senders: level 0 between nodes, level 1 inside."""
+    """Count the traffic of an exchange with node-local senders.
+
+    Links of level 0 are between nodes, of level 1 inside.
+    """
     elements = needed_elements(before, after, node_devices)
     holders = block_holders(before, node_devices)
     wanted = elements.sum(axis=0)  # [devices]
@@ -122,8 +130,10 @@ def node_local_senders(
     for receiver in range(before.mesh.n_devices):
         for block in np.flatnonzero(elements[:, receiver]).tolist():
             candidates = in_node.get((block, receiver // node_devices), [])
+            # Another node has to send, or the receiver has the block itself.
             if not candidates or receiver in candidates:
                 continue
+            # The device breaks ties: every process has to choose the same sender.
             sender = min(candidates, key=lambda device: (sent[device], device))
             sent[sender] += int(elements[block, receiver])
             chosen[block, receiver] = sender
@@ -162,7 +172,7 @@ Messages = tuple[Message, ...]
 
 
 def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
-    """Return the local rows of segments in the block of the sender (end 0) or the receiver (end 1)."""
+    """Return the local rows of segments in the block of the sender (end 0) or receiver (end 1)."""
     index = as_index(tuple(Run(segment[end], segment.length) for segment in segments))
     return np.r_[index] if isinstance(index, slice) else index
 
@@ -227,7 +237,8 @@ def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float
 
 @lru_cache(maxsize=8192)
 def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None) -> Messages:
-    """List the messages to a device by sender; of all senders, or of those with `sender`'s shards."""
+    """List the messages to a device: of all senders, or of those with `sender`'s shards."""
+    # Hot where all ranks of a large mesh lower a plan; `sender` keeps the product below small.
     receiver = _Receiver(before, after, device, sender)
     if not receiver.takes_any:
         return ()
@@ -283,11 +294,12 @@ class _Receiver:
 
     @property
     def takes_any(self) -> bool:
-        """Whether the receiver is the first along each new sum: only the first of replicas contributes."""
-        for axis in self.begun:
-            if axis not in self.before.layout.cut_axes and self._coordinate(axis) != 0:
-                return False
-        return True
+        """Whether the receiver is the first along each new sum.
+
+        Of replicas, only the first contributes: the others receive nothing, and hold zeros.
+        """
+        replicated = [a for a in self.begun if a not in self.before.layout.cut_axes]
+        return all(self._coordinate(axis) == 0 for axis in replicated)
 
     def _coordinate(self, axis: str) -> int:
         """Return the receiver's coordinate along one axis."""
@@ -303,6 +315,7 @@ class _Receiver:
         sender = None if self.sender is None else self.before.dim_device(d, self.sender)
         begins = any(axis in self.begun for axis in src.dim.axes)
         all_coords = list(_all_coords(src.sizes))
+        # Positional arguments: `sources` is cached by them.
         result: list[DimSource] = []
         for source in sources(src, dst, src_index, dst_index, begins, sender):
             coords = all_coords[source.sender]
@@ -322,6 +335,7 @@ class _Receiver:
     ) -> Message:
         """Make the message of one source per dim, from the holder of one addend."""
         mesh = self.before.mesh
+        # Along all other axes the sender is where the receiver is.
         coords = list(self.coords)
         for axis, coordinate in zip(self.ended, addend, strict=True):
             coords[mesh.position(axis)] = coordinate

@@ -39,10 +39,12 @@ POLE_SIDES = ("before", "after")  # rows beyond the first row of a dim, and beyo
 
 
 class View(NamedTuple):
-    """One part of a block: per dim its side and the number added to its rows; and a factor of its values.
+    """One part of a block: for each dim, its side and a number that is added to its rows.
 
-    A latitude with a pole at its first row, and a longitude of 8: the view ("before", "straight") has
-    shifts (0, 4), since the rows beyond the pole lie on the opposite meridian.
+    sign: a factor of its values.
+
+    A latitude with a pole at its first row, and a longitude of 8: the view ("before", "straight")
+    has shifts (0, 4), since the rows beyond the pole lie on the opposite meridian.
     """
 
     sides: tuple[str, ...]
@@ -51,7 +53,7 @@ class View(NamedTuple):
 
 
 class Pole(NamedTuple):
-    """What a pole does to the rows beyond it: the dim that it rolls by a half, if any, and a factor."""
+    """What a pole does to the rows beyond it: it rolls a dim by a half, and may change signs."""
 
     rolled_dim: int | None
     sign: int
@@ -70,6 +72,7 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
     for d, dim in enumerate(sharding.layout.dims):
         sides = [STRAIGHT]
         if d not in carried:
+            # Dims without ends to fill have no rules at all: then there is nothing to zip.
             for side, rule in zip(POLE_SIDES, ends_of(dim.overlap), strict=False):
                 if rule.kind == "pole":
                     rolled = rolled_dim(sharding.layout.dims, d, rule, sharding.shape)
@@ -107,7 +110,12 @@ def carried_dims(before: Sharding, after: Sharding) -> tuple[int, ...]:
 
 
 class DimEnd(NamedTuple):
-    """A dim before or after a move, the sizes of its axes, and its rows: on a side of a pole, shifted."""
+    """A dim before or after a move, and one part of its blocks.
+
+    sizes: the sizes of the axes that shard it.
+    side: STRAIGHT, beyond one of its poles, or CARRIED.
+    shift: what another dim's pole adds to its rows.
+    """
 
     dim: Dim
     length: int
@@ -134,7 +142,7 @@ class DimEnd(NamedTuple):
         return providers.wanted_rows(self.dim, self.length, self.sizes, self.side, self.shift)
 
     def offered_rows(self) -> tuple[AllRuns, ...]:
-        """Return, for each shard, lists of distinct rows that it offers: one list, several in a fold."""
+        """Return, for each shard, lists of distinct rows that it offers; several in a fold."""
         return providers.offered_rows(self.dim, self.length, self.sizes, self.side, self.shift)
 
     def rows_at_hand(self) -> AllRuns:
@@ -205,7 +213,10 @@ def _request(
 
 
 class Source(NamedTuple):
-    """Rows that a receiver takes from one sender; sender: its index along the axes of the source's dim."""
+    """Rows that a receiver takes from one sender.
+
+    sender: its index along the axes of the dim before.
+    """
 
     sender: int
     segments: tuple[Segment, ...]
@@ -222,7 +233,8 @@ def sources(
 ) -> tuple[Source, ...]:
     """Find the rows of a dim that one receiver takes, by sender.
 
-    From "n/x" to "n" with 4 rows on x=2, device 0 takes rows 0 and 1 from itself, 2 and 3 from device 1.
+    From "n/x" to "n" with 4 rows on x=2, device 0 takes rows 0 and 1 from itself, 2 and 3 from
+    device 1.
 
     Args:
         src: The dim before.
@@ -239,6 +251,7 @@ def sources(
             return ()
         return (Source(src_index, (Segment(0, 0, n),)),)
     request = _request(src, dst, src_index, dst_index, from_providers)
+    # The receiver's own rows come first, then those of others in the order of senders.
     taken: list[Source] = []
     if src_index in senders:
         taken.append(Source(src_index, request.own))
@@ -277,7 +290,7 @@ def _offered_extents(src: DimEnd) -> Intervals:
 
 
 class RowPairs(NamedTuple):
-    """Pairs of a receiver and a sender, as columns of equal length: who takes how many rows from whom."""
+    """Who takes how many rows from whom, as columns with a row for each pair of devices."""
 
     receivers: NDArray[np.int64]
     senders: NDArray[np.int64]
@@ -285,7 +298,7 @@ class RowPairs(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Arrays over the mesh: the elements that each device takes, and the number of their senders."""
+    """The elements that each device takes, and how many senders: arrays over the mesh."""
 
     elements: NDArray[np.int64]
     senders: NDArray[np.int64]
@@ -303,6 +316,7 @@ def count_sources(
         mesh: The mesh; the result has its axes, of size 1 where the dim is not sharded.
         from_providers: See `_request`.
     """
+    # Devices that differ along other axes take the same rows: one group stands for all.
     axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
     receivers = mesh.group(0, axes)
     src_indices = [mesh.index(device, src.dim.axes) for device in receivers]
@@ -335,7 +349,7 @@ def _row_pairs(
     senders by their index along the axes of `src`.
     """
     receivers = np.arange(len(src_indices))
-    if dst.side == CARRIED:
+    if dst.side == CARRIED:  # all rows come from the receiver itself
         held = src.held_rows()
         held_rows = [n_rows(held[i]) for i in src_indices]
         return RowPairs(receivers, np.array(src_indices), np.array(held_rows))
@@ -363,7 +377,7 @@ def _row_pairs(
 def _with_fixed_coordinates(
     pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed: tuple[str, ...]
 ) -> RowPairs:
-    """Keep the pairs in which sender and receiver agree along the `fixed` axes, and that have rows."""
+    """Keep the pairs that have rows, and equal coordinates along the `fixed` axes."""
     is_kept = pairs.rows > 0
     receiver_coords = coords_of(np.array(src_indices)[pairs.receivers], src.sizes)
     sender_coords = coords_of(pairs.senders, src.sizes)
@@ -374,7 +388,7 @@ def _with_fixed_coordinates(
 
 
 def coords_of(indices: NDArray[np.int64], sizes: tuple[int, ...]) -> tuple[NDArray[np.int64], ...]:
-    """Convert row-major indices to one array of coordinates per axis: [5] in sizes (2, 4) -> [1], [1]."""
+    """Convert row-major indices to coordinates: [5, 6] in sizes (2, 4) -> ([1, 1], [1, 2])."""
     if not sizes:
         return ()
     return np.unravel_index(indices, sizes)

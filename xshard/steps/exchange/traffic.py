@@ -60,7 +60,11 @@ def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traf
 
 
 class SpanLevel(NamedTuple):
-    """The links of one speed: 0 for the slowest, and each sub-axis that they span -> its whole axis."""
+    """The links of one speed.
+
+    level: 0 for the slowest.
+    axes: each sub-axis that they span -> the whole axis.
+    """
 
     level: int
     axes: dict[str, str]
@@ -75,7 +79,7 @@ def traffic_by_level(
     """Divide what devices receive by the speed of the links that it comes over.
 
     Args:
-        received_from: Counts what devices take from senders that share their coordinates along axes.
+        received_from: Counts what devices take from senders with their coordinates along axes.
         mesh: A mesh with the spans of links as axes.
         may_differ: The axes along which a sender and its receiver may differ.
         levels: The axes by the speed of their links, the slowest first.
@@ -93,6 +97,7 @@ def traffic_by_level(
         received = Received(farther.elements - nearer.elements, farther.senders - nearer.senders)
         total = total + received.elements
         if received.elements.any():
+            # The hop is named after the longest axis, by the alphabet if two are as long.
             longest = max((mesh.size(a), a) for a in may_differ if a in level.axes)[1]
             nearer_dims = tuple(i for i, a in enumerate(mesh.axes) if a not in shared_axes)
             hops.append(_level_hop(received, level.level, level.axes[longest], nearer_dims))
@@ -154,6 +159,7 @@ def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
 
 def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
     """Map each axis to its spans, the outermost first."""
+    # Spans are given by speed; along an axis, the one with the longest strides is outermost.
     outer_first = sorted(slowest_first(mesh, mesh.axes, spans), key=lambda span: -span.stride)
     result: dict[str, LinkSpans] = {}
     for axis in mesh.axes:
@@ -223,7 +229,7 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
 
 @lru_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
-    """Count what each device takes from senders that share its coordinates along the axes `agree`."""
+    """Count what each device takes from senders with its coordinates along the axes `agree`."""
     mesh = before.mesh
     begun = begun_axes(before.layout, after.layout)
     ended = ended_axes(before.layout, after.layout)
@@ -232,6 +238,7 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
     most = max(before.max_local_size, after.max_local_size) * mesh.n_devices * addends
     dtype: Any = np.int64 if most < MOST_COUNTED else object
 
+    # The parts of blocks beyond poles add up; the dims of each part multiply.
     shape = (1,) * len(mesh.axes)  # broadcasts over the mesh
     elements = np.zeros(shape, dtype)
     senders = np.zeros(shape, dtype)
@@ -290,12 +297,13 @@ def received_of_dim(
     """
     if not (src.is_plain and dst.is_plain):
         return count_sources(src, dst, fixed, mesh, from_providers)
+    # Each row is on one device before: the shards of both sides say who takes it from whom.
     pairs = shared_rows_of(src, dst)
     receiver_coords = dict(zip(dst.dim.axes, coords_of(pairs.receivers, dst.sizes), strict=True))
     is_taken = pairs.rows > 0
     coords: dict[str, NDArray[np.int64]] = {}  # of receivers, along all axes that tell them apart
     for axis, coord in zip(src.dim.axes, coords_of(pairs.senders, src.sizes), strict=True):
-        if axis in fixed:
+        if axis in fixed:  # the receiver has the sender's coordinate
             is_taken &= coord == receiver_coords.get(axis, coord)
             coords[axis] = coord
     coords.update(receiver_coords)
@@ -314,7 +322,10 @@ def received_of_dim(
 
 @lru_cache(maxsize=16384)
 def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
-    """Count the rows that each shard of a dim before shares with each after; of a short dim row by row."""
+    """Count the rows that each shard of a dim before shares with each after.
+
+    A short dim is compared row by row, a long one by runs of rows.
+    """
     if src.length * max(src.n_shards, dst.n_shards) > MOST_COMPARED:
         src_rows = all_owned_rows(src.dim, src.length, src.sizes)
         dst_rows = all_owned_rows(dst.dim, dst.length, dst.sizes)
@@ -322,6 +333,7 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
         return RowPairs(receivers, senders, rows)
     sender_of_row = owner_of_rows(src.dim, src.length, src.sizes)
     receiver_of_row = owner_of_rows(dst.dim, dst.length, dst.sizes)
+    # Each pair of receiver and sender as one number, counted over the rows.
     rows = np.bincount(receiver_of_row * src.n_shards + sender_of_row)
     pairs = np.flatnonzero(rows)
     return RowPairs(pairs // src.n_shards, pairs % src.n_shards, rows[pairs])
@@ -329,7 +341,7 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
 
 @lru_cache(maxsize=4096)
 def rows_in_common(src: DimEnd, dst: DimEnd) -> NDArray[np.int64]:
-    """Tabulate the rows that each shard before shares with each after: [shards of src, shards of dst]."""
+    """Tabulate how many rows each shard of `src` shares with each of `dst`: [src, dst]."""
     pairs = shared_rows_of(src, dst)
     table = np.zeros((src.n_shards, dst.n_shards), np.int64)
     table[pairs.senders, pairs.receivers] = pairs.rows
