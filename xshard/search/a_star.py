@@ -57,8 +57,9 @@ class Path(NamedTuple):
 
     def rank(self, seconds: float = 0.0, plainness: int = 0) -> Rank:
         """Return the rank with this much added."""
-        held = max(self.held, self.least)
-        return Rank(round(self.seconds + seconds, DIGITS), held, self.plainness + plainness)
+        total = round(self.seconds + seconds, DIGITS)
+        held = self.held if self.held > self.least else self.least
+        return Rank(total, held, self.plainness + plainness)
 
 
 @dataclass(frozen=True)
@@ -193,13 +194,10 @@ class Search:
             plainness = 2
         else:
             plainness = 1
-        return Path(
-            path.seconds + price.seconds,
-            path.plainness + plainness,
-            max(path.held, price.held),
-            path.least,
-            (*path.moves, (state, move)),
-        )
+        seconds = path.seconds + price.seconds
+        held = max(path.held, price.held)
+        moves = (*path.moves, (state, move))
+        return Path(seconds, path.plainness + plainness, held, path.least, moves)
 
     def _has_same_blocks(self, state: State, after: State) -> bool:
         """Check that both states have the same blocks.
@@ -243,8 +241,8 @@ class Exploration:
         self.queue: list[tuple[Rank, int, State, Path]] = []
         self.n_pushed = 0
         # No block in between is larger than both ends.
-        grid = search.grid
-        self.largest = max(grid.block(search.route.start), grid.block(search.route.goal))
+        route = search.route
+        self.largest = max(route.grid.block(route.start), route.grid.block(route.goal))
 
     def push(self, bound: Rank, state: State, path: Path) -> None:
         """Queue a state; of equal bounds, the state that was queued first comes first."""

@@ -56,16 +56,15 @@ def _has_equal_lengths(grid: Grid, state: State, goal: State) -> bool:
 
 def _with_exchange(grid: Grid, first: Leg, goal: State, least: float) -> float:
     """Price a first leg, an exchange, and perhaps a gather; return `least` if that is fewer."""
-    below = least - first.seconds
-    least = min(least, first.seconds + _exchange_seconds(grid, first.state, goal, below))
+    exchange_s = _exchange_seconds(grid, first.state, goal, least - first.seconds)
+    least = min(least, first.seconds + exchange_s)
     for last in _before_gathers(grid, first.state, goal):
         below = least - first.seconds - last.seconds
         if below <= 0:
             continue
-        seconds = min(
-            _exchange_seconds(grid, first.state, last.state, below),
-            _collectives_in_turn(grid, first.state, last.state, ()),
-        )
+        by_exchange = _exchange_seconds(grid, first.state, last.state, below)
+        by_collectives = _collectives_in_turn(grid, first.state, last.state, ())
+        seconds = min(by_exchange, by_collectives)
         least = min(least, first.seconds + seconds + last.seconds)
     return least
 

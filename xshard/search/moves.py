@@ -81,7 +81,9 @@ class Space:
     @cached_property
     def route(self) -> SearchRoute:
         """The states of both shardings."""
-        return SearchRoute(self.grid, self.state(self.start.layout), self.state(self.goal.layout))
+        start = self.state(self.start.layout)
+        goal = self.state(self.goal.layout)
+        return SearchRoute(self.grid, start, goal)
 
     @cached_property
     def op(self) -> str:
@@ -104,7 +106,8 @@ class Space:
         dims: list[Dim] = []
         for name, cut in zip(self.start.layout.names, state.cuts, strict=True):
             dims.append(Dim(name, self.grid.cut_by(cut)))
-        return Layout(tuple(dims), ((self.op, self.grid.names(state.sums)),))
+        reduction = (self.op, self.grid.names(state.sums))
+        return Layout(tuple(dims), (reduction,))
 
     def dim_cut(self, d: int, cut: Cut) -> DimCut:
         """Return the name of a dim and some of its shards, as steps have them."""

@@ -121,7 +121,8 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
     for view in views(target):
         # A block keeps what it holds, but what another dim's pole rolls comes from elsewhere.
         if src.dim != dst.dim or view.shifts[d]:
-            wanted += dst._replace(side=view.sides[d], shift=view.shifts[d]).wanted_rows()
+            part = dim_end(target, d, view.sides[d], view.shifts[d])
+            wanted += part.wanted_rows()
     row = _first_common(_missing_rows(src), wanted)
     if row is not None:
         reason = f"no block under '{source.layout}' holds row {row} of dim {src.dim.name!r}, which "
@@ -137,7 +138,8 @@ def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None
         return
     offered: list[Runs] = []
     for view in views(source):
-        for lists in src._replace(side=view.sides[d], shift=view.shifts[d]).offered_rows():
+        part = dim_end(source, d, view.sides[d], view.shifts[d])
+        for lists in part.offered_rows():
             offered += lists
     row = _first_common(_missing_rows(dst), offered)
     if row is not None:
@@ -255,8 +257,8 @@ class _Disguise:
                 shape[d] = sharding.max_local_shape[d]
         busy = {axis for dim in fixed.values() for axis in dim.axes}
         mesh = sharding.mesh
-        left = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis not in busy})
-        return cls(fixed, left, tuple(shape))
+        left = {axis: mesh.size(axis) for axis in mesh.axes if axis not in busy}
+        return cls(fixed, Mesh(left), tuple(shape))
 
     def put_on(self, sharding: Sharding) -> Sharding:
         """Return the sharding as the search sees it."""

@@ -42,7 +42,8 @@ class State(NamedTuple):
 
     def with_cut(self, d: int, cut: Cut) -> State:
         """Return the state with other shards of one dim."""
-        return State((*self.cuts[:d], cut, *self.cuts[d + 1 :]), self.sums)
+        cuts = (*self.cuts[:d], cut, *self.cuts[d + 1 :])
+        return State(cuts, self.sums)
 
 
 def joined(cuts: Cuts, inner_cuts: Cuts) -> Cuts:

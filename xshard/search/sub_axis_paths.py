@@ -168,15 +168,11 @@ def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int
         return
     for d, cut in enumerate(route.goal.cuts):
         if grid.shape[d] % (grid.parts(cut) * needs.goal[d] * n_shares) == 0:
-            wider = Needs(_times(needs.start, d, n_shares), _times(needs.goal, d, n_shares))
-            yield wider, [*route.changing, *near_axes]
-
-
-def _times(factors: Sequence[int], d: int, n_shares: int) -> list[int]:
-    """Multiply the factor of one dim."""
-    result = list(factors)
-    result[d] *= n_shares
-    return result
+            start = list(needs.start)
+            goal = list(needs.goal)
+            start[d] *= n_shares
+            goal[d] *= n_shares
+            yield Needs(start, goal), [*route.changing, *near_axes]
 
 
 def _cheapest(
@@ -338,10 +334,15 @@ def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[S
     after = _merged(move.after, number_of)
     data: tuple[Any, ...] = move.data
     if move.kind == "slice":
-        data = tuple(new[len(old) :] for old, new in zip(before.cuts, after.cuts, strict=True))
+        new_cuts: list[Cut] = []
+        for old_cut, cut in zip(before.cuts, after.cuts, strict=True):
+            n_kept = len(old_cut)
+            new_cuts.append(cut[n_kept:])
+        data = tuple(new_cuts)
     elif move.kind == "all_gather":  # of fewer shards, now that some are one
-        d = move.data[0]
-        data = (d, len(before.cuts[d]) - len(after.cuts[d]))
+        d, _ = move.data
+        n_shards = len(before.cuts[d]) - len(after.cuts[d])
+        data = (d, n_shards)
     return before, Move(move.kind, data, after)
 
 

@@ -292,8 +292,8 @@ def _wanted_elements(shape: Ints, dst: LinkCuts, addends: Sequence[LinkSpan]) ->
 
 def _longest_axis(spans: set[LinkSpan], level: int) -> str:
     """Return the axis of the longest span of a level, the last in the alphabet of several."""
-    longest = max((span.size, span.axis) for span in spans if span.level == level)
-    return longest[1]
+    _, axis = max((span.size, span.axis) for span in spans if span.level == level)
+    return axis
 
 
 def _slack(level: int, unmet: Sequence[LinkDigit], nearer_elements: int) -> int:

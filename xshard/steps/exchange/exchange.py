@@ -134,6 +134,7 @@ def _write_box(
         box = -box
     index = message.dst_index()
     if op is not None:
-        box = np.where(is_written[index], REDUCERS[op](out[index], box), box)
+        reduced = REDUCERS[op](out[index], box)
+        box = np.where(is_written[index], reduced, box)
     out[index] = box
     is_written[index] = True

@@ -106,7 +106,8 @@ def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: 
     nodes = np.arange(len(by_device)) // node_devices
     busiest_node = np.bincount(nodes, by_device).max()
     messages = (elements > 0).sum(axis=0).max()
-    return Hop(axis, received, int(messages), level, received - int(busiest_node / node_devices))
+    slack = received - int(busiest_node / node_devices)
+    return Hop(axis, received, int(messages), level, slack)
 
 
 @lru_cache(maxsize=1024)

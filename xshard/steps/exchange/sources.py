@@ -366,12 +366,9 @@ def _row_pairs(
             offered.append(runs)
             offering.append(sender)
     takers, givers, rows = shared_rows(offered, [request.from_others for request in requests])
-    senders = np.array(offering, np.int64)[givers]
-    return RowPairs(
-        np.concatenate([receivers, takers]),
-        np.concatenate([src_indices, senders]),
-        np.concatenate([own_rows, rows]),
-    )
+    senders = np.concatenate([src_indices, np.array(offering, np.int64)[givers]])
+    receivers = np.concatenate([receivers, takers])
+    return RowPairs(receivers, senders, np.concatenate([own_rows, rows]))
 
 
 def _with_fixed_coordinates(

@@ -98,7 +98,7 @@ def traffic_by_level(
         total = total + received.elements
         if received.elements.any():
             # The hop is named after the longest axis, by the alphabet if two are as long.
-            longest = max((mesh.size(a), a) for a in may_differ if a in level.axes)[1]
+            _, longest = max((mesh.size(a), a) for a in may_differ if a in level.axes)
             nearer_dims = tuple(i for i, a in enumerate(mesh.axes) if a not in shared_axes)
             hops.append(_level_hop(received, level.level, level.axes[longest], nearer_dims))
         farther = nearer
