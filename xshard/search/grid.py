@@ -105,14 +105,17 @@ class Grid(LinkedStates):
         if not received:
             return 0.0
         slowest = self.fabric.links[0]
-        # The slowest links may be busiest at another device than the others: steps wait for both.
-        latency_s = slowest.latency_s if crossing else self.least_latency
-        far = crossing / slowest.bytes_per_s
+        latency_s = self.least_latency
+        if crossing:
+            # The slowest links may be busiest at another device than the others: steps wait for
+            # both.
+            latency_s = slowest.latency_s
+        far_s = crossing / slowest.bytes_per_s  # if elements had one byte
         if self._has_ports:
-            near = max(0.0, received / self.fastest - far)
+            near_s = max(0.0, received / self.fastest - far_s)
         else:
-            near = max(0.0, received - crossing) / self.fastest
-        return self.least_launch + latency_s + (far + near) * self.itemsize
+            near_s = max(0.0, received - crossing) / self.fastest
+        return self.least_launch + latency_s + (far_s + near_s) * self.itemsize
 
     @remembered
     def least_reducing(self, state: State, goal: State) -> float:
@@ -131,10 +134,14 @@ class Grid(LinkedStates):
         for span in self.group(self.ended(state, goal)):
             turns = min(span.size - 1, 2 * (span.size - 1).bit_length())
             waits_s += turns * links[span.level].latency_s
-        crossing = 0 if self.nodes is not None else self._least_reduced(state, goal, level=0)
-        far = crossing / links[0].bytes_per_s
-        near = 0.0 if self._has_ports else max(0.0, (received - crossing) / self.fastest)
-        return launch_s + waits_s + (far + near) * self.itemsize
+        crossing = 0
+        if self.nodes is None:
+            crossing = self._least_reduced(state, goal, level=0)
+        far_s = crossing / links[0].bytes_per_s  # if elements had one byte
+        near_s = 0.0
+        if not self._has_ports:
+            near_s = max(0.0, (received - crossing) / self.fastest)
+        return launch_s + waits_s + (far_s + near_s) * self.itemsize
 
     @remembered
     def least_exchange(self, state: State, after: State) -> float:
@@ -142,21 +149,23 @@ class Grid(LinkedStates):
         demand = self._exchange_demand(state, after)
         slowest = self.fabric.links[0]
         # Node-local senders: which elements cross nodes is not known without counting.
-        is_node_local = self.nodes is not None and not self.ended(state, after)
-        far = 0 if is_node_local else max(0, demand.wanted - demand.in_node)  # over slowest links
-        n_copies = 1 if self.profile.rounds else 2  # an exchange in rounds packs nothing
-        seconds = demand.wanted * n_copies / self.profile.copy_bytes_per_s
+        far_elements = 0  # over the slowest links
+        if self.nodes is None or self.ended(state, after):
+            far_elements = max(0, demand.wanted - demand.in_node)
+        n_copies = 1 if self.profile.rounds else 2  # in rounds, what stays is not packed
+        seconds = demand.wanted * n_copies / self.profile.copy_bytes_per_s  # of one-byte elements
         if not self._has_ports:  # a port may carry less than its devices receive
-            near = max(0, demand.wanted - far - demand.already_local)
-            seconds += far / slowest.bytes_per_s + near / self.fastest
+            near_elements = max(0, demand.wanted - far_elements - demand.already_local)
+            seconds += far_elements / slowest.bytes_per_s + near_elements / self.fastest
         # At least as many messages as there are blocks to take from, far ones first.
-        far_messages = -(-far // max(1, demand.max_per_sender))
+        far_messages = -(-far_elements // max(1, demand.max_per_sender))
         near_messages = demand.min_senders - far_messages
         if demand.already_local:
             near_messages -= 1  # the device itself is one of the senders
-        least_messages = 0 if far_messages else 1
+        if not far_messages:
+            near_messages = max(1, near_messages)
         waits_s = far_messages * slowest.latency_s
-        waits_s += max(least_messages, near_messages) * self.least_latency
+        waits_s += max(0, near_messages) * self.least_latency
         return self.profile.launch("exchange") + waits_s + seconds * self.itemsize
 
     def _exchange_demand(self, state: State, after: State) -> ExchangeDemand:

@@ -81,12 +81,12 @@ class LinkedStates(States):
         `changing`.
         """
         # With nothing to change, level 0 stands for the slowest links there are.
-        slowest = min((self.levels(a)[0] for a in changing), default=0)
+        slowest = min((min(self.levels(a)) for a in changing), default=0)
         free_at_goal = set(self.free(goal))
         is_any_worth = bool(self.ended(state, goal))
         spare: list[int] = []
         for axis in self.free(state):
-            if axis in free_at_goal and (is_any_worth or self.levels(axis)[-1] > slowest):
+            if axis in free_at_goal and (is_any_worth or max(self.levels(axis)) > slowest):
                 spare.append(axis)
         return spare
 
@@ -147,23 +147,26 @@ class LinkedStates(States):
             return None
         if set(after.sums) - set(state.sums):
             return None
-        addends: list[LinkSpan] = []
-        for axis in self.ended(state, after):
-            addends += self._spans[axis]
+        addends = self._outermost_first(self.ended(state, after))
         return digit_traffic(self.shape, self.link_cuts(state), self.link_cuts(after), addends)
 
     def link_cuts(self, state: State) -> LinkCuts:
         """List, for each dim of a regular state, the spans that shard it, outermost first."""
-        cuts: list[LinkSpans] = []
-        for cut in state.cuts:
-            cuts.append(tuple([span for axis in cut for span in self._spans[axis]]))
-        return tuple(cuts)
+        return tuple([self._outermost_first(cut) for cut in state.cuts])
+
+    @remembered
+    def _outermost_first(self, axes: tuple[int, ...]) -> LinkSpans:
+        """Return the spans of some axes, axis by axis, each from the outermost to the innermost."""
+        spans: list[LinkSpan] = []
+        for axis in axes:
+            spans += self._spans[axis]
+        return tuple(spans)
 
     def _counted(self, state: State, after: State) -> Traffic:
         """Count as `counted_traffic` does, from tables by dim, for thousands of pairs of states."""
-        mesh, factors, levels = self._span_axes
-        ended = [axis for a in self.ended(state, after) for axis in factors[self.axes[a]]]
-        moved = [axis for a in self.changing(state, after) for axis in factors[self.axes[a]]]
+        mesh = self._span_axes.mesh
+        ended = self._sub_axes(self.ended(state, after))
+        moved = self._sub_axes(self.changing(state, after))
 
         def received_from(agree: tuple[str, ...]) -> Received:
             """Multiply the factors of all dims, and the addends from devices that may differ."""
@@ -175,7 +178,14 @@ class LinkedStates(States):
                 received = received * self._received_of_dim(d, cut, cut_after, fixed)
             return Received(received[0], received[1])
 
-        return traffic_by_level(received_from, mesh, [*ended, *moved], levels)
+        return traffic_by_level(received_from, mesh, [*ended, *moved], self._span_axes.levels)
+
+    def _sub_axes(self, axes: Iterable[int]) -> list[str]:
+        """List the sub-axes of some axes, on the mesh that has the spans of links as axes."""
+        sub_axes: list[str] = []
+        for axis in self.names(axes):
+            sub_axes += self._span_axes.factors[axis]
+        return sub_axes
 
     @remembered
     def _received_of_dim(

@@ -250,12 +250,13 @@ class _Disguise:
     def of(cls, sharding: Sharding) -> _Disguise:
         """Disguise the dims of a sharding that have overlaps."""
         fixed: dict[int, Dim] = {}
+        busy: set[str] = set()
         shape = list(sharding.shape)
         for d, dim in enumerate(sharding.layout.dims):
             if dim.overlap is not None:
                 fixed[d] = dim
+                busy.update(dim.axes)
                 shape[d] = sharding.max_local_shape[d]
-        busy = {axis for dim in fixed.values() for axis in dim.axes}
         mesh = sharding.mesh
         left = {axis: mesh.size(axis) for axis in mesh.axes if axis not in busy}
         return cls(fixed, Mesh(left), tuple(shape))

@@ -126,7 +126,10 @@ class States:
 
     def axes_in(self, cut: Iterable[int]) -> tuple[int, ...]:
         """Return the axes of some shards, outermost first."""
-        return tuple([a for s in cut for a in self.shard_axes[s]])
+        axes: list[int] = []
+        for shard in cut:
+            axes += self.shard_axes[shard]
+        return tuple(axes)
 
     def parts(self, cut: Iterable[int]) -> int:
         """Return the number of parts into which shards, or axes, cut together."""

@@ -6,7 +6,14 @@ The order of the moves is fixed. Of paths that cost the same, a search keeps the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, combinations_with_replacement, pairwise, permutations, product
+from itertools import (
+    chain,
+    combinations,
+    combinations_with_replacement,
+    pairwise,
+    permutations,
+    product,
+)
 
 from xshard.search.moves import Move, SearchRoute
 from xshard.search.states import Cut, Cuts, State, joined, remembered
@@ -68,7 +75,8 @@ class Successors:
         options = self._all_new_cuts if self.complete else self._some_new_cuts
         # A dict keeps the order and drops what comes twice; a set would lose the order.
         for new_cuts in dict.fromkeys(options(state, free)):
-            axes = [a for cut in new_cuts for a in self.grid.axes_in(cut)]
+            new_shards = tuple(chain.from_iterable(new_cuts))
+            axes = self.grid.axes_in(new_shards)
             # An axis shards once at most, and only if it holds replicas.
             if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(free):
                 continue

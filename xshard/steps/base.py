@@ -83,7 +83,10 @@ class Step(ABC):
 
 def axes_of(shards: Sequence[Shard]) -> tuple[str, ...]:
     """Return the mesh axes of some shards, outermost first."""
-    return tuple(axis for shard in shards for axis in shard.axes)
+    axes: list[str] = []
+    for shard in shards:
+        axes += shard.axes
+    return tuple(axes)
 
 
 def shards_text(shards: Sequence[Shard]) -> str:

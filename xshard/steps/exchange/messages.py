@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from xshard.layout import Sharding
 from xshard.layout.block_rows import block_fills
 from xshard.layout.runs import Run, Segment, as_index
-from xshard.steps.exchange.sources import DimEnd, dim_end, dim_ends, sources, view_pairs
+from xshard.steps.exchange.sources import (
+    DimEnd,
+    dim_end,
+    dim_ends,
+    n_segment_rows,
+    sources,
+    view_pairs,
+)
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, rows_in_common
 from xshard.steps.traffic import Hop, Traffic
 
@@ -154,10 +161,12 @@ class Message(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(sum(s.length for s in segments) for segments in self.box)
+        """The rows of the box, for each dim."""
+        return tuple(map(n_segment_rows, self.box))
 
     @property
     def size(self) -> int:
+        """The elements of the box."""
         return math.prod(self.shape)
 
     def src_index(self) -> tuple[NDArray[np.int64], ...]:
@@ -248,7 +257,7 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
         ends = dim_ends(before, after, dst_view, src_view)
         by_dim = [receiver.dim_sources(d, src, dst) for d, (src, dst) in enumerate(ends)]
         sign = dst_view.sign * src_view.sign
-        for addend in _all_coords(receiver.addend_sizes):
+        for addend in _all_coords(before.mesh.sizes_of(receiver.ended)):
             for box_sources in itertools.product(*by_dim):
                 messages.append(receiver.message(addend, box_sources, sign))
     return tuple(sorted(messages, key=lambda message: message.src))
@@ -287,11 +296,6 @@ class _Receiver:
     def ended(self) -> tuple[str, ...]:
         """The axes along which a sum ends: their addends all arrive."""
         return ended_axes(self.before.layout, self.after.layout)
-
-    @property
-    def addend_sizes(self) -> tuple[int, ...]:
-        """The sizes of the axes along which a sum ends."""
-        return self.before.mesh.sizes_of(self.ended)
 
     @property
     def takes_any(self) -> bool:

@@ -181,6 +181,11 @@ def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]
     return itertools.product(views(after, carried), views(before, carried))
 
 
+def n_segment_rows(segments: Sequence[Segment]) -> int:
+    """Count the rows of some segments."""
+    return sum(segment.length for segment in segments)
+
+
 class RowRequest(NamedTuple):
     """What a receiver takes of one dim: segments of its own block, and rows that others offer."""
 
@@ -358,7 +363,7 @@ def _row_pairs(
         _request(src, dst, i, j, from_providers)
         for i, j in zip(src_indices, dst_indices, strict=True)
     ]
-    own_rows = [sum(segment.length for segment in request.own) for request in requests]
+    own_rows = [n_segment_rows(request.own) for request in requests]
     offered: list[Runs] = []
     offering: list[int] = []  # the sender of each list of `offered`; in a fold it has several
     for sender, lists in enumerate(src.offered_rows()):
