@@ -15,7 +15,7 @@ from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length, misfit
 from xshard.layout.sharding import normal_dim
 from xshard.notation.parser import Dim, Shard
-from xshard.search.grid import remembered
+from xshard.search.states import remembered
 from xshard.steps.base import axes_of
 
 MAX_PLACEMENTS = (

@@ -1,0 +1,1 @@
+"""The search for the cheapest steps between two layouts. It knows nothing of plans."""

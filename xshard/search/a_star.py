@@ -1,9 +1,20 @@
-"""A* search for the cheapest path of moves: fewest seconds, then least memory, then the plainest."""
+"""A* search for the cheapest path of moves: fewest seconds, then least memory, then the plainest.
+
+On a mesh dp=2, cp=4 the plan of "b s/cp c" -> "b s c/cp" is a path from the state with the cuts
+((), (1,), ()) to the state with the cuts ((), (), (1,)): axis cp, number 1, leaves dim 1 for dim 2.
+Three of the paths, as (kind, data, cuts afterwards); see `State` and `Move`:
+
+    ("all_to_all", (1, 1, 2, (1,)), ((), (), (1,)))        one message of a quarter to each other
+    ("all_gather", (1, 1), ((), (), ()))                   all of the array to every device,
+    ("slice", ((), (), (1,)), ((), (), (1,)))              which then keeps a quarter
+    ("exchange", (), ((), (), (1,)))                       the general step, which costs no less
+
+States are settled in the order of their seconds so far and a lower bound for the rest (`Grid`).
+"""
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,19 +23,27 @@ from typing import NamedTuple
 
 from xshard.cost.model import LOCAL, too_large
 from xshard.errors import PlanError
-from xshard.search.grid import State
-from xshard.search.moves import Move, SearchRoute, move_cost
-from xshard.search.successors import Moves
+from xshard.search.grid import Grid
+from xshard.search.moves import Move, Moves, SearchRoute, move_cost
+from xshard.search.states import State
+from xshard.search.successors import Successors
 from xshard.steps import Permute
 
-# How many states of a directed space are settled before the best path so far is taken: once by nearness to
-# the goal, once by cost. Complete spaces are searched to the end.
+# How many states of a directed space are settled before the best path so far is taken: once by
+# nearness to the goal, once by cost. Complete spaces are searched to the end.
 MAX_SETTLED = 32
+DIGITS = 15  # of seconds that are compared: sums in another order are equal
 
-Rank = tuple[
-    float, float, int
-]  # seconds, elements held, plainness; paths are compared by their ranks
-_WORST: Rank = (math.inf, 0, 0)
+
+class Rank(NamedTuple):
+    """How good a path is: paths are compared by their ranks, the lowest is best."""
+
+    seconds: float
+    held: float  # elements
+    plainness: int
+
+
+WORST = Rank(math.inf, 0, 0)
 
 
 class Path(NamedTuple):
@@ -34,17 +53,24 @@ class Path(NamedTuple):
     plainness: int
     held: int
     least: float  # elements held that count: to hold less is no gain
-    moves: tuple[tuple[State, Move], ...]
+    moves: Moves
 
     def rank(self, seconds: float = 0.0, plainness: int = 0) -> Rank:
-        """The rank with this much added."""
+        """Return the rank with this much added."""
+        total = round(self.seconds + seconds, DIGITS)
         held = self.held if self.held > self.least else self.least
-        return round(self.seconds + seconds, 15), held, self.plainness + plainness
+        return Rank(total, held, self.plainness + plainness)
 
 
 @dataclass(frozen=True)
 class Search:
-    """Cheapest-first search of a route; scaled: elements held by the step that multiplies by the scale."""
+    """Cheapest-first search of a route.
+
+    route: the start and the goal.
+    memory_limit: bytes that no device may exceed; None for any.
+    exchanges: whether the general step is tried, beside collectives.
+    scaled: elements held by the step that multiplies by a scale, outside of the path.
+    """
 
     route: SearchRoute
     memory_limit: int | None
@@ -52,161 +78,234 @@ class Search:
     scaled: int = 0
 
     @cached_property
-    def moves(self) -> Moves:
-        return Moves(self.route)
+    def successors(self) -> Successors:
+        """The moves worth trying."""
+        return Successors(self.route)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The grid of the route: looked up once, since hot methods ask for it."""
+        return self.route.grid
 
     def path(self) -> Path:
-        """The cheapest path within the memory limit. Raises PlanError if none fits."""
+        """Find the cheapest path within the memory limit. Raises PlanError if none fits."""
         path = self._search()
-        if path is None and not self.exchanges:
+        if path is not None:
+            return path
+        if not self.exchanges:
             raise PlanError("no path of collectives leads there")
-        if path is None:
-            least = replace(self, memory_limit=None)._least_peak_bytes()
-            raise too_large(self.memory_limit, least, "any plan needs")
-        return path
+        # The error says which limit would do.
+        least = replace(self, memory_limit=None)._least_peak_bytes()
+        raise too_large(self.memory_limit, least, "any plan needs")
+
+    def _search(self) -> Path | None:
+        """Find the cheapest path; None if none fits."""
+        if self.successors.complete:
+            return self._explored(None, nearest=False)
+        # A path that comes nearer to the goal with every step is found soon, and bounds the others.
+        best = self._explored(None, nearest=True)
+        return self._explored(best, nearest=False)
+
+    def _explored(self, best: Path | None, *, nearest: bool) -> Path | None:
+        """Find a path as good as `best` or better. See `Exploration`."""
+        start = self.route.start
+        goal = self.route.goal
+        held = max(self.grid.block(start), self.scaled)
+        if self.exceeds_limit(held):
+            return None
+        # A path may hold both blocks at no cost, and any number if a sum ends.
+        free_of_cost: float = self.grid.block(start) + self.grid.block(goal)
+        if self.grid.ended(start, goal):
+            free_of_cost = math.inf
+        # The peak of the scaling step counts from the start.
+        path = Path(0.0, 0, held, free_of_cost, ())
+        if start == goal:
+            return path
+        exploration = Exploration(self, best, nearest)
+        exploration.push(path.rank(), start, path)
+        exploration.run()
+        return exploration.best
+
+    def exceeds_limit(self, elements: int) -> bool:
+        """Check whether a device may not hold so many elements."""
+        return self.memory_limit is not None and elements * self.grid.itemsize > self.memory_limit
+
+    def moves_from(
+        self, state: State, path: Path, best: Path | None, nearest: bool
+    ) -> Iterator[Move]:
+        """Yield the moves from a state, the direct exchange first: it bounds all others."""
+        if self.exchanges:
+            yield Move("exchange", (), self.route.goal)
+        yield from self.successors.collectives(state)
+        if nearest or not self.exchanges:
+            return
+        # After any other exchange at least one more step communicates: the direct exchange includes
+        # all local changes. Only a sum may begin better locally.
+        launch_s = self.grid.profile.launch("exchange")
+        least = path.seconds + launch_s + self.grid.least_latency
+        if not set(self.route.goal.sums) - set(state.sums):
+            least += self.remaining(state)
+        if best is None or least < best.seconds:
+            yield from self.successors.exchanges(state)
 
     @cached_property
     def _least_step(self) -> float:
-        """Seconds that any step with communication takes, at least."""
-        return self.route.grid.least_launch + self.route.grid.least_latency
+        """The fewest seconds of any step that communicates."""
+        return self.grid.least_launch + self.grid.least_latency
 
-    def _search(self) -> Path | None:
-        # A path that comes nearer to the goal with every step is found soon, and bounds the others.
-        return self._explored(None if self.moves.complete else self._explored(None, nearest=True))
-
-    def _explored(self, best: Path | None, *, nearest: bool = False) -> Path | None:
-        """The best path, `best` or better; nearest: collectives alone, the state with least to do first."""
-        grid = self.route.grid
-        start = self.route.start
-        goal = self.route.goal
-        settled: set[State] = set()
-        reached: dict[State, Rank] = {}
-        tie = itertools.count()
-        held = max(grid.block(start), self.scaled)
-        if self.memory_limit is not None and held * grid.itemsize > self.memory_limit:
-            return None
-        # A path may hold both blocks at no cost, and any number if a sum ends; no block in between is larger.
-        both, largest = (of((grid.block(start), grid.block(goal))) for of in (sum, max))
-        path = Path(0.0, 0, held, math.inf if set(start.sums) - set(goal.sums) else both, ())
-        if start == goal:
-            return path
-        queue = [(path.rank(), next(tie), start, path)]
-        least = _WORST if best is None else best.rank()
-        while queue:
-            estimate, _, state, path = heapq.heappop(queue)
-            if not nearest and estimate >= least:
-                break
-            if state in settled:
-                continue
-            settled.add(state)
-            if (
-                (nearest or best is not None)
-                and not self.moves.complete
-                and len(settled) > MAX_SETTLED
-            ):
-                break
-            if nearest and round(path.seconds + self._remaining(state), 15) > least[0]:
-                continue
-            for move in self._moves(state, path, best, nearest):
-                if move.after in settled or grid.block(move.after) > largest:
-                    continue
-                soonest = round(path.seconds + self._least(state, move), 15)
-                if soonest > reached.get(move.after, _WORST)[0] or (
-                    best is not None and round(soonest + self._remaining(move.after), 15) > least[0]
-                ):
-                    continue
-                longer = self._extended(path, state, move)
-                if longer is None or (rank := longer.rank()) >= reached.get(move.after, _WORST):
-                    continue
-                reached[move.after] = rank
-                if move.after == goal:
-                    best, least = (longer, rank) if rank < least else (best, least)
-                    continue
-                bound = longer.rank(
-                    self._expected(move.after) if nearest else self._remaining(move.after), 1
-                )
-                if nearest or bound < least:
-                    heapq.heappush(queue, (bound, next(tie), move.after, longer))
-        return best
-
-    def _expected(self, state: State) -> float:
-        """Seconds that collectives take from a state, if each axis that is to be changed takes one."""
-        goal = self.route.goal
-        wanted = self.route.grid.roles(goal)
-        ending = sum(a not in goal.sums for a in state.sums)
-        moving = sum(
-            role != wanted.get(axis) for axis, role in self.route.grid.roles(state).items()
-        )
-        return max(self._remaining(state), (ending + moving) * self._least_step)
-
-    def _moves(self, state: State, path: Path, best: Path | None, nearest: bool) -> Iterator[Move]:
-        """The moves from a state, the direct exchange first: it bounds all others."""
-        if self.exchanges:
-            yield Move("exchange", (), self.route.goal)
-        yield from self.moves.collectives(state)
-        if nearest or not self.exchanges:
-            return
-        # After any other exchange at least one more step communicates: the direct exchange includes all
-        # local changes. Only a sum may begin better locally.
-        begins = set(self.route.goal.sums) - set(state.sums)
-        least = (
-            path.seconds
-            + self.route.grid.profile.launch("exchange")
-            + self.route.grid.least_latency
-        )
-        if best is None or least + (0.0 if begins else self._remaining(state)) < best.seconds:
-            yield from self.moves.exchanges(state)
-
-    def _least(self, state: State, move: Move) -> float:
-        """A lower bound for the seconds of a move."""
+    def least_seconds_of(self, state: State, move: Move) -> float:
+        """Bound the seconds of a move from below, without its traffic."""
         if move.kind == "exchange":
-            return self.route.grid.least_exchange(state, move.after)
-        return 0.0 if move.kind in LOCAL else self._least_step
+            return self.grid.least_exchange(state, move.after)
+        if move.kind in LOCAL:
+            return 0.0
+        return self._least_step
 
-    def _extended(self, path: Path, state: State, move: Move) -> Path | None:
-        """The path with a move added, unless it holds too much."""
-        if move.kind == "permute" and not self._permutes(state, move.after):
+    def remaining(self, state: State) -> float:
+        """Bound the seconds of any path from a state to the goal from below."""
+        goal = self.route.goal
+        least = self.grid.least_seconds(state, goal)
+        if self.successors.complete and state.sums != goal.sums:
+            least = max(least, self.grid.least_reducing(state, goal))
+        return least
+
+    def expected(self, state: State) -> float:
+        """Estimate the seconds of collectives to the goal, one for each axis that must change."""
+        goal = self.route.goal
+        goal_roles = self.grid.roles(goal)
+        n_axes = len(self.grid.ended(state, goal))
+        for axis, role in self.grid.roles(state).items():
+            if role != goal_roles.get(axis):
+                n_axes += 1
+        return max(self.remaining(state), n_axes * self._least_step)
+
+    def extended(self, path: Path, state: State, move: Move) -> Path | None:
+        """Add a move to a path; None if it holds too much, or blocks do not match."""
+        if move.kind == "permute" and not self._has_same_blocks(state, move.after):
             return None
-        price = move_cost(self.route.grid, move, state)
-        if (
-            self.memory_limit is not None
-            and price.held * self.route.grid.itemsize > self.memory_limit
-        ):
+        price = move_cost(self.grid, move, state)
+        if self.exceeds_limit(price.held):
             return None
-        # Among paths that hold the same, the plainest wins: local moves, then collectives, then exchanges.
-        plainness = 3 if move.kind == "exchange" else 2 if price.received else 1
+        # Among paths that hold the same, the plainest wins: local moves, then collectives, then
+        # exchanges.
+        if move.kind == "exchange":
+            plainness = 3
+        elif price.received:
+            plainness = 2
+        else:
+            plainness = 1
         seconds = path.seconds + price.seconds
         held = max(path.held, price.held)
-        return Path(
-            seconds, path.plainness + plainness, held, path.least, (*path.moves, (state, move))
-        )
+        moves = (*path.moves, (state, move))
+        return Path(seconds, path.plainness + plainness, held, path.least, moves)
 
-    def _permutes(self, state: State, after: State) -> bool:
-        """Whether both states have the same blocks: known for even shards, looked up for others."""
-        if self.route.grid.is_regular(state) and self.route.grid.is_regular(after):
+    def _has_same_blocks(self, state: State, after: State) -> bool:
+        """Check that both states have the same blocks.
+
+        Even shards of equal length do; other blocks are compared.
+        """
+        if self.grid.is_regular(state) and self.grid.is_regular(after):
             return True
         try:
-            Permute(self.route.grid.sharding(after).layout).after(self.route.grid.sharding(state))
+            Permute(self.grid.sharding(after).layout).after(self.grid.sharding(state))
         except PlanError:
             return False
         return True
 
-    def _remaining(self, state: State) -> float:
-        """A lower bound for the seconds of any path from a state to the goal."""
-        grid = self.route.grid
-        goal = self.route.goal
-        closer = (
-            grid.least_reducing(state, goal)
-            if self.moves.complete and state.sums != goal.sums
-            else 0.0
-        )
-        return max(grid.least_seconds(state, goal), closer)
-
     def _least_peak_bytes(self) -> int:
-        """The smallest peak of any path: the limit is lowered until no path is left."""
+        """Find the smallest peak of any path: lower the limit until no path is left."""
         least = 0
         path = self._search()
         while path is not None:
-            least = path.held * self.route.grid.itemsize
+            least = path.held * self.grid.itemsize
             path = replace(self, memory_limit=least - 1)._search()
         return least
+
+
+class Exploration:
+    """One run of a search from the start, cheapest states first.
+
+    search: what is searched.
+    best: the best path so far; it has to be met or beaten.
+    nearest: the state with least left to do comes first, and only collectives are tried beside the
+        direct exchange. The first paths are found sooner, but need not be the cheapest.
+    """
+
+    def __init__(self, search: Search, best: Path | None, nearest: bool) -> None:
+        self.search = search
+        self.best = best
+        self.nearest = nearest
+        self.best_rank = WORST if best is None else best.rank()
+        self.settled: set[State] = set()
+        self.reached: dict[State, Rank] = {}  # the rank of the best path to each state
+        self.queue: list[tuple[Rank, int, State, Path]] = []
+        self.n_pushed = 0
+        # No block in between is larger than both ends.
+        route = search.route
+        self.largest = max(route.grid.block(route.start), route.grid.block(route.goal))
+
+    def push(self, bound: Rank, state: State, path: Path) -> None:
+        """Queue a state; of equal bounds, the state that was queued first comes first."""
+        heapq.heappush(self.queue, (bound, self.n_pushed, state, path))
+        self.n_pushed += 1
+
+    def run(self) -> None:
+        """Settle states until none can lead to a better path."""
+        search = self.search
+        block = search.grid.block
+        while self.queue:
+            bound, _, state, path = heapq.heappop(self.queue)
+            if not self.nearest and bound >= self.best_rank:
+                return
+            # A state is queued again when a better path reaches it; the worse entry is left over.
+            if state in self.settled:
+                continue
+            self.settled.add(state)
+            if len(self.settled) > MAX_SETTLED and self._may_stop():
+                return
+            if self.nearest:
+                seconds = path.seconds + search.remaining(state)
+                if round(seconds, DIGITS) > self.best_rank.seconds:
+                    continue
+            # Hot: most moves lead to states that are settled.
+            for move in search.moves_from(state, path, self.best, self.nearest):
+                if move.after not in self.settled and block(move.after) <= self.largest:
+                    self._try(path, state, move)
+
+    def _may_stop(self) -> bool:
+        """Check that a directed space has been searched enough: for a path, or to improve one."""
+        return not self.search.successors.complete and (self.nearest or self.best is not None)
+
+    def _try(self, path: Path, state: State, move: Move) -> None:
+        """Follow a move, unless bounds show that a path as good is known."""
+        search = self.search
+        reached = self.reached.get(move.after, WORST)
+        # First with cheap bounds: the traffic of a move is dear.
+        soonest = round(path.seconds + search.least_seconds_of(state, move), DIGITS)
+        if soonest > reached.seconds or self._is_too_late(soonest, move.after):
+            return
+        longer = search.extended(path, state, move)
+        if longer is None:
+            return
+        rank = longer.rank()
+        if rank >= reached:
+            return
+        self.reached[move.after] = rank
+        if move.after == search.route.goal:
+            if rank < self.best_rank:
+                self.best = longer
+                self.best_rank = rank
+            return
+        if self.nearest:
+            self.push(longer.rank(search.expected(move.after), 1), move.after, longer)
+            return
+        # At least one more move follows, and the plainest counts 1.
+        bound = longer.rank(search.remaining(move.after), 1)
+        if bound < self.best_rank:
+            self.push(bound, move.after, longer)
+
+    def _is_too_late(self, seconds: float, state: State) -> bool:
+        """Check that a path that is at a state after so many seconds is slower than the best."""
+        if self.best is None:
+            return False
+        return round(seconds + self.search.remaining(state), DIGITS) > self.best_rank.seconds

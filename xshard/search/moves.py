@@ -1,36 +1,46 @@
-"""The states between two shardings, the moves between states with their steps and costs, and an estimate."""
+"""Moves from state to state: the steps that they stand for, and what each costs.
+
+A move is a step that is not built yet. A search makes thousands of moves and prices most of them;
+only those of the cheapest path become steps.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from xshard import steps
-from xshard.cost.model import Profile
+from xshard.cost.model import LOCAL, Profile
 from xshard.layout import Layout, Sharding
 from xshard.notation.parser import Dim
-from xshard.search.grid import Cut, Grid, State, grid
+from xshard.search.grid import Grid, grid
+from xshard.search.states import Cut, State
 from xshard.steps import Exchange, Traffic
 from xshard.steps.base import DimCut
-from xshard.steps.collectives import (
-    all_reduce_traffic,
-    all_to_all_traffic,
-    gather_traffic,
-    reduce_scatter_traffic,
-)
-from xshard.steps.permute import permute_traffic
-from xshard.steps.traffic import LinkSpans
 
 
 class Move(NamedTuple):
-    """A step not yet built: its kind, the data of the kind (`STEPS`), and its result."""
+    """A step not yet built: its kind, the data of the kind, and the state that results.
+
+    The data are plain tuples, since a search makes them by the thousand. Shards are numbers,
+    innermost shards are counted, and dims are indices:
+
+        all_gather, embed       (dim, number of innermost shards that leave it)
+        reduce_scatter          (dim, new shards)
+        slice                   for each dim, its new shards
+        all_to_all              (dim, number of innermost shards that leave it, dim, new shards)
+        all_reduce, mask        (axes,)
+        permute, exchange       ()
+    """
 
     kind: str
     data: tuple[Any, ...]
     after: State
+
+
+Moves = tuple[tuple[State, Move], ...]  # each with the state before it
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,9 @@ class SearchRoute:
     @cached_property
     def changing(self) -> list[int]:
         """The axes with different roles on both sides."""
-        start = self.start
-        goal = self.goal
-        return sorted({*self.grid.changing(start, goal), *set(start.sums) ^ set(goal.sums)})
+        shards = self.grid.changing(self.start, self.goal)
+        sums = set(self.start.sums) ^ set(self.goal.sums)
+        return sorted(sums.union(shards))
 
     @cached_property
     def spare(self) -> list[int]:
@@ -56,7 +66,7 @@ class SearchRoute:
 
 @dataclass(frozen=True)
 class Space:
-    """The route between two shardings in normal form without copies, with the names of their dims."""
+    """The route between two shardings in normal form without copies, with the names of dims."""
 
     start: Sharding
     goal: Sharding
@@ -65,36 +75,52 @@ class Space:
 
     @cached_property
     def grid(self) -> Grid:
+        """The grid of this mesh and shape, shared by all spaces that have them."""
         return grid(self.start.mesh, self.start.shape, self.itemsize, self.profile)
 
     @cached_property
     def route(self) -> SearchRoute:
         """The states of both shardings."""
-        return SearchRoute(self.grid, self.state(self.start.layout), self.state(self.goal.layout))
+        start = self.state(self.start.layout)
+        goal = self.state(self.goal.layout)
+        return SearchRoute(self.grid, start, goal)
 
     @cached_property
     def op(self) -> str:
         """The kind of reduction in these layouts."""
-        kinds = [kind for end in (self.start, self.goal) for kind, _ in end.layout.tags]
-        return kinds[0] if kinds else "sum"
+        # Tags of one request have one kind: `check_moves` refuses others.
+        for tag_kind, _ in (*self.start.layout.tags, *self.goal.layout.tags):
+            return tag_kind
+        return "sum"
 
     def state(self, layout: Layout) -> State:
-        """A layout of this space -> its state."""
-        cuts = tuple(tuple(map(self.grid.number, dim.shards)) for dim in layout.dims)
-        return State(cuts, tuple(sorted(map(self.grid.axes.index, layout.tagged(self.op)))))
+        """Convert a layout of this space to its state."""
+        cuts: list[Cut] = []
+        for dim in layout.dims:
+            cuts.append(tuple(map(self.grid.number, dim.shards)))
+        sums = map(self.grid.axes.index, layout.tagged(self.op))
+        return State(tuple(cuts), tuple(sorted(sums)))
 
     def layout(self, state: State) -> Layout:
-        """A state -> its layout."""
-        dims = zip(self.start.layout.names, map(self.grid.cut_by, state.cuts), strict=True)
-        return Layout(tuple(Dim(*dim) for dim in dims), ((self.op, self.grid.names(state.sums)),))
+        """Convert a state to its layout."""
+        dims: list[Dim] = []
+        for name, cut in zip(self.start.layout.names, state.cuts, strict=True):
+            dims.append(Dim(name, self.grid.cut_by(cut)))
+        reduction = (self.op, self.grid.names(state.sums))
+        return Layout(tuple(dims), (reduction,))
 
-    def exchange(self, here: Layout, to: Layout) -> Exchange:
-        """The exchange between two layouts; with node-local senders if needed."""
-        return Exchange(to, self.grid.nodes if here.tagged(self.op) == to.tagged(self.op) else None)
+    def dim_cut(self, d: int, cut: Cut) -> DimCut:
+        """Return the name of a dim and some of its shards, as steps have them."""
+        return self.start.layout.names[d], self.grid.cut_by(cut)
+
+    def exchange(self, src: Layout, dst: Layout) -> Exchange:
+        """Build an exchange, with node-local senders where the grid has nodes and sums stay."""
+        has_same_sums = src.tagged(self.op) == dst.tagged(self.op)
+        return Exchange(dst, self.grid.nodes if has_same_sums else None)
 
     def steps(self, moves: Iterable[tuple[State, Move]]) -> tuple[steps.Step, ...]:
-        """Moves, each with the state before it -> the steps that they stand for."""
-        return tuple(STEPS[move.kind](self, move, state) for state, move in moves)
+        """Build the steps of some moves, each given with the state before it."""
+        return tuple(_step(self, move, state) for state, move in moves)
 
 
 class MoveCost(NamedTuple):
@@ -106,178 +132,92 @@ class MoveCost(NamedTuple):
 
 
 def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
-    """Cost of a move from a state, cached."""
+    """Price a move from a state; each price is computed once for all searches on the grid."""
+    # Hot. The data of a move follow from the two states, and need not be in the key.
     key = move.kind, state, move.after
-    known: MoveCost | None = grid.costs.get(key)
-    if known is None:
-        before = grid.block(state)
-        after = grid.block(move.after)
-        traffic = TRAFFIC[move.kind](grid, move, state, before, after)
-        held = before + after + (traffic.copied if traffic.hops else 0)
-        seconds = grid.fabric.seconds(move.kind, traffic, grid.itemsize)
-        known = grid.costs[key] = MoveCost(seconds, traffic.received, held)
-    return known
+    cached: MoveCost | None = grid.costs.get(key)
+    if cached is not None:
+        return cached
+    traffic = _traffic(grid, move, state)
+    # The input, the result, and for a collective the buffer in which it packs.
+    held = grid.block(state) + grid.block(move.after)
+    if traffic.hops:
+        held += traffic.copied
+    seconds = grid.fabric.seconds(move.kind, traffic, grid.itemsize)
+    cost = MoveCost(seconds, traffic.received, held)
+    grid.costs[key] = cost
+    return cost
 
 
-def _innermost(move: Move, state: State) -> tuple[int, Cut]:
-    """The dim of a move, and as many of its innermost shards as the move takes."""
-    d, n = move.data[:2]
-    return d, state.cuts[d][-n:]
+def _traffic(grid: Grid, move: Move, state: State) -> Traffic:
+    """Count the traffic of a move as its step would."""
+    if move.kind in LOCAL:
+        return Traffic(copied=grid.block(move.after))
+    if move.kind == "exchange":
+        return grid.exchange_traffic(state, move.after)
+    axes = _group_axes(grid, move, state)
+    in_place = _lands_in_place(grid, move, state)
+    return grid.collective_traffic(move.kind, grid.block(state), axes, in_place)
 
 
-def _along(grid: Grid, d: int, cut: Cut) -> tuple[LinkSpans, bool]:
-    """The spans of some shards of a dim, and whether their pieces land in place."""
-    return grid.group(grid.axes_in(cut)), d == 0 and all(
-        grid.shards[s].order == "block" for s in cut
-    )
+def _group_axes(grid: Grid, move: Move, state: State) -> tuple[int, ...]:
+    """Return the axes over which a collective runs."""
+    if move.kind == "permute":
+        return tuple(grid.changing(state, move.after))
+    if move.kind == "all_reduce":
+        axes: tuple[int, ...] = move.data[0]
+        return axes
+    if move.kind == "all_gather":
+        return grid.axes_in(_leaving_cut(move, state))
+    new_cut = move.data[-1]  # of a reduce_scatter or all_to_all
+    return grid.axes_in(new_cut)
 
 
-TRAFFIC: dict[str, Callable[[Grid, Move, State, int, int], steps.Traffic]] = {
-    "all_gather": lambda g, m, at, before, _: gather_traffic(
-        before, *_along(g, *_innermost(m, at))
-    ),
-    "all_reduce": lambda g, m, at, before, _: all_reduce_traffic(before, g.group(m.data[0])),
-    "reduce_scatter": lambda g, m, at, before, _: reduce_scatter_traffic(
-        before, *_along(g, *m.data)
-    ),
-    "all_to_all": lambda g, m, at, before, _: all_to_all_traffic(
-        before, g.group(g.axes_in(m.data[3]))
-    ),
-    "permute": lambda g, m, at, before, _: permute_traffic(
-        before, g.group(tuple(g.changing(at, m.after)))
-    ),
-    "exchange": lambda g, m, at, *_: g.exchange_traffic(at, m.after),
-    **dict.fromkeys(
-        ("slice", "embed", "mask"), lambda g, m, at, _, after: steps.Traffic(copied=after)
-    ),
-}
+def _lands_in_place(grid: Grid, move: Move, state: State) -> bool:
+    """Check that the pieces of a gather or scatter lie one after the other in the larger block."""
+    if move.kind == "all_gather":
+        cut = _leaving_cut(move, state)
+    elif move.kind == "reduce_scatter":
+        cut = move.data[-1]
+    else:
+        return False
+    dim = move.data[0]
+    return dim == 0 and all(grid.shards[s].order == "block" for s in cut)
 
 
-# Data of a move by kind:  all_gather, embed: dim, number of shards.  reduce_scatter: dim, shards.
-# slice: shards by dim.  all_to_all: dim, number of shards, dim, shards.  all_reduce, mask: axes.
-STEPS: dict[str, Callable[[Space, Move, State], steps.Step]] = {
-    "all_gather": lambda s, m, at: steps.AllGather(*_cut(s, *_innermost(m, at))),
-    "all_reduce": lambda s, m, at: steps.AllReduce(s.grid.names(m.data[0]), s.op),
-    "reduce_scatter": lambda s, m, _: steps.ReduceScatter(*_cut(s, *m.data), s.op),
-    "all_to_all": lambda s, m, at: steps.AllToAll(
-        *_cut(s, *_innermost(m, at)), *_cut(s, *m.data[2:])
-    ),
-    "permute": lambda s, m, at: steps.Permute(s.layout(m.after)),
-    "exchange": lambda s, m, at: s.exchange(s.layout(at), s.layout(m.after)),
-    "slice": lambda s, m, at: steps.Slice(
-        tuple(_cut(s, d, cut) for d, cut in enumerate(m.data) if cut)
-    ),
-    "embed": lambda s, m, at: steps.Embed(*_cut(s, *_innermost(m, at))),
-    "mask": lambda s, m, at: steps.Mask(s.grid.names(m.data[0])),
-}
+def _leaving_cut(move: Move, state: State) -> Cut:
+    """Return the innermost shards that a gather, all-to-all or embed takes from a dim."""
+    dim, n_shards = move.data[:2]
+    return state.cuts[dim][-n_shards:]
 
 
-def _cut(space: Space, d: int, cut: Cut) -> DimCut:
-    """A dim and some of its shards."""
-    return space.start.layout.names[d], space.grid.cut_by(cut)
+def _step(space: Space, move: Move, state: State) -> steps.Step:
+    """Build the step that a move stands for."""
+    match move.kind:
+        case "permute":
+            return steps.Permute(space.layout(move.after))
+        case "exchange":
+            return space.exchange(space.layout(state), space.layout(move.after))
+        case "slice":
+            cuts = [space.dim_cut(d, new_cut) for d, new_cut in enumerate(move.data) if new_cut]
+            return steps.Slice(tuple(cuts))
+        case "mask":
+            [axes] = move.data
+            return steps.Mask(space.grid.names(axes))
+        case "all_reduce":
+            [axes] = move.data
+            return steps.AllReduce(space.grid.names(axes), space.op)
+        case "reduce_scatter":
+            d, new_cut = move.data
+            dim, shards = space.dim_cut(d, new_cut)
+            return steps.ReduceScatter(dim, shards, space.op)
 
-
-def estimate(grid: Grid, state: State, goal: State) -> float:
-    """Seconds of an exchange, or of one collective for every kind of change, whichever takes fewer."""
-    if state == goal:
-        return 0.0
-    ended = grid.ended(state, goal)
-    near = grid.spare(state, goal, grid.changing(state, goal))
-    least = min([_in_turn(grid, state, goal, axes) for axes in ([(), near] if near else [()])])
-    if not set(goal.sums) - set(state.sums):
-        for here, seconds in _scattered(grid, state, goal, ended):
-            least = min(least, seconds + _exchange(grid, here, goal, least - seconds))
-            for on_way, later in _before_gathers(grid, here, goal):
-                if (below := least - seconds - later) > 0:
-                    there = min(
-                        _exchange(grid, here, on_way, below), _in_turn(grid, here, on_way, ())
-                    )
-                    least = min(least, seconds + there + later)
-    pairs = enumerate(zip(state.cuts, goal.cuts, strict=True))
-    if state.sums == goal.sums and all(
-        grid.length(d, a) == grid.length(d, b) for d, (a, b) in pairs
-    ):
-        least = min(least, move_cost(grid, Move("permute", (), goal), state).seconds)
-    return least
-
-
-def _exchange(grid: Grid, state: State, goal: State, below: float) -> float:
-    """Seconds of an exchange to the goal; infinite if not below, or to be counted per device."""
-    if grid.least_exchange(state, goal) >= below or grid.even_received(state, goal) is None:
-        return math.inf
-    return move_cost(grid, Move("exchange", (), goal), state).seconds
-
-
-def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[tuple[State, float]]:
-    """The goal sharded over axes that are to hold replicas, each with the seconds to gather them."""
-    free = grid.free(goal)
-    for axes in dict.fromkeys((free, tuple(a for a in free if a in grid.roles(state)))):
-        for d, cut in enumerate(goal.cuts):
-            if axes and grid.is_even(d, cut + axes):
-                on_way = goal.with_cut(d, cut + axes)
-                yield (
-                    on_way,
-                    grid.seconds("all_gather", gather_traffic, grid.block(on_way), axes, d == 0),
-                )
-                break
-
-
-def _scattered(grid: Grid, state: State, goal: State, ended: Cut) -> Iterator[tuple[State, float]]:
-    """The start, and the state in which the sums that end are scattered over a dim, each with its seconds."""
-    new = grid.roles(goal)
-    yield state, 0.0
-    dims = range(len(state.cuts)) if ended else ()
-    for d in sorted(dims, key=lambda d: new.get(ended[0], (d,))[0] != d):
-        scattered = state.with_cut(d, state.cuts[d] + ended)
-        if grid.is_even(d, scattered.cuts[d]):
-            after = scattered._replace(sums=tuple(a for a in state.sums if a not in ended))
-            yield after, move_cost(grid, Move("reduce_scatter", (d, ended), after), state).seconds
-            return
-
-
-def _in_turn(grid: Grid, state: State, goal: State, near: Sequence[int]) -> float:
-    """Seconds of a slice, reduction, move and gather; `near` replicas take shares in between."""
-    old = grid.roles(state)
-    new = grid.roles(goal)
-    ended = grid.ended(state, goal)
-    cut = [a for a in ended if a in new]
-    sliced = [a for a in new if a not in old and a not in state.sums]
-    moved = [a for a in new if a in old and old[a] != new[a]]
-    gathered = [a for a in old if a not in new and a not in goal.sums]
-    # A shard in place comes inside of all that the dim keeps; others have to change places afterwards.
-    moved += [a for a in sliced if goal.cuts[d := new[a][0]][: len(state.cuts[d])] != state.cuts[d]]
-    block = grid.block(state)
-    seconds = 0.0
-    price = grid.seconds
-    if sliced or near:
-        block = max(1, block // grid.parts([*sliced, *near]))
-        seconds += grid.fabric.seconds("slice", Traffic(copied=block), grid.itemsize)
-    if ended and (cut or near or gathered):
-        first = all(new.get(a, (0,))[0] == 0 for a in ended)
-        seconds += price("reduce_scatter", reduce_scatter_traffic, block, ended, first)
-        block = max(1, block // grid.parts(ended))
-        gathered += [a for a in ended if a not in new]
-    elif ended:
-        seconds += price("all_reduce", all_reduce_traffic, block, ended)
-    if moved:
-        axes = tuple(moved)
-        ways = [price("all_to_all", all_to_all_traffic, block, axes)]
-        if block * grid.parts(moved) <= max(grid.block(state), grid.block(goal)):
-            whole = price("all_gather", gather_traffic, block, axes, False)
-            ways.append(whole + grid.fabric.seconds("slice", Traffic(copied=block), grid.itemsize))
-        if _permutes(
-            grid, state, goal, grid.parts([*sliced, *near, *ended]), grid.parts([*gathered, *near])
-        ):
-            ways.append(price("permute", permute_traffic, block, axes))
-        seconds += min(ways)
-    if gathered or near:
-        first = all(old.get(a, (0,))[0] == 0 for a in gathered)
-        seconds += price("all_gather", gather_traffic, block, (*gathered, *near), first)
-    return seconds
-
-
-def _permutes(grid: Grid, state: State, goal: State, slices: int, gathers: int) -> bool:
-    """Whether so many more parts at the start, and at the goal, can make all blocks as long as each other."""
-    before, after = ([grid.parts(cut) for cut in end.cuts] for end in (state, goal))
-    most = math.prod(map(math.lcm, before, after))
-    return most <= math.prod(before) * slices and most <= math.prod(after) * gathers
+    # In the others, innermost shards leave a dim.
+    dim, shards = space.dim_cut(move.data[0], _leaving_cut(move, state))
+    if move.kind == "all_gather":
+        return steps.AllGather(dim, shards)
+    if move.kind == "embed":
+        return steps.Embed(dim, shards)
+    _, _, dst, new_cut = move.data
+    dst_dim, dst_shards = space.dim_cut(dst, new_cut)
+    return steps.AllToAll(dim, shards, dst_dim, dst_shards)

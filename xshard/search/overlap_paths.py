@@ -1,62 +1,83 @@
-"""Paths between layouts with overlaps: other overlaps go first and are rebuilt last, one dim at a time."""
+"""Paths between layouts with overlaps.
+
+Overlaps that change are taken away first and rebuilt last, one dim at a time. In between, the
+search moves plain shards.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from xshard.cost.model import Profile, price, too_large
 from xshard.dtypes import check_reduction, check_signed, check_value, itemsize
 from xshard.errors import PlanError
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.providers import missing_rows, offered_rows, wanted_rows
+from xshard.layout.providers import missing_rows
 from xshard.layout.runs import Runs, met, pieces
 from xshard.layout.validation import rolled_dim
-from xshard.notation.overlap import Fold, Halo, Reads, Window, ends_of
+from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, ends_of
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search
 from xshard.search.moves import Space
-from xshard.steps import Exchange, Step
+from xshard.steps import Exchange, Permute, Step
 from xshard.steps.exchange.exchange import negates_addends
-from xshard.steps.exchange.sources import dim_end, views
+from xshard.steps.exchange.sources import DimEnd, carried_dims, dim_end, views
 
 Steps = tuple[Step, ...]
+
+
+class Candidate(NamedTuple):
+    """A path with its price; candidates are compared field by field, the lowest is best."""
+
+    has_larger_blocks: bool  # than both ends
+    seconds: float
+    number: int
+    peak_bytes: int
+    steps: Steps
 
 
 def best_path(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, limit: int | None
 ) -> Steps:
-    """The cheapest path. Raises PlanError if none fits the limit."""
-    # If every block holds everything, sharding changes nothing, but a step must still rename the axis.
+    """Find the cheapest path. Raises PlanError if none fits the limit of bytes."""
+    # If every block holds everything, sharding changes nothing, but a step must still rename the
+    # axis.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
-    largest = max(start.max_local_size, goal.max_local_size)
-    candidates: list[tuple[bool, float, int, int, Steps]] = []
-    for steps in ways(start, goal, dtype, profile).values():
-        here = start
-        seconds = 0.0
-        peak = 0
-        block = 0
-        for step in steps:
-            after = step.after(here)
-            cost = price(step, here, after, itemsize(dtype), profile)
-            seconds = seconds + cost.seconds
-            peak = max(peak, cost.peak_bytes)
-            here = after
-            block = max(block, after.max_local_size)
-        candidates.append((block > largest, seconds, len(candidates), peak, steps))
-    fitting = [way for way in candidates if limit is None or way[3] <= limit]
+    candidates: list[Candidate] = []
+    for number, steps in enumerate(ways(start, goal, dtype, profile).values()):
+        candidates.append(_candidate(number, steps, start, goal, dtype, profile))
+    fitting = [c for c in candidates if limit is None or c.peak_bytes <= limit]
     if not fitting:
-        raise too_large(limit, min(way[3] for way in candidates), "any plan needs")
-    return min(fitting)[-1]
+        raise too_large(limit, min(c.peak_bytes for c in candidates), "any plan needs")
+    return min(fitting).steps
+
+
+def _candidate(
+    number: int, steps: Steps, start: Sharding, goal: Sharding, dtype: str, profile: Profile
+) -> Candidate:
+    """Price a path step by step."""
+    before = start
+    seconds = 0.0
+    peak_bytes = 0
+    largest = 0
+    for step in steps:
+        after = step.after(before)
+        cost = price(step, before, after, itemsize(dtype), profile)
+        seconds += cost.seconds
+        peak_bytes = max(peak_bytes, cost.peak_bytes)
+        largest = max(largest, after.max_local_size)
+        before = after
+    # A path through blocks larger than both ends is taken only if there is no other.
+    is_larger = largest > max(start.max_local_size, goal.max_local_size)
+    return Candidate(is_larger, seconds, number, peak_bytes, steps)
 
 
 def ways(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> dict[str, Steps]:
-    """Every path by name, the plainest first."""
-    dims = zip(start.layout.dims, goal.layout.dims, strict=True)
-    kept = [a.overlap is not None and a == b for a, b in dims]
-    paths: dict[str, Steps] = {"one dim at a time": _one_by_one(start, goal, kept, dtype, profile)}
+    """Return each path by name, the plainest first."""
+    paths: dict[str, Steps] = {"one dim at a time": _one_by_one(start, goal, dtype, profile)}
     if not negates_addends(start, goal):
         paths["direct exchange"] = (Exchange(goal.layout),)
     return paths
@@ -66,138 +87,216 @@ def check_overlaps(source: Sharding, target: Sharding, dtype: str) -> None:
     """Raise PlanError or DtypeError if no redistribution between these overlaps is defined."""
     src = source.layout
     dst = target.layout
-    for d, (a, b) in enumerate(zip(src.dims, dst.dims, strict=True)):
-        if isinstance(a.overlap, Fold):
+    for d, (src_dim, dst_dim) in enumerate(zip(src.dims, dst.dims, strict=True)):
+        if isinstance(src_dim.overlap, Fold):
             check_reduction(dtype, "sum")
             if not src.is_linear:
                 reason = f"'{src}' is a max of blocks that overlap as contributions"
                 raise PlanError(reason, hint="reduce the max first")
-        _check_lost(source, target, d)
-        for dim, layout in ((a, src), (b, dst)):
-            for end in ends_of(dim.overlap):
-                if end.value and layout.tagged("sum", "mean"):
-                    reason = f"'{layout}' fills addends with {end}, whose sum is another number"
-                    raise PlanError(reason, hint="reduce first, or write zero")
-                if end.value:
-                    check_value(dtype, end.value)
-                if end.sign < 0:
-                    check_signed(dtype)
+        _check_rows_exist(source, target, d)
+        _check_contributions_fit(source, target, d)
+        _check_boundaries(src_dim, src, dtype)
+        _check_boundaries(dst_dim, dst, dtype)
 
 
-def _one_by_one(
-    start: Sharding, goal: Sharding, kept: list[bool], dtype: str, profile: Profile
-) -> Steps:
-    bare, aim = (_without_overlaps(sharding, kept) for sharding in (start, goal))
-    # Local steps run while blocks are small: overlaps are trimmed first, folds begin last.
-    dropped = _layouts(bare, start, one_by_one=Fold)
-    rebuilt = _layouts(aim, goal, one_by_one=(Halo, Window, Reads))
-    steps: list[Step] = [Exchange(layout) for layout in dropped[-2::-1]]
-    steps += _between(bare, aim, dtype, profile)
-    return (*steps, *(Exchange(layout) for layout in rebuilt[1:]))
+def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
+    """Raise PlanError or DtypeError if values at the ends of a dim fit no sum, or not the dtype."""
+    for end in ends_of(dim.overlap):
+        if end.value and layout.tagged("sum", "mean"):
+            reason = f"'{layout}' fills addends with {end}, whose sum is another number"
+            raise PlanError(reason, hint="reduce first, or write zero")
+        if end.value:
+            check_value(dtype, end.value)
+        if end.sign < 0:
+            check_signed(dtype)
 
 
-def _layouts(start: Sharding, goal: Sharding, one_by_one: type | tuple[type, ...]) -> list[Layout]:
-    """Layouts from `start` to `goal`: overlaps of some kinds one at a time, then the rest at once."""
-    bare = start.layout
-    full = goal.layout
-    dims = list(bare.dims)
-    layouts = [bare]
-    changed = [d for d, (a, b) in enumerate(zip(bare.dims, full.dims, strict=True)) if a != b]
-    rest = [d for d in changed if not isinstance(full.dims[d].overlap, one_by_one)]
-    for group in (*_in_turn(goal, [d for d in changed if d not in rest]), rest):
+def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
+    """Raise PlanError for a row that only the destination has."""
+    src = dim_end(source, d)
+    dst = dim_end(target, d)
+    if src.dim.overlap is None or isinstance(src.dim.overlap, Fold):
+        return
+    wanted: list[Runs] = []
+    for view in views(target):
+        # A block keeps what it holds, but what another dim's pole rolls comes from elsewhere.
+        if src.dim != dst.dim or view.shifts[d]:
+            part = dim_end(target, d, view.sides[d], view.shifts[d])
+            wanted += part.wanted_rows()
+    row = _first_common(_missing_rows(src), wanted)
+    if row is not None:
+        reason = f"no block under '{source.layout}' holds row {row} of dim {src.dim.name!r}, which "
+        hint = "a window holds the rows that its outputs read, and no others"
+        raise PlanError(f"{reason}'{target.layout}' has", hint=hint)
+
+
+def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None:
+    """Raise PlanError for contributions that a fold at the destination would lose."""
+    src = dim_end(source, d)
+    dst = dim_end(target, d)
+    if not isinstance(dst.dim.overlap, Fold) or src.dim == dst.dim:
+        return
+    offered: list[Runs] = []
+    for view in views(source):
+        part = dim_end(source, d, view.sides[d], view.shifts[d])
+        for lists in part.offered_rows():
+            offered += lists
+    row = _first_common(_missing_rows(dst), offered)
+    if row is not None:
+        reason = f"row {row} of dim {src.dim.name!r} is in no block under '{target.layout}'"
+        raise PlanError(reason, hint="contributions to it would be lost")
+
+
+def _missing_rows(end: DimEnd) -> Runs:
+    """Return the rows that no block holds."""
+    return missing_rows(end.dim, end.length, end.sizes)
+
+
+def _first_common(rows: Runs, blocks: Iterable[Runs]) -> int | None:
+    """Return the first of some ascending rows that is also in a block; None if none is."""
+    if not rows:
+        return None
+    first_rows = met(pieces((rows,)), pieces(blocks))[2]
+    return int(min(first_rows)) if len(first_rows) else None
+
+
+def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Steps:
+    """Take overlaps away, move plain shards, and build overlaps up again.
+
+    Overlaps that are equal on both sides stay throughout. Local steps run while blocks are small:
+    overlaps are trimmed first, folds begin last.
+    """
+    kept_dims = carried_dims(start, goal)
+    bare_start = _without_overlaps(start, kept_dims)
+    bare_goal = _without_overlaps(goal, kept_dims)
+    growing = _layouts(bare_start, start, one_by_one=(Fold,))
+    dropping = growing[-2::-1]  # from `start` itself back to the bare one
+    rebuilding = _layouts(bare_goal, goal, one_by_one=(Halo, Window, Reads))[1:]
+    steps: list[Step] = [Exchange(layout) for layout in dropping]
+    steps += _between(bare_start, bare_goal, dtype, profile)
+    steps += [Exchange(layout) for layout in rebuilding]
+    return tuple(steps)
+
+
+def _without_overlaps(sharding: Sharding, kept_dims: Sequence[int]) -> Sharding:
+    """Return the sharding without overlaps, except of some dims."""
+    dims: list[Dim] = []
+    for d, dim in enumerate(sharding.layout.dims):
+        dims.append(dim if d in kept_dims else replace(dim, overlap=None))
+    return sharding.with_layout(replace(sharding.layout, dims=tuple(dims)))
+
+
+def _layouts(
+    start: Sharding, goal: Sharding, one_by_one: tuple[type[Overlap], ...]
+) -> list[Layout]:
+    """List the layouts on the way from `start` to `goal`.
+
+    Dims with overlaps of the kinds `one_by_one` change one after the other, then the rest at once.
+    """
+    goal_dims = goal.layout.dims
+    dims = list(start.layout.dims)
+    changed = [d for d, dim in enumerate(dims) if dim != goal_dims[d]]
+    in_turn = [d for d in changed if isinstance(goal_dims[d].overlap, one_by_one)]
+    at_once = [d for d in changed if d not in in_turn]
+    layouts = [start.layout]
+    for group in (*_in_turn(goal, in_turn), at_once):
         for d in group:
-            dims[d] = full.dims[d]
+            dims[d] = goal_dims[d]
         if group:
-            layouts.append(replace(bare, dims=tuple(dims)))
+            layouts.append(replace(start.layout, dims=tuple(dims)))
     return layouts
 
 
 def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
-    """One dim after the other, a dim with a pole before the dims that wait for it; a cycle as one group."""
-    while dims:
-        waiting = {after for d in dims for after in _waiting(goal, d) if after != d}
-        group = next(([d] for d in dims if d not in waiting), dims)
+    """Yield one dim after the other: a dim with a pole before those that wait for it.
+
+    Dims that wait for each other come as one group.
+    """
+    left = dims
+    while left:
+        waiting: set[int | None] = set()
+        for d in left:
+            waiting.update(other for other in _waiting(goal, d) if other != d)
+        ready = [d for d in left if d not in waiting]  # none if all wait for each other
+        group = ready[:1] if ready else left
         yield group
-        dims = [d for d in dims if d not in group]
+        left = [d for d in left if d not in group]
 
 
 def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:
-    """The dims that the poles of a dim roll, and dims with constants that the poles would negate."""
+    """Yield the dims that the poles of a dim roll, or with constants that they would negate."""
     dims = goal.layout.dims
     for end in ends_of(dims[d].overlap):
         if end.kind == "pole":
             yield rolled_dim(dims, d, end, goal.shape)
         if end.sign < 0:
-            yield from (
-                i
-                for i, dim in enumerate(dims)
-                if any(other.value for other in ends_of(dim.overlap))
-            )
+            for other, dim in enumerate(dims):
+                if any(other_end.value for other_end in ends_of(dim.overlap)):
+                    yield other
 
 
-def _without_overlaps(sharding: Sharding, kept: list[bool]) -> Sharding:
-    pairs = zip(sharding.layout.dims, kept, strict=True)
-    dims = tuple(dim if keep else replace(dim, overlap=None) for dim, keep in pairs)
-    return sharding.with_layout(replace(sharding.layout, dims=dims))
+@dataclass(frozen=True)
+class _Disguise:
+    """Dims that keep their overlaps, shown to the search as unsharded dims as long as their blocks.
+
+    The search knows no overlaps. What it may use are the other dims, and the axes that these leave.
+    """
+
+    fixed: dict[int, Dim]
+    mesh: Mesh  # of the axes that are left
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sharding: Sharding) -> _Disguise:
+        """Disguise the dims of a sharding that have overlaps."""
+        fixed: dict[int, Dim] = {}
+        busy: set[str] = set()
+        shape = list(sharding.shape)
+        for d, dim in enumerate(sharding.layout.dims):
+            if dim.overlap is not None:
+                fixed[d] = dim
+                busy.update(dim.axes)
+                shape[d] = sharding.max_local_shape[d]
+        mesh = sharding.mesh
+        left = {axis: mesh.size(axis) for axis in mesh.axes if axis not in busy}
+        return cls(fixed, Mesh(left), tuple(shape))
+
+    def put_on(self, sharding: Sharding) -> Sharding:
+        """Return the sharding as the search sees it."""
+        dims: list[Dim] = []
+        for d, dim in enumerate(sharding.layout.dims):
+            dims.append(Dim(dim.name) if d in self.fixed else dim)
+        return Sharding(replace(sharding.layout, dims=tuple(dims)), self.mesh, self.shape)
+
+    def taken_off(self, step: Step) -> Step:
+        """Return a step of the search as it is between the real layouts."""
+        if isinstance(step, Exchange):
+            return Exchange(self._real(step.to))  # node-local senders are not for overlaps
+        if isinstance(step, Permute):
+            return Permute(self._real(step.to))
+        return step
+
+    def _real(self, layout: Layout) -> Layout:
+        """Put the fixed dims back into a layout."""
+        dims = [self.fixed.get(d, dim) for d, dim in enumerate(layout.dims)]
+        return replace(layout, dims=tuple(dims))
+
+    def is_sharded(self, sharding: Sharding) -> bool:
+        """Check whether the search shards a dim that only looks unsharded."""
+        return any(sharding.layout.dims[d].shards for d in self.fixed)
 
 
-def _between(bare: Sharding, aim: Sharding, dtype: str, profile: Profile) -> Steps:
-    """The path of `Search`, to which a dim that still overlaps is an unsharded dim as long as its block."""
-    if bare.layout == aim.layout:
+def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Sequence[Step]:
+    """Find the path of `Search` between shardings with equal overlaps."""
+    if start.layout == goal.layout:
         return ()
-    mesh = bare.mesh
-    fixed = {d: dim for d, dim in enumerate(bare.layout.dims) if dim.overlap is not None}
-    busy = {axis for dim in fixed.values() for axis in dim.axes}
-    free = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis not in busy})
-    machine = profile.along(free.axes, mesh)
-    shape = tuple(bare.max_local_shape[d] if d in fixed else n for d, n in enumerate(bare.shape))
-
-    def plain(sharding: Sharding) -> Sharding:
-        dims = tuple(
-            Dim(dim.name) if d in fixed else dim for d, dim in enumerate(sharding.layout.dims)
-        )
-        return Sharding(replace(sharding.layout, dims=dims), free, shape)
-
-    def restored(step: Step) -> Step:
-        to = getattr(step, "to", None)
-        if not isinstance(to, Layout):
-            return step
-        to = replace(to, dims=tuple(fixed.get(d, dim) for d, dim in enumerate(to.dims)))
-        # Node-local senders are not for blocks that overlap.
-        return Exchange(to) if isinstance(step, Exchange) else replace(step, to=to)  # type: ignore[type-var]
-
-    space = Space(here := plain(bare), plain(aim), itemsize(dtype), machine)
+    disguise = _Disguise.of(start)
+    machine = profile.along(disguise.mesh.axes, start.mesh)
+    sharding = disguise.put_on(start)
+    space = Space(sharding, disguise.put_on(goal), itemsize(dtype), machine)
     steps = space.steps(Search(space.route, None).path().moves)
     for step in steps:
-        here = step.after(here)
-        if any(here.layout.dims[d].shards for d in fixed):  # a way through a dim that overlaps
-            return (Exchange(aim.layout),)
-    return tuple(map(restored, steps))
-
-
-def _check_lost(source: Sharding, target: Sharding, d: int) -> None:
-    """Raise PlanError for rows that only the destination has, or contributions that it would lose."""
-    src = dim_end(source, d)
-    dst = dim_end(target, d)
-    name = src.dim.name
-    if src.dim.overlap is not None and not isinstance(src.dim.overlap, Fold):
-        # A block keeps what it holds, but what another dim's pole rolls comes from elsewhere.
-        parts = [view for view in views(target) if src.dim != dst.dim or view.shifts[d]]
-        wanted = (wanted_rows(*dst[:3], view.sides[d], view.shifts[d]) for view in parts)
-        row = _first_common(missing_rows(*src[:3]), itertools.chain(*wanted))
-        if row is not None:
-            reason = f"no block under '{source.layout}' holds row {row} of dim {name!r}, which "
-            hint = "a window holds the rows that its outputs read, and no others"
-            raise PlanError(f"{reason}'{target.layout}' has", hint=hint)
-    if isinstance(dst.dim.overlap, Fold) and src.dim != dst.dim:
-        offered = (offered_rows(*src[:3], view.sides[d], view.shifts[d]) for view in views(source))
-        row = _first_common(missing_rows(*dst[:3]), itertools.chain(*itertools.chain(*offered)))
-        if row is not None:
-            reason = f"row {row} of dim {name!r} is in no block under '{target.layout}'"
-            raise PlanError(reason, hint="contributions to it would be lost")
-
-
-def _first_common(rows: Runs, blocks: Iterable[Runs]) -> int | None:
-    """The first of some rows, in ascending order, that is also in a block; None if none is."""
-    starts = met(pieces((rows,)), pieces(blocks))[2] if rows else ()
-    return int(min(starts)) if len(starts) else None
+        sharding = step.after(sharding)
+        if disguise.is_sharded(sharding):  # the real dim cannot be sharded further
+            return (Exchange(goal.layout),)
+    return [disguise.taken_off(step) for step in steps]

@@ -1,10 +1,14 @@
-"""The cheapest steps between two shardings: the search, with copies, scales and overlaps around it."""
+"""The cheapest steps between two shardings: the search, and what it does not see.
+
+The search knows neither copies, nor factors, nor overlaps: they are added around it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from xshard.caches import layout_cache
 from xshard.dtypes import check_reduction, itemsize
@@ -31,49 +35,77 @@ from xshard.steps import (
 from xshard.steps.base import axes_of, with_tag, without_tags
 
 
+class Solution(NamedTuple):
+    """The steps between two shardings on one mesh, and the axes that they split."""
+
+    steps: tuple[Step, ...]
+    split: Split
+
+
 @layout_cache(maxsize=4096)
-def solve(request: Request) -> tuple[tuple[Step, ...], Split]:
-    """The cheapest steps on one mesh, and the axes that they split. Raises PlanError, DtypeError."""
+def solve(request: Request) -> Solution:
+    """Find the cheapest steps on one mesh. Raises PlanError, DtypeError."""
     source = request.source
     target = request.target
-    dtype = request.dtype
     profile = request.machine
-    factor = request.factor
-    memory_limit = request.memory_limit
-    check_moves(source, target, dtype)
-    start, goal = (s.with_layout(s.normal) for s in (source, target))
-    endpoints = without_copies(start), without_copies(respelled(goal, start))
+    check_moves(source, target, request.dtype)
+    start = source.with_layout(source.normal)
+    goal = target.with_layout(target.normal)
+    # Copies are equal to replicas; only the last steps need to know which they leave.
+    bare_start = without_copies(start)
+    bare_goal = without_copies(respelled(goal, start))
     split: Split = ()
     if start.layout.overlaps or goal.layout.overlaps:
-        path = overlap_paths.best_path(*endpoints, dtype, profile, memory_limit)
+        path = overlap_paths.best_path(
+            bare_start, bare_goal, request.dtype, profile, request.memory_limit
+        )
     else:
-        scaled = 2 * min(start.max_local_size, goal.max_local_size) if factor != 1 else 0
-        space = Space(*endpoints, itemsize(dtype), profile)
-        best = best_path(space.route, memory_limit, scaled)
-        if isinstance(best, SubAxisPath) and (split := best.split):
+        space = Space(bare_start, bare_goal, itemsize(request.dtype), profile)
+        best = best_path(space.route, request.memory_limit, _scaled_elements(request, start, goal))
+        if isinstance(best, SubAxisPath) and best.split:
+            # Its moves are between the states of a finer mesh.
+            split = best.split
             fine = SubAxisMesh(source.mesh, split)
-            start, goal = (s.with_layout(s.normal) for s in map(fine.factored, (source, target)))
+            start = _normal_on(fine, source)
+            goal = _normal_on(fine, target)
             space = Space(without_copies(start), without_copies(goal), space.itemsize, profile)
         path = space.steps(best.moves)
-    return with_scale(with_copies(path, start, goal), factor, start, goal), split
+    steps = with_copies(path, start, goal)
+    return Solution(with_scale(steps, request.factor, start, goal), split)
+
+
+def _scaled_elements(request: Request, start: Sharding, goal: Sharding) -> int:
+    """Count the elements that the step that multiplies holds: the smaller block, and its result."""
+    if request.factor == 1:
+        return 0
+    return 2 * min(start.max_local_size, goal.max_local_size)
+
+
+def _normal_on(fine: SubAxisMesh, sharding: Sharding) -> Sharding:
+    """Return the normal form of a sharding on a mesh with some axes split."""
+    on_fine = fine.factored(sharding)
+    return on_fine.with_layout(on_fine.normal)
 
 
 @layout_cache(maxsize=4096)
 def best_path(
     route: SearchRoute, memory_limit: int | None = None, scaled: int = 0
 ) -> Path | SubAxisPath:
-    """The cheapest path, for all names of dims and copies. Raises PlanError if none fits the limit."""
+    """Find the cheapest path, for all names of dims and copies.
+
+    Raises PlanError if none fits the limit.
+    """
     path = Search(route, memory_limit, scaled=scaled).path()
-    return best_sub_axis_path(route, path, memory_limit) or path
+    on_sub_axes = best_sub_axis_path(route, path, memory_limit)
+    return path if on_sub_axes is None else on_sub_axes
 
 
 def respelled(goal: Sharding, start: Sharding) -> Sharding:
-    """The goal with every dim as the start has it if that means the same, over the same axes."""
-    pairs = enumerate(zip(start.layout.dims, goal.layout.dims, strict=True))
-    dims = (
-        a if sorted(a.axes) == sorted(b.axes) and start.agrees_with(goal, d) else b
-        for d, (a, b) in pairs
-    )
+    """Write each dim of the goal as the start has it, if that means the same over the same axes."""
+    dims = list(goal.layout.dims)
+    for d, (old_dim, new_dim) in enumerate(zip(start.layout.dims, dims, strict=True)):
+        if sorted(old_dim.axes) == sorted(new_dim.axes) and start.agrees_with(goal, d):
+            dims[d] = old_dim
     return goal.with_layout(replace(goal.layout, dims=tuple(dims)))
 
 
@@ -100,50 +132,68 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
 def with_scale(
     steps: tuple[Step, ...], factor: Fraction, start: Sharding, goal: Sharding
 ) -> tuple[Step, ...]:
-    """The steps and a `Scale`, put where blocks are smaller: first or last."""
+    """Add a `Scale` to the steps where blocks are smaller: first or last."""
     if factor == 1:
         return steps
     # Rows that a boundary fills are values of the result: they are not scaled.
-    first = goal.layout.overlaps or start.max_local_size <= goal.max_local_size
-    return (Scale(factor), *steps) if first else (*steps, Scale(factor))
+    is_first = goal.layout.overlaps or start.max_local_size <= goal.max_local_size
+    return (Scale(factor), *steps) if is_first else (*steps, Scale(factor))
 
 
 def without_copies(sharding: Sharding) -> Sharding:
-    """The sharding with copies read as replicas, as the search sees it."""
+    """Read copies as replicas, as the search does."""
     return sharding.with_layout(without_tags(sharding.layout, sharding.layout.tagged("copy")))
 
 
 def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
-    """The steps with copies marked, by the last steps that leave replicas and by a final retag."""
+    """Mark copies: by the last steps that leave replicas, and by a final retag.
+
+    Args:
+        steps: Steps between the shardings without copies.
+        start: The start; it may have copies.
+        goal: The goal; it may have others.
+    """
     wanted = goal.layout.tagged("copy")
     if not wanted and not start.layout.tagged("copy"):
         return tuple(steps)
-    here = start
-    result = []
+    sharding = start
+    result: list[Step] = []
     for i, step in enumerate(steps):
-        later = {a for s in steps[i + 1 :] for a in _consumed(s)}
-        copies = tuple(a for a in wanted if a not in later)
-        if isinstance(step, AllGather):
-            step = replace(step, copies=tuple(a for a in axes_of(step.shards) if a in copies))
-        elif isinstance(step, AllReduce):
-            step = replace(step, copies=tuple(a for a in step.axes if a in copies))
-        elif isinstance(step, Exchange | Permute):
-            free = [a for a in copies if a not in step.to.axes]
-            step = replace(step, to=with_tag(step.to, "copy", free))
-        result.append(step)
-        here = step.after(here)
-    have = here.layout.tagged("copy")
-    copies, replicas = (
-        tuple(a for a in x if a not in y) for x, y in ((wanted, have), (have, wanted))
-    )
-    retag = Retag(copies, replicas)
-    return (*result, retag) if retag != Retag() else tuple(result)
+        # An axis that a later step shards, or uses for a sum, is no copy yet.
+        consumed_later: set[str] = set()
+        for later_step in steps[i + 1 :]:
+            consumed_later.update(_consumed(later_step))
+        copies = tuple(axis for axis in wanted if axis not in consumed_later)
+        marked = _with_copies_after(step, copies)
+        result.append(marked)
+        sharding = marked.after(sharding)
+    present = sharding.layout.tagged("copy")
+    copies = tuple(axis for axis in wanted if axis not in present)
+    replicas = tuple(axis for axis in present if axis not in wanted)
+    if copies or replicas:
+        result.append(Retag(copies, replicas))
+    return tuple(result)
+
+
+def _with_copies_after(step: Step, copies: tuple[str, ...]) -> Step:
+    """Return the step with those of its replicas marked as copies that are among `copies`."""
+    if isinstance(step, AllGather):
+        return replace(step, copies=tuple(a for a in axes_of(step.shards) if a in copies))
+    if isinstance(step, AllReduce):
+        return replace(step, copies=tuple(a for a in step.axes if a in copies))
+    if isinstance(step, Exchange | Permute):  # they name the whole layout afterwards
+        free = [a for a in copies if a not in step.to.axes]
+        return replace(step, to=with_tag(step.to, "copy", free))
+    return step
 
 
 def _consumed(step: Step) -> tuple[str, ...]:
-    """Axes that a step takes out of replicas or copies."""
+    """List the axes that a step takes out of replicas or copies."""
     if isinstance(step, Slice):
-        return tuple(axis for _, shards in step.cuts for axis in axes_of(shards))
+        axes: list[str] = []
+        for _, shards in step.cuts:
+            axes += axes_of(shards)
+        return tuple(axes)
     if isinstance(step, Embed):
         return axes_of(step.shards)
     if isinstance(step, Mask):

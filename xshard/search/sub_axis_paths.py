@@ -1,6 +1,8 @@
-"""Paths over sub-axes: slice replicas until blocks match, permute whole blocks, gather the rest. If shards
-over `x` of 4 become shards over `y` of 2, half of `x` may stand for `y`, so that only the other half is
-gathered. Every dim is sharded into the least common multiple of its parts, by free axes.
+"""Paths over sub-axes: slice replicas until blocks match, permute whole blocks, gather the rest.
+
+If shards over `x` of 4 become shards over `y` of 2, half of `x` may stand for `y`, so that only the
+other half is gathered. Every dim is sharded into the least common multiple of its parts, by free
+axes.
 """
 
 from __future__ import annotations
@@ -8,23 +10,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, islice, pairwise, permutations
+from itertools import combinations, islice, pairwise, permutations
+from typing import Any, NamedTuple
 
 from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
-from xshard.search.grid import Cut, State
-from xshard.search.moves import Move, SearchRoute, Space, move_cost
+from xshard.search.moves import Move, Moves, SearchRoute, Space, move_cost
+from xshard.search.states import Cut, Cuts, State, joined
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
 MAX_WAYS = 16
 LEAST_GAIN = 1e-9  # of the seconds: less is rounding
 
-Cuts = tuple[Cut, ...]
-Needs = tuple[
-    Sequence[int], Sequence[int]
-]  # on both sides, the factor by which every dim is sharded further
-Moves = tuple[tuple[State, Move], ...]
+
+class Needs(NamedTuple):
+    """The factors by which start and goal have to shard each dim further so that they match.
+
+    "n/x" on x=4 and "n/y" on y=6 have 12 parts in common: the needs are (3,) and (2,).
+    """
+
+    start: Sequence[int]
+    goal: Sequence[int]
+
+    @property
+    def are_any(self) -> bool:
+        """Whether any dim is sharded further."""
+        return any(n > 1 for n in (*self.start, *self.goal))
 
 
 @dataclass(frozen=True)
@@ -45,200 +57,298 @@ class SubAxisPath:
 def best_sub_axis_path(
     route: SearchRoute, path: Path, memory_limit: int | None
 ) -> SubAxisPath | None:
-    """The cheapest slice, permutation and gathers over sub-axes, if cheaper than `path` on whole axes."""
+    """Find the cheapest slice, permutation and gathers over sub-axes.
+
+    None if none is cheaper than `path`, the best on whole axes, or none fits the limit of bytes.
+    """
+    grid = route.grid
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
     if len(sent) < 2 and not {"exchange", "permute"} & set(sent):
         return None  # one collective: there is nothing to save
     needs = _needs(route)
-    if needs is None or not (_cuts_further(needs) or route.spare):
+    if needs is None or not (needs.are_any or route.spare):
         return None  # equal parts are permuted without sub-axes
-    if route.grid.least_seconds(route.start, route.goal) >= path.seconds:
+    if grid.least_seconds(route.start, route.goal) >= path.seconds:
         return None
-    split = tuple(_all_parts(route))
+    # Search on the finest sub-axes; the path that is found is written with as few as possible.
+    split = tuple(_finest_split(route))
     if not split:
         return None
-    finest = _divided(route, split)
-    limit = math.inf if memory_limit is None else memory_limit / route.grid.itemsize
+    fine_route = _divided(route, split)
+    limit = math.inf if memory_limit is None else memory_limit / grid.itemsize
     best: SubAxisPath | None = None
-    for more, axes in _options(finest, needs):
-        best = _cheapest(finest, more, axes, limit, best.seconds if best else path.seconds) or best
+    below = path.seconds
+    for option_needs, axes in _options(fine_route, needs):
+        found = _cheapest(fine_route, option_needs, axes, limit, below)
+        if found is not None:
+            best = found
+            below = found.seconds
     return None if best is None else _in_few_parts(route, best)
 
 
-def _needs(route: SearchRoute) -> tuple[list[int], list[int]] | None:
-    """Factors by which both sides must shard every dim further to match; None if they cannot."""
-    endpoints = route.start, route.goal
-    if endpoints[0].sums != endpoints[1].sums or not all(map(route.grid.is_regular, endpoints)):
-        return None
-    parts = [[route.grid.parts(cut) for cut in end.cuts] for end in endpoints]
-    common = [math.lcm(*both) for both in zip(*parts, strict=True)]
-    if any(n % parts_ for n, parts_ in zip(route.grid.shape, common, strict=True)):
-        return None
-    needs = [[c // n for c, n in zip(common, have, strict=True)] for have in parts]
-    for end, more in zip(endpoints, needs, strict=True):
-        if math.prod(more) > route.grid.parts(
-            a for a in route.grid.free(end) if a in route.changing
-        ):
-            return None
-    return needs[0], needs[1]
-
-
-def _cuts_further(needs: Needs) -> bool:
-    return any(n > 1 for more in needs for n in more)
-
-
-def _all_parts(route: SearchRoute) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The axes that may be split: changing axes into prime factors, others at the boundary of nodes."""
+def _needs(route: SearchRoute) -> Needs | None:
+    """Find how much further both sides must shard each dim; None if they cannot match."""
     grid = route.grid
-    for a in (*route.changing, *route.spare):
-        spans = sorted(grid.group((a,)), key=lambda span: -span.stride)
-        # A part of a ring is no ring.
-        whole = any(grid.fabric.links[span.level].topology == "ring" for span in spans)
-        parts = (_primes(span.size) if a in route.changing else (span.size,) for span in spans)
-        sizes = tuple(chain.from_iterable(parts))
-        if len(sizes) > 1 and not whole:
-            yield grid.axes[a], sizes
+    start = route.start
+    goal = route.goal
+    if start.sums != goal.sums or not (grid.is_regular(start) and grid.is_regular(goal)):
+        return None
+    start_parts = [grid.parts(cut) for cut in start.cuts]
+    goal_parts = [grid.parts(cut) for cut in goal.cuts]
+    common = list(map(math.lcm, start_parts, goal_parts))
+    if any(length % parts for length, parts in zip(grid.shape, common, strict=True)):
+        return None
+    needs = Needs(_quotients(common, start_parts), _quotients(common, goal_parts))
+    has_axes = _can_shard_by(route, start, needs.start) and _can_shard_by(route, goal, needs.goal)
+    return needs if has_axes else None
 
 
-def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
-    """The needs and the axes to meet them; also with a dim sharded over replicas: less crosses nodes."""
-    if _cuts_further(needs):
-        yield needs, route.changing
-    near = [a for a in route.spare if len(route.grid.levels(a)) == 1]
-    parts = route.grid.parts(near)
-    cuts = route.goal.cuts
-    for d, cut in enumerate(cuts if parts > 1 else ()):
-        if route.grid.shape[d] % (route.grid.parts(cut) * needs[1][d] * parts) == 0:
-            wider = ([n * parts if e == d else n for e, n in enumerate(more)] for more in needs)
-            yield (next(wider), next(wider)), [*route.changing, *near]
+def _quotients(common: Sequence[int], parts: Sequence[int]) -> list[int]:
+    """Divide number by number."""
+    return [whole // part for whole, part in zip(common, parts, strict=True)]
 
 
-def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
-    """The same path with sub-axes merged that stay side by side. route: on whole axes."""
-    fine = path.route.grid
-    passed = [move.after.cuts for _, move in path.moves]
-    groups: dict[str, list[list[int]]] = {}  # of every whole axis, the parts that stay side by side
-    for number, part in enumerate(fine.axes):
-        known = groups.setdefault(fine.mesh.origin(part), [])
-        if known and all(_stay_together(known[-1][-1], number, cuts) for cuts in passed):
-            known[-1].append(number)
-        else:
-            known.append([number])
-    split = tuple(
-        (axis, tuple(map(fine.parts, groups[axis]))) for axis, _ in path.split if groups[axis][1:]
-    )
-    fewer = _divided(route, split) if split else route
-    # The first of the merged sub-axes stands for all; both meshes have the axes in the same order.
-    first = {parts[0]: number for number, parts in enumerate(chain.from_iterable(groups.values()))}
-
-    def together(state: State) -> State:
-        return State(
-            tuple(tuple(first[a] for a in cut if a in first) for cut in state.cuts), state.sums
-        )
-
-    moves: list[tuple[State, Move]] = []
-    for before, move in path.moves:
-        here = together(before)
-        after = together(move.after)
-        data = move.data
-        if move.kind == "slice":
-            data = tuple(b[len(a) :] for a, b in zip(here.cuts, after.cuts, strict=True))
-        elif move.kind == "all_gather":
-            lengths = [len(a) - len(b) for a, b in zip(here.cuts, after.cuts, strict=True)]
-            data = lengths.index(max(lengths)), max(lengths)
-        moves.append((here, Move(move.kind, data, after)))
-    return SubAxisPath(path.seconds, fewer, tuple(moves))
+def _can_shard_by(route: SearchRoute, state: State, factors: Sequence[int]) -> bool:
+    """Check that the free axes that change are enough to shard the dims by these factors."""
+    usable = [a for a in route.grid.free(state) if a in route.changing]
+    return math.prod(factors) <= route.grid.parts(usable)
 
 
-def _stay_together(one: int, other: int, cuts: Cuts) -> bool:
-    """Whether two parts shard a dim one after the other, or neither does."""
-    cut = next((c for c in cuts if one in c or other in c), None)
-    return cut is None or (one, other) in pairwise(cut)
+def _finest_split(route: SearchRoute) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the axes that may be split, and the sizes of their sub-axes.
+
+    Changing axes are split into prime factors, others at the boundary of nodes.
+    """
+    grid = route.grid
+    for axis in (*route.changing, *route.spare):
+        spans = sorted(grid.group((axis,)), key=lambda span: -span.stride)
+        if any(grid.fabric.links[span.level].topology == "ring" for span in spans):
+            continue  # a part of a ring is no ring
+        sizes: list[int] = []
+        for span in spans:
+            sizes += _prime_factors(span.size) if axis in route.changing else [span.size]
+        if len(sizes) > 1:
+            yield grid.axes[axis], tuple(sizes)
+
+
+def _prime_factors(n: int) -> list[int]:
+    """Factor a number: 12 -> [2, 2, 3]."""
+    factors: list[int] = []
+    p = 2
+    while n > 1:
+        while n % p == 0:
+            factors.append(p)
+            n //= p
+        p += 1
+    return factors
 
 
 def _divided(route: SearchRoute, split: Split) -> SearchRoute:
-    """The route on a mesh with these axes split."""
+    """Return the route on a mesh with some axes split."""
     grid = route.grid
-    mesh = SubAxisMesh(route.grid.mesh, split)
-    fine = (mesh.factored(grid.sharding(end)) for end in (route.start, route.goal))
-    start, goal = (end.with_layout(end.normal) for end in fine)
+    mesh = SubAxisMesh(grid.mesh, split)
+    start = mesh.factored(grid.sharding(route.start))
+    goal = mesh.factored(grid.sharding(route.goal))
+    start = start.with_layout(start.normal)
+    goal = goal.with_layout(goal.normal)
     return Space(start, goal, grid.itemsize, grid.profile).route
+
+
+def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
+    """Yield needs, each with the axes to meet them.
+
+    Beside the plain ones, those with a dim also sharded over spare replicas: less crosses nodes.
+    """
+    grid = route.grid
+    if needs.are_any:
+        yield needs, route.changing
+    near_axes = [a for a in route.spare if len(grid.levels(a)) == 1]
+    n_shares = grid.parts(near_axes)
+    if n_shares == 1:
+        return
+    for d, cut in enumerate(route.goal.cuts):
+        if grid.shape[d] % (grid.parts(cut) * needs.goal[d] * n_shares) == 0:
+            start = list(needs.start)
+            goal = list(needs.goal)
+            start[d] *= n_shares
+            goal[d] *= n_shares
+            yield Needs(start, goal), [*route.changing, *near_axes]
 
 
 def _cheapest(
     route: SearchRoute, needs: Needs, axes: list[int], limit: float, below: float
 ) -> SubAxisPath | None:
-    """The cheapest such path over some axes in less than `below` seconds. limit: most elements held."""
-    start = route.start
+    """Find the cheapest slice, permutation and gathers over some axes.
+
+    Args:
+        route: The route, on sub-axes.
+        needs: The factors by which both sides are sharded further.
+        axes: The axes that may do so.
+        limit: The most elements that a device may hold.
+        below: The seconds that the path has to beat.
+    """
     goal = route.goal
-    slices, gathers = (
-        list(
-            islice(_new_cuts(route, [a for a in route.grid.free(end) if a in axes], more), MAX_WAYS)
-        )
-        for end, more in zip((start, goal), needs, strict=True)
-    )
+    start_axes = [a for a in route.grid.free(route.start) if a in axes]
+    goal_axes = [a for a in route.grid.free(goal) if a in axes]
+    slices = list(islice(_new_cuts(route, start_axes, needs.start), MAX_WAYS))
     best: SubAxisPath | None = None
-    for landed in gathers:
-        there = State(tuple(map(tuple.__add__, goal.cuts, landed)), goal.sums)
-        longer = [d for d, cut in enumerate(landed) if cut]
-        orders = [_gathered(there, landed, order) for order in permutations(longer)]
-        priced = [_priced(route, moves, limit) for moves in orders]
-        last = min(range(len(orders)), key=lambda i: priced[i])
+    # The permutation leads to `arrival`: the goal with extra shards, which are then gathered.
+    for gathered in islice(_new_cuts(route, goal_axes, needs.goal), MAX_WAYS):
+        arrival = State(joined(goal.cuts, gathered), goal.sums)
+        gathers = _best_gathers(route, arrival, gathered, limit)
         for sliced in slices:
-            here = State(tuple(map(tuple.__add__, start.cuts, sliced)), start.sums)
-            if here == there or priced[last] >= below:
+            first_moves = _slice_and_permute(route, sliced, arrival)
+            if first_moves is None or gathers.seconds >= below:
                 continue
-            slicing: Moves = ((start, Move("slice", sliced, here)),) if any(sliced) else ()
-            first = (*slicing, (here, Move("permute", (), there)))
-            total = _priced(route, first, limit) + priced[last]
-            if total < below * (1 - LEAST_GAIN):
-                best = SubAxisPath(total, route, (*first, *orders[last]))
-                below = total
+            seconds = _priced(route, first_moves, limit) + gathers.seconds
+            if seconds < below * (1 - LEAST_GAIN):
+                best = SubAxisPath(seconds, route, (*first_moves, *gathers.moves))
+                below = seconds
     return best
 
 
 def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
-    """How free axes may shard every dim into `needs` times as many parts; of equal sub-axes the innermost."""
+    """Yield ways in which free axes may shard each dim into `needs` times as many parts.
+
+    Sub-axes of one axis on equal links are alike: of these only the innermost are used.
+    """
     if not needs:
         yield ()
         return
-    alike: set[tuple[object, ...]] = set()
+    grid = route.grid
+    tried: set[tuple[object, ...]] = set()
     for n in range(len(free) + 1):
-        for cut in reversed(list(combinations(free, n))):
-            if route.grid.parts(cut) != needs[0]:
+        for cut in reversed(list(combinations(free, n))):  # the innermost axes first
+            if grid.parts(cut) != needs[0]:
                 continue
-            kinds = tuple(
-                (route.grid.mesh.origin(route.grid.axes[a]), route.grid.levels(a)) for a in cut
-            )
-            if kinds in alike:
+            kinds = tuple((grid.mesh.origin(grid.axes[a]), grid.levels(a)) for a in cut)
+            if kinds in tried:
                 continue
-            alike.add(kinds)
-            for others in _new_cuts(route, [a for a in free if a not in cut], needs[1:]):
-                yield (cut, *others)
+            tried.add(kinds)
+            left = [a for a in free if a not in cut]
+            for other_cuts in _new_cuts(route, left, needs[1:]):
+                yield (cut, *other_cuts)
 
 
-def _gathered(here: State, cuts: Cuts, order: Sequence[int]) -> Moves:
-    """The moves that gather these innermost shards, one dim after the other."""
+def _slice_and_permute(route: SearchRoute, sliced: Cuts, arrival: State) -> Moves | None:
+    """Make the moves from the start to `arrival`; None if a slice alone leads there."""
+    start = route.start
+    ready = State(joined(start.cuts, sliced), start.sums)
+    if ready == arrival:
+        return None
+    permuting = (ready, Move("permute", (), arrival))
+    if not any(sliced):
+        return (permuting,)
+    return (start, Move("slice", sliced, ready)), permuting
+
+
+class Gathers(NamedTuple):
+    """The moves that gather some shards, and their seconds."""
+
+    seconds: float
+    moves: Moves
+
+
+def _best_gathers(route: SearchRoute, state: State, gathered: Cuts, limit: float) -> Gathers:
+    """Find the cheapest order in which the dims may gather these innermost shards."""
+    dims = [d for d, cut in enumerate(gathered) if cut]
+    options: list[Gathers] = []
+    for order in permutations(dims):
+        moves = _gathers_in_order(state, gathered, order)
+        options.append(Gathers(_priced(route, moves, limit), moves))
+    return min(options, key=lambda option: option.seconds)
+
+
+def _gathers_in_order(state: State, gathered: Cuts, order: Sequence[int]) -> Moves:
+    """Make the moves that gather innermost shards, one dim after the other."""
     moves: list[tuple[State, Move]] = []
     for d in order:
-        n = len(cuts[d])
-        after = State((*here.cuts[:d], here.cuts[d][:-n], *here.cuts[d + 1 :]), here.sums)
-        moves.append((here, Move("all_gather", (d, n), after)))
-        here = after
+        n_shards = len(gathered[d])
+        after = state.with_cut(d, state.cuts[d][:-n_shards])
+        moves.append((state, Move("all_gather", (d, n_shards), after)))
+        state = after
     return tuple(moves)
 
 
 def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:
-    """Seconds of a path; infinite if it holds too much."""
-    prices = [move_cost(route.grid, move, state) for state, move in moves]
-    return math.inf if any(p.held > limit for p in prices) else sum(p.seconds for p in prices)
+    """Add up the seconds of some moves; infinite if one holds too much."""
+    seconds = 0.0
+    for state, move in moves:
+        price = move_cost(route.grid, move, state)
+        if price.held > limit:
+            return math.inf
+        seconds += price.seconds
+    return seconds
 
 
-def _primes(n: int) -> Iterator[int]:
-    """Prime factors, ascending."""
-    p = 2
-    while n > 1:
-        while n % p == 0:
-            yield p
-            n //= p
-        p += 1
+def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
+    """Merge the sub-axes that stay side by side on a whole path.
+
+    Args:
+        route: The route on whole axes.
+        path: A path on sub-axes.
+    """
+    fine = path.route.grid
+    groups = _side_by_side(path)
+    split: list[tuple[str, tuple[int, ...]]] = []
+    for axis, _ in path.split:
+        if len(groups[axis]) > 1:
+            split.append((axis, tuple(fine.parts(group) for group in groups[axis])))
+    coarse_route = _divided(route, tuple(split)) if split else route
+    # The first of the merged sub-axes stands for all; both meshes have the axes in the same order.
+    number_of: dict[int, int] = {}
+    for axis_groups in groups.values():
+        for group in axis_groups:
+            number_of[group[0]] = len(number_of)
+    moves = [_merged_move(state, move, number_of) for state, move in path.moves]
+    return SubAxisPath(path.seconds, coarse_route, tuple(moves))
+
+
+def _side_by_side(path: SubAxisPath) -> dict[str, list[list[int]]]:
+    """Group the sub-axes of each whole axis that stay side by side on a path."""
+    fine = path.route.grid
+    groups: dict[str, list[list[int]]] = {}
+    for number, sub_axis in enumerate(fine.axes):
+        axis_groups = groups.setdefault(fine.mesh.origin(sub_axis), [])
+        if axis_groups and _stay_together(axis_groups[-1][-1], number, path.moves):
+            axis_groups[-1].append(number)
+        else:
+            axis_groups.append([number])
+    return groups
+
+
+def _stay_together(outer: int, inner: int, moves: Moves) -> bool:
+    """Check that after each move two sub-axes shard a dim one after the other, or neither does."""
+    for _, move in moves:
+        for cut in move.after.cuts:
+            if outer in cut or inner in cut:
+                if (outer, inner) not in pairwise(cut):
+                    return False
+                break  # an axis shards one dim at most
+    return True
+
+
+def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[State, Move]:
+    """Return a move, with the state before it, between states with merged sub-axes."""
+    before = _merged(state, number_of)
+    after = _merged(move.after, number_of)
+    data: tuple[Any, ...] = move.data
+    if move.kind == "slice":
+        new_cuts: list[Cut] = []
+        for old_cut, cut in zip(before.cuts, after.cuts, strict=True):
+            n_kept = len(old_cut)
+            new_cuts.append(cut[n_kept:])
+        data = tuple(new_cuts)
+    elif move.kind == "all_gather":  # of fewer shards, now that some are one
+        d, _ = move.data
+        n_shards = len(before.cuts[d]) - len(after.cuts[d])
+        data = (d, n_shards)
+    return before, Move(move.kind, data, after)
+
+
+def _merged(state: State, number_of: dict[int, int]) -> State:
+    """Return a state with one number for each group of merged sub-axes."""
+    cuts: list[Cut] = []
+    for cut in state.cuts:
+        cuts.append(tuple(number_of[a] for a in cut if a in number_of))
+    return State(tuple(cuts), state.sums)

@@ -1,271 +1,334 @@
-"""The moves worth trying from a state: all on small meshes, on large ones towards the goal."""
+"""The moves worth trying from a state: all on small meshes, on large ones only towards the goal.
+
+The order of the moves is fixed. Of paths that cost the same, a search keeps the first.
+"""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from itertools import (
+    chain,
     combinations,
     combinations_with_replacement,
     pairwise,
     permutations,
     product,
-    takewhile,
 )
 
-from xshard.search.grid import Cut, State, remembered
 from xshard.search.moves import Move, SearchRoute
+from xshard.search.states import Cut, Cuts, State, joined, remembered
 
-# Up to this many axes, dims and devices the step set is complete: the proof of optimality covers it.
+# Up to so many axes, dims and devices all moves are tried: the proof of optimality covers them.
 COMPLETE_AXES = 3
 COMPLETE_DIMS = 3
 COMPLETE_DEVICES = 64
 MAX_PERMUTES = 8  # rearrangements by permutation tried from one state of a large space
 
 
-class Moves:
-    """The moves of one route, generated in a fixed order."""
+class Successors:
+    """The moves of one route, generated in a fixed order.
+
+    pinned: for each dim, the leading shards that start and goal share; they always stay.
+    usable: the axes that may change.
+    complete: whether all moves are tried, so that the cheapest path is optimal.
+    """
 
     def __init__(self, route: SearchRoute) -> None:
         self.grid = route.grid
         self.goal = route.goal
-        start = route.start
-        self.dims = range(len(start.cuts))
-        self.pinned = tuple(map(_shared, start.cuts, self.goal.cuts))
+        self.dims = range(len(route.start.cuts))
+        self.pinned = tuple(map(_shared, route.start.cuts, route.goal.cuts))
         self.usable = tuple(sorted({*route.changing, *route.spare}))
-        small = len(self.usable) <= COMPLETE_AXES and len(self.dims) <= COMPLETE_DIMS
-        small = small and self.grid.parts(self.usable) <= COMPLETE_DEVICES
-        plain = (self.grid.is_regular(state) for state in (start, self.goal))
-        self.complete = small and all(plain)
-
-    def _free(self, state: State) -> tuple[int, ...]:
-        return tuple(a for a in self.grid.free(state) if a in self.usable)
+        is_small = (
+            len(self.usable) <= COMPLETE_AXES
+            and len(self.dims) <= COMPLETE_DIMS
+            and self.grid.parts(self.usable) <= COMPLETE_DEVICES
+        )
+        has_even_ends = self.grid.is_regular(route.start) and self.grid.is_regular(route.goal)
+        self.complete = is_small and has_even_ends
 
     @remembered
     def collectives(self, state: State) -> tuple[Move, ...]:
-        """Every move worth trying from a state, exchanges left out."""
-        first = self._reductions, self._slices, self._all_to_alls
-        kinds = *first, self._gathers, self._into_sums, self._permutes
-        return tuple(move for moves in kinds for move in moves(state))
+        """List the moves worth trying from a state, except exchanges."""
+        # Of paths that cost the same, the one with the moves of the first kinds wins.
+        moves = [*self._reductions(state)]
+        moves += self._slices(state)
+        moves += self._all_to_alls(state)
+        moves += self._gathers(state)
+        moves += self._into_sums(state)
+        moves += self._permutes(state)
+        return tuple(moves)
 
     def _gathers(self, state: State) -> Iterator[Move]:
+        """Yield gathers of innermost shards, one dim at a time."""
         for d, cut in enumerate(state.cuts):
-            for n in range(1, len(cut) + 1 - self._kept(d, cut)):
-                if self._evenly(d, cut[:-n], cut[-n:]):
-                    yield Move("all_gather", (d, n), state.with_cut(d, cut[:-n]))
+            for n in range(1, self._n_movable(d, cut) + 1):
+                outer = cut[:-n]
+                if self._is_evenly_cut(d, outer, cut[-n:]):
+                    yield Move("all_gather", (d, n), state.with_cut(d, outer))
 
     def _slices(self, state: State) -> Iterator[Move]:
-        free = self._free(state)
+        """Yield slices of replicas: new innermost shards of one dim or several."""
+        free = self._usable_replicas(state)
         if not free or not state.cuts:  # a scalar has no dims to shard
             return
-        new_cuts = self._all_new_cuts if self.complete else self._some_new_cuts
-        for new in dict.fromkeys(new_cuts(state, free)):
-            axes = [a for cut in new for a in self.grid.axes_in(cut)]
-            if (
-                axes
-                and len(set(axes)) == len(axes)
-                and set(axes) <= set(free)
-                and self._may_cut(state, new)
-            ):
-                yield Move(
-                    "slice", new, State(tuple(map(tuple.__add__, state.cuts, new)), state.sums)
-                )
+        options = self._all_new_cuts if self.complete else self._some_new_cuts
+        # A dict keeps the order and drops what comes twice; a set would lose the order.
+        for new_cuts in dict.fromkeys(options(state, free)):
+            new_shards = tuple(chain.from_iterable(new_cuts))
+            axes = self.grid.axes_in(new_shards)
+            # An axis shards once at most, and only if it holds replicas.
+            if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(free):
+                continue
+            if self._may_cut(state, new_cuts):
+                yield Move("slice", new_cuts, State(joined(state.cuts, new_cuts), state.sums))
 
-    def _may_cut(self, state: State, new: tuple[Cut, ...]) -> bool:
-        """Whether new shards are the goal's, or even; other shards are a detour."""
-        return all(
-            not more or more == self._wanted(d, cut)[: len(more)] or self._evenly(d, cut, more)
-            for d, (cut, more) in enumerate(zip(state.cuts, new, strict=True))
-        )
+    def _usable_replicas(self, state: State) -> tuple[int, ...]:
+        """List the usable axes that hold replicas."""
+        return tuple(a for a in self.grid.free(state) if a in self.usable)
 
-    def _all_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
-        """Shards that slices may add to every dim: the goal's first, then any free axes in any order."""
+    def _may_cut(self, state: State, new_cuts: Cuts) -> bool:
+        """Check that new shards are the goal's, or even; other shards are a detour."""
+        for d, (cut, new_cut) in enumerate(zip(state.cuts, new_cuts, strict=True)):
+            if new_cut == self._wanted(d, cut)[: len(new_cut)]:
+                continue
+            if not self._is_evenly_cut(d, cut, new_cut):
+                return False
+        return True
+
+    def _all_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[Cuts]:
+        """Yield shards that slices may add: the goal's first, then any free axes in any order."""
+        # The goal's shards may be of any order, or uneven; others are whole axes.
         wanted = [self._wanted(d, cut) for d, cut in enumerate(state.cuts)]
-        yield from product(*([w[:n] for n in range(len(w), -1, -1)] for w in wanted))
+        prefixes = [_prefixes(cut) for cut in wanted]
+        yield from product(*prefixes)
         for n in range(1, len(free) + 1):
-            splits = list(combinations_with_replacement(range(n + 1), len(wanted) - 1))
-            for order, inner in product(permutations(free, n), splits):
-                yield tuple(order[a:b] for a, b in pairwise((0, *inner, n)))
+            # Where a list of n axes is divided between the dims.
+            divisions = list(combinations_with_replacement(range(n + 1), len(wanted) - 1))
+            for order, inner_edges in product(permutations(free, n), divisions):
+                edges = (0, *inner_edges, n)
+                yield tuple(order[start:stop] for start, stop in pairwise(edges))
 
-    def _some_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[tuple[Cut, ...]]:
-        """All shards of the goal at once; else one dim at a time."""
+    def _some_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[Cuts]:
+        """Yield all shards of the goal at once; then those of one dim at a time."""
+        n_dims = len(state.cuts)
         yield tuple(self._wanted(d, cut) for d, cut in enumerate(state.cuts))
         for d, cut in enumerate(state.cuts):
-            for new in self._new_cuts(d, cut, free):
-                yield tuple(new if e == d else () for e in range(len(state.cuts)))
+            for new_cut in self._new_cuts(d, cut, free):
+                yield ((),) * d + (new_cut,) + ((),) * (n_dims - d - 1)
 
     def _new_cuts(self, d: int, cut: Cut, free: tuple[int, ...]) -> Iterator[Cut]:
+        """Yield shards that a slice may add to one dim of a large space."""
         wanted = self._wanted(d, cut)
         for n in range(len(wanted), 0, -1):
             yield wanted[:n]
-        for s in self.goal.cuts[d]:  # out of order: a permutation puts it right later
-            yield (s,)
-        for a in free:  # a replica's share, so that a slow link carries it once
-            if a not in self.grid.roles(self.goal):
-                yield (a,)
+        for shard in self.goal.cuts[d]:  # out of order: a permutation puts it right later
+            yield (shard,)
+        for axis in free:  # a replica's share, so that a slow link carries it once
+            if axis not in self.grid.roles(self.goal):
+                yield (axis,)
 
     def _all_to_alls(self, state: State) -> Iterator[Move]:
-        for d, cut in enumerate(state.cuts):
-            for n in range(1, len(cut) + 1 - self._kept(d, cut)):
+        """Yield all-to-alls: innermost shards of one dim become shards of another."""
+        for src, cut in enumerate(state.cuts):
+            for n in range(1, self._n_movable(src, cut) + 1):
                 moving = cut[-n:]
-                if not self._evenly(d, cut[:-n], moving):
+                # An all-to-all sends pieces of one size.
+                if not self._is_evenly_cut(src, cut[:-n], moving):
                     continue
-                for e, other in enumerate(state.cuts):
-                    if e == d:
+                without_moving = state.with_cut(src, cut[:-n])
+                for dst, dst_cut in enumerate(state.cuts):
+                    if dst == src:
                         continue
-                    for new in dict.fromkeys(self._arrivals(d, e, other, moving)):
-                        if self._evenly(e, other, new):
-                            after = state.with_cut(d, cut[:-n]).with_cut(e, other + new)
-                            yield Move("all_to_all", (d, n, e, new), after)
+                    for new_cut in dict.fromkeys(self._arrivals(src, dst, dst_cut, moving)):
+                        if self._is_evenly_cut(dst, dst_cut, new_cut):
+                            after = without_moving.with_cut(dst, dst_cut + new_cut)
+                            yield Move("all_to_all", (src, n, dst, new_cut), after)
 
-    def _arrivals(self, d: int, e: int, other: Cut, moving: Cut) -> Iterator[Cut]:
-        """How axes taken from dim `d` may shard dim `e`."""
+    def _arrivals(self, src: int, dst: int, dst_cut: Cut, moving: Cut) -> Iterator[Cut]:
+        """Yield the ways in which shards taken from dim `src` may shard dim `dst`."""
         axes = sorted(self.grid.axes_in(moving))
-        wanted = self._wanted(e, other)
-        for k in range(1, len(wanted) + 1):
-            if sorted(self.grid.axes_in(wanted[:k])) == axes:
-                yield wanted[:k]
+        wanted = self._wanted(dst, dst_cut)
+        for n in range(1, len(wanted) + 1):
+            if sorted(self.grid.axes_in(wanted[:n])) == axes:
+                yield wanted[:n]
         if self.complete:
             yield from permutations(moving)
         elif self.grid.is_plain(moving):
             # To the goal's dim; or out of the way of a gather, to come back later.
-            goals = self.goal.cuts[e], self.goal.cuts[d]
-            if any(set(axes) <= set(self.grid.axes_in(cut)) for cut in goals):
-                yield moving
+            for goal_cut in (self.goal.cuts[dst], self.goal.cuts[src]):
+                if set(axes) <= set(self.grid.axes_in(goal_cut)):
+                    yield moving
+                    return
 
     def _reductions(self, state: State) -> Iterator[Move]:
-        ending = tuple(a for a in state.sums if a not in self.goal.sums)
-        for axes in self._subsets(ending):
+        """Yield reductions of sums that end: to replicas, or to new shards of a dim."""
+        for axes in self._subsets(self.grid.ended(state, self.goal)):
             after = State(state.cuts, tuple(a for a in state.sums if a not in axes))
             yield Move("all_reduce", (axes,), after)
             for d, cut in enumerate(state.cuts):
-                wanted = self._wanted(d, cut)
-                fits = [wanted[:k] for k in range(1, len(wanted) + 1)]
-                orders = permutations(axes) if self.complete else (axes,)
-                for new in dict.fromkeys([*fits, *orders]):
-                    if sorted(self.grid.axes_in(new)) == sorted(axes) and self._evenly(d, cut, new):
-                        yield Move("reduce_scatter", (d, new), after.with_cut(d, cut + new))
+                for new_cut in dict.fromkeys(self._scatters(d, cut, axes)):
+                    has_axes = sorted(self.grid.axes_in(new_cut)) == sorted(axes)
+                    if has_axes and self._is_evenly_cut(d, cut, new_cut):
+                        scattered = after.with_cut(d, cut + new_cut)
+                        yield Move("reduce_scatter", (d, new_cut), scattered)
+
+    def _scatters(self, d: int, cut: Cut, axes: tuple[int, ...]) -> Iterator[Cut]:
+        """Yield shards that a scatter may give a dim: the goal's, then the axes in any order."""
+        wanted = self._wanted(d, cut)
+        for n in range(1, len(wanted) + 1):
+            yield wanted[:n]
+        if self.complete:
+            yield from permutations(axes)
+        else:
+            yield axes
 
     def _into_sums(self, state: State) -> Iterator[Move]:
-        begins = [a for a in self.goal.sums if a not in state.sums]
+        """Yield moves that begin a sum, out of shards or out of replicas."""
+        begun = self.grid.ended(self.goal, state)  # from the goal back they end
         for d, cut in enumerate(state.cuts):
             for n in range(1, len(cut) + 1):
                 axes = self.grid.axes_in(cut[-n:])
-                if set(axes) <= set(begins):
-                    sums = tuple(sorted((*state.sums, *axes)))
-                    yield Move("embed", (d, n), State(state.cuts, sums).with_cut(d, cut[:-n]))
-        free = self._free(state)
-        for axes in self._subsets(tuple(a for a in begins if a in free)):
+                if set(axes) <= set(begun):
+                    after = State(state.cuts, tuple(sorted((*state.sums, *axes))))
+                    yield Move("embed", (d, n), after.with_cut(d, cut[:-n]))
+        free = self._usable_replicas(state)
+        for axes in self._subsets(tuple(a for a in begun if a in free)):
             yield Move("mask", (axes,), State(state.cuts, tuple(sorted((*state.sums, *axes)))))
 
     def _permutes(self, state: State) -> Iterator[Move]:
-        """Rearrangements that keep the length of every block: the goal itself, else others."""
-        grid = self.grid
-        n_found = 0
-        pairs = enumerate(zip(state.cuts, self.goal.cuts, strict=True))
-        fits = all(grid.length(d, cut)[0] == grid.length(d, aim)[0] for d, (cut, aim) in pairs)
-        if state.sums == self.goal.sums and fits:
+        """Yield rearrangements that keep the length of each block: the goal itself, else others."""
+        if state.sums == self.goal.sums and self._has_goals_lengths(state):
             yield Move("permute", (), self.goal)
-        if not grid.is_regular(state):
+        if not self.grid.is_regular(state):
             return
         usable = tuple(a for a in self.usable if a not in state.sums)
-        parts = [
-            self.grid.parts(cut[len(pin) :])
-            for cut, pin in zip(state.cuts, self.pinned, strict=True)
-        ]
+        parts: list[int] = []  # for each dim, how many its shards beside the pinned ones make
+        for cut, pinned in zip(state.cuts, self.pinned, strict=True):
+            parts.append(self.grid.parts(cut[len(pinned) :]))
+        n_found = 0
         for cuts in self._arrangements(0, usable, parts):
-            if cuts not in (state.cuts, self.goal.cuts):
-                yield Move("permute", (), State(cuts, state.sums))
-                n_found += 1
-                if n_found == MAX_PERMUTES and not self.complete:
-                    return
+            if cuts in (state.cuts, self.goal.cuts):
+                continue
+            yield Move("permute", (), State(cuts, state.sums))
+            n_found += 1
+            if n_found == MAX_PERMUTES and not self.complete:
+                return
+
+    def _has_goals_lengths(self, state: State) -> bool:
+        """Check that the longest block of each dim is as long as at the goal."""
+        for d, (cut, goal_cut) in enumerate(zip(state.cuts, self.goal.cuts, strict=True)):
+            if self.grid.length(d, cut).longest != self.grid.length(d, goal_cut).longest:
+                return False
+        return True
 
     def exchanges(self, state: State) -> Iterator[Move]:
-        """Exchanges to states from which the goal is near: collectives do the rest."""
+        """Yield exchanges to states from which the goal is near: collectives do the rest."""
         if self.complete:
-            ending = tuple(a for a in state.sums if a not in self.goal.sums)
-            begins = tuple(a for a in self.goal.sums if a not in state.sums)
-            kept = tuple(a for a in state.sums if a in self.goal.sums)
-            for stay in ((), *self._subsets(ending)):
-                for new in ((), *self._subsets(begins)):
-                    sums = tuple(sorted((*kept, *stay, *new)))
-                    for cuts in self._all_cuts(sums):
-                        yield Move("exchange", (), State(cuts, sums))
+            yield from self._all_exchanges(state)
             return
-        free = self._free(self.goal)
-        for axes in self._subsets(free):
+        # The goal sharded further, to be gathered over links that the exchange would fill.
+        for axes in self._subsets(self._usable_replicas(self.goal)):
             for d, cut in enumerate(self.goal.cuts):
-                if self._evenly(d, cut, axes):
+                if self._is_evenly_cut(d, cut, axes):
                     yield Move("exchange", (), self.goal.with_cut(d, cut + axes))
 
-    @remembered
-    def _all_cuts(self, sums: tuple[int, ...]) -> list[tuple[Cut, ...]]:
-        """Every way to shard the dims evenly by axes that hold no addends."""
-        every = list[tuple[Cut, ...]]()
-        usable = [a for a in self.usable if a not in sums]
-        for places in product((-1, *self.dims), repeat=len(usable)):
-            chosen = [
-                tuple(a for a, p in zip(usable, places, strict=True) if p == d) for d in self.dims
-            ]
-            for tails in product(*map(permutations, chosen)):
-                cuts = tuple(map(tuple.__add__, self.pinned, tails))
-                if all(map(self.grid.is_even, self.dims, cuts)):
-                    every.append(cuts)
-        return every
+    def _all_exchanges(self, state: State) -> Iterator[Move]:
+        """Yield exchanges to every even state that has some of the sums that end, or begin."""
+        kept = tuple(a for a in state.sums if a in self.goal.sums)
+        ending = self.grid.ended(state, self.goal)
+        beginning = self.grid.ended(self.goal, state)
+        for still_there in ((), *self._subsets(ending)):
+            for already_there in ((), *self._subsets(beginning)):
+                sums = tuple(sorted((*kept, *still_there, *already_there)))
+                for cuts in self._all_cuts(sums):
+                    yield Move("exchange", (), State(cuts, sums))
 
-    def _arrangements(
-        self, d: int, usable: tuple[int, ...], parts: list[int]
-    ) -> Iterator[tuple[Cut, ...]]:
-        """Ways to shard the dims from `d` on into as many parts as now, the goal's leading shards first."""
+    @remembered
+    def _all_cuts(self, sums: tuple[int, ...]) -> list[Cuts]:
+        """List every way to shard the dims evenly by axes that hold no addends."""
+        all_cuts: list[Cuts] = []
+        usable = [a for a in self.usable if a not in sums]
+        # Each axis shards one of the dims, or none (-1).
+        for dim_of_axis in product((-1, *self.dims), repeat=len(usable)):
+            axes_of_dim: list[list[int]] = [[] for _ in self.dims]
+            for axis, d in zip(usable, dim_of_axis, strict=True):
+                if d >= 0:
+                    axes_of_dim[d].append(axis)
+            orders = [permutations(axes) for axes in axes_of_dim]
+            for inner_cuts in product(*orders):
+                cuts = joined(self.pinned, inner_cuts)
+                if all(map(self.grid.is_even, self.dims, cuts)):
+                    all_cuts.append(cuts)
+        return all_cuts
+
+    def _arrangements(self, d: int, usable: tuple[int, ...], parts: list[int]) -> Iterator[Cuts]:
+        """Yield ways to shard the dims from `d` on into as many parts as now, the goal's first."""
         if d == len(parts):
             yield ()
             return
         for cut in dict.fromkeys(self._rearranged(d, usable, parts[d])):
             left = tuple(a for a in usable if a not in cut)
-            for others in self._arrangements(d + 1, left, parts):
-                yield (self.pinned[d] + cut, *others)
+            for inner_cuts in self._arrangements(d + 1, left, parts):
+                yield (self.pinned[d] + cut, *inner_cuts)
 
     def _rearranged(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
-        if self.complete:
-            for n in range(len(usable) + 1):
-                yield from (cut for cut in permutations(usable, n) if self.grid.parts(cut) == parts)
+        """Yield ways to cut one dim into so many parts by usable axes."""
+        if not self.complete:
+            yield from self._towards_goal(d, usable, parts)
             return
-        goal = self.goal.cuts[d][len(self.pinned[d]) :]
-        for n in range(len(goal), -1, -1):
-            lead = goal[:n]
-            if (
-                not self.grid.is_plain(lead)
-                or not set(lead) <= set(usable)
-                or parts % self.grid.parts(lead)
-            ):
+        for n in range(len(usable) + 1):
+            for cut in permutations(usable, n):
+                if self.grid.parts(cut) == parts:
+                    yield cut
+
+    def _towards_goal(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
+        """Yield cuts of one dim that begin as the goal's does, then go on with other axes."""
+        goal_cut = self.goal.cuts[d][len(self.pinned[d]) :]
+        for leading in _prefixes(goal_cut):
+            if not self.grid.is_plain(leading) or not set(leading) <= set(usable):
                 continue
-            rest = [a for a in usable if a not in lead]
-            for k in range(len(rest) + 1):
+            if parts % self.grid.parts(leading):
+                continue
+            others = [a for a in usable if a not in leading]
+            for n in range(len(others) + 1):
                 # The order of axes that the goal does not have there does not matter.
-                yield from (
-                    lead + c for c in combinations(rest, k) if self.grid.parts(lead + c) == parts
-                )
+                for axes in combinations(others, n):
+                    if self.grid.parts(leading + axes) == parts:
+                        yield leading + axes
 
     def _subsets(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """All of the axes first, then fewer; on large spaces all of them and each alone."""
+        """Yield all of the axes first, then fewer; on large spaces all of them and each alone."""
         for n in range(len(axes), 0, -1):
             if self.complete or n in (1, len(axes)):
                 yield from combinations(axes, n)
 
     def _wanted(self, d: int, cut: Cut) -> Cut:
-        """The goal's shards of a dim that come after `cut`, if those lead up to them."""
-        goal = self.goal.cuts[d]
-        return goal[len(cut) :] if goal[: len(cut)] == cut else ()
+        """Return the goal's shards of a dim that come after `cut`, if those lead up to them."""
+        goal_cut = self.goal.cuts[d]
+        n_shards = len(cut)
+        return goal_cut[n_shards:] if goal_cut[:n_shards] == cut else ()
 
-    def _kept(self, d: int, cut: Cut) -> int:
-        """Number of leading shards of a dim that stay: the pinned; on large spaces, all of the goal's."""
-        return len(self.pinned[d] if self.complete else _shared(cut, self.goal.cuts[d]))
+    def _n_movable(self, d: int, cut: Cut) -> int:
+        """Count the innermost shards that may leave a dim; on large spaces, the goal's stay."""
+        staying = self.pinned[d] if self.complete else _shared(cut, self.goal.cuts[d])
+        return len(cut) - len(staying)
 
-    def _evenly(self, d: int, outer: Cut, inner: Cut) -> bool:
-        """Whether `inner` shards every block of a dim under `outer` into equal parts."""
+    def _is_evenly_cut(self, d: int, outer: Cut, inner: Cut) -> bool:
+        """Check that `inner` shards each block of a dim under `outer` into equal parts."""
         return self.grid.is_even(d, outer) and self.grid.is_even(d, outer + inner)
 
 
-def _shared(a: Cut, b: Cut) -> Cut:
-    """The leading shards that both have."""
-    return a[: sum(takewhile(bool, map(operator.eq, a, b)))]
+def _shared(cut: Cut, other: Cut) -> Cut:
+    """Return the leading shards that both have: (0, 2, 1) and (0, 1) -> (0,)."""
+    n_shared = 0
+    for shard, other_shard in zip(cut, other, strict=False):
+        if shard != other_shard:
+            break
+        n_shared += 1
+    return cut[:n_shared]
+
+
+def _prefixes(cut: Cut) -> list[Cut]:
+    """List the leading shards, all of them first: (0, 1) -> (0, 1), (0,), ()."""
+    return [cut[:n] for n in range(len(cut), -1, -1)]

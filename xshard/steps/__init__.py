@@ -1,10 +1,13 @@
-"""The steps a plan is made of; each file holds one dual pair."""
+"""The steps a plan is made of: one file per collective, with its dual beside it."""
 
+from xshard.steps.all_gather import AllGather, Slice
+from xshard.steps.all_reduce import AllReduce
+from xshard.steps.all_to_all import AllToAll
 from xshard.steps.base import Step
-from xshard.steps.collectives import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
 from xshard.steps.exchange.exchange import Exchange
 from xshard.steps.local import Embed, Mask, Retag, Scale, Transpose
 from xshard.steps.permute import Permute
+from xshard.steps.reduce_scatter import ReduceScatter
 from xshard.steps.traffic import Traffic
 
 __all__ = [

@@ -1,4 +1,9 @@
-"""Step: frozen data with an effect on a sharding in normal form, a traffic and a numpy rule."""
+"""Step, the base class of all steps, and the changes of layouts and blocks that several share.
+
+A step is frozen data. It knows its effect on a sharding, its traffic, and its meaning in numpy; it
+knows nothing of seconds, of plans, or of the framework that executes it. Shardings are in normal
+form.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,11 @@ from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length
 from xshard.layout.runs import Runs, as_index
-from xshard.notation.parser import Shard, Tags
+from xshard.notation.parser import Dim, Shard, Tags
 from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 
 Block = NDArray[Any]
-Blocks = Sequence[Block]
+Blocks = Sequence[Block]  # one block per device, in the order of the mesh
 DimCut = tuple[str, tuple[Shard, ...]]  # a dim and some of its shards, outermost first
 
 FREE = ("retag", "transpose")  # kinds of local steps that return a view
@@ -30,82 +35,132 @@ REDUCERS: dict[str, Callable[[Block, Block], Block]] = {
 
 
 class Step(ABC):
-    """One collective or local move. Subclasses are frozen dataclasses of plain values."""
+    """One collective or local change of all blocks.
+
+    Subclasses are frozen dataclasses of plain values.
+
+    `AllGather("n", (Shard(("x",)),)).after` of the sharding "n/x d" is the sharding "n d".
+    """
 
     kind: ClassVar[str]
-    registry: ClassVar[dict[str, type[Step]]] = {}
+    registry: ClassVar[dict[str, type[Step]]] = {}  # by kind; plans are read from JSON by it
 
     def __init_subclass__(cls) -> None:
+        """Register the step under its kind."""
         Step.registry[cls.kind] = cls
 
     @abstractmethod
     def after(self, before: Sharding) -> Sharding:
-        """The sharding that the step leads to. Raises PlanError if the step does not apply."""
+        """Return the sharding that the step leads to.
+
+        Raises PlanError if the step does not apply.
+        """
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
-        """The traffic in elements, by default of a local copy; without spans all links are equal."""
-        return Traffic() if self.kind in FREE else Traffic(copied=self.after(before).max_local_size)
+        """Count the elements that the busiest device receives and copies.
+
+        This default is right for local steps: a view is free, another block is copied.
+
+        Args:
+            before: The sharding that the step starts from.
+            spans: The links along the axes of the mesh; without them all links are equally fast.
+        """
+        if self.kind in FREE:
+            return Traffic()
+        return Traffic(copied=self.after(before).max_local_size)
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
-        """Who sends whom how much: `traffic` of every pair of devices. A local step sends nothing."""
+        """List how many elements each device sends to each other; a local step sends none."""
         return ()
 
     @abstractmethod
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        """The numpy rule, which defines the step: one block per device -> one block per device."""
+        """Define the step in numpy: one block per device -> one block per device."""
 
     @abstractmethod
     def __str__(self) -> str: ...
 
 
 def axes_of(shards: Sequence[Shard]) -> tuple[str, ...]:
-    """The axes of some shards, outermost first."""
-    return tuple(axis for shard in shards for axis in shard.axes)
+    """Return the mesh axes of some shards, outermost first."""
+    axes: list[str] = []
+    for shard in shards:
+        axes += shard.axes
+    return tuple(axes)
 
 
 def shards_text(shards: Sequence[Shard]) -> str:
-    """Cuts as they follow the name of a dim."""
+    """Write shards as they follow the name of a dim in a layout: "x/zigzag(y)"."""
     return "/".join(map(str, shards))
 
 
 def without_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
-    """The layout without `shards`, which must be the innermost shards of `dim`. Raises PlanError."""
-    d = layout.dim(dim) if dim in layout.names else None
-    if d is None or not shards or d.shards[-len(shards) :] != shards:
+    """Remove the innermost shards of a dim: "n/x/y" without y -> "n/x".
+
+    Raises:
+        PlanError: `shards` are not the innermost shards of the dim.
+    """
+    old_dim = layout.dim(dim) if dim in layout.names else None
+    if old_dim is None or not shards or old_dim.shards[-len(shards) :] != shards:
         raise PlanError(
             f"'{shards_text(shards)}' is not the innermost cut of dim {dim!r} in '{layout}'"
         )
-    return _with_shards(layout, dim, d.shards[: -len(shards)])
+    return _with_shards(layout, dim, old_dim.shards[: -len(shards)])
 
 
 def with_inner(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
-    """The layout with `shards` added as the innermost shards of `dim`. Raises PlanError."""
+    """Add innermost shards to a dim: "n/x" with y -> "n/x/y".
+
+    Raises PlanError for an unknown dim.
+    """
     if dim not in layout.names:
         raise PlanError(f"no dim {dim!r} in '{layout}'")
     return _with_shards(layout, dim, layout.dim(dim).shards + shards)
 
 
+def _with_shards(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
+    """Replace all shards of one dim."""
+    dims: list[Dim] = []
+    for old_dim in layout.dims:
+        if old_dim.name == dim:
+            old_dim = replace(old_dim, shards=shards)
+        dims.append(old_dim)
+    return replace(layout, dims=tuple(dims))
+
+
 def with_tag(layout: Layout, kind: str, axes: Sequence[str]) -> Layout:
-    return replace(layout, tags=(*layout.tags, (kind, tuple(axes)))) if axes else layout
+    """Tag axes, if there are any, as holding a "sum", "max", "min" or "copy"."""
+    if not axes:
+        return layout
+    return replace(layout, tags=(*layout.tags, (kind, tuple(axes))))
 
 
 def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
-    """The layout with all tags of these axes removed."""
-    tags: Tags = tuple(
-        (kind, tuple(a for a in tagged if a not in axes)) for kind, tagged in layout.tags
-    )
-    return replace(layout, tags=tags)
+    """Remove all tags of these axes, which then hold replicas."""
+    tags: list[tuple[str, tuple[str, ...]]] = []
+    for kind, tagged in layout.tags:
+        tags.append((kind, tuple(a for a in tagged if a not in axes)))
+    kept_tags: Tags = tuple(tags)
+    return replace(layout, tags=kept_tags)
 
 
 def freed(layout: Layout, axes: Sequence[str], copies: Sequence[str]) -> Layout:
-    """The layout after a gather or reduction over `axes`: `copies` hold copies, the others replicas."""
+    """Return the layout after a gather or reduction over `axes`.
+
+    The axes in `copies` hold copies from then on, the others replicas. Raises PlanError if a copy
+    is not among the axes.
+    """
     if not set(copies) <= set(axes):
         raise PlanError(f"copies {tuple(copies)} are not among the axes {tuple(axes)}")
     return with_tag(layout, "copy", copies)
 
 
 def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
-    """The layout with `axes` free for a shard or a sum. Raises PlanError if they hold no replicas."""
+    """Take axes out of replicas or copies, so that a shard or a sum may use them.
+
+    Raises:
+        PlanError: One of the axes shards a dim or holds addends.
+    """
     busy = set(layout.axes) - set(layout.tagged("copy"))
     for axis in axes:
         if axis in busy:
@@ -113,55 +168,76 @@ def take_free(layout: Layout, axes: Sequence[str]) -> Layout:
     return without_tags(layout, axes)
 
 
+def reduced(layout: Layout, axes: tuple[str, ...], op: str) -> Layout:
+    """End a "sum", "max" or "min" over `axes`.
+
+    Raises PlanError if the axes do not all hold its addends.
+    """
+    if not axes or not set(axes) <= set(layout.tagged(op)):
+        raise PlanError(f"no {op}({','.join(axes)}) to reduce in '{layout}'")
+    return without_tags(layout, axes)
+
+
 def check_even(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> None:
-    """Raise PlanError if parts of a dim under `shards` differ in size on any device."""
+    """Raise PlanError if the parts of a dim under `shards` differ in size on any device.
+
+    The shards may be the innermost of the dim already, or about to be added.
+    """
     index = sharding.dim_index(dim)
-    d = sharding.layout.dims[index]
-    outer = d.shards[: -len(shards)] if d.shards[-len(shards) :] == shards else d.shards
-    for cut_by in (outer, outer + shards):
-        whole = replace(d, shards=cut_by)
-        if not block_length(whole, sharding.shape[index], sharding.mesh.sizes_of(whole.axes))[1]:
+    sharded_dim = sharding.layout.dims[index]
+    outer = sharded_dim.shards
+    if outer[-len(shards) :] == shards:
+        outer = outer[: -len(shards)]
+    # Equal parts of unequal blocks would differ between devices: both have to be even.
+    for prefix in (outer, outer + shards):
+        cut_dim = replace(sharded_dim, shards=prefix)
+        sizes = sharding.mesh.sizes_of(cut_dim.axes)
+        _, is_even = block_length(cut_dim, sharding.shape[index], sizes)
+        if not is_even:
             raise PlanError(
                 f"'{shards_text(shards)}' cuts dim {dim!r} of '{sharding.layout}' unevenly"
             )
 
 
 def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple[Runs, ...]:
-    """Positions of each part of a dim under `shards`; all devices have the same. Raises as `check_even`."""
+    """Return the local positions of each part of a dim under `shards`, the same on all devices.
+
+    A block of 8 rows, cut by an axis of size 2 -> rows 0 to 3, and rows 4 to 7. Raises PlanError
+    if parts differ in size.
+    """
     check_even(sharding, dim, shards)
     return sharding.parts(sharding.dim_index(dim), shards, 0)
 
 
 def own_part(sharding: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> Runs:
-    """Positions of a device's own part of a dim under `shards`."""
+    """Return the local positions of a device's own part of a dim under `shards`."""
     parts = sharding.parts(sharding.dim_index(dim), shards, device)
     return parts[sharding.mesh.index(device, axes_of(shards))]
 
 
 def lands_in_place(sharding: Sharding, dim: str, shards: Sequence[Shard]) -> bool:
-    """True if pieces concatenated in group order are the block: contiguous shards of the leading dim."""
+    """Check that pieces one after the other in memory are the block: no unpacking is needed.
+
+    They are for contiguous shards of the leading dim.
+    """
     return dim == sharding.layout.names[0] and all(s.order == "block" for s in shards)
 
 
 def take_rows(block: Block, dim: int, runs: Runs) -> Block:
-    """The rows of a block at local positions `runs` of `dim`."""
-    return block[(slice(None),) * dim + (as_index(runs),)]
+    """Return the rows of a block at local positions `runs` of a dim."""
+    index = (slice(None),) * dim + (as_index(runs),)
+    return block[index]
 
 
 def put_rows(out: Block, dim: int, runs: Runs, block: Block) -> None:
-    """Write a block to the local positions `runs` of `dim` in `out`."""
-    out[(slice(None),) * dim + (as_index(runs),)] = block
+    """Write a block to local positions `runs` of a dim of `out`."""
+    index = (slice(None),) * dim + (as_index(runs),)
+    out[index] = block
 
 
 def reduce_blocks(op: str, blocks: Sequence[Block]) -> Block:
-    """Blocks of one shape -> their reduction by `op`, in the order given."""
+    """Combine blocks of one shape by a "sum", "max" or "min", in the order given."""
     total = blocks[0].copy()
     for block in blocks[1:]:
         total = REDUCERS[op](total, block)
     return total
-
-
-def _with_shards(layout: Layout, dim: str, shards: tuple[Shard, ...]) -> Layout:
-    return replace(
-        layout, dims=tuple(replace(d, shards=shards) if d.name == dim else d for d in layout.dims)
-    )

@@ -1,4 +1,7 @@
-"""Steps without communication: Embed and Mask make addends, Retag, Scale and Transpose other readings."""
+"""Steps without communication: Embed, Mask, Retag, Scale and Transpose.
+
+Embed and Mask make addends of a sum. The others read blocks in another way.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.layout import Layout, Sharding
+from xshard.layout import Sharding
 from xshard.notation.parser import Shard
 from xshard.steps import base
 from xshard.steps.base import (
@@ -26,7 +29,7 @@ from xshard.steps.base import (
 
 @dataclass(frozen=True)
 class Embed(Step):
-    """Every device puts its part of `dim` into a block of zeros: a sharding becomes a sum.
+    """Every device puts its part of `dim` into a block of zeros: "n/x d" -> "n d | sum(x)".
 
     shards: the innermost shards of `dim`, which are removed; their axes become a sum.
     """
@@ -41,11 +44,11 @@ class Embed(Step):
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         after = self.after(before)
-        at = before.dim_index(self.dim)
+        dim = before.dim_index(self.dim)
         results = []
         for device, block in enumerate(blocks):
             out = np.zeros(after.local_shape(device), block.dtype)
-            put_rows(out, at, own_part(before, self.dim, self.shards, device), block)
+            put_rows(out, dim, own_part(before, self.dim, self.shards, device), block)
             results.append(out)
         return results
 
@@ -55,23 +58,24 @@ class Embed(Step):
 
 @dataclass(frozen=True)
 class Mask(Step):
-    """The first device along `axes` keeps its block, the others hold zeros: replicas become a sum."""
+    """The first device along `axes` keeps its block, the others hold zeros.
+
+    Replicas become addends: "n d" -> "n d | sum(x)".
+    """
 
     kind: ClassVar[str] = "mask"
     axes: tuple[str, ...]
 
     def after(self, before: Sharding) -> Sharding:
-        return before.with_layout(
-            base.with_tag(take_free(before.layout, self.axes), "sum", self.axes)
-        )
+        layout = take_free(before.layout, self.axes)
+        return before.with_layout(base.with_tag(layout, "sum", self.axes))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        firsts = (
-            not before.mesh.index(device, self.axes) for device in range(before.mesh.n_devices)
-        )
-        return [
-            b.copy() if first else np.zeros_like(b) for b, first in zip(blocks, firsts, strict=True)
-        ]
+        results = []
+        for device, block in enumerate(blocks):
+            is_first = before.mesh.index(device, self.axes) == 0
+            results.append(block.copy() if is_first else np.zeros_like(block))
+        return results
 
     def __str__(self) -> str:
         return f"mask sum({','.join(self.axes)})"
@@ -80,6 +84,8 @@ class Mask(Step):
 @dataclass(frozen=True)
 class Retag(Step):
     """Replicas become copies, or copies become replicas, which are equal by contract.
+
+    Blocks stay as they are. What changes is the gradient: cotangents of copies add up.
 
     copies: replicated axes that hold copies afterwards.
     replicas: copied axes that hold replicas afterwards.
@@ -90,19 +96,24 @@ class Retag(Step):
     replicas: tuple[str, ...] = ()
 
     def after(self, before: Sharding) -> Sharding:
-        layout: Layout = before.layout
-        copied = layout.tagged("copy")
-        if not set(self.replicas) <= set(copied) or set(self.copies) & set(copied):
+        layout = before.layout
+        copied = set(layout.tagged("copy"))
+        if not set(self.replicas) <= copied or set(self.copies) & copied:
             raise PlanError(f"'{self}' does not apply to '{layout}'")
-        layout = take_free(base.without_tags(layout, self.replicas), self.copies)
+        layout = base.without_tags(layout, self.replicas)
+        layout = take_free(layout, self.copies)
         return before.with_layout(base.with_tag(layout, "copy", self.copies))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return list(blocks)
 
     def __str__(self) -> str:
-        roles = ("copy", self.copies), ("replica", self.replicas)
-        return "retag " + " ".join(f"-> {role}({','.join(axes)})" for role, axes in roles if axes)
+        words = ["retag"]
+        if self.copies:
+            words.append(f"-> copy({','.join(self.copies)})")
+        if self.replicas:
+            words.append(f"-> replica({','.join(self.replicas)})")
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -116,13 +127,14 @@ class Scale(Step):
         return before
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        numerator = self.factor.numerator
-        denominator = self.factor.denominator
-        # Division is exact where the result is representable; a rounded reciprocal is not.
-        kinds = [(b, b.dtype.type) for b in blocks]
-        return [
-            np.divide(b * kind(numerator), kind(denominator)).astype(b.dtype) for b, kind in kinds
-        ]
+        results = []
+        for block in blocks:
+            as_dtype = block.dtype.type
+            # Division is exact where the result is representable; a rounded reciprocal is not.
+            product = block * as_dtype(self.factor.numerator)
+            quotient = np.divide(product, as_dtype(self.factor.denominator))
+            results.append(quotient.astype(block.dtype))
+        return results
 
     def __str__(self) -> str:
         return f"scale {self.factor}"
@@ -139,12 +151,17 @@ class Transpose(Step):
     names: tuple[str, ...]
 
     def order(self, before: Sharding) -> tuple[int, ...]:
-        """For every dim afterwards, which it was. Raises PlanError for names that are not the last dims."""
-        have = before.layout.names
-        stay = len(have) - len(self.names)
-        if sorted(self.names) != sorted(have[max(stay, 0) :]):
+        """Return, for each dim afterwards, its index before: "b s c" to (c, s) -> (0, 2, 1).
+
+        Raises:
+            PlanError: The names are not those of the last dims.
+        """
+        old_names = before.layout.names
+        n_leading = len(old_names) - len(self.names)
+        if sorted(self.names) != sorted(old_names[max(n_leading, 0) :]):
             raise PlanError(f"'{self}' does not apply to '{before.layout}'")
-        return tuple(have.index(name) for name in (*have[:stay], *self.names))
+        new_names = old_names[:n_leading] + self.names
+        return tuple(old_names.index(name) for name in new_names)
 
     def after(self, before: Sharding) -> Sharding:
         return before.in_order([before.layout.names[d] for d in self.order(before)])

@@ -11,30 +11,37 @@ from typing import ClassVar
 from xshard.caches import layout_cache
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
+from xshard.notation.parser import Tags
 from xshard.steps.base import REDUCERS, Block, Blocks, Step, without_tags
 from xshard.steps.traffic import Hop, LinkSpans, PairTraffic, Traffic, slowest_first
+
+BlockKey = tuple[object, ...]  # of a device's block: equal keys, equal blocks
+DevicesByBlock = dict[BlockKey, list[int]]
 
 
 @dataclass(frozen=True)
 class Permute(Step):
-    """Every device gets the whole block of one device, so that layout `to` results."""
+    """Every device gets the whole block of one device, so that layout `to` results.
+
+    "n/x/y" -> "n/y/x" is one, since both layouts have the same blocks.
+    """
 
     kind: ClassVar[str] = "permute"
     to: Layout
 
     def after(self, before: Sharding) -> Sharding:
+        """Return the sharding under `to`.
+
+        Raises PlanError if it needs blocks that no device has.
+        """
         after = before.with_layout(self.to)
-        sums, sums_after = (
-            without_tags(s.layout, s.layout.tagged("copy")).tags for s in (before, after)
-        )
-        if sums != sums_after:
+        if _sums(before) != _sums(after):
             raise PlanError(f"a permutation keeps sums: '{before.layout}' -> '{self.to}'")
         if before.even_cuts is None or after.even_cuts is None:
             senders(before, after)  # raises where blocks differ
+        # Even contiguous blocks of one shape are the same blocks: no comparison of devices.
         elif before.max_local_shape != after.max_local_shape:
-            raise PlanError(
-                f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'"
-            )
+            raise _no_permutation(before, after)
         return after
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
@@ -42,9 +49,12 @@ class Permute(Step):
         return permute_traffic(before.max_local_size, slowest_first(before.mesh, moved, spans))
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
-        block = before.max_local_size
-        pairs = enumerate(senders(before, before.with_layout(self.to)))
-        return tuple(PairTraffic(src, dst, block) for dst, src in pairs if src != dst)
+        elements = before.max_local_size
+        pairs = []
+        for dst, src in enumerate(senders(before, before.with_layout(self.to))):
+            if src != dst:
+                pairs.append(PairTraffic(src, dst, elements))
+        return tuple(pairs)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
         return [blocks[s].copy() for s in senders(before, before.with_layout(self.to))]
@@ -53,52 +63,79 @@ class Permute(Step):
         return "permute"
 
 
+def _sums(sharding: Sharding) -> Tags:
+    """Return the tags of axes that hold addends."""
+    layout = sharding.layout
+    return without_tags(layout, layout.tagged("copy")).tags
+
+
+def _no_permutation(before: Sharding, after: Sharding) -> PlanError:
+    """Make the error for shardings with different blocks."""
+    return PlanError(f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'")
+
+
 def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
-    """Traffic of a permutation over `moved`, the axes with another role afterwards."""
+    """Count the traffic of a permutation of blocks of `block` elements.
+
+    One message, priced over the slowest link that any device may use.
+
+    Args:
+        block: Elements of each block.
+        moved: The spans of the axes with another role afterwards, the slowest first.
+    """
     if not moved:
         return Traffic()
-    axis = moved[0].axis
-    level = moved[0].level
-    far, near = (
-        math.prod(s.size for s in moved if (s.level == level) == is_far) for is_far in (True, False)
-    )
-    return Traffic(block, 0, (Hop(axis, block, 1, level, 0 if near % far else block // far),))
+    slowest = moved[0]
+    n_far = math.prod(span.size for span in moved if span.level == slowest.level)
+    n_near = math.prod(span.size for span in moved if span.level != slowest.level)
+    # If the sizes divide, one device in `n_far` finds its block without the slowest links.
+    slack = 0 if n_near % n_far else block // n_far
+    return Traffic(block, 0, (Hop(slowest.axis, block, 1, slowest.level, slack),))
 
 
 @layout_cache(maxsize=1024)
 def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
-    """For every device, the sender of its block along axes that change roles; PlanError if blocks differ."""
+    """Find, for each device, the device that sends it its block.
+
+    From "n/x/y" to "n/y/x" on x=2, y=2: (0, 2, 1, 3). Sender and receiver differ only along axes
+    that change roles, and a block that is already on its device stays there.
+
+    Raises:
+        PlanError: The shardings have different blocks.
+    """
     mesh = before.mesh
-    still = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
-    holders: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    receivers: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for device, (held, wanted) in enumerate(
-        zip(block_keys(before), block_keys(after), strict=True)
-    ):
-        here = mesh.index(device, still)
-        holders[here, *held].append(device)
-        receivers[here, *wanted].append(device)
+    unchanged_axes = [a for a in mesh.axes if before.layout.role(a) == after.layout.role(a)]
+    holders = _devices_by_block(before, unchanged_axes)
+    receivers = _devices_by_block(after, unchanged_axes)
     result = [-1] * mesh.n_devices
-    for key, takers in receivers.items():
-        givers = holders.get(key, [])
-        if len(givers) != len(takers):
-            raise PlanError(
-                f"no permutation of blocks leads from '{before.layout}' to '{after.layout}'"
-            )
-        stay = set(takers) & set(givers)
-        movers = zip(
-            (t for t in takers if t not in stay), (g for g in givers if g not in stay), strict=True
-        )
-        for taker, giver in [*((d, d) for d in stay), *movers]:
-            result[taker] = giver
+    for key, block_receivers in receivers.items():
+        block_holders = holders.get(key, [])
+        if len(block_holders) != len(block_receivers):
+            raise _no_permutation(before, after)
+        staying = set(block_receivers) & set(block_holders)
+        for device in staying:
+            result[device] = device
+        moving_to = [device for device in block_receivers if device not in staying]
+        moving_from = [device for device in block_holders if device not in staying]
+        for receiver, sender in zip(moving_to, moving_from, strict=True):
+            result[receiver] = sender
     return tuple(result)
 
 
-def block_keys(sharding: Sharding) -> Iterator[tuple[object, ...]]:
-    """Keys of every device's block: its number among the addends of a sum, and its rows along every dim."""
+def _devices_by_block(sharding: Sharding, unchanged_axes: list[str]) -> DevicesByBlock:
+    """Group devices by their block, and their place along axes that a permutation leaves alone."""
+    devices: DevicesByBlock = defaultdict(list)
+    for device, block_key in enumerate(block_keys(sharding)):
+        place = sharding.mesh.index(device, unchanged_axes)
+        devices[place, *block_key].append(device)
+    return devices
+
+
+def block_keys(sharding: Sharding) -> Iterator[BlockKey]:
+    """Yield, for each device, its number among the addends of a sum, and its rows of each dim."""
     mesh = sharding.mesh
-    partial = sorted(sharding.layout.tagged(*REDUCERS), key=mesh.position)
+    sum_axes = sorted(sharding.layout.tagged(*REDUCERS), key=mesh.position)
     holders = [sharding.holders(d) for d in range(len(sharding.shape))]
     for device in range(mesh.n_devices):
-        rows = (blocks[sharding.dim_device(d, device)] for d, blocks in enumerate(holders))
-        yield mesh.index(device, partial), *rows
+        rows = [blocks[sharding.dim_device(d, device)] for d, blocks in enumerate(holders)]
+        yield mesh.index(device, sum_axes), *rows

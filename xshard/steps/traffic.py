@@ -1,4 +1,8 @@
-"""The traffic of a step on the busiest device, and collectives as one phase for every kind of link."""
+"""The traffic of a step on the busiest device, and collectives as one phase for each kind of link.
+
+All counts are elements and messages. Seconds are the business of `xshard.cost`, which knows the
+links.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,13 @@ from xshard.layout import Mesh
 
 
 class LinkSpan(NamedTuple):
-    """The positions along an axis that one kind of link connects: all, or some if nodes end half-way."""
+    """The positions along a mesh axis that one kind of link connects.
+
+    They are all, or some if nodes end half-way.
+
+    Axis x of 8 devices, 4 in a node -> `LinkSpan("x", 2, level=0, stride=4)` between nodes, and
+    `LinkSpan("x", 4, level=1)` inside them.
+    """
 
     axis: str
     size: int  # number of positions
@@ -26,7 +36,7 @@ LinkSpans = tuple[LinkSpan, ...]  # usually of all axes of a mesh, the slowest f
 
 
 class Hop(NamedTuple):
-    """One phase of a step: elements and messages received over links of one level, along one axis."""
+    """One phase of a step: what arrives over links of one level, along one axis."""
 
     axis: str
     received: int  # elements that the busiest device receives
@@ -40,7 +50,8 @@ class Traffic(NamedTuple):
 
     received: elements that arrive from other devices.
     copied: elements packed or unpacked locally, in addition to those that the collective moves.
-    kept: elements of `copied` that a runtime saves if it puts the device's own rows into place directly.
+    kept: elements of `copied` that a runtime saves if it puts the device's own rows into place
+        directly.
     hops: the phases over links; none for a local step.
     rounds: how many messages follow each other, if the devices of each level of links are one ring.
     """
@@ -61,32 +72,52 @@ class PairTraffic(NamedTuple):
 
 
 def pairs_in_groups(mesh: Mesh, axes: Sequence[str], elements: int) -> tuple[PairTraffic, ...]:
-    """Every device of a group along `axes` sends as many elements to every other."""
-    pairs = (pair for group in mesh.groups(axes) for pair in itertools.permutations(group, 2))
-    return tuple(PairTraffic(src, dst, elements) for src, dst in pairs)
+    """List the pairs of a collective in which each member sends `elements` to each other one."""
+    pairs: list[PairTraffic] = []
+    for group in mesh.groups(axes):
+        for src, dst in itertools.permutations(group, 2):
+            pairs.append(PairTraffic(src, dst, elements))
+    return tuple(pairs)
 
 
 def slowest_first(mesh: Mesh, axes: Sequence[str], spans: LinkSpans) -> LinkSpans:
-    """The spans of these axes, the slowest first."""
+    """Select the spans of some axes, slowest links first; without spans, each axis is one span."""
     if not spans:
-        return tuple(LinkSpan(a, mesh.size(a)) for a in axes)
+        return tuple(LinkSpan(axis, mesh.size(axis)) for axis in axes)
     return tuple(span for span in spans if span.axis in axes)
 
 
 def rings(group: LinkSpans) -> LinkSpans:
-    """The spans, with the sub-axes of one axis on one level merged: together they are one ring."""
+    """Merge the sub-axes of one axis on one level, which together are one ring."""
     if not any(span.origin for span in group):
         return group
-    merged = []
-    for _, alike in groupby(group, key=lambda span: (span.origin or span.axis, span.level)):
-        spans = tuple(alike)
+    merged: list[LinkSpan] = []
+    for _, sub_axes in groupby(group, key=lambda span: (span.origin or span.axis, span.level)):
+        spans = tuple(sub_axes)
         merged.append(spans[0]._replace(size=math.prod(span.size for span in spans)))
     return tuple(merged)
 
 
+def ring_rounds(group: LinkSpans) -> int:
+    """Count the rounds of a gather in which the devices of each level form one ring.
+
+    In each round a device passes on what it has received: n - 1 rounds among n devices of a level.
+    """
+    rounds = 0
+    for _, spans in groupby(group, key=lambda span: span.level):
+        rounds += math.prod(span.size for span in spans) - 1
+    return rounds
+
+
 @dataclass(frozen=True)
 class Phases:
-    """The groups of a collective along axes; levels: the spans of each kind of link, the fastest first."""
+    """A collective over some axes as one collective per kind of link, each over smaller groups.
+
+    mesh: The mesh of all devices.
+    axes: The axes over which the whole collective runs.
+    levels: The spans of each kind of link, the fastest kind first.
+    numbers: For each device, the place of its block among the blocks of its group.
+    """
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -97,10 +128,10 @@ class Phases:
     def along(
         cls, mesh: Mesh, axes: Sequence[str], spans: LinkSpans, numbers: Sequence[int]
     ) -> Phases:
-        """spans: the spans of all axes of the mesh, the slowest first."""
-        known = reversed([span for span in spans if span.axis in axes and span.size > 1])
-        levels = tuple(tuple(level) for _, level in groupby(known, key=lambda span: span.level))
-        return cls(mesh, tuple(axes), levels, numbers)
+        """Divide a collective over `axes` by the links of the mesh, `spans`, the slowest first."""
+        fastest_first = [span for span in reversed(spans) if span.axis in axes and span.size > 1]
+        by_level = groupby(fastest_first, key=lambda span: span.level)
+        return cls(mesh, tuple(axes), tuple(tuple(level) for _, level in by_level), numbers)
 
     @property
     def are_several(self) -> bool:
@@ -108,20 +139,30 @@ class Phases:
         return len(self.levels) > 1
 
     def members(self, device: int, level: int) -> tuple[int, ...]:
-        """The devices that a device meets in the phase of a level, itself among them."""
-        here = self._place(device, level)
-        alike = (d for d in self.mesh.group(device, self.axes) if self._place(d, level) == here)
-        return tuple(sorted(alike, key=self.numbers.__getitem__))
+        """List the devices that a device meets in the phase of a level, itself among them."""
+        place = self._place_on_other_levels(device, level)
+        members: list[int] = []
+        for other in self.mesh.group(device, self.axes):
+            if self._place_on_other_levels(other, level) == place:
+                members.append(other)
+        return tuple(sorted(members, key=self.numbers.__getitem__))
 
     def reached(self, device: int, level: int = 0) -> tuple[int, ...]:
-        """The devices reached by the links of a level and slower ones, in the order of their blocks."""
+        """List the devices that links of a level and slower ones reach, in the order of blocks."""
         if level == len(self.levels):
             return (device,)
-        return tuple(
-            d for near in self.members(device, level) for d in self.reached(near, level + 1)
-        )
+        devices: list[int] = []
+        for member in self.members(device, level):
+            devices += self.reached(member, level + 1)
+        return tuple(devices)
 
-    def _place(self, device: int, left_out: int) -> list[int]:
-        """Coordinates of a device along the spans of all levels but one."""
-        spans = (s for level, spans in enumerate(self.levels) if level != left_out for s in spans)
-        return [self.mesh.index(device, (s.axis,)) // s.stride % s.size for s in spans]
+    def _place_on_other_levels(self, device: int, level: int) -> list[int]:
+        """Return a device's coordinates along the spans of all levels except one."""
+        place: list[int] = []
+        for other_level, spans in enumerate(self.levels):
+            if other_level == level:
+                continue
+            for span in spans:
+                coordinate = self.mesh.index(device, (span.axis,))
+                place.append(coordinate // span.stride % span.size)
+        return place

@@ -22,7 +22,8 @@ from benchmarks.cases import Case
 from benchmarks.planner.peers.base import NODE_DEVICES, NotConvertibleError
 from xshard import dtypes
 from xshard.steps import Traffic
-from xshard.steps.collectives import all_to_all_traffic, gather_traffic
+from xshard.steps.all_gather import gather_traffic
+from xshard.steps.all_to_all import all_to_all_traffic
 from xshard.steps.permute import permute_traffic
 from xshard.steps.traffic import LinkSpans, slowest_first
 

@@ -1,0 +1,1 @@
+"""Exchange, the general step: who sends which rows to whom, and how much over which links."""

@@ -1,4 +1,11 @@
-"""The traffic of an exchange between even contiguous shards, in closed form, by digits of coordinates."""
+"""The traffic of an exchange between even contiguous shards, in closed form.
+
+A row number is written in digits, as a number of mixed radix, so that a digit is a coordinate of
+the device that holds the row. With 8 rows, "n/x/y" on x=2, y=4 holds row 4x + y: the digit of size
+2 is the coordinate along x, the digit of size 4 the one along y. Under "n/y/x" it holds row 2y + x:
+the digits of row numbers are then of sizes 2, 2, 2, and y is split into two digits. An exchange is
+a set of equalities between digits of the receiver and digits of its senders; elements are products.
+"""
 
 from __future__ import annotations
 
@@ -14,206 +21,332 @@ LinkCuts = tuple[LinkSpans, ...]  # per dim, the spans that shard it, outermost 
 
 
 class LinkDigit(NamedTuple):
-    """A digit of a device's coordinate along a span: `size` values; the digits before it have `outer`."""
+    """A digit of a device's coordinate along a span.
+
+    size: the number of its values.
+    outer: the number of values of all digits before it.
+
+    Coordinate 0 to 7 as a digit of size 2, then one of size 4: `(span, 1, 2)` and `(span, 2, 4)`.
+    """
 
     span: LinkSpan
     outer: int
     size: int
 
-    def before(self, size: int) -> LinkDigit:
-        """The leading digit of `size` values."""
+    def leading(self, size: int) -> LinkDigit:
+        """Return the leading digit of `size` values."""
         return self if size == self.size else self._replace(size=size)
 
-    def after(self, size: int) -> LinkDigit:
-        """The digit without its leading digit of `size` values."""
-        return self._replace(outer=self.outer * size, size=self.size // size)
+    def without_leading(self, size: int) -> LinkDigit:
+        """Return what is left without the leading digit of `size` values."""
+        return LinkDigit(self.span, self.outer * size, self.size // size)
 
 
 class Digit(NamedTuple):
-    """A digit of the row numbers of a dim, and the coordinates that shard it on either side, if any."""
+    """A digit of the row numbers of a dim, and the coordinates that are this digit on each side.
+
+    Where a side has no coordinate, each of its blocks has all values of the digit.
+    """
 
     size: int
     src: LinkDigit | None
     dst: LinkDigit | None
 
-    def cut(self, size: int) -> tuple[Digit, Digit]:
-        """The digit split in two; the first has `size` values."""
-        src = self.src
-        dst = self.dst
-        first = Digit(size, src and src.before(size), dst and dst.before(size))
-        return first, Digit(self.size // size, src and src.after(size), dst and dst.after(size))
+    def split(self, size: int) -> tuple[Digit, Digit]:
+        """Split the digit in two; the first has `size` values."""
+        outer = Digit(size, self.src, self.dst)
+        inner = Digit(self.size // size, self.src, self.dst)
+        if self.src is not None:
+            outer = outer._replace(src=self.src.leading(size))
+            inner = inner._replace(src=self.src.without_leading(size))
+        if self.dst is not None:
+            outer = outer._replace(dst=self.dst.leading(size))
+            inner = inner._replace(dst=self.dst.without_leading(size))
+        return outer, inner
 
 
-def digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
-    """The digits of the row numbers of all dims, equal or disjoint on a span; None if shards do not fit."""
-    row_digits: list[Digit] = []
-    split: set[LinkSpan] = set()
-    for cuts in zip(src, dst, strict=True):
-        of_dim = _dim_digits(*cuts)
-        if of_dim is None:
+class DimDigits(NamedTuple):
+    """The digits of the row numbers of a dim, and the spans that are split into several digits."""
+
+    digits: tuple[Digit, ...]
+    split_spans: frozenset[LinkSpan]
+
+
+def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
+    """Divide the row numbers of all dims into digits; digits of a span are equal or disjoint.
+
+    None if the shards of the two sides do not divide each other.
+    """
+    digits: list[Digit] = []
+    split_spans: set[LinkSpan] = set()
+    for src_cut, dst_cut in zip(src, dst, strict=True):
+        dim_digits = _dim_digits(src_cut, dst_cut)
+        if dim_digits is None:
             return None
-        row_digits += of_dim[0]
-        split |= of_dim[1]
-    # A span that cuts on one side only has every digit once.
-    both = (
-        {d.src.span for d in row_digits if d.src}
-        & {d.dst.span for d in row_digits if d.dst}
-        & split
-    )
-    return _apart(row_digits, both) if both else tuple(row_digits)
+        digits += dim_digits.digits
+        split_spans |= dim_digits.split_spans
+    # A span that cuts on one side only has each digit once, and one that is a single digit on both
+    # sides is equal: only the others may overlap in part.
+    src_spans = {digit.src.span for digit in digits if digit.src}
+    dst_spans = {digit.dst.span for digit in digits if digit.dst}
+    may_overlap = src_spans & dst_spans & split_spans
+    if not may_overlap:
+        return tuple(digits)
+    return _equal_or_disjoint(digits, may_overlap)
 
 
 @lru_cache(maxsize=16384)
-def _dim_digits(src: LinkSpans, dst: LinkSpans) -> tuple[tuple[Digit, ...], set[LinkSpan]] | None:
-    """The digits of one dim, and the spans that are split into several digits."""
-    split: set[LinkSpan] = set()
-    row_digits: list[Digit] = []
-    ours, theirs = ([LinkDigit(span, 1, span.size) for span in spans] for spans in (src, dst))
-    while ours and theirs:
-        one = ours.pop(0)
-        other = theirs.pop(0)
-        size = min(one.size, other.size)
-        if one.size % size or other.size % size:
+def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
+    """Divide the row numbers of one dim into digits that are coordinates' digits on both sides."""
+    digits: list[Digit] = []
+    split_spans: set[LinkSpan] = set()
+    # The outermost digits are last, where they are taken.
+    src_left = [LinkDigit(span, 1, span.size) for span in reversed(src)]
+    dst_left = [LinkDigit(span, 1, span.size) for span in reversed(dst)]
+    while src_left and dst_left:
+        src_digit = src_left.pop()
+        dst_digit = dst_left.pop()
+        size = min(src_digit.size, dst_digit.size)
+        # Sizes 2 and 3 have no digit in common: such shards are counted per device.
+        if src_digit.size % size or dst_digit.size % size:
             return None
-        for coord, left in ((one, ours), (other, theirs)):
-            if coord.size > size:
-                left.insert(0, coord.after(size))
-                split.add(coord.span)
-        row_digits.append(Digit(size, one.before(size), other.before(size)))
-    row_digits += [Digit(coord.size, coord, None) for coord in ours]
-    row_digits += [Digit(coord.size, None, coord) for coord in theirs]
-    return tuple(row_digits), split
+        digits.append(Digit(size, src_digit.leading(size), dst_digit.leading(size)))
+        # The rest of the longer digit meets the other side's next.
+        if src_digit.size > size:
+            src_left.append(src_digit.without_leading(size))
+            split_spans.add(src_digit.span)
+        if dst_digit.size > size:
+            dst_left.append(dst_digit.without_leading(size))
+            split_spans.add(dst_digit.span)
+    for digit in reversed(src_left):
+        digits.append(Digit(digit.size, digit, None))
+    for digit in reversed(dst_left):
+        digits.append(Digit(digit.size, None, digit))
+    return DimDigits(tuple(digits), frozenset(split_spans))
 
 
-def _apart(row_digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | None:
-    """The digits split further, until digits of these spans are equal or disjoint."""
+def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | None:
+    """Split digits until those of these spans are equal or disjoint; None if they cannot be."""
     while True:
-        marks: dict[LinkSpan, set[int]] = {span: set() for span in spans}
-        for _, src, dst in row_digits:
-            for coord in (src, dst):
-                if coord is not None and coord.span in spans:
-                    marks[coord.span].update((coord.outer, coord.outer * coord.size))
+        edges = _edges(digits, spans)
         finer: list[Digit] = []
-        for digit in row_digits:
+        for digit in digits:
             size = digit.size
-            for coord in (digit.src, digit.dst):
-                if coord is not None and coord.span in spans:
-                    size = min(size, _first_mark(coord, marks[coord.span]))
-            if not size or digit.size % size:
+            for link_digit in (digit.src, digit.dst):
+                if link_digit is not None and link_digit.span in spans:
+                    size = min(size, _size_to_first_edge(link_digit, edges[link_digit.span]))
+            if size == 0 or digit.size % size:
                 return None
-            finer += digit.cut(size) if size < digit.size else (digit,)
-        if len(finer) == len(row_digits):
+            if size < digit.size:
+                finer += digit.split(size)
+            else:
+                finer.append(digit)
+        if len(finer) == len(digits):
             return tuple(finer)
-        row_digits = finer
+        digits = finer  # a split on one side makes new edges for the other
 
 
-def _first_mark(coord: LinkDigit, marks: set[int]) -> int:
-    """The values of a digit before another digit of its span begins or ends; 0 if that does not divide."""
-    inner = end = coord.outer * coord.size
-    for mark in marks:
-        if coord.outer < mark < inner:
-            inner = mark
-    return coord.size if inner == end else 0 if inner % coord.outer else inner // coord.outer
+def _edges(digits: Sequence[Digit], spans: set[LinkSpan]) -> dict[LinkSpan, set[int]]:
+    """Collect, for each span, where its digits begin and end, as numbers of values outside."""
+    edges: dict[LinkSpan, set[int]] = {span: set() for span in spans}
+    for digit in digits:
+        for link_digit in (digit.src, digit.dst):
+            if link_digit is not None and link_digit.span in spans:
+                end = link_digit.outer * link_digit.size
+                edges[link_digit.span].update((link_digit.outer, end))
+    return edges
+
+
+def _size_to_first_edge(digit: LinkDigit, edges: set[int]) -> int:
+    """Return the size of a digit up to the first edge inside; 0 if that does not divide."""
+    end = digit.outer * digit.size
+    inside = [edge for edge in edges if digit.outer < edge < end]
+    if not inside:
+        return digit.size
+    first_edge = min(inside)
+    return 0 if first_edge % digit.outer else first_edge // digit.outer
 
 
 Equal = dict[Hashable, Hashable]  # coordinates, or digits, that must be equal (union-find)
 
 
-def _join(equal: Equal, *pair: Hashable) -> bool:
+def _join(equal: Equal, a: Hashable, b: Hashable) -> bool:
     """Require a == b; True if the earlier conditions do not imply it."""
-    a, b = (_root(equal, item) for item in pair)
-    if a != b:
-        equal[a] = b
-    return a != b
+    a_root = _root(equal, a)
+    b_root = _root(equal, b)
+    if a_root == b_root:
+        return False
+    equal[a_root] = b_root
+    return True
 
 
 def _root(equal: Equal, item: Hashable) -> Hashable:
-    return _root(equal, equal[item]) if item in equal else item
+    """Return the representative of all items that must equal this one."""
+    while item in equal:
+        item = equal[item]
+    return item
+
+
+class DigitPair(NamedTuple):
+    """A digit of the sender that must equal another digit of the receiver."""
+
+    src: LinkDigit
+    dst: LinkDigit
+
+
+class DigitMoves(NamedTuple):
+    """What differs between a receiver and its senders, by the level of the sender's links."""
+
+    spans: set[LinkSpan]  # along which they may differ
+    n_senders: dict[int, int]  # level -> the number of senders that differ only there
+    pairs: dict[int, list[DigitPair]]  # level -> the digits that must be equal
+
+
+def _digit_moves(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> DigitMoves:
+    """Sort the digits by what they ask of a sender."""
+    moves = DigitMoves(set(addends), {}, {})
+    n_senders = moves.n_senders
+    for span in addends:
+        n_senders[span.level] = n_senders.get(span.level, 1) * span.size
+    for size, src, dst in digits:
+        if src == dst:
+            continue
+        if dst is not None:
+            moves.spans.add(dst.span)
+        if src is None:
+            continue  # the sender has all rows of this digit
+        moves.spans.add(src.span)
+        level = src.span.level
+        if dst is not None:
+            moves.pairs.setdefault(level, []).append(DigitPair(src, dst))
+        else:  # the receiver wants all rows of this digit, each from another sender
+            n_senders[level] = n_senders.get(level, 1) * size
+    return moves
+
+
+class Taken(NamedTuple):
+    """What one device takes from others: elements, and the number of their senders."""
+
+    elements: int
+    senders: int
 
 
 def digit_traffic(
     shape: Ints, src: LinkCuts, dst: LinkCuts, addends: Sequence[LinkSpan]
 ) -> Traffic | None:
-    """Traffic of an exchange between even contiguous shards, by level; None if shards do not divide."""
-    row_digits = digits(src, dst)
-    if row_digits is None:
+    """Count the traffic of an exchange between even contiguous shards, by level of links.
+
+    Hot: a search asks for each pair of states.
+
+    Args:
+        shape: The lengths of the dims.
+        src: The spans that shard each dim before, outermost first.
+        dst: The spans that shard each dim after.
+        addends: The spans along which a sum ends.
+
+    Returns:
+        The traffic; None if shards do not divide each other.
+    """
+    digits = row_digits(src, dst)
+    if digits is None:
         return None
-    free: dict[int, int] = {}  # per level, the number of senders that differ only there
-    pairs: list[tuple[int, LinkDigit, LinkDigit]] = []
-    moving = set(addends)
+    moves = _digit_moves(digits, addends)
+    wanted = _wanted_elements(shape, dst, addends)
+    # What a device takes from the senders that share its coordinates on slower levels: at first
+    # from all senders.
+    farther = Taken(wanted, math.prod(moves.n_senders.values()))
+    equal = Equal()
+    has_own_rows = True
+    hops = []
+    for level in sorted({span.level for span in moves.spans}):  # the slowest links first
+        # From here on, the sender also shares the receiver's coordinates along spans of this level.
+        n_alike = moves.n_senders.get(level, 1)
+        nearer = Taken(farther.elements // n_alike, farther.senders // n_alike)
+        unmet = [pair.dst for pair in moves.pairs.get(level, ()) if _join(equal, *pair)]
+        if unmet:
+            # The busiest device has other digits than all its senders: all comes over these links.
+            has_own_rows = False
+            received = farther
+        else:
+            received = Taken(farther.elements - nearer.elements, farther.senders - nearer.senders)
+        if received.elements:
+            axis = _longest_axis(moves.spans, level)
+            slack = _slack(level, unmet, nearer.elements)
+            hops.append(Hop(axis, received.elements, received.senders, level, slack))
+        farther = nearer
+    own = farther.elements if has_own_rows else 0
+    # Each box is packed by its sender and unpacked by its receiver.
+    return Traffic(wanted - own, 2 * wanted, tuple(hops), own)
+
+
+def _wanted_elements(shape: Ints, dst: LinkCuts, addends: Sequence[LinkSpan]) -> int:
+    """Count the elements of a block afterwards, as often as there are addends of each."""
     elements = math.prod(shape)
-    senders = 1
     for cut in dst:
         for span in cut:
             elements //= span.size
     for span in addends:
-        elements = elements * span.size
-        senders = senders * span.size
-        free[span.level] = free.get(span.level, 1) * span.size
-    for size, before, after in row_digits:
-        if before == after:
-            continue
-        if after is not None:
-            moving.add(after.span)
-        if before is None:
-            continue
-        level = before.span.level
-        moving.add(before.span)
-        if after is not None:
-            pairs.append((level, before, after))
-        else:
-            senders *= size
-            free[level] = free.get(level, 1) * size
-    whole = elements
-    equal = Equal()
-    differs = False
-    hops = []
-    # From each level on, the sender also shares the receiver's coordinates along its spans.
-    for level in sorted({span.level for span in moving}):
-        joined = [b for pair_level, a, b in pairs if pair_level == level and _join(equal, a, b)]
-        news = bool(joined)
-        nearby = all(after.span.level > level for after in joined)
-        nearer = elements // free.get(level, 1)
-        fewer = senders // free.get(level, 1)
-        received, messages = (elements, senders) if news else (elements - nearer, senders - fewer)
-        if received:
-            longest = max((span.size, span.axis) for span in moving if span.level == level)[1]
-            # Devices with the senders' digits are in every node, or make whole nodes.
-            slack = nearer // math.prod(after.size for after in joined) if news and nearby else 0
-            hops.append(Hop(longest, received, messages, level, slack))
-        elements = nearer
-        senders = fewer
-        differs = differs or news
-    kept = 0 if differs else elements
-    return Traffic(whole - kept, 2 * whole, tuple(hops), kept)
+        elements *= span.size
+    return elements
+
+
+def _longest_axis(spans: set[LinkSpan], level: int) -> str:
+    """Return the axis of the longest span of a level, the last in the alphabet of several."""
+    _, axis = max((span.size, span.axis) for span in spans if span.level == level)
+    return axis
+
+
+def _slack(level: int, unmet: Sequence[LinkDigit], nearer_elements: int) -> int:
+    """Return how many elements fewer than the busiest the mean device of its node receives.
+
+    If the digits that senders must have are coordinates along faster links, devices with such
+    digits are in each node, or make whole nodes, and take less over this level. Else all take the
+    same.
+    """
+    if not unmet or any(digit.span.level <= level for digit in unmet):
+        return 0
+    return nearer_elements // math.prod(digit.size for digit in unmet)
 
 
 def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
-    """The fewest elements that must enter some node (level-0 spans connect nodes); 0 if unknown."""
-    row_digits = digits(src, dst)
-    if row_digits is None:
+    """Return the fewest elements that must enter some node; 0 if unknown.
+
+    Spans of level 0 connect nodes. All others are inside them.
+    """
+    digits = row_digits(src, dst)
+    if digits is None:
         return 0
-    far = [span for cut in dst for span in cut if span.level == 0]
-    need = math.prod(shape) // math.prod(span.size for span in far)
-    have = need
-    for digit in row_digits:
-        if digit.src and digit.src.span.level == 0 and digit.src != digit.dst:
-            if digit.dst and digit.dst.span.level == 0:
-                return need  # some nodes have only other values of this digit than they need
-            have //= digit.size
-    return need - have
+    n_nodes = 1
+    for cut in dst:
+        for span in cut:
+            if span.level == 0:
+                n_nodes *= span.size
+    needed = math.prod(shape) // n_nodes  # by each node
+    at_hand = needed
+    for digit in digits:
+        # Digits inside nodes, and digits that stay, keep all their rows in the node.
+        if digit.src is None or digit.src.span.level != 0 or digit.src == digit.dst:
+            continue
+        if digit.dst is not None and digit.dst.span.level == 0:
+            return needed  # some nodes have only other values of this digit than they need
+        at_hand //= digit.size  # the node has one value of the digit, and needs all
+    return needed - at_hand
 
 
 def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
-    """Elements that some device holds on both sides. None if the shards do not divide each other."""
-    row_digits = digits(src, dst)
-    if row_digits is None:
+    """Count the elements that some device holds on both sides.
+
+    None if the shards of both sides do not divide each other.
+    """
+    digits = row_digits(src, dst)
+    if digits is None:
         return None
-    # A span that cuts at different digits before and after keeps only rows in which these are equal.
-    before = {digit.src: i for i, digit in enumerate(row_digits) if digit.src}
+    # A span that cuts at different digits before and after keeps only rows in which these are
+    # equal.
+    src_number = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
     met = math.prod(shape)
     equal = Equal()
-    for i, digit in enumerate(row_digits):
-        if digit.dst in before and _join(equal, before[digit.dst], i):
+    for i, digit in enumerate(digits):
+        if digit.dst in src_number and _join(equal, src_number[digit.dst], i):
             met //= digit.size
     return met

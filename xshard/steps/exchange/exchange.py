@@ -1,4 +1,4 @@
-"""Exchange: every device sends every other device exactly the boxes that it lacks. The general step."""
+"""Exchange, the general step: each device takes from the others the boxes that it lacks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.notation.overlap import Fold
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
-from xshard.steps.exchange.messages import fill_boxes, messages_to, node_local_traffic
+from xshard.steps.exchange.messages import Message, fill_boxes, messages_to, node_local_traffic
 from xshard.steps.exchange.sources import carried_dims, views
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traffic
 from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
 
 
 def negates_addends(before: Sharding, after: Sharding) -> bool:
-    """Whether a max or min ends while a pole negates rows: max(-x) is not -max(x)."""
+    """Check whether a max or min ends while a pole negates rows: max(-x) is not -max(x)."""
     ended = set(before.layout.tagged("max", "min")) - set(after.layout.tagged("max", "min"))
-    return bool(ended) and any(view.sign < 0 for view in views(after, carried_dims(before, after)))
+    if not ended:
+        return False
+    return any(view.sign < 0 for view in views(after, carried_dims(before, after)))
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,10 @@ class Exchange(Step):
     The receiver adds sums that end, and contributions to a fold, in the order of the senders. Only
     the first holder contributes an element to a new sum or fold.
 
-    node_devices: number of consecutive devices that are a node; replicas in the receiver's node then
-    send in place of others. For exchanges that neither end nor begin a sum, of blocks without overlaps.
+    to: the layout afterwards.
+    node_devices: number of consecutive devices that are a node; replicas in the receiver's node
+        then send in place of others. For exchanges that neither end nor begin a sum, of blocks
+        without overlaps.
     """
 
     kind: ClassVar[str] = "exchange"
@@ -45,25 +50,25 @@ class Exchange(Step):
             )
 
     def after(self, before: Sharding) -> Sharding:
+        """Return the sharding under `to`. Raises PlanError if no exchange leads there."""
         after = before.with_layout(self.to)
-        sides = before.layout, self.to
-        for wrong, what in (
-            (ended_axes(*sides) or begun_axes(*sides), "exchanges that end or begin a sum"),
-            (any(layout.overlaps for layout in sides), "blocks that overlap"),
-        ):
-            if wrong and self.node_devices is not None:
-                raise PlanError(f"node_devices is not for {what}: '{before.layout}' -> '{self.to}'")
-        kinds = {kind for kind, _ in before.layout.tags if kind != "copy"}
-        new = set(after.layout.tagged("max", "min")) - set(before.layout.tagged("max", "min"))
-        if (
-            new
-            or not {kind for kind, _ in after.layout.tags if kind not in ("copy", "sum")} <= kinds
-        ):
-            raise PlanError(f"'{before.layout}' lacks the max or min of '{self.to}'")
+        if self.node_devices is not None:
+            self._check_node_senders(before.layout)
+        _check_reductions(before.layout, after.layout)
         if negates_addends(before, after):
             op = self.op(before)
             raise PlanError(f"a pole of '{self.to}' negates rows whose {op} is still to be taken")
         return after
+
+    def _check_node_senders(self, src: Layout) -> None:
+        """Raise PlanError where no replica can send in place of another device."""
+        if ended_axes(src, self.to) or begun_axes(src, self.to):
+            limit = "exchanges that end or begin a sum"
+        elif src.overlaps or self.to.overlaps:
+            limit = "blocks that overlap"
+        else:
+            return
+        raise PlanError(f"node_devices is not for {limit}: '{src}' -> '{self.to}'")
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         after = before.with_layout(self.to)
@@ -73,39 +78,63 @@ class Exchange(Step):
 
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         after = before.with_layout(self.to)
-        every = (
-            messages_to(before, after, i, self.node_devices) for i in range(before.mesh.n_devices)
-        )
-        return tuple(
-            PairTraffic(m.src, m.dst, m.size) for each in every for m in each if m.src != m.dst
-        )
+        pairs: list[PairTraffic] = []
+        for device in range(before.mesh.n_devices):
+            for message in messages_to(before, after, device, self.node_devices):
+                if message.src != message.dst:
+                    pairs.append(PairTraffic(message.src, message.dst, message.size))
+        return tuple(pairs)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        """Write, for each device, the values of its boundary, then the boxes that it takes."""
         after = before.with_layout(self.to)
         op = self.op(before)
         results = []
         for device in range(before.mesh.n_devices):
             out = np.zeros(after.local_shape(device), blocks[device].dtype)
-            for d, start, stop, value in fill_boxes(after, device):
-                out[(slice(None),) * d + (slice(start, stop),)] = value
-            written = np.zeros(out.shape, bool)
+            for dim, start, stop, value in fill_boxes(after, device):
+                rows = (slice(None),) * dim + (slice(start, stop),)
+                out[rows] = value
+            is_written = np.zeros(out.shape, bool)
             for message in messages_to(before, after, device, self.node_devices):
-                box = blocks[message.src][message.src_index()]
-                index = message.dst_index()
-                box = box if message.sign > 0 else -box
-                out[index] = (
-                    np.where(written[index], REDUCERS[op](out[index], box), box) if op else box
-                )
-                written[index] = True
+                _write_box(out, is_written, message, blocks[message.src], op)
             results.append(out)
         return results
 
     def op(self, before: Sharding) -> str | None:
-        """The reduction that combines boxes for the same elements; None if no sum, max, min or fold ends."""
+        """Return the reduction of boxes for the same elements; None if none ends.
+
+        Contributions to a fold are added up.
+        """
         for kind, axes in before.layout.tags:
             if kind != "copy" and not set(axes) <= set(self.to.tagged(kind)):
                 return kind
-        return "sum" if any(isinstance(dim.overlap, Fold) for dim in before.layout.dims) else None
+        is_folded = any(isinstance(dim.overlap, Fold) for dim in before.layout.dims)
+        return "sum" if is_folded else None
 
     def __str__(self) -> str:
         return "exchange"
+
+
+def _check_reductions(src: Layout, dst: Layout) -> None:
+    """Raise PlanError if an exchange would have to begin a max or min."""
+    src_kinds = {kind for kind, _ in src.tags}
+    dst_kinds = {kind for kind, _ in dst.tags if kind not in ("copy", "sum")}
+    new_axes = set(dst.tagged("max", "min")) - set(src.tagged("max", "min"))
+    if new_axes or not dst_kinds <= src_kinds:
+        raise PlanError(f"'{src}' lacks the max or min of '{dst}'")
+
+
+def _write_box(
+    out: Block, is_written: NDArray[np.bool_], message: Message, sender_block: Block, op: str | None
+) -> None:
+    """Write the box of a message, reduced with what earlier messages have written."""
+    box = sender_block[message.src_index()]
+    if message.sign < 0:
+        box = -box
+    index = message.dst_index()
+    if op is not None:
+        reduced = REDUCERS[op](out[index], box)
+        box = np.where(is_written[index], reduced, box)
+    out[index] = box
+    is_written[index] = True

@@ -1,4 +1,7 @@
-"""The messages of an exchange: boxes that devices take; of replicas, one in the receiver's node sends."""
+"""The messages of an exchange: who sends which box of elements to whom.
+
+Of the replicas of a block, one in the receiver's node sends, if the exchange is asked for that.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +20,19 @@ from xshard.caches import layout_cache
 from xshard.layout import Sharding
 from xshard.layout.block_rows import block_fills
 from xshard.layout.runs import Run, Segment, as_index
-from xshard.steps.exchange.sources import dim_end, dim_ends, sources, view_pairs
+from xshard.steps.exchange.sources import (
+    DimEnd,
+    dim_end,
+    dim_ends,
+    n_segment_rows,
+    sources,
+    view_pairs,
+)
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, rows_in_common
 from xshard.steps.traffic import Hop, Traffic
 
-# Largest mesh for which node-local senders are considered: the choice compares all pairs of devices.
+# Largest mesh for which node-local senders are considered: the choice compares all pairs of
+# devices.
 MAX_PAIRED = 512
 
 
@@ -28,84 +41,119 @@ class BlockHolders(NamedTuple):
 
     keys: NDArray[
         np.int64
-    ]  # (blocks, dims + 1): the place of every block along every dim, and its addend
-    block_of: NDArray[np.int64]  # per device the number of its block
-    addends: NDArray[np.int64]  # per device its addend number
-    near: NDArray[np.bool_]  # (blocks, devices): True if a device of the same node holds the block
+    ]  # [blocks, dims + 1]: place along each dim, and the number of the addend
+    block_of: NDArray[np.int64]  # [devices]: the number of each device's block
+    addends: NDArray[np.int64]  # [devices]: the number of each device's addend
+    near: NDArray[np.bool_]  # [blocks, devices]: whether a device of the same node holds the block
 
 
 @layout_cache(maxsize=1024)
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
-    """The holders of all blocks; blocks with equal shards and addend numbers are one."""
+    """Find the distinct blocks of a sharding and the devices that hold them.
+
+    Blocks with equal shards and addend numbers are one. A node is `node_devices` consecutive
+    devices.
+    """
     mesh = sharding.mesh
     layout = sharding.layout
     addends = mesh.indices(layout.tagged("sum", "max", "min"))
-    places = np.stack([*(mesh.indices(dim.axes) for dim in layout.dims), addends], axis=1)
+    columns = [mesh.indices(dim.axes) for dim in layout.dims]
+    columns.append(addends)
+    places = np.stack(columns, axis=1)  # [devices, dims + 1]
     keys, block_of = np.unique(places, axis=0, return_inverse=True)
-    block_of = block_of.reshape(-1)
+    block_of = block_of.reshape(-1)  # numpy 2.0 returns a column
     nodes = np.arange(mesh.n_devices) // node_devices
-    held = np.zeros((len(keys), nodes[-1] + 1), bool)
-    held[block_of, nodes] = True
-    return BlockHolders(keys, block_of, addends, held[:, nodes])
+    in_node = np.zeros((len(keys), nodes[-1] + 1), bool)  # [blocks, nodes]
+    in_node[block_of, nodes] = True
+    return BlockHolders(keys, block_of, addends, in_node[:, nodes])
 
 
 def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDArray[np.int64]:
-    """(blocks, devices): number of elements of each block of `before` that each device needs for `after`."""
-    have = block_holders(before, node_devices)
-    elements: NDArray[np.int64] = (have.keys[:, -1:] == have.addends[None]).astype(np.int64)
+    """Count the elements of each block of `before` that each device needs: [blocks, devices]."""
+    holders = block_holders(before, node_devices)
+    # A device takes addends from devices with its own number only.
+    has_same_addend = holders.keys[:, -1:] == holders.addends[None]
+    elements: NDArray[np.int64] = has_same_addend.astype(np.int64)  # [blocks, devices]
     for d, dim in enumerate(after.layout.dims):
         shared = rows_in_common(dim_end(before, d), dim_end(after, d))
-        elements *= shared[:, after.mesh.indices(dim.axes)][have.keys[:, d]]
+        by_device = shared[:, after.mesh.indices(dim.axes)]  # [shards before, devices]
+        elements *= by_device[holders.keys[:, d]]
     return elements
 
 
 def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
-    """Traffic of an exchange with node-local senders: level 0 between nodes, level 1 inside them."""
+    """Count the traffic of an exchange with node-local senders.
+
+    Links of level 0 are between nodes, of level 1 inside.
+    """
     elements = needed_elements(before, after, node_devices)
-    have = block_holders(before, node_devices)
-    wanted = elements.sum(axis=0)
-    elements[have.block_of, np.arange(before.mesh.n_devices)] = 0
-    arrives = elements.sum(axis=0)
+    holders = block_holders(before, node_devices)
+    wanted = elements.sum(axis=0)  # [devices]
+    elements[holders.block_of, np.arange(before.mesh.n_devices)] = 0  # what stays on its device
+    arriving = elements.sum(axis=0)
+
+    between_nodes = np.where(holders.near, 0, elements)
+    inside_nodes = np.where(holders.near, elements, 0)
     hops = []
-    for level, table in enumerate(
-        (np.where(have.near, 0, elements), np.where(have.near, elements, 0))
-    ):
-        by_device = table.sum(axis=0)
-        if received := int(by_device.max()):
-            nodes = np.arange(len(by_device)) // node_devices
-            slack = received - int(np.bincount(nodes, by_device).max() / node_devices)
-            hops.append(
-                Hop(before.mesh.axes[0], received, int((table > 0).sum(axis=0).max()), level, slack)
-            )
+    for level, level_elements in enumerate((between_nodes, inside_nodes)):
+        if level_elements.any():
+            hops.append(_node_hop(before.mesh.axes[0], level, level_elements, node_devices))
+    # Each box is packed by its sender and unpacked by its receiver.
     copied = 2 * int(wanted.max())
-    return Traffic(int(arrives.max()), copied, tuple(hops), copied - int((wanted + arrives).max()))
+    saved = copied - int((wanted + arriving).max())
+    return Traffic(int(arriving.max()), copied, tuple(hops), saved)
+
+
+def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: int) -> Hop:
+    """Make the hop over links of one level from what each device takes of each block.
+
+    Nodes have no axis of their own: the hop is named after any.
+    """
+    by_device = elements.sum(axis=0)
+    received = int(by_device.max())
+    nodes = np.arange(len(by_device)) // node_devices
+    busiest_node = np.bincount(nodes, by_device).max()
+    messages = (elements > 0).sum(axis=0).max()
+    slack = received - int(busiest_node / node_devices)
+    return Hop(axis, received, int(messages), level, slack)
 
 
 @layout_cache(maxsize=1024)
 def node_local_senders(
     before: Sharding, after: Sharding, node_devices: int
 ) -> dict[tuple[int, int], int]:
-    """(block, receiver) -> the holder in the receiver's node with the least to send, if there is one."""
+    """Choose, of the replicas of a block in the receiver's node, the one with the least to send.
+
+    Returns:
+        (block, receiver) -> sender, only where the node has the block, and another device than the
+        receiver holds it.
+    """
     elements = needed_elements(before, after, node_devices)
-    have = block_holders(before, node_devices)
-    at_home: dict[tuple[int, int], list[int]] = {}
-    for device, block in enumerate(have.block_of.tolist()):
-        at_home.setdefault((block, device // node_devices), []).append(device)
-    load: Counter[int] = Counter()
+    block_of = block_holders(before, node_devices).block_of
+    in_node: dict[tuple[int, int], list[int]] = {}  # (block, node) -> its holders there
+    for device, block in enumerate(block_of.tolist()):
+        in_node.setdefault((block, device // node_devices), []).append(device)
+
+    sent: Counter[int] = Counter()  # elements that each device has to send so far
     chosen: dict[tuple[int, int], int] = {}
     for receiver in range(before.mesh.n_devices):
         for block in np.flatnonzero(elements[:, receiver]).tolist():
-            near = at_home.get((block, receiver // node_devices), [])
-            if receiver in near or not near:
+            candidates = in_node.get((block, receiver // node_devices), [])
+            # Another node has to send, or the receiver has the block itself.
+            if not candidates or receiver in candidates:
                 continue
-            sender = min(near, key=lambda device: (load[device], device))
-            load[sender] += int(elements[block, receiver])
+            # The device breaks ties: every process has to choose the same sender.
+            sender = min(candidates, key=lambda device: (sent[device], device))
+            sent[sender] += int(elements[block, receiver])
             chosen[block, receiver] = sender
     return chosen
 
 
 class Message(NamedTuple):
-    """The box that `dst` takes from `src`: per dim, matching rows of both blocks. It is a dense sub-array."""
+    """The box that `dst` takes from `src`: per dim, matching rows of both blocks.
+
+    The box is a dense sub-array: each row of one dim with each row of the others.
+    """
 
     src: int
     dst: int
@@ -114,105 +162,196 @@ class Message(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(sum(s.length for s in segments) for segments in self.box)
+        """The rows of the box, for each dim."""
+        return tuple(map(n_segment_rows, self.box))
 
     @property
     def size(self) -> int:
+        """The elements of the box."""
         return math.prod(self.shape)
 
     def src_index(self) -> tuple[NDArray[np.int64], ...]:
-        """Numpy index of the box in the sender's block."""
+        """Return the numpy index of the box in the sender's block."""
         return np.ix_(*(rows_at(segments, 0) for segments in self.box))
 
     def dst_index(self) -> tuple[NDArray[np.int64], ...]:
-        """Numpy index of the box in the receiver's block."""
+        """Return the numpy index of the box in the receiver's block."""
         return np.ix_(*(rows_at(segments, 1) for segments in self.box))
 
 
 Messages = tuple[Message, ...]
 
 
+def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
+    """Return the local rows of segments in the block of the sender (end 0) or receiver (end 1)."""
+    index = as_index(tuple(Run(segment[end], segment.length) for segment in segments))
+    return np.r_[index] if isinstance(index, slice) else index
+
+
 def messages_to(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> Messages:
-    """The messages that a device receives (from itself too), by sender; from its node if one there can."""
-    plain = _messages_to(before, after, device, None)
+    """List the messages that a device receives, its own rows among them, by sender.
+
+    With `node_devices`, replicas in the receiver's node send in place of others.
+    """
+    messages = _messages_to(before, after, device, None)
     if node_devices is None:
-        return plain
-    blocks = block_holders(before, node_devices).block_of
-    near = node_local_senders(before, after, node_devices)
-    chosen = (m._replace(src=near.get((int(blocks[m.src]), device), m.src)) for m in plain)
-    return tuple(sorted(chosen, key=lambda m: m.src))
+        return messages
+    block_of = block_holders(before, node_devices).block_of
+    senders = node_local_senders(before, after, node_devices)
+    from_node: list[Message] = []
+    for message in messages:
+        block = int(block_of[message.src])
+        from_node.append(message._replace(src=senders.get((block, device), message.src)))
+    return tuple(sorted(from_node, key=lambda message: message.src))
 
 
 def messages_from(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> Messages:
-    """The messages that a device sends (to itself too), ordered by receiver."""
+    """List the messages that a device sends, its own rows among them, by receiver."""
+    sent: list[Message] = []
+    for receiver in _receivers_of(before, after, device, node_devices):
+        if node_devices is None:
+            messages = _messages_to(before, after, receiver, device)
+        else:
+            messages = messages_to(before, after, receiver, node_devices)
+        sent += [message for message in messages if message.src == device]
+    return tuple(sent)
+
+
+def _receivers_of(
+    before: Sharding, after: Sharding, device: int, node_devices: int | None
+) -> tuple[int, ...]:
+    """List the devices that may receive from a device, in order."""
     mesh = before.mesh
-    ended = ended_axes(before.layout, after.layout)
-    moving = [a for a in mesh.axes if a in before.layout.cut_axes or a in ended]
-    if node_devices is None:
-        by_receiver = (_messages_to(before, after, r, device) for r in mesh.group(device, moving))
-    else:
-        by_receiver = (messages_to(before, after, r, node_devices) for r in range(mesh.n_devices))
-    return tuple(m for messages in by_receiver for m in messages if m.src == device)
-
-
-def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
-    """Local rows of the segments in the block of the sender (end 0) or the receiver (end 1)."""
-    index = as_index(tuple(Run(segment[end], segment.length) for segment in segments))
-    return np.r_[index] if isinstance(index, slice) else index
+    if node_devices is not None:
+        return tuple(range(mesh.n_devices))
+    sending_axes = (*before.layout.cut_axes, *ended_axes(before.layout, after.layout))
+    return mesh.group(device, [axis for axis in mesh.axes if axis in sending_axes])
 
 
 def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
-    """Rows outside the array that a device fills itself: (dim, start, stop, value), in order of writing."""
+    """List the rows outside the array that a device fills itself, in order of writing.
+
+    Returns:
+        (dim, start, stop, value), with local rows.
+    """
     fills: list[tuple[int, int, int, float]] = []
-    for d, (dim, n) in enumerate(zip(after.layout.dims, after.shape, strict=True)):
+    for d, (dim, length) in enumerate(zip(after.layout.dims, after.shape, strict=True)):
         sizes = after.mesh.sizes_of(dim.axes)
-        index = after.dim_device(d, device)
-        fills += [(d, *fill) for fill in block_fills(dim, n, sizes, index)]
+        for start, stop, value in block_fills(dim, length, sizes, after.dim_device(d, device)):
+            fills.append((d, start, stop, value))
     return tuple(fills)
 
 
 @layout_cache(maxsize=8192)
 def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None) -> Messages:
-    mesh = before.mesh
-    src = before.layout
-    dst = after.layout
-    coords = mesh.coords(device)
-    begins = begun_axes(src, dst)
-    if any(coords[mesh.position(a)] for a in begins if a not in src.cut_axes):
-        return ()  # only the first device along the new sum contributes
-    messages = []
-    for mine, theirs in view_pairs(before, after):
-        per_dim = []
-        for d, (a, b) in enumerate(dim_ends(before, after, mine, theirs)):
-            indices = before.dim_device(d, device), after.dim_device(d, device)
-            places = list(_indices(a.sizes))
-            once = any(axis in begins for axis in a.dim.axes)
-            offered = sources(
-                a, b, *indices, once, None if sender is None else before.dim_device(d, sender)
-            )
-            fixed = [(i, coords[mesh.position(x)]) for i, x in enumerate(a.dim.axes) if x in begins]
-            taken = ((places[s.sender], s.segments) for s in offered)
-            per_dim.append(
-                [(place, rows) for place, rows in taken if all(place[i] == c for i, c in fixed)]
-            )
-        for addend in _indices(mesh.sizes_of(ended_axes(src, dst))):
-            for combo in itertools.product(*per_dim):
-                from_coords = list(coords)
-                for axis, c in zip(ended_axes(src, dst), addend, strict=True):
-                    from_coords[mesh.position(axis)] = c
-                for dim, (place, _) in zip(src.dims, combo, strict=True):
-                    for axis, c in zip(dim.axes, place, strict=True):
-                        from_coords[mesh.position(axis)] = c
-                box = tuple(segments for _, segments in combo)
-                messages.append(
-                    Message(mesh.device(from_coords), device, box, mine.sign * theirs.sign)
-                )
-    return tuple(sorted(messages, key=lambda m: m.src))
+    """List the messages to a device: of all senders, or of those with `sender`'s shards."""
+    # Hot where all ranks of a large mesh lower a plan; `sender` keeps the product below small.
+    receiver = _Receiver(before, after, device, sender)
+    if not receiver.takes_any:
+        return ()
+    messages: list[Message] = []
+    for dst_view, src_view in view_pairs(before, after):
+        ends = dim_ends(before, after, dst_view, src_view)
+        by_dim = [receiver.dim_sources(d, src, dst) for d, (src, dst) in enumerate(ends)]
+        sign = dst_view.sign * src_view.sign
+        for addend in _all_coords(before.mesh.sizes_of(receiver.ended)):
+            for box_sources in itertools.product(*by_dim):
+                messages.append(receiver.message(addend, box_sources, sign))
+    return tuple(sorted(messages, key=lambda message: message.src))
 
 
-def _indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+class DimSource(NamedTuple):
+    """Rows of one dim from one sender, at these coordinates along the axes of the dim before."""
+
+    coords: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class _Receiver:
+    """One device of an exchange, as the receiver of its messages.
+
+    sender: a device; only senders with its place along the shards of every dim count. None: all do.
+    """
+
+    before: Sharding
+    after: Sharding
+    device: int
+    sender: int | None
+
+    @cached_property
+    def coords(self) -> tuple[int, ...]:
+        """The coordinates of the receiver in the mesh."""
+        return self.before.mesh.coords(self.device)
+
+    @cached_property
+    def begun(self) -> tuple[str, ...]:
+        """The axes along which a sum begins."""
+        return begun_axes(self.before.layout, self.after.layout)
+
+    @cached_property
+    def ended(self) -> tuple[str, ...]:
+        """The axes along which a sum ends: their addends all arrive."""
+        return ended_axes(self.before.layout, self.after.layout)
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether the receiver is the first along each new sum.
+
+        Of replicas, only the first contributes: the others receive nothing, and hold zeros.
+        """
+        replicated = [a for a in self.begun if a not in self.before.layout.cut_axes]
+        return all(self._coordinate(axis) == 0 for axis in replicated)
+
+    def _coordinate(self, axis: str) -> int:
+        """Return the receiver's coordinate along one axis."""
+        return self.coords[self.before.mesh.position(axis)]
+
+    def dim_sources(self, d: int, src: DimEnd, dst: DimEnd) -> list[DimSource]:
+        """Find the rows of one dim that the receiver takes, by sender.
+
+        Along an axis of a new sum each device contributes its own shard and takes no other.
+        """
+        src_index = self.before.dim_device(d, self.device)
+        dst_index = self.after.dim_device(d, self.device)
+        sender = None if self.sender is None else self.before.dim_device(d, self.sender)
+        begins = any(axis in self.begun for axis in src.dim.axes)
+        all_coords = list(_all_coords(src.sizes))
+        # Positional arguments: `sources` is cached by them.
+        result: list[DimSource] = []
+        for source in sources(src, dst, src_index, dst_index, begins, sender):
+            coords = all_coords[source.sender]
+            if self._contributes(src, coords):
+                result.append(DimSource(coords, source.segments))
+        return result
+
+    def _contributes(self, src: DimEnd, coords: tuple[int, ...]) -> bool:
+        """Check that a sender shares the receiver's coordinates along the axes of a new sum."""
+        for axis, coordinate in zip(src.dim.axes, coords, strict=True):
+            if axis in self.begun and coordinate != self._coordinate(axis):
+                return False
+        return True
+
+    def message(
+        self, addend: tuple[int, ...], box_sources: tuple[DimSource, ...], sign: int
+    ) -> Message:
+        """Make the message of one source per dim, from the holder of one addend."""
+        mesh = self.before.mesh
+        # Along all other axes the sender is where the receiver is.
+        coords = list(self.coords)
+        for axis, coordinate in zip(self.ended, addend, strict=True):
+            coords[mesh.position(axis)] = coordinate
+        for dim, source in zip(self.before.layout.dims, box_sources, strict=True):
+            for axis, coordinate in zip(dim.axes, source.coords, strict=True):
+                coords[mesh.position(axis)] = coordinate
+        box = tuple(source.segments for source in box_sources)
+        return Message(mesh.device(coords), self.device, box, sign)
+
+
+def _all_coords(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield all coordinates along axes of these sizes, row-major."""
     return itertools.product(*map(range, sizes))

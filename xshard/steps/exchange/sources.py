@@ -1,21 +1,25 @@
-"""The sources of rows: parts of a block beyond poles, and which device sends the rows of a dim to which."""
+"""The sources of rows: which device sends the rows of one dim to which, also over a pole.
+
+All questions are answered dim by dim. An exchange as a whole is the product over its dims.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xshard.caches import layout_cache
-from xshard.layout import Mesh, Sharding
+from xshard.layout import Mesh, Sharding, providers
 from xshard.layout.block_rows import all_held_rows
 from xshard.layout.pieces import shared_rows
-from xshard.layout.providers import STRAIGHT, lacking, offered_rows, rows_at_hand, wanted_rows
+from xshard.layout.providers import STRAIGHT, lacking
 from xshard.layout.runs import (
+    AllRuns,
     Intervals,
     Rows,
     Runs,
@@ -29,56 +33,89 @@ from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, ends_of
 from xshard.notation.parser import Dim
 
+# The side of a dim with rows that all stay on their device; others are STRAIGHT, or beyond a pole.
+CARRIED = "carried"
+POLE_SIDES = ("before", "after")  # rows beyond the first row of a dim, and beyond the last
+
 
 class View(NamedTuple):
-    """A part of a block: per dim its side and the number added to its rows; and the factor of its values."""
+    """One part of a block: for each dim, its side and a number that is added to its rows.
+
+    sign: a factor of its values.
+
+    A latitude with a pole at its first row, and a longitude of 8: the view ("before", "straight")
+    has shifts (0, 4), since the rows beyond the pole lie on the opposite meridian.
+    """
 
     sides: tuple[str, ...]
     shifts: tuple[int, ...]
     sign: int = 1
 
 
+class Pole(NamedTuple):
+    """What a pole does to the rows beyond it: it rolls a dim by a half, and may change signs."""
+
+    rolled_dim: int | None
+    sign: int
+
+
 @layout_cache(maxsize=8192)
 def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]:
-    """All views of a block, one if no dim has a pole; `carried` dims are not split into sides."""
-    dims = sharding.layout.dims
-    shape = sharding.shape
-    poles: dict[
-        tuple[int, str], tuple[int | None, int]
-    ] = {}  # (dim, end) -> dim that is rolled, sign
-    for d, dim in enumerate(dims):
-        for end, rule in zip(("before", "after"), ends_of(dim.overlap), strict=False):
-            if rule.kind == "pole" and d not in carried:
-                poles[d, end] = rolled_dim(dims, d, rule, shape), rule.sign
-    every = range(len(dims))
-    options = [
-        (STRAIGHT, *(end for end in ("before", "after") if (d, end) in poles)) for d in every
-    ]
-    result = []
-    for sides in itertools.product(*options):
-        shifts = [0] * len(dims)
-        sign = 1
-        for d, side in enumerate(sides):
-            if side != STRAIGHT:
-                rolled, factor = poles[d, side]
-                if rolled is not None:
-                    shifts[rolled] = (shifts[rolled] + shape[rolled] // 2) % max(shape[rolled], 1)
-                sign *= factor
-        result.append(View(sides, tuple(shifts), sign))
-    return tuple(result)
+    """List all views of a block: each choice of sides; one view if no dim has a pole.
+
+    Args:
+        sharding: The sharding of the block.
+        carried: Dims that are not split into sides, since all their rows stay on their device.
+    """
+    poles: dict[tuple[int, str], Pole] = {}
+    side_options: list[list[str]] = []
+    for d, dim in enumerate(sharding.layout.dims):
+        sides = [STRAIGHT]
+        if d not in carried:
+            # Dims without ends to fill have no rules at all: then there is nothing to zip.
+            for side, rule in zip(POLE_SIDES, ends_of(dim.overlap), strict=False):
+                if rule.kind == "pole":
+                    rolled = rolled_dim(sharding.layout.dims, d, rule, sharding.shape)
+                    poles[d, side] = Pole(rolled, rule.sign)
+                    sides.append(side)
+        side_options.append(sides)
+    return tuple(_view(sides, poles, sharding.shape) for sides in itertools.product(*side_options))
+
+
+def _view(
+    sides: tuple[str, ...], poles: dict[tuple[int, str], Pole], shape: tuple[int, ...]
+) -> View:
+    """Make the view of one side per dim: poles that roll the same dim roll it twice."""
+    shifts = [0] * len(shape)
+    sign = 1
+    for d, side in enumerate(sides):
+        if side == STRAIGHT:
+            continue
+        pole = poles[d, side]
+        sign *= pole.sign
+        if pole.rolled_dim is not None:
+            length = shape[pole.rolled_dim]
+            shift = shifts[pole.rolled_dim] + length // 2
+            shifts[pole.rolled_dim] = shift % max(length, 1)
+    return View(sides, tuple(shifts), sign)
 
 
 def carried_dims(before: Sharding, after: Sharding) -> tuple[int, ...]:
-    """Dims with the same overlap before and after: all their rows stay on their device."""
-    dims = zip(before.layout.dims, after.layout.dims, strict=True)
-    return tuple(d for d, (a, b) in enumerate(dims) if a.overlap is not None and a == b)
-
-
-CARRIED = "carried"  # side of a dim with rows that all stay on their device
+    """List the dims with the same overlap before and after: all their rows stay on their device."""
+    carried: list[int] = []
+    for d, (src, dst) in enumerate(zip(before.layout.dims, after.layout.dims, strict=True)):
+        if src.overlap is not None and src == dst:
+            carried.append(d)
+    return tuple(carried)
 
 
 class DimEnd(NamedTuple):
-    """A dim before or after a move, the sizes of its axes, and its rows: on a side of a pole, shifted."""
+    """A dim before or after a move, and one part of its blocks.
+
+    sizes: the sizes of the axes that shard it.
+    side: STRAIGHT, beyond one of its poles, or CARRIED.
+    shift: what another dim's pole adds to its rows.
+    """
 
     dim: Dim
     length: int
@@ -88,17 +125,103 @@ class DimEnd(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
+        """Whether each block is its shard and nothing else."""
         return self.dim.overlap is None and not self.shift
 
+    @property
+    def n_shards(self) -> int:
+        """The number of devices along the axes of the dim."""
+        return math.prod(self.sizes)
 
-def dim_end(sharding: Sharding, d: int, *view: Any) -> DimEnd:
-    """One dim of a sharding. view: its side and shift."""
+    def held_rows(self) -> AllRuns:
+        """Return, for each shard, all rows of its block, with overlaps."""
+        return all_held_rows(self.dim, self.length, self.sizes)
+
+    def wanted_rows(self) -> AllRuns:
+        """Return, for each shard, the rows that it must receive."""
+        return providers.wanted_rows(self.dim, self.length, self.sizes, self.side, self.shift)
+
+    def offered_rows(self) -> tuple[AllRuns, ...]:
+        """Return, for each shard, lists of distinct rows that it offers; several in a fold."""
+        return providers.offered_rows(self.dim, self.length, self.sizes, self.side, self.shift)
+
+    def rows_at_hand(self) -> AllRuns:
+        """Return, for each shard, the rows that its block has, each once."""
+        return providers.rows_at_hand(self.dim, self.length, self.sizes, self.shift)
+
+
+def dim_end(sharding: Sharding, d: int, side: str = STRAIGHT, shift: int = 0) -> DimEnd:
+    """Return one dim of a sharding, on a side of its poles, with its rows shifted."""
     dim = sharding.layout.dims[d]
-    return DimEnd(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes), *view)
+    return DimEnd(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes), side, shift)
+
+
+def dim_ends(
+    before: Sharding, after: Sharding, dst_view: View, src_view: View
+) -> Iterator[tuple[DimEnd, DimEnd]]:
+    """Yield, for each dim, its source and its destination in one pair of views."""
+    carried = carried_dims(before, after)
+    for d in range(len(before.shape)):
+        src_side = src_view.sides[d]
+        dst_side = dst_view.sides[d]
+        src_shift = src_view.shifts[d]
+        dst_shift = dst_view.shifts[d]
+        # A pole of another dim may roll a carried dim: then its rows do travel.
+        if d in carried and src_shift == 0 and dst_shift == 0:
+            src_side = CARRIED
+            dst_side = CARRIED
+        src = dim_end(before, d, src_side, src_shift)
+        dst = dim_end(after, d, dst_side, dst_shift)
+        yield src, dst
+
+
+def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:
+    """Yield each pair of a view of the destination and a view of the source that may supply it."""
+    carried = carried_dims(before, after)
+    return itertools.product(views(after, carried), views(before, carried))
+
+
+def n_segment_rows(segments: Sequence[Segment]) -> int:
+    """Count the rows of some segments."""
+    return sum(segment.length for segment in segments)
+
+
+class RowRequest(NamedTuple):
+    """What a receiver takes of one dim: segments of its own block, and rows that others offer."""
+
+    own: tuple[Segment, ...]
+    from_others: Runs
+
+
+def _request(
+    src: DimEnd, dst: DimEnd, src_index: int, dst_index: int, from_providers: bool
+) -> RowRequest:
+    """Divide the rows that a receiver wants into its own and those of others.
+
+    Args:
+        src: The dim before.
+        dst: The dim after.
+        src_index: The receiver's index along the axes of `src`.
+        dst_index: The receiver's index along the axes of `dst`.
+        from_providers: Each row comes from the one device that provides it, as a new sum requires,
+            even if the receiver has a copy.
+    """
+    rows = dst.wanted_rows()[dst_index]
+    if src.is_plain or isinstance(src.dim.overlap, Fold):
+        return RowRequest((), rows)  # each row, or contribution to it, is on one device only
+    if src.side != STRAIGHT:
+        return RowRequest((), ())  # rows beyond a pole are copies of rows inside the array
+    if from_providers:
+        return RowRequest((), rows)
+    at_hand = src.rows_at_hand()[src_index]
+    return RowRequest(common_segments(at_hand, rows), lacking(rows, at_hand))
 
 
 class Source(NamedTuple):
-    """Rows that a receiver takes from one sender; sender: its index along the axes of the source's dim."""
+    """Rows that a receiver takes from one sender.
+
+    sender: its index along the axes of the dim before.
+    """
 
     sender: int
     segments: tuple[Segment, ...]
@@ -106,108 +229,168 @@ class Source(NamedTuple):
 
 @layout_cache(maxsize=65536)
 def sources(
-    src: DimEnd, dst: DimEnd, me: int, at: int, once: bool, sender: int | None
+    src: DimEnd,
+    dst: DimEnd,
+    src_index: int,
+    dst_index: int,
+    from_providers: bool,
+    sender: int | None,
 ) -> tuple[Source, ...]:
-    """The rows that one device takes, by sender (each, or one); once: from their providers, even its own."""
-    senders = np.arange(math.prod(src.sizes)) if sender is None else np.array([sender])
+    """Find the rows of a dim that one receiver takes, by sender.
+
+    From "n/x" to "n" with 4 rows on x=2, device 0 takes rows 0 and 1 from itself, 2 and 3 from
+    device 1.
+
+    Args:
+        src: The dim before.
+        dst: The dim after.
+        src_index: The receiver's index along the axes of `src`.
+        dst_index: The receiver's index along the axes of `dst`.
+        from_providers: See `_request`.
+        sender: The index of the only sender of interest; None for all.
+    """
+    senders = np.arange(src.n_shards) if sender is None else np.array([sender])
     if dst.side == CARRIED:
-        n = n_rows(all_held_rows(*src[:3])[me])
-        return (Source(me, (Segment(0, 0, n),)),) if n and me in senders else ()
-    own, rows = _asked(src, dst, me, at, once)
-    taken = [Source(me, own)] if me in senders else []
-    lists = offered_rows(*src)
-    wanted = as_intervals(rows) if isinstance(rows, Rows) else extents([(run,) for run in rows])
-    offered = _offered_extents(src)[senders]
-    meets = (offered[:, None, 0] < wanted[None, :, 1]) & (wanted[None, :, 0] < offered[:, None, 1])
-    for i in senders[meets.any(axis=1)].tolist():  # only these are compared run by run
-        taken += [Source(i, common_segments(runs, rows)) for runs in lists[i]]
+        n = n_rows(src.held_rows()[src_index])
+        if n == 0 or src_index not in senders:
+            return ()
+        return (Source(src_index, (Segment(0, 0, n),)),)
+    request = _request(src, dst, src_index, dst_index, from_providers)
+    # The receiver's own rows come first, then those of others in the order of senders.
+    taken: list[Source] = []
+    if src_index in senders:
+        taken.append(Source(src_index, request.own))
+    offered = src.offered_rows()
+    for i in _senders_in_reach(src, senders, request.from_others):
+        for runs in offered[i]:
+            taken.append(Source(i, common_segments(runs, request.from_others)))
     return tuple(source for source in taken if source.segments)
 
 
-def _asked(
-    src: DimEnd, dst: DimEnd, me: int, at: int, once: bool
-) -> tuple[tuple[Segment, ...], Runs]:
-    """Runs that a device takes from its own block, and the rows that it takes from others that offer them."""
-    rows = wanted_rows(*dst)[at]
-    if src.is_plain or isinstance(src.dim.overlap, Fold):
-        return (), rows
-    if src.side != STRAIGHT:
-        return (), ()  # rows beyond a pole are copies of rows inside the array
-    if once:
-        return (), rows
-    own = rows_at_hand(*src[:3], src.shift)[me]
-    return common_segments(own, rows), lacking(rows, own)
+def _senders_in_reach(src: DimEnd, senders: NDArray[np.int64], rows: Runs) -> list[int]:
+    """Select the senders that may offer some of the rows, by their first row and their last.
+
+    Only these few are compared run by run.
+    """
+    if isinstance(rows, Rows):
+        wanted = as_intervals(rows)
+    else:
+        wanted = extents([(run,) for run in rows])
+    offered = _offered_extents(src)[senders]
+    begins_in_time = offered[:, None, 0] < wanted[None, :, 1]  # [senders, runs]
+    ends_late_enough = wanted[None, :, 0] < offered[:, None, 1]
+    is_in_reach = (begins_in_time & ends_late_enough).any(axis=1)
+    in_reach: list[int] = senders[is_in_reach].tolist()
+    return in_reach
 
 
 @layout_cache(maxsize=4096)
 def _offered_extents(src: DimEnd) -> Intervals:
-    lists = offered_rows(*src)
-    return extents([each[0] if len(each) == 1 else tuple(itertools.chain(*each)) for each in lists])
+    """Return, for each shard, the interval from the first row that it offers to the last."""
+    offered: list[Runs] = []
+    for lists in src.offered_rows():
+        # A single list stays as it is: it may be an array of rows, which is quicker whole.
+        offered.append(lists[0] if len(lists) == 1 else tuple(itertools.chain.from_iterable(lists)))
+    return extents(offered)
+
+
+class RowPairs(NamedTuple):
+    """Who takes how many rows from whom, as columns with a row for each pair of devices."""
+
+    receivers: NDArray[np.int64]
+    senders: NDArray[np.int64]
+    rows: NDArray[np.int64]
 
 
 class Received(NamedTuple):
-    """Arrays over the mesh: the elements that each device takes, and the number of their senders."""
+    """The elements that each device takes, and how many senders: arrays over the mesh."""
 
     elements: NDArray[np.int64]
     senders: NDArray[np.int64]
 
 
 def count_sources(
-    src: DimEnd, dst: DimEnd, fixed: tuple[str, ...], mesh: Mesh, once: bool
+    src: DimEnd, dst: DimEnd, fixed: tuple[str, ...], mesh: Mesh, from_providers: bool
 ) -> Received:
-    """How many rows each device takes from senders with its coordinates along `fixed`, and from how many."""
+    """Count how many rows of a dim each device takes, and from how many senders.
+
+    Args:
+        src: The dim before.
+        dst: The dim after.
+        fixed: Axes along which only senders with the receiver's coordinate count.
+        mesh: The mesh; the result has its axes, of size 1 where the dim is not sharded.
+        from_providers: See `_request`.
+    """
+    # Devices that differ along other axes take the same rows: one group stands for all.
     axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
-    devices = mesh.group(0, axes)
-    me, at = ([mesh.index(device, end.dim.axes) for device in devices] for end in (src, dst))
-    lists: tuple[tuple[Runs, ...], ...] = ()
-    blocks: list[Runs] = [()] * len(devices)
-    if dst.side == CARRIED:
-        held = all_held_rows(*src[:3])
-        mine = [n_rows(held[i]) for i in me]
-    else:
-        asked = [_asked(src, dst, *places, once) for places in zip(me, at, strict=True)]
-        mine = [sum(s.length for s in own) for own, _ in asked]
-        blocks = [rows for _, rows in asked]
-        lists = offered_rows(*src)
-    takers, givers, rows = shared_rows([runs for each in lists for runs in each], blocks)
-    owners = np.array([i for i, each in enumerate(lists) for _ in each], np.int64)
-    takers = np.concatenate([np.arange(len(devices)), takers])
-    givers = np.concatenate([me, owners[givers]])
-    rows = np.concatenate([mine, rows])
-    agree = rows > 0
-    here, there = (coords_of(indices, src.sizes) for indices in (np.array(me)[takers], givers))
-    for axis, ours, theirs in zip(src.dim.axes, here, there, strict=True):
-        agree &= (axis not in fixed) | (ours == theirs)
+    receivers = mesh.group(0, axes)
+    src_indices = [mesh.index(device, src.dim.axes) for device in receivers]
+    dst_indices = [mesh.index(device, dst.dim.axes) for device in receivers]
+    pairs = _row_pairs(src, dst, src_indices, dst_indices, from_providers)
+    pairs = _with_fixed_coordinates(pairs, src, src_indices, fixed)
+
+    elements = np.zeros(len(receivers), np.int64)
+    np.add.at(elements, pairs.receivers, pairs.rows)
     # A sender that gives several layers of a fold is one sender.
-    pairs = np.unique(takers[agree] * math.prod(src.sizes) + givers[agree]) // math.prod(src.sizes)
-    elements, senders = np.zeros((2, len(devices)), np.int64)
-    np.add.at(elements, takers[agree], rows[agree])
-    np.add.at(senders, pairs, 1)
+    distinct_pairs = np.unique(pairs.receivers * src.n_shards + pairs.senders)
+    senders = np.zeros(len(receivers), np.int64)
+    np.add.at(senders, distinct_pairs // src.n_shards, 1)
+
     # Arrays over the axes of both dims, which broadcast over the mesh.
-    shape = [n if a in axes else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]
+    shape = [size if a in axes else 1 for a, size in zip(mesh.axes, mesh.sizes, strict=True)]
     return Received(elements.reshape(shape), senders.reshape(shape))
 
 
+def _row_pairs(
+    src: DimEnd,
+    dst: DimEnd,
+    src_indices: Sequence[int],
+    dst_indices: Sequence[int],
+    from_providers: bool,
+) -> RowPairs:
+    """Count the rows that each receiver takes from each sender, itself first.
+
+    Receivers are numbered as in `src_indices` and `dst_indices`, which place them along both dims;
+    senders by their index along the axes of `src`.
+    """
+    receivers = np.arange(len(src_indices))
+    if dst.side == CARRIED:  # all rows come from the receiver itself
+        held = src.held_rows()
+        held_rows = [n_rows(held[i]) for i in src_indices]
+        return RowPairs(receivers, np.array(src_indices), np.array(held_rows))
+
+    requests = [
+        _request(src, dst, i, j, from_providers)
+        for i, j in zip(src_indices, dst_indices, strict=True)
+    ]
+    own_rows = [n_segment_rows(request.own) for request in requests]
+    offered: list[Runs] = []
+    offering: list[int] = []  # the sender of each list of `offered`; in a fold it has several
+    for sender, lists in enumerate(src.offered_rows()):
+        for runs in lists:
+            offered.append(runs)
+            offering.append(sender)
+    takers, givers, rows = shared_rows(offered, [request.from_others for request in requests])
+    senders = np.concatenate([src_indices, np.array(offering, np.int64)[givers]])
+    receivers = np.concatenate([receivers, takers])
+    return RowPairs(receivers, senders, np.concatenate([own_rows, rows]))
+
+
+def _with_fixed_coordinates(
+    pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed: tuple[str, ...]
+) -> RowPairs:
+    """Keep the pairs that have rows, and equal coordinates along the `fixed` axes."""
+    is_kept = pairs.rows > 0
+    receiver_coords = coords_of(np.array(src_indices)[pairs.receivers], src.sizes)
+    sender_coords = coords_of(pairs.senders, src.sizes)
+    for axis, ours, theirs in zip(src.dim.axes, receiver_coords, sender_coords, strict=True):
+        if axis in fixed:
+            is_kept &= ours == theirs
+    return RowPairs(pairs.receivers[is_kept], pairs.senders[is_kept], pairs.rows[is_kept])
+
+
 def coords_of(indices: NDArray[np.int64], sizes: tuple[int, ...]) -> tuple[NDArray[np.int64], ...]:
-    """Indices along some axes, row-major -> the coordinate along each."""
-    return np.unravel_index(indices, sizes) if sizes else ()
-
-
-def dim_ends(
-    before: Sharding, after: Sharding, mine: View, theirs: View
-) -> Iterator[tuple[DimEnd, DimEnd]]:
-    """Per dim, its source and its destination in one pair of views."""
-    stay = carried_dims(before, after)
-    for d, shifts in enumerate(zip(theirs.shifts, mine.shifts, strict=True)):
-        sides = (
-            (CARRIED, CARRIED)
-            if d in stay and not any(shifts)
-            else (theirs.sides[d], mine.sides[d])
-        )
-        yield dim_end(before, d, sides[0], shifts[0]), dim_end(after, d, sides[1], shifts[1])
-
-
-def view_pairs(before: Sharding, after: Sharding) -> Iterator[tuple[View, View]]:
-    """Pairs (view of the destination, view of the source that may supply it)."""
-    stay = carried_dims(before, after)
-    return itertools.product(views(after, stay), views(before, stay))
+    """Convert row-major indices to coordinates: [5, 6] in sizes (2, 4) -> ([1, 1], [1, 2])."""
+    if not sizes:
+        return ()
+    return np.unravel_index(indices, sizes)

@@ -1,4 +1,8 @@
-"""The traffic of an exchange between any shardings, over links of several speeds."""
+"""The traffic of an exchange between any shardings, over links of several speeds.
+
+Even contiguous shards have a closed form (`even_traffic.py`). All others are counted per device, as
+products over dims of small arrays over the mesh.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.partition import all_owned_rows, owner_of_rows
@@ -21,227 +24,325 @@ from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
 from xshard.steps.exchange.sources import (
     DimEnd,
     Received,
+    RowPairs,
     coords_of,
     count_sources,
     dim_ends,
     view_pairs,
 )
-from xshard.steps.traffic import Hop, LinkSpans, Traffic, slowest_first
+from xshard.steps.traffic import Hop, LinkSpan, LinkSpans, Traffic, slowest_first
 
 MOST_COMPARED = 2**20  # rows of a dim, times its blocks, that are compared one by one
+MOST_COUNTED = 2**62  # elements of all devices together that 64-bit integers count safely
 
 Axes = tuple[str, ...]
-Levels = list[tuple[int, dict[str, str]]]
 
 
 def exchange_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
-    """Traffic of an exchange with senders that differ from the receiver only along shards and ended sums."""
-    even = even_traffic(before, after, spans)
-    return counted_traffic(before, after, spans) if even is None else even
+    """Count the traffic of an exchange.
+
+    Senders differ from their receiver only along axes that shard before, and along sums that end.
+    """
+    traffic = even_traffic(before, after, spans)
+    if traffic is None:
+        traffic = counted_traffic(before, after, spans)
+    return traffic
 
 
 def counted_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic:
-    """The same traffic, counted per device: for shards that are uneven or do not divide each other."""
+    """Count the same traffic per device: for shards that are uneven or do not divide each other."""
     mesh, factors, levels = span_axes(before.mesh, spans)
     if mesh.axes != before.mesh.axes:
-        before, after = (
-            Sharding(factored(s.layout, factors), mesh, s.shape) for s in (before, after)
-        )
-    return traffic_by_level(
-        partial(received_from, before, after), mesh, moving_axes(before, after), levels
-    )
+        before = Sharding(factored(before.layout, factors), mesh, before.shape)
+        after = Sharding(factored(after.layout, factors), mesh, after.shape)
+    received = partial(received_from, before, after)
+    return traffic_by_level(received, mesh, moving_axes(before, after), levels)
+
+
+class SpanLevel(NamedTuple):
+    """The links of one speed.
+
+    level: 0 for the slowest.
+    axes: each sub-axis that they span -> the whole axis.
+    """
+
+    level: int
+    axes: dict[str, str]
 
 
 def traffic_by_level(
-    received_from: Callable[[Axes], Received], mesh: Mesh, may_differ: Sequence[str], levels: Levels
+    received_from: Callable[[Axes], Received],
+    mesh: Mesh,
+    may_differ: Sequence[str],
+    levels: Sequence[SpanLevel],
 ) -> Traffic:
-    """The traffic of an exchange by what devices take from senders that share coordinates along some axes."""
-    farther = wanted = received_from(())
-    hops = list[Hop]()
-    agree = Axes()
+    """Divide what devices receive by the speed of the links that it comes over.
+
+    Args:
+        received_from: Counts what devices take from senders with their coordinates along axes.
+        mesh: A mesh with the spans of links as axes.
+        may_differ: The axes along which a sender and its receiver may differ.
+        levels: The axes by the speed of their links, the slowest first.
+    """
+    wanted = received_from(())
+    farther = wanted
+    shared_axes: Axes = ()
     total = np.zeros_like(wanted.elements)
-    for level, axes in levels:
+    hops: list[Hop] = []
+    for level in levels:
         # Over this level a device receives what it takes from senders that share its coordinates on
         # slower levels, less what it takes from those that share them on this level too.
-        agree = (*agree, *axes)
-        nearer = received_from(agree)
-        received = farther.elements - nearer.elements
-        messages = farther.senders - nearer.senders
-        total = total + received
-        if received.any():
-            longest = max((mesh.size(a), a) for a in may_differ if a in axes)[1]
-            nearer_axes = tuple(i for i, axis in enumerate(mesh.axes) if axis not in agree)
-            most = received.max()
-            n = math.prod(received.shape[i] for i in nearer_axes)
-            slack = int(most - received.sum(axis=nearer_axes).max() / n)
-            hops.append(Hop(axes[longest], int(most), int(messages.max()), level, slack))
+        shared_axes = (*shared_axes, *level.axes)
+        nearer = received_from(shared_axes)
+        received = Received(farther.elements - nearer.elements, farther.senders - nearer.senders)
+        total = total + received.elements
+        if received.elements.any():
+            # The hop is named after the longest axis, by the alphabet if two are as long.
+            _, longest = max((mesh.size(a), a) for a in may_differ if a in level.axes)
+            nearer_dims = tuple(i for i, a in enumerate(mesh.axes) if a not in shared_axes)
+            hops.append(_level_hop(received, level.level, level.axes[longest], nearer_dims))
         farther = nearer
-    # Every box is packed by its sender and unpacked by its receiver.
+    # Each box is packed by its sender and unpacked by its receiver.
     copied = 2 * int(wanted.elements.max())
-    return Traffic(
-        int(total.max()), copied, tuple(hops), copied - int((wanted.elements + total).max())
-    )
+    saved = copied - int((wanted.elements + total).max())
+    return Traffic(int(total.max()), copied, tuple(hops), saved)
+
+
+def _level_hop(received: Received, level: int, axis: str, nearer_dims: tuple[int, ...]) -> Hop:
+    """Make the hop of what devices receive over links of one level.
+
+    Args:
+        received: The elements and senders of every device, as arrays over the mesh.
+        level: The speed of the links.
+        axis: The longest axis along them, which names the hop.
+        nearer_dims: The dims of the arrays along which faster links connect devices.
+    """
+    elements = received.elements
+    busiest = elements.max()
+    n_neighbors = math.prod(elements.shape[i] for i in nearer_dims)
+    # The mean over those neighbors that together receive most.
+    slack = int(busiest - elements.sum(axis=nearer_dims).max() / n_neighbors)
+    return Hop(axis, int(busiest), int(received.senders.max()), level, slack)
 
 
 class SpanAxes(NamedTuple):
-    """A mesh with spans as axes, the spans of every axis, and per level, the name of a span -> its axis."""
+    """A mesh with the spans of links as axes, the spans of each axis, and the spans by speed.
+
+    Axis x of 8 devices in nodes of 4 -> a mesh x_0=2, x_1=4, {"x": ("x_0", "x_1")}, and the levels
+    (0, {"x_0": "x"}) and (1, {"x_1": "x"}).
+    """
 
     mesh: Mesh
     factors: Mapping[str, Axes]
-    levels: Levels
+    levels: tuple[SpanLevel, ...]
 
 
 @lru_cache(maxsize=256)
 def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
-    """A mesh that has the spans as axes: itself if spans are whole axes."""
+    """Divide the axes of a mesh at the spans of links; the mesh itself if spans are whole axes."""
     spans = slowest_first(mesh, mesh.axes, spans)
-    parts = spans_by_axis(mesh, spans)
-    split = tuple(
-        (axis, tuple(span.size for span in own)) for axis, own in parts.items() if len(own) > 1
-    )
-    fine = SubAxisMesh(mesh, split)
-    names = {
-        s: name
-        for axis, own in parts.items()
-        for s, name in zip(own, fine.sub_axes[axis], strict=True)
-    }
-    groups = groupby(spans, key=lambda span: span.level)
-    levels = [(level, {names[span]: span.axis for span in group}) for level, group in groups]
-    return SpanAxes(fine if split else mesh, fine.sub_axes, levels)
+    axis_spans = spans_by_axis(mesh, spans)
+    split: list[tuple[str, tuple[int, ...]]] = []
+    for axis, own_spans in axis_spans.items():
+        if len(own_spans) > 1:
+            split.append((axis, tuple(span.size for span in own_spans)))
+    fine = SubAxisMesh(mesh, tuple(split))
+
+    sub_axis_of: dict[LinkSpan, str] = {}
+    for axis, own_spans in axis_spans.items():
+        sub_axis_of.update(zip(own_spans, fine.sub_axes[axis], strict=True))
+    levels: list[SpanLevel] = []
+    for level, level_spans in groupby(spans, key=lambda span: span.level):
+        levels.append(SpanLevel(level, {sub_axis_of[span]: span.axis for span in level_spans}))
+    return SpanAxes(fine if split else mesh, fine.sub_axes, tuple(levels))
+
+
+def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
+    """Map each axis to its spans, the outermost first."""
+    # Spans are given by speed; along an axis, the one with the longest strides is outermost.
+    outer_first = sorted(slowest_first(mesh, mesh.axes, spans), key=lambda span: -span.stride)
+    result: dict[str, LinkSpans] = {}
+    for axis in mesh.axes:
+        result[axis] = tuple(span for span in outer_first if span.axis == axis)
+    return result
 
 
 def moving_axes(before: Sharding, after: Sharding) -> tuple[str, ...]:
-    """Axes along which a sender and its receiver may differ."""
+    """List the axes along which a sender and its receiver may differ.
+
+    They change their role, or shard a dim that a pole rolls.
+    """
     src = before.layout
     dst = after.layout
-    parts = [view for pair in view_pairs(before, after) for view in pair]
-    turned = {d for view in parts for d, shift in enumerate(view.shifts) if shift}
-    rolled = {axis for d in turned for axis in (*src.dims[d].axes, *dst.dims[d].axes)}
-    return tuple(a for a in before.mesh.axes if src.role(a) != dst.role(a) or a in rolled)
+    rolled_axes: set[str] = set()
+    for views in view_pairs(before, after):
+        for view in views:
+            for d, shift in enumerate(view.shifts):
+                if shift:
+                    rolled_axes.update(src.dims[d].axes, dst.dims[d].axes)
+    return tuple(a for a in before.mesh.axes if src.role(a) != dst.role(a) or a in rolled_axes)
 
 
 def ended_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
-    """Axes with a sum, max or min that ends between the layouts."""
-    return tuple(
-        a for kind in ("sum", "max", "min") for a in src.tagged(kind) if a not in dst.tagged(kind)
-    )
+    """List the axes with a sum, max or min that ends between the layouts."""
+    ended: list[str] = []
+    for kind in ("sum", "max", "min"):
+        kept = dst.tagged(kind)
+        ended += [axis for axis in src.tagged(kind) if axis not in kept]
+    return tuple(ended)
 
 
 def begun_axes(src: Layout, dst: Layout) -> tuple[str, ...]:
-    """Axes along which a sum begins between the layouts."""
-    return tuple(a for a in dst.tagged("sum") if a not in src.tagged("sum"))
+    """List the axes along which a sum begins between the layouts."""
+    return tuple(axis for axis in dst.tagged("sum") if axis not in src.tagged("sum"))
 
 
 def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic | None:
-    """Traffic of an exchange between even contiguous shards, in closed form; None for other shards."""
+    """Return the traffic of an exchange between even contiguous shards; None for other shards."""
     src = link_cuts(before, spans)
     dst = link_cuts(after, spans)
     if src is None or dst is None or begun_axes(before.layout, after.layout):
         return None
-    by_axis = spans_by_axis(before.mesh, spans)
-    addends = [span for a in ended_axes(before.layout, after.layout) for span in by_axis[a]]
+    axis_spans = spans_by_axis(before.mesh, spans)
+    addends: list[LinkSpan] = []
+    for axis in ended_axes(before.layout, after.layout):
+        addends += axis_spans[axis]
     return digit_traffic(before.shape, src, dst, addends)
 
 
 def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
-    """Per dim, the spans that shard it, outermost first; None unless all shards are contiguous and even."""
+    """List, for each dim, the spans that shard it, outermost first.
+
+    None unless all shards are contiguous and even.
+    """
     if sharding.even_cuts is None:
         return None
-    by_axis = spans_by_axis(sharding.mesh, spans)
-    return tuple(
-        tuple(span for axis, _ in cut for span in by_axis[axis]) for cut in sharding.even_cuts
-    )
+    axis_spans = spans_by_axis(sharding.mesh, spans)
+    cuts: list[LinkSpans] = []
+    for even_cut in sharding.even_cuts:
+        cut: list[LinkSpan] = []
+        for axis, _ in even_cut:
+            cut += axis_spans[axis]
+        cuts.append(tuple(cut))
+    return tuple(cuts)
 
 
-def spans_by_axis(mesh: Mesh, spans: LinkSpans) -> dict[str, LinkSpans]:
-    """Every axis -> its spans, the outermost first."""
-    outer_first = sorted(slowest_first(mesh, mesh.axes, spans), key=lambda span: -span.stride)
-    return {a: tuple(span for span in outer_first if span.axis == a) for a in mesh.axes}
-
-
-@layout_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
-    """What every device takes from senders that share its coordinates along the axes `agree`."""
+    """Count what each device takes from senders with its coordinates along the axes `agree`."""
     mesh = before.mesh
-    src = before.layout
-    dst = after.layout
-    begins = begun_axes(src, dst)
-    addends = mesh.size(*(a for a in ended_axes(src, dst) if a not in agree))
+    begun = begun_axes(before.layout, after.layout)
+    ended = ended_axes(before.layout, after.layout)
+    addends = mesh.size(*(a for a in ended if a not in agree))
     # The elements of all devices together have to fit into 64 bits, or are numbers of Python.
     most = max(before.max_local_size, after.max_local_size) * mesh.n_devices * addends
-    kind: Any = np.int64 if most < 2**62 else object
-    elements, senders = np.zeros((2, *(1,) * len(mesh.axes)), kind)
-    for pairs in _all_dim_ends(before, after):
-        boxes = parts = np.full((1,) * len(mesh.axes), addends, kind)
-        for a, b in pairs:
-            fixed = tuple(axis for axis in a.dim.axes if axis in begins or axis in agree)
-            once = any(axis in begins for axis in a.dim.axes)
-            dim_elements, dim_senders = received_of_dim(a, b, fixed, mesh, once)
-            boxes = boxes * dim_elements
-            parts = parts * dim_senders
-        elements = elements + boxes
-        senders = senders + parts
-    for axis in begins:
-        if axis not in src.cut_axes:
-            # Only the first device along a new sum receives.
-            first = np.eye(1, mesh.size(axis), dtype=np.int64)
-            first = first.reshape([-1 if a == axis else 1 for a in mesh.axes])
-            elements = elements * first
-            senders = senders * first
+    dtype: Any = np.int64 if most < MOST_COUNTED else object
+
+    # The parts of blocks beyond poles add up; the dims of each part multiply.
+    shape = (1,) * len(mesh.axes)  # broadcasts over the mesh
+    elements = np.zeros(shape, dtype)
+    senders = np.zeros(shape, dtype)
+    for ends in _all_dim_ends(before, after):
+        view_elements = np.full(shape, addends, dtype)
+        view_senders = view_elements
+        for src, dst in ends:
+            # Along an axis of a new sum each device contributes its own shard and takes no other.
+            fixed = tuple(a for a in src.dim.axes if a in begun or a in agree)
+            begins = any(a in begun for a in src.dim.axes)
+            factor = received_of_dim(src, dst, fixed, mesh, begins)
+            view_elements = view_elements * factor.elements
+            view_senders = view_senders * factor.senders
+        elements = elements + view_elements
+        senders = senders + view_senders
+    for axis in begun:
+        if axis not in before.layout.cut_axes:
+            is_first = _is_first_along(mesh, axis)
+            elements = elements * is_first
+            senders = senders * is_first
     return Received(elements, senders)
 
 
-@layout_cache(maxsize=64)
+def _is_first_along(mesh: Mesh, axis: str) -> NDArray[np.int64]:
+    """Make an array over the mesh with 1 for the first device along an axis, and 0 for the others.
+
+    Of the replicas along a new sum, only the first contributes.
+    """
+    ones = np.eye(1, mesh.size(axis), dtype=np.int64)
+    return ones.reshape([-1 if a == axis else 1 for a in mesh.axes])
+
+
+@lru_cache(maxsize=64)
 def _all_dim_ends(
     before: Sharding, after: Sharding
 ) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
-    """For every pair of views, the source and the destination of every dim."""
-    return tuple(tuple(dim_ends(before, after, *views)) for views in view_pairs(before, after))
+    """List, for each pair of views, the source and the destination of each dim."""
+    result: list[tuple[tuple[DimEnd, DimEnd], ...]] = []
+    for dst_view, src_view in view_pairs(before, after):
+        result.append(tuple(dim_ends(before, after, dst_view, src_view)))
+    return tuple(result)
 
 
-@layout_cache(maxsize=16384)
-def received_of_dim(a: DimEnd, b: DimEnd, fixed: Axes, mesh: Mesh, once: bool) -> Received:
-    """The factor of one dim in `received_from`: arrays over its axes, shaped to broadcast over the mesh."""
-    if not (a.is_plain and b.is_plain):
-        return count_sources(a, b, fixed, mesh, once)
-    receivers, givers, rows = shared_rows_of(a, b)
-    theirs, mine = (
-        dict(zip(end.dim.axes, coords_of(indices, end.sizes), strict=True))
-        for end, indices in ((a, givers), (b, receivers))
-    )
-    theirs = {axis: cell for axis, cell in theirs.items() if axis in fixed}
-    # Along fixed axes the sender has the receiver's index.
-    agree = np.all(
-        [cell == mine.get(axis, cell) for axis, cell in theirs.items()] or [rows > 0], axis=0
-    )
-    along = theirs | mine
-    shape = [n if axis in along else 1 for axis, n in zip(mesh.axes, mesh.sizes, strict=True)]
-    cell = np.zeros_like(rows[agree])
-    for axis, n in zip(mesh.axes, shape, strict=True):
-        if axis in along:
-            cell = cell * n + along[axis][agree]
+@lru_cache(maxsize=16384)
+def received_of_dim(
+    src: DimEnd, dst: DimEnd, fixed: Axes, mesh: Mesh, from_providers: bool
+) -> Received:
+    """Count the rows of one dim that devices take: a factor of `received_from`.
+
+    Args:
+        src: The dim before.
+        dst: The dim after.
+        fixed: Axes along which only senders with the receiver's coordinate count.
+        mesh: The mesh; the result has its axes, of size 1 where the count is the same.
+        from_providers: Each row comes from the one device that provides it, as a new sum requires.
+    """
+    if not (src.is_plain and dst.is_plain):
+        return count_sources(src, dst, fixed, mesh, from_providers)
+    # Each row is on one device before: the shards of both sides say who takes it from whom.
+    pairs = shared_rows_of(src, dst)
+    receiver_coords = dict(zip(dst.dim.axes, coords_of(pairs.receivers, dst.sizes), strict=True))
+    is_taken = pairs.rows > 0
+    coords: dict[str, NDArray[np.int64]] = {}  # of receivers, along all axes that tell them apart
+    for axis, coord in zip(src.dim.axes, coords_of(pairs.senders, src.sizes), strict=True):
+        if axis in fixed:  # the receiver has the sender's coordinate
+            is_taken &= coord == receiver_coords.get(axis, coord)
+            coords[axis] = coord
+    coords.update(receiver_coords)
+
+    shape = [n if a in coords else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]
+    rows = pairs.rows[is_taken]
+    place = np.zeros_like(rows)  # of the receiver, row-major
+    for axis, size in zip(mesh.axes, shape, strict=True):
+        if axis in coords:
+            place = place * size + coords[axis][is_taken]
     elements = np.zeros(math.prod(shape), np.int64)
-    senders = np.bincount(cell, minlength=math.prod(shape))
-    np.add.at(elements, cell, rows[agree])
+    np.add.at(elements, place, rows)
+    senders = np.bincount(place, minlength=math.prod(shape))
     return Received(elements.reshape(shape), senders.reshape(shape))
 
 
-@layout_cache(maxsize=16384)
-def shared_rows_of(src: DimEnd, dst: DimEnd) -> tuple[NDArray[np.int64], ...]:
-    """`shared_rows` of the blocks of a dim under two shardings; of a short dim row by row."""
-    if src.length * max(math.prod(end.sizes) for end in (src, dst)) > MOST_COMPARED:
-        return shared_rows(*(all_owned_rows(*end[:3]) for end in (src, dst)))
-    givers, takers = (owner_of_rows(*end[:3]) for end in (src, dst))
-    parts = math.prod(src.sizes)
-    rows = np.bincount(takers * parts + givers)
+@lru_cache(maxsize=16384)
+def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
+    """Count the rows that each shard of a dim before shares with each after.
+
+    A short dim is compared row by row, a long one by runs of rows.
+    """
+    if src.length * max(src.n_shards, dst.n_shards) > MOST_COMPARED:
+        src_rows = all_owned_rows(src.dim, src.length, src.sizes)
+        dst_rows = all_owned_rows(dst.dim, dst.length, dst.sizes)
+        receivers, senders, rows = shared_rows(src_rows, dst_rows)
+        return RowPairs(receivers, senders, rows)
+    sender_of_row = owner_of_rows(src.dim, src.length, src.sizes)
+    receiver_of_row = owner_of_rows(dst.dim, dst.length, dst.sizes)
+    # Each pair of receiver and sender as one number, counted over the rows.
+    rows = np.bincount(receiver_of_row * src.n_shards + sender_of_row)
     pairs = np.flatnonzero(rows)
-    return pairs // parts, pairs % parts, rows[pairs]
+    return RowPairs(pairs // src.n_shards, pairs % src.n_shards, rows[pairs])
 
 
-@layout_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def rows_in_common(src: DimEnd, dst: DimEnd) -> NDArray[np.int64]:
-    """Rows that every owner under `src` (first index) shares with every owner under `dst`."""
-    receivers, givers, rows = shared_rows_of(src, dst)
-    table = np.zeros((math.prod(src.sizes), math.prod(dst.sizes)), np.int64)
-    table[givers, receivers] = rows
+    """Tabulate how many rows each shard of `src` shares with each of `dst`: [src, dst]."""
+    pairs = shared_rows_of(src, dst)
+    table = np.zeros((src.n_shards, dst.n_shards), np.int64)
+    table[pairs.senders, pairs.receivers] = pairs.rows
     return table

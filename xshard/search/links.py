@@ -1,0 +1,209 @@
+"""The links between devices, and what steps from one state to another send over them.
+
+Traffic is looked up by small keys, and counted for thousands of pairs of states: closed forms come
+first, then tables by dim. Only a few kinds of shards are counted message by message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from xshard.cost.model import Fabric, Profile
+from xshard.layout import Layout
+from xshard.layout.layout import factored
+from xshard.notation.parser import Dim
+from xshard.search.states import Cut, State, States, remembered
+from xshard.steps import Traffic
+from xshard.steps.all_gather import gather_traffic
+from xshard.steps.all_reduce import all_reduce_traffic
+from xshard.steps.all_to_all import all_to_all_traffic
+from xshard.steps.exchange.even_traffic import LinkCuts, digit_traffic
+from xshard.steps.exchange.messages import MAX_PAIRED, node_local_traffic
+from xshard.steps.exchange.sources import DimEnd, Received
+from xshard.steps.exchange.traffic import (
+    MOST_COUNTED,
+    SpanAxes,
+    counted_traffic,
+    received_of_dim,
+    span_axes,
+    spans_by_axis,
+    traffic_by_level,
+)
+from xshard.steps.permute import permute_traffic
+from xshard.steps.reduce_scatter import reduce_scatter_traffic
+from xshard.steps.traffic import LinkSpan, LinkSpans
+
+
+@dataclass(frozen=True, eq=False)
+class LinkedStates(States):
+    """The states of one shape on a machine: which links join devices, and the traffic of steps."""
+
+    itemsize: int
+    profile: Profile
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        """The links of the mesh."""
+        return self.profile.fabric(self.mesh)
+
+    @cached_property
+    def nodes(self) -> int | None:
+        """The devices of a node, if exchanges choose node-local senders."""
+        if self.mesh.n_devices > MAX_PAIRED or not self.profile.splits_groups(self.mesh):
+            return None
+        return self.profile.node_devices
+
+    @cached_property
+    def _spans(self) -> tuple[LinkSpans, ...]:
+        """The spans of each axis, the outermost first."""
+        spans = spans_by_axis(self.mesh, self.fabric.spans)
+        return tuple(spans[axis] for axis in self.axes)
+
+    @remembered
+    def group(self, axes: tuple[int, ...]) -> LinkSpans:
+        """Return the spans of some axes, the slowest first."""
+        names = set(self.names(axes))
+        return tuple(span for span in self.fabric.spans if span.axis in names)
+
+    def levels(self, axis: int) -> tuple[int, ...]:
+        """Rank the links along an axis, the slowest first; 0 is the slowest link of the mesh."""
+        return tuple(span.level for span in self.group((axis,)))
+
+    def spare(self, state: State, goal: State, changing: Iterable[int]) -> list[int]:
+        """List the axes with replicas on both sides that can take shares of what has to move.
+
+        Unless a sum ends, shares pay only on links that are faster than the slowest along
+        `changing`.
+        """
+        # With nothing to change, level 0 stands for the slowest links there are.
+        slowest = min((min(self.levels(a)) for a in changing), default=0)
+        free_at_goal = set(self.free(goal))
+        is_any_worth = bool(self.ended(state, goal))
+        spare: list[int] = []
+        for axis in self.free(state):
+            if axis in free_at_goal and (is_any_worth or max(self.levels(axis)) > slowest):
+                spare.append(axis)
+        return spare
+
+    def collective_traffic(
+        self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
+    ) -> Traffic:
+        """Count the traffic of a collective of blocks of `block` elements along some axes.
+
+        in_place: pieces one after the other are the block; see `steps.base.lands_in_place`.
+        """
+        group = self.group(axes)
+        if kind == "all_gather":
+            return gather_traffic(block, group, in_place)
+        if kind == "reduce_scatter":
+            return reduce_scatter_traffic(block, group, in_place)
+        if kind == "all_reduce":
+            return all_reduce_traffic(block, group)
+        if kind == "all_to_all":
+            return all_to_all_traffic(block, group)
+        return permute_traffic(block, group)
+
+    @remembered
+    def collective_seconds(
+        self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
+    ) -> float:
+        """Price a collective; see `collective_traffic`."""
+        traffic = self.collective_traffic(kind, block, axes, in_place)
+        return self.fabric.seconds(kind, traffic, self.itemsize)
+
+    def exchange_traffic(self, state: State, after: State) -> Traffic:
+        """Count the traffic of an exchange between two states."""
+        even = self.even_received(state, after)
+        if even is not None:
+            return even
+        if self.nodes is not None and state.sums == after.sums:
+            return node_local_traffic(self.sharding(state), self.sharding(after), self.nodes)
+        # Tables by dim know of no new sums, and hold 64-bit integers.
+        begins = set(after.sums) - set(state.sums)
+        most_elements = math.prod(self.shape) * self.mesh.n_devices**2
+        if begins or most_elements >= MOST_COUNTED:
+            spans = self.fabric.spans
+            return counted_traffic(self.sharding(state), self.sharding(after), spans)
+        return self._counted(state, after)
+
+    def even_received(self, state: State, after: State) -> Traffic | None:
+        """Return the traffic of an exchange, if it is known without counting per device."""
+        if self.nodes is not None and state.sums == after.sums:
+            return None
+        return self.even_exchange(state, after)
+
+    @remembered
+    def even_exchange(self, state: State, after: State) -> Traffic | None:
+        """Return the traffic of an exchange with any senders, in closed form.
+
+        None if shards do not divide each other, or a sum begins.
+        """
+        if not (self.is_regular(state) and self.is_regular(after)):
+            return None
+        if set(after.sums) - set(state.sums):
+            return None
+        addends = self._outermost_first(self.ended(state, after))
+        return digit_traffic(self.shape, self.link_cuts(state), self.link_cuts(after), addends)
+
+    def link_cuts(self, state: State) -> LinkCuts:
+        """List, for each dim of a regular state, the spans that shard it, outermost first."""
+        return tuple([self._outermost_first(cut) for cut in state.cuts])
+
+    @remembered
+    def _outermost_first(self, axes: tuple[int, ...]) -> LinkSpans:
+        """Return the spans of some axes, axis by axis, each from the outermost to the innermost."""
+        spans: list[LinkSpan] = []
+        for axis in axes:
+            spans += self._spans[axis]
+        return tuple(spans)
+
+    def _counted(self, state: State, after: State) -> Traffic:
+        """Count as `counted_traffic` does, from tables by dim, for thousands of pairs of states."""
+        mesh = self._span_axes.mesh
+        ended = self._sub_axes(self.ended(state, after))
+        moved = self._sub_axes(self.changing(state, after))
+
+        def received_from(agree: tuple[str, ...]) -> Received:
+            """Multiply the factors of all dims, and the addends from devices that may differ."""
+            addends = mesh.size(*(axis for axis in ended if axis not in agree))
+            received = np.full((2, *[1] * len(mesh.axes)), addends)  # [elements and senders, *mesh]
+            for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
+                axes = self._dim_end(d, cut).dim.axes
+                fixed = tuple([axis for axis in axes if axis in agree])
+                received = received * self._received_of_dim(d, cut, cut_after, fixed)
+            return Received(received[0], received[1])
+
+        return traffic_by_level(received_from, mesh, [*ended, *moved], self._span_axes.levels)
+
+    def _sub_axes(self, axes: Iterable[int]) -> list[str]:
+        """List the sub-axes of some axes, on the mesh that has the spans of links as axes."""
+        sub_axes: list[str] = []
+        for axis in self.names(axes):
+            sub_axes += self._span_axes.factors[axis]
+        return sub_axes
+
+    @remembered
+    def _received_of_dim(
+        self, d: int, cut: Cut, cut_after: Cut, fixed: tuple[str, ...]
+    ) -> np.ndarray:
+        """Count the rows of one dim as `received_of_dim` does: [elements and senders, *mesh]."""
+        src = self._dim_end(d, cut)
+        dst = self._dim_end(d, cut_after)
+        return np.stack(received_of_dim(src, dst, fixed, self._span_axes.mesh, False))
+
+    @remembered
+    def _dim_end(self, d: int, cut: Cut) -> DimEnd:
+        """Return a dim with these shards, on the mesh that has the spans of links as axes."""
+        layout = Layout((Dim("", self.cut_by(cut)),))
+        [dim] = factored(layout, self._span_axes.factors).dims
+        return DimEnd(dim, self.shape[d], self._span_axes.mesh.sizes_of(dim.axes))
+
+    @cached_property
+    def _span_axes(self) -> SpanAxes:
+        """The mesh that has the spans of links as axes."""
+        return span_axes(self.mesh, self.fabric.spans)

@@ -1,0 +1,204 @@
+"""States: the layouts of arrays of one shape on one mesh, as small tuples of numbers.
+
+A search compares and hashes layouts by the hundred thousand. So each shard gets a number, and a
+layout becomes a `State`, a tuple of tuples of numbers. `States` numbers the shards, and knows how
+many rows and elements blocks have. It knows nothing of links or of seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from threading import Lock
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
+
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.partition import block_length, misfit
+from xshard.notation.parser import Dim, Shard
+
+Cut = tuple[int, ...]  # the shards of one dim, outermost first, as numbers
+Cuts = tuple[Cut, ...]  # of all dims
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class State(NamedTuple):
+    """A layout without copy tags: the shards of each dim, and the axes that hold addends.
+
+    Shards and axes are numbers. On a mesh dp=2, cp=4 axis dp is number 0, and cp is number 1. A
+    contiguous shard over one axis has the number of its axis. Others get the next free number as
+    they come, here zigzag(cp) the number 2:
+
+        b s/cp c           State(cuts=((), (1,), ()), sums=())
+        b s c/cp           State(cuts=((), (), (1,)), sums=())
+        b/dp s/zigzag(cp)  State(cuts=((0,), (2,)), sums=())
+        b/dp s | sum(cp)   State(cuts=((0,), ()), sums=(1,))
+    """
+
+    cuts: Cuts
+    sums: tuple[int, ...]
+
+    def with_cut(self, d: int, cut: Cut) -> State:
+        """Return the state with other shards of one dim."""
+        cuts = (*self.cuts[:d], cut, *self.cuts[d + 1 :])
+        return State(cuts, self.sums)
+
+
+def joined(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
+    """Add innermost shards to each dim: ((0,), ()) and ((), (1,)) -> ((0,), (1,))."""
+    return tuple(map(tuple.__add__, cuts, inner_cuts))
+
+
+class BlockLength(NamedTuple):
+    """The rows of the longest block of a dim, and whether all blocks have as many."""
+
+    longest: int
+    is_even: bool
+
+
+class AxisRole(NamedTuple):
+    """What an axis shards: a dim, and the shards of the dim from the outermost down to the axis."""
+
+    dim: int
+    cut: Cut
+
+
+class remembered(Generic[P, R]):  # noqa: N801, a decorator
+    """A method that an object computes once for each tuple of arguments.
+
+    The cache belongs to the object and dies with it, where `functools.cache` would keep the object.
+    """
+
+    def __init__(self, method: Callable[Concatenate[Any, P], R]) -> None:
+        self.method = method
+
+    def __get__(self, owner: Any, _: type) -> Callable[P, R]:
+        """Put a cache in the object's own dict, where later look-ups find it first."""
+        cached = cache(partial(self.method, owner))
+        owner.__dict__[self.method.__name__] = cached
+        return cached  # type: ignore[return-value]  # typeshed's cache takes any hashable
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """The states of arrays of one shape on one mesh, and the numbers of the shards that they name.
+
+    shards: by number; the first are the mesh's own axes.
+    shard_axes: by number, the axes of each shard.
+    sizes: by number, into how many parts each shard cuts.
+    """
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    shards: list[Shard] = field(default_factory=list, init=False)
+    shard_axes: list[tuple[int, ...]] = field(default_factory=list, init=False)
+    sizes: list[int] = field(default_factory=list, init=False)
+    _lock: Lock = field(default_factory=Lock, init=False)  # threads share the planner's caches
+
+    def __post_init__(self) -> None:
+        for axis in self.axes:
+            self.number(Shard((axis,)))
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes by number, without axes of size 1."""
+        return self.mesh.long_axes
+
+    @remembered
+    def number(self, shard: Shard) -> int:
+        """Return the number of a shard, the same as long as this object lives."""
+        with self._lock:
+            if shard not in self.shards:
+                self.shard_axes.append(tuple(map(self.axes.index, shard.axes)))
+                self.sizes.append(self.mesh.size(*shard.axes))
+                self.shards.append(shard)
+            return self.shards.index(shard)
+
+    def names(self, axes: Iterable[int]) -> tuple[str, ...]:
+        """Return the names of numbered axes."""
+        return tuple(self.axes[a] for a in axes)
+
+    def cut_by(self, cut: Iterable[int]) -> tuple[Shard, ...]:
+        """Return the shards with these numbers."""
+        return tuple(self.shards[s] for s in cut)
+
+    def axes_in(self, cut: Iterable[int]) -> tuple[int, ...]:
+        """Return the axes of some shards, outermost first."""
+        axes: list[int] = []
+        for shard in cut:
+            axes += self.shard_axes[shard]
+        return tuple(axes)
+
+    def parts(self, cut: Iterable[int]) -> int:
+        """Return the number of parts into which shards, or axes, cut together."""
+        return math.prod([self.sizes[s] for s in cut])
+
+    def is_plain(self, cut: Iterable[int]) -> bool:
+        """Check that each shard is contiguous over one axis; these have the lowest numbers."""
+        return max(cut, default=0) < len(self.axes)
+
+    @remembered
+    def free(self, state: State) -> tuple[int, ...]:
+        """List the axes that hold replicas."""
+        busy = set(state.sums)
+        for cut in state.cuts:
+            busy.update(self.axes_in(cut))
+        return tuple(a for a in range(len(self.axes)) if a not in busy)
+
+    @remembered
+    def length(self, d: int, cut: Cut) -> BlockLength:
+        """Measure the blocks of a dim under its shards: 10 rows over 4 -> 3, not even."""
+        n_rows = self.shape[d]
+        n_parts = self.parts(cut)
+        if self.is_plain(cut) and n_rows % n_parts == 0:
+            return BlockLength(n_rows // n_parts, True)
+        dim = Dim("", self.cut_by(cut))
+        sizes = self.mesh.sizes_of(dim.axes)
+        longest, is_even = block_length(dim, n_rows, sizes)
+        # Documents and segments inside another shard would have other lengths: no step leads there.
+        return BlockLength(longest, is_even and misfit(dim, n_rows, sizes) is None)
+
+    def is_even(self, d: int, cut: Cut) -> bool:
+        """Check that all blocks of a dim under its shards are equally long."""
+        return self.length(d, cut).is_even
+
+    @remembered
+    def block(self, state: State) -> int:
+        """Return the elements of the largest block."""
+        return math.prod([self.length(d, cut).longest for d, cut in enumerate(state.cuts)])
+
+    @remembered
+    def is_regular(self, state: State) -> bool:
+        """Check that all shards are even, contiguous and over one axis each."""
+        return all(self.is_plain(cut) and self.is_even(d, cut) for d, cut in enumerate(state.cuts))
+
+    @remembered
+    def roles(self, state: State) -> dict[int, AxisRole]:
+        """Map each axis that shards to its role."""
+        roles: dict[int, AxisRole] = {}
+        for d, cut in enumerate(state.cuts):
+            for i, shard in enumerate(cut):
+                role = AxisRole(d, cut[: i + 1])
+                for axis in self.shard_axes[shard]:
+                    roles[axis] = role
+        return roles
+
+    @remembered
+    def changing(self, state: State, after: State) -> list[int]:
+        """List the axes that shard otherwise afterwards."""
+        old_roles = self.roles(state)
+        new_roles = self.roles(after)
+        return [a for a in {**old_roles, **new_roles} if old_roles.get(a) != new_roles.get(a)]
+
+    def ended(self, state: State, after: State) -> tuple[int, ...]:
+        """List the axes along which a sum ends."""
+        return tuple([a for a in state.sums if a not in after.sums])
+
+    @remembered
+    def sharding(self, state: State) -> Sharding:
+        """Return a state as a sharding; its dims have numbers for names."""
+        dims = tuple(Dim(str(d), self.cut_by(cut)) for d, cut in enumerate(state.cuts))
+        layout = Layout(dims, (("sum", self.names(state.sums)),))
+        return Sharding(layout, self.mesh, self.shape)

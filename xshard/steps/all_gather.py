@@ -1,0 +1,124 @@
+"""AllGather and its dual Slice: blocks are concatenated, or each device keeps its part.
+
+The adjoint of a gather to replicas is a slice; to copies, whose cotangents add up, a
+reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from xshard.layout import Sharding
+from xshard.notation.parser import Shard
+from xshard.steps import base
+from xshard.steps.base import Block, Blocks, DimCut, Step, axes_of, even_parts, put_rows, take_rows
+from xshard.steps.traffic import (
+    Hop,
+    LinkSpans,
+    PairTraffic,
+    Traffic,
+    pairs_in_groups,
+    ring_rounds,
+    rings,
+    slowest_first,
+)
+
+
+@dataclass(frozen=True)
+class AllGather(Step):
+    """Every device of a group gets the group's blocks, concatenated along `dim`: "n/x d" -> "n d".
+
+    shards: the innermost shards of `dim`, which are removed; their axes form the group.
+    copies: the axes that hold copies afterwards; the others hold replicas.
+    """
+
+    kind: ClassVar[str] = "all_gather"
+    dim: str
+    shards: tuple[Shard, ...]
+    copies: tuple[str, ...] = ()
+
+    def after(self, before: Sharding) -> Sharding:
+        base.check_even(before, self.dim, self.shards)  # a collective sends pieces of one size
+        layout = base.without_inner(before.layout, self.dim, self.shards)
+        return before.with_layout(base.freed(layout, axes_of(self.shards), self.copies))
+
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(before.mesh, axes_of(self.shards), spans)
+        in_place = base.lands_in_place(before, self.dim, self.shards)
+        return gather_traffic(before.max_local_size, group, in_place)
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        return pairs_in_groups(before.mesh, axes_of(self.shards), before.max_local_size)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        """Put the block of each member of the group where its shard lies in the larger block."""
+        after = self.after(before)
+        dim = before.dim_index(self.dim)
+        parts = even_parts(before, self.dim, self.shards)
+        results = []
+        for device in range(before.mesh.n_devices):
+            # `empty`: the parts of all members together are the whole block.
+            out = np.empty(after.local_shape(device), blocks[device].dtype)
+            members = before.mesh.group(device, axes_of(self.shards))
+            for part, member in zip(parts, members, strict=True):
+                put_rows(out, dim, part, blocks[member])
+            results.append(out)
+        return results
+
+    def __str__(self) -> str:
+        return f"all_gather {self.dim}/{base.shards_text(self.shards)}"
+
+
+def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
+    """Count the traffic of an all-gather of blocks of `block` elements.
+
+    The slowest links come first, while blocks are small: 3 elements over spans of 2, then 4, take
+    hops of 3 and 18 elements, and leave 24.
+
+    Args:
+        block: Elements of each block before.
+        group: The spans of the group's axes, the slowest first.
+        in_place: Blocks one after the other are the result, which then needs no unpacking.
+    """
+    gathered = block
+    hops = []
+    for span in rings(group):
+        n_others = span.size - 1
+        hops.append(Hop(span.axis, n_others * gathered, n_others, span.level))
+        gathered *= span.size
+    copied = 0 if in_place else gathered
+    return Traffic(gathered - block, copied, tuple(hops), rounds=ring_rounds(group))
+
+
+@dataclass(frozen=True)
+class Slice(Step):
+    """Every device keeps its own part of some dims, a local copy: "n d" -> "n/x d".
+
+    cuts: (dim, its new innermost shards), over axes that hold replicas or copies before.
+    """
+
+    kind: ClassVar[str] = "slice"
+    cuts: tuple[DimCut, ...]
+
+    def after(self, before: Sharding) -> Sharding:
+        layout = before.layout
+        for dim, shards in self.cuts:
+            layout = base.take_free(layout, axes_of(shards))
+            layout = base.with_inner(layout, dim, shards)
+        return before.with_layout(layout)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        results = []
+        for device, block in enumerate(blocks):
+            for dim, shards in self.cuts:
+                part = base.own_part(before, dim, shards, device)
+                block = take_rows(block, before.dim_index(dim), part)
+            results.append(block)
+        return results
+
+    def __str__(self) -> str:
+        cuts = [f"{dim}/{base.shards_text(shards)}" for dim, shards in self.cuts]
+        return "slice " + " ".join(cuts)

@@ -1,0 +1,82 @@
+"""AllReduce: a sum, max or min ends in full blocks.
+
+The adjoint of a sum to copies is an all-reduce too; that of a sum to replicas is a retag.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from xshard.layout import Sharding
+from xshard.steps import base
+from xshard.steps.base import Block, Blocks, Step
+from xshard.steps.traffic import (
+    Hop,
+    LinkSpans,
+    PairTraffic,
+    Traffic,
+    pairs_in_groups,
+    ring_rounds,
+    slowest_first,
+)
+
+
+@dataclass(frozen=True)
+class AllReduce(Step):
+    """Every device of a group gets the reduction of the group's blocks: "n d | sum(x)" -> "n d".
+
+    axes: axes under the tag `op`; they form the group.
+    copies: the axes that hold copies afterwards; the others hold replicas.
+    """
+
+    kind: ClassVar[str] = "all_reduce"
+    axes: tuple[str, ...]
+    op: str = "sum"
+    copies: tuple[str, ...] = ()
+
+    def after(self, before: Sharding) -> Sharding:
+        layout = base.reduced(before.layout, self.axes, self.op)
+        return before.with_layout(base.freed(layout, self.axes, self.copies))
+
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(before.mesh, self.axes, spans)
+        return all_reduce_traffic(before.max_local_size, group)
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        # Each member sends each other one a share to reduce, then the reduced share; rounded up.
+        elements = -(-2 * before.max_local_size // before.mesh.size(*self.axes))
+        return pairs_in_groups(before.mesh, self.axes, elements)
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        results = []
+        for device in range(before.mesh.n_devices):
+            members = before.mesh.group(device, self.axes)
+            addends = [blocks[member] for member in members]
+            results.append(base.reduce_blocks(self.op, addends))
+        return results
+
+    def __str__(self) -> str:
+        return f"all_reduce {self.op}({','.join(self.axes)})"
+
+
+def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
+    """Count the traffic of an all-reduce of blocks of `block` elements.
+
+    It is a reduce-scatter, fastest links first, and an all-gather back: the slowest links carry the
+    smallest shares. Messages are counted for trees, 2 log2(n) among n devices.
+
+    Args:
+        block: Elements of each block.
+        group: The spans of the group's axes, the slowest first.
+    """
+    hops = []
+    n_shares = 1  # parts of the block over which faster links have spread the reduction
+    for span in reversed(group):
+        received = -(-2 * (span.size - 1) * block // (span.size * n_shares))  # rounded up
+        messages = 2 * math.ceil(math.log2(span.size))
+        hops.append(Hop(span.axis, received, messages, span.level))
+        n_shares *= span.size
+    received = -(-2 * (n_shares - 1) * block // n_shares)
+    return Traffic(received, 0, tuple(hops), rounds=2 * ring_rounds(group))

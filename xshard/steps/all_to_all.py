@@ -1,0 +1,99 @@
+"""AllToAll: axes move from one dim to another. Its adjoint, an all-to-all too, moves them back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from xshard.errors import PlanError
+from xshard.layout import Sharding
+from xshard.notation.parser import Shard
+from xshard.steps import base
+from xshard.steps.base import Block, Blocks, Step, axes_of, even_parts, put_rows, take_rows
+from xshard.steps.traffic import (
+    Hop,
+    LinkSpans,
+    PairTraffic,
+    Traffic,
+    pairs_in_groups,
+    slowest_first,
+)
+
+
+@dataclass(frozen=True)
+class AllToAll(Step):
+    """Every device sends each member of its group that member's part of `dst_dim`.
+
+    Axes move from one dim to another, as in "s/x c" -> "s c/x".
+
+    src_shards: the innermost shards of `src_dim`, which are removed; their axes form the group.
+    dst_shards: the new innermost shards of `dst_dim`, over the same axes, in any order.
+    """
+
+    kind: ClassVar[str] = "all_to_all"
+    src_dim: str
+    src_shards: tuple[Shard, ...]
+    dst_dim: str
+    dst_shards: tuple[Shard, ...]
+
+    def after(self, before: Sharding) -> Sharding:
+        has_same_axes = sorted(axes_of(self.src_shards)) == sorted(axes_of(self.dst_shards))
+        if self.src_dim == self.dst_dim or not has_same_axes:
+            raise PlanError(f"'{self}' does not move the same axes between two dims")
+        base.check_even(before, self.src_dim, self.src_shards)
+        base.check_even(before, self.dst_dim, self.dst_shards)
+        layout = base.without_inner(before.layout, self.src_dim, self.src_shards)
+        return before.with_layout(base.with_inner(layout, self.dst_dim, self.dst_shards))
+
+    def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
+        group = slowest_first(before.mesh, axes_of(self.src_shards), spans)
+        return all_to_all_traffic(before.max_local_size, group)
+
+    def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
+        axes = axes_of(self.src_shards)
+        return pairs_in_groups(before.mesh, axes, before.max_local_size // before.mesh.size(*axes))
+
+    def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
+        """Take own part of `dst_dim` from each member; put it where its shard of `src_dim` lay."""
+        mesh = before.mesh
+        after = self.after(before)
+        src_dim = before.dim_index(self.src_dim)
+        dst_dim = before.dim_index(self.dst_dim)
+        src_parts = even_parts(before, self.src_dim, self.src_shards)
+        dst_parts = even_parts(before, self.dst_dim, self.dst_shards)
+        results = []
+        for device in range(mesh.n_devices):
+            out = np.empty(after.local_shape(device), blocks[device].dtype)
+            own_part = dst_parts[mesh.index(device, axes_of(self.dst_shards))]
+            members = mesh.group(device, axes_of(self.src_shards))
+            for src_part, member in zip(src_parts, members, strict=True):
+                piece = take_rows(blocks[member], dst_dim, own_part)
+                put_rows(out, src_dim, src_part, piece)
+            results.append(out)
+        return results
+
+    def __str__(self) -> str:
+        src = base.shards_text(self.src_shards)
+        dst = base.shards_text(self.dst_shards)
+        return f"all_to_all {self.src_dim}/{src} -> {self.dst_dim}/{dst}"
+
+
+def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
+    """Count the traffic of an all-to-all of blocks of `block` elements.
+
+    Each pair of devices is joined by the slowest link along which they differ. Of 8 devices in
+    spans of 2 (slow) and 4, a device receives from 4 over the slow links, and from 3 over the fast
+    ones.
+    """
+    n_near = math.prod(span.size for span in group)  # devices not told apart by slower spans
+    piece = block // n_near
+    hops = []
+    for span in group:
+        n_peers = n_near - n_near // span.size
+        hops.append(Hop(span.axis, n_peers * piece, n_peers, span.level))
+        n_near //= span.size
+    # Pieces are packed before they are sent, and unpacked from where they arrive.
+    return Traffic(block - piece, 2 * block, tuple(hops))
