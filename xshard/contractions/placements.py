@@ -53,7 +53,10 @@ class Placement(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether every dim can be sharded so."""
-        return all([dim.is_possible for dim in self.dims])
+        for dim in self.dims:  # hot: asked of each placement
+            if not dim.is_possible:
+                return False
+        return True
 
     @classmethod
     def of(cls, dims: Dims, sums: Sums = (), copies: tuple[str, ...] = ()) -> Placement:
