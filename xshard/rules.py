@@ -62,11 +62,14 @@ class Rules(Mapping[Pattern, Any]):
 
     def __init__(self, rules: RulesLike, maps: Maps | None = None) -> None:
         if not isinstance(rules, Mapping):
-            hint = '{"**.weight": "o/tp i", "**": "..."}'
-            raise NotationError(f"{shown(rules)} are not rules", hint=hint)
+            raise NotationError(
+                f"{shown(rules)} are not rules", hint='{"**.weight": "o/tp i", "**": "..."}'
+            )
         self._rules = with_maps(dict(rules), maps)
         self._maps = maps
-        self._fits = {pattern: _compiled(pattern) for pattern in self._rules}
+        self._fits: dict[Pattern, re.Pattern[str]] = {}
+        for pattern in self._rules:
+            self._fits[pattern] = _compiled(pattern)
         for pattern, value in self._rules.items():
             if isinstance(value, str):
                 _check_value(pattern, value)
@@ -368,8 +371,9 @@ def _compiled(pattern: Pattern) -> re.Pattern[str]:
     if isinstance(pattern, re.Pattern):
         return pattern
     if not isinstance(pattern, str):
-        hint = "'**.weight', or re.compile(...)"
-        raise NotationError(f"{shown(pattern)} is not a pattern", hint=hint)
+        raise NotationError(
+            f"{shown(pattern)} is not a pattern", hint="'**.weight', or re.compile(...)"
+        )
     regexes = [_regex(spelling, pattern) for spelling in spellings(pattern)]
     return re.compile("|".join(regexes), re.DOTALL)
 

@@ -79,7 +79,7 @@ def explain(plan: ContractionPlan) -> str:
         lines.append(part.local)
         for axis in part.result.mesh.long_axes:
             lines.append(f"  {axis}: {_role(part, axis)}")
-    table = [COSTS]
+    table: list[tuple[str, ...]] = [COSTS]
     for name, other in alternatives(plan):
         table.append(_costs_row(name, other))
     return "\n".join([*lines, "", align_columns(table)])

@@ -165,7 +165,7 @@ def _dim_span(call: Contraction, operand: int, name: str) -> tuple[int, int]:
     """Return the place of an operand's dim in the text: of `...` for the dims that it stands for."""
     spans = text_spans(call.text)
     start, end = spans.layouts[operand]
-    places = {}
+    places: dict[str, tuple[int, int]] = {}
     for dim_name, span in spans.dims:
         if start <= span[0] < end:
             places.setdefault(dim_name, span)

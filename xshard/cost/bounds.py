@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from xshard.layout import Sharding
 from xshard.layout.pieces import ascending, at_edges, distinct, joined
 from xshard.layout.providers import rows_at_hand, wanted_rows
-from xshard.layout.runs import Rows, Runs, as_runs, common_segments, n_rows, pieces, row_numbers
+from xshard.layout.runs import (
+    Rows,
+    Run,
+    Runs,
+    as_runs,
+    common_segments,
+    n_rows,
+    pieces,
+    row_numbers,
+)
 from xshard.notation.overlap import Fold
 from xshard.steps import Exchange
 from xshard.steps.base import REDUCERS
@@ -140,7 +149,7 @@ def _reached(src: Sharding, dst: Sharding) -> int:
 
 def _all_held(sharding: Sharding, d: int) -> Runs:
     """Return the rows of a dim that some device holds, each once."""
-    runs: list[Runs] = []
+    runs: list[Run] = []
     for held in sharding.holders(d):
         runs += held
     [rows] = distinct([tuple(runs)])

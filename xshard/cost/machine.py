@@ -290,7 +290,7 @@ def are_across(profile: Profile, a: NDArray[np.int64], b: NDArray[np.int64]) -> 
     nodes = profile.node_devices
     if profile.across is None or not nodes:
         return np.zeros(np.broadcast_shapes(a.shape, b.shape), bool)
-    return a // nodes != b // nodes
+    return np.asarray(a // nodes != b // nodes)
 
 
 def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
