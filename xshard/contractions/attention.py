@@ -73,7 +73,9 @@ class AttentionCall:
         With `return_lse` the list also has the log-sum-exps, as an array that is 1 wide.
         """
         q_layout = Layout.parse(layout)
-        kv_layout = Layout.parse(self.kv_layout) if self.kv_layout else q_layout
+        kv_layout = q_layout
+        if self.kv_layout:
+            kv_layout = Layout.parse(self.kv_layout)
         names = core.dim_order(q_layout, self.sequence, self.heads)
         query = self._operand(q, q_layout, self.shape, names)
         kv_names = core.key_order(kv_layout, names)
@@ -91,10 +93,11 @@ class AttentionCall:
             window=self.window,
             offset=self.offset,
         )
-        # All options are checked before anything is sent.
+        # All options are checked before anything is sent: a process that raised would let others wait.
         self._check(attn)
         is_plain = self._is_plain(attn)
         attn = self.choose(attn, is_plain)
+        # From here on the method is known, and with it where blocks are used.
         documents = self._whole_documents(attn, q_layout, kv_layout)
         scale = query.block.shape[-1] ** -0.5 if self.scale is None else self.scale
         call = replace(self, attn=attn, documents=documents, scale=scale)
@@ -159,16 +162,20 @@ class AttentionCall:
         y = y.reshape((*batch_shape, *y.shape[1:]))
         lse = lse.reshape((*batch_shape, *lse.shape[1:], 1))
 
-        if attn.how == REDUCE:
+        if attn.how == REDUCE:  # each device has seen its own keys only
             y, lse = self._merged(y, lse)
-            return [y, lse] if self.return_lse else [y]
-        results = [y, lse] if self.return_lse else [y]
+        results = [y]
+        if self.return_lse:  # else log-sum-exps are not computed by all kernels
+            results.append(lse)
+        if attn.how == REDUCE:
+            return results  # merging has moved them
         return [self.moved(x, attn.result, attn.target) for x in results]
 
     def moved(self, x: Any, src: Sharding, dst: Sharding) -> Any:
         """Redistribute an array of any width, whatever the width of `src` and `dst`."""
-        if src.layout == dst.layout:
+        if src.layout == dst.layout:  # nothing to do, and nothing to differentiate
             return x
+        # The layouts do not shard the width, so that any fits.
         return self.move(x, (src.layout, dst.layout), (*src.shape[:-1], x.shape[-1]))
 
     def _merged(self, y: Any, lse: Any) -> tuple[Any, Any]:
@@ -187,11 +194,12 @@ class AttentionCall:
         # the clip keeps the difference from being nan.
         greatest = xp.clip(self.moved(self.wide(lse), maxima, whole), xp.finfo(lse.dtype).min)
         weight = xp.exp(lse - greatest)
+        # Side by side again: one reduction for both sums.
         sums = self.moved(xp.concat((y * weight, weight), axis=-1), result, target)
         total = sums[..., :-1]
         total_weight = sums[..., -1:]
         sees_nothing = total_weight == 0
-        divisor = xp.where(sees_nothing, 1, total_weight)
+        divisor = xp.where(sees_nothing, 1, total_weight)  # 0 / 1: such a row is 0, not nan
         log_sum = self.moved(greatest, whole, target) + xp.log(divisor)
         return total / divisor, xp.where(sees_nothing, -math.inf, log_sum)
 
@@ -204,6 +212,7 @@ class AttentionCall:
         if self.softcap is not None and not self.softcap > 0:
             hint = "scores lie between -softcap and softcap"
             raise wrong(f"softcap={self.softcap}", hint)
+        # Slopes are taken as constants: a gradient would be lost in silence.
         if getattr(self.alibi, "requires_grad", False):
             raise wrong("alibi with a gradient", "alibi.detach(): slopes are constants")
         n_heads = attn.q.shape[HEADS]
@@ -213,6 +222,7 @@ class AttentionCall:
         if not 0 <= self.dropout < 1:
             hint = "the part of weights that is dropped, less than 1"
             raise wrong(f"dropout={self.dropout}", hint)
+        # Devices that hold one weight twice have to drop it alike, also in the backward pass.
         if self.dropout and self.seed is None:
             raise wrong(f"dropout={self.dropout} without seed=", "one number on all devices")
         if not self._documents_fit(attn):
@@ -220,7 +230,9 @@ class AttentionCall:
 
     def _documents_fit(self, attn: Attention) -> bool:
         """Return whether documents are given for both sequences, or for the one that there is."""
-        of_queries, of_keys = (numbers is not None for numbers in self.documents)
+        for_queries, for_keys = self.documents
+        of_queries = for_queries is not None
+        of_keys = for_keys is not None
         if of_queries == of_keys:
             return True
         is_one_sequence = attn.q.layout.names == attn.kv.layout.names
@@ -230,7 +242,7 @@ class AttentionCall:
         """Return which keys each query sees, `[batch or 1, 1, rows, keys]`."""
         visible: Any = self.attn.visible(rows[:, None], keys)[None, None]
         of_queries, of_keys = self.documents
-        if of_queries is not None:
+        if of_queries is not None:  # `[batch or 1, rows]` each
             of_queries = of_queries[:, rows][:, None, :, None]
             of_keys = of_keys[:, keys][:, None, None]
             visible = visible & (of_queries == of_keys)
@@ -240,6 +252,7 @@ class AttentionCall:
         """Return minus the slope of a head times the distance, `[1, heads, rows, keys]`, or None."""
         if self.alibi is None:
             return None
+        # Slopes are of all heads, and this device has some of them.
         slopes = self.wide(self.alibi)[self.held(HEADS)][None, :, None, None]
         return -slopes * abs(rows[:, None] + self.attn.offset - keys)
 
@@ -248,10 +261,10 @@ class AttentionCall:
         slope: Any = self.scale
         scores = self.product(q, k) * slope
         if self.softcap is not None:
-            part = self.xp.tanh(scores / self.softcap)
+            part = self.xp.tanh(scores / self.softcap)  # between -1 and 1
             scores = part * self.softcap
             slope = (1 - part * part) * slope  # tanh' = 1 - tanh ** 2
-        if self.alibi is not None:
+        if self.alibi is not None:  # after the cap, as a bias that does not depend on products
             scores = scores + self.bias(rows, keys)
         return self.xp.where(self.visible(rows, keys), scores, self.empty), slope
 
@@ -262,7 +275,7 @@ class AttentionCall:
         dropped by its position in the whole array, and so the same ones are on any number of devices.
         """
         if not self.dropout:
-            return 1.0
+            return 1.0  # a number: no array of ones is made
         cells: Any = self.whole(0)  # row-major numbers of batch and head
         for dim, length in enumerate(self.attn.q.shape[:SEQUENCE]):
             cells = cells[..., None] * length + self.whole(self.held(dim))

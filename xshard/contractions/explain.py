@@ -47,6 +47,7 @@ def _result_rows(part: Part, itemsize: int) -> list[Row]:
     step = f"contract {part.dims}"
     if part.ring:
         step += f", {part.ring}"
+    # While it runs, a device holds its operands and its result.
     elements = sum(array.max_local_size for array in (*part.used, part.result.source))
     contraction = start._replace(
         step=step,
@@ -91,7 +92,7 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     The others are those in which all arrays are whole, or lie as one of them does. Equal plans are left out.
     """
     plans = [("the plan", plan)]
-    if len(plan.parts) > 1:
+    if len(plan.parts) > 1:  # another placement of one part would change the next ones
         return plans
     [part] = plan.parts
     shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
@@ -103,8 +104,10 @@ def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
     for name, placement in zip(names, shardings.seeds(), strict=True):
         *operand_moves, result = [prices.plan(move) for move in search.candidate(placement).moves]
         moves = tuple(operand_moves)
+        # Equal moves of operands are the same placement: the result follows from them.
         if all(moves != listed.parts[0].moves for _, listed in plans):
             other = replace(part, moves=moves, result=result)
+            # A placement to compare with may take more memory than the plan is allowed.
             plans.append((name, replace(plan, parts=(other,), memory_limit=None)))
     return plans
 
@@ -129,6 +132,7 @@ def _role(part: Part, axis: str) -> str:
         return "idle: replicas repeat the work"
     if sharded in part.result.src.names:
         return f"cuts {sharded!r}, which is kept: {_kept_scheme(part, axis, sharded)}"
+    # Addends of a summed dim end in one of three ways.
     role = part.result.dst.role(axis)
     if not role:
         result = "reduced"

@@ -51,12 +51,15 @@ class Contraction:
         """
         # How many dims `...` stands for -> the last operand that says so.
         operand_of_count: dict[int, int] = {}
-        counted = zip(layouts if layouts else self.arrays, ndims, strict=False)
+        if not layouts:
+            layouts = self.arrays
+        counted = zip(layouts, ndims, strict=False)  # the result has no array yet
         for i, (layout, ndim) in enumerate(counted):
             if ELLIPSIS in layout.names:
                 operand_of_count[ndim - len(layout.dims) + 1] = i
         if not operand_of_count:
             return self
+        # Below 0: an array has fewer dims than the others that the text names.
         if len(operand_of_count) > 1 or min(operand_of_count) < 0:
             what = f"'...' stands for {' and for '.join(map(str, operand_of_count))} dims"
             *_, last = operand_of_count.values()
@@ -88,7 +91,7 @@ def _is_contraction(text: str, named: bool) -> bool:
         return True  # or meant as one, so that errors speak of operands
     if not named:  # a result that lacks dims of its one operand is a mistake in a move
         return False
-    try:
+    try:  # malformed text is no contraction: parsing it as a move raises
         operands, results, _ = parser.parse_sides(text, "contraction")
         [(result_dims, _)] = results
     except NotationError:
@@ -96,6 +99,7 @@ def _is_contraction(text: str, named: bool) -> bool:
     operand_dims, _ = operands[0]
     result_names = {dim.name for dim in result_dims}
     is_plain = all(parts_of(dim) == [dim.name] for dim in (*operand_dims, *result_dims))
+    # Composed dims and names that repeat are for contractions only.
     sums_a_dim = result_names < {dim.name for dim in operand_dims}
     return sums_a_dim or not is_plain
 
@@ -140,6 +144,7 @@ def _parsed(text: str) -> Contraction:
         if name not in known_names:
             what = f"dim {name!r} of the result is in no operand"
             hint = f"the operands have: {', '.join(sorted(known_names))}"
+            # The last place, on the right: the name stands nowhere else.
             places = [span for dim_name, span in spans.dims if dim_name == name]
             raise NotationError(what, text=text, span=places[-1], hint=hint)
     return call

@@ -45,18 +45,15 @@ Dims = tuple[DimSharding, ...]
 class Placement(NamedTuple):
     """The roles of all axes while blocks are contracted."""
 
-    dims: Dims  # how each dim of the contraction is sharded
+    dims: Dims  # how each dim of the contraction is sharded, in the order of `EinsumShardings.lengths`
     sums: Sums
-    copies: tuple[str, ...]
+    copies: tuple[str, ...]  # axes along which each device uses its own copy of all operands
     busy: Axes  # the axes that are not idle
 
     @property
     def fits(self) -> bool:
         """Whether every dim can be sharded so."""
-        for dim in self.dims:  # hot: asked of each placement
-            if not dim.is_possible:
-                return False
-        return True
+        return all(dim.is_possible for dim in self.dims)
 
     @classmethod
     def of(cls, dims: Dims, sums: Sums = (), copies: tuple[str, ...] = ()) -> Placement:
@@ -79,8 +76,8 @@ class ArrayPlace(NamedTuple):
 class OperandSharding(NamedTuple):
     """How an array is sharded: its dims, and the axes that hold its partial sums and its copies."""
 
-    dims: Dims
-    sums: Axes
+    dims: Dims  # in the order of the array's names
+    sums: Axes  # partial sums, and the addends of a mean
     copies: Axes
 
 
@@ -142,11 +139,13 @@ class EinsumShardings:
     @cached_property
     def placements(self) -> list[Placement]:
         """All placements, each once; of more than `MAX_PLACEMENTS`, one more than that."""
+        # One more than the limit tells that there are too many, without counting them all.
         return list(islice(self._extensions(self.idle, Axes(self.axes)), MAX_PLACEMENTS + 1))
 
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
         """Iterate over placements in which one axis, with the axes of its shard, does something else."""
         for axis in self.axes:
+            # Take the axis out of all that it does, and let it do everything else that it can.
             dims = []
             for d, dim in enumerate(placement.dims):
                 others = tuple([shard for shard in dim.shards if axis not in shard.axes])
@@ -163,13 +162,14 @@ class EinsumShardings:
         """Iterate over the idle placement, then those that each operand, and the result, already has."""
         yield self.idle
         for array in self.arrays:
+            # Dims that the array lacks are unsharded.
             shards = {dim.name: dim.shards for dim in array.normal.dims}
             dims = [self._dim(d, shards.get(name, ())) for d, name in enumerate(self.lengths)]
             yield Placement.of(tuple(dims))
 
     def _extensions(self, placement: Placement, free: Axes) -> Iterator[Placement]:
         """Give each free axis a role, one after the other, in all ways that fit."""
-        for axis in self.axes:
+        for axis in self.axes:  # in one order, so that no placement comes twice
             if axis in free:
                 for extended in self._with_axis(placement, axis, free):
                     yield from self._extensions(extended, free - extended.busy - {axis})
@@ -182,7 +182,7 @@ class EinsumShardings:
         yield placement
         dims, sums, copies, busy = placement
         for d, dim in enumerate(dims):
-            # A shard over several axes takes all of them at once.
+            # A shard over several axes takes all of them at once: they have to be free.
             for finer, axes in self._finer_shardings(d, dim, axis):
                 if axes <= free:
                     yield Placement((*dims[:d], finer, *dims[d + 1 :]), sums, copies, busy | axes)
@@ -191,6 +191,7 @@ class EinsumShardings:
             # Addends may stay addends: a contraction is linear in each operand.
             if axis in operand.sums:
                 yield Placement(dims, (*sums, (axis, i)), copies, busy | {axis})
+        # Copies of all operands give copies of the result, not replicas: only if that is wanted.
         if axis in result.copies:
             yield Placement(dims, sums, (*copies, axis), busy | {axis})
 
@@ -205,7 +206,7 @@ class EinsumShardings:
         for shard in self._shards[d]:
             if axis not in shard.axes:
                 continue
-            for i in range(len(dim.shards) + 1):
+            for i in range(len(dim.shards) + 1):  # at each level: the order of nested shards counts
                 shards = (*dim.shards[:i], shard, *dim.shards[i:])
                 has_rows_for_all = mesh.size(*axes_of(shards)) <= length
                 if has_rows_for_all or shards in self._given_shards:
@@ -217,12 +218,12 @@ class EinsumShardings:
         length = self._all_lengths[d]
         sharding = self.dim_shardings.get((length, shards))
         if sharding is None:
-            dim = Dim("", shards)
+            dim = Dim("", shards)  # without a name: dims of one length share what is found
             mesh = self.result.mesh
             sizes = mesh.sizes_of(dim.axes)
             sharding = DimSharding(
                 shards,
-                axes=Axes(dim.axes).intersection(self.axes),
+                axes=Axes(dim.axes).intersection(self.axes),  # an axis of one device does nothing
                 block_rows=block_length(dim, length, sizes)[0],
                 is_possible=misfit(dim, length, sizes) is None,
                 normal_shards=normal_dim(dim, length, mesh).shards,
@@ -238,7 +239,8 @@ class EinsumShardings:
             for dim in array.normal.dims:
                 options[dim.name] |= dict.fromkeys(dim.shards)
         for shards in options.values():
-            # An axis that some array cuts in another way is not tried in contiguous blocks, too.
+            # An axis that shards this dim in an order of its own in some array, or beside other axes in
+            # one shard, is tried as there and not in contiguous blocks, too: fewer placements.
             special = set[str]()
             for shard in shards:
                 if shard.order != "block" or len(shard.axes) > 1:
@@ -292,18 +294,22 @@ class EinsumShardings:
     def move(self, place: ArrayPlace, local: OperandSharding) -> ArrayMove:
         """Return the move of an operand to where it is contracted, or of the result from there."""
         means = set[str]()
+        # Along an axis with the addends of a mean, the result is a mean, too.
         for axis, operand in place.placement.sums:
             if axis in self.operands[operand].layout.tagged("mean"):
                 means.add(axis)
         tags = [("copy", tuple(local.copies))]
         for axis in local.sums:  # in any order: a layout sorts its tags
-            tags.append(("mean" if axis in means else "sum", (axis,)))
+            kind = "mean" if axis in means else "sum"
+            tags.append((kind, (axis,)))
         array = self.arrays[place.number]
         named = zip(array.layout.names, local.dims, strict=True)
         layout = Layout(tuple(Dim(name, dim.shards) for name, dim in named), tuple(tags))
         if place.number != RESULT:
             return ArrayMove(array.layout, layout, array.shape)
-        return ArrayMove(layout, layout if self.stays else array.layout, array.shape)
+        if self.stays:
+            return ArrayMove(layout, layout, array.shape)
+        return ArrayMove(layout, array.layout, array.shape)
 
     @cached_property
     def _positions(self) -> list[tuple[int, list[int]]]:
@@ -328,7 +334,7 @@ class EinsumShardings:
 
     def flops(self, placement: Placement) -> int:
         """Return the floating point operations of the busiest device."""
-        has_sum = len(self.result.shape) < len(self.lengths)
+        has_sum = len(self.result.shape) < len(self.lengths)  # the result lacks a dim
         block = [dim.block_rows for dim in placement.dims]
         return operations(block, len(self.operands), has_sum=has_sum)
 
@@ -339,9 +345,12 @@ def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int
     A product of several operands is one for each element, and an addition to a sum is another:
     2 * m * n * k for a product of matrices.
     """
-    products = 1 if n_operands > 1 else 0
-    additions = 1 if has_sum else 0
-    return (products + additions) * math.prod(lengths)
+    operations_each = 0
+    if n_operands > 1:
+        operations_each += 1
+    if has_sum:
+        operations_each += 1
+    return operations_each * math.prod(lengths)
 
 
 def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
@@ -361,7 +370,7 @@ def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
     for dims in arrays:
         # Which arrays have the dims of each run of dims that the same arrays have.
         runs = [users for users, _ in groupby(dims, users_of)]
-        is_side_by_side = len(set(runs)) == len(runs)
+        is_side_by_side = len(set(runs)) == len(runs)  # no two runs of the same arrays
         has_batch_last = len(runs) > 1 and all(runs[-1])
         is_matrix = is_side_by_side and not has_batch_last
         counts.append(1 if is_matrix else 3)

@@ -39,14 +39,14 @@ class Part:
 
     # Indices of its operands among those that are left; the result goes behind the others.
     takes: tuple[int, ...]
-    moves: tuple[Plan, ...]
-    result: Plan
+    moves: tuple[Plan, ...]  # of each operand, to where it is contracted
+    result: Plan  # the move of the local result
     ring: ContractionRing | None = None
 
     @property
     def seconds(self) -> float:
         """Predicted seconds of the forward pass."""
-        if self.ring:
+        if self.ring:  # moves and products at the same time
             return self.ring.seconds(self)
         return self.work + sum(move.cost for move in (*self.moves, self.result))
 
@@ -78,6 +78,7 @@ class Part:
     def work(self) -> float:
         """Predicted seconds of the local contraction, and of each gradient."""
         arrays = (*self.used, self.result.source)
+        # An array that no product of matrices can take as it is, is copied first.
         times = accesses([array.layout.names for array in arrays])
         touched = 0
         for n, array in zip(times, arrays, strict=True):
@@ -92,6 +93,7 @@ class Part:
     @property
     def backward_seconds(self) -> float:
         """Predicted seconds of all gradients."""
+        # The gradient of each operand is a contraction of the same size; rings run forward only.
         return self.work * len(self.moves) + sum(move.cost for move in self.backward_moves)
 
 
@@ -133,12 +135,14 @@ class ContractionPlan(Pictured):
     objective: str = BOTH
 
     def __post_init__(self) -> None:
+        # Follow the operands through all parts, as if the plan ran.
         left = list(self.contraction.operands)
         for part in self.parts:
             for i, move in zip(part.takes, part.moves, strict=True):
                 if move.src != left[i]:
                     what = f"an operand is under '{left[i]}', its plan is for '{move.src}'"
                     raise PlanError(what)
+            # What devices get follows from the layouts; the plan has to say the same.
             operands = [move.dst for move in part.moves]
             result = local_type(operands, part.result.src.names, part.local)
             if result != part.result.src:
@@ -251,7 +255,8 @@ class ContractionPlan(Pictured):
         peak = held
         for part in self.parts:
             for move in part.moves:
-                # A move's own peak counts its input, which is among what is held.
+                # Moves run one after the other, and all their results are held. A move's own peak
+                # counts its input, which is among what is held.
                 input_bytes = itemsize * move.source.max_local_size
                 peak = max(peak, held - input_bytes + move.peak_bytes)
                 if move.bytes_received:  # else the target is the input, or a view of it
@@ -306,6 +311,7 @@ class ContractionPlan(Pictured):
             _maps = maps_in(data)
             call = contraction(data["contraction"])
             shapes = from_plain(Shapes, data["shapes"])
+            # `shapes` has a length for each name, so they are counted by names, not by dims as written.
             call = call.resolved(map(len, shapes), call.operands)
             return ContractionPlan(
                 contraction=call,

@@ -43,10 +43,10 @@ class MoveEstimate:
     """
 
     least: float
-    seconds: float
+    seconds: float  # at least `least`; refined in place, for all candidates that share the move
     src: End
     dst: End
-    shape: Shape
+    shape: Shape  # global
     make: Make | None
     level: int = BOUND
 
@@ -94,9 +94,11 @@ class Prices:
         if move.level == BOUND:
             estimated = estimate(self._grid(move.shape), src, dst)
             move.level = ESTIMATE
-            move.seconds = max(move.seconds, estimated)
+            move.seconds = max(
+                move.seconds, estimated
+            )  # an estimate may be too low: a bound may not
             return
-        if move.make is None:
+        if move.make is None:  # without a `Plan`, of which only the seconds would be read
             price = self._price(move.shape, src, dst)
         else:
             price = self.plan(move.make()).cost
@@ -107,7 +109,9 @@ class Prices:
         """Return the seconds of the cheapest steps between two states."""
         grid = self._grid(shape)
         start = grid.sharding(src)
-        goal = respelled(grid.sharding(dst), start)
+        goal = respelled(
+            grid.sharding(dst), start
+        )  # with the shards of `start` where blocks are equal
         space = Space(start, goal, grid.itemsize, self.profile)
         return best_path(space.route).seconds
 
@@ -140,6 +144,7 @@ class Prices:
         dst_dims, dst_sums = dst
         ended = src_sums - dst_sums
         if ended:
+            # A reduction ends: addends of one element are on so many devices, and its sum on `copies`.
             mesh = self.mesh
             addends = mesh.size(*ended)
             copies = mesh.n_devices // mesh.size(*dst_sums.union(*[dim.axes for dim in dst_dims]))
@@ -147,6 +152,7 @@ class Prices:
             return least_received(elements, mesh.n_devices, addends, copies, staying)
         if dst_sums - src_sums:  # a device that lacks an element may begin a sum with a zero
             return 0
+        # At best the block that a device has is a part of the one that it needs.
         wanted = [dim.block_rows for dim in dst_dims]
         at_hand = [dim.block_rows for dim in src_dims]
         return math.prod(wanted) - math.prod(map(min, wanted, at_hand))
@@ -174,7 +180,7 @@ def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
         move = ArrayMove(src.layout, dst.layout, src.shape)
         moving += prices.plan(move).cost + prices.plan(move.dual).cost
     work = _operations(attn) / profile.flops(dtype)
-    if attn.how != RING or attn.rounds == 1:
+    if attn.how != RING or attn.rounds == 1:  # first all moves, then all work
         return moving + (1 + BACKWARD) * work
 
     # In a ring a block travels while the one before it is computed: the longer of both counts.
@@ -207,10 +213,17 @@ def _operations(attn: Attention) -> float:
     most_scores = 0
     for device in attn.devices:
         place = attn.query_rows(device) + attn.offset  # [queries], among the keys
-        first = np.zeros_like(place) if attn.left is None else place - attn.left
-        stop = np.full_like(place, n_keys) if attn.right is None else place + attn.right + 1
+        first = np.zeros_like(place)  # of the keys that each query sees
+        if attn.left is not None:
+            first = place - attn.left
+        stop = np.full_like(place, n_keys)
+        if attn.right is not None:
+            stop = place + attn.right + 1
         keys_seen = stop.clip(max=n_keys) - first.clip(min=0)
         most_scores = max(most_scores, int(keys_seen.clip(min=0).sum()))
     # In "reduce" every device computes all queries with its share of the keys.
-    n_shares = len(attn.devices) if attn.how == REDUCE else 1
+    n_shares = 1
+    if attn.how == REDUCE:
+        n_shares = len(attn.devices)
+    # An operation is a product and a sum; keys and values lie side by side along the width.
     return 2.0 * batch * heads * most_scores * attn.kv.shape[WIDTH] / n_shares

@@ -55,7 +55,7 @@ class ContractionRing:
 
     @property
     def key(self) -> tuple[int | None, str, str, int]:
-        """What tells it from the other rings of its part."""
+        """What tells it from the other rings of its part; JSON stores it, and finds the ring by it."""
         return self.operand, self.dim, self.axis, self.pieces
 
     def __str__(self) -> str:
@@ -68,7 +68,9 @@ class ContractionRing:
         On device 1 of 3 with one piece a part: 1, 2, 0; if sums travel 2, 0, 1, its own part last.
         device: its place along the axis, a number or a scalar of JAX.
         """
-        first = device + 1 if self.operand is None else device
+        first = device  # its own part is there, while the next one arrives
+        if self.operand is None:  # the sum for a part ends on the device that keeps it
+            first = device + 1
         pieces = []
         for turn in range(self.rounds):
             part = (first + turn) % self.rounds
@@ -78,8 +80,13 @@ class ContractionRing:
     def seconds(self, part: Part) -> float:
         """Predict the seconds of a part: one product, then the longer of other products and messages."""
         moves = [*part.moves, part.result]
-        del moves[-1 if self.operand is None else self.operand]  # the move that rounds replace
+        # Without the move that rounds replace.
+        if self.operand is None:
+            moves.pop()
+        else:
+            del moves[self.operand]
         product_seconds = part.work / self.products
+        # The pieces of a device's own part do not travel.
         message_seconds = (self.products - self.pieces) * self.rotation.cost
         overlapped = max(part.work - product_seconds, message_seconds)
         return sum(move.cost for move in moves) + product_seconds + overlapped
@@ -125,6 +132,7 @@ def _scattered(result: Plan) -> TravellingDim | None:
     if not isinstance(scatter, ReduceScatter) or scatter.op != "sum":
         return None
     axes = scatter.shards[0].axes
+    # Along one axis, in contiguous blocks: the pieces of a part are then consecutive rows.
     if scatter.shards != (Shard(axes[:1]),):
         return None
     tags = without_tags(result.src, axes).tags
@@ -135,7 +143,9 @@ def _scattered(result: Plan) -> TravellingDim | None:
 def _only_step(move: Plan) -> Step | None:
     """Return the only step of a move beside changes of tags, if there is just one."""
     steps = [step for step in move.steps if not isinstance(step, Retag)]
-    return steps[0] if len(steps) == 1 and not move.split else None
+    if move.split or len(steps) != 1:
+        return None
+    return steps[0]
 
 
 def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
@@ -144,7 +154,9 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
     mesh = src.mesh
     dims = src.normal.dims  # groups as nested shards
     # Sums travel as they are after the reduction, parts of an operand as they are before the gather.
-    tags = src.layout.tags if travelling.operand is None else travelling.rest_dst.tags
+    tags = travelling.rest_dst.tags
+    if travelling.operand is None:
+        tags = src.layout.tags
     d = src.dim_index(travelling.dim)
     [axis] = dims[d].shards[-1].axes
     n_devices = mesh.size(axis)
@@ -155,13 +167,16 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
         request = Request.on(mesh, src_layout, dst_layout, *array, devices=move.devices)
         return find_plan(request)
 
+    # What else the move does, without the dim that travels: changes of tags, or nothing.
     rest = plan(src.layout, travelling.rest_dst, src.shape)
     for pieces in PIECES:
+        # Pieces are equal, so that all devices send messages of one size.
         if rows % pieces or (pieces > 1 and n_devices * pieces > MAX_PRODUCTS):
             continue
         next_part = rotated((axis,), n_devices, rows // pieces, -1)
         next_dim = replace(dims[d], shards=(*dims[d].shards[:-1], next_part))
         rotated_dims = (*dims[:d], next_dim, *dims[d + 1 :])
+        # One piece of every device, as an array: each block goes to the device before.
         shape = (*src.shape[:d], src.shape[d] // pieces, *src.shape[d + 1 :])
         rotation = plan(Layout(dims, tags), Layout(rotated_dims, tags), shape)
         yield ContractionRing(travelling.operand, travelling.dim, axis, pieces, rotation, rest)

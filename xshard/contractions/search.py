@@ -28,7 +28,7 @@ from xshard.contractions.prices import ESTIMATE, PRICE, Make, MoveEstimate, Pric
 from xshard.search.request import BOTH
 
 FINALISTS = 8  # candidates that are priced, the best by estimates first
-SLACK = 1.04  # how much too high an estimate may be
+SLACK = 1.04  # how much too high an estimate may be: a finalist beyond it is not priced to the end
 WAIT = 0.02  # of the work: at every move devices wait for the last of them
 
 
@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
         It stops once the seconds are not below `below`: the candidate loses, whatever the others cost.
         """
         for move in sorted(self.estimates, key=attrgetter("seconds"), reverse=True):
-            while move.level < PRICE and self.seconds < below:
+            while move.level < PRICE and self.seconds < below:  # bound -> estimate -> price
                 prices.refine(move)
         return self.seconds
 
@@ -109,12 +109,15 @@ class CandidateSearch:
         `ESTIMATE` or `PRICE`.
         """
         placements = self.shardings.placements
+        # `placements` is then cut off, and may lack the best.
         if len(placements) > MAX_PLACEMENTS:
             placements = self.hill_climb()
         if flops_limit is not None:
             placements = [p for p in placements if self.shardings.flops(p) <= flops_limit]
         candidates = self.by_estimates(placements)
-        yield from self.by_prices(candidates) if level == PRICE else candidates
+        if level == PRICE:
+            candidates = self.by_prices(candidates)
+        yield from candidates
 
     def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
         """Iterate over candidates by their seconds, then operations, then elements; the best first."""
@@ -134,9 +137,9 @@ class CandidateSearch:
                 heapq.heapreplace(queue, Ranked.of(candidate, seconds, best.number))
                 continue
             bounds = [move for move in candidate.estimates if move.level < ESTIMATE]
-            if bounds:
+            if bounds:  # it may be worse than it looks: the move that costs most tells most
                 self.prices.refine(max(bounds, key=attrgetter("seconds")))
-            else:
+            else:  # all others are at least as slow, by their bounds alone
                 heapq.heappop(queue)
                 yield candidate
 
@@ -145,6 +148,7 @@ class CandidateSearch:
         finalists: list[Ranked] = []
         for number, candidate in enumerate(itertools.islice(candidates, FINALISTS)):
             least = finalists[0].seconds if finalists else math.inf
+            # Estimates may be too high by SLACK, so a candidate that is beyond it has lost.
             seconds = candidate.priced(self.prices, SLACK * least)
             insort(finalists, Ranked.of(candidate, seconds, number))
         for finalist in finalists:
@@ -177,6 +181,7 @@ class CandidateSearch:
         estimates: list[MoveEstimate] = []
         touched = 0
         for place in shardings.array_places(placement):
+            # Of the block that the busiest device has where arrays are contracted.
             block_elements = math.prod([dim.block_rows for dim in place.dims])
             touched += shardings.accesses[place.number] * block_elements
             estimates += self._moves_of(place)
@@ -211,6 +216,7 @@ class CandidateSearch:
             return [forward]
         # A gradient goes the other way, and copies of the value are partial sums of the gradient.
         make_dual = None if make is None else _dual_of(make)
+        # The same objects come back for equal moves of other placements, by the cache of prices.
         src_end = (src.dims, src.copies)
         dst_end = (dst.dims, dst.copies)
         return [forward, prices.move(dst_end, src_end, shape, scaling, make_dual)]

@@ -38,7 +38,7 @@ def whole_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None]:
 
 def _as_shapes(shape: Any) -> tuple[Any, ...]:
     """Return a tuple of shapes: of one, if one shape or one length is given."""
-    if whole_number(shape) is not None:
+    if whole_number(shape) is not None:  # as in shape=8, for one operand of one dim
         return ((shape,),)
     shapes = tuple(shape)
     is_one_shape = all(whole_number(length) is not None for length in shapes)
@@ -118,8 +118,9 @@ def _learn_length(given: GivenDim, lengths: dict[str, int], call: Contraction) -
     A composed dim tells the last unknown part: `(b d)` of 12 with b = 3 gives d = 4. Raises ShapeError.
     """
     names = given.names
-    unknown = set(names) - lengths.keys()
+    unknown = set(names) - lengths.keys()  # of a name that repeats, as in `(i i)`, once
     known = math.prod(lengths.get(name, 1) for name in names)
+    # A dim of 0 rows tells nothing about the other parts.
     if len(unknown) == 1 and known and given.length % known == 0:
         lengths[unknown.pop()] = given.length // known
         return
@@ -168,8 +169,10 @@ def _dim_span(call: Contraction, operand: int, name: str) -> tuple[int, int]:
     places: dict[str, tuple[int, int]] = {}
     for dim_name, span in spans.dims:
         if start <= span[0] < end:
-            places.setdefault(dim_name, span)
-    return places[name] if name in places else places[ELLIPSIS]
+            places.setdefault(dim_name, span)  # of a name that repeats, the first
+    if name not in places:  # `_0`, `_1`, ...
+        return places[ELLIPSIS]
+    return places[name]
 
 
 def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
@@ -181,6 +184,7 @@ def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
         what = f"{len(shapes)} arrays for {len(call.operands)} operands"
         raise ShapeError(what, text=call.text, hint="one array or shape per operand")
     call = call.resolved(map(len, shapes))
+    # `arrays` has the result behind the operands, which has no shape yet: so zips are not strict here.
     for i, (layout, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
         if len(shape) != len(layout.names):
             what = f"an array of {len(shape)} dims, {tuple(shape)}, for '{layout}'"
@@ -203,6 +207,7 @@ def whole_shapes(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
                 unsharded[str(parts_of(dim))] = rows
     shapes = list[tuple[int, ...]]()
     for layout, block in operands:
+        # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.
         known = {dim.name: unsharded.get(str(parts_of(dim))) for dim in layout.dims if dim.shards}
         shapes.append(global_shape(layout, mesh, block, call.text, known))
     return shapes_of(call, None, tuple(shapes))[1]
@@ -234,6 +239,7 @@ def _check_composed(dim: Dim, lengths: Mapping[str, int], mesh: Mesh) -> None:
     for shard in dim.shards:
         if shard.order == "zigzag":  # two pieces for each device
             n_blocks *= 2
+    # Rows by numbers, or in turn, are rows of the composed dim, and end anywhere.
     is_special = any(shard.numbers or shard.order == "cyclic" for shard in dim.shards)
     if is_special or lengths[first] % n_blocks:
         what = f"blocks may end within a row of {first!r}, which is {lengths[first]} long"
@@ -270,6 +276,7 @@ def named_block(
     names = dims.names
     if layout.names != tuple(names):
         x = x.reshape(dims.lengths)
+    # A name that is sharded in one dim and whole in another: only the rows of both count.
     for d in dims.picked:
         x = x[(slice(None),) * d + (rows(names[d]),)]
     for name in named.layout.names:
@@ -294,5 +301,6 @@ def _split_dims(layout: Layout, named: Sharding, block: Sequence[int]) -> BlockD
             if named.layout.dim(name).shards and not is_local:
                 dims.picked.append(len(dims.names))  # the name is sharded in another dim
             dims.names.append(name)
-            dims.lengths.append(local_lengths[name] if is_local else global_lengths[name])
+            lengths = local_lengths if is_local else global_lengths
+            dims.lengths.append(lengths[name])
     return dims

@@ -26,7 +26,7 @@ from xshard.notation.parser import Dim
 from xshard.plans.kept import kept
 from xshard.search.request import BOTH, FORWARD
 
-ALL_ORDERS = 4  # most operands for which every order of pairs is weighed
+ALL_ORDERS = 4  # most operands for which every order of pairs is weighed: 18 orders
 RING_SHARE = 0.9  # most of its seconds in turn that a part in rounds may take: predictions err
 WIDTH = 8  # candidates of a pair that are followed up, the best first
 
@@ -78,6 +78,7 @@ def _search(request: ContractionRequest) -> ContractionPlan:
     for plan in _Solver(request).plans():
         if limit is None or plan.peak_bytes <= limit:
             return replace(plan, memory_limit=limit)
+        # For the error: what the user would have to allow.
         if least_bytes is None or plan.peak_bytes < least_bytes:
             least_bytes = plan.peak_bytes
     if least_bytes is None:
@@ -103,6 +104,7 @@ class ContractionPath(NamedTuple):
 
     def then(self, takes: Takes, candidate: Candidate) -> ContractionPath:
         """Return the path with one more contraction; its result goes behind the operands left."""
+        # The next contraction starts from where this one leaves its result.
         result = candidate.shardings.result.with_layout(candidate.moves[-1].dst)
         return ContractionPath(
             seconds=self.seconds + candidate.seconds,
@@ -118,6 +120,7 @@ class ContractionPath(NamedTuple):
         """
         candidates = [step.candidate for step in self.steps]
         for candidate in sorted(candidates, key=attrgetter("seconds"), reverse=True):
+            # As far as the others are known: their seconds only rise.
             others = sum(other.seconds for other in candidates if other is not candidate)
             candidate.priced(prices, below - others)
         return sum(candidate.seconds for candidate in candidates)
@@ -175,6 +178,7 @@ class _Solver:
         candidate.priced(self.prices)
         if self.request.overlap != NEVER:
             return self._plan(self._at_once(candidate)).cost
+        # The same without making a plan, and rounded as candidates' seconds are.
         return round(candidate.work + sum([move.seconds for move in candidate.estimates]), 15)
 
     def _at_once(self, candidate: Candidate) -> ContractionPath:
@@ -184,6 +188,7 @@ class _Solver:
     def _paths_of_pairs(self) -> list[ContractionPath]:
         """Return the best paths pair by pair: searched by estimates of their moves, ranked by prices."""
         limit = self.request.flops_limit
+        # The best placement of all operands, as if they were contracted at once, is one more start.
         at_once = next(self._search_in(self.shardings).best(level=ESTIMATE)).placement
         paths = []
         for order in _orders(self.shardings):
@@ -191,6 +196,7 @@ class _Solver:
                 if limit is None or path.flops <= limit:
                     paths.append(path)
         paths.sort(key=attrgetter("seconds"))
+        # Prices are computed for the best by estimates, as in `CandidateSearch.by_prices`.
         finalists: list[PricedPath] = []
         for number, path in enumerate(paths[:WIDTH]):
             least = finalists[0].seconds if finalists else math.inf
@@ -232,7 +238,7 @@ class _Solver:
         """Iterate over a path with one more contraction, in each of its best placements."""
         is_last = len(path.left) == len(takes)
         limit = self.request.flops_limit
-        if limit is not None:
+        if limit is not None:  # leave enough for the contractions that follow
             contracted = len(path.steps) + 1
             limit -= path.flops + sum(self._least_flops(order)[contracted:])
         below = math.inf
@@ -241,7 +247,9 @@ class _Solver:
         if below <= 0:
             return
         search = self._search_in(self._pair(path, takes), below)
-        n_candidates = 1 if is_last else WIDTH
+        n_candidates = WIDTH
+        if is_last:  # only the best end of a path can win
+            n_candidates = 1
         for candidate in itertools.islice(search.best(limit, ESTIMATE), n_candidates):
             longer = path.then(takes, candidate)
             if is_last:
@@ -256,6 +264,7 @@ class _Solver:
         left = [set(operand.layout.names) for operand in self.shardings.operands]
         for takes in order:
             others = remaining(left, takes)
+            # A dim is summed as soon as nobody else needs it.
             names = set[str]().union(*[left[i] for i in takes])
             kept_names = names & result_names.union(*others)
             total = operations(
@@ -281,6 +290,7 @@ class _Solver:
             needed_names.update(other.layout.names)
         lengths = dim_lengths([x.layout for x in operands], [x.shape for x in operands])
         dims = {name: length for name, length in lengths.items() if name in needed_names}
+        # Unsharded and without tags: it is not moved, so that its layout does not matter.
         layout = Layout(tuple(map(Dim, dims)))
         result = Sharding(layout, self.request.mesh, tuple(dims.values()))
         return EinsumShardings(operands, result, dim_shardings, stays=True)
@@ -295,7 +305,7 @@ class _Solver:
             dtype=request.dtype,
             parts=tuple([self._part(step.takes, step.candidate) for step in path.steps]),
             profile=request.profile,
-            memory_limit=None,
+            memory_limit=None,  # a plan over the limit would raise: `_search` looks at it
             objective=request.objective,
         )
 
@@ -306,6 +316,7 @@ class _Solver:
         overlap = self.request.overlap
         if overlap == NEVER:
             return part
+        # "auto" takes rounds if they save enough: many small products may be slower than predicted.
         in_rounds = [replace(part, ring=ring) for ring in rings(part)]
         if not in_rounds:
             return part
@@ -325,10 +336,11 @@ def restrict_to_pair(
     all_dims = dict(zip(shardings.lengths, placement.dims, strict=True))
     dims = tuple(all_dims[name] for name in pair.lengths)
     sharding_axes = Axes().union(*[dim.axes for dim in dims])
+    # Axes that shard a dim of another operand are busy in this pair, too, and hold copies here.
     busy = [axis for axis in shardings.axes if axis in placement.busy - sharding_axes]
     sums: list[tuple[str, int]] = []
     for i, (number, operand) in enumerate(zip(numbers, pair.operands, strict=True)):
-        is_result = number < 0
+        is_result = number < 0  # of an earlier pair, which may have left partial sums
         for axis in operand.layout.tagged("sum", "mean"):
             if axis in busy and (is_result or (axis, number) in placement.sums):
                 sums.append((axis, i))
@@ -361,6 +373,10 @@ def _greedy_order(shardings: EinsumShardings) -> Order:
     _, *path = np.einsum_path(*arguments, optimize="greedy")[0]
     order: list[Takes] = []
     for takes in path:
-        # If pairs save no operations, numpy takes all that are left at once.
-        order += [tuple(takes)] if len(takes) == 2 else [(0, 1)] * (len(takes) - 1)
+        # The result goes behind the others, as here. If pairs save no operations, numpy takes all
+        # operands that are left at once: then any order of pairs will do.
+        if len(takes) == 2:
+            order.append(tuple(takes))
+        else:
+            order += [(0, 1)] * (len(takes) - 1)
     return tuple(order)

@@ -71,6 +71,7 @@ def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> L
     text: the expression that errors mark. Raises PlanError for an axis that does not fit the table.
     """
     dims = _common_dims(operands, text)
+    # In the order in which the text names them, so that errors are about the first.
     axes = dict.fromkeys(axis for layout in operands for axis in layout.axes)
     tags: list[tuple[str, tuple[str, ...]]] = []
     for axis in axes:
@@ -97,7 +98,7 @@ def _axis_role(
     """Find the row of the module's table that an axis is in."""
     kinds = [_role_in(layout, axis) for layout in operands]
     cut_names = [dim.name for dim in dims.values() if axis in dim.axes]
-    if len(cut_names) > 1:
+    if len(cut_names) > 1:  # devices would contract blocks that do not meet
         first, second = cut_names[:2]
         misfits = [i for i, layout in enumerate(operands) if second in layout.names]
         return AxisRole(None, misfits, f"cuts {first!r} and {second!r}")
@@ -107,15 +108,19 @@ def _axis_role(
         for i, layout in enumerate(operands):
             if name not in layout.names and kinds[i] != "copy":
                 misfits.append(i)
-        tag = None if name in names else "sum"
+        tag = None
+        if name not in names:  # each device sums its own part of the dim
+            tag = "sum"
         return AxisRole(tag, misfits, f"cuts {name!r}, which this operand lacks")
     for first_index, kind in enumerate(kinds):
+        # The product of two sums is no sum of products, so that one operand at most holds addends.
         if kind in ("sum", "mean"):
             misfits = []
             for i, other in enumerate(kinds):
                 if i != first_index and other != "copy":
                     misfits.append(i)
             return AxisRole(kind, misfits, "holds addends of another operand")
+    # Else some operand holds copies: a replica beside them would get one device's gradient.
     misfits = [i for i, kind in enumerate(kinds) if kind is None]
     return AxisRole("copy", misfits, "holds copies of another operand, of this one replicas")
 

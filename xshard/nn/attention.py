@@ -99,9 +99,11 @@ class Attention:
         # Along an axis that shards batches or heads, keys follow the queries.
         taken = {axis for dim in self.q.layout.dims[:SEQUENCE] for axis in dim.axes}
         of_keys = tuple(a for a in self.kv.layout.dims[SEQUENCE].axes if a not in taken)
-        if self.how == REDUCE:
-            return of_keys if of_keys else of_queries
-        return of_queries if of_queries else of_keys
+        if self.how == REDUCE and of_keys:  # keys stay where they are, and queries move
+            return of_keys
+        if of_queries:
+            return of_queries
+        return of_keys
 
     @cached_property
     def queries(self) -> Sharding:
@@ -110,10 +112,10 @@ class Attention:
         tags = self.q.layout.tags
         heads = dims[HEADS]
         rows = dims[SEQUENCE]
-        if self.how == ULYSSES and self.axes:
+        if self.how == ULYSSES and self.axes:  # whole sequences of some heads
             dims[HEADS] = replace(heads, shards=(*heads.shards, Shard(self.axes, "balanced")))
             dims[SEQUENCE] = Dim(rows.name)
-        elif self.how == RING and not rows.axes:
+        elif self.how == RING and not rows.axes:  # only keys are sharded: queries follow them
             dims[SEQUENCE] = Dim(rows.name, (Shard(self.axes),))
         elif self.how == REDUCE:
             if set(rows.axes) & set(self.axes):
@@ -127,14 +129,17 @@ class Attention:
         queries = self.queries.layout
         dims = (*queries.dims[:HEADS], self._key_heads(), self._key_rows(), queries.dims[WIDTH])
         sharding_axes = {axis for dim in dims for axis in dim.axes}
+        # Devices with other queries use the same keys: copies, so that their gradients are summed.
         copies = tuple(axis for axis in queries.axes if axis not in sharding_axes)
-        tags = (("copy", copies),) if copies else ()
-        return self.kv.with_layout(Layout(dims, tags))
+        tags = [("copy", copies)] if copies else []
+        return self.kv.with_layout(Layout(dims, tuple(tags)))
 
     @property
     def result(self) -> Sharding:
         """The sharding under which the result is computed."""
-        tags = (("sum", self.axes),) if self.how == REDUCE else ()
+        tags: tuple[tuple[str, tuple[str, ...]], ...] = ()
+        if self.how == REDUCE:  # by each device's own keys
+            tags = (("sum", self.axes),)
         layout = Layout(self.queries.layout.dims, tags)
         return replace(self.queries, layout=layout, shape=(*self.q.shape[:WIDTH], self.value_width))
 
@@ -147,6 +152,7 @@ class Attention:
         """Return whether masks surely leave each query a key: rows of one sequence see themselves."""
         if self.kv.shape[SEQUENCE] == 0:
             return False
+        # Documents of two sequences, or a window that an offset moves away, may leave a query nothing.
         is_masked = has_documents or self.left is not None or self.right is not None
         is_one_sequence = self.q.layout.names == self.kv.layout.names
         return not is_masked or (is_one_sequence and not self.offset)
@@ -160,7 +166,7 @@ class Attention:
         """Return the rows of keys on a device: all of them, or in a ring and in "reduce" a part."""
         of_queries = self.queries.layout.dims[SEQUENCE]
         of_keys = self.kv.layout.dims[SEQUENCE]
-        if self.how not in (RING, REDUCE):
+        if self.how not in (RING, REDUCE):  # gathered, or whole for some heads
             return Dim(of_keys.name)
         if self.how == RING and of_queries.name == of_keys.name:
             return of_queries
@@ -178,6 +184,7 @@ class Attention:
         dim = queries.layout.dims[HEADS]
         if group == 1 or not dim.axes:
             return dim
+        # Heads by numbers may lie apart: then a device's heads of keys are no interval.
         if any(shard.numbers for shard in dim.shards):
             hint = f"as in {dim.name}/balanced({','.join(dim.axes)})"
             what = "heads in groups, sharded by numbers"
@@ -197,6 +204,7 @@ class Attention:
         if self.group == 1:
             return np.arange(len(query_heads))
         key_heads = row_numbers(self.keys.held(dim, device))
+        # A device's heads of keys are consecutive. Without heads there is no first: nothing to subtract.
         return query_heads // self.group - key_heads[:1]
 
     def query_rows(self, device: int) -> Rows:
@@ -219,9 +227,12 @@ class Attention:
     @cached_property
     def rounds(self) -> int:
         """The number of blocks of keys that a device uses; no window reaches later ones."""
-        n_blocks = len(self.devices) if self.how == RING else 1
+        n_blocks = 1
+        if self.how == RING:
+            n_blocks = len(self.devices)
         if self.left is None:
             return n_blocks
+        # A later round may count where an earlier one does not: a block travels through all before it.
         last = 0
         for turn in range(1, n_blocks):
             if any(tiles(self, device, turn) for device in self.devices):
@@ -248,6 +259,7 @@ class Attention:
 
     def rotation(self, block: Sequence[int], by: int = 1) -> Rotation:
         """Return the move of each device's block, of shape `block`, to the device `by` further on."""
+        # As an array of all devices' blocks, sharded by rows; the move changes which device has which.
         batch, heads, rows, width = block
         n_devices = len(self.devices)
 
@@ -265,10 +277,13 @@ class Attention:
         that arrives. The next block travels while the caller computes with this one.
         """
         for turn in range(self.rounds):
-            wait = send(kv) if turn + 1 < self.rounds else None
+            is_last = turn + 1 == self.rounds
+            if is_last:
+                yield turn, kv
+                return
+            wait = send(kv)  # before the caller computes, so that both happen at once
             yield turn, kv
-            if wait:
-                kv = wait()
+            kv = wait()
 
     def split(self, kv: Any) -> tuple[Any, Any]:
         """Separate a block of keys and the values beside them."""
@@ -298,6 +313,7 @@ def key_order(kv_layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:
 
     Rows of keys may have a name of their own: b t h k, for queries with (b, h, s, k) -> (b, h, t, k).
     """
+    # One name that queries lack is the one of the keys' rows; more are an error, found below.
     others = [name for name in kv_layout.names if name not in names]
     rows = others[0] if len(others) == 1 else names[SEQUENCE]
     order = (*names[:SEQUENCE], rows, names[WIDTH])
@@ -319,6 +335,7 @@ def key_lengths(
     if kv_length is not None and not rows:
         hint = "rows of keys that are others than the queries' rows have another name, as in b t/cp h k"
         raise XshardError(f"kv_length={kv_length}", text=str(kv_layout), hint=hint)
+    # Rows of a name of their own are not as many as the queries', and heads may be fewer.
     lengths |= dict.fromkeys(rows, kv_length)
     lengths[heads] = kv_heads
     return [lengths.get(name) for name in kv_layout.names]
@@ -341,9 +358,10 @@ def attention(
     if how not in (AUTO, *METHODS):
         raise XshardError(f"unknown how={how!r}", hint=f"there are: {', '.join((AUTO, *METHODS))}")
     left, right = _sight(window)
-    if causal:
+    if causal:  # with a window, too, whatever that says about later rows
         right = 0
     _check_shapes(q, k, v)
+    # Keys and values travel side by side, along the width.
     kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
     attn = Attention(q, kv, v.shape[WIDTH], how, left, right, offset)
     if q.mesh.size(*attn.axes) == 1:  # no axis shares the sequence out: there is nothing to move
@@ -415,8 +433,11 @@ def document_move(
     `[*batch, sequence]`. Batches stay sharded as the queries' are.
     """
     array = attn.kv if of_keys else attn.q
-    names = array.layout.names
-    wanted = (names[SEQUENCE],) if ndim == 1 else (*names[:HEADS], names[SEQUENCE])
+    names = array.layout.names  # in `dim_order`
+    wanted = (*names[:HEADS], names[SEQUENCE])
+    if ndim == 1:  # the same documents in all batches
+        wanted = (names[SEQUENCE],)
+    # The numbers have their dims in the order of the caller's layout.
     dims = tuple(dim for dim in layout.dims if dim.name in wanted)
     batch = {dim.name: dim for dim in attn.q.layout.dims[:HEADS]}
     gathered = tuple(batch.get(dim.name, Dim(dim.name)) for dim in dims)
@@ -435,6 +456,7 @@ def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
     q = attn.query_rows(device)
     k = attn.key_rows(device, turn)
     found = list[Tile]()
+    # Runs of consecutive rows, since a mask of those is a band, which fused kernels know.
     for q_run, k_run in itertools.product(_runs(q), _runs(k)):
         tile = _tile(attn, q, k, q_run, k_run)
         if tile is not None:
@@ -452,8 +474,11 @@ def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
     for device in attn.devices:
         rows = row_numbers(array.held(dim, device))
         starts.add(tuple(run.start for run in _runs(rows)))
+    # One program for all devices, as JAX has it, cannot divide blocks in different ways.
     are_even = len(set(array.local_sizes[SEQUENCE])) == 1
-    return starts.pop() if are_even and len(starts) == 1 else (0,)
+    if are_even and len(starts) == 1:
+        return starts.pop()
+    return (0,)
 
 
 def _runs(rows: Rows) -> list[slice]:
@@ -471,8 +496,12 @@ def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile
     q_start, q_stop = _spanned(q[q_run] + attn.offset)
     k_start, k_stop = _spanned(k[k_run])
     farther_than_any = int(k.max()) + int(q.max()) + abs(attn.offset) + 1
-    left = farther_than_any if attn.left is None else attn.left
-    right = farther_than_any if attn.right is None else attn.right
+    left = farther_than_any
+    if attn.left is not None:
+        left = attn.left
+    right = farther_than_any
+    if attn.right is not None:
+        right = attn.right
 
     # The keys that some query sees.
     first_key = max(k_start, q_start - left)

@@ -30,9 +30,9 @@ CUBIC = -0.75  # the constant of the cubic kernel (Keys 1981 has -0.5; torch, Op
 class OutputRun(NamedTuple):
     """Consecutive outputs of one part, and the rows that they read: numbers of the first, and counts."""
 
-    first: int
+    first: int  # row, below 0 in the padding
     rows: int
-    start: int
+    start: int  # output
     outputs: int
 
 
@@ -40,7 +40,7 @@ class OutputRun(NamedTuple):
 class Frame:
     """One dim of an op; a part's block holds the rows of each of its runs in turn."""
 
-    source: Dim
+    source: Dim  # with the overlap that brings every part its rows
     result: Dim
     length: int  # of the result
     runs: tuple[tuple[OutputRun, ...], ...]  # of each part
@@ -57,7 +57,9 @@ def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int 
     span = _span(window)
     if base > 1 or min(padding_before, padding_after) < 0:
         # No overlap says this: each part's outputs read one interval, and it gets just those rows.
-        dilated = (length - 1) * base + 1 if length else 0
+        dilated = max(0, (length - 1) * base + 1)
+        if length == 0:
+            dilated = 0
         outputs = max(0, (dilated + padding_before + padding_after - span) // stride + 1)
         reads = _tap_rows(span, stride, base, padding_before)
         return interval_frame(
@@ -70,6 +72,7 @@ def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int 
         runs = []
         for run in unrolled(window_outputs(source, window, length, sizes, coords)):
             if run.length:
+                # Consecutive outputs read overlapping windows: one interval of rows.
                 first_row = run.start * stride - padding_before
                 rows = (run.length - 1) * stride + span
                 runs.append(OutputRun(first_row, rows, run.start, run.length))
@@ -96,7 +99,9 @@ def transposed_frame(
 ) -> Frame:
     """Return the frame of a transposed convolution: tap j adds row i to output `i * s - p + d * j`."""
     span = d * (k - 1) + 1
-    outputs = max(0, (length - 1) * s - 2 * p + span + extra) if length else 0
+    outputs = 0
+    if length:
+        outputs = max(0, (length - 1) * s - 2 * p + span + extra)
     # The same as a convolution of stride 1 over rows with s - 1 empty ones between them.
     reads = _tap_rows(span, 1, s, span - 1 - p)
     return interval_frame(dim, length, sizes, outputs, reads)
@@ -132,6 +137,7 @@ def interval_frame(
             what = f"the parts of '{dim}' are not intervals"
             raise ShapeError(what, hint="redistribute to contiguous parts first, as in h/sp")
     row_intervals = _intervals(owned)
+    # Which outputs a part has decides which rows it reads.
     result = _result_dim(dim, length, outputs, row_intervals, rule)
     output_intervals = _intervals(all_owned_rows(result, outputs, sizes))
     halo_before = []
@@ -142,15 +148,17 @@ def interval_frame(
         first = last = own_first  # a part without outputs reads nothing
         if start < stop:
             first, last = reads(start, stop)
-        if beyond == EMPTY:
+        if beyond == EMPTY:  # there is nothing to read beyond the ends
             first = min(max(first, 0), length)
             last = min(max(last, 0), length)
-        last = max(first, last)
+        last = max(first, last)  # an empty interval, where all rows are beyond an end
         # Negative where a part does not read all of its own rows.
         halo_before.append(own_first - first)
         halo_after.append(last - own_last)
-        is_empty = start == stop
-        runs.append(() if is_empty else (OutputRun(first, last - first, start, stop - start),))
+        if start < stop:
+            runs.append((OutputRun(first, last - first, start, stop - start),))
+        else:
+            runs.append(())
     source = Dim(dim.name, dim.shards, Halo(tuple(halo_before), tuple(halo_after), beyond, beyond))
     return Frame(source, result, outputs, tuple(runs))
 
@@ -181,9 +189,10 @@ def _result_dim(
     has_sizes = any(shard.order == SIZES for shard in dim.shards)
     if rule != "aligned" and not has_sizes:
         return Dim(dim.name, dim.shards)
+    # The parts' shares of the rows, rounded up, so that no output is left over.
     edges = [0]
     for _, stop in row_intervals:
-        edges.append(math.ceil(stop * outputs / length) if length else 0)
+        edges.append(math.ceil(stop * outputs / max(length, 1)))
     lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
     return Dim(dim.name, (Shard(dim.axes, SIZES, lengths),))
 
@@ -243,20 +252,25 @@ def taps(
     if mode not in MODES:
         raise XshardError(f"no interpolation {mode!r}", hint=f"modes are: {', '.join(MODES)}")
     output = np.arange(outputs, dtype=np.float64)
+    # With a scale torch takes its inverse, not the ratio of lengths, which may be rounded.
     step = length / outputs if scale is None else 1 / scale
     if mode.startswith("nearest"):
-        shift = 0.5 if mode == "nearest-exact" else 0.0
+        shift = 0.0
+        if mode == "nearest-exact":  # of the centers of pixels
+            shift = 0.5
         nearest = np.floor((output + shift) * step).astype(np.int64)
         nearest = np.minimum(nearest, length - 1)
         return Taps(nearest[:, None], np.ones((outputs, 1)))
 
     # Where each output lies among the rows.
     if align_corners:
-        ratio = (length - 1) / (outputs - 1) if outputs > 1 else 0.0
-        center = output * ratio
+        # The first and the last output lie on the first and the last row.
+        center = np.zeros_like(output)
+        if outputs > 1:
+            center = output * ((length - 1) / (outputs - 1))
     else:
         center = (output + 0.5) * step - 0.5
-    if mode == "linear":
+    if mode == "linear":  # not cubic, which goes on beyond the first row
         center = np.maximum(center, 0.0)
     first = np.floor(center).astype(np.int64)
     part = center - first
@@ -267,6 +281,7 @@ def taps(
     else:
         offsets = range(-1, 3)
         weights = [_cubic(part + 1), _cubic(part), _cubic(1 - part), _cubic(2 - part)]
+    # Beyond the ends the first or the last row counts again.
     inputs = np.clip(first[:, None] + np.array(offsets), 0, length - 1)
     return Taps(inputs, np.stack(weights, 1))
 
