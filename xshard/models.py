@@ -64,6 +64,7 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
         src, dst = parse_expression(text)
     else:
         src = dst = Layout.parse(text)
+    # Errors mark the axis in the rule's own text.
     for layout in (src, dst):
         check_axes(layout, mesh, text)
     # Only rows of the first dim go where values say, and only on the right.
@@ -73,7 +74,10 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     if routed_elsewhere or len(routed) > 1 or (routed and src != plain):
         hint = "as in 't/ep c -> t/to(ep) c': rows of the first dim, sharded over the same axes on the left"
         raise NotationError("'to' moves rows that are sharded", text=text, hint=hint)
-    return ActivationRule(src, plain, text, routed[0].axes if routed else ())
+    axes: tuple[str, ...] = ()
+    if routed:
+        axes = routed[0].axes
+    return ActivationRule(src, plain, text, axes)
 
 
 def _routed_shards(dims: Iterable[Dim]) -> list[Shard]:
@@ -88,7 +92,9 @@ def _without_routes(dim: Dim) -> Dim:
     """Return a dim with plain shards in place of routes: `t/to(ep)` -> `t/ep`."""
     shards = []
     for shard in dim.shards:
-        shards.append(Shard(shard.axes) if shard.order == ROUTED else shard)
+        if shard.order == ROUTED:
+            shard = Shard(shard.axes)
+        shards.append(shard)
     return replace(dim, shards=tuple(shards))
 
 
@@ -113,11 +119,14 @@ def placed(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
     # `outside` without the named axes.
     factors: dict[str, tuple[str, ...]] = {}
     for axis in outside.axes:
-        factors[axis] = () if axis in named else (axis,)
+        factors[axis] = (axis,)
+        if axis in named:  # a product of no factors: it does nothing
+            factors[axis] = ()
     others = factored(outside, factors)
     shards_outside = {dim.name: dim.shards for dim in others.dims}
     dims = []
     for dim in layout.dims:
+        # The rule sees blocks of what is outside, so its shards are the inner ones.
         shards = (*shards_outside.get(dim.name, ()), *dim.shards)
         dims.append(replace(dim, shards=shards))
     return Layout(tuple(dims), (*others.tags, *layout.tags))
@@ -128,8 +137,9 @@ def inside(rule: ActivationRule, outside: Layout) -> Layout:
     after = placed(rule.dst, rule.axes, outside)
     unsharded = Layout(tuple(Dim(dim.name) for dim in outside.dims))
     dims = {dim.name: dim for dim in placed(unsharded, rule.axes, outside).dims}
+    # Dims that the rule does not name keep the shards of other axes.
     dims |= {dim.name: dim for dim in after.dims}  # the rule decides about the dims that it names
-    dims.pop(ELLIPSIS, None)
+    dims.pop(ELLIPSIS, None)  # stands for dims without a name
     return Layout(tuple(dims.values()), after.tags)
 
 
@@ -162,6 +172,7 @@ def arriving_shape(
             lengths[dim.name] = dim.rows
         elif dim.axes <= named:
             lengths[dim.name] = dim.length
+    # The shape follows from this block; the block has to follow from the shape, too.
     shape = global_shape(layout, mesh, local_shape, rule.text, lengths)
     expected = Sharding(layout, mesh, shape).local_shape(device)
     if expected != local_shape:
@@ -212,7 +223,7 @@ def known_inside(
         length = lengths[dim.name]
         if dim.name in dims:
             known = dims[dim.name]
-            axes |= known.axes - set(rule.axes)
+            axes |= known.axes - set(rule.axes)  # what the rule does not name stays as outside
             length = known.length
         source = f"'{rule.text}' of the {where}"
         dims[dim.name] = KnownDim(dim.name, axes, length, local_length, source)
@@ -224,7 +235,7 @@ def dims_of_parameter(sharding: Sharding, device: int) -> tuple[KnownDim, ...]:
     local_shape = sharding.local_shape(device)
     dims = []
     for dim, length, rows in zip(sharding.layout.dims, sharding.shape, local_shape, strict=True):
-        if dim.axes:
+        if dim.axes:  # an unsharded one says nothing that a block does not
             dims.append(KnownDim(dim.name, frozenset(dim.axes), length, rows))
     return tuple(dims)
 
@@ -273,6 +284,7 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
     # Partial sums, and rows with halos, are no values that could be stored.
     _check_values(rule.src, (), text)
     _check_values(rule.dst, ("sum", "copy", "mean"), text)
+    # `copy` moves nothing here: it says that the user knows where each process uses the whole.
     whole = frozenset(rule.dst.tagged("copy"))
     equal = whole - varying
     if equal:
@@ -330,6 +342,7 @@ def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:
     Those over which all uses sum it, and that do not shard it where it is stored.
     """
     of_all_uses = uses[0].copied
+    # Over an axis that some use does not sum, a sum of all uses would count that one too often.
     for use in uses[1:]:
         of_all_uses &= use.copied
     return of_all_uses.difference(uses[0].stored.axes)

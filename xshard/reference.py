@@ -61,7 +61,7 @@ def scatter(
     blocks = []
     for device in range(mesh.n_devices):
         block = np.zeros(sharding.local_shape(device), x.dtype)
-        if mesh.index(device, sums) == 0:
+        if mesh.index(device, sums) == 0:  # one addend has the value, and zeros change no sum
             _fill(block, x, sharding, device)
         blocks.append(block)
     return blocks
@@ -69,6 +69,7 @@ def scatter(
 
 def _fill(block: Block, x: Block, sharding: Sharding, device: int) -> None:
     """Write a device's part of a global array into its block."""
+    # Rows outside the array first: where dims overlap, rows of the array are written over them.
     for d, start, stop, value in fill_boxes(sharding, device):
         block[(slice(None),) * d + (slice(start, stop),)] = value
     for view in views(sharding):
@@ -118,7 +119,8 @@ def gather(
     addend_axes = sharding.layout.tagged("sum", "mean", "max", "min")
     distinct_axes = (*sharding.layout.cut_axes, *addend_axes)
     copy_axes = [axis for axis in mesh.axes if axis not in distinct_axes]
-    out: Block = np.zeros(sharding.shape, arrays[0].dtype if arrays else float)
+    dtype = arrays[0].dtype if arrays else np.dtype(float)
+    out: Block = np.zeros(sharding.shape, dtype)
     is_written = np.zeros(out.shape, bool)
     for device in range(mesh.n_devices):
         if mesh.index(device, copy_axes):
@@ -129,6 +131,7 @@ def gather(
                 values = arrays[device][index.block]
                 if view.sign < 0:
                     values = -values
+                # The first addend of an element is no reduction with 0, which a max would show.
                 reduced = reduce(out[index.whole], values)
                 out[index.whole] = np.where(is_written[index.whole], reduced, values)
                 is_written[index.whole] = True
@@ -202,9 +205,11 @@ def run(plan: Plan | ContractionPlan, *operands: Arrays) -> list[Block]:
     if isinstance(plan, ContractionPlan):
         return _contracted(plan, operands).result
     [blocks] = operands
+    # Copies, since steps may return their input, and the caller's blocks are left as they are.
     current = [np.array(block) for block in checked_blocks(blocks, plan.source)]
     dtype = dtypes.name_of(current[0].dtype)
     for kind, axes in plan.src.tags:
+        # A sum that stays is not reduced: then any dtype is right.
         ends_here = plan.transfer or not set(axes) <= set(plan.dst.tagged(kind))
         if kind != "copy" and ends_here:
             dtypes.check_reduction(dtype, kind)
@@ -236,12 +241,17 @@ def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arr
         return run(plan.backward, cotangents)
     plans = max_min_plans(plan)
     xs = checked_blocks(given, plan.source)
-    best = run(plans.result, run(plan, xs) if plans.result.src.is_linear else xs)
+    # The maximum, back where the blocks are, to be compared with them.
+    if plans.result.src.is_linear:
+        best = run(plans.result, run(plan, xs))
+    else:
+        best = run(plans.result, xs)
     won = [np.equal(x, y).astype(x.dtype) for x, y in zip(xs, best, strict=True)]
     winners = run(plans.count, won)  # how many share a cotangent
     pulled = run(plans.cotangent, cotangents)
     shares = []
     for cotangent, has_won, n_winners in zip(pulled, won, winners, strict=True):
+        # Without a winner, as with nan, there is nothing to share, and nothing to divide by.
         shares.append(cotangent * has_won / np.maximum(n_winners, 1))
     return shares
 
@@ -315,6 +325,7 @@ def _places_by_name(array: Sharding, named: Sharding) -> Iterator[NDArray[np.int
     for device in range(array.mesh.n_devices):
         shape = array.local_shape(device)
         rows = partial(named.layout.positions, named.mesh, named.shape, device=device)
+        # Numbers of elements go the way of elements, so that they tell where each is from.
         numbers = np.arange(math.prod(shape)).reshape(shape)
         yield named_block(numbers, array.layout, named, named.local_shape(device), rows)
 
@@ -361,8 +372,11 @@ def contract(
         for dims, blocks in operands:
             arguments.append(_widened(blocks[device]))
             arguments.append([numbers[name] for name in dims])
+        # By numbers, since numpy's letters are 52, and names may be longer.
         y = np.asarray(np.einsum(*arguments, [numbers[name] for name in names]))
-        result.append(y.astype(first.dtype) if _is_low_precision(first) else y)
+        if _is_low_precision(first):
+            y = y.astype(first.dtype)
+        result.append(y)
     return result
 
 
@@ -372,7 +386,10 @@ def _is_low_precision(block: Block) -> bool:
 
 
 def _widened(block: Block) -> Block:
-    return block.astype(np.float32) if _is_low_precision(block) else block
+    """Return a block in a dtype that numpy can contract."""
+    if _is_low_precision(block):
+        return block.astype(np.float32)
+    return block
 
 
 def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:
@@ -384,6 +401,7 @@ def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:
     if len(arrays) != sharding.mesh.n_devices:
         hint = f"one block per device of {sharding.mesh!r}, row-major"
         raise ShapeError(f"{len(arrays)} blocks for {sharding.mesh.n_devices} devices", hint=hint)
+    # Layouts may give devices blocks of different shapes.
     for device, array in enumerate(arrays):
         local_shape = sharding.local_shape(device)
         if array.shape != local_shape:

@@ -50,6 +50,7 @@ class ReplicaCheck(NamedTuple):
     def axes(self) -> tuple[str, ...]:
         """The axes along which blocks are equal by contract: axes of replicas and of copies."""
         layout = self.sharding.layout
+        # Copies have one value, too, though devices use them in different ways.
         differing = set(layout.axes) - set(layout.tagged("copy"))
         return tuple(axis for axis in self.sharding.mesh.long_axes if axis not in differing)
 
@@ -78,7 +79,9 @@ class ReplicaCheck(NamedTuple):
             called = "devices " + ", ".join(map(str, group))
         hint = f"by {difference[device, axis_index]:.3g} on {called}, where the largest value is "
         hint += f"{largest[device, axis_index]:.3g}\n  {self._way_out(axis)}"
-        what = "cotangents" if self.cotangents else "blocks"
+        what = "blocks"
+        if self.cotangents:
+            what = "cotangents"
         reason = f"{what} differ along {axis!r}, where one value is meant"
         error = ReplicaError(reason, text=self.text, span=self._side(), hint=hint)
         return with_path(error, self.name)
@@ -108,9 +111,14 @@ def checks_of(
     mesh: of all devices that call it; None: the mesh of either end.
     """
     source = plan.source
+    source_mesh = mesh
+    target_mesh = mesh
+    if mesh is None:  # each end has its own devices
+        source_mesh = source.mesh
+        target_mesh = plan.target.mesh
     check = ReplicaCheck(
         sharding=source,
-        mesh=source.mesh if mesh is None else mesh,
+        mesh=source_mesh,
         dtype=plan.dtype,
         text=text,
         cotangents=False,
@@ -119,8 +127,7 @@ def checks_of(
     if not plan.dst.is_linear:
         return check, None
     dual = plan.target.dual
-    dual_mesh = dual.mesh if mesh is None else mesh
-    return check, check._replace(sharding=dual, mesh=dual_mesh, cotangents=True)
+    return check, check._replace(sharding=dual, mesh=target_mesh, cotangents=True)
 
 
 def are_checked(asked: bool | None) -> bool:

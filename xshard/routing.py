@@ -43,7 +43,9 @@ class Groups:
             >>> Groups.of(3, 2).parts, Groups.of([1, 0, 1], 2).parts, Groups.of(None, 2).parts
             ((0, 0, 1), (1, 0, 1), (0, 1))
         """
-        number = n_parts if groups is None else whole_number(groups)
+        number = whole_number(groups)
+        if groups is None:  # one for each part
+            number = n_parts
         if number is None:
             parts = whole_numbers(groups)
         else:
@@ -67,8 +69,9 @@ class Groups:
 
 def _parts_in_turn(n_groups: int, n_parts: int) -> tuple[int, ...]:
     """Return the part of each group under `g/parts`: 3 groups on 2 parts -> (0, 0, 1)."""
-    if n_groups <= 0:
+    if n_groups <= 0:  # the caller's error tells the number
         return ()
+    # As a dim of groups would be sharded: the last parts may have fewer, or none.
     mesh = Mesh(parts=n_parts)
     layout = Layout.parse("g/parts")
     parts: list[int] = []
@@ -86,7 +89,9 @@ def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits:
     """
     fits = len(rows) > 0 and len(to) in (1, 2) and to[0] == rows[0]
     if not is_whole or not fits:
-        kind = "" if is_whole else ", of numbers that are not whole,"
+        kind = ""
+        if not is_whole:
+            kind = ", of numbers that are not whole,"
         what = f"to has shape {tuple(to)}{kind} for rows of shape {tuple(rows)}"
         hint = "to[row] is a group, or to[row, choice]; a number below 0 is none"
         raise ShapeError(what, hint=hint)

@@ -153,8 +153,11 @@ class Rules(Mapping[Pattern, Any]):
             {'up.weight': 'o/tp i', 'norm': '...'}
         """
         decided = {name: self.pattern_for(name) for name in names}
-        complaints = [] if partial else self._about_missing(decided, what)
-        if decided:
+        # All that is wrong at once, so that one look at the error is enough.
+        complaints: list[Complaint] = []
+        if not partial:
+            complaints += self._about_missing(decided, what)
+        if decided:  # of no names all rules are unused: that is no mistake in them
             complaints += self._about_unused(decided, what)
         if complaints:
             hints: list[str] = []
@@ -173,8 +176,9 @@ class Rules(Mapping[Pattern, Any]):
         missing = [name for name, pattern in decided.items() if pattern is None]
         if not missing:
             return []
-        patterns = [f"'{text_of(pattern)}'" for pattern in self._rules]
-        listed_patterns = ", ".join(patterns) if patterns else "nothing"
+        listed_patterns = "nothing"
+        if self._rules:
+            listed_patterns = ", ".join(f"'{text_of(pattern)}'" for pattern in self._rules)
         reason = f"no rule for {len(missing)} of {len(decided)} {what}s: {listed(missing)}"
         hint = (
             f"the rules are for: {listed_patterns}; '**' is for all others, '...' for whole arrays"
@@ -188,6 +192,7 @@ class Rules(Mapping[Pattern, Any]):
         complaints = []
         for pattern in self._rules:
             has_alternatives = not set("{|").isdisjoint(text_of(pattern))
+            # A pattern with alternatives may be used by some of them only.
             if pattern in used and not has_alternatives:
                 continue
             idle = _idle(pattern, names)
@@ -220,7 +225,9 @@ def _check_value(pattern: Pattern, value: str) -> None:
 
 def _about_idle(alternative: Pattern, pattern: Pattern, names: list[str], what: str) -> Complaint:
     """Return the complaint about an alternative of a pattern, or all of it, that fits no name."""
-    place = "" if alternative == pattern else f"'{text_of(alternative)}' in "
+    place = ""
+    if alternative != pattern:
+        place = f"'{text_of(alternative)}' in "
     hints = [f"the {what}s are: {listed(names)}"]
     meant = nearest(alternative, names)
     if meant:
@@ -278,7 +285,7 @@ def _owned_by(owner: int, shape: Sequence[int], axis: str, n_devices: int) -> st
     sizes[owner] = str(shape[0])
     dims = [f"o/sizes({axis},{','.join(sizes)})"]
     for d in range(1, len(shape)):
-        dims.append("i" if d == 1 else f"d{d}")
+        dims.append(f"d{d}" if d > 1 else "i")  # as weights are written: out, in
     return " ".join(dims)
 
 
@@ -298,7 +305,9 @@ def _idle(pattern: Pattern, names: Sequence[str]) -> list[Pattern]:
             fits = any(map(_compiled(alternative).fullmatch, names))
         if not fits:
             idle.append(alternative)
-    return [pattern] if len(idle) == len(alternatives) else idle
+    if len(idle) == len(alternatives):  # one complaint about all of it says enough
+        return [pattern]
+    return idle
 
 
 def nearest(spelling: Pattern, names: Collection[str]) -> str:
@@ -319,7 +328,7 @@ def nearest(spelling: Pattern, names: Collection[str]) -> str:
         candidates = set[str]()
         for name in names:
             texts = match_stars(wide, name)
-            if texts:
+            if texts:  # the star in place of this part is the one after the stars before it
                 candidates.add(texts[star])
         meant = did_you_mean(part, candidates)
         if meant:
@@ -457,7 +466,9 @@ def _regex(spelling: str, pattern: str) -> str:
         else:
             sections[-1].append(_part_regex(part, pattern))
     regex, *later = [r"\.".join(section) for section in sections]
-    dot = r"\." if regex else ""  # before the next part, if there is one before it
+    dot = ""  # before the next part, if there is one before it
+    if regex:
+        dot = r"\."
     for i, section in enumerate(later, 1):
         is_last = i == len(later)
         if section and is_last:

@@ -25,7 +25,7 @@ from xshard.search.solve import best_path, respelled
 # computed again (FlashAttention, Dao et al. 2022).
 BACKWARD = 2.5
 
-# How much is known of the cost of a move.
+# How much is known of the seconds of a move: a lower bound of them, an estimate, or the plan's.
 BOUND = 0
 ESTIMATE = 1
 PRICE = 2

@@ -56,6 +56,7 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     begun = begun_axes(src.layout, dst.layout)
     if not begun:
         return Exchange(dst.layout).traffic(src).received
+    # `_lacking` has an axis for each mesh axis: its sum over a group of the sum that begins.
     total = _lacking(src, dst).sum(axis=tuple(mesh.position(axis) for axis in begun))
     return _divided_up(int(total.max()), mesh.size(*begun))
 
@@ -83,13 +84,14 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
         return int(_lacking(src, dst).sum())
     begun = begun_axes(src.layout, dst.layout)
     sums = dst.layout.tagged("sum", "max", "min")
+    # How many devices own each element of the result.
     copies = mesh.n_devices // mesh.size(*dst.layout.cut_axes, *sums)
     if src.layout.overlaps or dst.layout.overlaps:
         elements = _reached(src, dst)
     else:
         elements = math.prod(dst.shape)
     messages = reduction_messages(elements, mesh.size(*ended), copies)
-    if not begun:
+    if not begun:  # a sum that begins may have an addend anywhere, so that owners hold some
         messages += max(0, elements - _met(src, dst))
     staying = [axis for axis in sums if axis not in begun]
     return messages * mesh.size(*staying)
@@ -126,7 +128,7 @@ def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
     """Return `received_elements`, if blocks may repeat rows: an element counts once for a device."""
     mesh = dst.mesh
     if begun_axes(src.layout, dst.layout):
-        return 0  # no bound is known: any device may begin the sum of a row that several hold
+        return 0  # the least that is true: no better bound is known
     needed = np.ones(mesh.n_devices, np.int64)
     at_hand = np.ones(mesh.n_devices, np.int64)
     for d in range(len(dst.shape)):
@@ -183,7 +185,8 @@ def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: 
 
     A row in no block is zero: nobody sends it. A row in just one block is complete there.
     """
-    if any(isinstance(rows, Rows) for rows in (*blocks, *wanted)):  # rows as numbers, not runs
+    # `Rows` are row numbers as an array: many that no few runs describe.
+    if any(isinstance(rows, Rows) for rows in (*blocks, *wanted)):
         all_rows = np.concatenate([row_numbers(block) for block in blocks])
         n_blocks = np.bincount(all_rows, minlength=length)  # that hold each row
         nonzero = []
@@ -197,6 +200,7 @@ def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: 
     held_pieces = pieces(blocks)
     # All runs are divided at the edges of all others, so that two parts are equal or disjoint.
     parts, interval, source = at_edges(joined(held_pieces, pieces(wanted)))
+    # `source` numbers the piece that each part is of: first the pieces of blocks, then the wanted ones.
     is_held = source < len(held_pieces.start)
     n_blocks = np.bincount(interval[is_held], minlength=len(interval))[interval]
     return NeededRows(
@@ -220,7 +224,9 @@ def _met(src: Sharding, dst: Sharding) -> int:
     met = None
     if src_cuts is not None and dst_cuts is not None:
         met = met_elements(src.shape, src_cuts, dst_cuts)
-    return math.prod(src.shape) if met is None else met
+    if met is None:  # too many: the bound that follows is lower, and still right
+        return math.prod(src.shape)
+    return met
 
 
 def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
@@ -265,16 +271,16 @@ def received_elements_between(
     if addends > 1 and sums and not are_disjoint:
         return 0  # an addend may stay where it is and be one of the new sum
     lacking = lacking_elements(source, target, src_devices, dst_devices)
-    bound = _divided_up(int(lacking.max()), target.mesh.size(*sums))
+    fewest = _divided_up(int(lacking.max()), target.mesh.size(*sums))
     if addends == 1:
-        return bound
+        return fewest
     copies = target.mesh.n_devices // target.mesh.size(*target.layout.cut_axes, *sums)
     elements = math.prod(source.shape)
     messages = reduction_messages(elements, addends, copies)
     if are_disjoint:  # no owner holds an addend: one message more for each element
         messages += elements
     n_devices = len({*src_devices, *dst_devices})
-    return max(bound, _divided_up(messages, n_devices))
+    return max(fewest, _divided_up(messages, n_devices))
 
 
 @lru_cache(maxsize=4096)

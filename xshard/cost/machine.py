@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
@@ -81,8 +81,10 @@ def load_profile(profile: ProfileLike) -> Profile:
     if not isinstance(name, str | Path):
         hint = f"one of {', '.join(shipped())}, or a file"
         raise ProfileError(f"profile is {shown(name)}", hint=hint)
-    is_file = str(name).partition(":")[0] not in shipped() and os.path.isfile(name)
-    changed_ns = os.stat(name).st_mtime_ns if is_file else 0
+    changed_ns = 0
+    # A shipped name wins over a file of that name, and costs no look at the disk.
+    if str(name).partition(":")[0] not in shipped() and os.path.isfile(name):
+        changed_ns = os.stat(name).st_mtime_ns
     return _load(str(name), changed_ns)
 
 
@@ -104,15 +106,16 @@ def _shipped_folder() -> Any:
 @lru_cache(maxsize=64)
 def _load(name: str, _changed_ns: int) -> Profile:
     """Read a profile. The time of its last change is a part of the cache's key."""
+    # Only shipped names may say the size of nodes: a path may have a colon in it.
     base, colon, nodes = name.rpartition(":")
     if colon and base in shipped():
         return _with_nodes_of(base, nodes)
     if name in shipped():
         return profile_of(name, (_shipped_folder() / f"{name}.json").read_text())
-    try:
-        text = Path(name).read_text() if Path(name).is_file() else None
-    except (OSError, ValueError):  # a name that no file can have, or no text
-        text = None
+    text = None
+    with suppress(OSError, ValueError):  # a name that no file can have, or no text
+        if Path(name).is_file():  # not a device or a pipe, which may never end
+            text = Path(name).read_text()
     if text is None:
         hint = f"{did_you_mean(name, shipped())}shipped are: {', '.join(shipped())}; or give a file"
         raise ProfileError(f"no profile {shown(name)}", hint=hint)
@@ -124,7 +127,9 @@ def _with_nodes_of(base: str, nodes: str) -> Profile:
     name = f"{base}:{nodes}"
     machine = _load(base, 0)
     if machine.across is None or not parse_number(nodes):
-        has = f"nodes of {machine.node_devices}" if machine.node_devices else "one node"
+        has = "one node"
+        if machine.node_devices:
+            has = f"nodes of {machine.node_devices}"
         hint = f"'h100:4' has nodes of 4; {base} has {has}"
         raise ProfileError(f"no profile {name!r}", hint=hint)
     return replace(machine, name=name, node_devices=int(nodes))
@@ -148,6 +153,9 @@ def profile_of(name: str, text: str) -> Profile:
 def _profile_of_values(data: dict[str, Any]) -> Profile:
     """Build a profile from the values of its file. It may raise anything, for values of wrong types."""
     copy_bytes_per_s = data["copy_bytes_per_s"]
+    if not copy_bytes_per_s:  # null: JSON has no number for infinity
+        copy_bytes_per_s = math.inf
+    # Keys that came later have defaults, so that old files stay good.
     return Profile(
         name=data["name"],
         source=data["source"],
@@ -156,8 +164,7 @@ def _profile_of_values(data: dict[str, Any]) -> Profile:
         node_devices=data.get("node_devices"),
         axes=tuple(sorted((axis, Link(**link)) for axis, link in data["axes"].items())),
         launch_s=_pairs(data["launch_s"]),
-        # JSON has no number for infinity: null stands for it.
-        copy_bytes_per_s=copy_bytes_per_s if copy_bytes_per_s else math.inf,
+        copy_bytes_per_s=copy_bytes_per_s,
         inside=_pairs(data.get("inside", {})),
         rounds=data.get("rounds", False),
         flops_per_s=_pairs(data.get("flops_per_s", {})),
@@ -221,7 +228,9 @@ def _overriding() -> ProfileLike:
     if used is not None:
         return used
     name = os.environ.get(VARIABLE)
-    return name if name else AUTO
+    if not name:  # unset, or set to nothing
+        return AUTO
+    return name
 
 
 def node_processes(n: int) -> int | None:
@@ -232,6 +241,7 @@ def node_processes(n: int) -> int | None:
     for variable in LAUNCHERS:
         value = os.environ.get(variable, "")
         if value.isdecimal():
+            # Usually the number itself. A divisor keeps nodes whole if this one has fewer or more.
             return math.gcd(int(value), n)
     # Slurm lists all nodes, as in `4(x2),3`. Else this may be a pod of a PyTorchJob, where "auto" is one
     # process: the pods are written like Slurm's nodes.
@@ -245,7 +255,9 @@ def node_processes(n: int) -> int | None:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match:
             processes = int(match[1])
-            times = int(match[2]) if match[2] else 1
+            times = 1
+            if match[2]:
+                times = int(match[2])
             divisor = math.gcd(divisor, processes)
             total += processes * times
     # Another total: the variables are of another job, or of a part of it.
@@ -265,6 +277,7 @@ def machine_of(kind: str, node_devices: int | None) -> Profile:
         warnings.warn(reason + hint, stacklevel=2)
         name = DEFAULT
     profile = load_profile(name)
+    # A rack is one domain of NVLink, over several hosts: the launcher's number is no limit of it.
     is_as_shipped = node_devices in (None, profile.node_devices)
     if is_as_shipped or profile.across is None or name in RACKS:
         return profile
@@ -305,7 +318,8 @@ def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
         ]  # [groups, devices along the axis]
         if are_across(profile, groups[:, :1], groups).any():
             links[axis] = profile.across
-    links |= dict(profile.axes)
+    links |= dict(profile.axes)  # what the profile says of an axis wins
+    # The same profile, if it says the same: caches then know it.
     has_these_links = all(profile.link(axis, mesh) == links[axis] for axis in mesh.axes)
     if has_these_links and _begin_nodes_alike(devices, nodes):
         return profile

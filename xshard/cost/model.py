@@ -50,7 +50,7 @@ class Link:
 
     def carried(self, hop: Hop) -> int:
         """Return the elements that the busiest link of a hop, or share of a port, carries to a device."""
-        if self.topology == "port":
+        if self.topology == "port":  # `slack`: what devices that receive less leave of it to others
             return hop.received - hop.slack
         return hop.received
 
@@ -129,6 +129,7 @@ class Profile:
         """Return the profile for some axes of a mesh as a mesh of their own, with its own device numbers."""
         if set(axes) == set(mesh.axes):
             return self
+        # By name, since device numbers of the part do not show which of its devices share a node.
         links = []
         inside = []
         for axis in axes:
@@ -161,6 +162,7 @@ class Profile:
         n = mesh.sizes[position]
         if origin in dict(self.inside):
             node_devices = dict(self.inside)[origin]
+            # Within the axis' own positions: the sub-axes of it that lie further in.
             later = [a for a in mesh.axes[position + 1 :] if mesh.origin(a) == origin]
             stride = math.prod(mesh.sizes_of(later))
         else:
@@ -170,18 +172,21 @@ class Profile:
                 return n
             node_devices = self.node_devices
             stride = math.prod(mesh.sizes[position + 1 :])  # from one position to the next
-        if node_devices % stride:
+        if node_devices % stride:  # a step along the axis may lead into another node
             return 1
         if node_devices % (stride * n) == 0:
             return n
         in_node = node_devices // stride
-        return in_node if n % in_node == 0 else 1
+        if n % in_node:  # nodes end at other positions for other groups
+            return 1
+        return in_node
 
     def splits_groups(self, mesh: Mesh) -> bool:
         """Return whether nodes end within groups of devices, so that axes do not show which are near."""
         nodes = self.node_devices
         if self.across is None or nodes is None or self.axes or mesh.n_devices <= nodes:
             return False
+        # If axes fill nodes, devices of a node differ along the positions inside, and along no others.
         return math.prod(self._positions_in_node(axis, mesh) for axis in mesh.axes) != nodes
 
     def launch(self, kind: str) -> float:
@@ -201,13 +206,15 @@ class Profile:
         """Return how many collectives a step of a kind starts."""
         if kind in LOCAL:
             return 0
-        if self.rounds and kind == "exchange":
+        if self.rounds and kind == "exchange":  # one permutation for each message
             return max(1, sum(hop.messages for hop in traffic.hops))
         return 1
 
     def copied(self, traffic: Traffic) -> int:
         """Return the elements that a step copies locally."""
-        return traffic.copied - traffic.kept if self.rounds else traffic.copied
+        if self.rounds:
+            return traffic.copied - traffic.kept
+        return traffic.copied
 
     def flops(self, dtype: str) -> float:
         """Return the floating point operations per second in matrix products; infinite if unknown."""
@@ -307,7 +314,9 @@ class Fabric:
             # The devices of a group share the links out of it.
             ring_seconds = max(ring_seconds, (n_devices - 1) * byte_seconds / group)
             phase_seconds += (span.size - 1) * gathered * byte_seconds
-            gathered *= span.size
+            gathered *= (
+                span.size
+            )  # the slow links carry few blocks, the fast ones all that these brought
         return phase_seconds < ring_seconds
 
 
@@ -385,7 +394,7 @@ def too_large(limit: int | None, least: int, of: str = "of those weighed") -> Pl
 
     least: the bytes of the plan that holds least; of: the plans that were weighed, in words.
     """
-    limit_bytes = 0 if limit is None else limit
+    limit_bytes = limit if limit is not None else 0
     hint = f"the least {of} is {format_bytes(least)} ({least} bytes)"
     return PlanError(f"no plan stays within {format_bytes(limit_bytes)} per device", hint=hint)
 

@@ -57,9 +57,9 @@ def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int 
     span = _span(window)
     if base > 1 or min(padding_before, padding_after) < 0:
         # No overlap says this: each part's outputs read one interval, and it gets just those rows.
-        dilated = max(0, (length - 1) * base + 1)
-        if length == 0:
-            dilated = 0
+        dilated = 0  # rows, and the places between them
+        if length:
+            dilated = (length - 1) * base + 1
         outputs = max(0, (dilated + padding_before + padding_after - span) // stride + 1)
         reads = _tap_rows(span, stride, base, padding_before)
         return interval_frame(
