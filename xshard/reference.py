@@ -203,7 +203,7 @@ def run(plan: Plan | ContractionPlan, *operands: Arrays) -> list[Block]:
         [6, 6]
     """
     if isinstance(plan, ContractionPlan):
-        return _contracted(plan, operands).result
+        return _run_contraction(plan, operands).result
     [blocks] = operands
     # Copies, since steps may return their input, and the caller's blocks are left as they are.
     current = [np.array(block) for block in checked_blocks(blocks, plan.source)]
@@ -236,7 +236,7 @@ def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arr
         LinearityError: The plan is a max or min between two meshes.
     """
     if isinstance(plan, ContractionPlan):
-        return _pulled(plan, given, cotangents)
+        return _pull_back_contraction(plan, given, cotangents)
     if plan.src.is_linear or plan.transfer:
         return run(plan.backward, cotangents)
     plans = max_min_plans(plan)
@@ -263,7 +263,7 @@ class Contracted(NamedTuple):
     used: list[list[Operand]]
 
 
-def _contracted(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contracted:
+def _run_contraction(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contracted:
     """Run a contraction part by part."""
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
@@ -279,12 +279,14 @@ def _contracted(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contracted
         local = contract(list(zip(names, used, strict=True)), part.result.src.names)
         left = [*remaining(left, part.takes), run(part.result, local)]
     [result] = left
-    return Contracted(_as_written(result, target, plan.result.target), used_by_part)
+    return Contracted(_to_written_dims(result, target, plan.result.target), used_by_part)
 
 
-def _pulled(plan: ContractionPlan, operands: Sequence[Arrays], cotangents: Arrays) -> list[Operand]:
+def _pull_back_contraction(
+    plan: ContractionPlan, operands: Sequence[Arrays], cotangents: Arrays
+) -> list[Operand]:
     """Return the cotangents of all operands, computed part by part, the last part first."""
-    used_by_part = _contracted(plan, operands).used
+    used_by_part = _run_contraction(plan, operands).used
     cotangent_blocks = [np.asarray(block) for block in cotangents]
     # Cotangents of the operands that are left at this point of the forward pass.
     left = [by_name(cotangent_blocks, plan.arrays[-1], plan.result.target)]
@@ -294,7 +296,7 @@ def _pulled(plan: ContractionPlan, operands: Sequence[Arrays], cotangents: Array
         for i, operand in sorted(of_taken, key=itemgetter(0)):
             left.insert(i, operand)  # in the order of places, so that each goes back to its own
     described = zip(left, plan.arrays, plan.moves, strict=False)
-    return [_as_written(x, array, move.source) for x, array, move in described]
+    return [_to_written_dims(x, array, move.source) for x, array, move in described]
 
 
 def by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
@@ -306,7 +308,7 @@ def by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operan
     return [block.reshape(-1)[places] for block, places in by_device]
 
 
-def _as_written(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
+def _to_written_dims(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
     """Bring blocks back from one dim per name: the adjoint of `by_name`.
 
     Zeros stand where `by_name` takes nothing: beside a diagonal.
@@ -370,7 +372,7 @@ def contract(
     for device, first in enumerate(operands[0][1]):
         arguments: list[Any] = []
         for dims, blocks in operands:
-            arguments.append(_widened(blocks[device]))
+            arguments.append(_as_contractible(blocks[device]))
             arguments.append([numbers[name] for name in dims])
         # By numbers, since numpy's letters are 52, and names may be longer.
         y = np.asarray(np.einsum(*arguments, [numbers[name] for name in names]))
@@ -385,7 +387,7 @@ def _is_low_precision(block: Block) -> bool:
     return block.dtype.kind == "V"
 
 
-def _widened(block: Block) -> Block:
+def _as_contractible(block: Block) -> Block:
     """Return a block in a dtype that numpy can contract."""
     if _is_low_precision(block):
         return block.astype(np.float32)

@@ -195,7 +195,7 @@ class Rules(Mapping[Pattern, Any]):
             # A pattern with alternatives may be used by some of them only.
             if pattern in used and not has_alternatives:
                 continue
-            idle = _idle(pattern, names)
+            idle = _unused_alternatives(pattern, names)
             for alternative in idle:
                 complaints.append(_about_idle(alternative, pattern, names, what))
             if not idle and pattern not in used and pattern != ALL:  # all of it fits
@@ -289,7 +289,7 @@ def _owned_by(owner: int, shape: Sequence[int], axis: str, n_devices: int) -> st
     return " ".join(dims)
 
 
-def _idle(pattern: Pattern, names: Sequence[str]) -> list[Pattern]:
+def _unused_alternatives(pattern: Pattern, names: Sequence[str]) -> list[Pattern]:
     """Return the alternatives of a pattern that fit none of these names; the pattern if none does."""
     alternatives: Sequence[Pattern] = [pattern]
     if isinstance(pattern, str):

@@ -77,13 +77,13 @@ class AttentionCall:
         if self.kv_layout:
             kv_layout = Layout.parse(self.kv_layout)
         names = core.dim_order(q_layout, self.sequence, self.heads)
-        query = self._operand(q, q_layout, self.shape, names)
+        query = self._enter_operand(q, q_layout, self.shape, names)
         kv_names = core.key_order(kv_layout, names)
         kv_shape = core.key_lengths(
             query.sharding, kv_layout, self.heads, self.kv_heads, self.kv_length
         )
-        key = self._operand(k, kv_layout, kv_shape, kv_names)
-        value = self._operand(v, kv_layout, kv_shape, kv_names)
+        key = self._enter_operand(k, kv_layout, kv_shape, kv_names)
+        value = self._enter_operand(v, kv_layout, kv_shape, kv_names)
         attn = core.attention(
             query.sharding,
             key.sharding,
@@ -98,20 +98,20 @@ class AttentionCall:
         is_plain = self._is_plain(attn)
         attn = self.choose(attn, is_plain)
         # From here on the method is known, and with it where blocks are used.
-        documents = self._whole_documents(attn, q_layout, kv_layout)
+        documents = self._gather_documents(attn, q_layout, kv_layout)
         scale = query.block.shape[-1] ** -0.5 if self.scale is None else self.scale
         call = replace(self, attn=attn, documents=documents, scale=scale)
-        results = call._computed(query.block, key.block, value.block, is_plain)
-        return [self._transposed(x, names, q_layout.names) for x in results]
+        results = call._move_and_compute(query.block, key.block, value.block, is_plain)
+        return [self._reorder_dims(x, names, q_layout.names) for x in results]
 
-    def _operand(
+    def _enter_operand(
         self, x: Any, layout: Layout, shape: Sequence[int | None] | None, names: Sequence[str]
     ) -> Operand:
         """Return the block of an argument, with its dims in the order of `names`."""
         block, sharding = self.enter(x, layout, shape)
-        return Operand(self._transposed(block, layout.names, names), sharding.in_order(names))
+        return Operand(self._reorder_dims(block, layout.names, names), sharding.in_order(names))
 
-    def _transposed(self, x: Any, names: Sequence[str], wanted: Sequence[str]) -> Any:
+    def _reorder_dims(self, x: Any, names: Sequence[str], wanted: Sequence[str]) -> Any:
         """Bring the dims of an array from the order `names` into the order `wanted`."""
         sources = tuple(names.index(name) for name in wanted)
         return self.xp.moveaxis(x, sources, tuple(range(x.ndim)))
@@ -125,19 +125,19 @@ class AttentionCall:
             return False
         return attn.sees_some(self.documents[0] is not None)
 
-    def _whole_documents(
+    def _gather_documents(
         self, attn: Attention, q_layout: Layout, kv_layout: Layout
     ) -> tuple[Any, Any]:
         """Bring the document numbers of all queries and of all keys here: `[batch or 1, rows]` each."""
         of_queries, of_keys = self.documents
         if of_queries is None:
             return None, None
-        of_queries = self._whole_numbers(attn, of_queries, q_layout, of_keys=False)
+        of_queries = self._gather_numbers(attn, of_queries, q_layout, of_keys=False)
         if of_keys is None:  # queries and keys are rows of one sequence
             return of_queries, of_queries
-        return of_queries, self._whole_numbers(attn, of_keys, kv_layout, of_keys=True)
+        return of_queries, self._gather_numbers(attn, of_keys, kv_layout, of_keys=True)
 
-    def _whole_numbers(
+    def _gather_numbers(
         self, attn: Attention, numbers: Any, layout: Layout, *, of_keys: bool
     ) -> Any:
         """Gather a block of document numbers along the sequence -> `[batch or 1, rows]`."""
@@ -146,13 +146,13 @@ class AttentionCall:
         numbers = self.xp.moveaxis(numbers, move.order, tuple(range(len(move.order))))
         return numbers.reshape(-1, numbers.shape[-1])
 
-    def _computed(self, q: Any, k: Any, v: Any, is_plain: bool) -> list[Any]:
+    def _move_and_compute(self, q: Any, k: Any, v: Any, is_plain: bool) -> list[Any]:
         """Move blocks to where they are used, compute, and move the results to the queries' layout."""
         attn = self.attn
         batch_shape = q.shape[:HEADS]
-        q = self.moved(q, attn.q, attn.queries)
+        q = self.move_any_width(q, attn.q, attn.queries)
         # Side by side, so that keys and values travel in one message.
-        kv = self.moved(self.xp.concat((k, v), axis=-1), attn.kv, attn.keys)
+        kv = self.move_any_width(self.xp.concat((k, v), axis=-1), attn.kv, attn.keys)
 
         # Kernels have exactly one batch dim.
         n_batches = math.prod(batch_shape)
@@ -163,22 +163,22 @@ class AttentionCall:
         lse = lse.reshape((*batch_shape, *lse.shape[1:], 1))
 
         if attn.how == REDUCE:  # each device has seen its own keys only
-            y, lse = self._merged(y, lse)
+            y, lse = self._merge_over_keys(y, lse)
         results = [y]
         if self.return_lse:  # else log-sum-exps are not computed by all kernels
             results.append(lse)
         if attn.how == REDUCE:
             return results  # merging has moved them
-        return [self.moved(x, attn.result, attn.target) for x in results]
+        return [self.move_any_width(x, attn.result, attn.target) for x in results]
 
-    def moved(self, x: Any, src: Sharding, dst: Sharding) -> Any:
+    def move_any_width(self, x: Any, src: Sharding, dst: Sharding) -> Any:
         """Redistribute an array of any width, whatever the width of `src` and `dst`."""
         if src.layout == dst.layout:  # nothing to do, and nothing to differentiate
             return x
         # The layouts do not shard the width, so that any fits.
         return self.move(x, (src.layout, dst.layout), (*src.shape[:-1], x.shape[-1]))
 
-    def _merged(self, y: Any, lse: Any) -> tuple[Any, Any]:
+    def _merge_over_keys(self, y: Any, lse: Any) -> tuple[Any, Any]:
         """Merge results and log-sum-exps, each over one device's keys, into those over all keys.
 
         With m = max(lse), y = sum(exp(lse - m) * y) / sum(exp(lse - m)), and lse = m + log of that sum.
@@ -192,15 +192,17 @@ class AttentionCall:
 
         # Subtracting the greatest keeps exp() from overflowing. It is -inf where no device saw a key:
         # the clip keeps the difference from being nan.
-        greatest = xp.clip(self.moved(self.wide(lse), maxima, whole), xp.finfo(lse.dtype).min)
+        greatest = xp.clip(
+            self.move_any_width(self.wide(lse), maxima, whole), xp.finfo(lse.dtype).min
+        )
         weight = xp.exp(lse - greatest)
         # Side by side again: one reduction for both sums.
-        sums = self.moved(xp.concat((y * weight, weight), axis=-1), result, target)
+        sums = self.move_any_width(xp.concat((y * weight, weight), axis=-1), result, target)
         total = sums[..., :-1]
         total_weight = sums[..., -1:]
         sees_nothing = total_weight == 0
         divisor = xp.where(sees_nothing, 1, total_weight)  # 0 / 1: such a row is 0, not nan
-        log_sum = self.moved(greatest, whole, target) + xp.log(divisor)
+        log_sum = self.move_any_width(greatest, whole, target) + xp.log(divisor)
         return total / divisor, xp.where(sees_nothing, -math.inf, log_sum)
 
     def _check(self, attn: Attention) -> None:

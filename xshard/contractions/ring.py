@@ -104,15 +104,15 @@ class TravellingDim(NamedTuple):
 def rings(part: Part) -> Iterator[ContractionRing]:
     """Iterate over the rings that a part may run in: for moves of one step, between even blocks."""
     for i, move in enumerate(part.moves):
-        gathered = _gathered(part, i, move)
+        gathered = _gathered_dim(part, i, move)
         if gathered is not None:
             yield from _rings(gathered, move)
-    scattered = _scattered(part.result)
+    scattered = _scattered_dim(part.result)
     if scattered is not None:
         yield from _rings(scattered, part.result)
 
 
-def _gathered(part: Part, i: int, move: Plan) -> TravellingDim | None:
+def _gathered_dim(part: Part, i: int, move: Plan) -> TravellingDim | None:
     """Return the dim that an operand's move gathers, if it does just that along one axis."""
     gather = _only_step(move)
     # A gather to copies, not to replicas, each of which would give the whole gradient.
@@ -126,7 +126,7 @@ def _gathered(part: Part, i: int, move: Plan) -> TravellingDim | None:
     return TravellingDim(i, gather.dim, move.source, Layout(move.src.dims, tags))
 
 
-def _scattered(result: Plan) -> TravellingDim | None:
+def _scattered_dim(result: Plan) -> TravellingDim | None:
     """Return the dim that the result's move scatters, if it does just that along one axis."""
     scatter = _only_step(result)
     if not isinstance(scatter, ReduceScatter) or scatter.op != "sum":

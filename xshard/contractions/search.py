@@ -157,10 +157,10 @@ class CandidateSearch:
 
     def hill_climb(self) -> list[Placement]:
         """Return the placements reached from the seeds by changes of one axis, while bounds fall."""
-        tops = [self._top(seed) for seed in self.shardings.seeds()]
+        tops = [self._climb(seed) for seed in self.shardings.seeds()]
         return list(dict.fromkeys(tops))  # each once, in order
 
-    def _top(self, placement: Placement) -> Placement:
+    def _climb(self, placement: Placement) -> Placement:
         """Follow the best neighbor of a placement as long as it is better."""
         rank = self._rank(placement)
         while True:

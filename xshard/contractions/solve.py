@@ -166,9 +166,9 @@ class _Solver:
             forward = CandidateSearch(self.shardings, self.prices, FORWARD)
             best_forward = next(forward.best(limit)).placement
             best = min(first, search.candidate(best_forward), key=self._plan_seconds)
-            yield self._at_once(best)
+            yield self._as_single_contraction(best)
         for candidate in candidates:
-            yield self._at_once(candidate)
+            yield self._as_single_contraction(candidate)
 
     def _search_in(self, shardings: EinsumShardings, below: float = math.inf) -> CandidateSearch:
         return CandidateSearch(shardings, self.prices, self.request.objective, below)
@@ -177,11 +177,11 @@ class _Solver:
         """Return the seconds of the plan of a candidate, in rounds if it may be."""
         candidate.priced(self.prices)
         if self.request.overlap != NEVER:
-            return self._plan(self._at_once(candidate)).cost
+            return self._plan(self._as_single_contraction(candidate)).cost
         # The same without making a plan, and rounded as candidates' seconds are.
         return round(candidate.work + sum([move.seconds for move in candidate.estimates]), 15)
 
-    def _at_once(self, candidate: Candidate) -> ContractionPath:
+    def _as_single_contraction(self, candidate: Candidate) -> ContractionPath:
         """Return the path of one contraction of all operands."""
         return self.start.then(tuple(range(len(self.start.left))), candidate)
 
@@ -210,7 +210,7 @@ class _Solver:
         for takes in order:
             longer: list[ContractionPath] = []
             for path in paths:
-                longer += self._extended(path, takes, order)
+                longer += self._extend(path, takes, order)
             paths = sorted(longer, key=attrgetter("seconds"))[:WIDTH]
         return paths
 
@@ -232,7 +232,7 @@ class _Solver:
             numbers = [*remaining(numbers, takes), -1]
         return path
 
-    def _extended(
+    def _extend(
         self, path: ContractionPath, takes: Takes, order: Order
     ) -> Iterator[ContractionPath]:
         """Iterate over a path with one more contraction, in each of its best placements."""

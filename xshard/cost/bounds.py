@@ -50,18 +50,18 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     """
     mesh = dst.mesh
     if ended_axes(src.layout, dst.layout):
-        return _divided_up(total_elements(src, dst), mesh.n_devices)
+        return _mean_rounded_up(total_elements(src, dst), mesh.n_devices)
     if src.layout.overlaps or dst.layout.overlaps:
         return _received_with_overlaps(src, dst)
     begun = begun_axes(src.layout, dst.layout)
     if not begun:
         return Exchange(dst.layout).traffic(src).received
-    # `_lacking` has an axis for each mesh axis: its sum over a group of the sum that begins.
-    total = _lacking(src, dst).sum(axis=tuple(mesh.position(axis) for axis in begun))
-    return _divided_up(int(total.max()), mesh.size(*begun))
+    # `_lacking_elements` has an axis for each mesh axis: its sum over a group of the sum that begins.
+    total = _lacking_elements(src, dst).sum(axis=tuple(mesh.position(axis) for axis in begun))
+    return _mean_rounded_up(int(total.max()), mesh.size(*begun))
 
 
-def _divided_up(elements: int, n: int) -> int:
+def _mean_rounded_up(elements: int, n: int) -> int:
     """Divide among n devices, rounded up: the busiest has at least the mean."""
     return -(-elements // n)
 
@@ -81,18 +81,18 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     mesh = dst.mesh
     ended = ended_axes(src.layout, dst.layout)
     if not ended:
-        return int(_lacking(src, dst).sum())
+        return int(_lacking_elements(src, dst).sum())
     begun = begun_axes(src.layout, dst.layout)
     sums = dst.layout.tagged("sum", "max", "min")
     # How many devices own each element of the result.
     copies = mesh.n_devices // mesh.size(*dst.layout.cut_axes, *sums)
     if src.layout.overlaps or dst.layout.overlaps:
-        elements = _reached(src, dst)
+        elements = _reached_elements(src, dst)
     else:
         elements = math.prod(dst.shape)
     messages = reduction_messages(elements, mesh.size(*ended), copies)
     if not begun:  # a sum that begins may have an addend anywhere, so that owners hold some
-        messages += max(0, elements - _met(src, dst))
+        messages += max(0, elements - _met_elements(src, dst))
     staying = [axis for axis in sums if axis not in begun]
     return messages * mesh.size(*staying)
 
@@ -116,7 +116,7 @@ def least_received(
     return -(-reduction_messages(elements, addends, copies) * staying_sums // n_devices)
 
 
-def _lacking(src: Sharding, dst: Sharding) -> NDArray[np.int64]:
+def _lacking_elements(src: Sharding, dst: Sharding) -> NDArray[np.int64]:
     """Return the elements that every device needs and does not have, as an array over the mesh."""
     mesh = dst.mesh
     needed = received_from(src, dst, ()).elements
@@ -141,7 +141,7 @@ def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
     return int((needed - at_hand).max())
 
 
-def _reached(src: Sharding, dst: Sharding) -> int:
+def _reached_elements(src: Sharding, dst: Sharding) -> int:
     """Return the number of elements that some device holds at the source, and some at the destination."""
     elements = 1
     for d in range(len(src.shape)):
@@ -217,7 +217,7 @@ def _n_common(rows: Runs, others: Runs) -> int:
     return sum(segment.length for segment in common_segments(rows, others))
 
 
-def _met(src: Sharding, dst: Sharding) -> int:
+def _met_elements(src: Sharding, dst: Sharding) -> int:
     """Return the elements that some device holds on both sides; all if that has no closed form."""
     src_cuts = link_cuts(src, ())
     dst_cuts = link_cuts(dst, ())
@@ -271,7 +271,7 @@ def received_elements_between(
     if addends > 1 and sums and not are_disjoint:
         return 0  # an addend may stay where it is and be one of the new sum
     lacking = lacking_elements(source, target, src_devices, dst_devices)
-    fewest = _divided_up(int(lacking.max()), target.mesh.size(*sums))
+    fewest = _mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
     if addends == 1:
         return fewest
     copies = target.mesh.n_devices // target.mesh.size(*target.layout.cut_axes, *sums)
@@ -280,7 +280,7 @@ def received_elements_between(
     if are_disjoint:  # no owner holds an addend: one message more for each element
         messages += elements
     n_devices = len({*src_devices, *dst_devices})
-    return max(fewest, _divided_up(messages, n_devices))
+    return max(fewest, _mean_rounded_up(messages, n_devices))
 
 
 @lru_cache(maxsize=4096)

@@ -216,13 +216,13 @@ def asked_for(profile: ProfileLike) -> ProfileLike:
 
     "auto" if neither says one, a shipped name as it is, and a file as the Profile that it has.
     """
-    asked = _overriding() if profile == AUTO else profile
+    asked = _overriding_profile() if profile == AUTO else profile
     if isinstance(asked, Profile) or asked in (AUTO, *shipped()):
         return asked
     return load_profile(asked)
 
 
-def _overriding() -> ProfileLike:
+def _overriding_profile() -> ProfileLike:
     """Return the profile of `use_profile`, else of XSHARD_PROFILE, else "auto"."""
     used = _USED.get()
     if used is not None:

@@ -357,7 +357,7 @@ def attention(
     """
     if how not in (AUTO, *METHODS):
         raise XshardError(f"unknown how={how!r}", hint=f"there are: {', '.join((AUTO, *METHODS))}")
-    left, right = _sight(window)
+    left, right = _visible_range(window)
     if causal:  # with a window, too, whatever that says about later rows
         right = 0
     _check_shapes(q, k, v)
@@ -385,7 +385,7 @@ def _check_shapes(q: Sharding, k: Sharding, v: Sharding) -> None:
         raise ShapeError(what, text=text, hint=hint)
 
 
-def _sight(window: Any) -> tuple[int | None, int | None]:
+def _visible_range(window: Any) -> tuple[int | None, int | None]:
     """Return how many rows a query sees before its place and after it; None: all.
 
     3 -> (2, 2); (2, 0) -> (2, 0); None -> (None, None). Raises XshardError.
@@ -493,8 +493,8 @@ def _runs(rows: Rows) -> list[slice]:
 def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile | None:
     """Return the part of the scores between a run of queries and a run of keys that counts, or None."""
     # All numbers below are places among the keys. A query at place p sees keys p - left ... p + right.
-    q_start, q_stop = _spanned(q[q_run] + attn.offset)
-    k_start, k_stop = _spanned(k[k_run])
+    q_start, q_stop = _spanned_interval(q[q_run] + attn.offset)
+    k_start, k_stop = _spanned_interval(k[k_run])
     farther_than_any = int(k.max()) + int(q.max()) + abs(attn.offset) + 1
     left = farther_than_any
     if attn.left is not None:
@@ -533,6 +533,6 @@ def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile
     return Tile(queries, keys, kind)
 
 
-def _spanned(places: Rows) -> Interval:
+def _spanned_interval(places: Rows) -> Interval:
     """Return the interval from the least of some places to the greatest."""
     return int(places.min()), int(places.max()) + 1
