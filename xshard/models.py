@@ -134,13 +134,15 @@ def placed(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
 
 def inside(rule: ActivationRule, outside: Layout) -> Layout:
     """Return all dims that have names inside a module, and the tags of activations there."""
-    after = placed(rule.dst, rule.axes, outside)
+    inside_layout = placed(rule.dst, rule.axes, outside)
     unsharded = Layout(tuple(Dim(dim.name) for dim in outside.dims))
     dims = {dim.name: dim for dim in placed(unsharded, rule.axes, outside).dims}
     # Dims that the rule does not name keep the shards of other axes.
-    dims |= {dim.name: dim for dim in after.dims}  # the rule decides about the dims that it names
+    dims |= {
+        dim.name: dim for dim in inside_layout.dims
+    }  # the rule decides about the dims that it names
     dims.pop(ELLIPSIS, None)  # stands for dims without a name
-    return Layout(tuple(dims.values()), after.tags)
+    return Layout(tuple(dims.values()), inside_layout.tags)
 
 
 class KnownDim(NamedTuple):

@@ -163,6 +163,7 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
     for given in (mesh, src_mesh, dst_mesh):
         if given is not None:
             check_mesh(given)
+    # Options of moves between two meshes, or over devices by number.
     has_two_ends = (
         relabel
         or src_mesh is not None
@@ -178,6 +179,7 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
         _check_flops_limit(flops_limit)
         limit = limit_of(memory_limit)
         call, shapes = shapes_of(contraction(expression), *whole_lengths(sizes, shape))
+        # A contraction is a layer as a rule: its gradient decides where it is computed, too.
         passes = objective if objective else BOTH
         return plan_contraction(
             call, mesh, shapes, dtype, profile, limit, flops_limit, passes, overlap
@@ -196,6 +198,7 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
         options = MoveOptions(dtype, profile, limit, passes)
         return _plan_between(expression, src, dst, _lengths(shape), options, relabel=relabel)
     lengths = _lengths(shape)
+    # The usual case: a cache by value, that a repeated call hits.
     types = tuple(map(type, lengths))
     return _plan_on_mesh(expression, mesh, lengths, types, dtype, profile, limit, passes)
 
@@ -286,6 +289,7 @@ def _plan_between(
         check_axes(dst_layout, dst.mesh, text)
     else:  # the axis may be right on the left: the error marks it where it comes last
         check_axes(dst_layout, dst.mesh, text, "the destination's mesh", -1)
+    # Without numbers both meshes are over devices 0, 1, 2, ..., and so share them.
     src_numbers = device_numbers("source", src.mesh, src.devices)
     dst_numbers = device_numbers("destination", dst.mesh, dst.devices)
     if relabel and sorted(src_numbers) != sorted(dst_numbers):

@@ -350,12 +350,15 @@ def contract_gradient(
     operands: the dims and the blocks of the cotangent and of the others; names: the dims of the operand
     `like`.
     """
-    known = set[str]()
+    other_names = set[str]()
     for dims, _ in operands:
-        known.update(dims)
+        other_names.update(dims)
     # Dims that this operand alone has are summed in it: its cotangent is the rest, repeated along them.
-    repeated = [d for d, name in enumerate(names) if name not in known]
-    ones = [np.ones([block.shape[d] for d in repeated], block.dtype) for block in like]
+    repeated = [d for d, name in enumerate(names) if name not in other_names]
+    ones = []
+    for block in like:
+        shape = [block.shape[d] for d in repeated]
+        ones.append(np.ones(shape, block.dtype))
     repeated_names = tuple(names[d] for d in repeated)
     return contract([*operands, (repeated_names, ones)], names)
 

@@ -157,8 +157,8 @@ def _kept_scheme(part: Part, axis: str, sharded: str) -> str:
     owners = [i for i, operand in enumerate(part.used) if sharded in operand.layout.names]
     moved = [i for i, move in enumerate(part.moves) if move.src.role(axis) != move.dst.role(axis)]
     if len(owners) == len(part.used) > 1:
-        after = ", some after a move (Ulysses, dispatch)" if moved else ""
-        return f"every operand has it (experts, heads){after}"
+        some_moved = ", some after a move (Ulysses, dispatch)" if moved else ""
+        return f"every operand has it (experts, heads){some_moved}"
     # By convention activations are operand 0, and the weight is operand 1.
     if owners == [0]:
         return "data parallel, the weight gathered (ZeRO-3)" if 1 in moved else "data parallel"

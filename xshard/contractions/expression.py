@@ -169,6 +169,6 @@ def _by_name(layout: Layout) -> Layout:
             shards[first] = dim.shards  # a composed dim is sharded by its first name
         for name in names[1:]:
             shards.setdefault(name, ())
-    once = [name for name in shards if n_dims[name] == 1]
+    unique = [name for name in shards if n_dims[name] == 1]
     repeated = [name for name in shards if n_dims[name] > 1]
-    return Layout(tuple(Dim(name, shards[name]) for name in (*once, *repeated)), layout.tags)
+    return Layout(tuple(Dim(name, shards[name]) for name in (*unique, *repeated)), layout.tags)

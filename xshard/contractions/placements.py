@@ -251,7 +251,10 @@ class EinsumShardings:
     @cached_property
     def _given_shards(self) -> set[Shards]:
         """All shards of a dim in an array: they are possible, however short the dim is."""
-        return {dim.shards for array in self.arrays for dim in array.normal.dims}
+        shards = set[Shards]()
+        for array in self.arrays:
+            shards.update(dim.shards for dim in array.normal.dims)
+        return shards
 
     @cached_property
     def _all_lengths(self) -> tuple[int, ...]:
@@ -272,12 +275,11 @@ class EinsumShardings:
 
     def array_places(self, placement: Placement) -> list[ArrayPlace]:
         """Return each operand, and the local result, in a placement."""
-        dims = placement.dims
-        # Hot: called for each placement that is weighed.
-        return [
-            ArrayPlace(number, tuple([dims[d] for d in positions]), placement)
-            for number, positions in self._positions
-        ]
+        dims = placement.dims  # hot: called for each placement that is weighed
+        places = []
+        for number, positions in self._positions:
+            places.append(ArrayPlace(number, tuple([dims[d] for d in positions]), placement))
+        return places
 
     def local(self, place: ArrayPlace) -> OperandSharding:
         """Return how an array is sharded where it is contracted; the result, as devices compute it."""

@@ -81,8 +81,8 @@ class Part:
         # An array that no product of matrices can take as it is, is copied first.
         times = accesses([array.layout.names for array in arrays])
         touched = 0
-        for n, array in zip(times, arrays, strict=True):
-            touched += n * array.max_local_size
+        for n_accesses, array in zip(times, arrays, strict=True):
+            touched += n_accesses * array.max_local_size
         return self.result.profile.work(self.flops, touched, self.result.dtype)
 
     @property
@@ -191,7 +191,10 @@ class ContractionPlan(Pictured):
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes of all moves."""
-        return tuple(dict.fromkeys(axis for move in self._all_moves for axis in move.axes))
+        axes: list[str] = []
+        for move in self._all_moves:
+            axes += move.axes
+        return tuple(dict.fromkeys(axes))  # each once, in order
 
     @property
     def result(self) -> Plan:
@@ -251,18 +254,18 @@ class ContractionPlan(Pictured):
     def peak_bytes(self) -> int:
         """Bytes that the busiest device holds at the worst moment of the forward pass."""
         itemsize = self.itemsize
-        held = itemsize * sum(array.max_local_size for array in self.arrays[:-1])
-        peak = held
+        held_bytes = itemsize * sum(array.max_local_size for array in self.arrays[:-1])
+        peak = held_bytes
         for part in self.parts:
             for move in part.moves:
                 # Moves run one after the other, and all their results are held. A move's own peak
                 # counts its input, which is among what is held.
                 input_bytes = itemsize * move.source.max_local_size
-                peak = max(peak, held - input_bytes + move.peak_bytes)
+                peak = max(peak, held_bytes - input_bytes + move.peak_bytes)
                 if move.bytes_received:  # else the target is the input, or a view of it
-                    held += itemsize * move.target.max_local_size
-            peak = max(peak, held + part.result.peak_bytes)
-            held += itemsize * part.result.target.max_local_size
+                    held_bytes += itemsize * move.target.max_local_size
+            peak = max(peak, held_bytes + part.result.peak_bytes)
+            held_bytes += itemsize * part.result.target.max_local_size
         return peak
 
     def __str__(self) -> str:

@@ -88,8 +88,15 @@ def shapes_of(
     # Dims of one name first: they tell the parts of composed dims, as b and d in `(b d)`.
     for given in sorted(_given_dims(call, shapes), key=_number_of_names):
         _learn_length(given, lengths, call)
-    by_name = [tuple(lengths[name] for name in layout.names) for layout in call.operands]
-    return call, tuple(by_name)
+    return call, _lengths_by_name(call, lengths)
+
+
+def _lengths_by_name(call: Contraction, lengths: Mapping[str, int]) -> Shapes:
+    """Return for every operand a length for each of its names."""
+    shapes = []
+    for layout in call.operands:
+        shapes.append(tuple(lengths[name] for name in layout.names))
+    return tuple(shapes)
 
 
 def _not_one_of_both(call: Contraction, *, has_sizes: bool) -> ShapeError:
@@ -119,12 +126,12 @@ def _learn_length(given: GivenDim, lengths: dict[str, int], call: Contraction) -
     """
     names = given.names
     unknown = set(names) - lengths.keys()  # of a name that repeats, as in `(i i)`, once
-    known = math.prod(lengths.get(name, 1) for name in names)
+    known_length = math.prod(lengths.get(name, 1) for name in names)  # of the parts that are known
     # A dim of 0 rows tells nothing about the other parts.
-    if len(unknown) == 1 and known and given.length % known == 0:
-        lengths[unknown.pop()] = given.length // known
+    if len(unknown) == 1 and known_length and given.length % known_length == 0:
+        lengths[unknown.pop()] = given.length // known_length
         return
-    if not unknown and known == given.length:
+    if not unknown and known_length == given.length:
         return
     known_parts = [f"{name}={lengths[name]}" for name in names if name in lengths]
     elsewhere = " and ".join(known_parts) if known_parts else "no part is known"
@@ -148,8 +155,7 @@ def _shapes_from_sizes(call: Contraction, sizes: Mapping[str, int]) -> Shapes:
         if name not in known_names:
             hint = f"dims are: {', '.join(sorted(known_names))}"
             raise ShapeError(f"sizes has dim {name!r}", text=call.text, hint=hint)
-    shapes = [tuple(sizes[name] for name in layout.names) for layout in call.operands]
-    return tuple(shapes)
+    return _lengths_by_name(call, sizes)
 
 
 def _no_length(call: Contraction, operand: int, name: str, sizes: Mapping[str, int]) -> ShapeError:

@@ -72,7 +72,9 @@ def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> L
     """
     dims = _common_dims(operands, text)
     # In the order in which the text names them, so that errors are about the first.
-    axes = dict.fromkeys(axis for layout in operands for axis in layout.axes)
+    axes: dict[str, None] = {}
+    for layout in operands:
+        axes |= dict.fromkeys(layout.axes)
     tags: list[tuple[str, tuple[str, ...]]] = []
     for axis in axes:
         role = _axis_role(axis, operands, dims, names)

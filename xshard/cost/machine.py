@@ -341,8 +341,8 @@ def refined(profile: Profile, refinement: Refinement) -> Profile:
     links: dict[str, Link] = {}
     for axis, link in profile.axes:
         for factor in (*src_factors.get(axis, ()), *dst_factors.get(axis, ())):
-            known = links.get(factor)
-            if known is None or link.bytes_per_s < known.bytes_per_s:
+            other = links.get(factor)  # of the axis on the other mesh that has this factor
+            if other is None or link.bytes_per_s < other.bytes_per_s:
                 links[factor] = link
     if not links:
         return profile

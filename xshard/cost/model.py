@@ -218,8 +218,8 @@ class Profile:
 
     def flops(self, dtype: str) -> float:
         """Return the floating point operations per second in matrix products; infinite if unknown."""
-        known = dict(self.flops_per_s)
-        return known.get(dtype, known.get("float32", math.inf))
+        rates = dict(self.flops_per_s)
+        return rates.get(dtype, rates.get("float32", math.inf))
 
     def work(self, flops: int, touched: int, dtype: str) -> float:
         """Return the seconds of a contraction: of its operations, or of its memory, if that takes longer.
@@ -380,13 +380,13 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
     """
     fabric = profile.fabric(before.mesh)
     traffic = step.traffic(before, fabric.spans)
-    held = before.max_local_size
+    held_elements = before.max_local_size
     if step.kind not in FREE:  # else the result is the input, or a view of it
-        held += after.max_local_size
+        held_elements += after.max_local_size
     if traffic.hops:
-        held += traffic.copied
+        held_elements += traffic.copied
     seconds = fabric.seconds(step.kind, traffic, itemsize)
-    return Price(seconds, traffic.received * itemsize, held * itemsize)
+    return Price(seconds, traffic.received * itemsize, held_elements * itemsize)
 
 
 def too_large(limit: int | None, least: int, of: str = "of those weighed") -> PlanError:

@@ -97,7 +97,7 @@ class Attention:
         """
         of_queries = self.q.layout.dims[SEQUENCE].axes
         # Along an axis that shards batches or heads, keys follow the queries.
-        taken = {axis for dim in self.q.layout.dims[:SEQUENCE] for axis in dim.axes}
+        taken = _sharding_axes(self.q.layout.dims[:SEQUENCE])
         of_keys = tuple(a for a in self.kv.layout.dims[SEQUENCE].axes if a not in taken)
         if self.how == REDUCE and of_keys:  # keys stay where they are, and queries move
             return of_keys
@@ -128,7 +128,7 @@ class Attention:
         """The sharding under which keys and values are used; in a ring, in its first round."""
         queries = self.queries.layout
         dims = (*queries.dims[:HEADS], self._key_heads(), self._key_rows(), queries.dims[WIDTH])
-        sharding_axes = {axis for dim in dims for axis in dim.axes}
+        sharding_axes = _sharding_axes(dims)
         # Devices with other queries use the same keys: copies, so that their gradients are summed.
         copies = tuple(axis for axis in queries.axes if axis not in sharding_axes)
         tags = [("copy", copies)] if copies else []
@@ -288,6 +288,14 @@ class Attention:
     def split(self, kv: Any) -> tuple[Any, Any]:
         """Separate a block of keys and the values beside them."""
         return kv[..., : -self.value_width], kv[..., -self.value_width :]
+
+
+def _sharding_axes(dims: Sequence[Dim]) -> set[str]:
+    """Return the mesh axes that shard some dims."""
+    axes = set[str]()
+    for dim in dims:
+        axes.update(dim.axes)
+    return axes
 
 
 def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
@@ -455,13 +463,13 @@ def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
     """
     q = attn.query_rows(device)
     k = attn.key_rows(device, turn)
-    found = list[Tile]()
+    visible_tiles = list[Tile]()
     # Runs of consecutive rows, since a mask of those is a band, which fused kernels know.
     for q_run, k_run in itertools.product(_runs(q), _runs(k)):
         tile = _tile(attn, q, k, q_run, k_run)
         if tile is not None:
-            found.append(tile)
-    return tuple(found)
+            visible_tiles.append(tile)
+    return tuple(visible_tiles)
 
 
 def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:

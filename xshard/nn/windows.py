@@ -67,7 +67,7 @@ def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int 
         )
     source = replace(dim, overlap=window)
     result, outputs = output_dim(source, length, sizes)
-    parts = []
+    runs_by_part = []
     for coords in itertools.product(*map(range, sizes)):
         runs = []
         for run in unrolled(window_outputs(source, window, length, sizes, coords)):
@@ -76,8 +76,8 @@ def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int 
                 first_row = run.start * stride - padding_before
                 rows = (run.length - 1) * stride + span
                 runs.append(OutputRun(first_row, rows, run.start, run.length))
-        parts.append(tuple(runs))
-    return Frame(source, result, outputs, tuple(parts))
+        runs_by_part.append(tuple(runs))
+    return Frame(source, result, outputs, tuple(runs_by_part))
 
 
 def _span(window: Window) -> int:
