@@ -111,11 +111,9 @@ def checks_of(
     mesh: of all devices that call it; None: the mesh of either end.
     """
     source = plan.source
-    source_mesh = mesh
-    target_mesh = mesh
-    if mesh is None:  # each end has its own devices
-        source_mesh = source.mesh
-        target_mesh = plan.target.mesh
+    # A move between two meshes has other devices at each end.
+    source_mesh = source.mesh if mesh is None else mesh
+    target_mesh = plan.target.mesh if mesh is None else mesh
     check = ReplicaCheck(
         sharding=source,
         mesh=source_mesh,
