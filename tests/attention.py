@@ -206,9 +206,8 @@ def one_device(given: Problem, mask: Mask) -> list[NDArray]:
         lse = top + np.log(total)
     if mask.dropout:
         cells = np.arange(q.shape[0] * q.shape[2]).reshape(q.shape[0], -1, 1, 1)
-        kept = ~dropped(SEED, cells, rows - mask.offset, keys, part=mask.dropout) / (
-            1 - mask.dropout
-        )
+        is_dropped = dropped(SEED, (cells, rows - mask.offset, keys), share=mask.dropout)
+        kept = ~is_dropped / (1 - mask.dropout)
     y = np.einsum("bhqs,bshk->bqhk", weights * kept, v)
     change = np.einsum("bqhk,bshk->bhqs", cotangent, v) * kept
     change = change - (weights * change).sum(-1, keepdims=True)

@@ -1,6 +1,7 @@
-"""Whole models: the sums of gradients that follow from layouts of activations and parameters. By the table of
-`contractions.types`, the gradient of a parameter is summed over the axes along which activations vary (they
-shard, copy or sum where these arrive) and that do not shard the parameter.
+"""Whole models: the sums of gradients that follow from layouts of activations and parameters.
+
+By the table of `contractions.types`, the gradient of a parameter is summed over the axes along which
+activations vary (they shard, copy or sum where these arrive) and that do not shard the parameter.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from xshard.notation.parser import ARROW, ELLIPSIS, ROUTED, Dim, Shard
 
 
 class ActivationRule(NamedTuple):
-    """A rule for one array: its layouts before and after a move; other axes are left alone. routed: axes
-    along which rows go where values say; they come back before the output.
+    """A rule for one array: its layouts before and after a move; other axes are left alone.
+
+    routed: axes along which rows go where values say; they come back before the output.
     """
 
     src: Layout
@@ -35,12 +37,15 @@ class ActivationRule(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """The mesh axes that the rule names."""
         return tuple(dict.fromkeys((*self.src.axes, *self.dst.axes)))
 
 
 def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
-    """Parse `"layout -> layout"`, or one layout for both: nothing moves. Raises NotationError. routes: allow
-    `"t/ep c -> t/to(ep) c"`, which has the same layout on both sides beside `routed`.
+    """Parse `"layout -> layout"`, or one layout for both: then nothing moves.
+
+    routes: allow `"t/ep c -> t/to(ep) c"`, which has the same layout on both sides beside `routed`. Raises
+    NotationError.
     """
     if not isinstance(text, str):
         hint = "'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does"
@@ -54,42 +59,90 @@ def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
 
 @layout_cache(maxsize=4096)
 def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
-    src, dst = parse_expression(text) if ARROW in text else (Layout.parse(text),) * 2
+    """Parse a rule; on its right `t/to(ep)` becomes `t/ep`, with ep in `routed`."""
+    if ARROW in text:
+        src, dst = parse_expression(text)
+    else:
+        src = dst = Layout.parse(text)
+    # Errors mark the axis in the rule's own text.
     for layout in (src, dst):
         check_axes(layout, mesh, text)
-    dims = *enumerate(src.dims), *enumerate(dst.dims)
-    there = [(i, s.axes) for i, dim in dims for s in dim.shards if s.order == ROUTED]
-    shards = (
-        tuple(Shard(s.axes) if s.order == ROUTED else s for s in dim.shards) for dim in dst.dims
-    )
-    plain = tuple(replace(dim, shards=own) for dim, own in zip(dst.dims, shards, strict=True))
-    placed = replace(dst, dims=plain)
-    if there and (src != placed or len(there) > 1 or there[0][0]):
+    # Only rows of the first dim go where values say, and only on the right.
+    routed = _routed_shards(dst.dims[:1])
+    routed_elsewhere = _routed_shards((*src.dims, *dst.dims[1:]))
+    plain = replace(dst, dims=tuple(_without_routes(dim) for dim in dst.dims))
+    if routed_elsewhere or len(routed) > 1 or (routed and src != plain):
         hint = "as in 't/ep c -> t/to(ep) c': rows of the first dim, sharded over the same axes on the left"
         raise NotationError("'to' moves rows that are sharded", text=text, hint=hint)
-    return ActivationRule(src, placed, text, there[0][1] if there else ())
+    axes: tuple[str, ...] = ()
+    if routed:
+        axes = routed[0].axes
+    return ActivationRule(src, plain, text, axes)
+
+
+def _routed_shards(dims: Iterable[Dim]) -> list[Shard]:
+    """Return the shards of some dims whose rows go where values say."""
+    routed: list[Shard] = []
+    for dim in dims:
+        routed += [shard for shard in dim.shards if shard.order == ROUTED]
+    return routed
+
+
+def _without_routes(dim: Dim) -> Dim:
+    """Return a dim with plain shards in place of routes: `t/to(ep)` -> `t/ep`."""
+    shards = []
+    for shard in dim.shards:
+        if shard.order == ROUTED:
+            shard = Shard(shard.axes)
+        shards.append(shard)
+    return replace(dim, shards=tuple(shards))
 
 
 def varying(outside: Iterable[str], rules: Sequence[ActivationRule]) -> frozenset[str]:
-    """Axes along which activations differ inside a module: as `outside` it, but for axes that rules name."""
-    named = {axis for rule in rules for axis in rule.axes}
-    return frozenset(outside) - named | {axis for rule in rules for axis in rule.dst.axes}
+    """Return the axes along which activations differ inside a module.
+
+    Those of `outside` it, but for the axes that rules name: along these, as the rules say.
+    """
+    named = set[str]()
+    named_inside = set[str]()
+    for rule in rules:
+        named.update(rule.axes)
+        named_inside.update(rule.dst.axes)
+    return frozenset(outside).difference(named).union(named_inside)
 
 
 def placed(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
-    """A layout by a rule that names some axes -> the whole one: others are as `outside`, by dims' names."""
-    rest = factored(outside, {axis: () if axis in named else (axis,) for axis in outside.axes})
-    around = {dim.name: dim.shards for dim in rest.dims}
-    dims = (replace(dim, shards=(*around.get(dim.name, ()), *dim.shards)) for dim in layout.dims)
-    return Layout(tuple(dims), (*rest.tags, *layout.tags))
+    """Complete a layout by a rule that names some axes: others do what they do `outside`.
+
+    Dims are matched by name: `b s/tp` by a rule that names tp, outside `b/dp s` -> `b/dp s/tp`.
+    """
+    # `outside` without the named axes.
+    factors: dict[str, tuple[str, ...]] = {}
+    for axis in outside.axes:
+        factors[axis] = (axis,)
+        if axis in named:  # a product of no factors: it does nothing
+            factors[axis] = ()
+    others = factored(outside, factors)
+    shards_outside = {dim.name: dim.shards for dim in others.dims}
+    dims = []
+    for dim in layout.dims:
+        # The rule sees blocks of what is outside, so its shards are the inner ones.
+        shards = (*shards_outside.get(dim.name, ()), *dim.shards)
+        dims.append(replace(dim, shards=shards))
+    return Layout(tuple(dims), (*others.tags, *layout.tags))
 
 
 def inside(rule: ActivationRule, outside: Layout) -> Layout:
-    """All dims that have names inside a module, and the tags of activations there."""
-    now = placed(rule.dst, rule.axes, outside)
+    """Return all dims that have names inside a module, and the tags of activations there."""
+    inside_layout = placed(rule.dst, rule.axes, outside)
     unsharded = Layout(tuple(Dim(dim.name) for dim in outside.dims))
-    dims = {dim.name: dim for dim in (*placed(unsharded, rule.axes, outside).dims, *now.dims)}
-    return Layout(tuple(dim for name, dim in dims.items() if name != ELLIPSIS), now.tags)
+    dims = {dim.name: dim for dim in placed(unsharded, rule.axes, outside).dims}
+    # Dims that the rule does not name keep the shards of other axes.
+    dims |= {
+        dim.name: dim for dim in inside_layout.dims
+    }  # the rule decides about the dims that it names
+    dims.pop(ELLIPSIS, None)  # stands for dims without a name
+    return Layout(tuple(dims.values()), inside_layout.tags)
 
 
 class KnownDim(NamedTuple):
@@ -109,26 +162,46 @@ def arriving_shape(
     local_shape: tuple[int, ...],
     known: Iterable[KnownDim],
 ) -> tuple[int, ...]:
-    """A block that arrives -> the global shape along the axes of its rule; blocks of dims that are not in
-    `known` are equally long. Raises ShapeError if this block cannot be one.
+    """Return the global shape, along the axes of its rule, of a block that arrives.
+
+    Blocks of dims that are not in `known` are equally long. Raises ShapeError if this block cannot be one.
     """
     layout = rule.src.resolved(len(local_shape))
     named = set(rule.axes)
-    lengths = {dim.name: dim.length for dim in known if dim.axes <= named}
-    lengths |= {dim.name: dim.rows for dim in known if not dim.axes & named}
+    lengths: dict[str, int] = {}
+    for dim in known:
+        if not dim.axes & named:  # to the rule this block is the whole array
+            lengths[dim.name] = dim.rows
+        elif dim.axes <= named:
+            lengths[dim.name] = dim.length
+    # The shape follows from this block; the block has to follow from the shape, too.
     shape = global_shape(layout, mesh, local_shape, rule.text, lengths)
     expected = Sharding(layout, mesh, shape).local_shape(device)
     if expected != local_shape:
-        dims = zip(layout.dims, expected, local_shape, shape, strict=True)
-        dim, want, rows, length = next(each for each in dims if each[1] != each[2])
-        hint = f"{rows} rows of '{dim}', not {want} of {length}"
-        if source := next((each.source for each in known if each.name == dim.name), ""):
-            hint += f" as by {source}: it arrives under another layout, or {dim.name!r} names another dim"
-            hint += " there, and this one needs a name of its own"
-        raise ShapeError(
-            f"the block has shape {local_shape}, not {expected}", text=rule.text, hint=hint
-        )
+        what = f"the block has shape {local_shape}, not {expected}"
+        hint = _misfit_hint(layout, shape, local_shape, expected, known)
+        raise ShapeError(what, text=rule.text, hint=hint)
     return shape
+
+
+def _misfit_hint(
+    layout: Layout,
+    shape: Sequence[int],
+    local_shape: Sequence[int],
+    expected: Sequence[int],
+    known: Iterable[KnownDim],
+) -> str:
+    """Return the hint about the first dim that is longer or shorter than expected."""
+    misfits = [d for d, rows in enumerate(local_shape) if rows != expected[d]]
+    d = misfits[0]
+    dim = layout.dims[d]
+    hint = f"{local_shape[d]} rows of '{dim}', not {expected[d]} of {shape[d]}"
+    for known_dim in known:
+        if known_dim.name == dim.name and known_dim.source:
+            hint += f" as by {known_dim.source}: it arrives under another layout, or {dim.name!r} "
+            hint += "names another dim there, and this one needs a name of its own"
+            return hint
+    return hint
 
 
 def known_inside(
@@ -138,31 +211,42 @@ def known_inside(
     outside: Iterable[KnownDim],
     where: str,
 ) -> tuple[KnownDim, ...]:
-    """The dims with a name inside a module, where `...` has none that rules could share. shape: global shape
-    on arrival; rows: shape of the block after the rule; where: the tensor that the rule is for.
+    """Return the dims with a name inside a module, where `...` has none that rules could share.
+
+    shape: the global shape on arrival; rows: the shape of the block after the rule; outside: the dims known
+    outside the module; where: the tensor that the rule is for, in words.
     """
     dims = {dim.name: dim for dim in outside}
     lengths = dict(zip(rule.src.resolved(len(shape)).names, shape, strict=True))
-    for dim, n in zip(rule.dst.resolved(len(shape)).dims, rows, strict=True):
-        if dim.name in rule.dst.names:
-            before = dims.get(dim.name, KnownDim(dim.name, frozenset(), lengths[dim.name], n))
-            axes = frozenset(dim.axes) | before.axes - set(rule.axes)
-            source = f"'{rule.text}' of the {where}"
-            dims[dim.name] = KnownDim(dim.name, axes, before.length, n, source)
+    for dim, local_length in zip(rule.dst.resolved(len(shape)).dims, rows, strict=True):
+        if dim.name not in rule.dst.names:
+            continue  # a dim of `...`
+        axes = frozenset(dim.axes)
+        length = lengths[dim.name]
+        if dim.name in dims:
+            known = dims[dim.name]
+            axes |= known.axes - set(rule.axes)  # what the rule does not name stays as outside
+            length = known.length
+        source = f"'{rule.text}' of the {where}"
+        dims[dim.name] = KnownDim(dim.name, axes, length, local_length, source)
     return tuple(dims.values())
 
 
 def dims_of_parameter(sharding: Sharding, device: int) -> tuple[KnownDim, ...]:
-    """The sharded dims of a parameter, which its module's output may have, too."""
-    rows = zip(sharding.layout.dims, sharding.shape, sharding.local_shape(device), strict=True)
-    return tuple(
-        KnownDim(dim.name, frozenset(dim.axes), n, own) for dim, n, own in rows if dim.axes
-    )
+    """Return the sharded dims of a parameter, which its module's output may have, too."""
+    local_shape = sharding.local_shape(device)
+    dims = []
+    for dim, length, rows in zip(sharding.layout.dims, sharding.shape, local_shape, strict=True):
+        if dim.axes:  # an unsharded one says nothing that a block does not
+            dims.append(KnownDim(dim.name, frozenset(dim.axes), length, rows))
+    return tuple(dims)
 
 
 class ParameterUse(NamedTuple):
-    """A parameter in one module: its layouts in storage and in use, the axes along which inputs vary, and
-    those along which each process uses all of it, by its rule.
+    """A parameter in one module.
+
+    stored, used: its layouts in storage and in use. varying: the axes along which the module's inputs
+    differ. whole: those along which each process uses all of it, by its rule.
     """
 
     stored: Layout
@@ -181,51 +265,91 @@ class ParameterUse(NamedTuple):
         return frozenset(self.used.axes) - self.varying
 
     def move(self, later: frozenset[str]) -> tuple[Layout, Layout] | None:
-        """The layouts in storage and in use, or None if nothing moves. later: axes of sums afterwards."""
-        now = tuple(sorted(self.copied - later))
-        used = replace(self.used, tags=(*self.used.tags, ("copy", now)) if now else self.used.tags)
+        """Return the layouts in storage and in use, or None if nothing moves. later: axes summed afterwards.
+
+        A parameter is used as copies along the other axes: their adjoint is the sum of gradients.
+        """
+        summed_now = tuple(sorted(self.copied - later))
+        used = self.used
+        if summed_now:
+            used = replace(used, tags=(*used.tags, ("copy", summed_now)))
         return None if used == self.stored else (self.stored, used)
 
 
 def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> ParameterUse:
-    """Parse `"stored -> used"`, or one layout for both, for a parameter. Raises NotationError, ShapeError.
+    """Parse `"stored -> used"`, or one layout for both, for a parameter with `ndim` dims.
+
     `copy` and `mean` on the right are about `varying`: activations do not vary along an axis of `mean`.
+    Raises NotationError, and ShapeError for another number of dims.
     """
     rule = rule_of(text, mesh)
-    for layout, tags in ((rule.src, set()), (rule.dst, {"sum", "copy", "mean"})):
-        if {kind for kind, _ in layout.tags} - tags or any(dim.overlap for dim in layout.dims):
-            what = f"a parameter is stored and used as values, not as '{layout}'"
-            hint = "shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
-            raise NotationError(what, text=text, hint=f"{hint}gradient is summed are derived")
+    # Partial sums, and rows with halos, are no values that could be stored.
+    _check_values(rule.src, (), text)
+    _check_values(rule.dst, ("sum", "copy", "mean"), text)
+    # `copy` moves nothing here: it says that the user knows where each process uses the whole.
     whole = frozenset(rule.dst.tagged("copy"))
-    if equal := whole - varying:
+    equal = whole - varying
+    if equal:
         what = f"activations do not differ along '{min(equal)}', where the rule says that copies do"
         hint = "leave copy out: it says that a parameter is meant to be whole"
         raise NotationError(what, text=text, hint=hint)
     if ELLIPSIS not in rule.src.names and len(rule.src.dims) != ndim:
-        hint = "'...' is any number of dims"
-        raise ShapeError(
-            f"{len(rule.src.dims)} dims, the parameter has {ndim}", text=text, hint=hint
-        )
-    used = replace(rule.dst, tags=tuple(tag for tag in rule.dst.tags if tag[0] == "sum"))
-    varying -= {*rule.dst.tagged("mean")}
-    return ParameterUse(rule.src.resolved(ndim), used.resolved(ndim), varying, whole)
+        what = f"{len(rule.src.dims)} dims, the parameter has {ndim}"
+        raise ShapeError(what, text=text, hint="'...' is any number of dims")
+    sums = tuple(tag for tag in rule.dst.tags if tag[0] == "sum")
+    used = replace(rule.dst, tags=sums)
+    return ParameterUse(
+        stored=rule.src.resolved(ndim),
+        used=used.resolved(ndim),
+        varying=varying.difference(rule.dst.tagged("mean")),
+        whole=whole,
+    )
+
+
+def _check_values(layout: Layout, allowed_tags: Collection[str], text: str) -> None:
+    """Raise NotationError for a layout of a parameter with an overlap, or with another tag."""
+    has_other_tag = any(kind not in allowed_tags for kind, _ in layout.tags)
+    if has_other_tag or layout.overlaps:
+        what = f"a parameter is stored and used as values, not as '{layout}'"
+        hint = "shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
+        hint += "gradient is summed are derived"
+        raise NotationError(what, text=text, hint=hint)
 
 
 def repeated(
     shape: Sequence[int], beside: Iterable[tuple[ParameterUse, Sequence[int]]]
 ) -> set[str]:
-    """Axes that shard a parameter with more dims, some of them of `shape`: a weight beside a bias."""
-    larger = [(use, iter(lengths)) for use, lengths in beside if len(lengths) > len(shape)]
-    around = [use for use, left in larger if all(n in left for n in shape)]  # in this order
-    return {axis for use in around for dim in use.used.dims for axis in dim.axes}
+    """Return the axes that shard a larger parameter of the same module, with all dims of `shape`.
+
+    A weight `[o, i]` over tp beside a bias `[o]` -> {"tp"}: the bias may be added on each device once more.
+    beside: the other parameters, with their shapes.
+    """
+    axes = set[str]()
+    for use, other_shape in beside:
+        if len(other_shape) > len(shape) and _is_subsequence(shape, other_shape):
+            for dim in use.used.dims:
+                axes.update(dim.axes)
+    return axes
+
+
+def _is_subsequence(lengths: Sequence[int], others: Sequence[int]) -> bool:
+    """Return whether all lengths are among the others, in this order."""
+    left = iter(others)
+    return all(length in left for length in lengths)  # `in` takes all up to the length it finds
 
 
 def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:
-    """The axes over which the gradient is summed once, after all uses: they do not shard the parameter."""
-    return frozenset.intersection(*(use.copied for use in uses)) - set(uses[0].stored.axes)
+    """Return the axes over which the gradient is summed once, after all uses of a parameter.
+
+    Those over which all uses sum it, and that do not shard it where it is stored.
+    """
+    of_all_uses = uses[0].copied
+    # Over an axis that some use does not sum, a sum of all uses would count that one too often.
+    for use in uses[1:]:
+        of_all_uses &= use.copied
+    return of_all_uses.difference(uses[0].stored.axes)
 
 
 def written(layout: Layout | str) -> str:
-    """A layout with `...` for dims that have no name of their own."""
+    """Return the text of a layout, with `...` for dims that have no name of their own."""
     return re.sub(r"\b_0( _\d+)*", "...", str(layout))

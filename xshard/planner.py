@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from xshard.arguments import lengths_of, limit_of, shown, whole_numbers
 from xshard.caches import layout_cache
@@ -30,6 +30,23 @@ from xshard.search.request import BOTH, FORWARD, OBJECTIVES, Request, device_num
 Shape = tuple[int, ...]
 
 
+class End(NamedTuple):
+    """Where one end of a move is: its mesh, and the number of every device; None: 0, 1, 2, ..."""
+
+    mesh: Mesh
+    devices: Sequence[int] | None = None
+
+
+class MoveOptions(NamedTuple):
+    """What a plan of a move depends on, beside its layouts, ends and shape."""
+
+    dtype: object
+    profile: ProfileLike
+    memory_limit: int | None
+    objective: str
+
+
+@api_boundary
 @overload
 def plan(
     expression: LayoutPair,
@@ -62,8 +79,7 @@ def plan(
     overlap: str = NEVER,
     maps: Maps | None = None,
 ) -> ContractionPlan: ...
-@api_boundary
-def plan(
+def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contractions
     expression: Any,
     mesh: Mesh | None = None,
     shape: Any = None,
@@ -82,84 +98,127 @@ def plan(
     overlap: str = NEVER,
     maps: Maps | None = None,
 ) -> Plan | ContractionPlan:
-    """The cheapest plan of a move, `"layout -> layout"`, or of a contraction, `"layout, layout -> layout"`.
+    """Find the cheapest plan of a move, or of a contraction of several sharded arrays.
+
+        plan("b s/cp c -> b s c/cp", Mesh(cp=4), (2, 16, 8))     # an all-to-all
+        plan("b d, d f/tp -> b f/tp", Mesh(tp=4), sizes={"b": 8, "d": 16, "f": 64})
 
     A contraction sums the dims that the result lacks; its plan chooses where it is computed. It has several
-    operands, or one with `sizes` or a list of its shape: with a plain shape it is a move, which sums nothing.
-    There `...` is any number of whole dims, `(h d)/tp` one composed dim, `i i` a diagonal.
+    operands, or one with `sizes` or a list of its shape: with a plain shape it is a move, which sums
+    nothing. In a contraction `...` is any number of whole dims, `(h d)/tp` one composed dim, `i i` a
+    diagonal.
 
-    shape: the global shape; for a contraction, a list with the shape of every operand, unless `sizes` has the
-    length of every dim by name. dtype: a name or a dtype of numpy, torch or JAX.
-    profile: the machine: a shipped name, such as `a100` or, with nodes of 4, `a100:4`, a file, or "auto"
-    (`xshard.use_profile`). memory_limit: bytes that no device may exceed, as a number or as "2GiB".
-    objective: "forward" (default of a move) plans the move; its gradient is planned when it is needed.
-    "forward+backward" (default of a contraction) plans both now: `cost` is their sum, which decides
-    everything that they share, and both obey the limit of a move.
+    Args:
+        expression: `"layout -> layout"`, a pair of layouts, or `"layout, layout -> layout"`.
+        mesh: The mesh, unless `src_mesh` and `dst_mesh` are given.
+        shape: The global shape. For a contraction, a list with the shape of every operand, unless `sizes`
+            is given.
+        dtype: A name, or a dtype of numpy, torch or JAX.
+        sizes: For a contraction, the length of every dim by name.
+        src_mesh: The mesh of the left layout, instead of `mesh`. Over the same devices in the same order
+            the plan is on the coarsest mesh that refines both; if there is none, or over other devices,
+            one of its steps is a `Transfer`.
+        dst_mesh: The mesh of the right layout, instead of `mesh`.
+        src_devices: The number of every device of `src_mesh`, in its order; by default 0, 1, 2, ..., so
+            that two meshes share devices.
+        dst_devices: The same for `dst_mesh`.
+        relabel: The same devices may change places in the destination's mesh, so that less moves; the
+            plan's `dst_devices` has the new order.
+        profile: The machine: a shipped name, such as `a100` or, with nodes of 4, `a100:4`; a file; or
+            "auto" (`xshard.use_profile`).
+        memory_limit: Bytes that no device may exceed, as a number or as "2GiB".
+        flops_limit: Floating point operations that no device may exceed for a contraction.
+        objective: "forward", the default of a move, plans the move; its gradient is planned when it is
+            needed. "forward+backward", the default of a contraction, plans both now: `cost` is their sum,
+            which decides everything that they share, and both obey the limit of a move.
+        overlap: Whether a gather may run while its parts are contracted, and a reduce-scatter while its
+            addends are: "never", "auto" (if that is predicted to save a tenth of the seconds) or "always"
+            (if possible).
+        maps: The `Owners` and `Needs` that the expression names.
 
-    src_mesh, dst_mesh: the meshes of the left and the right layout, instead of `mesh`.
-    src_devices, dst_devices: the number of every device, in the order of its mesh; by default 0, 1, 2, ...,
-    so that two meshes share devices. relabel: the same devices may change places in the destination's mesh,
-    so that less moves; the plan's `dst_devices` has the new order.
-    Over the same devices in the same order the plan is on the coarsest mesh that refines both; if there is
-    none, or over other devices, one of its steps is a `Transfer`.
+    Returns:
+        A `Plan` of a move, or a `ContractionPlan`.
 
-    flops_limit: floating point operations that no device may exceed for a contraction.
-    overlap: whether a gather may run while its parts are contracted, and a reduce-scatter while its addends
-    are: "never", "auto" (if that is predicted to save a tenth of the seconds) or "always" (if possible).
-    maps: the `Owners` and `Needs` that the expression names.
+    Raises:
+        MeshError: A mesh is missing, or there are too many; or devices do not fit.
+        NotationError: The text is wrong, marked with a caret.
+        ShapeError: The shape does not fit the layouts.
+        DtypeError: There is no such dtype.
+        PlanError: No plan fits the limits.
+        LinearityError: The gradient of a max or min is asked for.
 
-    Raises MeshError, NotationError, ShapeError, DtypeError; PlanError if no plan fits the limit;
-    LinearityError for the gradient of a max or min.
-
-    >>> p = plan("b s/cp c -> b s c/cp", Mesh(cp=4), (2, 16, 8))
-    >>> [str(step) for step in p.steps], p.bytes_received == p.bytes_lower_bound
-    (['all_to_all s/cp -> c/cp'], True)
-    >>> layer = plan("b d, d f/tp -> b f/tp", Mesh(tp=4), sizes={"b": 8, "d": 16, "f": 64})
-    >>> layer.local, layer.bytes_received, [str(step) for step in layer.moves[0].backward.steps]
-    ('b d | copy(tp), d f/tp -> b f/tp', 0, ['all_reduce sum(tp)'])
-    >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
-    'transfer, 3 messages'
+    Examples:
+        >>> p = plan("b s/cp c -> b s c/cp", Mesh(cp=4), (2, 16, 8))
+        >>> [str(step) for step in p.steps], p.bytes_received == p.bytes_lower_bound
+        (['all_to_all s/cp -> c/cp'], True)
+        >>> layer = plan("b d, d f/tp -> b f/tp", Mesh(tp=4), sizes={"b": 8, "d": 16, "f": 64})
+        >>> layer.local, layer.bytes_received, [str(step) for step in layer.moves[0].backward.steps]
+        ('b d | copy(tp), d f/tp -> b f/tp', 0, ['all_reduce sum(tp)'])
+        >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
+        'transfer, 3 messages'
     """
     expression = as_expression(with_maps(expression, maps))
     profile = without_devices(profile)
-    if getattr(dtype, "__hash__", None) is None:  # which no cache takes
-        name_of(dtype)
-    for each in (mesh, src_mesh, dst_mesh):
-        if each is not None:
-            check_mesh(each)
-    two = src_mesh, dst_mesh, src_devices, dst_devices
-    named = sizes is not None or any(
-        isinstance(n, list | tuple) for n in whole_numbers(shape) or ()
+    if getattr(dtype, "__hash__", None) is None:
+        name_of(dtype)  # raises: caches, which come first below, would raise TypeError
+    for given in (mesh, src_mesh, dst_mesh):
+        if given is not None:
+            check_mesh(given)
+    # Options of moves between two meshes, or over devices by number.
+    has_two_ends = (
+        relabel
+        or src_mesh is not None
+        or dst_mesh is not None
+        or src_devices is not None
+        or dst_devices is not None
     )
-    if is_contraction(expression, named=named):
-        if mesh is None or relabel or two != (None,) * 4:
-            raise MeshError(
-                "a contraction is on one mesh", hint="plan(expression, mesh, sizes=...)"
-            )
-        operations: Any = flops_limit
-        if operations is not None and not isinstance(operations, Real):
-            hint = "a number of floating point operations"
-            raise PlanError(f"flops_limit is {shown(operations)}", hint=hint)
-        limits: tuple[Any, ...] = limit_of(memory_limit), operations
+
+    if is_contraction(expression, named=sizes is not None or _is_by_operand(shape)):
+        if mesh is None or has_two_ends:
+            hint = "plan(expression, mesh, sizes=...)"
+            raise MeshError("a contraction is on one mesh", hint=hint)
+        _check_flops_limit(flops_limit)
+        limit = limit_of(memory_limit)
         call, shapes = shapes_of(contraction(expression), *whole_lengths(sizes, shape))
+        # A contraction is a layer as a rule: its gradient decides where it is computed, too.
+        passes = objective if objective else BOTH
         return plan_contraction(
-            call, mesh, shapes, dtype, profile, *limits, objective or BOTH, overlap
+            call, mesh, shapes, dtype, profile, limit, flops_limit, passes, overlap
         )
+
     if sizes is not None or flops_limit is not None:
         sides(expression)  # errors in the text come first
         hint = "shape= is the shape of the array"
         raise ShapeError("sizes and flops_limit are for contractions", hint=hint)
-    options = dtype, profile, limit_of(memory_limit), objective or FORWARD
-    if mesh is None or relabel or two != (None,) * 4:
-        meshes = _two_meshes(mesh, src_mesh, dst_mesh)
-        devices = src_devices, dst_devices
-        return _plan_between(expression, meshes, _lengths(shape), devices, relabel, *options)
+    limit = limit_of(memory_limit)
+    passes = objective if objective else FORWARD
+    if mesh is None or has_two_ends:
+        src_mesh, dst_mesh = _two_meshes(mesh, src_mesh, dst_mesh)
+        src = End(src_mesh, src_devices)
+        dst = End(dst_mesh, dst_devices)
+        options = MoveOptions(dtype, profile, limit, passes)
+        return _plan_between(expression, src, dst, _lengths(shape), options, relabel=relabel)
     lengths = _lengths(shape)
-    return _plan(expression, mesh, lengths, tuple(map(type, lengths)), *options)
+    # The usual case: a cache by value, that a repeated call hits.
+    types = tuple(map(type, lengths))
+    return _plan_on_mesh(expression, mesh, lengths, types, dtype, profile, limit, passes)
+
+
+def _is_by_operand(shape: Any) -> bool:
+    """Return whether a shape is a list of shapes, one for each operand."""
+    lengths = whole_numbers(shape)
+    return lengths is not None and any(isinstance(length, list | tuple) for length in lengths)
+
+
+def _check_flops_limit(flops_limit: Any) -> None:
+    """Raise PlanError unless the limit is a number, or None."""
+    if flops_limit is not None and not isinstance(flops_limit, Real):
+        hint = "a number of floating point operations"
+        raise PlanError(f"flops_limit is {shown(flops_limit)}", hint=hint)
 
 
 @layout_cache(maxsize=4096)
-def plan_contraction(
+def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its arguments are the key
     call: Contraction,
     mesh: Mesh,
     shapes: Shapes,
@@ -170,63 +229,91 @@ def plan_contraction(
     objective: str | None,
     overlap: str,
 ) -> ContractionPlan:
-    """`plan` of a contraction without `...`, with a length per name; without an objective, by its dtype."""
-    name = name_of(dtype)
-    objective = objective or (BOTH if precision(name) else FORWARD)
+    """Find the cheapest plan of a contraction without `...`, with checked options.
+
+    shapes: for every operand, a length for each name. objective: None plans the backward pass, too, if the
+    dtype has gradients. The rest, and what it raises, is as in `plan`.
+    """
+    dtype_name = name_of(dtype)
+    if not objective:
+        objective = BOTH if precision(dtype_name) else FORWARD
     if overlap not in OVERLAPS:
         raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
     if objective not in OBJECTIVES:
         raise PlanError(f"no objective {objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}")
     for layout in (*call.operands, call.result):
         check_axes(layout, mesh, call.text)
-    machine = name, load_profile(profile)
     request = ContractionRequest(
-        call, mesh, shapes, *machine, memory_limit, flops_limit, objective, overlap
+        contraction=call,
+        mesh=mesh,
+        shapes=shapes,
+        dtype=dtype_name,
+        profile=load_profile(profile),
+        memory_limit=memory_limit,
+        flops_limit=flops_limit,
+        objective=objective,
+        overlap=overlap,
     )
-    with mark_errors(call.text):
-        _ = request.shardings, written(call, mesh, shapes)  # errors come before the cache of plans
+    with mark_errors(call.text):  # of shapes; they come before the cache of plans is asked
+        _ = request.shardings
+        written(call, mesh, shapes)
     return find_contraction(request)
 
 
-@layout_cache(maxsize=4096)  # with the types of lengths, which tell 4 from 4.0
-def _plan(
-    expression: LayoutPair, mesh: Mesh, shape: Shape, _: tuple[type, ...], *options: Any
+@layout_cache(maxsize=4096)
+def _plan_on_mesh(
+    expression: LayoutPair,
+    mesh: Mesh,
+    shape: Shape,
+    _types: tuple[type, ...],
+    dtype: object,
+    profile: ProfileLike,
+    memory_limit: int | None,
+    objective: str,
 ) -> Plan:
-    return _plan_between(expression, (mesh, mesh), shape, (None, None), False, *options)
+    """Find the plan of a move on one mesh.
+
+    The types of the lengths are a part of the cache's key, which tell 4 from 4.0: that is an error.
+    """
+    end = End(mesh)
+    options = MoveOptions(dtype, profile, memory_limit, objective)
+    return _plan_between(expression, end, end, shape, options, relabel=False)
 
 
 def _plan_between(
-    move: LayoutPair,
-    meshes: tuple[Mesh, Mesh],
-    shape: Shape,
-    devices: Any,
-    relabel: bool,
-    *options: Any,
+    move: LayoutPair, src: End, dst: End, shape: Shape, options: MoveOptions, *, relabel: bool
 ) -> Plan:
-    """options: dtype, profile, memory limit and objective."""
-    dtype, profile, memory_limit, objective = options
-    src, dst, text = sides(move)
-    check_axes(src, meshes[0], text)
-    if meshes[0] == meshes[1]:
-        check_axes(dst, meshes[1], text)
+    """Find the plan of a move between two ends, on one mesh or on two."""
+    src_layout, dst_layout, text = sides(move)
+    check_axes(src_layout, src.mesh, text)
+    if src.mesh == dst.mesh:
+        check_axes(dst_layout, dst.mesh, text)
     else:  # the axis may be right on the left: the error marks it where it comes last
-        check_axes(dst, meshes[1], text, "the destination's mesh", -1)
-    src_numbers = device_numbers("source", meshes[0], devices[0])
-    dst_numbers = device_numbers("destination", meshes[1], devices[1])
+        check_axes(dst_layout, dst.mesh, text, "the destination's mesh", -1)
+    # Without numbers both meshes are over devices 0, 1, 2, ..., and so share them.
+    src_numbers = device_numbers("source", src.mesh, src.devices)
+    dst_numbers = device_numbers("destination", dst.mesh, dst.devices)
     if relabel and sorted(src_numbers) != sorted(dst_numbers):
         hint = f"the source has {device_ranges(src_numbers)}, the destination {device_ranges(dst_numbers)}"
         raise MeshError("relabel=True is for two meshes over the same devices", hint=hint)
-    endpoints = src, dst, *meshes, src_numbers, dst_numbers
-    name = name_of(dtype)
-    machine = load_profile(profile)
-    request = Request(*endpoints, shape, name, machine, memory_limit=memory_limit, relabel=relabel)
-    with mark_errors(text):
-        _ = (
-            request.source,
-            request.target,
-        )  # a wrong shape is found before the cache of plans is asked
+    request = Request(
+        src=src_layout,
+        dst=dst_layout,
+        src_mesh=src.mesh,
+        dst_mesh=dst.mesh,
+        src_devices=src_numbers,
+        dst_devices=dst_numbers,
+        shape=shape,
+        dtype=name_of(options.dtype),
+        profile=load_profile(options.profile),
+        memory_limit=options.memory_limit,
+        relabel=relabel,
+    )
+    with mark_errors(text):  # of a wrong shape; they come before the cache of plans is asked
+        _ = request.source
+        _ = request.target
     try:
-        return find_plan(request, objective)
+        return find_plan(request, options.objective)
     except ShapeError as error:  # more pieces of rows than can be compared
         with mark_errors(text):
             raise error from None
@@ -235,6 +322,7 @@ def _plan_between(
 def _two_meshes(
     mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None
 ) -> tuple[Mesh, Mesh]:
+    """Return both meshes of a move between two. Raises MeshError for one too few or too many."""
     if mesh is not None and src_mesh is None and dst_mesh is None:
         hint = "pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh"
         raise MeshError("src_devices, dst_devices and relabel are for two meshes", hint=hint)
@@ -242,16 +330,19 @@ def _two_meshes(
         hint = "pass either mesh, or src_mesh and dst_mesh"
         raise MeshError("a mesh beside src_mesh or dst_mesh", hint=hint)
     if src_mesh is None or dst_mesh is None:
-        missing = [n for n, m in (("src_mesh", src_mesh), ("dst_mesh", dst_mesh)) if m is None]
-        raise MeshError(
-            f"no {' and no '.join(missing)}", hint="pass a mesh, or src_mesh= and dst_mesh="
-        )
+        missing = []
+        if src_mesh is None:
+            missing.append("src_mesh")
+        if dst_mesh is None:
+            missing.append("dst_mesh")
+        hint = "pass a mesh, or src_mesh= and dst_mesh="
+        raise MeshError(f"no {' and no '.join(missing)}", hint=hint)
     return src_mesh, dst_mesh
 
 
 def _lengths(shape: Sequence[int] | None) -> Shape:
+    """Return the shape of an array as a tuple. Raises ShapeError if it is missing, or no shape."""
     if shape is None:
-        raise ShapeError(
-            "no shape", hint="shape= is the global shape of the array, as in shape=(8, 4)"
-        )
+        hint = "shape= is the global shape of the array, as in shape=(8, 4)"
+        raise ShapeError("no shape", hint=hint)
     return lengths_of(shape)

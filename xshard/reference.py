@@ -6,14 +6,15 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xshard import dtypes
 from xshard.arguments import lengths_of
-from xshard.contractions.plan import ContractionPlan, Part
+from xshard.contractions.plan import ContractionPlan, Part, remaining
 from xshard.contractions.shapes import named_block
 from xshard.errors import DtypeError, ShapeError, api_boundary
 from xshard.layout import Layout, Mesh, Sharding
@@ -24,23 +25,36 @@ from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.steps.base import REDUCERS, Block
 from xshard.steps.exchange.messages import fill_boxes
-from xshard.steps.exchange.sources import DimEnd, View, dim_end, views
+from xshard.steps.exchange.sources import View, dim_end, views
 from xshard.steps.local import Scale
 
 Arrays = Sequence[ArrayLike]  # a block per device
+Operand = list[Block]  # its blocks
 
 
 @api_boundary
 def scatter(
     x: ArrayLike, layout: Layout | str, mesh: Mesh, *, maps: Maps | None = None
 ) -> list[Block]:
-    """A global array -> the block of every device.
+    """Cut a global array into the block of every device.
 
-    Under `sum` the first device along the axis holds the value and the others zeros, in a `fold` the device
-    that gives a row; under every other tag all hold it. Rows outside the array hold what the boundary says.
+    Args:
+        x: The global array.
+        layout: The layout of the blocks. Under `sum` the first device along the axis holds the value and
+            the others zeros; in a `fold` the device that gives a row has it. Under every other tag all
+            hold it. Rows outside the array hold what the boundary says.
+        mesh: The devices.
+        maps: The `Owners` and `Needs` that the layout names.
 
-    >>> [b.tolist() for b in scatter([0, 1, 2, 3], "s/zigzag(cp)", Mesh(cp=2))]
-    [[0, 3], [1, 2]]
+    Returns:
+        A block for every device of the mesh, row-major.
+
+    Raises:
+        ShapeError: The array does not fit the layout. It also raises NotationError for a wrong layout.
+
+    Examples:
+        >>> [b.tolist() for b in scatter([0, 1, 2, 3], "s/zigzag(cp)", Mesh(cp=2))]
+        [[0, 3], [1, 2]]
     """
     x = np.asarray(x)
     sharding = Sharding(Layout.parse(layout, maps), mesh, x.shape)
@@ -48,15 +62,27 @@ def scatter(
     blocks = []
     for device in range(mesh.n_devices):
         block = np.zeros(sharding.local_shape(device), x.dtype)
-        if mesh.index(device, sums) == 0:
-            for d, start, stop, value in fill_boxes(sharding, device):
-                block[(slice(None),) * d + (slice(start, stop),)] = value
-            for view in views(sharding):
-                rows = [wanted_rows(*dim)[index] for dim, index in _dims(sharding, view, device)]
-                places, index = _places(rows)
-                block[places] = view.sign * x[index] if view.sign < 0 else x[index]
+        if mesh.index(device, sums) == 0:  # one addend has the value, and zeros change no sum
+            _fill(block, x, sharding, device)
         blocks.append(block)
     return blocks
+
+
+def _fill(block: Block, x: Block, sharding: Sharding, device: int) -> None:
+    """Write a device's part of a global array into its block."""
+    # Rows outside the array first: where dims overlap, rows of the array are written over them.
+    for d, start, stop, value in fill_boxes(sharding, device):
+        block[(slice(None),) * d + (slice(start, stop),)] = value
+    for view in views(sharding):
+        rows = []
+        for d in range(len(x.shape)):
+            end = dim_end(sharding, d, view.sides[d], view.shifts[d])
+            rows.append(wanted_rows(*end)[sharding.dim_device(d, device)])
+        index = _indices(rows)
+        values = x[index.whole]
+        if view.sign < 0:  # beyond a pole, as components of vectors do
+            values = view.sign * values
+        block[index.block] = values
 
 
 @api_boundary
@@ -68,214 +94,330 @@ def gather(
     *,
     maps: Maps | None = None,
 ) -> NDArray[np.generic]:
-    """The block of every device -> the global array. Raises ShapeError for a block that does not fit.
+    """Put the global array together from the block of every device.
 
-    Addends and contributions are reduced; of several copies of a row one is read, its owner's if there.
+    Addends and contributions are reduced. Of several copies of a row one is read, its owner's if there.
+
+    Args:
+        blocks: A block for every device of the mesh, row-major.
+        layout: The layout of the blocks.
+        mesh: The devices.
+        shape: The global shape.
+        maps: The `Owners` and `Needs` that the layout names.
+
+    Returns:
+        The global array.
+
+    Raises:
+        ShapeError: A block does not fit. It also raises DtypeError if blocks differ in dtype.
+
+    Examples:
+        >>> gather([[0, 3], [1, 2]], "s/zigzag(cp)", Mesh(cp=2), (4,)).tolist()
+        [0, 1, 2, 3]
     """
     sharding = Sharding(Layout.parse(layout, maps), mesh, lengths_of(shape))
     arrays = checked_blocks(blocks, sharding)
-    kinds = [kind for kind, _ in sharding.layout.tags if kind != "copy"]
-    op = REDUCERS["sum" if not kinds or kinds[0] in ("sum", "mean") else kinds[0]]
-    partial = sharding.layout.tagged("sum", "mean", "max", "min")
-    copies = [a for a in mesh.axes if a not in (*sharding.layout.cut_axes, *partial)]
-    out: Block = np.zeros(sharding.shape, arrays[0].dtype if arrays else float)
-    written = np.zeros(out.shape, bool)
+    reduce = REDUCERS[_reduction(sharding.layout)]
+    addend_axes = sharding.layout.tagged("sum", "mean", "max", "min")
+    distinct_axes = (*sharding.layout.cut_axes, *addend_axes)
+    copy_axes = [axis for axis in mesh.axes if axis not in distinct_axes]
+    dtype = arrays[0].dtype if arrays else np.dtype(float)
+    out: Block = np.zeros(sharding.shape, dtype)
+    is_written = np.zeros(out.shape, bool)
     for device in range(mesh.n_devices):
-        if mesh.index(device, copies):
-            continue
+        if mesh.index(device, copy_axes):
+            continue  # another device holds the same
         for view in views(sharding):
-            lists = [offered_rows(*dim)[index] for dim, index in _dims(sharding, view, device)]
-            for rows in itertools.product(*lists):
-                places, index = _places(rows)
-                part = -arrays[device][places] if view.sign < 0 else arrays[device][places]
-                out[index] = np.where(written[index], op(out[index], part), part)
-                written[index] = True
-    if sharding.scale != 1:
-        out = Scale(sharding.scale).run([out], sharding)[0]
+            for rows in _offers(sharding, view, device):
+                index = _indices(rows)
+                values = arrays[device][index.block]
+                if view.sign < 0:
+                    values = -values
+                # The first addend of an element is no reduction with 0, which a max would show.
+                reduced = reduce(out[index.whole], values)
+                out[index.whole] = np.where(is_written[index.whole], reduced, values)
+                is_written[index.whole] = True
+    if sharding.scale != 1:  # a mean
+        [out] = Scale(sharding.scale).run([out], sharding)
     return out
+
+
+def _reduction(layout: Layout) -> str:
+    """Return how addends under a layout are reduced, as a key of `REDUCERS`."""
+    for kind, _ in layout.tags:
+        if kind in ("max", "min"):
+            return kind
+        if kind != "copy":
+            return "sum"  # a mean is scaled afterwards
+    return "sum"
+
+
+def _offers(sharding: Sharding, view: View, device: int) -> Iterator[tuple[Runs, ...]]:
+    """Iterate over boxes of a device's block that have each row once: rows for every dim."""
+    offers = []
+    for d in range(len(sharding.shape)):
+        end = dim_end(sharding, d, view.sides[d], view.shifts[d])
+        offers.append(offered_rows(*end)[sharding.dim_device(d, device)])
+    yield from itertools.product(*offers)
+
+
+class Indices(NamedTuple):
+    """Where rows are in a block, and in the global array, as indices of numpy."""
+
+    block: Any
+    whole: Any
+
+
+def _indices(rows: Sequence[Runs]) -> Indices:
+    """Return where rows, for every dim, are; rows that only fill the block are left out."""
+    places = []
+    numbers = []
+    for runs in rows:
+        row = row_numbers(runs)
+        is_row = row != FILL
+        places.append(is_row)
+        numbers.append(row[is_row])
+    return Indices(np.ix_(*places), np.ix_(*numbers))
 
 
 @api_boundary
 def run(plan: Plan | ContractionPlan, *operands: Arrays) -> list[Block]:
-    """Blocks under `plan.src` -> blocks under `plan.dst`; the input is left as it is.
+    """Run a plan on numpy blocks: blocks under `plan.src` -> blocks under `plan.dst`.
 
-    Between two meshes: a block per device of the source -> a block per device of the destination. A
-    contraction takes the blocks of every operand.
-    Raises ShapeError for a wrong number of blocks or a block of the wrong shape, DtypeError
-    if blocks differ in dtype or it cannot be reduced.
+    Args:
+        plan: The plan of a move, or of a contraction.
+        operands: A block for every device; between two meshes, for every device of the source. For a
+            contraction, the blocks of every operand. They are left as they are.
 
-    >>> from xshard.planner import plan
-    >>> p = plan("n/dp -> n", Mesh(dp=2), shape=(4,), dtype="int64")
-    >>> [b.tolist() for b in run(p, [np.arange(2), np.arange(2, 4)])]
-    [[0, 1, 2, 3], [0, 1, 2, 3]]
-    >>> dot = plan("n/dp, n/dp -> ()", Mesh(dp=2), sizes={"n": 4}, dtype="int64")
-    >>> [b.tolist() for b in run(dot, [np.arange(2), np.arange(2, 4)], [np.ones(2, int)] * 2)]
-    [6, 6]
+    Returns:
+        A block for every device; between two meshes, for every device of the destination.
+
+    Raises:
+        ShapeError: The number of blocks is wrong, or a block has the wrong shape.
+        DtypeError: Blocks differ in dtype, or it cannot be reduced.
+
+    Examples:
+        >>> from xshard.planner import plan
+        >>> p = plan("n/dp -> n", Mesh(dp=2), shape=(4,), dtype="int64")
+        >>> [b.tolist() for b in run(p, [np.arange(2), np.arange(2, 4)])]
+        [[0, 1, 2, 3], [0, 1, 2, 3]]
+        >>> dot = plan("n/dp, n/dp -> ()", Mesh(dp=2), sizes={"n": 4}, dtype="int64")
+        >>> [b.tolist() for b in run(dot, [np.arange(2), np.arange(2, 4)], [np.ones(2, int)] * 2)]
+        [6, 6]
     """
     if isinstance(plan, ContractionPlan):
-        return _contracted(plan, operands)[0]
+        return _run_contraction(plan, operands).result
     [blocks] = operands
-    current = [np.array(b) for b in checked_blocks(blocks, plan.source)]
-    name = dtypes.name_of(current[0].dtype)
+    # Copies, since steps may return their input, and the caller's blocks are left as they are.
+    current = [np.array(block) for block in checked_blocks(blocks, plan.source)]
+    dtype = dtypes.name_of(current[0].dtype)
     for kind, axes in plan.src.tags:
-        if kind != "copy" and (plan.transfer or not set(axes) <= set(plan.dst.tagged(kind))):
-            dtypes.check_reduction(name, kind)
-    for step, before, _ in plan.stages:
-        current = step.run(current, before)
+        # A sum that stays is not reduced: then any dtype is right.
+        ends_here = plan.transfer or not set(axes) <= set(plan.dst.tagged(kind))
+        if kind != "copy" and ends_here:
+            dtypes.check_reduction(dtype, kind)
+    for step, sharding, _ in plan.stages:
+        current = step.run(current, sharding)
     return current
 
 
 @api_boundary
 def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arrays) -> list[Any]:
-    """Cotangents of the outputs of `run(plan, given)` -> cotangents of the blocks `given`.
+    """Pull cotangents back through a plan: of the outputs of `run(plan, given)` -> of the blocks `given`.
 
-    cotangents: blocks under `plan.dst.dual`; the result is under `plan.src.dual`. A linear plan runs its
-    backward plan; a max or min sends the cotangent to the winners in equal shares, which a plan between two
-    meshes cannot: LinearityError. A contraction takes and gives a list of the operands' blocks; complex
-    numbers are not conjugated.
+    A linear plan runs its backward plan. A max or min sends the cotangent to the winners in equal shares,
+    which a plan between two meshes cannot. Complex numbers are not conjugated.
+
+    Args:
+        plan: The plan of a move, or of a contraction.
+        given: The blocks that `run` was given; for a contraction, a list of the operands' blocks.
+        cotangents: Blocks under `plan.dst.dual`.
+
+    Returns:
+        Blocks under `plan.src.dual`; for a contraction, a list of them for each operand.
+
+    Raises:
+        LinearityError: The plan is a max or min between two meshes.
     """
     if isinstance(plan, ContractionPlan):
-        return _pulled(plan, given, cotangents)
+        return _pull_back_contraction(plan, given, cotangents)
     if plan.src.is_linear or plan.transfer:
         return run(plan.backward, cotangents)
     plans = max_min_plans(plan)
     xs = checked_blocks(given, plan.source)
-    best = run(plans.result, run(plan, xs) if plans.result.src.is_linear else xs)
+    # The maximum, back where the blocks are, to be compared with them.
+    if plans.result.src.is_linear:
+        best = run(plans.result, run(plan, xs))
+    else:
+        best = run(plans.result, xs)
     won = [np.equal(x, y).astype(x.dtype) for x, y in zip(xs, best, strict=True)]
-    counts = run(plans.count, won)
+    winners = run(plans.count, won)  # how many share a cotangent
     pulled = run(plans.cotangent, cotangents)
-    return [g * w / np.maximum(n, 1) for g, w, n in zip(pulled, won, counts, strict=True)]
+    shares = []
+    for cotangent, has_won, n_winners in zip(pulled, won, winners, strict=True):
+        # Without a winner, as with nan, there is nothing to share, and nothing to divide by.
+        shares.append(cotangent * has_won / np.maximum(n_winners, 1))
+    return shares
 
 
-Operand = list[Block]  # its blocks
+class Contracted(NamedTuple):
+    """The result of a contraction, and for every part its operands as they were contracted."""
+
+    result: Operand
+    used: list[list[Operand]]
 
 
-def _contracted(
-    plan: ContractionPlan, operands: Sequence[Arrays]
-) -> tuple[Operand, list[list[Operand]]]:
-    """The result, and for every part its operands as they were contracted."""
+def _run_contraction(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contracted:
+    """Run a contraction part by part."""
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
     *arrays, target = plan.arrays
-    described = zip(operands, arrays, plan.moves, strict=True)
-    left = [by_name(checked_blocks(x, array), array, move.source) for x, array, move in described]
-    held = []
+    left = []
+    for x, array, move in zip(operands, arrays, plan.moves, strict=True):
+        left.append(by_name(checked_blocks(x, array), array, move.source))
+    used_by_part = []
     for part in plan.parts:
         used = [run(move, left[i]) for i, move in zip(part.takes, part.moves, strict=True)]
-        held.append(used)
+        used_by_part.append(used)
         names = [move.dst.names for move in part.moves]
-        result = run(
-            part.result, contract(list(zip(names, used, strict=True)), part.result.src.names)
-        )
-        left = [x for i, x in enumerate(left) if i not in part.takes] + [result]
-    return _as_written(left[0], target, plan.result.target), held
+        local = contract(list(zip(names, used, strict=True)), part.result.src.names)
+        left = [*remaining(left, part.takes), run(part.result, local)]
+    [result] = left
+    return Contracted(_to_written_dims(result, target, plan.result.target), used_by_part)
 
 
-def _pulled(plan: ContractionPlan, operands: Sequence[Arrays], cotangents: Arrays) -> list[Operand]:
-    """The cotangents of all operands, computed part by part, the last part first."""
-    held = _contracted(plan, operands)[1]
-    left = [by_name(list(map(np.asarray, cotangents)), plan.arrays[-1], plan.result.target)]
-    for part, used in zip(reversed(plan.parts), reversed(held), strict=True):
-        taken = dict(zip(part.takes, _gradients(part, used, left.pop()), strict=True))
-        rest = iter(left)
-        left = [taken[i] if i in taken else next(rest) for i in range(len(taken) + len(left))]
+def _pull_back_contraction(
+    plan: ContractionPlan, operands: Sequence[Arrays], cotangents: Arrays
+) -> list[Operand]:
+    """Return the cotangents of all operands, computed part by part, the last part first."""
+    used_by_part = _run_contraction(plan, operands).used
+    cotangent_blocks = [np.asarray(block) for block in cotangents]
+    # Cotangents of the operands that are left at this point of the forward pass.
+    left = [by_name(cotangent_blocks, plan.arrays[-1], plan.result.target)]
+    for part, used in zip(reversed(plan.parts), reversed(used_by_part), strict=True):
+        of_result = left.pop()
+        of_taken = zip(part.takes, _gradients(part, used, of_result), strict=True)
+        for i, operand in sorted(of_taken, key=itemgetter(0)):
+            left.insert(i, operand)  # in the order of places, so that each goes back to its own
     described = zip(left, plan.arrays, plan.moves, strict=False)
-    return [_as_written(x, array, move.source) for x, array, move in described]
+    return [_to_written_dims(x, array, move.source) for x, array, move in described]
 
 
 def by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
-    """Blocks of an array as a contraction writes it -> with one dim per name."""
-    return [
-        x.reshape(-1)[places]
-        for x, places in zip(blocks, _places_by_name(array, named), strict=True)
-    ]
+    """Bring blocks of an array from the dims of a contraction's text into one dim per name.
+
+    array: its sharding as the text writes it; named: the same with one dim per name.
+    """
+    by_device = zip(blocks, _places_by_name(array, named), strict=True)
+    return [block.reshape(-1)[places] for block, places in by_device]
 
 
-def _as_written(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
-    """The adjoint of `by_name`: zeros where it takes nothing."""
-    written = [np.zeros(array.local_shape(device), x.dtype) for device, x in enumerate(blocks)]
-    for y, x, places in zip(written, blocks, _places_by_name(array, named), strict=True):
-        y.reshape(-1)[places] = x
+def _to_written_dims(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
+    """Bring blocks back from one dim per name: the adjoint of `by_name`.
+
+    Zeros stand where `by_name` takes nothing: beside a diagonal.
+    """
+    written = []
+    by_device = zip(blocks, _places_by_name(array, named), strict=True)
+    for device, (block, places) in enumerate(by_device):
+        out = np.zeros(array.local_shape(device), block.dtype)
+        out.reshape(-1)[places] = block
+        written.append(out)
     return written
 
 
 def _places_by_name(array: Sharding, named: Sharding) -> Iterator[NDArray[np.int64]]:
-    """For every device, the places that it takes from its block."""
+    """Iterate over devices: the places in its block, row-major, of the elements with one dim per name."""
     for device in range(array.mesh.n_devices):
         shape = array.local_shape(device)
         rows = partial(named.layout.positions, named.mesh, named.shape, device=device)
+        # Numbers of elements go the way of elements, so that they tell where each is from.
         numbers = np.arange(math.prod(shape)).reshape(shape)
         yield named_block(numbers, array.layout, named, named.local_shape(device), rows)
 
 
 def _gradients(part: Part, used: list[Operand], cotangent: Operand) -> Iterator[Operand]:
-    """The cotangents of a part's operands, which are contracted where the operands were."""
-    local_result = part.result.src.names, run(part.result.backward, cotangent)
+    """Iterate over the cotangents of a part's operands, each contracted where the operands were."""
+    of_result = (part.result.src.names, run(part.result.backward, cotangent))
     operands = list(zip([move.dst.names for move in part.moves], used, strict=True))
-    for i, (move, (names, blocks)) in enumerate(zip(part.moves, operands, strict=True)):
-        others = [local_result, *operands[:i], *operands[i + 1 :]]
+    for i, move in enumerate(part.moves):
+        names, blocks = operands[i]
+        others = [of_result, *operands[:i], *operands[i + 1 :]]
         yield run(move.backward, contract_gradient(others, names, blocks))
 
 
 def contract_gradient(
     operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...], like: Operand
 ) -> Operand:
-    """The cotangent and the other operands -> the cotangent of the operand `like`, which has dims `names`."""
-    known = {name for dims, _ in operands for name in dims}
-    # Dims of its own, that the result lacks, are summed in it alone: the rest, repeated along them.
-    alone = tuple(d for d, name in enumerate(names) if name not in known)
-    ones = [np.ones([x.shape[d] for d in alone], x.dtype) for x in like]
-    return contract([*operands, (tuple(names[d] for d in alone), ones)], names)
+    """Contract the cotangent and the other operands to the cotangent of an operand.
+
+    operands: the dims and the blocks of the cotangent and of the others; names: the dims of the operand
+    `like`.
+    """
+    other_names = set[str]()
+    for dims, _ in operands:
+        other_names.update(dims)
+    # Dims that this operand alone has are summed in it: its cotangent is the rest, repeated along them.
+    repeated = [d for d, name in enumerate(names) if name not in other_names]
+    ones = []
+    for block in like:
+        shape = [block.shape[d] for d in repeated]
+        ones.append(np.ones(shape, block.dtype))
+    repeated_names = tuple(names[d] for d in repeated)
+    return contract([*operands, (repeated_names, ones)], names)
 
 
 def contract(
     operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]
 ) -> Operand:
-    """Every operand's dims with its blocks -> the local results; numpy lacks an einsum of bfloat16."""
-    numbers = {
-        name: n
-        for n, name in enumerate(dict.fromkeys(name for dims, _ in operands for name in dims))
-    }
+    """Contract blocks device by device: every operand's dims with its blocks -> blocks with dims `names`."""
+    numbers: dict[str, int] = {}
+    for dims, _ in operands:
+        for name in dims:
+            numbers.setdefault(name, len(numbers))
     result = []
     for device, first in enumerate(operands[0][1]):
         arguments: list[Any] = []
         for dims, blocks in operands:
-            block = blocks[device]
-            wide = np.float32 if block.dtype.kind == "V" else block.dtype
-            arguments += [block.astype(wide), [numbers[name] for name in dims]]
+            arguments.append(_as_contractible(blocks[device]))
+            arguments.append([numbers[name] for name in dims])
+        # By numbers, since numpy's letters are 52, and names may be longer.
         y = np.asarray(np.einsum(*arguments, [numbers[name] for name in names]))
-        result.append(y.astype(first.dtype) if first.dtype.kind == "V" else y)
+        if _is_low_precision(first):
+            y = y.astype(first.dtype)
+        result.append(y)
     return result
 
 
+def _is_low_precision(block: Block) -> bool:
+    """Return whether numpy cannot contract a dtype: bfloat16 and 8-bit floats of ml_dtypes."""
+    return block.dtype.kind == "V"
+
+
+def _as_contractible(block: Block) -> Block:
+    """Return a block in a dtype that numpy can contract."""
+    if _is_low_precision(block):
+        return block.astype(np.float32)
+    return block
+
+
 def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:
-    """One array per device of the shape that the layout gives it, all of one dtype."""
-    arrays = [np.asarray(b) for b in blocks]
+    """Return one array per device. Raises ShapeError unless each has the shape that the layout gives it.
+
+    Raises DtypeError if they differ in dtype.
+    """
+    arrays = [np.asarray(block) for block in blocks]
     if len(arrays) != sharding.mesh.n_devices:
         hint = f"one block per device of {sharding.mesh!r}, row-major"
         raise ShapeError(f"{len(arrays)} blocks for {sharding.mesh.n_devices} devices", hint=hint)
+    # Layouts may give devices blocks of different shapes.
     for device, array in enumerate(arrays):
-        if array.shape != sharding.local_shape(device):
-            hint = (
-                f"under '{sharding.layout}' a {sharding.shape} array on {sharding.mesh!r} gives it "
-            )
-            hint += f"{sharding.local_shape(device)}"
+        local_shape = sharding.local_shape(device)
+        if array.shape != local_shape:
+            hint = f"under '{sharding.layout}' a {sharding.shape} array on {sharding.mesh!r} "
+            hint += f"gives it {local_shape}"
             raise ShapeError(f"the block of device {device} has shape {array.shape}", hint=hint)
         if array.dtype != arrays[0].dtype:
-            raise DtypeError(
-                f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}"
-            )
+            what = f"device {device} holds {array.dtype}, device 0 holds {arrays[0].dtype}"
+            raise DtypeError(what)
     return arrays
-
-
-def _dims(sharding: Sharding, view: View, device: int) -> Iterator[tuple[DimEnd, int]]:
-    """Every dim in a view, and the device's place in it."""
-    for d, part in enumerate(zip(view.sides, view.shifts, strict=True)):
-        yield dim_end(sharding, d, *part), sharding.dim_device(d, device)
-
-
-def _places(rows: Sequence[Runs]) -> tuple[Any, Any]:
-    """Numpy indices of the rows in a block and in the global array: without FILL."""
-    numbers = list(map(row_numbers, rows))
-    held = [each != FILL for each in numbers]
-    return np.ix_(*held), np.ix_(*(each[kept] for each, kept in zip(numbers, held, strict=True)))

@@ -50,33 +50,52 @@ class ReplicaCheck(NamedTuple):
     def axes(self) -> tuple[str, ...]:
         """The axes along which blocks are equal by contract: axes of replicas and of copies."""
         layout = self.sharding.layout
-        mesh = self.sharding.mesh
-        apart = set(layout.axes) - set(layout.tagged("copy"))
-        return tuple(a for a in mesh.long_axes if a not in apart)
+        # Copies have one value, too, though devices use them in different ways.
+        differing = set(layout.axes) - set(layout.tagged("copy"))
+        return tuple(axis for axis in self.sharding.mesh.long_axes if axis not in differing)
 
     def fault(
         self, differences: ArrayLike, names: Sequence[object] | None = None
     ) -> ReplicaError | None:
-        """The error to raise or None, by (largest difference, largest value): `[devices, axes, 2]`."""
-        difference, largest = np.moveaxis(np.asarray(differences, np.float64), -1, 0)
-        wrong = difference > tolerances.replicas(self.dtype) * largest
-        if not wrong.any():
+        """Return the error to raise, or None if replicas are equal.
+
+        differences: `[devices, axes, 2]`, for each of `axes` the largest difference in a device's group,
+        and the largest value there. names: of devices in errors, by default their numbers.
+        """
+        measured = np.asarray(differences, np.float64)
+        difference = measured[..., 0]
+        largest = measured[..., 1]
+        is_wrong = difference > tolerances.replicas(self.dtype) * largest
+        if not is_wrong.any():
             return None
-        i = int(wrong.any(axis=0).argmax())
-        axis = self.axes[i]
-        device = int(wrong[:, i].argmax())
+        # Of the first axis along which replicas differ, the first group: all devices raise the same.
+        axis_index = int(is_wrong.any(axis=0).argmax())
+        device = int(is_wrong[:, axis_index].argmax())
+        axis = self.axes[axis_index]
         group = self.mesh.group(device, (axis,))
-        called = ", ".join(str(names[d] if names else d) for d in group)
-        left, _, right = self.text.partition(ARROW)
-        end = len(self.text)
-        side = (end - len(right.lstrip()), end) if self.cotangents else (0, len(left.rstrip()))
-        what = "cotangents" if self.cotangents else "blocks"
-        hint = f"by {difference[device, i]:.3g} on {'ranks' if names else 'devices'} {called}, where the "
-        hint += f"largest value is {largest[device, i]:.3g}\n  {self._way_out(axis)}"
+        if names:
+            called = "ranks " + ", ".join(str(names[d]) for d in group)
+        else:
+            called = "devices " + ", ".join(map(str, group))
+        hint = f"by {difference[device, axis_index]:.3g} on {called}, where the largest value is "
+        hint += f"{largest[device, axis_index]:.3g}\n  {self._way_out(axis)}"
+        what = "blocks"
+        if self.cotangents:
+            what = "cotangents"
         reason = f"{what} differ along {axis!r}, where one value is meant"
-        return with_path(ReplicaError(reason, text=self.text, span=side, hint=hint), self.name)
+        error = ReplicaError(reason, text=self.text, span=self._side(), hint=hint)
+        return with_path(error, self.name)
+
+    def _side(self) -> tuple[int, int]:
+        """Return the place of the layout in the text: the left side, or for cotangents the right."""
+        left, _, right = self.text.partition(ARROW)
+        if not self.cotangents:
+            return 0, len(left.rstrip())
+        end = len(self.text)
+        return end - len(right.lstrip()), end
 
     def _way_out(self, axis: str) -> str:
+        """Return what to write or do, for blocks that differ along an axis."""
         if not self.cotangents:
             return f"write what they are, as in sum({axis}) or mean({axis}) on the left, or make them equal"
         if axis in self.sharding.layout.tagged("copy"):
@@ -87,14 +106,33 @@ class ReplicaCheck(NamedTuple):
 def checks_of(
     plan: Any, mesh: Mesh | None, text: str, name: str = ""
 ) -> tuple[ReplicaCheck, ReplicaCheck | None]:
-    """The checks of a plan's blocks, and of its results' cotangents. mesh: None is the mesh of either."""
-    check = ReplicaCheck(plan.source, mesh or plan.source.mesh, plan.dtype, text, False, name)
+    """Return the checks of a plan's blocks, and of its results' cotangents, which a max or min has not.
+
+    mesh: of all devices that call it; None: the mesh of either end.
+    """
+    source = plan.source
+    # A move between two meshes has other devices at each end.
+    source_mesh = source.mesh if mesh is None else mesh
+    target_mesh = plan.target.mesh if mesh is None else mesh
+    check = ReplicaCheck(
+        sharding=source,
+        mesh=source_mesh,
+        dtype=plan.dtype,
+        text=text,
+        cotangents=False,
+        name=name,
+    )
     if not plan.dst.is_linear:
         return check, None
     dual = plan.target.dual
-    return check, check._replace(sharding=dual, mesh=mesh or dual.mesh, cotangents=True)
+    return check, check._replace(sharding=dual, mesh=target_mesh, cotangents=True)
 
 
 def are_checked(asked: bool | None) -> bool:
-    """True if replicas are compared: as the call asks, else as the environment does. Or they are watched."""
-    return WATCH is not None or (ALWAYS if asked is None else asked)
+    """Return whether replicas are compared: as a call asks, else as the environment does.
+
+    Also while they are watched.
+    """
+    if WATCH is not None:
+        return True
+    return ALWAYS if asked is None else asked

@@ -1,7 +1,8 @@
-"""Rows that go where values say, as tokens to experts: their groups, and the order in which they arrive. Each
-row chooses groups, and each group is on one part of a mesh axis. A part gets one copy of a row if it has any
-of its groups. Copies lie by the part and the row that they come from; rows, one per choice, lie by group and
-then by copy and choice. With a capacity, a part gets at most so many copies from each other: the first.
+"""Rows that go where values say, as tokens to experts: their groups, and the order in which they arrive.
+
+Each row chooses groups, and each group is on one part of a mesh axis. A part gets one copy of a row if it has
+any of its groups. Copies lie by the part and the row that they come from; rows, one per choice, lie by group
+and then by copy and choice. With a capacity, a part gets at most so many copies from each other: the first.
 """
 
 from __future__ import annotations
@@ -25,20 +26,31 @@ class Groups:
 
     @classmethod
     def of(cls, groups: Any, n_parts: int) -> Groups:
-        """A number of groups, which lie as `g/axis` says, the part of each, or None: one group per part.
+        """Return the groups that a caller describes.
 
-        Raises ShapeError for any other value, and for a part that is not there.
+        Args:
+            groups: A number of groups, which lie as `g/axis` says; or the part of each; or None: one group
+                per part.
+            n_parts: The number of parts.
 
-        >>> Groups.of(3, 2).parts, Groups.of([1, 0, 1], 2).parts, Groups.of(None, 2).parts
-        ((0, 0, 1), (1, 0, 1), (0, 1))
+        Returns:
+            The part of each group.
+
+        Raises:
+            ShapeError: It is another value, or names a part that is not there.
+
+        Examples:
+            >>> Groups.of(3, 2).parts, Groups.of([1, 0, 1], 2).parts, Groups.of(None, 2).parts
+            ((0, 0, 1), (1, 0, 1), (0, 1))
         """
-        number = n_parts if groups is None else whole_number(groups)
-        parts = () if number is not None else whole_numbers(groups) or ()
-        if number is not None and number > 0:
-            mesh = Mesh(parts=n_parts)
-            layout = Layout.parse("g/parts")
-            rows = (layout.positions(mesh, (number,), 0, part) for part in range(n_parts))
-            parts = tuple(part for part, own in enumerate(rows) for _ in own)
+        number = whole_number(groups)
+        if groups is None:  # one for each part
+            number = n_parts
+        if number is None:
+            parts = whole_numbers(groups)
+        else:
+            parts = _parts_in_turn(number, n_parts)
+        # No bools, and no other kinds of numbers: `whole_numbers` has made ints of all that are whole.
         if not parts or not all(type(part) is int and 0 <= part < n_parts for part in parts):
             hint = f"a number of groups, or for each its part, 0 to {n_parts - 1}"
             raise ShapeError(f"groups={shown(groups)} along {n_parts} parts", hint=hint)
@@ -46,23 +58,46 @@ class Groups:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The number of each group among the groups of its part."""
-        return tuple(self.parts[:g].count(part) for g, part in enumerate(self.parts))
+        """The number of each group among the groups of its part: of parts 1, 0, 1 -> 0, 0, 1."""
+        return tuple(self.parts[:group].count(part) for group, part in enumerate(self.parts))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The number of groups of each part."""
-        return tuple(map(self.parts.count, range(self.n_parts)))
+        return tuple(self.parts.count(part) for part in range(self.n_parts))
+
+
+def _parts_in_turn(n_groups: int, n_parts: int) -> tuple[int, ...]:
+    """Return the part of each group under `g/parts`: 3 groups on 2 parts -> (0, 0, 1)."""
+    if n_groups <= 0:  # the caller's error tells the number
+        return ()
+    # As a dim of groups would be sharded: the last parts may have fewer, or none.
+    mesh = Mesh(parts=n_parts)
+    layout = Layout.parse("g/parts")
+    parts: list[int] = []
+    for part in range(n_parts):
+        n_held = len(layout.positions(mesh, (n_groups,), 0, part))
+        parts += [part] * n_held
+    return tuple(parts)
 
 
 def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits: Any) -> None:
-    """Raise ShapeError unless `to` has a whole number, or several, per row, and limits are whole and > 0."""
-    if not is_whole or not len(rows) or len(to) not in (1, 2) or to[0] != rows[0]:
-        kind = "" if is_whole else ", of numbers that are not whole,"
+    """Raise ShapeError unless rows can be routed by an array `to`.
+
+    rows, to: the shapes of both. `to` has a group per row, or several; is_whole: its dtype is of whole
+    numbers. limits: options by name, each None or a whole number > 0.
+    """
+    fits = len(rows) > 0 and len(to) in (1, 2) and to[0] == rows[0]
+    if not is_whole or not fits:
+        kind = ""
+        if not is_whole:
+            kind = ", of numbers that are not whole,"
         what = f"to has shape {tuple(to)}{kind} for rows of shape {tuple(rows)}"
-        raise ShapeError(
-            what, hint="to[row] is a group, or to[row, choice]; a number below 0 is none"
-        )
+        hint = "to[row] is a group, or to[row, choice]; a number below 0 is none"
+        raise ShapeError(what, hint=hint)
     for name, limit in limits.items():
-        if limit is not None and (whole_number(limit) or 0) < 1:
+        if limit is None:
+            continue
+        number = whole_number(limit)
+        if number is None or number < 1:
             raise ShapeError(f"{name}={shown(limit)}", hint="a number of copies, 1 or more")

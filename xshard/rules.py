@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from xshard.arguments import did_you_mean, lengths_of, shown
 from xshard.compat import plan_of_transformers
@@ -18,6 +19,7 @@ from xshard.notation.parser import ARROW, with_maps
 
 ALL = "**"
 NAMED = 8  # most names that an error lists
+# Limits on what a pattern may ask for, so that no text from outside takes all memory or time.
 MOST_SPELLINGS = 1000  # alternatives of one pattern
 MOST_CHARS = 1_000_000  # in all alternatives
 DEEPEST = 8  # braces inside braces
@@ -25,6 +27,13 @@ _PARTS = r"[^.]++(?:\.[^.]++)"  # before a star: one part or more
 
 Pattern = str | re.Pattern[str]
 RulesLike = Mapping[str, Any] | Mapping[Pattern, Any]  # plain dicts, and Rules
+
+
+class Complaint(NamedTuple):
+    """One thing that is wrong with rules for some names, and hints what to do."""
+
+    reason: str
+    hints: list[str]
 
 
 @api_boundary
@@ -36,13 +45,20 @@ class Rules(Mapping[Pattern, Any]):
     whole patterns; a compiled regular expression fits whole names. Leaves of trees have names as in
     `model.state_dict()`: keys, attributes and indices, with dots between them.
     A function that takes rules also takes a plain dict; in place of expressions a dict is a tree of them.
-    maps: the `Owners` and `Needs` that layouts name. Raises NotationError for a malformed pattern or layout.
 
-    >>> rules = Rules(
-    ...     {"**.{q,k,v}_proj.weight|lm_head.weight": "o/tp i", "**.weight": "o i", "**": "..."}
-    ... )
-    >>> rules.find("layers.0.q_proj.weight"), rules.find("norm.bias")
-    ('o/tp i', '...')
+    Args:
+        rules: Patterns -> layouts or expressions.
+        maps: The `Owners` and `Needs` that layouts name.
+
+    Raises:
+        NotationError: A pattern or a layout is malformed.
+
+    Examples:
+        >>> rules = Rules(
+        ...     {"**.{q,k,v}_proj.weight|lm_head.weight": "o/tp i", "**.weight": "o i", "**": "..."}
+        ... )
+        >>> rules.find("layers.0.q_proj.weight"), rules.find("norm.bias")
+        ('o/tp i', '...')
     """
 
     def __init__(self, rules: RulesLike, maps: Maps | None = None) -> None:
@@ -52,31 +68,41 @@ class Rules(Mapping[Pattern, Any]):
             )
         self._rules = with_maps(dict(rules), maps)
         self._maps = maps
-        self._fits = {pattern: _compiled(pattern) for pattern in self._rules}
+        self._fits: dict[Pattern, re.Pattern[str]] = {}
+        for pattern in self._rules:
+            self._fits[pattern] = _compiled(pattern)
         for pattern, value in self._rules.items():
             if isinstance(value, str):
-                with located(f"rule '{text_of(pattern)}'"):
-                    parse_expression(value) if ARROW in value else Layout.parse(value)
+                _check_value(pattern, value)
 
     @classmethod
     def from_transformers(cls, model: Any, axis: str) -> dict[str, Rules]:
-        """Read the tensor parallel plan that a model of transformers declares -> rules for `parallelize`.
+        """Read the tensor parallel plan that a model of transformers declares, as rules for `parallelize`.
 
-        Returns its `parameters`, `inputs` and `outputs`; `inputs[""]`, of the model itself, says nothing:
-        replace it to shard the batch, too. axis: a mesh axis. Source of the plan: `model.tp_plan`, which has
-        `base_model_tp_plan` of the config. Raises XshardError for a model without one, and an unknown style.
+        Args:
+            model: A model of transformers. Its plan is `model.tp_plan`, which has `base_model_tp_plan` of
+                the config.
+            axis: The mesh axis of tensor parallelism.
 
-        >>> from types import SimpleNamespace as Fake
-        >>> up = ("layers.0.up.weight", Fake(shape=(8, 4)))
-        >>> model = Fake(
-        ...     tp_plan={"layers.*.up": "colwise"},
-        ...     named_parameters=lambda **_: [up],
-        ...     named_modules=lambda: [("layers.0.up", None)],
-        ... )
-        >>> Rules.from_transformers(model, "tp")["parameters"]
-        Rules({'layers.*.up.weight': 'd0/tp d1', '**': '...'})
+        Returns:
+            The `parameters`, `inputs` and `outputs` of `parallelize`. `inputs[""]`, of the model itself,
+            says nothing: replace it to shard the batch, too.
+
+        Raises:
+            XshardError: The model has no plan, or a style that is not known.
+
+        Examples:
+            >>> from types import SimpleNamespace as Fake
+            >>> up = ("layers.0.up.weight", Fake(shape=(8, 4)))
+            >>> model = Fake(
+            ...     tp_plan={"layers.*.up": "colwise"},
+            ...     named_parameters=lambda **_: [up],
+            ...     named_modules=lambda: [("layers.0.up", None)],
+            ... )
+            >>> Rules.from_transformers(model, "tp")["parameters"]
+            Rules({'layers.*.up.weight': 'd0/tp d1', '**': '...'})
         """
-        return {kind: cls(each) for kind, each in plan_of_transformers(model, axis).items()}
+        return {kind: cls(rules) for kind, rules in plan_of_transformers(model, axis).items()}
 
     def __getitem__(self, pattern: Pattern) -> Any:
         return self._rules[pattern]
@@ -91,60 +117,123 @@ class Rules(Mapping[Pattern, Any]):
         return f"Rules({self._rules!r})"
 
     def pattern_for(self, name: str) -> Pattern | None:
-        """The first pattern that fits a name, or None."""
-        return next((pattern for pattern, fits in self._fits.items() if fits.fullmatch(name)), None)
+        """Return the first pattern that fits a name, or None."""
+        for pattern, regex in self._fits.items():
+            if regex.fullmatch(name):
+                return pattern
+        return None
 
     def find(self, name: str) -> Any | None:
-        """The layout or expression for a name; None if no pattern fits it."""
+        """Return the layout or expression for a name; None if no pattern fits it.
+
+        >>> Rules({"*.weight": "o/tp i"}).find("up.weight")
+        'o/tp i'
+        """
         pattern = self.pattern_for(name)
         return None if pattern is None else self._rules[pattern]
 
     def match(
         self, names: Collection[str], *, partial: bool = False, what: str = "name"
     ) -> dict[str, Any]:
-        """The layout or expression for each name, in the order of `names`.
+        """Return the layout or expression for each name, in the order of `names`.
 
-        partial: leave out names without a rule. what: the word for a name in errors. Raises XshardError for
-        names without a rule, and for unused rules, except `**`: they, or one of their alternatives in braces
-        or bars, fit no name, or rules before them fit the same names.
+        Args:
+            names: Names of arrays or modules.
+            partial: Leave out names without a rule.
+            what: The word for a name in errors.
 
-        >>> Rules({"*.weight": "o/tp i", "**": "..."}).match(["up.weight", "norm"])
-        {'up.weight': 'o/tp i', 'norm': '...'}
+        Returns:
+            Names -> layouts or expressions.
+
+        Raises:
+            XshardError: A name has no rule, or a rule is not used: it, or one of its alternatives in braces
+                or bars, fits no name, or rules before it fit the same names. `**` may be unused.
+
+        Examples:
+            >>> Rules({"*.weight": "o/tp i", "**": "..."}).match(["up.weight", "norm"])
+            {'up.weight': 'o/tp i', 'norm': '...'}
         """
-        names = list(names)
         decided = {name: self.pattern_for(name) for name in names}
-        missing = [name for name, pattern in decided.items() if pattern is None and not partial]
-        used = set(decided.values()) if names else set(self._rules)
-        idle = {
-            p: _idle(p, names) for p in self._rules if p not in used or set("{|") & set(text_of(p))
-        }
-        reasons = []
-        hints = []
-        if missing:
-            reasons.append(f"no rule for {len(missing)} of {len(names)} {what}s: {listed(missing)}")
-            rules = ", ".join(f"'{text_of(pattern)}'" for pattern in self._rules) or "nothing"
-            hints.append(
-                f"the rules are for: {rules}; '**' is for all others, '...' for whole arrays"
-            )
-        for pattern, alternatives in idle.items():
-            for each in alternatives:
-                of = f"'{text_of(each)}' in " if each != pattern else ""
-                reasons.append(f"{of}rule '{text_of(pattern)}' fits no {what}")
-                hints += filter(None, (nearest(each, names), f"the {what}s are: {listed(names)}"))
-            if not alternatives and pattern not in used and pattern != ALL:  # all of it fits
-                fitted = next(name for name in names if self._fits[pattern].fullmatch(name))
-                earlier = text_of(decided[fitted] or pattern)
-                reasons.append(
-                    f"rule '{text_of(pattern)}' comes too late: '{earlier}' decides {fitted}"
-                )
-                hints.append(
-                    "the first pattern that fits decides: write the narrow one before the wide one"
-                )
-        if reasons:
+        # All that is wrong at once, so that one look at the error is enough.
+        complaints: list[Complaint] = []
+        if not partial:
+            complaints += self._about_missing(decided, what)
+        if decided:  # of no names all rules are unused: that is no mistake in them
+            complaints += self._about_unused(decided, what)
+        if complaints:
+            hints: list[str] = []
+            for complaint in complaints:
+                hints += complaint.hints
+            reasons = [complaint.reason for complaint in complaints]
             raise XshardError("; ".join(reasons), hint="\n  ".join(dict.fromkeys(hints)))
-        return {
-            name: self._rules[pattern] for name, pattern in decided.items() if pattern is not None
-        }
+        matched = {}
+        for name, pattern in decided.items():
+            if pattern is not None:
+                matched[name] = self._rules[pattern]
+        return matched
+
+    def _about_missing(self, decided: Mapping[str, Pattern | None], what: str) -> list[Complaint]:
+        """Return the complaint about names without a rule. decided: the pattern that fits each name."""
+        missing = [name for name, pattern in decided.items() if pattern is None]
+        if not missing:
+            return []
+        listed_patterns = "nothing"
+        if self._rules:
+            listed_patterns = ", ".join(f"'{text_of(pattern)}'" for pattern in self._rules)
+        reason = f"no rule for {len(missing)} of {len(decided)} {what}s: {listed(missing)}"
+        hint = (
+            f"the rules are for: {listed_patterns}; '**' is for all others, '...' for whole arrays"
+        )
+        return [Complaint(reason, [hint])]
+
+    def _about_unused(self, decided: Mapping[str, Pattern | None], what: str) -> list[Complaint]:
+        """Return complaints about rules that decide about no name. decided: as above, for some names."""
+        names = list(decided)
+        used = set(decided.values())
+        complaints = []
+        for pattern in self._rules:
+            has_alternatives = not set("{|").isdisjoint(text_of(pattern))
+            # A pattern with alternatives may be used by some of them only.
+            if pattern in used and not has_alternatives:
+                continue
+            idle = _unused_alternatives(pattern, names)
+            for alternative in idle:
+                complaints.append(_about_idle(alternative, pattern, names, what))
+            if not idle and pattern not in used and pattern != ALL:  # all of it fits
+                complaints.append(self._about_late(pattern, decided))
+        return complaints
+
+    def _about_late(self, pattern: Pattern, decided: Mapping[str, Pattern | None]) -> Complaint:
+        """Return the complaint about a rule that fits names, but rules before it fit them, too."""
+        fitted = [name for name in decided if self._fits[pattern].fullmatch(name)]
+        earlier = decided[fitted[0]]
+        assert earlier is not None  # for `pattern` fits it
+        reason = (
+            f"rule '{text_of(pattern)}' comes too late: '{text_of(earlier)}' decides {fitted[0]}"
+        )
+        hint = "the first pattern that fits decides: write the narrow one before the wide one"
+        return Complaint(reason, [hint])
+
+
+def _check_value(pattern: Pattern, value: str) -> None:
+    """Raise NotationError, with the rule it is in, unless a value is a layout or an expression."""
+    with located(f"rule '{text_of(pattern)}'"):
+        if ARROW in value:
+            parse_expression(value)
+        else:
+            Layout.parse(value)
+
+
+def _about_idle(alternative: Pattern, pattern: Pattern, names: list[str], what: str) -> Complaint:
+    """Return the complaint about an alternative of a pattern, or all of it, that fits no name."""
+    place = ""
+    if alternative != pattern:
+        place = f"'{text_of(alternative)}' in "
+    hints = [f"the {what}s are: {listed(names)}"]
+    meant = nearest(alternative, names)
+    if meant:
+        hints.insert(0, meant)
+    return Complaint(f"{place}rule '{text_of(pattern)}' fits no {what}", hints)
 
 
 @api_boundary
@@ -161,176 +250,265 @@ def owned(
     possible load (Graham, 1969). For optimizers that need whole matrices, such as Muon or Shampoo, on sharded
     weights: one `redistribute` of the tree moves all of them, and one brings the results back.
 
-    shapes: by name, each of one dim or more. cost: shape -> its work, by default its elements. Dims are
-    named o, i, d2, d3, ... Raises MeshError for an unknown axis, ShapeError for an array without dims.
+    Args:
+        shapes: Shapes by name, each of one dim or more.
+        mesh: The devices.
+        axis: The mesh axis that shares the arrays out.
+        cost: A shape -> its work, by default its elements.
 
-    >>> rules = owned({"up": (8, 2), "down": (2, 4), "bias": (4,)}, Mesh(fsdp=2), "fsdp")
-    >>> rules.find("up"), rules.find("down"), rules.find("bias")
-    ('o/sizes(fsdp,8,0) i', 'o/sizes(fsdp,0,2) i', 'o/sizes(fsdp,0,4)')
+    Returns:
+        A layout for each name, with dims named o, i, d2, d3, ...
+
+    Raises:
+        MeshError: The mesh has no such axis.
+        ShapeError: An array has no dims.
+
+    Examples:
+        >>> rules = owned({"up": (8, 2), "down": (2, 4), "bias": (4,)}, Mesh(fsdp=2), "fsdp")
+        >>> rules.find("up"), rules.find("down"), rules.find("bias")
+        ('o/sizes(fsdp,8,0) i', 'o/sizes(fsdp,0,2) i', 'o/sizes(fsdp,0,4)')
     """
     lengths = {name: lengths_of(shape) for name, shape in shapes.items()}
+    costs = {name: cost(shape) for name, shape in lengths.items()}
     loads = [0.0] * mesh.size(axis)
-    rules = dict[Pattern, Any]()
-    for name in sorted(lengths, key=lambda name: -cost(lengths[name])):
+    layouts = dict[Pattern, Any]()
+    for name in sorted(lengths, key=costs.__getitem__, reverse=True):
         if not lengths[name]:
             raise ShapeError(f"{name} is one number", hint="leave it out: it needs no owner")
-        device, (rows, *others) = loads.index(min(loads)), lengths[name]
-        loads[device] += cost(lengths[name])
-        sizes = (rows if i == device else 0 for i in range(len(loads)))
-        inner = ("i", *(f"d{d}" for d in range(2, len(others) + 1)))[: len(others)]
-        rules[name] = " ".join((f"o/sizes({axis},{','.join(map(str, sizes))})", *inner))
-    return Rules({name: rules[name] for name in shapes})
+        owner = loads.index(min(loads))
+        loads[owner] += costs[name]
+        layouts[name] = _owned_by(owner, lengths[name], axis, len(loads))
+    return Rules({name: layouts[name] for name in shapes})
 
 
-def _idle(pattern: Pattern, names: Sequence[str]) -> list[Pattern]:
-    """The alternatives of a pattern that fit none of these names; the pattern itself if none does."""
-    each = spellings(pattern) if isinstance(pattern, str) else [pattern]
-    exact = {*names}  # a spelling without stars fits one name
+def _owned_by(owner: int, shape: Sequence[int], axis: str, n_devices: int) -> str:
+    """Return the layout of an array that one device along an axis has whole."""
+    sizes = ["0"] * n_devices
+    sizes[owner] = str(shape[0])
+    dims = [f"o/sizes({axis},{','.join(sizes)})"]
+    for d in range(1, len(shape)):
+        dims.append(f"d{d}" if d > 1 else "i")  # as weights are written: out, in
+    return " ".join(dims)
 
-    def fits(one: Pattern) -> bool:
-        is_name = isinstance(one, str) and "*" not in one
-        return one in exact if is_name else any(map(_compiled(one).fullmatch, names))
 
-    idle = [one for one in each if names and one != ALL and not fits(one)]
-    return [pattern] if len(idle) == len(each) else [*idle]
+def _unused_alternatives(pattern: Pattern, names: Sequence[str]) -> list[Pattern]:
+    """Return the alternatives of a pattern that fit none of these names; the pattern if none does."""
+    alternatives: Sequence[Pattern] = [pattern]
+    if isinstance(pattern, str):
+        alternatives = spellings(pattern)
+    all_names = set(names)
+    idle = []
+    for alternative in alternatives:
+        if alternative == ALL:
+            continue
+        if isinstance(alternative, str) and "*" not in alternative:
+            fits = alternative in all_names  # faster than an expression: it fits one name
+        else:
+            fits = any(map(_compiled(alternative).fullmatch, names))
+        if not fits:
+            idle.append(alternative)
+    if len(idle) == len(alternatives):  # one complaint about all of it says enough
+        return [pattern]
+    return idle
 
 
 def nearest(spelling: Pattern, names: Collection[str]) -> str:
-    """The part of a name for which a pattern without alternatives has nearly the same, as a hint; or "".
+    """Return a hint which part of a name may be meant by a pattern without alternatives; or "".
 
     >>> nearest("**.upp_proj.weight", ["layers.0.up_proj.weight"])
     "'**.upp_proj.weight': did you mean 'up_proj'?"
     """
-    parts = spelling.split(".") if isinstance(spelling, str) else []
+    if not isinstance(spelling, str):
+        return ""
+    parts = spelling.split(".")
     for i, part in enumerate(parts):
+        if part == ALL:
+            continue
+        # What names have in place of this part, where they fit the rest.
         wide = ".".join((*parts[:i], "*", *parts[i + 1 :]))
         star = len(stars_in(".".join(parts[:i])))
-        parts_there = {
-            stars[star] for name in names if part != ALL and (stars := match_stars(wide, name))
-        }
-        if meant := did_you_mean(part, parts_there):
+        candidates = set[str]()
+        for name in names:
+            texts = match_stars(wide, name)
+            if texts:  # the star in place of this part is the one after the stars before it
+                candidates.add(texts[star])
+        meant = did_you_mean(part, candidates)
+        if meant:
             return f"'{spelling}': {meant.strip()}"
     return ""
 
 
 def text_of(pattern: Pattern) -> str:
-    """A pattern as its user wrote it."""
+    """Return a pattern as its user wrote it."""
     return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
 
 def listed(names: list[str]) -> str:
-    """Names as an error lists them: the first few, and how many more."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(name or "''" for name in names[:NAMED]) + more
+    """Return names as an error lists them: the first few, and how many more."""
+    shown_names = ", ".join(name if name else "''" for name in names[:NAMED])
+    if len(names) > NAMED:
+        return f"{shown_names} and {len(names) - NAMED} more"
+    return shown_names
 
 
 def stars_in(pattern: str) -> list[str]:
-    """Every `*` and `**` of a pattern, from left to right."""
+    """Return every `*` and `**` of a pattern, from left to right."""
     return re.findall(r"\*\*?", pattern)
 
 
 def match_stars(pattern: str, name: str) -> tuple[str, ...] | None:
-    """The text of each star of a pattern (one spelling) in a name; None if the pattern does not fit it."""
+    """Return the text of each star of a pattern (one spelling) in a name; None if it does not fit."""
     match = _compiled(pattern).fullmatch(name)
     return None if match is None else match.groups(default="")
 
 
 def fill_stars(pattern: str, texts: Sequence[str]) -> str:
-    """The name that a pattern fits with these texts in place of its stars: the inverse of `match_stars`."""
+    """Return the name that a pattern fits with these texts in place of its stars.
+
+    The inverse of `match_stars`: "a.*.w" with ("0",) -> "a.0.w". A `**` for no parts leaves no dot.
+    """
     left = iter(texts)
-    filled = ((part, re.sub(r"\*\*?", lambda _: next(left), part)) for part in pattern.split("."))
-    return ".".join(text for part, text in filled if text or part != ALL)
+    parts = []
+    for part in pattern.split("."):
+        text = re.sub(r"\*\*?", lambda _: next(left), part)
+        if text or part != ALL:
+            parts.append(text)
+    return ".".join(parts)
 
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: Pattern) -> re.Pattern[str]:
-    """The regular expression of the names that a pattern fits, with a group for each star."""
+    """Return the regular expression of the names that a pattern fits, with a group for each star."""
     if isinstance(pattern, re.Pattern):
         return pattern
     if not isinstance(pattern, str):
         raise NotationError(
             f"{shown(pattern)} is not a pattern", hint="'**.weight', or re.compile(...)"
         )
-    return re.compile(
-        "|".join(_regex(spelling, pattern) for spelling in spellings(pattern)), re.DOTALL
-    )
+    regexes = [_regex(spelling, pattern) for spelling in spellings(pattern)]
+    return re.compile("|".join(regexes), re.DOTALL)
+
+
+@dataclass
+class _Alternatives:
+    """The spellings of an open brace, or of the whole pattern, as far as it is read."""
+
+    span: Span  # of the brace
+    finished: list[str] = field(default_factory=list)  # before the last comma or bar
+    current: list[str] = field(default_factory=lambda: [""])  # of the alternative being read
+
+    @property
+    def all(self) -> list[str]:
+        """The spellings of all alternatives."""
+        return [*self.finished, *self.current]
+
+    def begin_next(self) -> None:
+        """Begin the next alternative."""
+        self.finished += self.current
+        self.current = [""]
+
+    def append(self, endings: Sequence[str], pattern: str) -> None:
+        """Continue each spelling of this alternative with each of the endings."""
+        _check_number(len(self.current) * len(endings), pattern)
+        longer = []
+        for start in self.current:
+            longer += [start + ending for ending in endings]
+        self.current = longer
 
 
 @lru_cache(maxsize=4096)
 def spellings(pattern: str) -> tuple[str, ...]:
-    """A pattern with its braces and bars written out. Raises NotationError."""
-    # For each open brace, and for the pattern: its place, the alternatives before a bar, and after it.
-    levels: list[tuple[Span, list[str], list[str]]] = [((0, 0), [], [""])]
+    """Write the braces and bars of a pattern out: "{a,b}.w|c" -> ("a.w", "b.w", "c").
+
+    Raises NotationError.
+    """
     _check_number(1, pattern)
+    levels = [_Alternatives((0, 0))]  # of the pattern, then of each open brace
     for token in re.finditer(r"[{}|,]|[^{}|,]+", pattern):
-        (opened, done, now), inside = levels.pop(), [token[0]]
-        if token[0] == "{":
-            if len(levels) == DEEPEST:
+        text = token[0]
+        if text == "{":
+            if len(levels) > DEEPEST:
                 raise _malformed(f"braces inside more than {DEEPEST} others", pattern, token.span())
-            levels += [(opened, done, now), (token.span(), [], [""])]
+            levels.append(_Alternatives(token.span()))
             continue
-        if token[0] == "}":
+        if text == "}":
+            closed = levels.pop()
             if not levels:
                 raise _malformed("'}' closes nothing", pattern, token.span())
-            inside, (opened, done, now) = done + now, levels.pop()
-        if token[0] == "|" or (token[0] == "," and levels):
-            done = done + now
-            now = [""]
+            levels[-1].append(closed.all, pattern)
+        elif text == "|" or (text == "," and len(levels) > 1):
+            levels[-1].begin_next()
         else:
-            _check_number(len(now) * len(inside), pattern)
-            now = [start + end for start in now for end in inside]
-        _check_number(len(done) + len(now), pattern)
-        levels.append((opened, done, now))
+            levels[-1].append([text], pattern)
+        _check_number(len(levels[-1].all), pattern)
     if len(levels) > 1:
-        raise _malformed("'{' is not closed", pattern, levels[-1][0])
-    return (*levels[0][1], *levels[0][2])
+        raise _malformed("'{' is not closed", pattern, levels[-1].span)
+    return tuple(levels[0].all)
 
 
-def _check_number(spellings: int, pattern: str) -> None:
-    limits = (
-        (spellings, MOST_SPELLINGS, "spellings"),
-        (spellings * len(pattern), MOST_CHARS, "characters"),
-    )
-    for n, most, what in limits:
-        if n > most:
-            raise _malformed(f"a pattern of more than {most} {what}", pattern, (0, len(pattern)))
+def _check_number(n_spellings: int, pattern: str) -> None:
+    """Raise NotationError if a pattern has too many spellings, or too long ones."""
+    whole = (0, len(pattern))
+    if n_spellings > MOST_SPELLINGS:
+        raise _malformed(f"a pattern of more than {MOST_SPELLINGS} spellings", pattern, whole)
+    if n_spellings * len(pattern) > MOST_CHARS:
+        raise _malformed(f"a pattern of more than {MOST_CHARS} characters", pattern, whole)
 
 
 def _regex(spelling: str, pattern: str) -> str:
-    """A regular expression for parts with stars; atomic groups keep the time of a match linear."""
+    """Return the regular expression of one spelling, with a group for each star.
+
+    Names come from files of others: atomic groups, `(?>...)`, keep the time of a match linear. They may,
+    since the first place where a section between two `**` fits is as good as any later one.
+    """
     sections: list[list[str]] = [[]]  # of parts, with a `**` between two sections
     for part in spelling.split("."):
         if part == ALL:
             sections.append([])
         else:
             sections[-1].append(_part_regex(part, pattern))
-    regex, *others = (r"\.".join(section) for section in sections)
-    dot = r"\." if regex else ""
-    for i, section in enumerate(others, 1):
-        if i < len(others):  # the first place where the section fits
-            regex += rf"{dot}(?>(?:({_PARTS}*?)\.)??{section}(?![^.]))" if section else "()"
-        elif section:
+    regex, *later = [r"\.".join(section) for section in sections]
+    dot = ""  # before the next part, if there is one before it
+    if regex:
+        dot = r"\."
+    for i, section in enumerate(later, 1):
+        is_last = i == len(later)
+        if section and is_last:
             regex += rf"{dot}(?:({_PARTS}*)\.)?{section}"
+        elif section:  # up to the first place where it fits
+            regex += rf"{dot}(?>(?:({_PARTS}*?)\.)??{section}(?![^.]))"
+        elif not is_last:  # `**.**`: the second takes all
+            regex += "()"
+        elif dot:  # the pattern ends with `**`, which may be no part
+            regex += rf"(?:\.({_PARTS}*))?"
         else:
-            regex += rf"(?:\.({_PARTS}*))?" if dot else "(.*)"
-        dot = r"\." if section else dot
+            regex += "(.*)"
+        if section:
+            dot = r"\."
     return regex
 
 
 def _part_regex(part: str, pattern: str) -> str:
+    """Return the regular expression of one part, as `*_proj`. Raises NotationError for `**` within it."""
     if ALL in part:
-        start = pattern.find(part)  # braces may have put the stars beside each other
-        span = (
-            (start + part.index(ALL), start + part.index(ALL) + 2)
-            if start >= 0
-            else (0, len(pattern))
-        )
-        raise _malformed("'**' stands for whole parts", pattern, span)
-    first, *rest = map(re.escape, part.split("*"))
-    if not rest:
+        raise _malformed("'**' stands for whole parts", pattern, _span_of_all(part, pattern))
+    if part == "*":
+        return "([^.]+)"  # a whole part is not empty
+    first, *pieces = [re.escape(piece) for piece in part.split("*")]
+    if not pieces:
         return first
-    middle = "".join(f"(?>([^.]*?){piece})" for piece in rest[:-1])
-    return "([^.]+)" if part == "*" else f"{first}{middle}([^.]*){rest[-1]}"
+    *inner, last = pieces
+    middle = "".join(f"(?>([^.]*?){piece})" for piece in inner)
+    return f"{first}{middle}([^.]*){last}"
+
+
+def _span_of_all(part: str, pattern: str) -> Span:
+    """Return the place of a `**` within a part; of the whole pattern if braces put the stars together."""
+    start = pattern.find(part)
+    if start < 0:
+        return (0, len(pattern))
+    stars = start + part.index(ALL)
+    return (stars, stars + len(ALL))
 
 
 def _malformed(reason: str, pattern: str, span: Span) -> NotationError:

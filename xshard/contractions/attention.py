@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, cast
 
 from xshard.cost.model import ProfileLike
 from xshard.errors import XshardError
@@ -15,15 +15,35 @@ from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
 from xshard.ops import A, M
 
 
+class Operand(NamedTuple):
+    """A block with dims (*batch, heads, sequence, width), and the sharding of its whole array."""
+
+    block: Any
+    sharding: Sharding
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """The options of `attention` in both bridges, and its flow. documents: numbers for queries and for keys;
-    for scores, with all rows: `[batch or 1, rows]`. A bridge adds `xp`, its functions, and `empty`, the score
-    of a key that does not count; `enter`, `move`, `choose` and `compute` for the flow; `held`, the numbers of
-    this device's batches, heads or queries; `product` of rows and rows, `wide` constants, in the dtype of
-    scores, and `whole` numbers.
+    """The options of `attention` in both bridges, and what happens around a bridge's kernel.
+
+    documents: document numbers for queries and for keys, as the caller gives them; while scores are
+    computed, of all rows: `[batch or 1, rows]`.
+
+    A bridge derives from this class and adds what depends on its framework:
+
+    - `xp`: its array functions, `torch` or `jax.numpy`;
+    - `empty`: the score of a key that a query does not see;
+    - `enter(x, layout, shape)`: an argument -> its block, and its sharding;
+    - `move(x, layouts, shape)`: redistribute a block;
+    - `choose(attn, is_plain)`: the attention with its method chosen;
+    - `compute(q, kv, is_plain)`: the result and the log-sum-exps of this device's blocks;
+    - `held(dim)`: the numbers of this device's batches, heads or queries;
+    - `product(q, k)`: sums over the width, for each query and key, in the dtype of scores;
+    - `wide(x)`: a constant in the dtype of scores;
+    - `whole(x)`: whole numbers as an array.
     """
 
+    # Both bridges pass these by position, in this order.
     how: str
     causal: bool
     documents: tuple[Any, Any]
@@ -48,156 +68,223 @@ class AttentionCall:
         def __getattr__(self, name: str) -> Any: ...
 
     def run(self, q: Any, k: Any, v: Any, layout: Layout | str) -> list[Any]:
-        """The result, in the order of `layout`; with `return_lse` the log-sum-exps too, as arrays 1 wide."""
-        xp, layout, kv_layout = (
-            self.xp,
-            Layout.parse(layout),
-            Layout.parse(self.kv_layout or layout),
-        )
-        names = core.dim_order(layout, self.sequence, self.heads)
-        q, of_q = self.enter(q, layout, self.shape)
+        """Compute attention: blocks of queries, keys and values -> `[result]`, in the dims of `layout`.
+
+        With `return_lse` the list also has the log-sum-exps, as an array that is 1 wide.
+        """
+        q_layout = Layout.parse(layout)
+        kv_layout = q_layout
+        if self.kv_layout:
+            kv_layout = Layout.parse(self.kv_layout)
+        names = core.dim_order(q_layout, self.sequence, self.heads)
+        query = self._enter_operand(q, q_layout, self.shape, names)
         kv_names = core.key_order(kv_layout, names)
-        kv_shape = core.key_lengths(of_q, kv_layout, self.heads, self.kv_heads, self.kv_length)
-        (k, of_k), (v, of_v) = (self.enter(x, kv_layout, kv_shape) for x in (k, v))
-
-        def ordered(x: Any, src: Sequence[str], dst: Sequence[str]) -> Any:
-            return xp.moveaxis(x, tuple(map(src.index, dst)), tuple(range(x.ndim)))
-
-        q, (k, v) = (
-            ordered(q, layout.names, names),
-            (ordered(x, kv_layout.names, kv_names) for x in (k, v)),
+        kv_shape = core.key_lengths(
+            query.sharding, kv_layout, self.heads, self.kv_heads, self.kv_length
         )
-        in_order = of_q.in_order(names), of_k.in_order(kv_names), of_v.in_order(kv_names)
-        sight = {"causal": self.causal, "window": self.window, "offset": self.offset}
-        attn = core.attention(*in_order, how=self.how, **sight)
+        key = self._enter_operand(k, kv_layout, kv_shape, kv_names)
+        value = self._enter_operand(v, kv_layout, kv_shape, kv_names)
+        attn = core.attention(
+            query.sharding,
+            key.sharding,
+            value.sharding,
+            how=self.how,
+            causal=self.causal,
+            window=self.window,
+            offset=self.offset,
+        )
+        # All options are checked before anything is sent: a process that raised would let others wait.
         self._check(attn)
-        has_more = self.softcap or self.dropout or self.return_lse
-        is_plain = attn.sees_some(self.documents[0] is not None) and not has_more
+        is_plain = self._is_plain(attn)
         attn = self.choose(attn, is_plain)
-        documents = list[Any]()
-        for numbers, order in zip(self.documents, (layout, kv_layout), strict=True):
-            if numbers is not None:
-                layouts, whole, dims = core.document_move(
-                    attn, order, numbers.ndim, bool(documents)
-                )
-                numbers = xp.moveaxis(
-                    self.move(numbers, layouts, whole), dims, tuple(range(len(dims)))
-                )
-                documents.append(numbers.reshape(-1, numbers.shape[-1]))
-        both = (documents[0], documents[-1]) if documents else (None, None)
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        blocks = replace(self, attn=attn, documents=both, scale=scale)
-        batch = q.shape[:HEADS]
-        q = blocks.moved(q, attn.q, attn.queries)
-        kv = blocks.moved(xp.concat((k, v), axis=-1), attn.kv, attn.keys)
-        q, kv = (x.reshape(math.prod(batch), *x.shape[HEADS:]) for x in (q, kv))
-        y, lse = blocks.compute(q, kv, is_plain)
-        y, lse = (x.reshape(*batch, *x.shape[1:]) for x in (y, lse[..., None]))
-        if attn.how == REDUCE:
-            y, lse = blocks._merged(y, lse)
-        results = [y, lse] if self.return_lse else [y]
-        if attn.how != REDUCE:
-            results = [blocks.moved(x, attn.result, attn.target) for x in results]
-        return [ordered(x, names, layout.names) for x in results]
+        # From here on the method is known, and with it where blocks are used.
+        documents = self._gather_documents(attn, q_layout, kv_layout)
+        scale = query.block.shape[-1] ** -0.5 if self.scale is None else self.scale
+        call = replace(self, attn=attn, documents=documents, scale=scale)
+        results = call._move_and_compute(query.block, key.block, value.block, is_plain)
+        return [self._reorder_dims(x, names, q_layout.names) for x in results]
 
-    def moved(self, x: Any, src: Sharding, dst: Sharding) -> Any:
-        """An array of any width."""
-        if src.layout == dst.layout:
+    def _enter_operand(
+        self, x: Any, layout: Layout, shape: Sequence[int | None] | None, names: Sequence[str]
+    ) -> Operand:
+        """Return the block of an argument, with its dims in the order of `names`."""
+        block, sharding = self.enter(x, layout, shape)
+        return Operand(self._reorder_dims(block, layout.names, names), sharding.in_order(names))
+
+    def _reorder_dims(self, x: Any, names: Sequence[str], wanted: Sequence[str]) -> Any:
+        """Bring the dims of an array from the order `names` into the order `wanted`."""
+        sources = tuple(names.index(name) for name in wanted)
+        return self.xp.moveaxis(x, sources, tuple(range(x.ndim)))
+
+    def _is_plain(self, attn: Attention) -> bool:
+        """Return whether every query sees a key, and no option needs the scores themselves.
+
+        A framework's fused attention computes this case alone.
+        """
+        if self.softcap or self.dropout or self.return_lse:
+            return False
+        return attn.sees_some(self.documents[0] is not None)
+
+    def _gather_documents(
+        self, attn: Attention, q_layout: Layout, kv_layout: Layout
+    ) -> tuple[Any, Any]:
+        """Bring the document numbers of all queries and of all keys here: `[batch or 1, rows]` each."""
+        of_queries, of_keys = self.documents
+        if of_queries is None:
+            return None, None
+        of_queries = self._gather_numbers(attn, of_queries, q_layout, of_keys=False)
+        if of_keys is None:  # queries and keys are rows of one sequence
+            return of_queries, of_queries
+        return of_queries, self._gather_numbers(attn, of_keys, kv_layout, of_keys=True)
+
+    def _gather_numbers(
+        self, attn: Attention, numbers: Any, layout: Layout, *, of_keys: bool
+    ) -> Any:
+        """Gather a block of document numbers along the sequence -> `[batch or 1, rows]`."""
+        move = core.document_move(attn, layout, numbers.ndim, of_keys)
+        numbers = self.move(numbers, move.layouts, move.shape)
+        numbers = self.xp.moveaxis(numbers, move.order, tuple(range(len(move.order))))
+        return numbers.reshape(-1, numbers.shape[-1])
+
+    def _move_and_compute(self, q: Any, k: Any, v: Any, is_plain: bool) -> list[Any]:
+        """Move blocks to where they are used, compute, and move the results to the queries' layout."""
+        attn = self.attn
+        batch_shape = q.shape[:HEADS]
+        q = self.move_any_width(q, attn.q, attn.queries)
+        # Side by side, so that keys and values travel in one message.
+        kv = self.move_any_width(self.xp.concat((k, v), axis=-1), attn.kv, attn.keys)
+
+        # Kernels have exactly one batch dim.
+        n_batches = math.prod(batch_shape)
+        q = q.reshape((n_batches, *q.shape[HEADS:]))
+        kv = kv.reshape((n_batches, *kv.shape[HEADS:]))
+        y, lse = self.compute(q, kv, is_plain)
+        y = y.reshape((*batch_shape, *y.shape[1:]))
+        lse = lse.reshape((*batch_shape, *lse.shape[1:], 1))
+
+        if attn.how == REDUCE:  # each device has seen its own keys only
+            y, lse = self._merge_over_keys(y, lse)
+        results = [y]
+        if self.return_lse:  # else log-sum-exps are not computed by all kernels
+            results.append(lse)
+        if attn.how == REDUCE:
+            return results  # merging has moved them
+        return [self.move_any_width(x, attn.result, attn.target) for x in results]
+
+    def move_any_width(self, x: Any, src: Sharding, dst: Sharding) -> Any:
+        """Redistribute an array of any width, whatever the width of `src` and `dst`."""
+        if src.layout == dst.layout:  # nothing to do, and nothing to differentiate
             return x
+        # The layouts do not shard the width, so that any fits.
         return self.move(x, (src.layout, dst.layout), (*src.shape[:-1], x.shape[-1]))
 
-    def _merged(self, y: Any, lse: Any) -> tuple[Any, Any]:
-        """Results and log-sum-exps of queries by each device's keys -> by all keys."""
+    def _merge_over_keys(self, y: Any, lse: Any) -> tuple[Any, Any]:
+        """Merge results and log-sum-exps, each over one device's keys, into those over all keys.
+
+        With m = max(lse), y = sum(exp(lse - m) * y) / sum(exp(lse - m)), and lse = m + log of that sum.
+        """
         xp = self.xp
         result = self.attn.result
         target = self.attn.target
         dims = result.layout.dims
-        whole, highest = (
-            result.with_layout(Layout(dims, tags)) for tags in ((), (("max", self.attn.axes),))
+        whole = result.with_layout(Layout(dims, ()))
+        maxima = result.with_layout(Layout(dims, (("max", self.attn.axes),)))
+
+        # Subtracting the greatest keeps exp() from overflowing. It is -inf where no device saw a key:
+        # the clip keeps the difference from being nan.
+        greatest = xp.clip(
+            self.move_any_width(self.wide(lse), maxima, whole), xp.finfo(lse.dtype).min
         )
-        top = xp.clip(self.moved(self.wide(lse), highest, whole), xp.finfo(lse.dtype).min)
-        weight = xp.exp(lse - top)
-        total = self.moved(xp.concat((y * weight, weight), axis=-1), result, target)
-        total, share = total[..., :-1], total[..., -1:]
-        counted = xp.where(share == 0, 1, share)
-        lse = xp.where(share == 0, -math.inf, self.moved(top, whole, target) + xp.log(counted))
-        return total / counted, lse
+        weight = xp.exp(lse - greatest)
+        # Side by side again: one reduction for both sums.
+        sums = self.move_any_width(xp.concat((y * weight, weight), axis=-1), result, target)
+        total = sums[..., :-1]
+        total_weight = sums[..., -1:]
+        sees_nothing = total_weight == 0
+        divisor = xp.where(sees_nothing, 1, total_weight)  # 0 / 1: such a row is 0, not nan
+        log_sum = self.move_any_width(greatest, whole, target) + xp.log(divisor)
+        return total / divisor, xp.where(sees_nothing, -math.inf, log_sum)
 
     def _check(self, attn: Attention) -> None:
         """Raise XshardError for options that make no sense."""
-        softcap = self.softcap
-        alibi = self.alibi
-        dropout = self.dropout
-        heads = attn.q.shape[HEADS]
-        is_constant = not getattr(alibi, "requires_grad", False)
-        shape = tuple(getattr(alibi, "shape", ()))
-        of_rows, of_keys = (numbers is not None for numbers in self.documents)
-        fits = of_rows == of_keys or not (of_keys or attn.q.layout.names != attn.kv.layout.names)
-        has_seed = self.seed is not None
-        for is_right, what, hint in (
-            (
-                softcap is None or softcap > 0,
-                f"softcap={softcap}",
-                "scores lie between -softcap and softcap",
-            ),
-            (is_constant, "alibi with a gradient", "alibi.detach(): slopes are constants"),
-            (
-                alibi is None or shape == (heads,),
-                f"alibi {shape}, {heads} heads",
-                "one slope for each head",
-            ),
-            (
-                0 <= dropout < 1,
-                f"dropout={dropout}",
-                "the part of weights that is dropped, less than 1",
-            ),
-            (
-                not dropout or has_seed,
-                f"dropout={dropout} without seed=",
-                "one number on all devices",
-            ),
-            (fits, "documents of one sequence", "documents= and kv_documents="),
-        ):
-            if not is_right:
-                raise XshardError(what, text=str(attn.kv.layout), hint=hint)
+
+        def wrong(what: str, hint: str) -> XshardError:
+            return XshardError(what, text=str(attn.kv.layout), hint=hint)
+
+        if self.softcap is not None and not self.softcap > 0:
+            hint = "scores lie between -softcap and softcap"
+            raise wrong(f"softcap={self.softcap}", hint)
+        # Slopes are taken as constants: a gradient would be lost in silence.
+        if getattr(self.alibi, "requires_grad", False):
+            raise wrong("alibi with a gradient", "alibi.detach(): slopes are constants")
+        n_heads = attn.q.shape[HEADS]
+        alibi_shape = tuple(getattr(self.alibi, "shape", ()))
+        if self.alibi is not None and alibi_shape != (n_heads,):
+            raise wrong(f"alibi {alibi_shape}, {n_heads} heads", "one slope for each head")
+        if not 0 <= self.dropout < 1:
+            hint = "the part of weights that is dropped, less than 1"
+            raise wrong(f"dropout={self.dropout}", hint)
+        # Devices that hold one weight twice have to drop it alike, also in the backward pass.
+        if self.dropout and self.seed is None:
+            raise wrong(f"dropout={self.dropout} without seed=", "one number on all devices")
+        if not self._documents_fit(attn):
+            raise wrong("documents of one sequence", "documents= and kv_documents=")
+
+    def _documents_fit(self, attn: Attention) -> bool:
+        """Return whether documents are given for both sequences, or for the one that there is."""
+        for_queries, for_keys = self.documents
+        of_queries = for_queries is not None
+        of_keys = for_keys is not None
+        if of_queries == of_keys:
+            return True
+        is_one_sequence = attn.q.layout.names == attn.kv.layout.names
+        return of_queries and is_one_sequence
 
     def visible(self, rows: Any, keys: Any) -> Any:
-        """The scores that count, `[batch or 1, 1, rows, keys]`."""
+        """Return which keys each query sees, `[batch or 1, 1, rows, keys]`."""
         visible: Any = self.attn.visible(rows[:, None], keys)[None, None]
-        if self.documents[0] is not None:
-            of_rows, of_keys = (d[:, x] for d, x in zip(self.documents, (rows, keys), strict=True))
-            visible = visible & (of_rows[:, None, :, None] == of_keys[:, None, None])
+        of_queries, of_keys = self.documents
+        if of_queries is not None:  # `[batch or 1, rows]` each
+            of_queries = of_queries[:, rows][:, None, :, None]
+            of_keys = of_keys[:, keys][:, None, None]
+            visible = visible & (of_queries == of_keys)
         return visible
 
     def bias(self, rows: Any, keys: Any) -> Any:
-        """`[1, heads, rows, keys]`: minus the slope of a head times the distance; None without slopes."""
+        """Return minus the slope of a head times the distance, `[1, heads, rows, keys]`, or None."""
         if self.alibi is None:
             return None
+        # Slopes are of all heads, and this device has some of them.
         slopes = self.wide(self.alibi)[self.held(HEADS)][None, :, None, None]
         return -slopes * abs(rows[:, None] + self.attn.offset - keys)
 
     def scores(self, q: Any, k: Any, rows: Any, keys: Any) -> tuple[Any, Any]:
-        """The scores, and their derivative by the products."""
+        """Return the scores, and their derivative by the products of queries and keys."""
         slope: Any = self.scale
         scores = self.product(q, k) * slope
         if self.softcap is not None:
-            part = self.xp.tanh(scores / self.softcap)
+            part = self.xp.tanh(scores / self.softcap)  # between -1 and 1
             scores = part * self.softcap
-            slope = (1 - part * part) * slope
-        if self.alibi is not None:
+            slope = (1 - part * part) * slope  # tanh' = 1 - tanh ** 2
+        if self.alibi is not None:  # after the cap, as a bias that does not depend on products
             scores = scores + self.bias(rows, keys)
         return self.xp.where(self.visible(rows, keys), scores, self.empty), slope
 
     def kept(self, rows: Any, keys: Any) -> Any:
-        """The factors of weights, `[batch, heads, rows, keys]`, some of them dropped."""
+        """Return the factors of weights under dropout, `[batch, heads, rows, keys]`: 0 if dropped.
+
+        The others are larger by as much as is dropped, so that the expected sum stays. A weight is
+        dropped by its position in the whole array, and so the same ones are on any number of devices.
+        """
         if not self.dropout:
-            return 1.0
-        cells: Any = self.whole(0)
+            return 1.0  # a number: no array of ones is made
+        cells: Any = self.whole(0)  # row-major numbers of batch and head
         for dim, length in enumerate(self.attn.q.shape[:SEQUENCE]):
             cells = cells[..., None] * length + self.whole(self.held(dim))
-        numbers = cells.reshape(-1, cells.shape[-1], 1, 1), rows[:, None], keys
-        drop = core.dropped(*map(self.whole, (self.seed, *numbers)), part=self.dropout)
-        return self.wide(~drop) / (1 - self.dropout)
+        cells = cells.reshape(-1, cells.shape[-1], 1, 1)
+        position = (self.whole(cells), self.whole(rows[:, None]), self.whole(keys))
+        is_dropped = core.dropped(self.whole(self.seed), position, share=self.dropout)
+        return self.wide(~is_dropped) / (1 - self.dropout)
 
 
 @dataclass(frozen=True)
@@ -206,7 +293,7 @@ class Verb(Generic[A, M]):
 
     call: Callable[..., Any]
 
-    def attention(
+    def attention(  # noqa: PLR0913  public, with the options of the papers it covers
         self,
         q: A,
         k: A,
@@ -235,38 +322,62 @@ class Verb(Generic[A, M]):
         profile: ProfileLike = "auto",
         implementation: str | None = None,
     ) -> Any:
-        """Blocks of queries, keys and values -> this device's block of `softmax(q @ k * scale) @ v`.
+        """Compute `softmax(q @ k * scale) @ v` over a sharded sequence: blocks -> this device's block.
 
-        All processes of the mesh call it. Blocks have the dims of `layout`, the width of heads last.
-        Sequences, heads and batch may be sharded in any order: masks follow from the rows' positions.
+            y = attention(q, k, v, "b s/cp h k", mesh, causal=True)   # [b, s/cp, h, k], as q
 
-        how: "gather" brings all keys and values to a device's queries; "ulysses" shards heads instead of the
-        sequence; "ring" passes blocks of keys and values on; "reduce", for few queries and many keys, brings
-        all queries to a device's keys and adds results up; "auto" takes the cheapest on the machine of
-        `profile`.
-        kv_layout: layout of keys and values, by default as of queries. Rows of another sequence have another
-        name, as in `b t/cp h k`, and their own length. Keys may have fewer heads, also fewer than devices.
-        causal: a row sees no later row. window: a row sees rows fewer than that away; (left, right): so many
-        rows before and after its own, None: all. offset: row i of queries stands at row i + offset of keys.
-        documents: whole numbers `[*batch, sequence]` or `[sequence]`, sharded like the dims of `q`: rows see
-        only their own document. kv_documents: the same for keys, sharded like `k`.
-        scale: by default `width ** -0.5`. softcap: scores become `softcap * tanh(score / softcap)`. alibi:
-        slopes `[heads]` of the whole array, times the distance of rows and subtracted from scores (Press et
-        al. 2021), constants. dropout: the part of weights that is dropped, by `seed` and positions: the same
-        on any devices, in torch and in JAX.
-        return_lse: return `(y, lse)`, lse `[*batch, heads, sequence]` in the order of `layout`: the natural
-        logarithm of the sum of the exponentials of scores, in float32 or wider; y = 0 and lse = -inf where a
-        row sees nothing.
-        mesh: in JAX, by default the context's. shape, kv_heads, kv_length: global shape of `q`, heads and
-        rows of keys, if blocks differ in size; None: equal blocks. sequence, heads: the names of these dims.
-        implementation: passed to `jax.nn.dot_product_attention`, which "gather" and "ulysses" use unless in
-        float64 or with softcap, dropout, return_lse or masks of two sequences; in torch, `sdpa_kernel()`.
+        All processes of the mesh call it. Sequences, heads and batch may be sharded in any order: masks
+        follow from the rows' positions.
 
         A ring has first derivatives only, in reverse mode. In torch the same holds for "reduce", softcap,
-        dropout, return_lse and masks between two sequences, and torch.func refuses them. torch.compile calls
-        it between two graphs.
+        dropout, return_lse and masks between two sequences, and torch.func refuses them. torch.compile
+        calls it between two graphs.
 
-        Raises as `redistribute` does; XshardError for options that make no sense, or miss each other.
+        Args:
+            q: This device's block of queries, with the dims of `layout`.
+            k: This device's block of keys, with the dims of `kv_layout`. There may be fewer heads of
+                keys than of queries, also fewer than devices.
+            v: This device's block of values, with the dims of `kv_layout`.
+            layout: The layout of `q` and of the result; the width of heads is last.
+            mesh: The mesh; in JAX, by default the context's.
+            how: The method. "gather" brings all keys and values to a device's queries. "ulysses" shards
+                heads instead of the sequence. "ring" passes blocks of keys and values on. "reduce", for
+                few queries and many keys, brings all queries to a device's keys and adds results up.
+                "auto" takes the cheapest on the machine of `profile`.
+            causal: A row sees no later row.
+            documents: Whole numbers `[*batch, sequence]` or `[sequence]`, sharded like the dims of `q`:
+                rows see only their own document.
+            kv_documents: The same for keys, sharded like `k`.
+            window: A row sees rows fewer than that away; (left, right): so many rows before and after
+                its own, None: all.
+            offset: Row i of queries stands at row i + offset of keys.
+            scale: The factor of products, by default `width ** -0.5`.
+            softcap: Scores become `softcap * tanh(score / softcap)`.
+            alibi: Slopes `[heads]` of the whole array, times the distance of rows and subtracted from
+                scores (Press et al. 2021); constants.
+            dropout: The part of weights that is dropped, by `seed` and positions: the same on any
+                devices, in torch and in JAX.
+            seed: A number for `dropout`, the same on all devices.
+            return_lse: Return `(y, lse)`.
+            kv_layout: The layout of keys and values, by default as of queries. Rows of another sequence
+                have another name, as in `b t/cp h k`, and their own length.
+            shape: The global shape of `q`, if blocks differ in size; None: equal blocks.
+            kv_heads: The global number of heads of keys, if blocks differ in size.
+            kv_length: The global number of rows of keys, if blocks differ in size.
+            sequence: The name of the dim of the sequence.
+            heads: The name of the dim of heads.
+            profile: The machine that "auto" chooses a method for.
+            implementation: Passed to `jax.nn.dot_product_attention`, which "gather" and "ulysses" use
+                unless in float64 or with softcap, dropout, return_lse or masks of two sequences. In
+                torch, `sdpa_kernel()` chooses.
+
+        Returns:
+            The block of the result, under `layout`. With `return_lse`, `(y, lse)`: lse
+            `[*batch, heads, sequence]`, in the order of `layout`, is the natural logarithm of the sum of
+            the exponentials of scores, in float32 or wider. Where a row sees nothing, y = 0 and lse = -inf.
+
+        Raises:
+            XshardError: Options make no sense, or miss each other. It also raises as `redistribute` does.
         """
         return self.call(
             (q, k, v), layout, mesh, profile, implementation, how, causal, (documents, kv_documents), window,
@@ -274,7 +385,7 @@ class Verb(Generic[A, M]):
             sequence, heads,
         )  # fmt: skip
 
-    def cross_entropy(
+    def cross_entropy(  # noqa: PLR0913  public, with the options of torch's
         self,
         logits: A,
         labels: A,
@@ -288,20 +399,36 @@ class Verb(Generic[A, M]):
         classes: str = "v",
         profile: ProfileLike = "auto",
     ) -> A:
-        """Blocks of logits, and labels -> the cross entropy of the whole batch, without gathering logits.
+        """Compute the cross entropy of the whole batch from blocks, without gathering logits.
 
-        All processes of the mesh call it. Labels are numbers of classes, sharded as the dims of `layout`
-        without the one of classes: `[b, s]` beside `"b/dp s v/tp"`. Two reductions along the axes that shard
-        classes send three numbers per token; the backward pass sends nothing.
+            loss = cross_entropy(logits, labels, "b/dp s v/tp", mesh)   # labels: [b/dp, s] -> []
 
-        reduction: "mean" over all labels of the whole batch that are not ignored, "sum", both on all devices;
-        or "none", this device's block of losses, 0 where the label is ignored and in padding.
-        ignore_index, label_smoothing: as in torch's `cross_entropy`. mesh: in JAX, by default the context's.
-        shape: the global shape of the logits, if blocks differ in size. classes: the name of their dim. The
-        loss of float16 and bfloat16 is in float32. torch.compile calls it between two graphs.
+        All processes of the mesh call it. Two reductions along the axes that shard classes send three
+        numbers per token; the backward pass sends nothing. The loss of float16 and bfloat16 is in
+        float32. torch.compile calls it between two graphs.
 
-        Raises as `redistribute` does; DtypeError for labels that are not whole numbers; ShapeError unless
-        each token has one. A label that is not a class is an IndexError there in torch, and NaN in JAX.
+        Args:
+            logits: This device's block of logits, with the dims of `layout`.
+            labels: Numbers of classes, sharded as the dims of `layout` without the one of classes:
+                `[b, s]` beside `"b/dp s v/tp"`.
+            layout: The layout of `logits`.
+            mesh: The mesh; in JAX, by default the context's.
+            reduction: "mean" over all labels of the whole batch that are not ignored, or "sum", both on
+                all devices; "none" is this device's block of losses, 0 where the label is ignored and in
+                padding.
+            ignore_index: The label that does not count, as in torch's `cross_entropy`.
+            label_smoothing: As in torch's `cross_entropy`.
+            shape: The global shape of the logits, if blocks differ in size.
+            classes: The name of the dim of classes.
+            profile: The machine to plan for.
+
+        Returns:
+            The loss, or this device's block of losses.
+
+        Raises:
+            DtypeError: Labels are not whole numbers.
+            ShapeError: A token has no label, or more than one. It also raises as `redistribute` does. A
+                label that is not a class is an IndexError there in torch, and NaN in JAX.
         """
-        options = reduction, ignore_index, label_smoothing, shape, classes, profile
+        options = (reduction, ignore_index, label_smoothing, shape, classes, profile)
         return cast(A, self.call(logits, labels, layout, mesh, *options))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,21 +18,26 @@ from xshard.notation.parser import ELLIPSIS, Dim, Shard, parts_of
 
 @dataclass(frozen=True)
 class Contraction:
-    """The layouts of operands and result with one dim per name, and the text that errors mark."""
+    """The layouts of operands and result with one dim per name, and the text that errors mark.
+
+    arrays: the layouts as the text writes them, the result last: with composed dims, as `(b d)/tp`, and names
+    that repeat, as `i i`.
+    """
 
     operands: tuple[Layout, ...]
     result: Layout
     text: str
-    arrays: tuple[
-        Layout, ...
-    ]  # as the text writes them, the result last: composed dims, names that repeat
+    arrays: tuple[Layout, ...]
 
     def __hash__(self) -> int:  # cheap: calls are keys of caches
         return hash(self.text)
 
     @classmethod
     def of(cls, arrays: Sequence[Layout], text: str) -> Contraction:
-        """The contraction of arrays as they are written, the result last. Raises NotationError."""
+        """Return the contraction of arrays as the text writes them, the result last.
+
+        Raises NotationError if an array has no layout with one dim per name.
+        """
         with parser.mark_errors(text):
             *operands, result = map(_by_name, arrays)
         return cls(tuple(operands), result, text, tuple(arrays))
@@ -41,42 +45,77 @@ class Contraction:
     def resolved(
         self, ndims: Iterable[int], layouts: Sequence[Layout] | None = None
     ) -> Contraction:
-        """The contraction with dims `_0`, ... for `...`, of arrays, or `layouts`, of so many dims."""
-        pairs = enumerate(zip(layouts or self.arrays, ndims, strict=False))
-        count = {n - len(x.dims) + 1: i for i, (x, n) in pairs if ELLIPSIS in x.names}
-        if not count:
+        """Return the contraction with dims `_0`, `_1`, ... instead of `...`.
+
+        ndims: the number of dims of each operand's array, or of an array under each of `layouts`. Raises
+        ShapeError if `...` would stand for other dims in one operand than in another.
+        """
+        # How many dims `...` stands for -> the last operand that says so.
+        operand_of_count: dict[int, int] = {}
+        if not layouts:
+            layouts = self.arrays
+        counted = zip(layouts, ndims, strict=False)  # the result has no array yet
+        for i, (layout, ndim) in enumerate(counted):
+            if ELLIPSIS in layout.names:
+                operand_of_count[ndim - len(layout.dims) + 1] = i
+        if not operand_of_count:
             return self
-        if len(count) > 1 or min(count) < 0:
-            what = f"'...' stands for {' and for '.join(map(str, count))} dims"
-            span = parser.text_spans(self.text).layouts[[*count.values()][-1]]
-            raise ShapeError(
-                what, text=self.text, span=span, hint="it stands for the same dims everywhere"
-            )
-        more = max(count) - 1
-        arrays = [x.resolved(len(x.dims) + more * (ELLIPSIS in x.names)) for x in self.arrays]
+        # Below 0: an array has fewer dims than the others that the text names.
+        if len(operand_of_count) > 1 or min(operand_of_count) < 0:
+            what = f"'...' stands for {' and for '.join(map(str, operand_of_count))} dims"
+            *_, last = operand_of_count.values()
+            span = parser.text_spans(self.text).layouts[last]
+            hint = "it stands for the same dims everywhere"
+            raise ShapeError(what, text=self.text, span=span, hint=hint)
+        [count] = operand_of_count
+        arrays = []
+        for layout in self.arrays:
+            ndim = len(layout.dims)
+            if ELLIPSIS in layout.names:
+                ndim += count - 1  # `...` itself is one of its dims
+            arrays.append(layout.resolved(ndim))
         return Contraction.of(arrays, self.text)
 
 
 def is_contraction(expression: Any, *, named: bool) -> bool:
-    """Whether an expression has several operands, or one that is not moved. named: lengths are by operand."""
+    """Return whether an expression is a contraction, not a move.
+
+    It has several operands; or it has one, and `named`: lengths are given by name or by operand, and the
+    expression sums, composes or repeats a dim.
+    """
     return isinstance(expression, str) and _is_contraction(expression, named)
 
 
 @lru_cache(maxsize=4096)
 def _is_contraction(text: str, named: bool) -> bool:
-    depths = itertools.accumulate((char in "([") - (char in ")]") for char in text)
-    if any(char == "," and not depth for char, depth in zip(text, depths, strict=True)):
+    if _has_outer_comma(text):
         return True  # or meant as one, so that errors speak of operands
     if not named:  # a result that lacks dims of its one operand is a mistake in a move
         return False
-    try:
-        operands, ((kept, _),), _ = parser.parse_sides(text, "contraction")
+    try:  # malformed text is no contraction: parsing it as a move raises
+        operands, results, _ = parser.parse_sides(text, "contraction")
+        [(result_dims, _)] = results
     except NotationError:
         return False
-    dims = operands[0][0]
-    names = {dim.name for dim in kept}
-    is_move = all(parts_of(dim) == [dim.name] for dim in (*dims, *kept))
-    return names < {dim.name for dim in dims} or not is_move
+    operand_dims, _ = operands[0]
+    result_names = {dim.name for dim in result_dims}
+    is_plain = all(parts_of(dim) == [dim.name] for dim in (*operand_dims, *result_dims))
+    # Composed dims and names that repeat are for contractions only.
+    sums_a_dim = result_names < {dim.name for dim in operand_dims}
+    return sums_a_dim or not is_plain
+
+
+def _has_outer_comma(text: str) -> bool:
+    """Return whether a comma separates operands: one outside all brackets."""
+    depth = 0
+    for char in text:
+        if char in "([":
+            depth += 1
+        elif char in ")]":
+            depth -= 1
+        elif char == "," and depth == 0:
+            return True
+    return False
 
 
 def contraction(text: str) -> Contraction:
@@ -87,38 +126,50 @@ def contraction(text: str) -> Contraction:
 
 @layout_cache(maxsize=4096)
 def _parsed(text: str) -> Contraction:
+    """Parse a contraction, and refuse what no contraction of blocks can compute."""
     operands, results = parse_layouts(text, "contraction")
     call = Contraction.of((*operands, *results), text)
     spans = parser.text_spans(text)
     for dim, span in spans.full_dims:
         if dim.overlap is not None:
-            raise NotationError(
-                "an overlap in a contraction", text=text, span=span, hint="trim halos first"
-            )
+            what = "an overlap in a contraction"
+            raise NotationError(what, text=text, span=span, hint="trim halos first")
     for layout, span in zip(call.arrays, spans.layouts, strict=False):
         if layout.tagged(*NONLINEAR):
             hint = "max and min are not linear in each operand: reduce them first"
             raise NotationError(f"'{layout}' in a contraction", text=text, span=span, hint=hint)
-    known = {name for layout in call.operands for name in layout.names}
+    known_names = set[str]()
+    for layout in call.operands:
+        known_names.update(layout.names)
     for name in call.result.names:
-        if name not in known:
+        if name not in known_names:
             what = f"dim {name!r} of the result is in no operand"
-            hint = ", ".join(sorted(known))
-            span = [span for dim, span in spans.dims if dim == name][-1]
-            raise NotationError(what, text=text, span=span, hint=f"the operands have: {hint}")
+            hint = f"the operands have: {', '.join(sorted(known_names))}"
+            # The last place, on the right: the name stands nowhere else.
+            places = [span for dim_name, span in spans.dims if dim_name == name]
+            raise NotationError(what, text=text, span=places[-1], hint=hint)
     return call
 
 
 def _by_name(layout: Layout) -> Layout:
-    """A layout with one dim for every name; names of several dims, one of them sharded, come last."""
+    """Return the layout with one dim for every name: `(b d)/tp` -> `b/tp d`, `i/tp i` -> `i/tp`.
+
+    Names of several dims come last, where taking the diagonal puts them. Raises NotationError if two dims
+    of one name are sharded.
+    """
     shards: dict[str, tuple[Shard, ...]] = {}
-    names = Counter(name for dim in layout.dims for name in parts_of(dim))
+    n_dims = Counter[str]()
     for dim in layout.dims:
-        first, *rest = parts_of(dim)
+        names = parts_of(dim)
+        n_dims.update(names)
+        first = names[0]
         if dim.shards and shards.get(first):
             hint = "redistribute the array first, so that one of them is whole"
             raise NotationError(f"two dims {first!r} are sharded", text=str(dim), hint=hint)
-        shards[first] = shards.get(first) or dim.shards
-        shards |= {name: () for name in rest if name not in shards}
-    order = sorted(shards, key=lambda name: names[name] > 1)
-    return Layout(tuple(Dim(name, shards[name]) for name in order), layout.tags)
+        if not shards.get(first):
+            shards[first] = dim.shards  # a composed dim is sharded by its first name
+        for name in names[1:]:
+            shards.setdefault(name, ())
+    unique = [name for name in shards if n_dims[name] == 1]
+    repeated = [name for name in shards if n_dims[name] > 1]
+    return Layout(tuple(Dim(name, shards[name]) for name in (*unique, *repeated)), layout.tags)

@@ -1,5 +1,7 @@
 """The placements of a contraction: the role of every mesh axis while devices contract their blocks.
-An axis shards a dim, holds partial sums of an operand or copies, or is idle: replicas repeat the work.
+
+An axis shards a dim, holds partial sums of an operand, holds copies of which each device uses its own, or is
+idle: then the devices along it are replicas, which repeat the work.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from xshard.notation.parser import Dim, Shard
 from xshard.search.states import remembered
 from xshard.steps.base import axes_of
 
-MAX_PLACEMENTS = (
-    5000  # beyond, searches climb from the arrays' own placements, one change at a time
-)
+# With more placements, searches climb from the arrays' own placements, one change at a time.
+MAX_PLACEMENTS = 5000
+RESULT = -1  # the number of the result among the arrays of a contraction: the index of the last
 Axes = frozenset[str]
 Shards = tuple[Shard, ...]
 Sums = tuple[tuple[str, int], ...]  # axes, each with the operand that has partial sums along it
@@ -32,44 +34,55 @@ class DimSharding:
 
     shards: Shards  # outermost first
     axes: Axes
-    rows: int  # of the longest block
-    fits: bool  # whether the dim can be so
-    normal: Shards  # the simplest with the same blocks
+    block_rows: int  # of the longest block
+    is_possible: bool  # whether a dim of that length can be so
+    normal_shards: Shards  # the simplest with the same blocks
 
 
 Dims = tuple[DimSharding, ...]
 
 
 class Placement(NamedTuple):
-    """The roles of all axes: shards, axes with their operands of partial sums, copies; busy: not idle."""
+    """The roles of all axes while blocks are contracted."""
 
-    dims: Dims
+    dims: Dims  # how each dim of the contraction is sharded, in the order of `EinsumShardings.lengths`
     sums: Sums
-    copies: tuple[str, ...]
-    busy: Axes
+    copies: tuple[str, ...]  # axes along which each device uses its own copy of all operands
+    busy: Axes  # the axes that are not idle
 
     @property
     def fits(self) -> bool:
         """Whether every dim can be sharded so."""
-        return all(dim.fits for dim in self.dims)
+        return all(dim.is_possible for dim in self.dims)
 
     @classmethod
     def of(cls, dims: Dims, sums: Sums = (), copies: tuple[str, ...] = ()) -> Placement:
-        """A placement with its busy axes."""
-        busy = Axes(copies).union((axis for axis, _ in sums), *(dim.axes for dim in dims))
-        return cls(dims, sums, copies, busy)
+        """Build a placement with its busy axes."""
+        busy = set(copies)
+        busy.update(axis for axis, _ in sums)
+        for dim in dims:
+            busy |= dim.axes
+        return cls(dims, sums, copies, Axes(busy))
+
+
+class ArrayPlace(NamedTuple):
+    """One array in a placement: an operand as it is contracted, or the local result, number `RESULT`."""
+
+    number: int
+    dims: Dims  # of this array
+    placement: Placement
 
 
 class OperandSharding(NamedTuple):
     """How an array is sharded: its dims, and the axes that hold its partial sums and its copies."""
 
-    dims: Dims
-    sums: Axes
+    dims: Dims  # in the order of the array's names
+    sums: Axes  # partial sums, and the addends of a mean
     copies: Axes
 
 
 class ArrayMove(NamedTuple):
-    """An array of a global shape is to go from one layout to another."""
+    """A move of an array, of a global shape, from one layout to another."""
 
     src: Layout
     dst: Layout
@@ -82,22 +95,25 @@ class ArrayMove(NamedTuple):
 
 
 def dim_lengths(operands: Iterable[Layout], shapes: Iterable[Sequence[int]]) -> dict[str, int]:
-    """The length of every dim, in the order of the operands."""
-    pairs = zip(operands, shapes, strict=True)
-    return {name: n for layout, shape in pairs for name, n in zip(layout.names, shape, strict=True)}
+    """Return the length of every dim by name, in the order of the operands."""
+    lengths: dict[str, int] = {}
+    for layout, shape in zip(operands, shapes, strict=True):
+        lengths.update(zip(layout.names, shape, strict=True))
+    return lengths
 
 
 @dataclass(frozen=True, repr=False)
 class EinsumShardings:
-    """The operands as given and the result as wanted; enumerates placements. Array -1 is the result."""
+    """The operands of a contraction as given, and the result as wanted; enumerates placements."""
 
     operands: tuple[Sharding, ...]
     result: Sharding
-    # The shardings of dims met so far, by length and shards: contractions share them.
+    # The shardings of dims met so far, by length and shards. Contractions share them, since a placement
+    # of one is compared with a placement of another by the identity of its dims.
     dim_shardings: dict[tuple[int, Shards], DimSharding] = field(
         default_factory=dict, compare=False
     )
-    stays: bool = False  # the result stays at the contraction
+    stays: bool = False  # the result stays as devices compute it: another contraction takes it
 
     @cached_property
     def arrays(self) -> tuple[Sharding, ...]:
@@ -107,7 +123,8 @@ class EinsumShardings:
     @cached_property
     def lengths(self) -> dict[str, int]:
         """The length of every dim, in the order of the operands."""
-        return dim_lengths((o.layout for o in self.operands), (o.shape for o in self.operands))
+        layouts = [operand.layout for operand in self.operands]
+        return dim_lengths(layouts, [operand.shape for operand in self.operands])
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -116,53 +133,65 @@ class EinsumShardings:
 
     @cached_property
     def idle(self) -> Placement:
-        """Every device contracts all."""
-        return Placement.of(tuple(self._sharded(d, ()) for d in range(len(self.lengths))))
+        """The placement in which every device contracts the whole arrays."""
+        return Placement.of(tuple([self._dim(d, ()) for d in range(len(self.lengths))]))
 
     @cached_property
     def placements(self) -> list[Placement]:
         """All placements, each once; of more than `MAX_PLACEMENTS`, one more than that."""
+        # One more than the limit tells that there are too many, without counting them all.
         return list(islice(self._extensions(self.idle, Axes(self.axes)), MAX_PLACEMENTS + 1))
 
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
-        """The placements in which one axis, with the axes of its shard, does something else."""
+        """Iterate over placements in which one axis, with the axes of its shard, does something else."""
         for axis in self.axes:
-            shards = (tuple(s for s in dim.shards if axis not in s.axes) for dim in placement.dims)
-            dims = [self._sharded(d, others) for d, others in enumerate(shards)]
-            sums = tuple(pair for pair in placement.sums if pair[0] != axis)
-            rest = Placement.of(tuple(dims), sums, tuple(a for a in placement.copies if a != axis))
-            others = self._with_axis(rest, axis, Axes(self.axes) - rest.busy)
-            yield from (other for other in others if other.fits)
+            # Take the axis out of all that it does, and let it do everything else that it can.
+            dims = []
+            for d, dim in enumerate(placement.dims):
+                others = tuple([shard for shard in dim.shards if axis not in shard.axes])
+                dims.append(self._dim(d, others))
+            sums = tuple([pair for pair in placement.sums if pair[0] != axis])
+            copies = tuple([copied for copied in placement.copies if copied != axis])
+            without_axis = Placement.of(tuple(dims), sums, copies)
+            free = Axes(self.axes) - without_axis.busy
+            for neighbor in self._with_axis(without_axis, axis, free):
+                if neighbor.fits:
+                    yield neighbor
 
     def seeds(self) -> Iterator[Placement]:
-        """The idle placement, then the placement that each operand, and the result, already has."""
+        """Iterate over the idle placement, then those that each operand, and the result, already has."""
         yield self.idle
         for array in self.arrays:
+            # Dims that the array lacks are unsharded.
             shards = {dim.name: dim.shards for dim in array.normal.dims}
-            dims = (self._sharded(d, shards.get(name, ())) for d, name in enumerate(self.lengths))
+            dims = [self._dim(d, shards.get(name, ())) for d, name in enumerate(self.lengths)]
             yield Placement.of(tuple(dims))
 
     def _extensions(self, placement: Placement, free: Axes) -> Iterator[Placement]:
-        axis = next((a for a in self.axes if a in free), None)
-        if axis is None:
-            if placement.fits:
-                yield placement
-            return
-        for extended in self._with_axis(placement, axis, free):
-            yield from self._extensions(extended, free - extended.busy - {axis})
+        """Give each free axis a role, one after the other, in all ways that fit."""
+        for axis in self.axes:  # in one order, so that no placement comes twice
+            if axis in free:
+                for extended in self._with_axis(placement, axis, free):
+                    yield from self._extensions(extended, free - extended.busy - {axis})
+                return
+        if placement.fits:
+            yield placement
 
     def _with_axis(self, placement: Placement, axis: str, free: Axes) -> Iterator[Placement]:
-        """`axis` idle, then everything else that it can do, with free axes only."""
+        """Leave `axis` idle, then give it every role that it can have, with free axes only."""
         yield placement
         dims, sums, copies, busy = placement
         for d, dim in enumerate(dims):
+            # A shard over several axes takes all of them at once: they have to be free.
             for finer, axes in self._finer_shardings(d, dim, axis):
                 if axes <= free:
                     yield Placement((*dims[:d], finer, *dims[d + 1 :]), sums, copies, busy | axes)
         *operands, result = self.endpoints
         for i, operand in enumerate(operands):
+            # Addends may stay addends: a contraction is linear in each operand.
             if axis in operand.sums:
                 yield Placement(dims, (*sums, (axis, i)), copies, busy | {axis})
+        # Copies of all operands give copies of the result, not replicas: only if that is wanted.
         if axis in result.copies:
             yield Placement(dims, sums, (*copies, axis), busy | {axis})
 
@@ -170,48 +199,62 @@ class EinsumShardings:
     def _finer_shardings(
         self, d: int, dim: DimSharding, axis: str
     ) -> list[tuple[DimSharding, Axes]]:
-        """Dim `d` sharded once more by an axis, each time with the axes that it takes."""
+        """Shard dim `d` once more by an axis, in all ways; each with the axes that it takes."""
         finer = list[tuple[DimSharding, Axes]]()
         length = self._all_lengths[d]
         mesh = self.result.mesh
         for shard in self._shards[d]:
-            for i in range(len(dim.shards) + 1) if axis in shard.axes else ():
+            if axis not in shard.axes:
+                continue
+            for i in range(len(dim.shards) + 1):  # at each level: the order of nested shards counts
                 shards = (*dim.shards[:i], shard, *dim.shards[i:])
-                if shards in self._given_shards or mesh.size(*axes_of(shards)) <= length:
-                    finer.append((self._sharded(d, shards), Axes(shard.axes)))
+                has_rows_for_all = mesh.size(*axes_of(shards)) <= length
+                if has_rows_for_all or shards in self._given_shards:
+                    finer.append((self._dim(d, shards), Axes(shard.axes)))
         return finer
 
-    def _sharded(self, d: int, shards: Shards) -> DimSharding:
-        """Dim `d` with these shards."""
+    def _dim(self, d: int, shards: Shards) -> DimSharding:
+        """Return dim `d` with these shards: the same object for equal lengths and shards."""
         length = self._all_lengths[d]
-        known = self.dim_shardings.get((length, shards))
-        if known is None:
-            dim = Dim("", shards)
-            sizes = self.result.mesh.sizes_of(dim.axes)
-            rows = block_length(dim, length, sizes)[0]
-            fits = misfit(dim, length, sizes) is None
-            axes = Axes(dim.axes).intersection(self.axes)
-            normal = normal_dim(dim, length, self.result.mesh)
-            known = DimSharding(shards, axes, rows, fits, normal.shards)
-            self.dim_shardings[length, shards] = known
-        return known
+        sharding = self.dim_shardings.get((length, shards))
+        if sharding is None:
+            dim = Dim("", shards)  # without a name: dims of one length share what is found
+            mesh = self.result.mesh
+            sizes = mesh.sizes_of(dim.axes)
+            sharding = DimSharding(
+                shards,
+                axes=Axes(dim.axes).intersection(self.axes),  # an axis of one device does nothing
+                block_rows=block_length(dim, length, sizes)[0],
+                is_possible=misfit(dim, length, sizes) is None,
+                normal_shards=normal_dim(dim, length, mesh).shards,
+            )
+            self.dim_shardings[length, shards] = sharding
+        return sharding
 
     @cached_property
     def _shards(self) -> tuple[Shards, ...]:
-        """The shards that each dim may have, from an array or else one axis each, in contiguous blocks."""
+        """The shards that each dim may have: those of the arrays, and contiguous blocks over one axis."""
         options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
         for array in self.arrays:
             for dim in array.normal.dims:
                 options[dim.name] |= dict.fromkeys(dim.shards)
         for shards in options.values():
-            odd = {a for s in shards for a in s.axes if s.order != "block" or len(s.axes) > 1}
-            shards |= dict.fromkeys(Shard((a,)) for a in self.axes if a not in odd)
+            # An axis that shards this dim in an order of its own in some array, or beside other axes in
+            # one shard, is tried as there and not in contiguous blocks, too: fewer placements.
+            special = set[str]()
+            for shard in shards:
+                if shard.order != "block" or len(shard.axes) > 1:
+                    special.update(shard.axes)
+            shards |= dict.fromkeys(Shard((a,)) for a in self.axes if a not in special)
         return tuple(map(tuple, options.values()))
 
     @cached_property
     def _given_shards(self) -> set[Shards]:
         """All shards of a dim in an array: they are possible, however short the dim is."""
-        return {dim.shards for array in self.arrays for dim in array.normal.dims}
+        shards = set[Shards]()
+        for array in self.arrays:
+            shards.update(dim.shards for dim in array.normal.dims)
+        return shards
 
     @cached_property
     def _all_lengths(self) -> tuple[int, ...]:
@@ -222,57 +265,64 @@ class EinsumShardings:
         """The operands as they are given, then the result as it is wanted."""
         endpoints = []
         for (_, positions), array in zip(self._positions, self.arrays, strict=True):
-            dims = (
-                self._sharded(d, dim.shards)
-                for d, dim in zip(positions, array.normal.dims, strict=True)
-            )
-            tagged = (array.layout.tagged(*kinds) for kinds in (("sum", "mean"), ("copy",)))
-            endpoints.append(
-                OperandSharding(tuple(dims), *(Axes(a).intersection(self.axes) for a in tagged))
-            )
+            dims = []
+            for d, dim in zip(positions, array.normal.dims, strict=True):
+                dims.append(self._dim(d, dim.shards))
+            sums = Axes(array.layout.tagged("sum", "mean")).intersection(self.axes)
+            copies = Axes(array.layout.tagged("copy")).intersection(self.axes)
+            endpoints.append(OperandSharding(tuple(dims), sums, copies))
         return tuple(endpoints)
 
-    def places(self, placement: Placement) -> list[tuple[int, Dims, Sums, tuple[str, ...], Axes]]:
-        """The operands and the local result, -1, in a placement: their dims, and the roles of other axes."""
-        dims = placement.dims
-        roles = placement[1:]
-        return [
-            (i, tuple([dims[d] for d in positions]), *roles) for i, positions in self._positions
-        ]
+    def array_places(self, placement: Placement) -> list[ArrayPlace]:
+        """Return each operand, and the local result, in a placement."""
+        dims = placement.dims  # hot: called for each placement that is weighed
+        places = []
+        for number, positions in self._positions:
+            places.append(ArrayPlace(number, tuple([dims[d] for d in positions]), placement))
+        return places
 
-    def local(
-        self, i: int, dims: Dims, sums: Sums, copies: Sequence[str], busy: Axes
-    ) -> OperandSharding:
-        """An operand as it is contracted in such a place; -1 is the local result."""
-        others = busy.difference(*[dim.axes for dim in dims])
-        if i < 0:
-            return OperandSharding(dims, others.difference(copies), Axes(copies))
-        own = Axes([axis for axis, owner in sums if owner == i])
-        return OperandSharding(dims, own, others - own)
+    def local(self, place: ArrayPlace) -> OperandSharding:
+        """Return how an array is sharded where it is contracted; the result, as devices compute it."""
+        number, dims, placement = place  # hot: called for each array of each placement
+        others = placement.busy.difference(*[dim.axes for dim in dims])
+        if number == RESULT:
+            # What axes do that shard none of its dims gives addends, but for those that hold copies.
+            return OperandSharding(
+                dims, others.difference(placement.copies), Axes(placement.copies)
+            )
+        sums = Axes([axis for axis, operand in placement.sums if operand == number])
+        return OperandSharding(dims, sums, others - sums)
 
-    def move(self, i: int, local: OperandSharding, sums: Sums) -> ArrayMove:
-        """The move of operand `i` to where it is contracted; -1 is the result, from there."""
-        means = {axis for axis, owner in sums if axis in self.operands[owner].layout.tagged("mean")}
-        tags = [
-            ("copy", tuple(local.copies)),
-            *(("mean" if a in means else "sum", (a,)) for a in local.sums),
-        ]
-        array = self.arrays[i]
-        dims = (
-            Dim(name, dim.shards) for name, dim in zip(array.layout.names, local.dims, strict=True)
-        )
-        layout = Layout(tuple(dims), tuple(tags))
-        endpoints = (
-            (array.layout, layout) if i >= 0 else (layout, layout if self.stays else array.layout)
-        )
-        return ArrayMove(*endpoints, array.shape)
+    def move(self, place: ArrayPlace, local: OperandSharding) -> ArrayMove:
+        """Return the move of an operand to where it is contracted, or of the result from there."""
+        means = set[str]()
+        # Along an axis with the addends of a mean, the result is a mean, too.
+        for axis, operand in place.placement.sums:
+            if axis in self.operands[operand].layout.tagged("mean"):
+                means.add(axis)
+        tags = [("copy", tuple(local.copies))]
+        for axis in local.sums:  # in any order: a layout sorts its tags
+            kind = "mean" if axis in means else "sum"
+            tags.append((kind, (axis,)))
+        array = self.arrays[place.number]
+        named = zip(array.layout.names, local.dims, strict=True)
+        layout = Layout(tuple(Dim(name, dim.shards) for name, dim in named), tuple(tags))
+        if place.number != RESULT:
+            return ArrayMove(array.layout, layout, array.shape)
+        if self.stays:
+            return ArrayMove(layout, layout, array.shape)
+        return ArrayMove(layout, array.layout, array.shape)
 
     @cached_property
     def _positions(self) -> list[tuple[int, list[int]]]:
         """The number of each array, and the positions of its dims among all dims."""
         names = list(self.lengths)
-        numbers = (*range(len(self.operands)), -1)
-        return [(i, [names.index(name) for name in self.arrays[i].layout.names]) for i in numbers]
+        numbers = (*range(len(self.operands)), RESULT)
+        positions = []
+        for number in numbers:
+            own_names = self.arrays[number].layout.names
+            positions.append((number, [names.index(name) for name in own_names]))
+        return positions
 
     @cached_property
     def has_means(self) -> bool:
@@ -285,29 +335,45 @@ class EinsumShardings:
         return accesses([array.layout.names for array in self.arrays])
 
     def flops(self, placement: Placement) -> int:
-        """Floating point operations of the busiest device."""
-        has_sum = len(self.result.shape) < len(self.lengths)
-        return operations([dim.rows for dim in placement.dims], len(self.operands), has_sum=has_sum)
+        """Return the floating point operations of the busiest device."""
+        has_sum = len(self.result.shape) < len(self.lengths)  # the result lacks a dim
+        block = [dim.block_rows for dim in placement.dims]
+        return operations(block, len(self.operands), has_sum=has_sum)
 
 
 def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int:
-    """Floating point operations on a block: the products of several operands, and the additions of sums."""
-    return ((n_operands > 1) + has_sum) * math.prod(lengths)
+    """Return the floating point operations of a contraction with dims of these lengths.
+
+    A product of several operands is one for each element, and an addition to a sum is another:
+    2 * m * n * k for a product of matrices.
+    """
+    operations_each = 0
+    if n_operands > 1:
+        operations_each += 1
+    if has_sum:
+        operations_each += 1
+    return operations_each * math.prod(lengths)
 
 
 def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """The dims of operands and result -> how often each array is read or written; a copy is one of both."""
-    # A product of matrices takes arrays with the dims that the same arrays have side by side, and the dims of
-    # all arrays not last; others are copied, also for a gradient, since its arrays have the same dims.
+    """Return how often each array is read or written: operands by the names of their dims, then the result.
 
-    def owners(name: str) -> tuple[bool, ...]:
-        return tuple(name in dims for dims in arrays)
+    A product of matrices reads or writes an array once, if dims that the same arrays have lie side by side
+    in it, and dims of all arrays (the batch) are not its last. Other arrays are copied first, which reads and
+    writes them once more: 3. For a gradient it is the same, since its product has the same arrays.
+    """
 
+    def users_of(name: str) -> tuple[bool, ...]:
+        return tuple([name in dims for dims in arrays])
+
+    if len(arrays) < 3:  # a sum of one operand is no product
+        return (1,) * len(arrays)
     counts = []
     for dims in arrays:
-        runs = [run for run, _ in groupby(dims, owners)]
-        is_matrix = len(set(runs)) == len(runs) and not (len(runs) > 1 and all(runs[-1]))
-        counts.append(
-            1 if is_matrix or len(arrays) < 3 else 3
-        )  # a sum of one operand is not a product
+        # Which arrays have the dims of each run of dims that the same arrays have.
+        runs = [users for users, _ in groupby(dims, users_of)]
+        is_side_by_side = len(set(runs)) == len(runs)  # no two runs of the same arrays
+        has_batch_last = len(runs) > 1 and all(runs[-1])
+        is_matrix = is_side_by_side and not has_batch_last
+        counts.append(1 if is_matrix else 3)
     return tuple(counts)

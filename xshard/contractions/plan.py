@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from xshard.contractions import explain
 from xshard.contractions.expression import Contraction, contraction
@@ -24,22 +25,28 @@ from xshard.plans.plan import Plan
 from xshard.plans.serialize import from_plain, plan_to_plain, reading_plan, to_plain
 from xshard.search.request import BOTH
 
+T = TypeVar("T")
+
+
+def remaining(operands: Sequence[T], takes: Sequence[int]) -> list[T]:
+    """Return the operands that a contraction leaves: all but those whose indices it takes."""
+    return [operand for i, operand in enumerate(operands) if i not in takes]
+
 
 @dataclass(frozen=True)
 class Part:
     """One local contraction, with the moves before and after it, one after the other or in a `ring`."""
 
-    takes: tuple[
-        int, ...
-    ]  # its operands among those that are left; the result goes behind the others
-    moves: tuple[Plan, ...]
-    result: Plan
+    # Indices of its operands among those that are left; the result goes behind the others.
+    takes: tuple[int, ...]
+    moves: tuple[Plan, ...]  # of each operand, to where it is contracted
+    result: Plan  # the move of the local result
     ring: ContractionRing | None = None
 
     @property
     def seconds(self) -> float:
         """Predicted seconds of the forward pass."""
-        if self.ring:
+        if self.ring:  # moves and products at the same time
             return self.ring.seconds(self)
         return self.work + sum(move.cost for move in (*self.moves, self.result))
 
@@ -62,43 +69,60 @@ class Part:
     @cached_property
     def flops(self) -> int:
         """Floating point operations of the busiest device."""
-        lengths = dim_lengths((x.layout for x in self.used), (x.max_local_shape for x in self.used))
+        layouts = [x.layout for x in self.used]
+        lengths = dim_lengths(layouts, [x.max_local_shape for x in self.used])
         has_sum = len(lengths) > len(self.result.src.names)
         return operations(lengths.values(), len(self.moves), has_sum=has_sum)
 
     @cached_property
     def work(self) -> float:
         """Predicted seconds of the local contraction, and of each gradient."""
-        arrays = *self.used, self.result.source
+        arrays = (*self.used, self.result.source)
+        # An array that no product of matrices can take as it is, is copied first.
         times = accesses([array.layout.names for array in arrays])
-        touched = sum(n * array.max_local_size for n, array in zip(times, arrays, strict=True))
+        touched = 0
+        for n_accesses, array in zip(times, arrays, strict=True):
+            touched += n_accesses * array.max_local_size
         return self.result.profile.work(self.flops, touched, self.result.dtype)
 
     @property
     def backward_moves(self) -> tuple[Plan, ...]:
         """The moves of the cotangent and of the operands' gradients."""
-        return (self.result.backward, *(move.backward for move in self.moves))
+        return (self.result.backward, *[move.backward for move in self.moves])
 
     @property
     def backward_seconds(self) -> float:
         """Predicted seconds of all gradients."""
+        # The gradient of each operand is a contraction of the same size; rings run forward only.
         return self.work * len(self.moves) + sum(move.cost for move in self.backward_moves)
 
 
 @dataclass(frozen=True, repr=False)
 class ContractionPlan(Pictured):
-    """The placement of a contraction on `mesh`, and the moves before and after, for operands of `shapes`.
+    """The placement of a contraction on a mesh, with the moves of operands and result.
 
-    shapes: a length for every name of an operand; `arrays` has the shapes of the arrays as they are written.
-    parts: one local contraction, or with three and more operands one for every pair.
-    objective: with "forward+backward", `cost` is the seconds of the forward pass and of all gradients.
-    Raises PlanError if the parts do not lead from the operands to the result.
+    `str(plan)` is a table of all steps; `explain()` names the scheme that each mesh axis follows.
 
-    >>> from xshard import plan
-    >>> sizes = {"b": 8, "s": 64, "d": 32, "f": 128}
-    >>> p = plan("b s/tp d, d f/tp -> b s f/tp", Mesh(tp=4), sizes=sizes)
-    >>> p.local, [str(step) for move in p.moves for step in move.steps]
-    ('b s d | copy(tp), d f/tp -> b s f/tp', ['all_gather s/tp'])
+    Attributes:
+        contraction: The layouts of operands and result, with one dim per name.
+        mesh: The devices.
+        shapes: A length for every name of an operand. `arrays` has the shapes of arrays as written.
+        dtype: The name of the dtype.
+        parts: One local contraction, or with three and more operands one for every pair.
+        profile: The machine that the plan is priced for.
+        memory_limit: Bytes that no device exceeds, or None.
+        objective: With "forward+backward", `cost` is the seconds of the forward pass and of all
+            gradients; with "forward", of the forward pass.
+
+    Raises:
+        PlanError: The parts do not lead from the operands to the result, or exceed the limit.
+
+    Examples:
+        >>> from xshard import plan
+        >>> sizes = {"b": 8, "s": 64, "d": 32, "f": 128}
+        >>> p = plan("b s/tp d, d f/tp -> b s f/tp", Mesh(tp=4), sizes=sizes)
+        >>> p.local, [str(step) for move in p.moves for step in move.steps]
+        ('b s d | copy(tp), d f/tp -> b s f/tp', ['all_gather s/tp'])
     """
 
     contraction: Contraction
@@ -111,30 +135,26 @@ class ContractionPlan(Pictured):
     objective: str = BOTH
 
     def __post_init__(self) -> None:
+        # Follow the operands through all parts, as if the plan ran.
         left = list(self.contraction.operands)
         for part in self.parts:
             for i, move in zip(part.takes, part.moves, strict=True):
                 if move.src != left[i]:
-                    raise PlanError(
-                        f"an operand is under '{left[i]}', its plan is for '{move.src}'"
-                    )
-            result = local_type(
-                [move.dst for move in part.moves], part.result.src.names, part.local
-            )
+                    what = f"an operand is under '{left[i]}', its plan is for '{move.src}'"
+                    raise PlanError(what)
+            # What devices get follows from the layouts; the plan has to say the same.
+            operands = [move.dst for move in part.moves]
+            result = local_type(operands, part.result.src.names, part.local)
             if result != part.result.src:
-                raise PlanError(
-                    f"devices get '{result}', the plan goes on from '{part.result.src}'"
-                )
-            left = [layout for i, layout in enumerate(left) if i not in part.takes] + [
-                part.result.dst
-            ]
+                what = f"devices get '{result}', the plan goes on from '{part.result.src}'"
+                raise PlanError(what)
+            left = [*remaining(left, part.takes), part.result.dst]
         if left != [self.contraction.result]:
             raise PlanError(f"the plan leads to '{left[-1]}', not to '{self.contraction.result}'")
-        _ = self.arrays
+        _ = self.arrays  # raises for shapes that do not fit
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
-            raise PlanError(
-                f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}"
-            )
+            what = f"the plan holds {self.peak_bytes} bytes, the limit is {self.memory_limit}"
+            raise PlanError(what)
 
     def __hash__(self) -> int:  # cheap: plans are keys of caches that every call looks at
         return hash((self.contraction.text, self.mesh, self.shapes, self.dtype))
@@ -152,18 +172,29 @@ class ContractionPlan(Pictured):
     @cached_property
     def moves(self) -> tuple[Plan, ...]:
         """For every operand, the plan that leads it to where it is contracted."""
-        left = list(range(len(self.shapes)))
+        left = list(range(len(self.shapes)))  # numbers of operands; -1 is the result of a part
         moves = dict[int, Plan]()
         for part in self.parts:
-            moves |= {left[i]: move for i, move in zip(part.takes, part.moves, strict=True)}
-            left = [n for i, n in enumerate(left) if i not in part.takes] + [-1]
+            for i, move in zip(part.takes, part.moves, strict=True):
+                moves[left[i]] = move
+            left = [*remaining(left, part.takes), -1]
         return tuple(moves[i] for i in range(len(self.shapes)))
+
+    @property
+    def _all_moves(self) -> list[Plan]:
+        """The moves of the forward pass, of all parts in their order."""
+        moves: list[Plan] = []
+        for part in self.parts:
+            moves += [*part.moves, part.result]
+        return moves
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes of all moves."""
-        moves = (move for part in self.parts for move in (*part.moves, part.result))
-        return tuple(dict.fromkeys(axis for move in moves for axis in move.axes))
+        axes: list[str] = []
+        for move in self._all_moves:
+            axes += move.axes
+        return tuple(dict.fromkeys(axes))  # each once, in order
 
     @property
     def result(self) -> Plan:
@@ -192,19 +223,22 @@ class ContractionPlan(Pictured):
     @property
     def bytes_received(self) -> int:
         """Bytes that the busiest device receives, forward, summed over the moves."""
-        return sum(
-            move.bytes_received for part in self.parts for move in (*part.moves, part.result)
-        )
+        return sum(move.bytes_received for move in self._all_moves)
 
     @property
     def backward_bytes_received(self) -> int:
         """Bytes that it receives for all gradients, with the operands kept where they were contracted."""
-        return sum(move.bytes_received for part in self.parts for move in part.backward_moves)
+        total = 0
+        for part in self.parts:
+            total += sum(move.bytes_received for move in part.backward_moves)
+        return total
 
     @property
     def cost(self) -> float:
         """Predicted seconds of all passes that the objective counts."""
-        return self.forward_cost + (self.backward_cost if self.objective == BOTH else 0.0)
+        if self.objective != BOTH:
+            return self.forward_cost
+        return self.forward_cost + self.backward_cost
 
     @cached_property
     def forward_cost(self) -> float:
@@ -219,14 +253,19 @@ class ContractionPlan(Pictured):
     @cached_property
     def peak_bytes(self) -> int:
         """Bytes that the busiest device holds at the worst moment of the forward pass."""
-        n = self.itemsize
-        peak = held = n * sum(array.max_local_size for array in self.arrays[:-1])
+        itemsize = self.itemsize
+        held_bytes = itemsize * sum(array.max_local_size for array in self.arrays[:-1])
+        peak = held_bytes
         for part in self.parts:
             for move in part.moves:
-                peak = max(peak, held - n * move.source.max_local_size + move.peak_bytes)
-                held += n * move.target.max_local_size if move.bytes_received else 0
-            peak = max(peak, held + part.result.peak_bytes)
-            held += n * part.result.target.max_local_size
+                # Moves run one after the other, and all their results are held. A move's own peak
+                # counts its input, which is among what is held.
+                input_bytes = itemsize * move.source.max_local_size
+                peak = max(peak, held_bytes - input_bytes + move.peak_bytes)
+                if move.bytes_received:  # else the target is the input, or a view of it
+                    held_bytes += itemsize * move.target.max_local_size
+            peak = max(peak, held_bytes + part.result.peak_bytes)
+            held_bytes += itemsize * part.result.target.max_local_size
         return peak
 
     def __str__(self) -> str:
@@ -237,71 +276,86 @@ class ContractionPlan(Pictured):
         return f"ContractionPlan({arguments}, local={self.local!r})"
 
     def explain(self) -> str:
-        """The role of every mesh axis, by the names of the schemes, and the costs of other placements."""
+        """Return the role of every mesh axis, by the names of schemes, and the costs of other placements."""
         return explain.explain(self)
 
     def to_json(self) -> str:
-        """The plan as text, with all that is needed to check and run it elsewhere."""
+        """Return the plan as text, with all that is needed to check and run it elsewhere."""
         values = {
             "contraction": self.text,
             "mesh": to_plain(self.mesh),
             "shapes": to_plain(self.shapes),
-        }
-        values |= {
             "dtype": self.dtype,
             "profile": self.profile.name,
             "memory_limit": self.memory_limit,
+            "objective": self.objective,
+            "parts": [_part_to_plain(part) for part in self.parts],
         }
-        parts = []
-        for part in self.parts:
-            moves = list(map(plan_to_plain, part.moves))
-            ring = part.ring and list(part.ring.key)
-            plain = {
-                "takes": list(part.takes),
-                "moves": moves,
-                "result": plan_to_plain(part.result),
-            }
-            parts.append(plain | {"ring": ring})
-        return json.dumps(
-            with_values(values | {"objective": self.objective, "parts": parts}), indent=1
-        )
+        return json.dumps(with_values(values), indent=1)
 
     @classmethod
     def from_json(cls, text: str, profile: Profile | str | None = None) -> ContractionPlan:
-        """Text of `to_json` -> the plan, checked again. Raises PlanError for malformed or wrong text.
+        """Read the text of `to_json`, and check the plan again.
 
-        profile: the machine to price it for, if the text names one that is not shipped.
+        Args:
+            text: What `to_json` returned, here or elsewhere.
+            profile: The machine to price it for, if the text names one that is not shipped.
+
+        Returns:
+            The plan, equal to the one that was written.
+
+        Raises:
+            PlanError: The text is malformed, or its plan is wrong.
         """
         with reading_plan():
             data = json.loads(text)
             machine = load_profile(data["profile"] if profile is None else profile)
-            _maps = maps_in(data)  # which the texts below name
+            # While this lives, the texts below may name these maps.
+            _maps = maps_in(data)
             call = contraction(data["contraction"])
             shapes = from_plain(Shapes, data["shapes"])
+            # `shapes` has a length for each name, so they are counted by names, not by dims as written.
             call = call.resolved(map(len, shapes), call.operands)
-            array = Mesh(data["mesh"]), shapes, name_of(data["dtype"])
-            parts = tuple(_part_from_plain(part, machine) for part in data["parts"])
-            limit = from_plain(int | None, data["memory_limit"])
-            return ContractionPlan(call, *array, parts, machine, limit, data["objective"])
+            return ContractionPlan(
+                contraction=call,
+                mesh=Mesh(data["mesh"]),
+                shapes=shapes,
+                dtype=name_of(data["dtype"]),
+                parts=tuple(_part_from_plain(part, machine) for part in data["parts"]),
+                profile=machine,
+                memory_limit=from_plain(int | None, data["memory_limit"]),
+                objective=data["objective"],
+            )
 
 
 def contraction_of(expression: str | Contraction | ContractionPlan) -> Contraction:
-    """The contraction of a text or of a plan. Raises NotationError."""
+    """Return the contraction of a text or of a plan. Raises NotationError."""
     if isinstance(expression, Contraction):
         return expression
-    return (
-        expression.contraction
-        if isinstance(expression, ContractionPlan)
-        else contraction(expression)
-    )
+    if isinstance(expression, ContractionPlan):
+        return expression.contraction
+    return contraction(expression)
+
+
+def _part_to_plain(part: Part) -> dict[str, Any]:
+    """Return a part as values of JSON."""
+    return {
+        "takes": list(part.takes),
+        "moves": [plan_to_plain(move) for move in part.moves],
+        "result": plan_to_plain(part.result),
+        "ring": list(part.ring.key) if part.ring else None,
+    }
 
 
 def _part_from_plain(data: dict[str, Any], machine: Profile) -> Part:
+    """Read what `_part_to_plain` returned. Raises PlanError for a ring that the part cannot have."""
     moves = tuple(Plan.from_plain(move, machine) for move in data["moves"])
     takes = from_plain(tuple[int, ...], data["takes"])
-    key = data["ring"] and tuple(data["ring"])
     part = Part(takes, moves, Plan.from_plain(data["result"], machine))
-    ring = next((ring for ring in rings(part) if ring.key == key), None)
-    if key and not ring:
-        raise PlanError(f"no part of '{part.local}' can be a ring of {key}")
-    return replace(part, ring=ring)
+    if not data["ring"]:
+        return part
+    key = tuple(data["ring"])
+    for ring in rings(part):
+        if ring.key == key:
+            return replace(part, ring=ring)
+    raise PlanError(f"no part of '{part.local}' can be a ring of {key}")

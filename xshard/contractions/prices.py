@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from xshard.caches import layout_cache
 from xshard.contractions.placements import ArrayMove, Axes, Dims, DimSharding
 from xshard.cost.bounds import least_received
@@ -14,17 +16,19 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.nn.attention import AUTO, HEADS, METHODS, REDUCE, RING, SEQUENCE, WIDTH, Attention
 from xshard.plans.plan import Plan, find_plan, search_plan
-from xshard.search.estimates import estimate
-from xshard.search.grid import Grid, grid
-from xshard.search.moves import Space
+from xshard.search.grid import Cut, Grid, State, grid, remembered
+from xshard.search.moves import Space, estimate
 from xshard.search.request import Request
 from xshard.search.solve import best_path, respelled
-from xshard.search.states import Cut, State, remembered
 
-BACKWARD = (
-    2.5  # operations of attention's backward pass for each forward one: scores are computed again
-)
-BOUND, ESTIMATE, PRICE = range(3)  # how much is known of the cost of a move
+# Operations of attention's backward pass for each forward one: 5 products instead of 2, since the scores are
+# computed again (FlashAttention, Dao et al. 2022).
+BACKWARD = 2.5
+
+# How much is known of the seconds of a move: a lower bound of them, an estimate, or the plan's.
+BOUND = 0
+ESTIMATE = 1
+PRICE = 2
 
 Shape = tuple[int, ...]
 End = tuple[Dims, Axes]  # how an array is sharded before or after a move, and its partial sums
@@ -33,143 +37,193 @@ Make = Callable[[], ArrayMove]
 
 @dataclass(eq=False, slots=True)
 class MoveEstimate:
-    """The seconds of a move as far as they are known, at least `least`. make: makes it if it may scale."""
+    """The seconds of a move as far as they are known: `level` says how far.
+
+    least: a lower bound. make: makes the move, if it may scale; else both ends tell its price.
+    """
 
     least: float
-    seconds: float
-    before: End
-    after: End
-    shape: Shape
+    seconds: float  # at least `least`; refined in place, for all candidates that share the move
+    src: End
+    dst: End
+    shape: Shape  # global
     make: Make | None
     level: int = BOUND
 
 
-Leg = tuple[
-    object, ...
-]  # a move as its cost sees it: without names of dims, and copies are replicas
+MoveKey = tuple[End, End, Shape, object]  # a move without names of dims; copies are replicas
 
 
 @dataclass(frozen=True)
 class Prices:
-    """The costs of moves on one mesh, each computed once. find: finds plans; most are only compared."""
+    """The costs of moves on one mesh, each computed once.
+
+    find: finds a plan. Most plans are only compared, so the default keeps none of them.
+    """
 
     mesh: Mesh
     dtype: str
     profile: Profile
     find: Callable[[Request], Plan] = search_plan
-    _moves: dict[Leg, MoveEstimate] = field(default_factory=dict)
+    _moves: dict[MoveKey, MoveEstimate] = field(default_factory=dict)
 
     def plan(self, move: ArrayMove) -> Plan:
-        """The cheapest plan of a move."""
-        return self.find(Request.on(self.mesh, *move, self.dtype, self.profile))
+        """Return the cheapest plan of a move."""
+        array = (move.shape, self.dtype, self.profile)
+        return self.find(Request.on(self.mesh, move.src, move.dst, *array))
 
     def move(
-        self, before: End, after: End, shape: Shape, means: object, make: Make | None
+        self, src: End, dst: End, shape: Shape, scaling: object, make: Make | None
     ) -> MoveEstimate:
-        """The move of an array, its seconds as far as they are known. means: tells moves with means apart."""
-        leg = before, after, shape, means
-        if (known := self._moves.get(leg)) is None:
-            grid = self._grid(shape)
-            received = self._received(before, after, math.prod(shape))
-            start = grid.least_launch + grid.least_latency
-            seconds = received * (grid.itemsize / grid.fastest) + start if received else 0.0
-            known = self._moves[leg] = MoveEstimate(seconds, seconds, before, after, shape, make)
-        return known
+        """Return the move of an array, with its seconds as far as they are known.
+
+        scaling: tells moves apart that have the same ends, but multiply by other constants.
+        """
+        key = (src, dst, shape, scaling)  # hot: most calls find the move here
+        move = self._moves.get(key)
+        if move is None:
+            bound_seconds = self._bound_seconds(src, dst, shape)
+            move = MoveEstimate(bound_seconds, bound_seconds, src, dst, shape, make)
+            self._moves[key] = move
+        return move
 
     def refine(self, move: MoveEstimate) -> None:
         """Replace a bound by an estimate, and an estimate by the price."""
-        both = self._state(move.shape, move.before), self._state(move.shape, move.after)
+        src = self._state(move.shape, move.src)
+        dst = self._state(move.shape, move.dst)
         if move.level == BOUND:
-            move.level, move.seconds = (
-                ESTIMATE,
-                max(move.seconds, estimate(self._grid(move.shape), *both)),
-            )
+            estimated = estimate(self._grid(move.shape), src, dst)
+            move.level = ESTIMATE
+            move.seconds = max(
+                move.seconds, estimated
+            )  # an estimate may be too low: a bound may not
+            return
+        if move.make is None:  # without a `Plan`, of which only the seconds would be read
+            price = self._price(move.shape, src, dst)
         else:
-            price = self.plan(move.make()).cost if move.make else self._price(move.shape, *both)
-            move.level = PRICE
-            move.seconds = price
+            price = self.plan(move.make()).cost
+        move.level = PRICE
+        move.seconds = price
 
-    def _price(self, shape: Shape, *states: State) -> float:
+    def _price(self, shape: Shape, src: State, dst: State) -> float:
+        """Return the seconds of the cheapest steps between two states."""
         grid = self._grid(shape)
-        start, goal = map(grid.sharding, states)
-        return best_path(
-            Space(start, respelled(goal, start), grid.itemsize, self.profile).route
-        ).seconds
+        start = grid.sharding(src)
+        goal = respelled(
+            grid.sharding(dst), start
+        )  # with the shards of `start` where blocks are equal
+        space = Space(start, goal, grid.itemsize, self.profile)
+        return best_path(space.route).seconds
 
     @remembered
     def _grid(self, shape: Shape) -> Grid:  # the same as long as states have its numbers
         return grid(self.mesh, shape, itemsize(self.dtype), self.profile)
 
     def _state(self, shape: Shape, end: End) -> State:
+        """Return one end of a move as searches know it: shards and axes as numbers of the grid."""
         dims, sums = end
         numbers = sorted(map(self._grid(shape).axes.index, sums))
         return State(tuple([self._cut(shape, dim) for dim in dims]), tuple(numbers))
 
     @remembered
     def _cut(self, shape: Shape, dim: DimSharding) -> Cut:
-        return tuple(map(self._grid(shape).number, dim.normal))
+        return tuple(map(self._grid(shape).number, dim.normal_shards))
 
-    def _received(self, before: End, after: End, elements: int) -> int:
-        """Fewest elements that the busiest device must receive."""
-        (src, old), (dst, new) = before, after
-        if ended := old - new:
-            n = self.mesh.n_devices
-            size = self.mesh.size
-            copies = n // size(*new.union(*(dim.axes for dim in dst)))
-            return least_received(elements, n, size(*ended), copies, size(*new & old))
-        if new - old:
+    def _bound_seconds(self, src: End, dst: End, shape: Shape) -> float:
+        """Return a lower bound of the seconds of a move: its fewest bytes on the fastest link."""
+        elements = self._fewest_received(src, dst, math.prod(shape))
+        if not elements:
+            return 0.0
+        grid = self._grid(shape)
+        start = grid.least_launch + grid.least_latency
+        return elements * (grid.itemsize / grid.fastest) + start
+
+    def _fewest_received(self, src: End, dst: End, elements: int) -> int:
+        """Return the fewest elements that the busiest device must receive, of so many in the array."""
+        src_dims, src_sums = src
+        dst_dims, dst_sums = dst
+        ended = src_sums - dst_sums
+        if ended:
+            # A reduction ends: addends of one element are on so many devices, and its sum on `copies`.
+            mesh = self.mesh
+            addends = mesh.size(*ended)
+            copies = mesh.n_devices // mesh.size(*dst_sums.union(*[dim.axes for dim in dst_dims]))
+            staying = mesh.size(*(dst_sums & src_sums))
+            return least_received(elements, mesh.n_devices, addends, copies, staying)
+        if dst_sums - src_sums:  # a device that lacks an element may begin a sum with a zero
             return 0
-        rows = [dim.rows for dim in dst]
-        have = [dim.rows for dim in src]
-        return math.prod(rows) - math.prod(map(min, rows, have))
+        # At best the block that a device has is a part of the one that it needs.
+        wanted = [dim.block_rows for dim in dst_dims]
+        at_hand = [dim.block_rows for dim in src_dims]
+        return math.prod(wanted) - math.prod(map(min, wanted, at_hand))
 
 
 @layout_cache(maxsize=4096)
 def fastest_attention(
     attn: Attention, dtype: str, profile: Profile, methods: tuple[str, ...] = METHODS
 ) -> Attention:
-    """The attention with its own method, or with the fastest of `methods`."""
+    """Choose the method of an attention that is "auto": the fastest of `methods`."""
     if attn.how != AUTO:
         return attn
-    each = (replace(attn, how=how) for how in methods)
-    return min(each, key=lambda attn: attention_seconds(attn, dtype, profile))
+
+    def seconds_of(how: str) -> float:
+        return attention_seconds(replace(attn, how=how), dtype, profile)
+
+    return replace(attn, how=min(methods, key=seconds_of))
 
 
 def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
-    """Predicted seconds of the forward and backward pass on the busiest device."""
+    """Predict the seconds of the forward and backward pass on the busiest device."""
     prices = Prices(attn.q.mesh, dtype, profile, find_plan)
-    pairs = ((attn.q, attn.queries), (attn.kv, attn.keys), (attn.result, attn.target))
-    moves = [ArrayMove(src.layout, dst.layout, src.shape) for src, dst in pairs]
-    moving = sum(prices.plan(move).cost + prices.plan(move.dual).cost for move in moves)
+    moving = 0.0
+    for src, dst in ((attn.q, attn.queries), (attn.kv, attn.keys), (attn.result, attn.target)):
+        move = ArrayMove(src.layout, dst.layout, src.shape)
+        moving += prices.plan(move).cost + prices.plan(move.dual).cost
     work = _operations(attn) / profile.flops(dtype)
-    if attn.how != RING or attn.rounds == 1:
+    if attn.how != RING or attn.rounds == 1:  # first all moves, then all work
         return moving + (1 + BACKWARD) * work
-    *batch, heads, _, width = attn.keys.max_local_shape
-    layouts, shape = attn.rotation((math.prod(batch), heads, attn.block_rows, width))
-    move_s = prices.plan(ArrayMove(*layouts, tuple(shape))).cost
-    precise = max(1.0, 4 / itemsize(dtype))
-    rounds = attn.rounds
+
+    # In a ring a block travels while the one before it is computed: the longer of both counts.
+    move_seconds = _rotation_seconds(attn, prices)
     round_work = work / attn.rounds
-    forward = round_work + (rounds - 1) * max(round_work, move_s)
-    # The blocks travel again, and beside them their gradients in the dtype of sums.
-    backward = BACKWARD * round_work + (rounds - 1) * max(
-        BACKWARD * round_work, move_s * (1 + precise)
-    )
-    return moving + forward + backward + move_s * precise
+    forward = round_work + (attn.rounds - 1) * max(round_work, move_seconds)
+    # In the backward pass blocks travel again, and beside them their gradients in the dtype of sums,
+    # float32 or wider; at the end gradients go home.
+    widening = max(1.0, 4 / itemsize(dtype))
+    backward_move_seconds = move_seconds * (1 + widening)
+    backward = BACKWARD * round_work
+    backward += (attn.rounds - 1) * max(BACKWARD * round_work, backward_move_seconds)
+    return moving + forward + backward + move_seconds * widening
+
+
+def _rotation_seconds(attn: Attention, prices: Prices) -> float:
+    """Predict the seconds in which every block of keys and values goes to the next device."""
+    *batch, heads, _, width = attn.keys.max_local_shape
+    rotation = attn.rotation((math.prod(batch), heads, attn.block_rows, width))
+    src, dst = rotation.layouts
+    return prices.plan(ArrayMove(src, dst, tuple(rotation.shape))).cost
 
 
 def _operations(attn: Attention) -> float:
-    """Forward operations of the busiest device: two products over the scores that are not empty."""
-    batch, heads, *_ = (
-        math.prod(attn.queries.max_local_shape[:HEADS]),
-        attn.queries.max_local_shape[HEADS],
-    )
-    n = attn.kv.shape[SEQUENCE]
-    sees = 0
+    """Return the forward operations of the busiest device: two products over the scores that count."""
+    shape = attn.queries.max_local_shape
+    batch = math.prod(shape[:HEADS])
+    heads = shape[HEADS]
+    n_keys = attn.kv.shape[SEQUENCE]
+    most_scores = 0
     for device in attn.devices:
-        place = attn.query_rows(device) + attn.offset
-        first = 0 if attn.left is None else (place - attn.left).clip(min=0)
-        last = n if attn.right is None else (place + attn.right + 1).clip(max=n)
-        sees = max(sees, int((last - first + 0 * place).clip(min=0).sum()))
-    share = len(attn.devices) if attn.how == REDUCE else 1
-    return 2.0 * batch * heads * sees * attn.kv.shape[WIDTH] / share
+        place = attn.query_rows(device) + attn.offset  # [queries], among the keys
+        first = np.zeros_like(place)  # of the keys that each query sees
+        if attn.left is not None:
+            first = place - attn.left
+        stop = np.full_like(place, n_keys)
+        if attn.right is not None:
+            stop = place + attn.right + 1
+        keys_seen = stop.clip(max=n_keys) - first.clip(min=0)
+        most_scores = max(most_scores, int(keys_seen.clip(min=0).sum()))
+    # In "reduce" every device computes all queries with its share of the keys.
+    n_shares = 1
+    if attn.how == REDUCE:
+        n_shares = len(attn.devices)
+    # An operation is a product and a sum; keys and values lie side by side along the width.
+    return 2.0 * batch * heads * most_scores * attn.kv.shape[WIDTH] / n_shares

@@ -1,5 +1,7 @@
 """The best placements of a contraction: fewest seconds of moves and work, then fewest operations.
-Each candidate begins with bounds of its moves, refined only while it would win; few moves are planned.
+
+Each candidate begins with lower bounds of its moves, which are refined only while it would win. So few moves
+are planned, of the thousands that candidates would make.
 """
 
 from __future__ import annotations
@@ -8,55 +10,87 @@ import heapq
 import itertools
 import math
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
-from typing import Any, NamedTuple
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
-from xshard.contractions.placements import MAX_PLACEMENTS, ArrayMove, EinsumShardings, Placement
-from xshard.contractions.prices import ESTIMATE, PRICE, MoveEstimate, Prices
+from xshard.contractions.placements import (
+    MAX_PLACEMENTS,
+    RESULT,
+    ArrayMove,
+    ArrayPlace,
+    EinsumShardings,
+    Placement,
+)
+from xshard.contractions.prices import ESTIMATE, PRICE, Make, MoveEstimate, Prices
 from xshard.search.request import BOTH
 
 FINALISTS = 8  # candidates that are priced, the best by estimates first
-SLACK = 1.04  # how much too high an estimate may be
+SLACK = 1.04  # how much too high an estimate may be: a finalist beyond it is not priced to the end
 WAIT = 0.02  # of the work: at every move devices wait for the last of them
 
 
 class Candidate(NamedTuple):
-    """A placement with its cost: elements touched, seconds of work, the moves, with gradients' if counted."""
+    """A placement with its cost."""
 
     shardings: EinsumShardings
     placement: Placement
     flops: int
-    touched: int
-    work: float
-    estimates: tuple[MoveEstimate, ...]
+    touched_elements: int  # read and written by the contraction
+    work: float  # seconds of the contraction, in all passes that count
+    estimates: tuple[MoveEstimate, ...]  # of the moves, with gradients' if they count
 
     @property
     def seconds(self) -> float:
-        """Seconds of the moves as far as they are known, of the work, and of waiting."""
-        return self.total()
+        """Seconds of the work, of the moves as far as they are known, and of waiting."""
+        return self._total([move.seconds for move in self.estimates])
 
-    def total(self, seconds: Callable[[MoveEstimate], float] = attrgetter("seconds")) -> float:
-        times = list(filter(None, map(seconds, self.estimates)))
-        return round(self.work * (1 + WAIT * len(times)) + sum(times), 15)
+    @property
+    def least_seconds(self) -> float:
+        """The same by the lower bounds of all moves."""
+        return self._total([move.least for move in self.estimates])
+
+    def _total(self, move_seconds: list[float]) -> float:
+        """Add up the work, the moves, and the waiting at each move that sends something."""
+        sent = [seconds for seconds in move_seconds if seconds]
+        # Rounded, so that sums in another order are ties.
+        return round(self.work * (1 + WAIT * len(sent)) + sum(sent), 15)
 
     @property
     def moves(self) -> tuple[ArrayMove, ...]:
         """The moves of the operands, and last of the local result."""
-        call = self.shardings
-        placement = self.placement
-        return tuple(
-            call.move(p[0], call.local(*p), placement.sums) for p in call.places(placement)
-        )
+        shardings = self.shardings
+        moves = []
+        for place in shardings.array_places(self.placement):
+            moves.append(shardings.move(place, shardings.local(place)))
+        return tuple(moves)
 
     def priced(self, prices: Prices, below: float = math.inf) -> float:
-        """Seconds by the prices of all moves, the most expensive first; of fewer once it is not below."""
-        for estimate in sorted(self.estimates, key=lambda estimate: -estimate.seconds):
-            while estimate.level < PRICE and self.seconds < below:
-                prices.refine(estimate)
+        """Price all moves, the most expensive first, and return the seconds.
+
+        It stops once the seconds are not below `below`: the candidate loses, whatever the others cost.
+        """
+        for move in sorted(self.estimates, key=attrgetter("seconds"), reverse=True):
+            while move.level < PRICE and self.seconds < below:  # bound -> estimate -> price
+                prices.refine(move)
         return self.seconds
+
+
+class Ranked(NamedTuple):
+    """A candidate as searches compare it; `number` decides between equals, the first one."""
+
+    seconds: float
+    flops: int
+    touched_elements: int
+    number: int
+    candidate: Candidate
+
+    @classmethod
+    def of(cls, candidate: Candidate, seconds: float, number: int) -> Ranked:
+        """Rank a candidate by its seconds as they are known now."""
+        return cls(seconds, candidate.flops, candidate.touched_elements, number, candidate)
 
 
 @dataclass(frozen=True)
@@ -69,89 +103,129 @@ class CandidateSearch:
     below: float = math.inf
 
     def best(self, flops_limit: int | None = None, level: int = PRICE) -> Iterator[Candidate]:
-        """Candidates within the operations that no device may exceed, the best first, known to `level`."""
+        """Iterate over candidates, the best first.
+
+        flops_limit: the operations that no device may exceed; level: how well the cost of moves is known,
+        `ESTIMATE` or `PRICE`.
+        """
         placements = self.shardings.placements
+        # `placements` is then cut off, and may lack the best.
         if len(placements) > MAX_PLACEMENTS:
             placements = self.hill_climb()
         if flops_limit is not None:
             placements = [p for p in placements if self.shardings.flops(p) <= flops_limit]
         candidates = self.by_estimates(placements)
-        yield from (self.by_prices(candidates) if level == PRICE else candidates)
+        if level == PRICE:
+            candidates = self.by_prices(candidates)
+        yield from candidates
 
     def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
-        """Candidates by their seconds, then their operations, then the elements touched; the best first."""
-        queue: list[Any] = []
-        for n, placement in enumerate(placements):
+        """Iterate over candidates by their seconds, then operations, then elements; the best first."""
+        queue: list[Ranked] = []
+        for number, placement in enumerate(placements):
             candidate = self.candidate(placement)
-            if (seconds := candidate.seconds) < self.below:
-                queue.append((seconds, candidate.flops, candidate.touched, n, candidate))
+            seconds = candidate.seconds
+            if seconds < self.below:
+                queue.append(Ranked.of(candidate, seconds, number))
         heapq.heapify(queue)
-        while queue and queue[0][0] < self.below:
-            seconds, *rest, candidate = queue[0]
-            if (now := candidate.seconds) > seconds:
-                heapq.heapreplace(queue, (now, *rest, candidate))
-            elif bounds := [e for e in candidate.estimates if e.level < ESTIMATE]:
-                self.prices.refine(max(bounds, key=lambda estimate: estimate.seconds))
-            else:
+        while queue and queue[0].seconds < self.below:
+            best = queue[0]
+            candidate = best.candidate
+            seconds = candidate.seconds
+            if seconds > best.seconds:
+                # Moves that it shares with others were refined since it was put here.
+                heapq.heapreplace(queue, Ranked.of(candidate, seconds, best.number))
+                continue
+            bounds = [move for move in candidate.estimates if move.level < ESTIMATE]
+            if bounds:  # it may be worse than it looks: the move that costs most tells most
+                self.prices.refine(max(bounds, key=attrgetter("seconds")))
+            else:  # all others are at least as slow, by their bounds alone
                 heapq.heappop(queue)
                 yield candidate
 
     def by_prices(self, candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-        """The finalists in the order of their prices, then the other candidates as they come."""
-        finalists: list[Any] = []
-        for n, candidate in enumerate(itertools.islice(candidates, FINALISTS)):
-            least = finalists[0][0] if finalists else math.inf
+        """Iterate over the finalists in the order of their prices, then the others as they come."""
+        finalists: list[Ranked] = []
+        for number, candidate in enumerate(itertools.islice(candidates, FINALISTS)):
+            least = finalists[0].seconds if finalists else math.inf
+            # Estimates may be too high by SLACK, so a candidate that is beyond it has lost.
             seconds = candidate.priced(self.prices, SLACK * least)
-            insort(finalists, (seconds, candidate.flops, candidate.touched, n, candidate))
-        yield from (candidate for *_, candidate in finalists)
+            insort(finalists, Ranked.of(candidate, seconds, number))
+        for finalist in finalists:
+            yield finalist.candidate
         yield from candidates
 
     def hill_climb(self) -> list[Placement]:
-        """The placements reached from the seeds by changes of one axis, while the bounds fall."""
-        tops = []
-        for placement in self.shardings.seeds():
-            least = self._rank(placement)
-            while True:
-                pairs = ((self._rank(p), p) for p in self.shardings.neighbors(placement))
-                rank, neighbor = min(pairs, key=lambda pair: pair[0])
-                if rank >= least:
-                    break
-                placement = neighbor
-                least = rank
-            tops.append(placement)
-        return list(dict.fromkeys(tops))
+        """Return the placements reached from the seeds by changes of one axis, while bounds fall."""
+        tops = [self._climb(seed) for seed in self.shardings.seeds()]
+        return list(dict.fromkeys(tops))  # each once, in order
+
+    def _climb(self, placement: Placement) -> Placement:
+        """Follow the best neighbor of a placement as long as it is better."""
+        rank = self._rank(placement)
+        while True:
+            ranked = [(self._rank(near), near) for near in self.shardings.neighbors(placement)]
+            best_rank, best = min(ranked, key=itemgetter(0))
+            if best_rank >= rank:
+                return placement
+            placement = best
+            rank = best_rank
 
     def _rank(self, placement: Placement) -> tuple[float, int]:
         candidate = self.candidate(placement)
         return candidate.seconds, candidate.flops
 
     def candidate(self, placement: Placement) -> Candidate:
-        """The candidate of a placement, with the estimates as far as they are known."""
+        """Return the candidate of a placement, with its moves as far as they are known."""
         shardings = self.shardings
-        estimates = tuple[MoveEstimate, ...]()
+        estimates: list[MoveEstimate] = []
         touched = 0
-        for place in shardings.places(placement):
-            elements, moves = self._array(*place)
-            touched = touched + elements
-            estimates = estimates + moves
+        for place in shardings.array_places(placement):
+            # Of the block that the busiest device has where arrays are contracted.
+            block_elements = math.prod([dim.block_rows for dim in place.dims])
+            touched += shardings.accesses[place.number] * block_elements
+            estimates += self._moves_of(place)
         flops = shardings.flops(placement)
+        # Each gradient is a contraction of the same size: one for each operand, and the forward pass.
         passes = len(shardings.arrays) if self.objective == BOTH else 1
         work = passes * self.prices.profile.work(flops, touched, self.prices.dtype)
-        return Candidate(shardings, placement, flops, touched, work, estimates)
+        return Candidate(shardings, placement, flops, touched, work, tuple(estimates))
 
-    def _array(self, i: int, *place: Any) -> tuple[int, tuple[MoveEstimate, ...]]:
-        """Elements touched, and the moves, of operand `i` and its gradient, or of the result, -1."""
-        shardings, (dims, sums, *_) = self.shardings, place
-        local = shardings.local(i, *place)
-        endpoint = shardings.endpoints[i]
-        before, after = (
-            (local, local if shardings.stays else endpoint) if i < 0 else (endpoint, local)
-        )
-        # Only a move that may scale depends on more than both ends, and is made to be priced.
-        move = partial(shardings.move, i, local, sums) if shardings.has_means else None
-        array = shardings.arrays[i].shape, (i, sums) if move else None
-        moves = [self.prices.move(before[:2], after[:2], *array, move)]
-        if self.objective == BOTH:  # copies are the sums of gradients
-            back = move and (lambda: move().dual)
-            moves.append(self.prices.move(after[::2], before[::2], *array, back))
-        return shardings.accesses[i] * math.prod([dim.rows for dim in dims]), tuple(moves)
+    def _moves_of(self, place: ArrayPlace) -> list[MoveEstimate]:
+        """Return the move of an array, and of its gradient if that counts."""
+        shardings = self.shardings  # hot: called for each array of each placement
+        number = place.number
+        local = shardings.local(place)
+        given = shardings.endpoints[number]
+        if number == RESULT:
+            src = local
+            dst = local if shardings.stays else given
+        else:
+            src = given
+            dst = local
+        make = None
+        scaling = None
+        if shardings.has_means:
+            # A move that may scale depends on more than both ends, and is made to be priced.
+            make = partial(shardings.move, place, local)
+            scaling = (number, place.placement.sums)
+        shape = shardings.arrays[number].shape
+        prices = self.prices
+        forward = prices.move((src.dims, src.sums), (dst.dims, dst.sums), shape, scaling, make)
+        if self.objective != BOTH:
+            return [forward]
+        # A gradient goes the other way, and copies of the value are partial sums of the gradient.
+        make_dual = None if make is None else _dual_of(make)
+        # The same objects come back for equal moves of other placements, by the cache of prices.
+        src_end = (src.dims, src.copies)
+        dst_end = (dst.dims, dst.copies)
+        return [forward, prices.move(dst_end, src_end, shape, scaling, make_dual)]
+
+
+def _dual_of(make: Make) -> Make:
+    """Return a function that makes the move of the gradient."""
+
+    def make_dual() -> ArrayMove:
+        return make().dual
+
+    return make_dual

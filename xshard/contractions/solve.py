@@ -15,7 +15,7 @@ import numpy as np
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.placements import Axes, EinsumShardings, Placement, dim_lengths, operations
-from xshard.contractions.plan import ContractionPlan, Part
+from xshard.contractions.plan import ContractionPlan, Part, remaining
 from xshard.contractions.prices import ESTIMATE, Prices
 from xshard.contractions.ring import ALWAYS, NEVER, rings
 from xshard.contractions.search import SLACK, Candidate, CandidateSearch
@@ -26,7 +26,7 @@ from xshard.notation.parser import Dim
 from xshard.plans.kept import kept
 from xshard.search.request import BOTH, FORWARD
 
-ALL_ORDERS = 4  # most operands for which every order of pairs is weighed
+ALL_ORDERS = 4  # most operands for which every order of pairs is weighed: 18 orders
 RING_SHARE = 0.9  # most of its seconds in turn that a part in rounds may take: predictions err
 WIDTH = 8  # candidates of a pair that are followed up, the best first
 
@@ -53,32 +53,45 @@ class ContractionRequest:
     def shardings(self) -> EinsumShardings:
         """The operands and the result on the mesh."""
         layouts = self.contraction.operands
+        operands = []
+        for layout, shape in zip(layouts, self.shapes, strict=True):
+            operands.append(Sharding(layout, self.mesh, shape))
         result = self.contraction.result
         lengths = dim_lengths(layouts, self.shapes)
-        shapes = *self.shapes, tuple(lengths[name] for name in result.names)
-        *operands, y = (
-            Sharding(x, self.mesh, n) for x, n in zip((*layouts, result), shapes, strict=True)
-        )
-        return EinsumShardings(tuple(operands), y)
+        result_shape = tuple(lengths[name] for name in result.names)
+        return EinsumShardings(tuple(operands), Sharding(result, self.mesh, result_shape))
 
 
 @layout_cache(maxsize=4096)
 def find_contraction(request: ContractionRequest) -> ContractionPlan:
-    """The cheapest plan, kept by an earlier run or searched for. Raises PlanError if none fits the limits."""
+    """Return the cheapest plan: one that an earlier run has kept, or one that is searched for.
+
+    Raises PlanError if none fits the limits.
+    """
     return kept(request, ContractionPlan.from_json, lambda: _search(request))
 
 
 def _search(request: ContractionRequest) -> ContractionPlan:
+    """Return the first plan within the memory limit, of all plans from the cheapest on."""
     limit = request.memory_limit
-    least = None
+    least_bytes = None
     for plan in _Solver(request).plans():
         if limit is None or plan.peak_bytes <= limit:
             return replace(plan, memory_limit=limit)
-        least = plan.peak_bytes if least is None else min(least, plan.peak_bytes)
-    if least is None:
+        # For the error: what the user would have to allow.
+        if least_bytes is None or plan.peak_bytes < least_bytes:
+            least_bytes = plan.peak_bytes
+    if least_bytes is None:
         what = f"every way takes more than {request.flops_limit} operations"
         raise PlanError(what, hint="raise flops_limit=")
-    raise too_large(limit, least)
+    raise too_large(limit, least_bytes)
+
+
+class PathStep(NamedTuple):
+    """One contraction of a path: the operands that it takes, among those left, and its placement."""
+
+    takes: Takes
+    candidate: Candidate
 
 
 class ContractionPath(NamedTuple):
@@ -87,22 +100,38 @@ class ContractionPath(NamedTuple):
     seconds: float
     flops: int
     left: tuple[Sharding, ...]
-    steps: tuple[tuple[Takes, Candidate], ...]  # indices of operands among those left
+    steps: tuple[PathStep, ...]
 
     def then(self, takes: Takes, candidate: Candidate) -> ContractionPath:
-        """The path with one more contraction; its result goes behind the operands that are left."""
-        rest = tuple(operand for i, operand in enumerate(self.left) if i not in takes)
+        """Return the path with one more contraction; its result goes behind the operands left."""
+        # The next contraction starts from where this one leaves its result.
         result = candidate.shardings.result.with_layout(candidate.moves[-1].dst)
-        total = self.seconds + candidate.seconds, self.flops + candidate.flops
-        return ContractionPath(*total, (*rest, result), (*self.steps, (takes, candidate)))
+        return ContractionPath(
+            seconds=self.seconds + candidate.seconds,
+            flops=self.flops + candidate.flops,
+            left=(*remaining(self.left, takes), result),
+            steps=(*self.steps, PathStep(takes, candidate)),
+        )
 
     def priced(self, prices: Prices, below: float) -> float:
-        """Seconds by the prices of all moves; of fewer moves once it is not below."""
-        candidates = [candidate for _, candidate in self.steps]
-        for candidate in sorted(candidates, key=lambda candidate: -candidate.seconds):
+        """Price all moves, the slowest contraction first, and return the seconds.
+
+        It stops once the seconds are not below `below`: then other paths are better.
+        """
+        candidates = [step.candidate for step in self.steps]
+        for candidate in sorted(candidates, key=attrgetter("seconds"), reverse=True):
+            # As far as the others are known: their seconds only rise.
             others = sum(other.seconds for other in candidates if other is not candidate)
             candidate.priced(prices, below - others)
         return sum(candidate.seconds for candidate in candidates)
+
+
+class PricedPath(NamedTuple):
+    """A path as finalists are sorted; `number` decides between equals, the first one."""
+
+    seconds: float
+    number: int
+    path: ContractionPath
 
 
 class _Solver:
@@ -113,166 +142,241 @@ class _Solver:
         self.shardings = request.shardings
         self.prices = Prices(request.mesh, request.dtype, request.profile)
         self.start = ContractionPath(0.0, 0, self.shardings.operands, ())
-        self.best: list[float] = []  # seconds of complete paths
+        self.best: list[float] = []  # seconds of complete paths, in order
 
     def plans(self) -> Iterator[ContractionPlan]:
-        """Plans, the cheapest first."""
+        """Iterate over plans, the cheapest first."""
         if len(self.shardings.operands) > 2:
-            yield from map(self._plan, self._paths())
-            return
-        limit = self.request.flops_limit
-        objective = self.request.objective
-        every = CandidateSearch(self.shardings, self.prices, objective)
-        candidates = every.best(limit)
-        if objective == BOTH and (first := next(candidates, None)):
-            # Candidates are ranked with waiting, plans without, so the forward pass' best may cost less.
-            other = next(CandidateSearch(self.shardings, self.prices, FORWARD).best(limit))
-            both = first, every.candidate(other.placement)
-            candidates = itertools.chain([min(both, key=self._cost)], candidates)
-        yield from map(self._plan, map(self._at_once, candidates))
+            paths = iter(self._paths_of_pairs())
+        else:
+            paths = self._paths_at_once()
+        for path in paths:
+            yield self._plan(path)
 
-    def _cost(self, candidate: Candidate) -> float:
-        """Seconds by prices, in rounds if they may be."""
+    def _paths_at_once(self) -> Iterator[ContractionPath]:
+        """Iterate over paths of one contraction, of all operands, the best placement first."""
+        limit = self.request.flops_limit
+        search = self._search_in(self.shardings)
+        candidates = search.best(limit)
+        if self.request.objective == BOTH:
+            first = next(candidates, None)
+            if first is None:
+                return
+            # Candidates are ranked with waiting, plans without, so the forward pass' best may cost less.
+            forward = CandidateSearch(self.shardings, self.prices, FORWARD)
+            best_forward = next(forward.best(limit)).placement
+            best = min(first, search.candidate(best_forward), key=self._plan_seconds)
+            yield self._as_single_contraction(best)
+        for candidate in candidates:
+            yield self._as_single_contraction(candidate)
+
+    def _search_in(self, shardings: EinsumShardings, below: float = math.inf) -> CandidateSearch:
+        return CandidateSearch(shardings, self.prices, self.request.objective, below)
+
+    def _plan_seconds(self, candidate: Candidate) -> float:
+        """Return the seconds of the plan of a candidate, in rounds if it may be."""
         candidate.priced(self.prices)
         if self.request.overlap != NEVER:
-            return self._plan(self._at_once(candidate)).cost
+            return self._plan(self._as_single_contraction(candidate)).cost
+        # The same without making a plan, and rounded as candidates' seconds are.
         return round(candidate.work + sum([move.seconds for move in candidate.estimates]), 15)
 
-    def _at_once(self, candidate: Candidate) -> ContractionPath:
-        """The path of one contraction of all operands."""
+    def _as_single_contraction(self, candidate: Candidate) -> ContractionPath:
+        """Return the path of one contraction of all operands."""
         return self.start.then(tuple(range(len(self.start.left))), candidate)
 
-    def _paths(self) -> list[ContractionPath]:
-        """The best paths pair by pair: searched by estimates of their moves, ranked by prices."""
+    def _paths_of_pairs(self) -> list[ContractionPath]:
+        """Return the best paths pair by pair: searched by estimates of their moves, ranked by prices."""
         limit = self.request.flops_limit
-        search = CandidateSearch(self.shardings, self.prices, self.request.objective)
-        at_once = next(search.best(level=ESTIMATE)).placement
-        paths = [
-            path for order in _orders(self.shardings) for path in self._paths_in(order, at_once)
-        ]
-        paths = [path for path in paths if limit is None or path.flops <= limit]
-        finalists: list[tuple[float, int, ContractionPath]] = []
-        for n, path in enumerate(sorted(paths, key=lambda path: path.seconds)[:WIDTH]):
-            least = finalists[0][0] if finalists else math.inf
-            insort(finalists, (path.priced(self.prices, SLACK * least), n, path))
-        return [path for *_, path in finalists]
+        # The best placement of all operands, as if they were contracted at once, is one more start.
+        at_once = next(self._search_in(self.shardings).best(level=ESTIMATE)).placement
+        paths = []
+        for order in _orders(self.shardings):
+            for path in (*self._paths_in(order), self._path_in_placement(order, at_once)):
+                if limit is None or path.flops <= limit:
+                    paths.append(path)
+        paths.sort(key=attrgetter("seconds"))
+        # Prices are computed for the best by estimates, as in `CandidateSearch.by_prices`.
+        finalists: list[PricedPath] = []
+        for number, path in enumerate(paths[:WIDTH]):
+            least = finalists[0].seconds if finalists else math.inf
+            seconds = path.priced(self.prices, SLACK * least)
+            insort(finalists, PricedPath(seconds, number, path))
+        return [finalist.path for finalist in finalists]
 
-    def _paths_in(self, order: Order, at_once: Placement) -> Iterator[ContractionPath]:
-        """The best paths in one order, and the path on which every pair has the placement `at_once`."""
+    def _paths_in(self, order: Order) -> list[ContractionPath]:
+        """Return the best paths in one order: a beam search, `WIDTH` paths wide."""
         paths = [self.start]
-        in_one_placement = self.start
-        numbers = list(range(len(self.shardings.operands)))
         for takes in order:
-            longer = [path for shorter in paths for path in self._extended(shorter, takes, order)]
-            paths = sorted(longer, key=lambda path: path.seconds)[:WIDTH]
-            pair = self._pair(in_one_placement, takes)
-            placement = restrict_to_pair(self.shardings, at_once, pair, [numbers[i] for i in takes])
-            numbers = [n for i, n in enumerate(numbers) if i not in takes] + [-1]
-            candidate = CandidateSearch(pair, self.prices, self.request.objective).candidate(
-                placement
-            )
-            # Prices decide about it, not estimates.
-            seconds = in_one_placement.seconds + candidate.total(attrgetter("least"))
-            in_one_placement = in_one_placement.then(takes, candidate)._replace(seconds=seconds)
-        yield from (*paths, in_one_placement)
+            longer: list[ContractionPath] = []
+            for path in paths:
+                longer += self._extend(path, takes, order)
+            paths = sorted(longer, key=attrgetter("seconds"))[:WIDTH]
+        return paths
 
-    def _extended(
+    def _path_in_placement(self, order: Order, placement: Placement) -> ContractionPath:
+        """Return the path on which every pair has the placement that was best for all operands at once.
+
+        A pair's best placement may be a bad start for the next pair. This path never moves between pairs.
+        """
+        path = self.start
+        numbers = list(range(len(self.shardings.operands)))  # of the operands left
+        for takes in order:
+            pair = self._pair(path, takes)
+            taken = [numbers[i] for i in takes]
+            of_pair = restrict_to_pair(self.shardings, placement, pair, taken)
+            candidate = self._search_in(pair).candidate(of_pair)
+            # By lower bounds, so that it becomes a finalist: prices decide about it, not estimates.
+            seconds = path.seconds + candidate.least_seconds
+            path = path.then(takes, candidate)._replace(seconds=seconds)
+            numbers = [*remaining(numbers, takes), -1]
+        return path
+
+    def _extend(
         self, path: ContractionPath, takes: Takes, order: Order
     ) -> Iterator[ContractionPath]:
-        """A path with one more contraction, in each of its best placements."""
-        pair = self._pair(path, takes)
+        """Iterate over a path with one more contraction, in each of its best placements."""
         is_last = len(path.left) == len(takes)
         limit = self.request.flops_limit
-        if limit is not None:
-            limit -= path.flops + sum(self._least_flops(order)[len(path.steps) + 1 :])
-        # A complete path has to be among the best of all orders.
-        below = (self.best[WIDTH - 1] if len(self.best) >= WIDTH else math.inf) - path.seconds
+        if limit is not None:  # leave enough for the contractions that follow
+            contracted = len(path.steps) + 1
+            limit -= path.flops + sum(self._least_flops(order)[contracted:])
+        below = math.inf
+        if len(self.best) >= WIDTH:  # a complete path has to be among the best of all orders
+            below = self.best[WIDTH - 1] - path.seconds
         if below <= 0:
             return
-        search = CandidateSearch(pair, self.prices, self.request.objective, below)
-        for candidate in itertools.islice(search.best(limit, ESTIMATE), 1 if is_last else WIDTH):
+        search = self._search_in(self._pair(path, takes), below)
+        n_candidates = WIDTH
+        if is_last:  # only the best end of a path can win
+            n_candidates = 1
+        for candidate in itertools.islice(search.best(limit, ESTIMATE), n_candidates):
             longer = path.then(takes, candidate)
             if is_last:
                 insort(self.best, longer.seconds)
             yield longer
 
     def _least_flops(self, order: Order) -> list[int]:
-        """The operations of each contraction in an order, if no device repeats the work of another."""
+        """Return the operations of each contraction in an order, if no device repeats another's work."""
         lengths = self.shardings.lengths
+        result_names = set(self.shardings.result.layout.names)
         flops = []
         left = [set(operand.layout.names) for operand in self.shardings.operands]
         for takes in order:
-            rest = [names for i, names in enumerate(left) if i not in takes]
-            names = set().union(*(left[i] for i in takes))
-            kept = names & set(self.shardings.result.layout.names).union(*rest)
-            total = operations((lengths[n] for n in names), len(takes), has_sum=names > kept)
+            others = remaining(left, takes)
+            # A dim is summed as soon as nobody else needs it.
+            names = set[str]().union(*[left[i] for i in takes])
+            kept_names = names & result_names.union(*others)
+            total = operations(
+                [lengths[name] for name in names], len(takes), has_sum=names > kept_names
+            )
             flops.append(total // self.request.mesh.n_devices)
-            left = [*rest, kept]
+            left = [*others, kept_names]
         return flops
 
     def _pair(self, path: ContractionPath, takes: Takes) -> EinsumShardings:
-        """Two of the operands that are left, and their result: unsharded if others are left."""
+        """Return the operands that a contraction takes, and its result.
+
+        The last result is the one that the request wants. An earlier one keeps the dims that others need,
+        and stays as devices compute it.
+        """
         operands = tuple(path.left[i] for i in takes)
-        rest = [operand for i, operand in enumerate(path.left) if i not in takes]
-        if not rest:
-            return EinsumShardings(operands, self.shardings.result, self.shardings.dim_shardings)
-        kept = {name for other in (*rest, self.shardings.result) for name in other.layout.names}
-        lengths = dim_lengths((x.layout for x in operands), (x.shape for x in operands))
-        dims = {name: n for name, n in lengths.items() if name in kept}
-        result = Sharding(Layout(tuple(map(Dim, dims))), self.request.mesh, tuple(dims.values()))
-        return EinsumShardings(operands, result, self.shardings.dim_shardings, stays=True)
+        dim_shardings = self.shardings.dim_shardings
+        others = remaining(path.left, takes)
+        if not others:
+            return EinsumShardings(operands, self.shardings.result, dim_shardings)
+        needed_names = set[str]()
+        for other in (*others, self.shardings.result):
+            needed_names.update(other.layout.names)
+        lengths = dim_lengths([x.layout for x in operands], [x.shape for x in operands])
+        dims = {name: length for name, length in lengths.items() if name in needed_names}
+        # Unsharded and without tags: it is not moved, so that its layout does not matter.
+        layout = Layout(tuple(map(Dim, dims)))
+        result = Sharding(layout, self.request.mesh, tuple(dims.values()))
+        return EinsumShardings(operands, result, dim_shardings, stays=True)
 
     def _plan(self, path: ContractionPath) -> ContractionPlan:
-        r = self.request
-        parts = tuple(itertools.starmap(self._part, path.steps))
+        """Return the plan of a path, not checked against the memory limit."""
+        request = self.request
         return ContractionPlan(
-            r.contraction, r.mesh, r.shapes, r.dtype, parts, r.profile, None, r.objective
+            contraction=request.contraction,
+            mesh=request.mesh,
+            shapes=request.shapes,
+            dtype=request.dtype,
+            parts=tuple([self._part(step.takes, step.candidate) for step in path.steps]),
+            profile=request.profile,
+            memory_limit=None,  # a plan over the limit would raise: `_search` looks at it
+            objective=request.objective,
         )
 
     def _part(self, takes: Takes, candidate: Candidate) -> Part:
-        """The part, in the ring in which it takes the fewest seconds if that is wanted."""
-        *moves, result = map(self.prices.plan, candidate.moves)
+        """Return the part of a candidate, in its fastest ring if that is wanted and pays."""
+        *moves, result = [self.prices.plan(move) for move in candidate.moves]
         part = Part(takes, tuple(moves), result)
         overlap = self.request.overlap
         if overlap == NEVER:
             return part
-        in_rounds = (replace(part, ring=ring) for ring in rings(part))
-        best = min(in_rounds, key=lambda part: part.seconds, default=part)
-        return best if overlap == ALWAYS or best.seconds < RING_SHARE * part.seconds else part
+        # "auto" takes rounds if they save enough: many small products may be slower than predicted.
+        in_rounds = [replace(part, ring=ring) for ring in rings(part)]
+        if not in_rounds:
+            return part
+        fastest = min(in_rounds, key=attrgetter("seconds"))
+        if overlap == ALWAYS or fastest.seconds < RING_SHARE * part.seconds:
+            return fastest
+        return part
 
 
 def restrict_to_pair(
     shardings: EinsumShardings, placement: Placement, pair: EinsumShardings, numbers: Sequence[int]
 ) -> Placement:
-    """A placement of all as two operands, `numbers`, see it; -1 is the result of an earlier pair."""
+    """Return what a placement of all operands means for a pair of them.
+
+    numbers: of the pair's operands among all; -1 is the result of an earlier pair.
+    """
     all_dims = dict(zip(shardings.lengths, placement.dims, strict=True))
     dims = tuple(all_dims[name] for name in pair.lengths)
-    sharding = Axes().union(*(dim.axes for dim in dims))
-    busy = [axis for axis in shardings.axes if axis in placement.busy - sharding]
-    sums = tuple(
-        (axis, i)
-        for i, (n, operand) in enumerate(zip(numbers, pair.operands, strict=True))
-        for axis in operand.layout.tagged("sum", "mean")
-        if axis in busy and (n < 0 or (axis, n) in placement.sums)
-    )
-    held = {axis for axis, _ in sums}
-    return Placement.of(dims, sums, tuple(axis for axis in busy if axis not in held))
+    sharding_axes = Axes().union(*[dim.axes for dim in dims])
+    # Axes that shard a dim of another operand are busy in this pair, too, and hold copies here.
+    busy = [axis for axis in shardings.axes if axis in placement.busy - sharding_axes]
+    sums: list[tuple[str, int]] = []
+    for i, (number, operand) in enumerate(zip(numbers, pair.operands, strict=True)):
+        is_result = number < 0  # of an earlier pair, which may have left partial sums
+        for axis in operand.layout.tagged("sum", "mean"):
+            if axis in busy and (is_result or (axis, number) in placement.sums):
+                sums.append((axis, i))
+    sum_axes = {axis for axis, _ in sums}
+    copies = tuple(axis for axis in busy if axis not in sum_axes)
+    return Placement.of(dims, tuple(sums), copies)
 
 
 def _orders(shardings: EinsumShardings) -> Iterator[Order]:
-    """Orders in which to contract pairs."""
-    n = len(shardings.operands)
-    if n <= ALL_ORDERS:
-        pairs = [list(itertools.combinations(range(left), 2)) for left in range(n, 1, -1)]
-        yield from itertools.product(*pairs)
+    """Iterate over orders in which to contract pairs: all of them, or numpy's greedy one."""
+    n_operands = len(shardings.operands)
+    if n_operands > ALL_ORDERS:
+        yield _greedy_order(shardings)
         return
-    numbers = {name: i for i, name in enumerate(shardings.lengths)}
+    pairs = []
+    for n_left in range(n_operands, 1, -1):
+        pairs.append(list(itertools.combinations(range(n_left), 2)))
+    yield from itertools.product(*pairs)
+
+
+def _greedy_order(shardings: EinsumShardings) -> Order:
+    """Return the order of pairs that numpy's greedy algorithm finds."""
+    numbers = {name: number for number, name in enumerate(shardings.lengths)}
     arguments: list[Any] = []
     for operand in shardings.operands:
-        dims = [numbers[name] for name in operand.layout.names]
-        arguments += [np.broadcast_to(np.float32(0), operand.shape), dims]
-    result = [numbers[name] for name in shardings.result.layout.names]
-    path = np.einsum_path(*arguments, result, optimize="greedy")[0][1:]
-    # If pairs save no operations, numpy takes all that are left at once.
-    each = ([takes] if len(takes) == 2 else [(0, 1)] * (len(takes) - 1) for takes in path)
-    yield tuple(map(tuple, itertools.chain.from_iterable(each)))
+        # Of a zero, which takes no memory: numpy looks at shapes only.
+        arguments.append(np.broadcast_to(np.float32(0), operand.shape))
+        arguments.append([numbers[name] for name in operand.layout.names])
+    arguments.append([numbers[name] for name in shardings.result.layout.names])
+    _, *path = np.einsum_path(*arguments, optimize="greedy")[0]
+    order: list[Takes] = []
+    for takes in path:
+        # The result goes behind the others, as here. If pairs save no operations, numpy takes all
+        # operands that are left at once: then any order of pairs will do.
+        if len(takes) == 2:
+            order.append(tuple(takes))
+        else:
+            order += [(0, 1)] * (len(takes) - 1)
+    return tuple(order)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from xshard.contractions.expression import contraction
 from xshard.errors import PlanError
@@ -25,17 +26,29 @@ from xshard.layout.layout import check_axes
 from xshard.layout.mesh import check_mesh
 from xshard.notation.parser import Dim, text_spans
 
+CUT = "cut"  # what an axis does that shards a dim; other roles are the kinds of tags
+
 
 def einsum_type(expression: str, mesh: Mesh) -> Layout:
-    """`"layout, layout -> dims"` -> the layout of the result, if every device contracts its own blocks.
+    """Return the layout of the result, if every device contracts its own blocks: nothing moves.
 
-    A layout on the right has to be that layout; dims alone, in any order, say which ones are not summed.
-    Raises NotationError, and PlanError for an axis that does not fit the table: the error proposes a move.
+    Args:
+        expression: `"layout, layout -> dims"` says which dims are not summed, in any order;
+            `"layout, layout -> layout"` also what the result's layout has to be.
+        mesh: The mesh whose axes the layouts name.
 
-    >>> str(einsum_type("b s d | copy(tp), d f/tp -> b s f", Mesh(tp=4)))
-    'b s f/tp'
-    >>> str(einsum_type("b s f/tp, f/tp d -> b s d", Mesh(tp=4)))
-    'b s d | sum(tp)'
+    Returns:
+        The layout of the result, with the tags that follow.
+
+    Raises:
+        NotationError: The text is wrong, marked with a caret.
+        PlanError: A mesh axis does not fit the table of this module; the error proposes a move.
+
+    Examples:
+        >>> str(einsum_type("b s d | copy(tp), d f/tp -> b s f", Mesh(tp=4)))
+        'b s f/tp'
+        >>> str(einsum_type("b s f/tp, f/tp d -> b s d", Mesh(tp=4)))
+        'b s d | sum(tp)'
     """
     check_mesh(mesh)
     parsed = contraction(expression)
@@ -53,69 +66,107 @@ def einsum_type(expression: str, mesh: Mesh) -> Layout:
 
 
 def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> Layout:
-    """The layouts of the operands and the dims of the result -> its layout. Raises PlanError."""
-    cuts = _cuts(operands, text)
+    """Return the layout of the result, by the layouts of the operands and the result's dims `names`.
+
+    text: the expression that errors mark. Raises PlanError for an axis that does not fit the table.
+    """
+    dims = _common_dims(operands, text)
+    # In the order in which the text names them, so that errors are about the first.
+    axes: dict[str, None] = {}
+    for layout in operands:
+        axes |= dict.fromkeys(layout.axes)
     tags: list[tuple[str, tuple[str, ...]]] = []
-    for axis in dict.fromkeys(axis for layout in operands for axis in layout.axes):
-        cut = [dim.name for dim in cuts.values() if axis in dim.axes]
-        parts = [_part(layout, axis) for layout in operands]
-        kinds: list[str | None] = [part for part in parts if part in ("sum", "mean")]
-        if len(cut) > 1:
-            what = f"cuts {cut[0]!r} and {cut[1]!r}"
-            wrong = [i for i, layout in enumerate(operands) if cut[1] in layout.names]
-        elif cut:
-            kinds = [] if cut[0] in names else ["sum"]
-            what = f"cuts {cut[0]!r}, which this operand lacks"
-            lacks = [i for i, layout in enumerate(operands) if cut[0] not in layout.names]
-            wrong = [i for i in lacks if parts[i] != "copy"]
-        elif kinds:
-            what = "holds addends of another operand"
-            first = parts.index(kinds[0])
-            wrong = [i for i, part in enumerate(parts) if i != first and part != "copy"]
-        else:
-            kinds = ["copy"]
-            what = "holds copies of another operand, of this one replicas"
-            wrong = [i for i, part in enumerate(parts) if part is None]
-        if wrong:
-            raise _illegal(f"mesh axis {axis!r} {what}", operands, wrong[0], axis, text)
-        tags += [(kind, (axis,)) for kind in kinds[:1] if kind]
-    return Layout(tuple(cuts[name] for name in names), tuple(tags))
+    for axis in axes:
+        role = _axis_role(axis, operands, dims, names)
+        if role.misfits:
+            what = f"mesh axis {axis!r} {role.reason}"
+            raise _illegal(what, operands, role.misfits[0], axis, text)
+        if role.tag:
+            tags.append((role.tag, (axis,)))
+    return Layout(tuple(dims[name] for name in names), tuple(tags))
 
 
-def _cuts(operands: Sequence[Layout], text: str) -> dict[str, Dim]:
-    """Every dim as all operands that have it shard it."""
+class AxisRole(NamedTuple):
+    """What an axis does in the result, and the operands, by index, in which it does not fit that."""
+
+    tag: str | None  # of the result; None if the axis shards one of its dims
+    misfits: list[int]
+    reason: str  # why these do not fit
+
+
+def _axis_role(
+    axis: str, operands: Sequence[Layout], dims: dict[str, Dim], names: Sequence[str]
+) -> AxisRole:
+    """Find the row of the module's table that an axis is in."""
+    kinds = [_role_in(layout, axis) for layout in operands]
+    cut_names = [dim.name for dim in dims.values() if axis in dim.axes]
+    if len(cut_names) > 1:  # devices would contract blocks that do not meet
+        first, second = cut_names[:2]
+        misfits = [i for i, layout in enumerate(operands) if second in layout.names]
+        return AxisRole(None, misfits, f"cuts {first!r} and {second!r}")
+    if cut_names:
+        [name] = cut_names
+        misfits = []
+        for i, layout in enumerate(operands):
+            if name not in layout.names and kinds[i] != "copy":
+                misfits.append(i)
+        tag = None
+        if name not in names:  # each device sums its own part of the dim
+            tag = "sum"
+        return AxisRole(tag, misfits, f"cuts {name!r}, which this operand lacks")
+    for first_index, kind in enumerate(kinds):
+        # The product of two sums is no sum of products, so that one operand at most holds addends.
+        if kind in ("sum", "mean"):
+            misfits = []
+            for i, other in enumerate(kinds):
+                if i != first_index and other != "copy":
+                    misfits.append(i)
+            return AxisRole(kind, misfits, "holds addends of another operand")
+    # Else some operand holds copies: a replica beside them would get one device's gradient.
+    misfits = [i for i, kind in enumerate(kinds) if kind is None]
+    return AxisRole("copy", misfits, "holds copies of another operand, of this one replicas")
+
+
+def _common_dims(operands: Sequence[Layout], text: str) -> dict[str, Dim]:
+    """Return every dim by name. Raises PlanError unless all operands that have it shard it equally."""
     dims: dict[str, Dim] = {}
     for i, layout in enumerate(operands):
         for dim in layout.dims:
             other = dims.setdefault(dim.name, dim)
             if other != dim:
-                raise _illegal(
-                    f"'{other}' in one operand is '{dim}' in another", operands, i, other, text
-                )
+                what = f"'{other}' in one operand is '{dim}' in another"
+                raise _illegal(what, operands, i, other, text)
     return dims
 
 
-def _part(layout: Layout, axis: str) -> str | None:
-    """The tag of an axis, "cut", or None for replicas."""
-    return next(
-        (kind for kind, axes in layout.tags if axis in axes), "cut" if axis in layout.axes else None
-    )
+def _role_in(layout: Layout, axis: str) -> str | None:
+    """Return the kind of the tag that an axis has, `CUT` if it shards a dim, or None for replicas."""
+    for kind, axes in layout.tags:
+        if axis in axes:
+            return kind
+    return CUT if axis in layout.axes else None
 
 
 def _illegal(
-    what: str, operands: Sequence[Layout], i: int, wanted: Dim | str, text: str
+    what: str, operands: Sequence[Layout], index: int, wanted: Dim | str, text: str
 ) -> PlanError:
-    """The error about operand `i`. wanted: the legal dim, or the axis along which copies are legal."""
-    layout = operands[i]
-    axes = wanted.axes if isinstance(wanted, Dim) else (wanted,)
-    dims = [
-        replace(d, shards=tuple(s for s in d.shards if not set(s.axes) & set(axes)))
-        for d in layout.dims
-    ]
-    tags = [(kind, tuple(a for a in tagged if a not in axes)) for kind, tagged in layout.tags]
+    """Return the error about one operand, which proposes a move that makes it legal.
+
+    wanted: the dim as it has to be, or the axis along which the operand has to be a copy.
+    """
+    layout = operands[index]
+    # The axes in question leave whatever they do in this operand.
+    moved_axes = wanted.axes if isinstance(wanted, Dim) else (wanted,)
+    dims = []
+    for dim in layout.dims:
+        shards = tuple(shard for shard in dim.shards if set(shard.axes).isdisjoint(moved_axes))
+        dims.append(replace(dim, shards=shards))
+    tags = []
+    for kind, axes in layout.tags:
+        tags.append((kind, tuple(axis for axis in axes if axis not in moved_axes)))
     if isinstance(wanted, Dim):
         dims[layout.names.index(wanted.name)] = wanted
     else:
-        tags.append(("copy", axes))
+        tags.append(("copy", moved_axes))
     hint = f"move it first: {layout} -> {Layout(tuple(dims), tuple(tags))}"
-    return PlanError(what, text=text, span=text_spans(text).layouts[i], hint=hint)
+    return PlanError(what, text=text, span=text_spans(text).layouts[index], hint=hint)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xshard.arguments import shown, whole_number
 from xshard.dtypes import itemsize, name_of
@@ -29,9 +29,12 @@ LOCAL = (*FREE, "slice", "embed", "mask", "scale")  # kinds of steps that send n
 class Link:
     """The link between the devices along one axis: seconds per message, bytes per second and device.
 
-    topology: on a "switch" all devices are equally near; on a "ring" (an axis of a
-    torus, both ways) what is not passed on to a neighbour takes a quarter of it on average; a "port" is
-    shared by the devices of a node, and where only some of them receive, they have it to themselves.
+    Attributes:
+        latency_s: Seconds for each message.
+        bytes_per_s: Bytes per second that a device receives.
+        topology: On a "switch" all devices are equally near. On a "ring", an axis of a torus, both ways,
+            what is not passed on to a neighbour takes a quarter of it on average. A "port" is shared by
+            the devices of a node, and where only some of them receive, they have it to themselves.
     """
 
     latency_s: float
@@ -40,39 +43,47 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
-            raise ProfileError(
-                f"no topology {self.topology!r}", hint=f"there are: {', '.join(TOPOLOGIES)}"
-            )
-        if not 0 <= _number(self.latency_s) < math.inf or not _number(self.bytes_per_s) > 0:
+            hint = f"there are: {', '.join(TOPOLOGIES)}"
+            raise ProfileError(f"no topology {self.topology!r}", hint=hint)
+        if not _is_time(self.latency_s) or not _is_rate(self.bytes_per_s):
             reason = f"no such link: {shown(self.latency_s)} s, {shown(self.bytes_per_s)} bytes/s"
             raise ProfileError(reason, hint="a latency is >= 0 and a bandwidth > 0")
 
     def carried(self, hop: Hop) -> int:
-        """Elements that the busiest link of a hop, or share of a port, carries to a device."""
-        return hop.received - hop.slack * (self.topology == "port")
+        """Return the elements that the busiest link of a hop, or share of a port, carries to a device."""
+        if self.topology == "port":  # `slack`: what devices that receive less leave of it to others
+            return hop.received - hop.slack
+        return hop.received
 
     def seconds(self, hop: Hop, itemsize: int, way: float = 1.0) -> float:
-        """Predicted time of a hop over such links. way: number of links that a message takes."""
-        return hop.messages * self.latency_s + way * self.carried(hop) * itemsize / self.bytes_per_s
+        """Predict the time of a hop over such links. way: the number of links that a message takes."""
+        transfer = way * self.carried(hop) * itemsize / self.bytes_per_s
+        return hop.messages * self.latency_s + transfer
 
 
 @api_boundary
 @dataclass(frozen=True)
 class Profile:
-    """The machine a plan is priced for.
+    """The machine that a plan is priced for.
 
-    default: the link between devices of one node. across: the link between nodes of `node_devices`
-    consecutive devices, for axes that reach over a node. axes: links of axes by name, which win.
-    inside: for axes named there, how many consecutive positions share a node, if not all do.
-    launch_s: seconds to start a collective, by the kind of step ("other" for kinds not named).
-    ring_s: seconds of each round of a collective that runs as a ring, by kind, beside its messages: n - 1
-    rounds among n devices, twice as many for an all-reduce.
-    copy_bytes_per_s: local packing speed.
-    flops_per_s: floating point operations per second of one device in matrix products, by dtype; other
-    dtypes have the rate of float32.
-    disk: the link over which the devices of a node read files, shared by them; None if unknown.
-    rounds: an exchange runs as one permutation per message, each with its own launch; elements that stay on
-    their device are then not packed.
+    Attributes:
+        name: Its name, as `load_profile` knows it.
+        source: Where its numbers are from.
+        default: The link between devices of one node.
+        across: The link between nodes of `node_devices` consecutive devices, for axes that reach over a
+            node.
+        node_devices: The number of devices of a node, or None.
+        axes: Links of axes by name, which win over the others.
+        launch_s: Seconds to start a collective, by the kind of step; "other" for kinds not named.
+        copy_bytes_per_s: The speed of local packing.
+        inside: For axes named there, how many consecutive positions share a node, if not all do.
+        rounds: An exchange runs as one permutation per message, each with its own launch; elements that
+            stay on their device are then not packed.
+        flops_per_s: Floating point operations per second of one device in matrix products, by dtype;
+            other dtypes have the rate of float32.
+        disk: The link over which the devices of a node read files, shared by them; None if unknown.
+        ring_s: Seconds of each round of a collective that runs as a ring, by kind, beside its messages:
+            n - 1 rounds among n devices, twice as many for an all-reduce.
     """
 
     name: str
@@ -90,88 +101,98 @@ class Profile:
     ring_s: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for field, fits in (
-            ("name", isinstance(self.name, str)),
-            ("source", isinstance(self.source, str)),
-            (
-                "node_devices",
-                self.node_devices is None or (whole_number(self.node_devices) or 0) > 0,
-            ),
-            ("inside", all((whole_number(n) or 0) > 0 for _, n in self.inside)),
-            ("launch_s", all(0 <= _number(s) < math.inf for _, s in self.launch_s)),
-            ("ring_s", all(0 <= _number(s) < math.inf for _, s in self.ring_s)),
-            ("copy_bytes_per_s", _number(self.copy_bytes_per_s) > 0),
-            ("rounds", isinstance(self.rounds, bool)),
-        ):
+        is_right: Mapping[str, bool] = {
+            "name": isinstance(self.name, str),
+            "source": isinstance(self.source, str),
+            "node_devices": self.node_devices is None or _is_count(self.node_devices),
+            "inside": all(_is_count(devices) for _, devices in self.inside),
+            "launch_s": all(_is_time(seconds) for _, seconds in self.launch_s),
+            "ring_s": all(_is_time(seconds) for _, seconds in self.ring_s),
+            "copy_bytes_per_s": _is_rate(self.copy_bytes_per_s),
+            "rounds": isinstance(self.rounds, bool),
+        }
+        for field, fits in is_right.items():
             if not fits:
+                what = f"a profile with {field} {shown(getattr(self, field))}"
                 hint = (
                     "names are text, seconds >= 0, bandwidths > 0, and a node has 1 device or more"
                 )
-                raise ProfileError(
-                    f"a profile with {field} {shown(getattr(self, field))}", hint=hint
-                )
+                raise ProfileError(what, hint=hint)
         for dtype, rate in self.flops_per_s:
-            if not 0 < _number(rate) < math.inf or not _is_dtype(dtype):
-                hint = 'a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}'
+            if not _is_rate(rate) or math.isinf(rate) or not _is_dtype(dtype):
                 what = f"no such rate: {shown(rate)} operations per second in {dtype!r}"
+                hint = 'a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}'
                 raise ProfileError(what, hint=hint)
 
-    def __hash__(self) -> int:
-        return hash(self.name)  # a part of the key of every cached call
+    def __hash__(self) -> int:  # cheap: a part of the key of every cached call
+        return hash(self.name)
 
     def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
-        """The profile for some axes of a mesh as a mesh of their own, with device numbers of its own."""
+        """Return the profile for some axes of a mesh as a mesh of their own, with its own device numbers."""
         if set(axes) == set(mesh.axes):
             return self
-        links = tuple((axis, self.link(axis, mesh)) for axis in axes)
-        reached = tuple((axis, self._inside(axis, mesh)) for axis in axes)
-        partly = tuple((axis, n) for axis, n in reached if 1 < n < mesh.size(axis))
-        return replace(self, axes=links, inside=partly)
+        # By name, since device numbers of the part do not show which of its devices share a node.
+        links = []
+        inside = []
+        for axis in axes:
+            links.append((axis, self.link(axis, mesh)))
+            in_node = self._positions_in_node(axis, mesh)
+            if 1 < in_node < mesh.size(axis):
+                inside.append((axis, in_node))
+        return replace(self, axes=tuple(links), inside=tuple(inside))
 
     def link(self, axis: str, mesh: Mesh) -> Link:
-        """The link of all devices of a mesh along an axis: the one across nodes if they are in several."""
-        whole = mesh.origin(axis)
-        named = dict(self.axes).get(whole)
-        partly = whole in dict(self.inside)
-        if named is not None and not (partly and self._inside(axis, mesh) == mesh.size(axis)):
-            return named
-        if self.across is None or self.node_devices is None:
+        """Return the link of all devices along an axis: the one across nodes if they are in several."""
+        origin = mesh.origin(axis)  # the axis that this one is a part of, or itself
+        is_in_node = self._positions_in_node(axis, mesh) == mesh.size(axis)
+        named = dict(self.axes).get(origin)
+        if named is not None:
+            # Of an axis that is partly inside nodes, a part that does not leave one has the node's link.
+            is_partly_inside = origin in dict(self.inside)
+            return self.default if is_partly_inside and is_in_node else named
+        if self.across is None or self.node_devices is None or is_in_node:
             return self.default
-        return self.default if self._inside(axis, mesh) == mesh.size(axis) else self.across
+        return self.across
 
-    def _inside(self, axis: str, mesh: Mesh) -> int:
-        """Consecutive positions along an axis that are in one node, wherever they begin; 1 if none are."""
+    def _positions_in_node(self, axis: str, mesh: Mesh) -> int:
+        """Return how many consecutive positions along an axis are in one node, wherever they begin.
+
+        1 if none are. Nodes of 4, and a mesh of a=2, b=8: 4 along b, 1 along a.
+        """
         position = mesh.position(axis)
-        whole = mesh.origin(axis)
-        nodes = self.node_devices
+        origin = mesh.origin(axis)
         n = mesh.sizes[position]
-        after = mesh.sizes[position + 1 :]
-        if whole in dict(self.inside):
-            nodes = dict(self.inside)[whole]
-            after = mesh.sizes_of([a for a in mesh.axes[position + 1 :] if mesh.origin(a) == whole])
-        elif (
-            self.across is None
-            or nodes is None
-            or whole in dict(self.axes)
-            or mesh.n_devices <= nodes
-        ):
-            return n
-        stride = math.prod(after)
-        if nodes % stride:
+        if origin in dict(self.inside):
+            node_devices = dict(self.inside)[origin]
+            # Within the axis' own positions: the sub-axes of it that lie further in.
+            later = [a for a in mesh.axes[position + 1 :] if mesh.origin(a) == origin]
+            stride = math.prod(mesh.sizes_of(later))
+        else:
+            if self.across is None or self.node_devices is None or origin in dict(self.axes):
+                return n
+            if mesh.n_devices <= self.node_devices:
+                return n
+            node_devices = self.node_devices
+            stride = math.prod(mesh.sizes[position + 1 :])  # from one position to the next
+        if node_devices % stride:  # a step along the axis may lead into another node
             return 1
-        return (
-            n if nodes % (stride * n) == 0 else nodes // stride if n % (nodes // stride) == 0 else 1
-        )
+        if node_devices % (stride * n) == 0:
+            return n
+        in_node = node_devices // stride
+        if n % in_node:  # nodes end at other positions for other groups
+            return 1
+        return in_node
 
     def splits_groups(self, mesh: Mesh) -> bool:
-        """Whether nodes end in the middle of groups of devices, so that axes do not show which are near."""
+        """Return whether nodes end within groups of devices, so that axes do not show which are near."""
         nodes = self.node_devices
         if self.across is None or nodes is None or self.axes or mesh.n_devices <= nodes:
             return False
-        return math.prod(self._inside(axis, mesh) for axis in mesh.axes) != nodes
+        # If axes fill nodes, devices of a node differ along the positions inside, and along no others.
+        return math.prod(self._positions_in_node(axis, mesh) for axis in mesh.axes) != nodes
 
     def launch(self, kind: str) -> float:
-        """Seconds to start a step of a kind."""
+        """Return the seconds to start a step of a kind."""
         return self._launches.get(kind, self._launches.get("other", 0.0))
 
     @cached_property
@@ -184,45 +205,49 @@ class Profile:
         return dict(self.ring_s)
 
     def launches(self, kind: str, traffic: Traffic) -> int:
-        """How many collectives a step of a kind starts."""
+        """Return how many collectives a step of a kind starts."""
         if kind in LOCAL:
             return 0
-        return (
-            max(1, sum(hop.messages for hop in traffic.hops))
-            if self.rounds and kind == "exchange"
-            else 1
-        )
+        if self.rounds and kind == "exchange":  # one permutation for each message
+            return max(1, sum(hop.messages for hop in traffic.hops))
+        return 1
 
     def copied(self, traffic: Traffic) -> int:
-        """Elements that a step copies locally."""
-        return traffic.copied - traffic.kept if self.rounds else traffic.copied
+        """Return the elements that a step copies locally."""
+        if self.rounds:
+            return traffic.copied - traffic.kept
+        return traffic.copied
 
     def flops(self, dtype: str) -> float:
-        """Floating point operations per second in matrix products of a dtype; infinite if none is known."""
-        known = dict(self.flops_per_s)
-        return known.get(dtype, known.get("float32", math.inf))
+        """Return the floating point operations per second in matrix products; infinite if unknown."""
+        rates = dict(self.flops_per_s)
+        return rates.get(dtype, rates.get("float32", math.inf))
 
     def work(self, flops: int, touched: int, dtype: str) -> float:
-        """Seconds of operations, or of the elements read and written meanwhile, if these take longer."""
-        return max(
-            flops / self.flops(dtype), touched * itemsize(dtype) / (2 * self.copy_bytes_per_s)
-        )
+        """Return the seconds of a contraction: of its operations, or of its memory, if that takes longer.
+
+        touched: the elements that it reads and writes.
+        """
+        # Hot: called for each placement that is weighed. A copy reads and writes each byte, so memory has
+        # twice the bandwidth.
+        memory_seconds = touched * itemsize(dtype) / (2 * self.copy_bytes_per_s)
+        return max(flops / self.flops(dtype), memory_seconds)
 
     def fabric(self, mesh: Mesh) -> Fabric:
-        """The links of a mesh."""
+        """Return the links of a mesh."""
         return _fabric(self, mesh)
 
     def link_spans(self, mesh: Mesh) -> LinkSpans:
-        """The spans of each kind of link along the axes of a mesh, the slowest first."""
+        """Return the spans of each kind of link along the axes of a mesh, the slowest first."""
         return self.fabric(mesh).spans
 
     def to_json(self) -> str:
-        """The profile as text; in a file, `load_profile` reads it back."""
+        """Return the profile as text; in a file, `load_profile` reads it back."""
         data = asdict(self)
         for pairs in ("launch_s", "ring_s", "axes", "inside", "flops_per_s"):
             data[pairs] = dict(data[pairs])
         if math.isinf(self.copy_bytes_per_s):
-            data["copy_bytes_per_s"] = None
+            data["copy_bytes_per_s"] = None  # JSON has no number for infinity
         return json.dumps(data, indent=2) + "\n"
 
 
@@ -231,7 +256,14 @@ ProfileLike = str | Path | Profile  # the name of one, its file, or itself
 
 @dataclass(frozen=True)
 class Fabric:
-    """A profile on one mesh: its links, one per level, slowest first, and their spans along the axes."""
+    """A profile on one mesh: how its devices are linked.
+
+    Attributes:
+        profile: The machine.
+        mesh: The mesh on it.
+        links: The links that occur, one for each level, the slowest first.
+        spans: Which stretch of each axis has which link, in the order of levels.
+    """
 
     profile: Profile
     mesh: Mesh
@@ -239,64 +271,99 @@ class Fabric:
     spans: LinkSpans
 
     def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
-        """Predicted time of a step of a kind on the busiest device."""
-        total = self.profile.copied(traffic) * itemsize / self.profile.copy_bytes_per_s
+        """Predict the time of a step of a kind on the busiest device."""
+        profile = self.profile  # hot: called for each step that a search weighs
+        total = profile.copied(traffic) * itemsize / profile.copy_bytes_per_s
         if kind not in LOCAL:
-            total += self.profile.launch(kind) * self.profile.launches(kind, traffic)
-            total += self.profile.rings.get(kind, 0.0) * traffic.rounds
+            total += profile.launch(kind) * profile.launches(kind, traffic)
+            total += profile.rings.get(kind, 0.0) * traffic.rounds
         for hop in traffic.hops:
             link = self.link(hop)
             way = 1.0
             if link.topology == "ring" and kind in DIRECT:
-                way = max(1.0, self.mesh.size(hop.axis) / 4)
+                way = max(1.0, self.mesh.size(hop.axis) / 4)  # the mean distance, both ways round
             total += link.seconds(hop, itemsize, way)
         return total
 
     def link(self, hop: Hop) -> Link:
-        """The link of a hop: the one of its level, or the only one for node-local senders without nodes."""
+        """Return the link of a hop: the one of its level.
+
+        Without nodes there is one link, also for senders that are numbered as if they were in a node.
+        """
         return self.links[min(hop.level, len(self.links) - 1)]
 
     def between_nodes(self, traffic: Traffic) -> int:
-        """Elements that the busiest device receives from other nodes."""
+        """Return the elements that the busiest device receives from other nodes."""
         return sum(hop.received for hop in traffic.hops if self.link(hop) == self.profile.across)
 
     def has_phases(self, axes: Sequence[str]) -> bool:
-        """Whether a gather over axes is faster as a collective per kind of link than as one ring of all."""
+        """Return whether a gather over axes is faster as a collective for each kind of link.
+
+        The other way is one ring through all devices, in which each link carries all but one block. Both
+        are compared in seconds for each byte of a block, without latencies.
+        """
         spans = [span for span in self.spans if span.axis in axes and span.size > 1]
-        n = math.prod(span.size for span in spans)
-        ring = 0.0
-        phases = 0.0
-        gathered = 1
-        inside = n
+        if len({span.level for span in spans}) < 2:
+            return False
+        n_devices = math.prod(span.size for span in spans)
+        ring_seconds = 0.0
+        phase_seconds = 0.0
+        gathered = 1  # blocks that a device has after the phases so far
+        group = n_devices  # devices within one position of the spans so far
         for span in spans:
-            seconds = 1 / self.links[span.level].bytes_per_s
-            inside = inside // span.size
-            ring = max(ring, (n - 1) * seconds / inside)
-            phases += (span.size - 1) * gathered * seconds
-            gathered *= span.size
-        return len({span.level for span in spans}) > 1 and phases < ring
+            byte_seconds = 1 / self.links[span.level].bytes_per_s
+            group = group // span.size
+            # The devices of a group share the links out of it.
+            ring_seconds = max(ring_seconds, (n_devices - 1) * byte_seconds / group)
+            phase_seconds += (span.size - 1) * gathered * byte_seconds
+            gathered *= (
+                span.size
+            )  # the slow links carry few blocks, the fast ones all that these brought
+        return phase_seconds < ring_seconds
+
+
+class Stretch(NamedTuple):
+    """A stretch of an axis with one kind of link: `size` positions, each `step` from the next."""
+
+    link: Link
+    axis: str
+    size: int
+    step: int
 
 
 @lru_cache(maxsize=256)
 def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
-    pieces: list[tuple[Link, str, int, int]] = []
+    """Find the links of a mesh, and which stretch of each axis has which."""
+    stretches = []
     for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
         link = profile.link(axis, mesh)
-        inside = profile._inside(axis, mesh)
-        if inside in (1, n):
-            pieces.append((link, axis, n, 1))
-        else:
-            pieces += [(link, axis, n // inside, inside), (profile.default, axis, inside, 1)]
-    # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
-    near = [profile.default] if profile.splits_groups(mesh) else []
-    links = sorted(
-        {*near, *(link for link, *_ in pieces)}, key=lambda x: (x.bytes_per_s, -x.latency_s)
-    )
-    origins = {axis: "" if mesh.origin(axis) == axis else mesh.origin(axis) for axis in mesh.axes}
-    spans = [
-        LinkSpan(axis, n, links.index(link), step, origins[axis]) for link, axis, n, step in pieces
-    ]
-    return Fabric(profile, mesh, tuple(links), tuple(sorted(spans, key=lambda span: span.level)))
+        in_node = profile._positions_in_node(axis, mesh)
+        if in_node in (1, n):
+            stretches.append(Stretch(link, axis, n, 1))
+        else:  # between nodes, and inside them
+            stretches.append(Stretch(link, axis, n // in_node, in_node))
+            stretches.append(Stretch(profile.default, axis, in_node, 1))
+    links = [stretch.link for stretch in stretches]
+    if profile.splits_groups(mesh):
+        # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
+        links.append(profile.default)
+    ordered = sorted(dict.fromkeys(links), key=_slowest_first)  # each once, in one order
+    spans = []
+    for stretch in stretches:
+        origin = mesh.origin(stretch.axis)
+        whole = "" if origin == stretch.axis else origin
+        level = ordered.index(stretch.link)
+        spans.append(LinkSpan(stretch.axis, stretch.size, level, stretch.step, whole))
+    spans.sort(key=_level_of)
+    return Fabric(profile, mesh, tuple(ordered), tuple(spans))
+
+
+def _slowest_first(link: Link) -> tuple[float, float]:
+    return link.bytes_per_s, -link.latency_s
+
+
+def _level_of(span: LinkSpan) -> int:
+    return span.level
 
 
 @dataclass(frozen=True)
@@ -309,35 +376,61 @@ class Price:
 
 
 def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile: Profile) -> Price:
-    """Price of a step between two shardings. Peak: input, output, and a packing buffer for collectives."""
+    """Return the price of a step between two shardings.
+
+    The peak counts the input, the output, and for collectives a packing buffer.
+    """
     fabric = profile.fabric(before.mesh)
     traffic = step.traffic(before, fabric.spans)
-    buffer = traffic.copied if traffic.hops else 0
-    result = 0 if step.kind in FREE else after.max_local_size
-    held = before.max_local_size + result + buffer
-    return Price(
-        fabric.seconds(step.kind, traffic, itemsize), traffic.received * itemsize, held * itemsize
-    )
+    held_elements = before.max_local_size
+    if step.kind not in FREE:  # else the result is the input, or a view of it
+        held_elements += after.max_local_size
+    if traffic.hops:
+        held_elements += traffic.copied
+    seconds = fabric.seconds(step.kind, traffic, itemsize)
+    return Price(seconds, traffic.received * itemsize, held_elements * itemsize)
 
 
 def too_large(limit: int | None, least: int, of: str = "of those weighed") -> PlanError:
-    """The error if no plan stays within so many bytes. least: the bytes of the plan that holds least."""
+    """Return the error if no plan stays within so many bytes.
+
+    least: the bytes of the plan that holds least; of: the plans that were weighed, in words.
+    """
+    limit_bytes = limit if limit is not None else 0
     hint = f"the least {of} is {format_bytes(least)} ({least} bytes)"
-    return PlanError(f"no plan stays within {format_bytes(limit or 0)} per device", hint=hint)
+    return PlanError(f"no plan stays within {format_bytes(limit_bytes)} per device", hint=hint)
 
 
 @lru_cache(maxsize=64)
 def _is_dtype(name: str) -> bool:
+    """Return whether text is the name of a dtype."""
     try:
         return name_of(name) == name
     except DtypeError:
         return False
 
 
+def _is_time(value: Any) -> bool:
+    """Return whether a value is a number of seconds: finite, and not negative."""
+    return 0 <= _number(value) < math.inf
+
+
+def _is_rate(value: Any) -> bool:
+    """Return whether a value is a number for each second: positive, or infinite."""
+    return _number(value) > 0
+
+
+def _is_count(value: Any) -> bool:
+    """Return whether a value is a number of devices: whole, 1 or more."""
+    number = whole_number(value)
+    return number is not None and number > 0
+
+
 def _number(value: Any) -> float:
-    """A number >= 0; -1 for what is none, or is too large for a float."""
+    """Return a number >= 0 as a float; -1 for any other value, or a number too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return -1.0
     try:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(value) if is_number and value >= 0 else -1.0
+        return float(value) if value >= 0 else -1.0
     except OverflowError:
         return -1.0

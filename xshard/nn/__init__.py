@@ -1,0 +1,1 @@
+"""What layers of both bridges share: which elements an operation reads from sharded arrays."""

@@ -1,4 +1,8 @@
-"""Attention over sharded sequences: shardings, and scores that count; (*batch, heads, sequence, width)."""
+"""Attention over sharded sequences: where blocks are used, and which scores count.
+
+Arrays have the dims (*batch, heads, sequence, width). A query at row i stands at place i + offset of the
+keys, and sees the keys from `left` places before it to `right` places after it.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +21,30 @@ from xshard.errors import NotationError, ShapeError, XshardError
 from xshard.layout import Layout, Sharding
 from xshard.layout.partition import rotated
 from xshard.layout.runs import row_numbers
-from xshard.nn.windows import interval_frame
+from xshard.nn.windows import Interval, interval_frame
 from xshard.notation.parser import Dim, Shard
 
 AUTO = "auto"
-GATHER, ULYSSES, RING, REDUCE = METHODS = "gather", "ulysses", "ring", "reduce"
+GATHER = "gather"
+ULYSSES = "ulysses"
+RING = "ring"
+REDUCE = "reduce"
+METHODS = (GATHER, ULYSSES, RING, REDUCE)
+FIRST_DERIVATIVES = (RING, REDUCE)  # methods with only these, and in reverse mode
+
+# The places of dims, counted from the last.
 HEADS = -3
 SEQUENCE = -2
 WIDTH = -1
+
+# The kinds of tiles: all scores count; the causal mask, aligned at the last query and the last key; a part.
 ALL = "all"
 CAUSAL = "causal"
-SOME = "some"  # kinds of tiles
-FIRST_DERIVATIVES = RING, REDUCE  # only these, and in reverse mode
-BITS = 2**31 - 1
+SOME = "some"
+
+BITS = (
+    2**31 - 1
+)  # of random numbers: products by 27 bits fit into int64, and uint32 gives the same bits
 MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
 
 T = TypeVar("T")
@@ -37,18 +52,34 @@ Rows = NDArray[np.int64]
 
 
 class Tile(NamedTuple):
-    """Local rows of queries and of keys, and which scores between them count: one of the kinds of tiles."""
+    """Local rows of queries and of keys, and which scores between them count: a kind of tiles."""
 
     q: slice
     k: slice
     kind: str
 
 
+class Rotation(NamedTuple):
+    """A move of each device's block to a device further on, as a redistribution."""
+
+    layouts: tuple[Layout, Layout]
+    shape: Sequence[int]  # global
+
+
+class DocumentMove(NamedTuple):
+    """A move that gathers document numbers along the sequence."""
+
+    layouts: tuple[Layout, Layout]
+    shape: list[int]  # global
+    order: list[int]  # of dims, with the sequence last
+
+
 @dataclass(frozen=True)
 class Attention:
-    """An attention of sharded arrays by one of `METHODS`. kv: sharding of the keys with the values,
-    `value_width` wide, beside them. A query stands at its number plus `offset` among the keys, and sees
-    `left` keys before that place and `right` after it; None: all.
+    """An attention of sharded arrays by one of `METHODS`.
+
+    kv: the sharding of the keys, with the values, `value_width` wide, beside them.
+    left, right: how many keys before and after its place a query sees; None: all.
     """
 
     q: Sharding
@@ -61,28 +92,36 @@ class Attention:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that shard the work: the axes of queries, else of keys; in "reduce" first of keys."""
-        own, keys = (x.layout.dims[SEQUENCE].axes for x in (self.q, self.kv))
-        taken = {axis for dim in self.q.layout.dims[:SEQUENCE] for axis in dim.axes}
-        free = tuple(axis for axis in keys if axis not in taken)
-        return (free or own) if self.how == REDUCE else (own or free)
+        """The mesh axes that share the sequence out.
+
+        Those that shard the rows of queries, or else the rows of keys; for "reduce" the other way round.
+        """
+        of_queries = self.q.layout.dims[SEQUENCE].axes
+        # Along an axis that shards batches or heads, keys follow the queries.
+        taken = _sharding_axes(self.q.layout.dims[:SEQUENCE])
+        of_keys = tuple(a for a in self.kv.layout.dims[SEQUENCE].axes if a not in taken)
+        if self.how == REDUCE and of_keys:  # keys stay where they are, and queries move
+            return of_keys
+        if of_queries:
+            return of_queries
+        return of_keys
 
     @cached_property
     def queries(self) -> Sharding:
         """The sharding under which queries are used."""
-        dims = [*self.q.layout.dims]
+        dims = list(self.q.layout.dims)
         tags = self.q.layout.tags
+        heads = dims[HEADS]
         rows = dims[SEQUENCE]
-        if self.how == ULYSSES and self.axes:
-            dims[HEADS] = replace(
-                dims[HEADS], shards=(*dims[HEADS].shards, Shard(self.axes, "balanced"))
-            )
+        if self.how == ULYSSES and self.axes:  # whole sequences of some heads
+            dims[HEADS] = replace(heads, shards=(*heads.shards, Shard(self.axes, "balanced")))
             dims[SEQUENCE] = Dim(rows.name)
-        elif self.how == RING and not rows.axes:
+        elif self.how == RING and not rows.axes:  # only keys are sharded: queries follow them
             dims[SEQUENCE] = Dim(rows.name, (Shard(self.axes),))
         elif self.how == REDUCE:
-            dims[SEQUENCE] = Dim(rows.name) if {*rows.axes} & {*self.axes} else rows
-            tags = (("copy", self.axes),)
+            if set(rows.axes) & set(self.axes):
+                dims[SEQUENCE] = Dim(rows.name)
+            tags = (("copy", self.axes),)  # each device uses them for its own keys
         return self.q.with_layout(Layout(tuple(dims), tags))
 
     @cached_property
@@ -90,14 +129,18 @@ class Attention:
         """The sharding under which keys and values are used; in a ring, in its first round."""
         queries = self.queries.layout
         dims = (*queries.dims[:HEADS], self._key_heads(), self._key_rows(), queries.dims[WIDTH])
-        sharding_axes = {axis for dim in dims for axis in dim.axes}
+        sharding_axes = _sharding_axes(dims)
+        # Devices with other queries use the same keys: copies, so that their gradients are summed.
         copies = tuple(axis for axis in queries.axes if axis not in sharding_axes)
-        return self.kv.with_layout(Layout(dims, (("copy", copies),) if copies else ()))
+        tags = [("copy", copies)] if copies else []
+        return self.kv.with_layout(Layout(dims, tuple(tags)))
 
     @property
     def result(self) -> Sharding:
         """The sharding under which the result is computed."""
-        tags = (("sum", self.axes),) if self.how == REDUCE else ()
+        tags: tuple[tuple[str, tuple[str, ...]], ...] = ()
+        if self.how == REDUCE:  # by each device's own keys
+            tags = (("sum", self.axes),)
         layout = Layout(self.queries.layout.dims, tags)
         return replace(self.queries, layout=layout, shape=(*self.q.shape[:WIDTH], self.value_width))
 
@@ -107,10 +150,13 @@ class Attention:
         return self.result.with_layout(self.q.layout)
 
     def sees_some(self, has_documents: bool) -> bool:
-        """True if masks leave each query a key: rows of one sequence see themselves."""
-        is_one = self.q.layout.names == self.kv.layout.names and not self.offset
+        """Return whether masks surely leave each query a key: rows of one sequence see themselves."""
+        if self.kv.shape[SEQUENCE] == 0:
+            return False
+        # Documents of two sequences, or a window that an offset moves away, may leave a query nothing.
         is_masked = has_documents or self.left is not None or self.right is not None
-        return self.kv.shape[SEQUENCE] > 0 and (is_one or not is_masked)
+        is_one_sequence = self.q.layout.names == self.kv.layout.names
+        return not is_masked or (is_one_sequence and not self.offset)
 
     @property
     def group(self) -> int:
@@ -118,46 +164,58 @@ class Attention:
         return self.q.shape[HEADS] // self.kv.shape[HEADS]
 
     def _key_rows(self) -> Dim:
-        """The rows of keys on a device: all, or in a ring and in "reduce" a part."""
-        rows = self.queries.layout.dims[SEQUENCE]
-        own = self.kv.layout.dims[SEQUENCE]
-        if self.how not in FIRST_DERIVATIVES:
-            return Dim(own.name)
-        if self.how == RING and rows.name == own.name:
-            return rows
-        return own if own.axes == self.axes else Dim(own.name, (Shard(self.axes),))
+        """Return the rows of keys on a device: all of them, or in a ring and in "reduce" a part."""
+        of_queries = self.queries.layout.dims[SEQUENCE]
+        of_keys = self.kv.layout.dims[SEQUENCE]
+        if self.how not in (RING, REDUCE):  # gathered, or whole for some heads
+            return Dim(of_keys.name)
+        if self.how == RING and of_queries.name == of_keys.name:
+            return of_queries
+        if of_keys.axes == self.axes:  # they may stay where they are
+            return of_keys
+        return Dim(of_keys.name, (Shard(self.axes),))
 
     def _key_heads(self) -> Dim:
-        """The heads of keys that each part's heads of queries read, as an overlap."""
+        """Return the heads of keys that each device's heads of queries read, as an overlap.
+
+        6 heads of queries over 2 devices, 2 to a head of keys: heads 0, 1 and heads 1, 2 of keys.
+        """
         queries = self.queries
-        n = self.kv.shape[HEADS]
         group = self.group
         dim = queries.layout.dims[HEADS]
         if group == 1 or not dim.axes:
             return dim
+        # Heads by numbers may lie apart: then a device's heads of keys are no interval.
         if any(shard.numbers for shard in dim.shards):
             hint = f"as in {dim.name}/balanced({','.join(dim.axes)})"
-            raise NotationError(
-                "heads in groups, sharded by numbers", text=str(queries.layout), hint=hint
-            )
+            what = "heads in groups, sharded by numbers"
+            raise NotationError(what, text=str(queries.layout), hint=hint)
+
+        def key_heads_of(start: int, stop: int) -> Interval:
+            return start // group, (stop - 1) // group + 1
+
         sizes = queries.mesh.sizes_of(dim.axes)
-        reads = queries.shape[HEADS], lambda a, b: (a // group, (b - 1) // group + 1)
-        return interval_frame(dim, n, sizes, *reads).source
+        n_key_heads = self.kv.shape[HEADS]
+        return interval_frame(dim, n_key_heads, sizes, queries.shape[HEADS], key_heads_of).source
 
     def heads_read(self, device: int) -> Rows:
-        """The local head of keys that each of a device's heads of queries reads."""
-        q, k = (
-            row_numbers(x.held(len(x.shape) + HEADS, device)) for x in (self.queries, self.keys)
-        )
-        return np.arange(len(q)) if self.group == 1 else q // self.group - k[:1]
+        """Return the local head of keys that each of a device's heads of queries reads."""
+        dim = len(self.q.shape) + HEADS
+        query_heads = row_numbers(self.queries.held(dim, device))
+        if self.group == 1:
+            return np.arange(len(query_heads))
+        key_heads = row_numbers(self.keys.held(dim, device))
+        # A device's heads of keys are consecutive. Without heads there is no first: nothing to subtract.
+        return query_heads // self.group - key_heads[:1]
 
     def query_rows(self, device: int) -> Rows:
-        """The global numbers of the rows of a device's queries."""
+        """Return the global numbers of the rows of a device's queries."""
         return row_numbers(self.queries.held(len(self.q.shape) + SEQUENCE, device))
 
     def key_rows(self, device: int, turn: int = 0) -> Rows:
-        """The global numbers of the rows of the keys that a device uses in round `turn` of a ring."""
+        """Return the global numbers of the rows of keys that a device uses in round `turn` of a ring."""
         if turn:
+            # Blocks travel to the next device, so the one in use began `turn` devices before.
             ring = self.q.mesh.group(device, self.axes)
             device = ring[(self.q.mesh.index(device, self.axes) - turn) % len(ring)]
         return row_numbers(self.keys.held(len(self.kv.shape) + SEQUENCE, device))
@@ -170,15 +228,23 @@ class Attention:
     @cached_property
     def rounds(self) -> int:
         """The number of blocks of keys that a device uses; no window reaches later ones."""
-        n = len(self.devices) if self.how == RING else 1
+        n_blocks = 1
+        if self.how == RING:
+            n_blocks = len(self.devices)
         if self.left is None:
-            return n
-        return 1 + max(
-            t for t in range(n) if t == 0 or any(tiles(self, d, t) for d in self.devices)
-        )
+            return n_blocks
+        # A later round may count where an earlier one does not: a block travels through all before it.
+        last = 0
+        for turn in range(1, n_blocks):
+            if any(tiles(self, device, turn) for device in self.devices):
+                last = turn
+        return last + 1
 
     def visible(self, q: Rows, k: Rows) -> NDArray[np.bool_]:
-        """Rows of queries (n, 1) and of keys (m,) -> (n, m): scores that count; -1 stands for no row."""
+        """Return which keys each query sees: rows of queries (n, 1), of keys (m,) -> (n, m).
+
+        -1 stands for no row, in padding.
+        """
         visible = (k >= 0) & (q >= 0)
         place = q + self.offset
         if self.right is not None:
@@ -192,50 +258,71 @@ class Attention:
         """The rows of every block of keys that a ring passes on: shorter blocks are padded."""
         return self.keys.max_local_shape[SEQUENCE]
 
-    def rotation(
-        self, block: Sequence[int], by: int = 1
-    ) -> tuple[tuple[Layout, Layout], Sequence[int]]:
-        """The layouts and the global shape of a move of each device's block to the device `by` further on."""
-        n, (batch, heads, rows, width) = len(self.devices), block
-        shards = Shard(self.axes), rotated(self.axes, n, self.block_rows, by)
-        before, after = (
-            Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k"))) for shard in shards
-        )
-        return (before, after), (batch, heads, n * rows, width)
+    def rotation(self, block: Sequence[int], by: int = 1) -> Rotation:
+        """Return the move of each device's block, of shape `block`, to the device `by` further on."""
+        # As an array of all devices' blocks, sharded by rows; the move changes which device has which.
+        batch, heads, rows, width = block
+        n_devices = len(self.devices)
+
+        def layout_of(shard: Shard) -> Layout:
+            return Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k")))
+
+        src = layout_of(Shard(self.axes))
+        dst = layout_of(rotated(self.axes, n_devices, self.block_rows, by))
+        return Rotation((src, dst), (batch, heads, n_devices * rows, width))
 
     def in_turn(self, kv: T, send: Callable[[T], Callable[[], T]]) -> Iterator[tuple[int, T]]:
-        """The blocks of all rounds. send: begins to send a block to the next device -> waits for its own."""
+        """Iterate over the rounds of a ring, with the block of keys that each uses.
+
+        send: begins to send a block to the next device, and returns a function that waits for the one
+        that arrives. The next block travels while the caller computes with this one.
+        """
         for turn in range(self.rounds):
-            wait = send(kv) if turn + 1 < self.rounds else None
+            is_last = turn + 1 == self.rounds
+            if is_last:
+                yield turn, kv
+                return
+            wait = send(kv)  # before the caller computes, so that both happen at once
             yield turn, kv
-            kv = wait() if wait else kv
+            kv = wait()
 
     def split(self, kv: Any) -> tuple[Any, Any]:
-        """Keys and values of a block of keys with the values beside them."""
+        """Separate a block of keys and the values beside them."""
         return kv[..., : -self.value_width], kv[..., -self.value_width :]
 
 
+def _sharding_axes(dims: Sequence[Dim]) -> set[str]:
+    """Return the mesh axes that shard some dims."""
+    axes = set[str]()
+    for dim in dims:
+        axes.update(dim.axes)
+    return axes
+
+
 def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
-    """The names of the dims in order; the width is the last. Raises NotationError unless they are there."""
+    """Return the names of dims in the order (*batch, heads, sequence, width).
+
+    Raises NotationError unless the dims are there, and the last is not sharded.
+    """
     for name, option in ((sequence, "sequence"), (heads, "heads")):
         if name not in layout.names[:-1]:
-            why = (
-                "the last dim is the width of a head"
-                if name in layout.names
-                else f"no dim {name!r}"
-            )
-            raise NotationError(
-                why, text=str(layout), hint=f"{option}= names the dim, as in b s/cp h k"
-            )
+            is_last = name in layout.names
+            what = "the last dim is the width of a head" if is_last else f"no dim {name!r}"
+            hint = f"{option}= names the dim, as in b s/cp h k"
+            raise NotationError(what, text=str(layout), hint=hint)
     if layout.dims[-1].axes:
         what = "the width of heads is sharded"
         raise NotationError(what, text=str(layout), hint="products are sums over it")
-    batch = (name for name in layout.names[:-1] if name not in (sequence, heads))
+    batch = tuple(name for name in layout.names[:-1] if name not in (sequence, heads))
     return (*batch, heads, sequence, layout.names[-1])
 
 
 def key_order(kv_layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The dims of keys in the order of the queries' `names`: rows of keys may have a name of their own."""
+    """Return the dims of keys in the order of the queries' dims `names`.
+
+    Rows of keys may have a name of their own: b t h k, for queries with (b, h, s, k) -> (b, h, t, k).
+    """
+    # One name that queries lack is the one of the keys' rows; more are an error, found below.
     others = [name for name in kv_layout.names if name not in names]
     rows = others[0] if len(others) == 1 else names[SEQUENCE]
     order = (*names[:SEQUENCE], rows, names[WIDTH])
@@ -248,125 +335,213 @@ def key_order(kv_layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:
 def key_lengths(
     q: Sharding, kv_layout: Layout, heads: str, kv_heads: int | None, kv_length: int | None
 ) -> list[int | None]:
-    """The global lengths of dims of keys and values; the width is the blocks' own, and so is None."""
-    shared = dict(zip(q.layout.names[:-1], q.shape[:-1], strict=True))
-    rows = {name: kv_length for name in kv_layout.names[:-1] if name not in shared}
+    """Return the global lengths of dims of keys and values, as far as queries and options tell.
+
+    None: the length follows from blocks, as the width does.
+    """
+    lengths: dict[str, int | None] = dict(zip(q.layout.names[:-1], q.shape[:-1], strict=True))
+    rows = [name for name in kv_layout.names[:-1] if name not in lengths]
     if kv_length is not None and not rows:
         hint = "rows of keys that are others than the queries' rows have another name, as in b t/cp h k"
         raise XshardError(f"kv_length={kv_length}", text=str(kv_layout), hint=hint)
-    lengths = {**shared, **rows, heads: kv_heads}
+    # Rows of a name of their own are not as many as the queries', and heads may be fewer.
+    lengths |= dict.fromkeys(rows, kv_length)
+    lengths[heads] = kv_heads
     return [lengths.get(name) for name in kv_layout.names]
 
 
 def attention(
-    *qkv: Sharding, how: str = AUTO, causal: bool = False, window: Any = None, offset: int = 0
+    q: Sharding,
+    k: Sharding,
+    v: Sharding,
+    *,
+    how: str = AUTO,
+    causal: bool = False,
+    window: Any = None,
+    offset: int = 0,
 ) -> Attention:
-    """The attention of queries, keys and values, all of them in `dim_order`. Raises if they do not fit."""
-    q, k, v = qkv
-    text = str(k.layout)
+    """Describe the attention of queries, keys and values, all of them in `dim_order`.
+
+    Raises XshardError for an unknown method or a wrong window, and ShapeError if arrays do not fit.
+    """
     if how not in (AUTO, *METHODS):
         raise XshardError(f"unknown how={how!r}", hint=f"there are: {', '.join((AUTO, *METHODS))}")
-    left, right = _sight(window)
+    left, right = _visible_range(window)
+    if causal:  # with a window, too, whatever that says about later rows
+        right = 0
+    _check_shapes(q, k, v)
+    # Keys and values travel side by side, along the width.
+    kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
+    attn = Attention(q, kv, v.shape[WIDTH], how, left, right, offset)
+    if q.mesh.size(*attn.axes) == 1:  # no axis shares the sequence out: there is nothing to move
+        return replace(attn, how=GATHER)
+    return attn
+
+
+def _check_shapes(q: Sharding, k: Sharding, v: Sharding) -> None:
+    """Raise ShapeError unless the shapes of queries, keys and values fit."""
+    text = str(k.layout)
     if k.shape[:HEADS] != q.shape[:HEADS] or k.shape[WIDTH] != q.shape[WIDTH]:
-        hint = "keys have the batch and the width of queries"
-        raise ShapeError(
-            f"queries of shape {q.shape}, keys of shape {k.shape}", text=text, hint=hint
-        )
+        what = f"queries of shape {q.shape}, keys of shape {k.shape}"
+        raise ShapeError(what, text=text, hint="keys have the batch and the width of queries")
     if v.shape[:WIDTH] != k.shape[:WIDTH]:
         raise ShapeError(f"keys of shape {k.shape}, values of shape {v.shape}", text=text)
-    if q.shape[HEADS] % (k.shape[HEADS] or 1):
+    n_heads = q.shape[HEADS]
+    n_key_heads = k.shape[HEADS]
+    if n_key_heads and n_heads % n_key_heads:
+        what = f"{n_heads} heads of queries, {n_key_heads} of keys"
         hint = "each head of keys is for equally many heads of queries"
-        raise ShapeError(
-            f"{q.shape[HEADS]} heads of queries, {k.shape[HEADS]} of keys", text=text, hint=hint
-        )
-    kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
-    attn = Attention(q, kv, v.shape[WIDTH], how, left, 0 if causal else right, offset)
-    # There is nothing to gather if no axis shares a sequence out.
-    return attn if q.mesh.size(*attn.axes) > 1 else replace(attn, how=GATHER)
+        raise ShapeError(what, text=text, hint=hint)
 
 
-def _sight(window: Any) -> tuple[int | None, int | None]:
-    """The rows that a query sees before and after its own: a window of 3 is (2, 2)."""
-    both = window if isinstance(window, tuple | list) and len(window) == 2 else (window, window)
-    less = 0 if both is window else 1
-    sides = [None if n is None else whole_number(n) for n in both]
-    if any(n is not None and (m is None or m < less) for n, m in zip(both, sides, strict=True)):
-        hint = "3: rows fewer than 3 away; (2, 0): 2 rows before and its own; None: to the end"
-        raise XshardError(f"window={shown(window)}", hint=hint)
-    left, right = (None if n is None else n - less for n in sides)
+def _visible_range(window: Any) -> tuple[int | None, int | None]:
+    """Return how many rows a query sees before its place and after it; None: all.
+
+    3 -> (2, 2); (2, 0) -> (2, 0); None -> (None, None). Raises XshardError.
+    """
+    is_pair = isinstance(window, tuple | list) and len(window) == 2
+    sides = window if is_pair else (window, window)
+    own_row = 0 if is_pair else 1  # one number counts the query's own row
+    lengths: list[int | None] = []
+    for side in sides:
+        if side is None:
+            lengths.append(None)
+            continue
+        rows = whole_number(side)
+        if rows is None or rows < own_row:
+            hint = "3: rows fewer than 3 away; (2, 0): 2 rows before and its own; None: to the end"
+            raise XshardError(f"window={shown(window)}", hint=hint)
+        lengths.append(rows - own_row)
+    left, right = lengths
     return left, right
 
 
-def dropped(seed: Any, *numbers: Any, part: float) -> Any:
-    """Whether weights are dropped, by the bits of their numbers: int64 and uint32 give the same ones."""
+def dropped(seed: Any, position: Sequence[Any], *, share: float) -> Any:
+    """Return whether the weights at positions are dropped: the same in any framework, on any devices.
+
+    position: the numbers that name a weight, arrays of int64 or uint32 that broadcast; share: the part of
+    weights that is dropped.
+    """
     bits = seed & BITS
-    for each in (0, *numbers):  # the seed first: near ones share no masks
-        bits = ((bits ^ each) + 0x1E3779B9) & BITS
+    # The seed is mixed alone first, with a 0: seeds that are near each other share no masks.
+    for number in (0, *position):
+        bits = ((bits ^ number) + 0x1E3779B9) & BITS  # the lower bits of 2**32 / golden ratio
+        # Thomas Mueller's mixing of 32 bits: each bit of the input changes about half of the output.
         for _ in range(2):
             bits = ((bits >> 16 ^ bits) * 0x45D9F3B) & BITS
         bits = bits >> 16 ^ bits
-    return bits < round(part * BITS)
+    return bits < round(share * BITS)
 
 
 def document_move(
     attn: Attention, layout: Layout, ndim: int, of_keys: bool = False
-) -> tuple[tuple[Layout, Layout], list[int], list[int]]:
-    """The move that unshards document numbers: layouts, shape, the order that puts the sequence last."""
+) -> DocumentMove:
+    """Return the move that gathers document numbers along the sequence.
+
+    layout: of the queries or the keys, whichever the numbers are for; ndim: 1 for `[sequence]`, else
+    `[*batch, sequence]`. Batches stay sharded as the queries' are.
+    """
     array = attn.kv if of_keys else attn.q
-    names = array.layout.names
-    kept = names[SEQUENCE:WIDTH] if ndim == 1 else (*names[:HEADS], names[SEQUENCE])
-    sharded = tuple(dim for dim in layout.dims if dim.name in kept)
+    names = array.layout.names  # in `dim_order`
+    wanted = (*names[:HEADS], names[SEQUENCE])
+    if ndim == 1:  # the same documents in all batches
+        wanted = (names[SEQUENCE],)
+    # The numbers have their dims in the order of the caller's layout.
+    dims = tuple(dim for dim in layout.dims if dim.name in wanted)
     batch = {dim.name: dim for dim in attn.q.layout.dims[:HEADS]}
-    whole = tuple(batch.get(dim.name, Dim(dim.name)) for dim in sharded)
-    shape = [array.shape[array.dim_index(dim.name)] for dim in sharded]
-    order = [dim.name for dim in sharded]
-    return (Layout(sharded), Layout(whole)), shape, [*map(order.index, kept)]
+    gathered = tuple(batch.get(dim.name, Dim(dim.name)) for dim in dims)
+    shape = [array.shape[array.dim_index(dim.name)] for dim in dims]
+    stored = [dim.name for dim in dims]
+    order = [stored.index(name) for name in wanted]
+    return DocumentMove((Layout(dims), Layout(gathered)), shape, order)
 
 
 @layout_cache(maxsize=4096)
 def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
-    """The tiles of a device's scores that count, in the order of its queries; masked rows are left out."""
+    """Return the tiles of a device's scores that count, in the order of its queries.
+
+    Rows and keys that are masked everywhere are left out.
+    """
     q = attn.query_rows(device)
     k = attn.key_rows(device, turn)
-    candidates = (_tile(attn, q, k, a, b) for a in _runs(q) for b in _runs(k))
-    return tuple(tile for tile in candidates if tile is not None)
+    visible_tiles = list[Tile]()
+    # Runs of consecutive rows, since a mask of those is a band, which fused kernels know.
+    for q_run, k_run in itertools.product(_runs(q), _runs(k)):
+        tile = _tile(attn, q, k, q_run, k_run)
+        if tile is not None:
+            visible_tiles.append(tile)
+    return tuple(visible_tiles)
 
 
 def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
-    """The starts of runs of rows in an array's blocks, if few and on all devices equal; else 0 alone."""
-    held = (array.held(len(array.shape) + SEQUENCE, device) for device in attn.devices)
-    starts = {tuple(run.start for run in _runs(row_numbers(each))) for each in held}
-    return starts.pop() if len({*array.local_sizes[SEQUENCE]}) == len(starts) == 1 else (0,)
+    """Return where runs of consecutive rows start in an array's blocks, if that is equal on all devices.
+
+    Else, or if there are many runs, `(0,)`: the block is one run.
+    """
+    dim = len(array.shape) + SEQUENCE
+    starts = set[tuple[int, ...]]()
+    for device in attn.devices:
+        rows = row_numbers(array.held(dim, device))
+        starts.add(tuple(run.start for run in _runs(rows)))
+    # One program for all devices, as JAX has it, cannot divide blocks in different ways.
+    are_even = len(set(array.local_sizes[SEQUENCE])) == 1
+    if are_even and len(starts) == 1:
+        return starts.pop()
+    return (0,)
 
 
 def _runs(rows: Rows) -> list[slice]:
-    """The intervals of consecutive rows; all rows as one if there are many."""
-    starts = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
-    if len(starts) > MOST_RUNS + 1:
+    """Split rows into intervals of consecutive ones; all rows are one if that gives many."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    edges = [0, *breaks.tolist(), len(rows)]
+    if len(edges) > MOST_RUNS + 1:
         return [slice(0, len(rows))]
-    return [slice(a, b) for a, b in itertools.pairwise(starts) if a < b]
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges) if start < stop]
 
 
-def _tile(attn: Attention, q: Rows, k: Rows, mine: slice, theirs: slice) -> Tile | None:
-    """The part that counts of the scores of a run of queries and a run of keys."""
-    far = int(k.max()) + int(q.max()) + abs(attn.offset) + 1
-    left, right = (far if n is None else n for n in (attn.left, attn.right))
-    (a, b), (c, d) = ((int(x[r].min()), int(x[r].max()) + 1) for x, r in ((q, mine), (k, theirs)))
-    a = a + attn.offset
-    b = b + attn.offset
-    first = max(c, a - left)
-    last = min(d, b + right)
-    if first >= last:
+def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile | None:
+    """Return the part of the scores between a run of queries and a run of keys that counts, or None."""
+    # All numbers below are places among the keys. A query at place p sees keys p - left ... p + right.
+    q_start, q_stop = _spanned_interval(q[q_run] + attn.offset)
+    k_start, k_stop = _spanned_interval(k[k_run])
+    farther_than_any = int(k.max()) + int(q.max()) + abs(attn.offset) + 1
+    left = farther_than_any
+    if attn.left is not None:
+        left = attn.left
+    right = farther_than_any
+    if attn.right is not None:
+        right = attn.right
+
+    # The keys that some query sees.
+    first_key = max(k_start, q_start - left)
+    end_key = min(k_stop, q_stop + right)
+    if first_key >= end_key:
         return None
-    if b - a != mine.stop - mine.start or d - c != theirs.stop - theirs.start:
-        return Tile(mine, theirs, SOME)  # rows with others between them
-    low = max(a, first - right)
-    high = min(b, last + left)
-    rows = slice(mine.start + low - a, mine.start + high - a)
-    keys = slice(theirs.start + first - c, theirs.start + last - c)
-    reaches_back = high - first <= left + 1
-    if last - low <= right + 1 and reaches_back:
+    has_gaps = q_stop - q_start != q_run.stop - q_run.start
+    if has_gaps or k_stop - k_start != k_run.stop - k_run.start:
+        return Tile(q_run, k_run, SOME)  # places do not tell the local rows
+
+    # The queries that see some of these keys.
+    first_query = max(q_start, first_key - right)
+    end_query = min(q_stop, end_key + left)
+    queries = slice(q_run.start + first_query - q_start, q_run.start + end_query - q_start)
+    keys = slice(k_run.start + first_key - k_start, k_run.start + end_key - k_start)
+
+    last_sees_first_key = end_query - 1 - first_key <= left
+    first_sees_last_key = end_key - 1 - first_query <= right
+    if not last_sees_first_key:
+        kind = SOME
+    elif first_sees_last_key:
         kind = ALL
+    elif (
+        attn.right is not None and end_key - end_query == right
+    ):  # the last sees just up to the end
+        kind = CAUSAL
     else:
-        kind = CAUSAL if attn.right is not None and last - high == right and reaches_back else SOME
-    return Tile(rows, keys, kind)
+        kind = SOME
+    return Tile(queries, keys, kind)
+
+
+def _spanned_interval(places: Rows) -> Interval:
+    """Return the interval from the least of some places to the greatest."""
+    return int(places.min()), int(places.max()) + 1

@@ -1,8 +1,9 @@
-"""Cross entropy of logits with sharded classes: the axes to reduce over, and who holds which."""
+"""Cross entropy of logits with sharded classes: the axes to reduce over, and who holds which class."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,32 +16,46 @@ REDUCTIONS = ("mean", "sum", "none")
 Axes = tuple[str, ...]
 
 
+class ClassDim(NamedTuple):
+    """The dim of classes of some logits, the axes that shard it, and those that shard the tokens."""
+
+    dim: int
+    axes: Axes
+    token_axes: Axes
+
+
 def class_dim(
     sharding: Sharding, name: str, block: Sequence[int], labels: Sequence[int], reduction: str
-) -> tuple[int, Axes, Axes]:
-    """The dim `name` of logits, the axes that shard it, and tokens. block, labels: shapes of blocks."""
+) -> ClassDim:
+    """Return which dim of logits is the one of classes, and which axes shard it and the tokens.
+
+    name: of the dim; block, labels: the shapes of this device's logits and labels. Raises XshardError for
+    an unknown reduction, ShapeError unless each token has one label.
+    """
     if reduction not in REDUCTIONS:
-        raise XshardError(
-            f"unknown reduction={reduction!r}", hint=f"one of {', '.join(REDUCTIONS)}"
-        )
-    dims = sharding.layout.dims
-    d = sharding.layout.dim_index(name)
-    if tuple(labels) != (tokens := (*block[:d], *block[d + 1 :])):
+        hint = f"one of {', '.join(REDUCTIONS)}"
+        raise XshardError(f"unknown reduction={reduction!r}", hint=hint)
+    layout = sharding.layout
+    d = layout.dim_index(name)
+    tokens = (*block[:d], *block[d + 1 :])
+    if tuple(labels) != tokens:
         what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
-        raise ShapeError(
-            what, text=str(sharding.layout), hint=f"labels are {tokens}, all dims but {name!r}"
-        )
-    return d, dims[d].axes, tuple(axis for dim in (*dims[:d], *dims[d + 1 :]) for axis in dim.axes)
+        hint = f"labels are {tokens}, all dims but {name!r}"
+        raise ShapeError(what, text=str(layout), hint=hint)
+    token_axes: Axes = ()
+    for dim in (*layout.dims[:d], *layout.dims[d + 1 :]):
+        token_axes += dim.axes
+    return ClassDim(d, layout.dims[d].axes, token_axes)
 
 
 def rows_of_classes(sharding: Sharding, dim: int, device: int) -> NDArray[np.int64]:
-    """The row of each class in a device's block; the number of rows there for classes that others hold.
+    """Return the row of each class in a device's block; for classes of other devices, its number of rows.
 
     >>> from xshard import Mesh
     >>> rows_of_classes(Sharding("v/tp c", Mesh(tp=2), (5, 1)), 0, 1)
     array([2, 2, 2, 0, 1])
     """
-    own = row_numbers(sharding.held(dim, device))
-    rows = np.full(sharding.shape[dim], len(own))
-    rows[own] = np.arange(len(own))
+    held = row_numbers(sharding.held(dim, device))
+    rows = np.full(sharding.shape[dim], len(held))
+    rows[held] = np.arange(len(held))
     return rows

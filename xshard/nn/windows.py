@@ -20,9 +20,8 @@ from xshard.notation.overlap import Boundary, Halo, Window
 from xshard.notation.parser import SIZES, Dim, Shard
 
 Interval = tuple[int, int]  # start, stop
-Reads = Callable[
-    [int, int], Interval
-]  # outputs [start, stop) -> the rows [first, last) that they read
+# Outputs [start, stop) -> the rows [first, last) that they read.
+Reads = Callable[[int, int], Interval]
 EMPTY = Boundary("none")
 MODES = ("nearest", "nearest-exact", "linear", "cubic")
 CUBIC = -0.75  # the constant of the cubic kernel (Keys 1981 has -0.5; torch, OpenCV -0.75)
@@ -31,9 +30,9 @@ CUBIC = -0.75  # the constant of the cubic kernel (Keys 1981 has -0.5; torch, Op
 class OutputRun(NamedTuple):
     """Consecutive outputs of one part, and the rows that they read: numbers of the first, and counts."""
 
-    first: int
+    first: int  # row, below 0 in the padding
     rows: int
-    start: int
+    start: int  # output
     outputs: int
 
 
@@ -41,37 +40,49 @@ class OutputRun(NamedTuple):
 class Frame:
     """One dim of an op; a part's block holds the rows of each of its runs in turn."""
 
-    source: Dim
+    source: Dim  # with the overlap that brings every part its rows
     result: Dim
-    length: int
-    runs: tuple[tuple[OutputRun, ...], ...]
+    length: int  # of the result
+    runs: tuple[tuple[OutputRun, ...], ...]  # of each part
 
 
 @layout_cache(maxsize=4096)
 def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int = 1) -> Frame:
-    """The frame of a convolution or a pool; base: dilation of rows, the boundary's value between them."""
-    before, after = window.padding
-    s = window.s
-    span = window.d * (window.k - 1) + 1
-    if base > 1 or min(before, after) < 0:
-        rows = (length - 1) * base + 1 if length else 0
-        outputs = max(0, (rows + before + after - span) // s + 1)
-        reads = _tap_rows(span, s, base, before)
+    """Return the frame of a convolution or a pool along a sharded dim.
+
+    base: the dilation of rows; between rows lies the boundary's value.
+    """
+    padding_before, padding_after = window.padding
+    stride = window.s
+    span = _span(window)
+    if base > 1 or min(padding_before, padding_after) < 0:
+        # No overlap says this: each part's outputs read one interval, and it gets just those rows.
+        dilated = 0  # rows, and the places between them
+        if length:
+            dilated = (length - 1) * base + 1
+        outputs = max(0, (dilated + padding_before + padding_after - span) // stride + 1)
+        reads = _tap_rows(span, stride, base, padding_before)
         return interval_frame(
             dim, length, sizes, outputs, reads, rule=window.out, beyond=window.before
         )
     source = replace(dim, overlap=window)
     result, outputs = output_dim(source, length, sizes)
-    parts = []
+    runs_by_part = []
     for coords in itertools.product(*map(range, sizes)):
-        runs = (
-            (r.start, r.length)
-            for r in unrolled(window_outputs(source, window, length, sizes, coords))
-        )
-        parts.append(
-            tuple(OutputRun(a * s - before, (n - 1) * s + span, a, n) for a, n in runs if n)
-        )
-    return Frame(source, result, outputs, tuple(parts))
+        runs = []
+        for run in unrolled(window_outputs(source, window, length, sizes, coords)):
+            if run.length:
+                # Consecutive outputs read overlapping windows: one interval of rows.
+                first_row = run.start * stride - padding_before
+                rows = (run.length - 1) * stride + span
+                runs.append(OutputRun(first_row, rows, run.start, run.length))
+        runs_by_part.append(tuple(runs))
+    return Frame(source, result, outputs, tuple(runs_by_part))
+
+
+def _span(window: Window) -> int:
+    """Return how many rows a window reaches over: 3 taps with a dilation of 2 -> 5."""
+    return window.d * (window.k - 1) + 1
 
 
 @layout_cache(maxsize=4096)
@@ -86,10 +97,14 @@ def transposed_frame(
     p: int = 0,
     extra: int = 0,
 ) -> Frame:
-    """The frame of a transposed convolution: tap j adds row i to output `i * s - p + d * j`."""
+    """Return the frame of a transposed convolution: tap j adds row i to output `i * s - p + d * j`."""
     span = d * (k - 1) + 1
-    outputs = max(0, (length - 1) * s - 2 * p + span + extra) if length else 0
-    return interval_frame(dim, length, sizes, outputs, _tap_rows(span, 1, s, span - 1 - p))
+    outputs = 0
+    if length:
+        outputs = max(0, (length - 1) * s - 2 * p + span + extra)
+    # The same as a convolution of stride 1 over rows with s - 1 empty ones between them.
+    reads = _tap_rows(span, 1, s, span - 1 - p)
+    return interval_frame(dim, length, sizes, outputs, reads)
 
 
 def interval_frame(
@@ -101,76 +116,117 @@ def interval_frame(
     rule: str = "",
     beyond: Boundary = EMPTY,
 ) -> Frame:
-    """The frame of an op in which the outputs of every part read one interval of rows. rule: how outputs are
-    sharded: like the rows, or aligned if the rows have given sizes (empty); `balanced`; or `aligned`: a part
-    has the same share of the outputs as of the rows. Without rows `beyond` the ends, intervals end with the
-    array. Raises ShapeError if the parts of the dim are not intervals.
+    """Return the frame of an op in which the outputs of every part read one interval of rows.
+
+    Args:
+        dim: The dim of the rows, without an overlap.
+        length: The number of rows.
+        sizes: The sizes of the axes that shard the dim.
+        outputs: The number of outputs.
+        reads: Outputs [start, stop) -> the rows [first, last) that they read.
+        rule: How outputs are sharded. Empty: like the rows, or aligned if the rows have given sizes.
+            "balanced". "aligned": a part has the same share of the outputs as of the rows.
+        beyond: What lies beyond the ends. If there are no rows, intervals end with the array.
+
+    Raises:
+        ShapeError: The parts of the dim are not intervals.
     """
     owned = all_owned_rows(dim, length, sizes)
-    if any(len(runs) > 1 or any(run.repeats > 1 for run in runs) for runs in owned):
-        what = f"the parts of '{dim}' are not intervals"
-        raise ShapeError(what, hint="redistribute to contiguous parts first, as in h/sp")
-    mine = _intervals(owned)
-    result = _result_dim(dim, length, outputs, mine, rule)
-    lo = []
-    hi = []
-    runs = []
-    theirs = _intervals(all_owned_rows(result, outputs, sizes))
-    for (own, end), (start, stop) in zip(mine, theirs, strict=True):
-        first, last = reads(start, stop) if start < stop else (own, own)
-        if beyond == EMPTY:
+    for part_runs in owned:
+        if len(part_runs) > 1 or any(run.repeats > 1 for run in part_runs):
+            what = f"the parts of '{dim}' are not intervals"
+            raise ShapeError(what, hint="redistribute to contiguous parts first, as in h/sp")
+    row_intervals = _intervals(owned)
+    # Which outputs a part has decides which rows it reads.
+    result = _result_dim(dim, length, outputs, row_intervals, rule)
+    output_intervals = _intervals(all_owned_rows(result, outputs, sizes))
+    halo_before = []
+    halo_after = []
+    runs: list[tuple[OutputRun, ...]] = []
+    for owned_rows, (start, stop) in zip(row_intervals, output_intervals, strict=True):
+        own_first, own_last = owned_rows
+        first = last = own_first  # a part without outputs reads nothing
+        if start < stop:
+            first, last = reads(start, stop)
+        if beyond == EMPTY:  # there is nothing to read beyond the ends
             first = min(max(first, 0), length)
             last = min(max(last, 0), length)
-        last = max(first, last)
-        lo.append(own - first)
-        hi.append(last - end)
-        runs.append((OutputRun(first, last - first, start, stop - start),) if start < stop else ())
-    source = Dim(dim.name, dim.shards, Halo(tuple(lo), tuple(hi), beyond, beyond))
+        last = max(first, last)  # an empty interval, where all rows are beyond an end
+        # Negative where a part does not read all of its own rows.
+        halo_before.append(own_first - first)
+        halo_after.append(last - own_last)
+        if start < stop:
+            runs.append((OutputRun(first, last - first, start, stop - start),))
+        else:
+            runs.append(())
+    source = Dim(dim.name, dim.shards, Halo(tuple(halo_before), tuple(halo_after), beyond, beyond))
     return Frame(source, result, outputs, tuple(runs))
 
 
-def _tap_rows(span: int, s: int, base: int, before: int) -> Reads:
-    """Output o reads the positions from `o * s - before`, `span` of them; row i is position `i * base`."""
+def _tap_rows(span: int, stride: int, base: int, padding: int) -> Reads:
+    """Return which rows the outputs of a window read.
+
+    Output o reads the positions from `o * stride - padding`, `span` of them; row i is position `i * base`.
+    """
 
     def reads(start: int, stop: int) -> Interval:
-        return -((before - start * s) // base), ((stop - 1) * s - before + span - 1) // base + 1
+        first_position = start * stride - padding
+        last_position = (stop - 1) * stride - padding + span - 1
+        first_row = -(-first_position // base)  # rounded up
+        return first_row, last_position // base + 1
 
     return reads
 
 
-def _result_dim(dim: Dim, length: int, outputs: int, owned: list[Interval], rule: str) -> Dim:
-    if rule == "balanced" and dim.axes:
-        return Dim(dim.name, (Shard(dim.axes, rule),))
-    if not dim.axes or (
-        rule != "aligned" and not any(shard.order == SIZES for shard in dim.shards)
-    ):
+def _result_dim(
+    dim: Dim, length: int, outputs: int, row_intervals: list[Interval], rule: str
+) -> Dim:
+    """Return how outputs are sharded, by the rule of `interval_frame`."""
+    if not dim.axes:
         return Dim(dim.name, dim.shards)
-    stops = [math.ceil(stop * outputs / length) if length else 0 for _, stop in owned]
-    lengths = tuple(stop - start for start, stop in itertools.pairwise((0, *stops)))
+    if rule == "balanced":
+        return Dim(dim.name, (Shard(dim.axes, rule),))
+    has_sizes = any(shard.order == SIZES for shard in dim.shards)
+    if rule != "aligned" and not has_sizes:
+        return Dim(dim.name, dim.shards)
+    # The parts' shares of the rows, rounded up, so that no output is left over.
+    edges = [0]
+    for _, stop in row_intervals:
+        edges.append(math.ceil(stop * outputs / max(length, 1)))
+    lengths = tuple(stop - start for start, stop in itertools.pairwise(edges))
     return Dim(dim.name, (Shard(dim.axes, SIZES, lengths),))
 
 
 def _intervals(parts: tuple[Runs, ...]) -> list[Interval]:
-    """The intervals of contiguous parts; an empty part stands at the end of the parts before it."""
-    return list(itertools.pairwise(itertools.accumulate(map(n_rows, parts), initial=0)))
+    """Return the intervals of contiguous parts: 2, 0 and 3 rows -> (0, 2), (2, 2), (2, 5).
+
+    An empty part stands at the end of the parts before it.
+    """
+    edges = itertools.accumulate(map(n_rows, parts), initial=0)
+    return list(itertools.pairwise(edges))
 
 
 def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
-    """The window of a pool; with `ceil`, padded at its end by what torch's `ceil_mode` reads there."""
-    before, after = window.padding
-    span = window.d * (window.k - 1) + 1
-    padded = length + before + after
-    last = -(-(padded - span) // window.s) * window.s
-    # The last window counts if it begins in the array or in the padding before it.
-    if not ceil or last >= length + before:
+    """Return the window of a pool; with `ceil`, padded at its end by what torch's `ceil_mode` reads."""
+    if not ceil:
         return window
-    return replace(window, p=(before, after + last + span - padded))
+    padding_before, padding_after = window.padding
+    span = _span(window)
+    padded = length + padding_before + padding_after
+    last_start = -(-(padded - span) // window.s) * window.s
+    # The last window counts if it begins in the array or in the padding before it.
+    if last_start >= length + padding_before:
+        return window
+    return replace(window, p=(padding_before, padding_after + last_start + span - padded))
 
 
 def pool_counts(
     length: int, window: Window, outputs: Sequence[int], *, padding: int, include_pad: bool
 ) -> NDArray[np.int64]:
-    """The rows by which an average pool divides, as in torch; padding: rows after the array that count."""
+    """Return the number of rows by which an average pool divides each output, as in torch.
+
+    padding: rows after the array that count, unless `include_pad` is false.
+    """
     first = np.asarray(outputs, np.int64) * window.s - window.padding[0]
     last = np.minimum(first + window.k, length + padding)
     if not include_pad:
@@ -189,35 +245,54 @@ class Taps(NamedTuple):
 def taps(
     mode: str, length: int, outputs: int, *, align_corners: bool = False, scale: float | None = None
 ) -> Taps:
-    """Taps of `outputs` rows of `length` rows; scale: outputs per input. XshardError for other modes."""
+    """Return which of `length` rows each of `outputs` rows of an interpolation reads, with weights.
+
+    scale: outputs per input, by default by the lengths. Raises XshardError for a mode not in `MODES`.
+    """
     if mode not in MODES:
         raise XshardError(f"no interpolation {mode!r}", hint=f"modes are: {', '.join(MODES)}")
     output = np.arange(outputs, dtype=np.float64)
+    # With a scale torch takes its inverse, not the ratio of lengths, which may be rounded.
     step = length / outputs if scale is None else 1 / scale
     if mode.startswith("nearest"):
-        shift = 0.5 if mode == "nearest-exact" else 0.0
-        nearest = np.minimum(np.floor((output + shift) * step).astype(np.int64), length - 1)
+        shift = 0.0
+        if mode == "nearest-exact":  # of the centers of pixels
+            shift = 0.5
+        nearest = np.floor((output + shift) * step).astype(np.int64)
+        nearest = np.minimum(nearest, length - 1)
         return Taps(nearest[:, None], np.ones((outputs, 1)))
+
+    # Where each output lies among the rows.
     if align_corners:
-        centre = output * ((length - 1) / (outputs - 1) if outputs > 1 else 0.0)
+        # The first and the last output lie on the first and the last row.
+        center = np.zeros_like(output)
+        if outputs > 1:
+            center = output * ((length - 1) / (outputs - 1))
     else:
-        centre = (output + 0.5) * step - 0.5
-    centre = np.maximum(centre, 0.0) if mode == "linear" else centre
-    first = np.floor(centre).astype(np.int64)
-    part = centre - first
+        center = (output + 0.5) * step - 0.5
+    if mode == "linear":  # not cubic, which goes on beyond the first row
+        center = np.maximum(center, 0.0)
+    first = np.floor(center).astype(np.int64)
+    part = center - first
+
     if mode == "linear":
         offsets = range(2)
         weights = [1 - part, part]
     else:
         offsets = range(-1, 3)
-        weights = [*map(_cubic, (part + 1, part, 1 - part, 2 - part))]
-    return Taps(np.clip(first[:, None] + np.array(offsets), 0, length - 1), np.stack(weights, 1))
+        weights = [_cubic(part + 1), _cubic(part), _cubic(1 - part), _cubic(2 - part)]
+    # Beyond the ends the first or the last row counts again.
+    inputs = np.clip(first[:, None] + np.array(offsets), 0, length - 1)
+    return Taps(inputs, np.stack(weights, 1))
 
 
 def resampled_frame(dim: Dim, length: int, sizes: Sizes, resampling: Taps) -> Frame:
-    """The frame of an interpolation; outputs are sharded like the dim. Raises as `interval_frame` does."""
+    """Return the frame of an interpolation, with outputs sharded like the dim.
 
-    def reads(start: int, stop: int) -> tuple[int, int]:
+    Raises ShapeError if the parts of the dim are not intervals.
+    """
+
+    def reads(start: int, stop: int) -> Interval:
         inputs = resampling.inputs[start:stop]
         return int(inputs.min()), int(inputs.max()) + 1
 
@@ -225,5 +300,7 @@ def resampled_frame(dim: Dim, length: int, sizes: Sizes, resampling: Taps) -> Fr
 
 
 def _cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the weight of a row at distance x, 0 <= x <= 2, in cubic convolution (Keys 1981)."""
     near = ((CUBIC + 2) * x - (CUBIC + 3)) * x * x + 1
-    return np.where(x <= 1, near, ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC)
+    far = ((CUBIC * x - 5 * CUBIC) * x + 8 * CUBIC) * x - 4 * CUBIC
+    return np.where(x <= 1, near, far)

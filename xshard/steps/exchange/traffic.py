@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xshard.caches import layout_cache
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import factored
 from xshard.layout.partition import all_owned_rows, owner_of_rows
@@ -227,7 +228,7 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
     return tuple(cuts)
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
     """Count what each device takes from senders with its coordinates along the axes `agree`."""
     mesh = before.mesh
@@ -271,7 +272,7 @@ def _is_first_along(mesh: Mesh, axis: str) -> NDArray[np.int64]:
     return ones.reshape([-1 if a == axis else 1 for a in mesh.axes])
 
 
-@lru_cache(maxsize=64)
+@layout_cache(maxsize=64)
 def _all_dim_ends(
     before: Sharding, after: Sharding
 ) -> tuple[tuple[tuple[DimEnd, DimEnd], ...], ...]:
@@ -282,7 +283,7 @@ def _all_dim_ends(
     return tuple(result)
 
 
-@lru_cache(maxsize=16384)
+@layout_cache(maxsize=16384)
 def received_of_dim(
     src: DimEnd, dst: DimEnd, fixed: Axes, mesh: Mesh, from_providers: bool
 ) -> Received:
@@ -320,7 +321,7 @@ def received_of_dim(
     return Received(elements.reshape(shape), senders.reshape(shape))
 
 
-@lru_cache(maxsize=16384)
+@layout_cache(maxsize=16384)
 def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
     """Count the rows that each shard of a dim before shares with each after.
 
@@ -339,7 +340,7 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
     return RowPairs(pairs // src.n_shards, pairs % src.n_shards, rows[pairs])
 
 
-@lru_cache(maxsize=4096)
+@layout_cache(maxsize=4096)
 def rows_in_common(src: DimEnd, dst: DimEnd) -> NDArray[np.int64]:
     """Tabulate how many rows each shard of `src` shares with each of `dst`: [src, dst]."""
     pairs = shared_rows_of(src, dst)
