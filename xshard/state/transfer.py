@@ -15,7 +15,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.plans.expression import sides_or_one
 from xshard.plans.plan import find_plan
-from xshard.plans.transfer import balanced
+from xshard.plans.transfer_senders import balanced
 from xshard.rules import Rules, RulesLike
 from xshard.search.request import Devices, Request, device_numbers
 from xshard.state.names import SAME, Names
