@@ -19,7 +19,7 @@ from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.pictures.terminal import console, headed_table
 from xshard.state.files import open_checkpoint, verify
-from xshard.state.files.checkpoint import diff_checkpoints
+from xshard.state.files.difference import diff_checkpoints
 from xshard.state.files.loading import plan_load, read_block
 from xshard.state.files.saving import Source, plan_save, save_blocks
 from xshard.state.llama import named

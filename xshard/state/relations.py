@@ -141,11 +141,12 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Us
     `concat(["*.q", "*.k"], "*.qk")` has one use for each text that the star stands for.
     """
     src_patterns, dst_patterns = relation.sides
-    matches: list[tuple[str, Sequence[str]]] = []  # of the first pattern: a name, what its stars are
+    # Names that fit the first pattern, each with the texts of its stars.
+    matches: list[tuple[str, Sequence[str]]] = []
     for name in shapes:
-        stars = match_stars(src_patterns[0], name)
-        if stars is not None:
-            matches.append((name, stars))
+        star_texts = match_stars(src_patterns[0], name)
+        if star_texts is not None:
+            matches.append((name, star_texts))
     if relation.splits and (relation.stacks or len(dst_patterns) > 1):
         _check_dim(relation, [name for name, _ in matches], shapes)
     if not relation.stacks:
@@ -161,9 +162,7 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Us
         # The last star is the number; arrays with the same text for the others are stacked together.
         n_members = Counter(tuple(outer) for _, (*outer, _) in matches)
         for outer, n in n_members.items():
-            yield Use(
-                _numbered(src_patterns[0], outer, n), [fill_stars(dst_patterns[0], outer)]
-            )
+            yield Use(_numbered(src_patterns[0], outer, n), [fill_stars(dst_patterns[0], outer)])
 
 
 def _numbered(pattern: str, stars: Sequence[str], n: int) -> list[str]:
@@ -253,8 +252,7 @@ def _join(
     (target,) = use.targets
     parts = _parts_of_whole(relation, target, whole_shape, len(lengths), lengths)
     pieces = [
-        _mapping(name, part, order, relation)
-        for name, part in zip(use.sources, parts, strict=True)
+        _mapping(name, part, order, relation) for name, part in zip(use.sources, parts, strict=True)
     ]
     return MadeArray(target, whole_shape, tuple(pieces))
 

@@ -44,7 +44,7 @@ class Layouts(NamedTuple):
     targets: dict[str, TargetArray]
 
 
-def plan_transfer(
+def plan_transfer(  # noqa: PLR0913  all but two are keywords
     shapes: Mapping[str, Sequence[int]],
     rules: RulesLike | tuple[RulesLike | None, RulesLike],
     *,
@@ -131,7 +131,9 @@ def _find_layouts(
         targets = (names or SAME).resolve(shapes, dtypes)
         src_rules, dst_rules = rules
         return Layouts(
-            _match_layouts(src_rules, list(shapes)), _match_layouts(dst_rules, list(targets)), targets
+            _match_layouts(src_rules, list(shapes)),
+            _match_layouts(dst_rules, list(targets)),
+            targets,
         )
     if names is not None:
         hint = 'rules=({"**": layouts by source names}, {"**": layouts by target names})'
