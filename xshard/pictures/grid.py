@@ -239,8 +239,8 @@ def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
     notes = []
     for dim in layout.dims:
         for shard in dim.shards:
-            axes = " x ".join(shard.axes)
-            notes.append(f"{dim.name} is cut over {axes}, {_ORDER_TEXT[shard.order]}")
+            cut = f"is cut over {' x '.join(shard.axes)}"
+            notes.append(f"{dim.name} {cut}, {_ORDER_TEXT[shard.order]}")
     for dim in layout.dims:
         if dim.overlap is not None:
             meaning = _OVERLAP_TEXT[type(dim.overlap)]
@@ -249,8 +249,8 @@ def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
         notes.append(f"along {', '.join(axes)} {_TAG_TEXT[kind]}")
     replica_axes = [axis for axis in sharding.mesh.long_axes if axis not in layout.axes]
     if replica_axes:
-        axes = ", ".join(replica_axes)
-        notes.append(f"along {axes} all devices hold the same values (replicas)")
+        replicas = ", ".join(replica_axes)
+        notes.append(f"along {replicas} all devices hold the same values (replicas)")
     hidden = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
     if hidden:
         names = ", ".join(hidden)
