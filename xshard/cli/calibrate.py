@@ -20,8 +20,9 @@ from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh
 from xshard.pictures.terminal import console, headed_table
 from xshard.runtimes.backends import BACKENDS, backend_named
-from xshard.runtimes.calibrate import ROUNDS, SIZES, calibrate
+from xshard.runtimes.calibrate import ROUNDS, calibrate
 from xshard.runtimes.fit import Sample, median_error
+from xshard.runtimes.samples import SIZES
 
 _TEXTS = ("steps", "expression")
 _LEAST = 3  # sizes: a launch, a speed, and something to check them by
