@@ -21,7 +21,7 @@ from tests.messages import refused
 from tests.strategies import layouts, moves
 from xshard import Layout
 from xshard.errors import NotationError, PlanError, ProfileError, ShapeError
-from xshard.plans.table import alternatives
+from xshard.plans.alternatives import alternatives
 from xshard.search.a_star import Search
 from xshard.search.moves import Space
 from xshard.search.solve import without_copies

@@ -25,7 +25,8 @@ from benchmarks.torch_redistribute.run_time import all_to_all, dtensor_way, ever
 from torch_bridge.mesh.process_mesh import process_mesh
 from xshard.cost.model import DIRECT
 from xshard.layout.layout import parse_expression
-from xshard.runtimes.calibrate import SIZES, Calibration, calibrate
+from xshard.runtimes.calibrate import Calibration, calibrate
+from xshard.runtimes.samples import SIZES
 
 MESH = xs.Mesh(node=2, x=2)
 PER_NODE = 2

@@ -54,7 +54,7 @@ def test_the_second_start_plans_nothing(again, monkeypatch):
     first, searches = again()
     assert searches > 10
     assert again() == (first, 0)
-    monkeypatch.setattr(kept, "_code", lambda: "other code")
+    monkeypatch.setattr(kept, "_code_digest", lambda: "other code")
     assert again() == (first, searches)
     monkeypatch.delenv("XSHARD_CACHE")
     assert again() == (first, searches)
@@ -93,7 +93,7 @@ def test_wrong_files_are_planned_afresh(again, tmp_path):
 def test_the_folder_is_bounded_shared_and_may_fail(again, tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("stays")
     monkeypatch.setattr(kept, "MAX_FILES", 8)
-    monkeypatch.setattr(kept, "WRITES", 1)
+    monkeypatch.setattr(kept, "WRITES_PER_COUNT", 1)
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda n: xs.plan("n/x -> n", MESH, (n // 2,)), range(60)))
     names = os.listdir(tmp_path)

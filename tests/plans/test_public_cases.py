@@ -10,7 +10,7 @@ import pytest
 import xshard as xs
 from tests import oracle
 from xshard.notation.parser import Dim, Shard
-from xshard.plans.table import alternatives
+from xshard.plans.alternatives import alternatives
 
 DATA = Path(__file__).parents[1] / "data" / "reshard.json"
 PUBLIC_CASES = [

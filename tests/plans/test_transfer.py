@@ -13,7 +13,7 @@ from tests import oracle
 from tests.strategies import UNIT, profiles, seeds
 from tests.two_meshes import TWO_MESHES, assert_right, crossing, crossings, planned, public
 from xshard.cost.bounds import shared_elements
-from xshard.plans.plan import _made
+from xshard.plans.plan import _make_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import cheapest, transfer_paths
 from xshard.search.request import Request
@@ -27,11 +27,11 @@ def test_every_way_that_is_weighed_is_right(move, profile, seed):
     takers = move["dst_devices"] or tuple(range(meshes[1].n_devices))
     devices = tuple(range(meshes[0].n_devices)), takers
     request = Request(src, dst, *meshes, *devices, shape, "float64", xs.load_profile(profile))
-    best = cheapest(request, _made, relabel=False)
+    best = cheapest(request, _make_plan, relabel=False)
     x = oracle.random_blocks(src, meshes[0], shape, np.random.default_rng(seed), UNIT)
     value = oracle.gather(x, src, meshes[0], shape)
     for way in transfer_paths(request):
-        plan = _made(request, *way)
+        plan = _make_plan(request, *way)
         result = xs.reference.run(plan, x)
         assert np.array_equal(oracle.gather(result, dst, meshes[1], shape), value)
         assert plan.bytes_received >= plan.bytes_lower_bound

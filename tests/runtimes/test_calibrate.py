@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import xshard as xs
 from xshard.cli.app import app
-from xshard.runtimes import backends
+from xshard.runtimes import backends, disk
 from xshard.runtimes import calibrate as calibration
-from xshard.runtimes.calibrate import SIZES, fitted_plans, held_out_plans
 from xshard.runtimes.fit import Sample, fit, median_error
+from xshard.runtimes.samples import SIZES, fitted_plans, held_out_plans
 from xshard.steps import Step
 
 MESH = xs.Mesh(dp=2, cp=4)
@@ -175,8 +175,8 @@ def test_a_disk_is_read_and_not_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fadvise", lambda file, at, n, what: kept.clear())
     monkeypatch.setattr(os, "pread", slow)
-    monkeypatch.setattr(calibration.time, "perf_counter", lambda: now[0])
-    found = calibration.measure_disk(tmp_path, 4 * 2**22)
+    monkeypatch.setattr(disk.time, "perf_counter", lambda: now[0])
+    found = disk.measure_disk(tmp_path, 4 * 2**22)
     assert found == xs.Link(2.004e-3, float(f"{2**22 / (2e-3 + 2**22 / 1e9):.4g}"))
     assert list(tmp_path.iterdir()) == []
 
@@ -226,7 +226,7 @@ REFUSED = {
     },
     "one device to fit": (lambda: fitted_plans(xs.Mesh(dp=1)), ONE_DEVICE),
     "one device held out": (lambda: held_out_plans(xs.Mesh(dp=1)), ONE_DEVICE),
-    "no folder": (lambda: calibration.measure_disk("none"),
+    "no folder": (lambda: disk.measure_disk("none"),
         "CalibrationError: none: No such file or directory\n  a folder that can be written to"),
 }  # fmt: skip
 
@@ -252,7 +252,7 @@ def refusal(call):
 
 def test_what_a_machine_lacks(monkeypatch, tmp_path):
     monkeypatch.delattr(os, "posix_fadvise")
-    assert refusal(lambda: calibration.measure_disk(tmp_path)) == (
+    assert refusal(lambda: disk.measure_disk(tmp_path)) == (
         "CalibrationError: this system keeps what was read of files in memory\n"
         "  measure on Linux, or write a disk into the profile"
     )
@@ -301,7 +301,7 @@ def test_what_the_command_refuses(arguments, message):
 def test_two_devices_from_the_command_to_a_priced_plan(
     tmp_path, monkeypatch, backend, devices, rounds, more
 ):
-    monkeypatch.setattr(calibration.measure_disk, "__defaults__", (2**22,))
+    monkeypatch.setattr(disk.measure_disk, "__defaults__", (2**22,))
     path = tmp_path / "mine.json"
     small = ("--largest", "16KiB", "--rounds", 2, *more)
     result = xshard("--backend", backend, "--mesh", "dp=2", *small, "--output", path)

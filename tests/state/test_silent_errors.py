@@ -14,7 +14,7 @@ from xshard import Layout, Mesh, Sharding, XshardError, load_profile
 from xshard.errors import ShapeError
 from xshard.state import Names, concat, rename, split, stack
 from xshard.state.files import open_checkpoint
-from xshard.state.files.checkpoint import diff_checkpoints
+from xshard.state.files.difference import diff_checkpoints
 from xshard.state.files.loading import load_of, plan_load, read_block, stored_as
 
 HEADS = 4

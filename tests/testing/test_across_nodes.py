@@ -19,7 +19,7 @@ import xshard as xs
 from benchmarks.planner.traffic import plan_flow
 from tests.cases import CASES
 from xshard import dtypes, reference
-from xshard.runtimes.calibrate import held_out_plans
+from xshard.runtimes.samples import held_out_plans
 from xshard.steps import Scale
 from xshard.testing.nodes import Cluster, NoNodesError, nodes
 

@@ -19,7 +19,10 @@ from xshard.state.files.header import FileError
 
 
 class _Commands(TyperGroup):
-    """Prints the message of an xshard error or of a file's, and exits with 2; others keep a traceback."""
+    """Commands that print the message of an error of xshard or of a file, and exit with 2.
+
+    Other errors are faults of the program, and keep their traceback.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -14,17 +14,18 @@ from typer import Option
 
 from xshard.arguments import parse_bytes
 from xshard.cli.options import MeshText, counting
-from xshard.cost.model import Profile
+from xshard.cost.model import Link, Profile
 from xshard.errors import XshardError
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh
 from xshard.pictures.terminal import console, headed_table
 from xshard.runtimes.backends import BACKENDS, backend_named
-from xshard.runtimes.calibrate import ROUNDS, SIZES, calibrate
+from xshard.runtimes.calibrate import ROUNDS, calibrate
 from xshard.runtimes.fit import Sample, median_error
+from xshard.runtimes.samples import SIZES
 
-_TEXTS = ("steps", "expression")
-_LEAST = 3  # sizes: a launch, a speed, and something to check them by
+_TEXTS = ("steps", "expression")  # columns that are no numbers
+_MIN_SIZES = 3  # sizes: a launch, a speed, and something to check them by
 
 
 def calibrate_command(
@@ -55,43 +56,50 @@ def calibrate_command(
         raise XshardError(f"no folder {str(disk)!r} whose disk could be measured")
     name = backend if output is None else output.stem
     with _progress() as progress:
-        sizes = _sizes(largest)
         calibration = calibrate(
-            backend, Mesh.parse(mesh), name, sizes, rounds, disk=disk, progress=progress
+            backend,
+            Mesh.parse(mesh),
+            name,
+            _sizes(largest),
+            rounds,
+            disk=disk,
+            progress=progress,
         )
-    if (
-        os.environ.get("RANK", "0") != "0"
-    ):  # of ranks that a launcher has started, all know the same
+    if os.environ.get("RANK", "0") != "0":  # all ranks of a launcher know the same: one prints
         return
     if output is not None:
         output.write_text(calibration.profile.to_json())
+    _print_samples("fitted plans", calibration.fitted, calibration.profile, every)
+    _print_samples("held-out plans", calibration.held_out, calibration.profile, every)
     out = console()
-    for title, samples in (
-        ("fitted plans", calibration.fitted),
-        ("held-out plans", calibration.held_out),
-    ):
-        out.print(Text(title, style="bold"))
-        out.print((_table if every else _summary)(samples, calibration.profile))
-        error = median_error(samples, calibration.profile)
-        out.print(f"median absolute error: {error:.1%} of {len(samples)} {title}\n", soft_wrap=True)
     out.print(Text(f"profile {name}: {_constants(calibration.profile)}"), soft_wrap=True)
     if output is not None:
         out.print(Text(f"written to {output}"), soft_wrap=True)
 
 
+def _print_samples(title: str, samples: Sequence[Sample], profile: Profile, every: bool) -> None:
+    """Print how well a profile predicts the times of some plans, a row for each or for each kind."""
+    out = console()
+    out.print(Text(title, style="bold"))
+    out.print(_table(samples, profile) if every else _summary(samples, profile))
+    error = median_error(samples, profile)
+    out.print(f"median absolute error: {error:.1%} of {len(samples)} {title}\n", soft_wrap=True)
+
+
 def _sizes(largest: str) -> tuple[int, ...]:
-    """The sizes up to the largest. Raises XshardError where they are too few."""
-    most = parse_bytes(largest)
-    sizes = tuple(size for size in SIZES if size <= most)
-    if len(sizes) < _LEAST:
-        why = f"{format_bytes(most)} is too small a largest block: sizes start at {format_bytes(SIZES[0])}"
-        raise XshardError(why, hint=f"at least {format_bytes(SIZES[_LEAST - 1])}")
+    """Return the sizes up to the largest. Raises XshardError where they are too few."""
+    largest_bytes = parse_bytes(largest)
+    sizes = tuple(size for size in SIZES if size <= largest_bytes)
+    if len(sizes) < _MIN_SIZES:
+        why = f"{format_bytes(largest_bytes)} is too small a largest block: "
+        why += f"sizes start at {format_bytes(SIZES[0])}"
+        raise XshardError(why, hint=f"at least {format_bytes(SIZES[_MIN_SIZES - 1])}")
     return sizes
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, or else a line, with the number of plans that are done, and of all."""
+    """Show how many plans are done, and of all: a bar on a terminal, or else a line for each batch."""
     out = console(stderr=True)
     with counting("plans") as count:
 
@@ -104,28 +112,36 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def _summary(samples: Sequence[Sample], profile: Profile) -> Table:
-    """A row for all plans with the same kinds of steps."""
+    """Return a table with a row for all plans with the same kinds of steps."""
     table = headed_table("steps", "plans", "median error", "lowest", "highest", left=_TEXTS)
-    kinds: dict[str, list[Sample]] = {}
+    by_steps: dict[str, list[Sample]] = {}
     for sample in samples:
-        kinds.setdefault(_steps(sample), []).append(sample)
-    for steps, own in kinds.items():
-        errors = [sample.error(profile) for sample in own]
-        extremes = (f"{error:+.0%}" for error in (min(errors), max(errors)))
-        table.add_row(Text(steps), str(len(own)), f"{median_error(own, profile):.0%}", *extremes)
+        by_steps.setdefault(_steps(sample), []).append(sample)
+    for steps, same_steps in by_steps.items():
+        errors = [sample.error(profile) for sample in same_steps]
+        table.add_row(
+            Text(steps),
+            str(len(same_steps)),
+            f"{median_error(same_steps, profile):.0%}",
+            f"{min(errors):+.0%}",
+            f"{max(errors):+.0%}",
+        )
     return table
 
 
 def _table(samples: Sequence[Sample], profile: Profile) -> Table:
-    """A row per plan."""
+    """Return a table with a row per plan."""
     table = headed_table(*_TEXTS, "local shape", "predicted", "measured", "error", left=_TEXTS)
     for sample in samples:
         plan = sample.plan
-        times = (sample.predicted(profile), sample.seconds)
-        texts = Text(_steps(sample)), Text(f"{plan.src} -> {plan.dst}")
-        shape = "x".join(map(str, plan.source.max_local_shape))
-        error = f"{sample.error(profile):+.0%}"
-        table.add_row(*texts, shape, *map(format_seconds, times), error)
+        table.add_row(
+            Text(_steps(sample)),
+            Text(f"{plan.src} -> {plan.dst}"),
+            "x".join(map(str, plan.source.max_local_shape)),
+            format_seconds(sample.predicted(profile)),
+            format_seconds(sample.seconds),
+            f"{sample.error(profile):+.0%}",
+        )
     return table
 
 
@@ -134,24 +150,32 @@ def _steps(sample: Sample) -> str:
 
 
 def _constants(profile: Profile) -> str:
-    links = {"every axis": profile.default} if not profile.axes else dict(profile.axes)
-    if profile.across is not None:
-        links = {"inside nodes": profile.default, "between nodes": profile.across}
-    if profile.disk is not None:
-        links["disk"] = profile.disk
-
-    def rate(per_s: float) -> str:
-        return f"{per_s / 1e9:.3g} G"
-
-    times = {
-        axis: (format_seconds(link.latency_s), rate(link.bytes_per_s))
-        for axis, link in links.items()
-    }
-    speeds = [
-        f"{axis} {latency} a message and {speed}B/s" for axis, (latency, speed) in times.items()
-    ]
+    """Write the constants of a profile as text: links, copies, launches, products."""
+    speeds = []
+    for name, link in _links(profile).items():
+        latency = format_seconds(link.latency_s)
+        speeds.append(f"{name} {latency} a message and {_rate(link.bytes_per_s)}B/s")
+    speeds.append(f"copies {_rate(profile.copy_bytes_per_s)}B/s")
     launches = [f"{kind} {format_seconds(s)}" for kind, s in profile.launch_s if kind != "other"]
     launches += [f"{kind} {format_seconds(s)} a round" for kind, s in profile.ring_s]
-    products = ", ".join(f"{dtype} {rate(flops)}FLOP/s" for dtype, flops in profile.flops_per_s)
-    speeds.append(f"copies {rate(profile.copy_bytes_per_s)}B/s")
-    return f"{'; '.join(speeds)}; launches: {', '.join(launches)}; products: {products}"
+    products = [f"{dtype} {_rate(flops)}FLOP/s" for dtype, flops in profile.flops_per_s]
+    texts = ["; ".join(speeds), f"launches: {', '.join(launches)}"]
+    texts.append(f"products: {', '.join(products)}")
+    return "; ".join(texts)
+
+
+def _links(profile: Profile) -> dict[str, Link]:
+    """Return the links of a profile by what they lead to."""
+    if profile.across is not None:
+        links = {"inside nodes": profile.default, "between nodes": profile.across}
+    elif profile.axes:
+        links = dict(profile.axes)
+    else:
+        links = {"every axis": profile.default}
+    if profile.disk is not None:
+        links["disk"] = profile.disk
+    return links
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s / 1e9:.3g} G"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Argument, Option
@@ -34,7 +34,10 @@ Dtype = Annotated[
 
 @contextmanager
 def counting(what: str) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, if that is a terminal: the function takes `completed` or `advance`, and `total`."""
+    """Show a bar on stderr, if that is a terminal.
+
+    Yields a function that takes `completed` or `advance`, and `total`.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -47,67 +50,100 @@ def counting(what: str) -> Iterator[Callable[..., None]]:
 
 
 def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> dict[str, Any]:
-    """The options of `plan` for --shape or --sizes. Raises ShapeError if the other one is due."""
+    """Return the option of `plan` for --shape or --sizes.
+
+    Raises:
+        ShapeError: The other one is due: a contraction takes --sizes, a move --shape.
+    """
     takes_sizes = is_contraction(expression, named=sizes is not None)
-    if (shape is None) == (sizes is None) or takes_sizes == (sizes is None):
+    if sizes is not None and shape is None and takes_sizes:
+        return {"sizes": parse_sizes(sizes)}
+    if shape is not None and sizes is None and not takes_sizes:
+        return {"shape": parse_shape(shape)}
+    due = "--shape is due, as in 2,64,32"
+    if takes_sizes:
         due = "a contraction takes --sizes, as in b=8,s=64"
-        raise ShapeError(due if takes_sizes else "--shape is due, as in 2,64,32", text=expression)
-    return (
-        {"shape": parse_shape(shape)} if shape is not None else {"sizes": parse_sizes(sizes or "")}
-    )
+    raise ShapeError(due, text=expression)
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """`"b=8,s=64"` -> `{"b": 8, "s": 64}`. Raises ShapeError with a caret."""
+    """Read lengths by name: "b=8,s=64" -> {"b": 8, "s": 64}.
+
+    Raises:
+        ShapeError: A part is no length of a dim, marked with a caret.
+    """
     _check_number(text)
     lengths: dict[str, int] = {}
-    for part, span in _parts(text) if text.strip() else ():
-        name, _, number = (half.strip() for half in part.partition("="))
+    for part in _parts(text):
+        name, _, number = (half.strip() for half in part.text.partition("="))
         length = parse_number(number)
-        if not name or length is None or name in lengths:
-            why = f"dim {name!r} twice" if name in lengths else "a dim has a length >= 0"
-            raise ShapeError(why, text=text, span=span, hint="as in b=8,s=64")
+        if name in lengths:
+            why = f"dim {name!r} twice"
+            raise ShapeError(why, text=text, span=part.span, hint="as in b=8,s=64")
+        if not name or length is None:
+            why = "a dim has a length >= 0"
+            raise ShapeError(why, text=text, span=part.span, hint="as in b=8,s=64")
         lengths[name] = length
     return lengths
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """`"2,64,32"` -> `(2, 64, 32)`; empty text -> `()`. Raises ShapeError with a caret."""
+    """Read a shape: "2,64,32" -> (2, 64, 32); empty text -> ().
+
+    Raises:
+        ShapeError: A part is no length, marked with a caret.
+    """
     _check_number(text)
     lengths = []
-    for part, span in _parts(text) if text.strip() else ():
-        length = parse_number(part.strip())
+    for part in _parts(text):
+        length = parse_number(part.text.strip())
         if length is None:
-            raise ShapeError(
-                "a length is a whole number >= 0", text=text, span=span, hint="as in 2,64,32"
-            )
+            why = "a length is a whole number >= 0"
+            raise ShapeError(why, text=text, span=part.span, hint="as in 2,64,32")
         lengths.append(length)
     return tuple(lengths)
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """`"0-3,6"` -> `(0, 1, 2, 3, 6)`. Raises MeshError with a caret."""
+    """Read device numbers: "0-3,6" -> (0, 1, 2, 3, 6).
+
+    Raises:
+        MeshError: A part is no number and no range, marked with a caret.
+    """
     devices: list[int] = []
-    for part, span in _parts(text):
-        numbers = [parse_number(half.strip()) for half in part.split("-", 1)]
-        first = numbers[0]
-        last = numbers[-1]
+    for part in _parts(text) or [Part("", (0, 1))]:
+        ends = [parse_number(half.strip()) for half in part.text.split("-", 1)]
+        first = ends[0]
+        last = ends[-1]
+        # A range of billions would fill the memory before the plan refuses it.
         if first is None or last is None or not 0 <= last - first < MOST_DEVICES:
-            raise MeshError(
-                "devices are numbers and ranges", text=text, span=span, hint="as in 0-3,6"
-            )
+            why = "devices are numbers and ranges"
+            raise MeshError(why, text=text, span=part.span, hint="as in 0-3,6")
         devices += range(first, last + 1)
     return tuple(devices)
 
 
-def _parts(text: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    """The parts between commas, and where each stands in the text."""
+class Part(NamedTuple):
+    """Text between commas, and where it stands."""
+
+    text: str
+    span: tuple[int, int]
+
+
+def _parts(text: str) -> list[Part]:
+    """Split text at commas; empty text has no parts."""
+    if not text.strip():
+        return []
+    parts = []
     start = 0
     for part in text.split(","):
-        yield part, (start, start + max(1, len(part)))
+        # An empty part is marked where it is missing.
+        parts.append(Part(part, (start, start + max(1, len(part)))))
         start += len(part) + 1
+    return parts
 
 
 def _check_number(text: str) -> None:
+    """Raise ShapeError for more dims than numpy has: before each of a million parts is read."""
     if text.count(",") >= MOST_AXES:
         raise ShapeError(f"{text.count(',') + 1} dims", hint=f"numpy has at most {MOST_AXES}")

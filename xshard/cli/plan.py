@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.text import Text
@@ -71,54 +71,65 @@ def plan_command(
 
     Example: xshard plan "o/dp i -> o/tp i" --src-mesh dp=4 --dst-mesh tp=2 --dst-devices 4-5 --shape 64,32
     """
-    meshes = {"mesh": mesh, "src_mesh": src_mesh, "dst_mesh": dst_mesh}
-    devices = {"src_devices": src_devices, "dst_devices": dst_devices}
-    named: dict[str, Any] = {
-        name: Mesh.parse(text) for name, text in meshes.items() if text is not None
-    }
-    named |= {
-        name: options.parse_devices(text) for name, text in devices.items() if text is not None
-    }
-    named |= options.lengths_of_arrays(expression, shape, sizes)
-    named |= {
-        "dtype": dtype,
-        "profile": profile,
-        "memory_limit": memory_limit,
-        "objective": objective,
-    }
-    plan: Plan | ContractionPlan = make_plan(expression, **named)
+    arguments: dict[str, Any] = {}
+    for name, text in (("mesh", mesh), ("src_mesh", src_mesh), ("dst_mesh", dst_mesh)):
+        if text is not None:
+            arguments[name] = Mesh.parse(text)
+    for name, text in (("src_devices", src_devices), ("dst_devices", dst_devices)):
+        if text is not None:
+            arguments[name] = options.parse_devices(text)
+    arguments |= options.lengths_of_arrays(expression, shape, sizes)
+    plan: Plan | ContractionPlan = make_plan(
+        expression,
+        dtype=dtype,
+        profile=profile,
+        memory_limit=memory_limit,
+        objective=objective,
+        **arguments,
+    )
     if page is not None:
         page.write_text(plan_page(plan), encoding="utf-8")
     if json:
         typer.echo(plan.to_json())
-    if json or page is not None:
-        return
+    if page is None and not json:
+        _print_plans(plan, explain)
+
+
+def _print_plans(plan: Plan | ContractionPlan, explain: bool) -> None:
+    """Print a plan and the plans of its gradient, with why alternatives cost more."""
+    plans = [NamedPlan("", plan)] if isinstance(plan, ContractionPlan) else _with_gradient(plan)
+    # All reasons first: one that cannot be had ends the command before anything is printed.
+    reasons = [f"{named.plan.explain()}\n" if explain else "" for named in plans]
     out = console()
-    parts = [("", plan)] if isinstance(plan, ContractionPlan) else _named_plans(plan)
-    reasons = [f"{part.explain()}\n" if explain else "" for _, part in parts]
-    for (name, part), why in zip(parts, reasons, strict=True):
+    for (name, part), reason in zip(plans, reasons, strict=True):
         if name:
             out.print(Text(name, "bold"))
         out.print(part)
-        if why:
-            out.print(Text(why), soft_wrap=True)
+        if reason:
+            out.print(Text(reason), soft_wrap=True)
 
 
-def _named_plans(plan: Plan) -> list[tuple[str, Plan]]:
-    """The plan and the plans of its gradient, with their names."""
+class NamedPlan(NamedTuple):
+    """A plan below a heading."""
+
+    name: str
+    plan: Plan | ContractionPlan
+
+
+def _with_gradient(plan: Plan) -> list[NamedPlan]:
+    """Return the plan and the plans of its gradient."""
+    forward = NamedPlan("forward", plan)
     if plan.src.is_linear and plan.dst.is_linear:
-        return [("forward", plan), ("backward", plan.backward)]
-    if (
-        plan.transfer or not plan.dst.is_linear
-    ):  # a max or min that does not end here has no gradient
-        return [("forward", plan)]
+        return [forward, NamedPlan("backward", plan.backward)]
+    if plan.transfer or not plan.dst.is_linear:
+        return [forward]  # a max or min that does not end here has no gradient
     winners = max_min_plans(plan)
-    backward = {
-        "the result beside every addend": winners.result,
-        "how many addends won": winners.count,
-    }
-    backward["the cotangent beside every addend"] = winners.cotangent
-    return [("forward", plan), *((f"backward, {name}", part) for name, part in backward.items())]
+    return [
+        forward,
+        NamedPlan("backward, the result beside every addend", winners.result),
+        NamedPlan("backward, how many addends won", winners.count),
+        NamedPlan("backward, the cotangent beside every addend", winners.cotangent),
+    ]
 
 
 def show(
@@ -136,26 +147,26 @@ def show(
 
     Example: xshard show "b s/zigzag(cp) c" --mesh cp=4 --shape 2,64,32
     """
-    on = Mesh.parse(mesh)
+    device_mesh = Mesh.parse(mesh)
     lengths = options.lengths_of_arrays(layout, shape, sizes)
-    if on.n_devices > MOST_DRAWN:
-        reason = f"{on.n_devices} devices, a drawing has up to {MOST_DRAWN}"
+    if device_mesh.n_devices > MOST_DRAWN:
+        reason = f"{device_mesh.n_devices} devices, a drawing has up to {MOST_DRAWN}"
         raise MeshError(reason, text=mesh, hint="a smaller mesh with the same axes shows the same")
-    names = tuple(filter(None, (name.strip() for name in dims.split(","))))
-    if sizes is None:
-        layouts = [Layout.parse(layout)]
-    else:
-        einsum = contraction(layout)
-        layouts = [*einsum.operands, einsum.result]
-        shapes_of(
-            einsum, tuple(lengths["sizes"].items()), None
-        )  # raises for lengths that do not fit
-    for each in layouts:
-        check_axes(each, on, layout)  # here, so that the caret marks the text as it was typed
-    for each in layouts:
-        whole = (
-            lengths["shape"]
-            if sizes is None
-            else tuple(lengths["sizes"][name] for name in each.names)
-        )
-        console().print(renderable(picture(Sharding(each, on, whole), names)))
+    drawn_dims = tuple(name.strip() for name in dims.split(",") if name.strip())
+    layouts = [Layout.parse(layout)] if sizes is None else _layouts_of(layout, lengths["sizes"])
+    for array_layout in layouts:  # here, so that the caret marks the text as it was typed
+        check_axes(array_layout, device_mesh, layout)
+    for array_layout in layouts:
+        if sizes is None:
+            array_shape = lengths["shape"]
+        else:
+            array_shape = tuple(lengths["sizes"][name] for name in array_layout.names)
+        sharding = Sharding(array_layout, device_mesh, array_shape)
+        console().print(renderable(picture(sharding, drawn_dims)))
+
+
+def _layouts_of(expression: str, sizes: dict[str, int]) -> list[Layout]:
+    """Return the layouts of all arrays of a contraction. Raises for lengths that do not fit."""
+    einsum = contraction(expression)
+    shapes_of(einsum, tuple(sizes.items()), None)
+    return [*einsum.operands, einsum.result]

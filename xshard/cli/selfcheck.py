@@ -47,11 +47,18 @@ class RuntimeRow(NamedTuple):
 
     @property
     def agrees(self) -> bool:
+        """Whether it ran, and with the results of the reference."""
         return self.verdict is not None and self.verdict.agrees
 
 
 class Section(NamedTuple):
-    """The rows of one question. elsewhere: the plan's name in other systems."""
+    """The rows of one question.
+
+    Attributes:
+        question: The plan, with the values that it moves.
+        elsewhere: The plan's name in other systems.
+        rows: A row for each runtime that takes the mesh.
+    """
 
     question: Question
     elsewhere: str
@@ -68,7 +75,9 @@ class Example(NamedTuple):
 
 
 # The rows of the notation's table, and three on orders and means: four devices run them within seconds.
-_BSC, _ND, _BHW = ({"shape": shape} for shape in ((2, 16, 8), (12, 8), (2, 16, 4)))
+_BSC = {"shape": (2, 16, 8)}
+_ND = {"shape": (12, 8)}
+_BHW = {"shape": (2, 16, 4)}
 _LAYER = {"sizes": {"b": 2, "s": 16, "d": 4, "f": 8}}
 EXAMPLES = (
     Example("b s/cp c -> b s c/cp", "all-to-all (Ulysses)", Mesh(cp=4), _BSC),
@@ -121,12 +130,12 @@ def selfcheck(
     Example: xshard selfcheck "b s/cp c -> b s c/cp" --mesh cp=4 --shape 2,64,32
     """
     examples = _examples(expression, every, mesh, shape, sizes)
-    names = [name for name in map(str.strip, runtime.split(",")) if name]
+    names = [name.strip() for name in runtime.split(",") if name.strip()]
     runtimes = choose(names, [example.mesh for example in examples])
-    plans = [make_plan(e.expression, e.mesh, dtype=dtype, **e.lengths) for e in examples]
-    sections = [
-        Section(plan_question(p), e.elsewhere, []) for p, e in zip(plans, examples, strict=True)
-    ]
+    sections = []
+    for example in examples:
+        plan = make_plan(example.expression, example.mesh, dtype=dtype, **example.lengths)
+        sections.append(Section(plan_question(plan), example.elsewhere, []))
     failures = _run(runtimes, sections, timeout)
     print_sections(sections, console())
     for failure in failures:
@@ -138,98 +147,121 @@ def selfcheck(
 def _examples(
     expression: str, every: bool, mesh: str | None, shape: str | None, sizes: str | None
 ) -> tuple[Example, ...]:
-    """The expressions to check. Raises BadParameter where the options contradict or lack one another."""
+    """Return the expressions to check.
+
+    Raises:
+        BadParameter: The options contradict or lack one another.
+    """
     if every:
-        if expression or (mesh, shape, sizes) != (None,) * 3:
+        if expression or mesh is not None or shape is not None or sizes is not None:
             raise typer.BadParameter("--all has expressions, meshes and shapes of its own")
         return EXAMPLES
     if not expression or mesh is None or (shape is None and sizes is None):
         raise typer.BadParameter("give EXPR, --mesh, and --shape or --sizes, or --all")
-    return (
-        Example(
-            expression, "", Mesh.parse(mesh), options.lengths_of_arrays(expression, shape, sizes)
-        ),
-    )
+    lengths = options.lengths_of_arrays(expression, shape, sizes)
+    return (Example(expression, "", Mesh.parse(mesh), lengths),)
 
 
 def _run(
     runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: float
 ) -> list[FunctionError]:
-    """Add a row per runtime to each section with a mesh it takes -> errors of runtimes that failed."""
-    questions = [section.question for section in sections]
-    expected = list(map(in_numpy, questions))
+    """Add a row per runtime to each section with a mesh that it takes.
+
+    Returns:
+        The errors of runtimes that failed.
+    """
+    expected = [in_numpy(section.question) for section in sections]
+    taken = {}  # by runtime: the numbers of the sections that it takes
+    for runtime in runtimes:
+        takes = [runtime.takes(section.question.mesh) for section in sections]
+        taken[runtime.name] = [i for i, is_taken in enumerate(takes) if is_taken]
+    total = sum(map(len, taken.values()))
     failures: list[FunctionError] = []
-    taken = {
-        r.name: [i for i, question in enumerate(questions) if r.takes(question.mesh)]
-        for r in runtimes
-    }
     with options.counting("") as count:
         # One after the other: their times are measured, and should not disturb each other.
         for runtime in runtimes:
             numbers = taken[runtime.name]
-            count(description=runtime.name, total=sum(map(len, taken.values())))
-            answers: list[Answer | None] = [None] * len(numbers)
+            questions = [sections[i].question for i in numbers]
+            count(description=runtime.name, total=total)
+            answers: Sequence[Answer | None] = [None] * len(numbers)
             try:
-                answers[:] = runtime.answers([questions[i] for i in numbers], timeout_s)
+                answers = runtime.answers(questions, timeout_s)
             except FunctionError as failure:
                 failures.append(failure)
-            for i, answer in zip(numbers, answers, strict=True):
-                verdict = (
-                    None if answer is None else runtime.judge(questions[i], answer, expected[i])
-                )
-                sections[i].rows.append(RuntimeRow(runtime.name, answer, verdict))
+            for i, question, answer in zip(numbers, questions, answers, strict=True):
+                row = RuntimeRow(runtime.name)
+                if answer is not None:
+                    verdict = runtime.judge(question, answer, expected[i])
+                    row = RuntimeRow(runtime.name, answer, verdict)
+                sections[i].rows.append(row)
             count(advance=len(numbers))
     return failures
 
 
 def print_sections(sections: Sequence[Section], out: Console) -> None:
-    """A heading, every section under its expression, and a summary."""
-    cells = [[_cells(section.question, row) for row in section.rows] for section in sections]
-    # One table to the eye: tables of equal column widths with a line of text between them.
+    """Print a heading, every section under its expression, and a summary."""
     heads = tuple(Text(head, style="bold") for head in _HEAD)
-    columns = zip(heads, *chain(*cells), strict=True)
-    widths = [
-        max(len(line) for cell in column for line in cell.plain.split("\n")) for column in columns
+    rows_of_sections = [
+        [_cells(section.question, row) for row in section.rows] for section in sections
     ]
+    # One table to the eye: tables of equal column widths with a line of text between them.
+    all_rows = [heads, *chain.from_iterable(rows_of_sections)]
+    widths = [max(map(_width, column)) for column in zip(*all_rows, strict=True)]
     out.print(_table(widths, [heads]))
-    for section, rows in zip(sections, cells, strict=True):
-        plan = section.question.plan
-        title = contractions.title(plan) if isinstance(plan, ContractionPlan) else moves.title(plan)
-        back = backward_bytes(plan)
-        planned = f"planned: {format_bytes(plan.bytes_received)} forward"
+    for section, rows in zip(sections, rows_of_sections, strict=True):
         out.print()
-        out.print(
-            lines_of("   ".join(filter(None, (title, section.elsewhere))), out.width, "bold cyan")
-        )
-        out.print(
-            planned + ("" if back is None else f", {format_bytes(back)} backward"), style="dim"
-        )
+        _print_title(section, out)
         out.print(_table(widths, rows))
     out.print()
     out.print(_summary(sections), soft_wrap=True)
 
 
+def _width(cell: Text) -> int:
+    return max(map(len, cell.plain.split("\n")))
+
+
+def _print_title(section: Section, out: Console) -> None:
+    """Print a plan's expression, its name in other systems, and the bytes that are planned."""
+    plan = section.question.plan
+    title = contractions.title(plan) if isinstance(plan, ContractionPlan) else moves.title(plan)
+    if section.elsewhere:
+        title = f"{title}   {section.elsewhere}"
+    out.print(lines_of(title, out.width, "bold cyan"))
+    planned = f"planned: {format_bytes(plan.bytes_received)} forward"
+    planned_backward = backward_bytes(plan)
+    if planned_backward is not None:
+        planned += f", {format_bytes(planned_backward)} backward"
+    out.print(planned, style="dim")
+
+
 def _table(widths: Sequence[int], rows: Sequence[Sequence[Text]]) -> Table:
+    """Return rows as a table with columns of these widths."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for i, width in enumerate(widths):
-        table.add_column(width=width, justify="left" if i in (0, len(widths) - 1) else "right")
+        is_text = i in (0, len(widths) - 1)  # the runtime and the result; between them are numbers
+        table.add_column(width=width, justify="left" if is_text else "right")
     for row in rows:
         table.add_row(*row)
     return table
 
 
 def _cells(question: Question, row: RuntimeRow) -> tuple[Text, ...]:
+    """Return a cell for each column of `_HEAD`."""
     name = Text(row.runtime)
     if row.answer is None or row.verdict is None:
-        return name, *(Text("-", style="dim") for _ in _HEAD[2:]), Text("failed", style="bold red")
+        dashes = [Text("-", style="dim")] * len(_HEAD[2:])
+        return name, *dashes, Text("failed", style="bold red")
     plan = question.plan
     seconds = row.answer.seconds
-    received = _bytes(row.answer.forward_bytes, plan.bytes_received)
-    received_back = _bytes(row.answer.backward_bytes, backward_bytes(plan))
-    differences = _difference(row.verdict.forward), _difference(row.verdict.backward)
-    time = Text("-" if seconds is None else format_seconds(seconds))
-    result = Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red")
-    return name, *differences, received, received_back, time, result
+    return (
+        name,
+        _difference(row.verdict.forward),
+        _difference(row.verdict.backward),
+        _bytes(row.answer.forward_bytes, plan.bytes_received),
+        _bytes(row.answer.backward_bytes, backward_bytes(plan)),
+        Text("-" if seconds is None else format_seconds(seconds)),
+        Text("equal", style="green") if row.agrees else Text("DIFFERENT", style="bold red"),
+    )
 
 
 def _difference(value: float | None) -> Text:
@@ -237,20 +269,24 @@ def _difference(value: float | None) -> Text:
 
 
 def _bytes(measured: int | None, planned: int | None) -> Text:
-    """Marked if they differ, which is the runtime's choice and no error."""
-    text = "-" if measured is None else format_bytes(measured)
-    return Text(text, style="yellow" if measured is not None and measured != planned else "")
+    """Print measured bytes, marked if they differ from the plan: the runtime's choice, and no error."""
+    if measured is None:
+        return Text("-")
+    return Text(format_bytes(measured), style="" if measured == planned else "yellow")
 
 
 def _summary(sections: Sequence[Section]) -> Text:
+    """Say on a line how many runs differed and failed."""
     rows = [row for section in sections for row in section.rows]
-    failed = sum(row.answer is None for row in rows)
-    different = sum(not row.agrees for row in rows) - failed
-    taken = Counter(row.runtime for row in rows)  # not every runtime knows every mesh
-    names = [name if n == len(sections) else f"{name} ({n} of them)" for name, n in taken.items()]
-    what = f"{len(sections)} expression{'s' * (len(sections) > 1)} on {', '.join(names)}: "
-    if not failed and not different:
-        return Text.assemble(what, ("all equal", "bold green"))
-    return Text.assemble(
-        what, (f"{different} different, {failed} failed, of {len(rows)} runs", "bold red")
-    )
+    n_failed = sum(row.answer is None for row in rows)
+    n_different = sum(not row.agrees for row in rows) - n_failed
+    n_taken = Counter(row.runtime for row in rows)
+    names = []
+    for name, n in n_taken.items():  # not every runtime knows every mesh
+        names.append(name if n == len(sections) else f"{name} ({n} of them)")
+    plural = "s" if len(sections) > 1 else ""
+    subject = f"{len(sections)} expression{plural} on {', '.join(names)}: "
+    if not n_failed and not n_different:
+        return Text.assemble(subject, ("all equal", "bold green"))
+    counts = f"{n_different} different, {n_failed} failed, of {len(rows)} runs"
+    return Text.assemble(subject, (counts, "bold red"))

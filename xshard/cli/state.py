@@ -19,11 +19,11 @@ from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.pictures.terminal import console, headed_table
 from xshard.state.files import open_checkpoint, verify
-from xshard.state.files.checkpoint import diff_checkpoints
+from xshard.state.files.difference import diff_checkpoints
 from xshard.state.files.loading import plan_load, read_block
 from xshard.state.files.saving import Source, plan_save, save_blocks
 from xshard.state.llama import named
-from xshard.state.names import names_from_json
+from xshard.state.names import Names, names_from_json
 from xshard.state.progress import reporting
 
 state = typer.Typer(help="Checkpoints: show one, convert one, compare two.", no_args_is_help=True)
@@ -45,17 +45,22 @@ def show_state(
     table = headed_table(*heads, left=("array", "dtype", "layout", "file"))
     out = console()
     with open_checkpoint(path) as checkpoint:
-        sizes = {name: dtypes.n_bytes(x.shape, x.dtype) for name, x in checkpoint.items()}
-        for name, x in checkpoint.items():
-            layout = Text(str(checkpoint.layouts.get(name, "")))
-            file = Text(checkpoint.places[name])
-            shape = "x".join(map(str, x.shape)) or "()"
-            table.add_row(Text(name), shape, x.dtype, layout, format_bytes(sizes[name]), file)
+        total_bytes = 0
+        for name, array in checkpoint.items():
+            array_bytes = dtypes.n_bytes(array.shape, array.dtype)
+            total_bytes += array_bytes
+            table.add_row(
+                Text(name),
+                "x".join(map(str, array.shape)) or "()",
+                array.dtype,
+                Text(str(checkpoint.layouts.get(name, ""))),
+                format_bytes(array_bytes),
+                Text(checkpoint.places[name]),
+            )
         out.print(table)
-        on = f", on {checkpoint.mesh!r}" if checkpoint.mesh else ""
-        out.print(
-            f"{len(checkpoint)} arrays, {format_bytes(sum(sizes.values()))}{on}", soft_wrap=True
-        )
+        mesh = f", on {checkpoint.mesh!r}" if checkpoint.mesh else ""
+        total = f"{len(checkpoint)} arrays, {format_bytes(total_bytes)}{mesh}"
+        out.print(total, soft_wrap=True)
         if check:
             out.print(f"{verify(checkpoint)} checksums are right", soft_wrap=True)
 
@@ -80,29 +85,34 @@ def convert(
 
     Example: xshard state convert hf/ fused/ --names llama-to-fused:32,8,128
     """
+    device_mesh = Mesh.parse(mesh)
+    layouts: Mapping[Any, Any] = _read_json(rules) if rules else {"**": "..."}
     err = console(stderr=True)
-    on = Mesh.parse(mesh)
-    laid: Mapping[Any, Any] = _json(rules) if rules else {"**": "..."}
-    mapping = (
-        names_from_json(_json(names)) if Path(names).is_file() else named(names) if names else None
-    )
     with open_checkpoint(path) as checkpoint:
-        loads = plan_load(checkpoint, laid, on, mapping, dtype=dtype or None)
-        owners = [0] * on.n_devices
+        loads = plan_load(checkpoint, layouts, device_mesh, _names_of(names), dtype=dtype or None)
+        processes = [0] * device_mesh.n_devices  # this one has all devices
         sources = {
-            name: Source(load.target, load.array.dtype, owners) for name, load in loads.items()
+            name: Source(load.target, load.array.dtype, processes) for name, load in loads.items()
         }
         saving = plan_save(sources, shard_bytes=shard_bytes, constants=checkpoint.constants)
-        total = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
+        total_bytes = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
 
-        def block_of(name: str, device: int, kind: str) -> NDArray[Any]:
-            return dtypes.recast(
-                read_block(checkpoint, loads[name], device), loads[name].stored, kind
-            )
+        def block_of(name: str, device: int, target_dtype: str) -> NDArray[Any]:
+            load = loads[name]
+            block = read_block(checkpoint, load, device)
+            return dtypes.recast(block, load.stored, target_dtype)
 
-        with reporting(True, total, err.is_terminal, "written", err) as report:
+        with reporting(True, total_bytes, err.is_terminal, "written", err) as report:
             save_blocks(saving, output, block_of, progress=report)
-    console().print(f"{len(loads)} arrays, {format_bytes(total)}, in {output}", soft_wrap=True)
+    written = f"{len(loads)} arrays, {format_bytes(total_bytes)}, in {output}"
+    console().print(written, soft_wrap=True)
+
+
+def _names_of(text: str) -> Names | None:
+    """Read --names: a JSON file, or the names of a known system; None for empty text."""
+    if Path(text).is_file():
+        return names_from_json(_read_json(text))
+    return named(text) if text else None
 
 
 @state.command("diff")
@@ -119,19 +129,21 @@ def diff(
     """
     older = None if before is None else open_checkpoint(before)
     with open_checkpoint(a) as first, open_checkpoint(b) as second:
-        unequal = list(diff_checkpoints(first, second, older))
-        n = len(first)
-    table = headed_table("array", "difference", left=("array", "difference"))
-    for row in unequal:
-        table.add_row(*map(Text, row))
-    if unequal:
-        console().print(table)
-    console().print(f"{len(unequal)} of {n} arrays differ", soft_wrap=True)
-    if unequal:
+        differences = list(diff_checkpoints(first, second, older))
+        n_arrays = len(first)
+    out = console()
+    if differences:
+        table = headed_table("array", "difference", left=("array", "difference"))
+        for name, difference in differences:
+            table.add_row(Text(name), Text(difference))
+        out.print(table)
+    out.print(f"{len(differences)} of {n_arrays} arrays differ", soft_wrap=True)
+    if differences:
         raise typer.Exit(1)
 
 
-def _json(path: str) -> Any:
+def _read_json(path: str) -> Any:
+    """Read a file of JSON. Raises XshardError with its name."""
     try:
         return json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:

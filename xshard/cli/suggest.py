@@ -48,52 +48,76 @@ def suggest_command(
 
     Example: xshard suggest llama/config.json --mesh dp=8,tp=8 --batch 16 --sequence 8192 --memory 80GiB
     """
-    if bare := [text for text in fixed or () if "=" not in text]:
-        raise PlanError(
-            f"--fixed {bare[0]!r} lacks a layout", hint="as in --fixed 'input_ids=b/dp s'"
-        )
-    kept = dict(text.split("=", 1) for text in fixed or ())
-    on, (model, arrays) = Mesh.parse(mesh), _model_of(config, batch, sequence, name_of(dtype))
+    fixed_layouts = {}
+    for text in fixed or ():
+        name, equals, layout = text.partition("=")
+        if not equals:
+            reason = f"--fixed {text!r} lacks a layout"
+            raise PlanError(reason, hint="as in --fixed 'input_ids=b/dp s'")
+        fixed_layouts[name] = layout
+    device_mesh = Mesh.parse(mesh)
+    model, inputs = _model_of(config, batch, sequence, name_of(dtype))
     with counting("searches") as count:
-        options: dict[str, Any] = {"memory": memory, "profile": profile, "fixed": kept}
-        options["progress"] = lambda done, total: count(completed=done, total=total)
-        plan = import_module("torch_bridge").suggest(model, arrays, on, **options)
-    rules = {
-        name: dict(getattr(plan, name).items()) for name in ("parameters", "inputs", "outputs")
-    }
-    lines = [json.dumps(rules, indent=1)] if as_json else [str(plan), *map(plan.why, why or ())]
+
+        def progress(done: int, total: int) -> None:
+            count(completed=done, total=total)
+
+        # By its name: this package imports no framework.
+        suggestion = import_module("torch_bridge").suggest(
+            model,
+            inputs,
+            device_mesh,
+            memory=memory,
+            profile=profile,
+            fixed=fixed_layouts,
+            progress=progress,
+        )
     if page is not None:
-        page.write_text(suggestion_page(plan), encoding="utf-8")
-    typer.echo("\n".join(lines))
+        page.write_text(suggestion_page(suggestion), encoding="utf-8")
+    if as_json:
+        kinds = ("parameters", "inputs", "outputs")
+        rules = {kind: dict(getattr(suggestion, kind).items()) for kind in kinds}
+        typer.echo(json.dumps(rules, indent=1))
+    else:
+        typer.echo("\n".join([str(suggestion), *map(suggestion.why, why or ())]))
 
 
 def _model_of(path: Path, batch: int, sequence: int, dtype: str) -> tuple[Any, dict[str, Any]]:
-    """A model and its inputs by name, on the meta device. Raises PlanError."""
+    """Build a model and its inputs by name, on the meta device.
+
+    Raises:
+        PlanError: A package is missing, there is no config, or it names no model that takes text or images.
+    """
     try:
         torch = import_module("torch")
         transformers = import_module("transformers")
     except ModuleNotFoundError as error:
-        raise PlanError(
-            f"{error.name} is not installed", hint="pip install torch transformers"
-        ) from None
+        reason = f"{error.name} is not installed"
+        raise PlanError(reason, hint="pip install torch transformers") from None
     if not path.exists():  # transformers would ask the network
-        raise PlanError(
-            f"there is no {str(path)!r}", hint="`hf download NAME config.json` fetches a config"
-        )
+        hint = "`hf download NAME config.json` fetches a config"
+        raise PlanError(f"there is no {str(path)!r}", hint=hint)
     try:
-        how = {"experts_implementation": "batched_mm", "use_cache": False}
-        config = transformers.AutoConfig.from_pretrained(path, **how)
-        kind = getattr(transformers, (config.architectures or ("",))[0])
+        # Products of all experts at once are what can be planned; a cache is for inference.
+        config = transformers.AutoConfig.from_pretrained(
+            path, experts_implementation="batched_mm", use_cache=False
+        )
+        model_class = getattr(transformers, (config.architectures or ("",))[0])
     except (OSError, ValueError, AttributeError):
         hint = 'as in "model_type": "llama", "architectures": ["LlamaForCausalLM"]'
         raise PlanError(f"'{path}' names no model of transformers", hint=hint) from None
-    name = kind.main_input_name
-    images = ("num_channels", "image_size", "image_size")
-    if name not in ("input_ids", "pixel_values"):
+    input_name = model_class.main_input_name
+    if input_name not in ("input_ids", "pixel_values"):
         hint = "`torch_bridge.suggest(model, batch, mesh)` in Python takes any batch"
-        raise PlanError(f"{kind.__name__} takes {name}", hint=hint)
-    shape = [sequence] if name == "input_ids" else [getattr(config, n) for n in images]
+        raise PlanError(f"{model_class.__name__} takes {input_name}", hint=hint)
     with torch.device("meta"):
-        model = kind(config).to(getattr(torch, dtype))
-        x = torch.empty(batch, *shape, dtype=torch.int64 if name == "input_ids" else model.dtype)
-    return model, {name: x, **({"decoder_input_ids": x} if config.is_encoder_decoder else {})}
+        model = model_class(config).to(getattr(torch, dtype))
+        if input_name == "input_ids":
+            x = torch.empty(batch, sequence, dtype=torch.int64)
+        else:
+            size = config.image_size
+            x = torch.empty(batch, config.num_channels, size, size, dtype=model.dtype)
+    inputs = {input_name: x}
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = x
+    return model, inputs

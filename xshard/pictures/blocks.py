@@ -14,17 +14,19 @@ from xshard.pictures.grid import Picture, Strip, reading, roles_text
 from xshard.pictures.rows import Lane, devices_text
 
 MAX_CARDS = 4  # up to here they are drawn one by one
-LONGEST = (160.0, 240.0)
-SHORTEST = 40.0
-LARGEST = 24.0  # pixels: most down and across, least, of a row
-OFFSET = 16.0
-LANE = 30.0
-NARROWEST = 3.0  # pixels between cards, of a lane, of rows in a lane
+# In pixels.
+LONGEST = (160.0, 240.0)  # down and across
+SHORTEST = 40.0  # of a side
+LARGEST = 24.0  # of a row
+OFFSET = 16.0  # between cards
+LANE = 30.0  # breadth
+NARROWEST = 3.0  # rows in a lane
+TEXT_GAP = 6.0  # between a side and the text beside it
 
 
 @dataclass(frozen=True)
 class Side:
-    """A drawn dim and the pixels that it takes. is_shorter: than at the scale of the other dim."""
+    """A drawn dim and the pixels that it takes. `is_shorter`: than at the scale of the other dim."""
 
     strip: Strip
     pixels: float
@@ -37,124 +39,200 @@ class Side:
 
     @property
     def breaks(self) -> list[float]:
-        """The places of marks: rows are missing at the end, or the dim is drawn shorter."""
-        return [self.pixels / 2] * self.is_shorter + [self.pixels] * (
-            self.strip.n_drawn < self.strip.length
-        )
+        """The places of marks: the dim is drawn shorter, or rows are missing at the end."""
+        places = []
+        if self.is_shorter:
+            places.append(self.pixels / 2)
+        if self.strip.n_drawn < self.strip.length:
+            places.append(self.pixels)
+        return places
 
     @property
     def blocks(self) -> list[tuple[float, float]]:
-        """The blocks in pixels."""
+        """The blocks in pixels: (start, stop)."""
         return [(start * self.unit, stop * self.unit) for start, stop in self.strip.blocks]
 
 
 def grid_drawing(drawn: Picture) -> Shape:
-    """The cards of a picture to scale, lanes for overlaps beside them, and below them what the marks mean."""
+    """Draw the cards of a picture to scale.
+
+    Lanes for overlaps stand beside them, and below them what the marks mean.
+    """
     down, across = sides = _sides(drawn)
-    cards = min(len(drawn.cards), MAX_CARDS)
-    shapes = [
-        shape for card in reversed(range(cards)) for shape in _card(drawn, card, down, across)
-    ]
-    shapes += [
-        el.label(-6, y, side.strip.head, "end")
-        for y, side in ((-6, down), (down.pixels + 14, across))
-    ]
-    shapes += [el.label(x, y + 4, "≈") for x in (0, across.pixels) for y in down.breaks]
-    shapes += [el.label(x, y + 4, "≈") for x in across.breaks for y in (0, down.pixels)]
-    for text, (start, stop) in zip(down.strip.texts, down.blocks, strict=True):
-        shapes += el.label_in((-6 - len(text) * el.CHAR, start, -6, stop), text)
-    for text, (start, stop) in zip(across.strip.texts, across.blocks, strict=True):
-        shapes += el.label_in((start, down.pixels + 2, stop, down.pixels + 18), text)
-    starts = across.pixels + (cards - 1) * OFFSET + el.GAP, down.pixels + 2 * el.LINE
-    for side, start in zip(sides, starts, strict=True):
-        for number, lane in enumerate(side.strip.lanes):
-            shapes += _lane(lane, side, start + number * (LANE + 4), is_down=side is down)
+    n_cards = min(len(drawn.cards), MAX_CARDS)
+    shapes: list[Shape] = []
+    for card in reversed(range(n_cards)):  # the first card covers the others
+        shapes += _card(drawn, card, down, across)
+    shapes += _side_texts(down, across)
+    place = across.pixels + (n_cards - 1) * OFFSET + el.GAP
+    shapes += _lanes(down, place, is_down=True)
+    shapes += _lanes(across, down.pixels + 2 * el.LINE, is_down=False)
     low = max(shape.box[3] for shape in shapes) + el.LINE
-    lines = enumerate(_captions(drawn, sides))
-    return el.framed(
-        [*shapes, *(el.label(0, low + n * el.LINE, line, "start") for n, line in lines)]
-    )
+    for number, line in enumerate(_captions(drawn, sides)):
+        shapes.append(el.label(0, low + number * el.LINE, line, "start"))
+    return el.framed(shapes)
+
+
+def _side_texts(down: Side, across: Side) -> Iterator[Shape]:
+    """Draw the dims' names, signs for rows that are missing, and the rows of every block."""
+    yield el.label(-TEXT_GAP, -TEXT_GAP, down.strip.head, "end")
+    yield el.label(-TEXT_GAP, down.pixels + 14, across.strip.head, "end")
+    for x in (0, across.pixels):
+        for y in down.breaks:
+            yield el.label(x, y + 4, "≈")
+    for x in across.breaks:
+        for y in (0, down.pixels):
+            yield el.label(x, y + 4, "≈")
+    for text, (start, stop) in zip(down.strip.texts, down.blocks, strict=True):
+        yield from el.label_in((-TEXT_GAP - len(text) * el.CHAR, start, -TEXT_GAP, stop), text)
+    for text, (start, stop) in zip(across.strip.texts, across.blocks, strict=True):
+        yield from el.label_in((start, down.pixels + 2, stop, down.pixels + 18), text)
 
 
 def _sides(drawn: Picture) -> tuple[Side, Side]:
-    """Rows and columns at one scale, unless one of them is too short to be seen at the other's."""
-    lengths = [strip.n_drawn for strip in drawn.sides]
-    unit = min(LARGEST, *(most / n for most, n in zip(LONGEST, lengths, strict=True)))
-    pixels = [max(n * unit, SHORTEST) for n in lengths]
-    units = [size / n for size, n in zip(pixels, lengths, strict=True)]
-    is_shorter = [len(drawn.strips) == 2 and units[i] < 0.99 * units[1 - i] for i in (0, 1)]
-    down, across = map(Side, drawn.sides, pixels, is_shorter)
-    return down, across
+    """Draw rows and columns at one scale, unless one of them is too short to be seen at the other's."""
+    n_rows, n_columns = (strip.n_drawn for strip in drawn.sides)
+    unit = min(LARGEST, LONGEST[0] / n_rows, LONGEST[1] / n_columns)
+    height = max(n_rows * unit, SHORTEST)
+    width = max(n_columns * unit, SHORTEST)
+    row_unit = height / n_rows
+    column_unit = width / n_columns
+    is_two_dims = len(drawn.strips) == 2
+    down, across = drawn.sides
+    return (
+        Side(down, height, is_two_dims and row_unit < 0.99 * column_unit),
+        Side(across, width, is_two_dims and column_unit < 0.99 * row_unit),
+    )
 
 
 def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape]:
-    """The array on one card, which cards in front of it cover but for a strip above and one on the right."""
+    """Draw the array on one card.
+
+    Cards in front of it cover it, but for a strip above and one on the right.
+    """
     x = card * OFFSET
     y = -card * OFFSET
-    patterns = [role if role in el.STROKES else "sum" for role, _ in drawn.roles if role in TAGS]
     for i, (top, bottom) in enumerate(down.blocks):
         for j, (left, right) in enumerate(across.blocks):
             device = int(drawn.cards[card, i, j])
-            box = x + left, y + top, x + right, y + bottom
+            box = (x + left, y + top, x + right, y + bottom)
             fill = el.SHARED if drawn.has_replicas else el.colour((device,))
-            yield el.rectangle(
-                box, fill, f"d{device}", f'data-device="{device}" data-card="{card}"'
-            )
-            again = "" if drawn.has_replicas else str(device // len(el.COLOURS) % 4)
-            names = (name for name in (*patterns, again) if name in el.STROKES)
-            yield from (el.rectangle(box, f"url(#xs-{name})") for name in names)
-            above = (*box[:3], min(box[3], box[1] + OFFSET)) if i == 0 else box[:1] * 4
-            beside = (
-                (max(box[0], box[2] - OFFSET), *box[1:]) if right == across.pixels else box[:1] * 4
-            )
-            seen = sorted(
-                (above, beside), key=lambda part: (part[2] - part[0]) * (part[1] - part[3])
-            )
-            texts = (el.label_in(part, str(device), fill) for part in (seen if card else [box]))
-            yield from next(filter(None, texts), ())
+            data = f'data-device="{device}" data-card="{card}"'
+            yield el.rectangle(box, fill, f"d{device}", data)
+            for name in _block_patterns(drawn, device):
+                yield el.rectangle(box, f"url(#xs-{name})")
+            visible = [box]
+            if card:
+                is_last = right == across.pixels
+                visible = _visible_parts(box, is_first_row=i == 0, is_last_column=is_last)
+            yield from _first_label_that_fits(visible, str(device), fill)
+
+
+def _block_patterns(drawn: Picture, device: int) -> Iterator[str]:
+    """Name the patterns over a block: what its values are, and whether its colour is used already."""
+    for role, _ in drawn.roles:
+        if role in TAGS:
+            yield role if role in el.STROKES else "sum"
+    if not drawn.has_replicas:
+        # There are fewer colours than devices: with patterns "1" to "3" there are four times as many.
+        pattern = str(device // len(el.COLOURS) % 4)
+        if pattern in el.STROKES:
+            yield pattern
+
+
+def _visible_parts(box: el.Box, *, is_first_row: bool, is_last_column: bool) -> list[el.Box]:
+    """Return the parts of a block that cards in front leave free, the larger one first."""
+    left, top, right, bottom = box
+    nothing = (left, left, left, left)
+    above = (left, top, right, min(bottom, top + OFFSET)) if is_first_row else nothing
+    beside = (max(left, right - OFFSET), top, right, bottom) if is_last_column else nothing
+    return sorted((above, beside), key=_minus_area)
+
+
+def _minus_area(box: el.Box) -> float:
+    left, top, right, bottom = box
+    return (right - left) * (top - bottom)
+
+
+def _first_label_that_fits(boxes: Sequence[el.Box], text: str, fill: str) -> list[Shape]:
+    for box in boxes:
+        shapes = el.label_in(box, text, fill)
+        if shapes:
+            return shapes
+    return []
+
+
+def _lanes(side: Side, first_place: float, *, is_down: bool) -> Iterator[Shape]:
+    """Draw the lanes of a dim side by side."""
+    for number, lane in enumerate(side.strip.lanes):
+        yield from _lane(lane, side, first_place + number * (LANE + 4), is_down=is_down)
 
 
 def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Shape]:
-    """A block of an overlapping dim, beside its own rows: rows of others in the colour of their owner."""
+    """Draw a block of an overlapping dim beside its own rows.
+
+    Rows of others have the colour of their owner.
+    """
     is_fold = isinstance(side.strip.dim.overlap, Fold)
-    ahead = list(itertools.takewhile(lambda group: group.origin != "own", lane.groups))
     sizes = [max(group.rows * side.unit, NARROWEST) for group in lane.groups]
-    ahead = ahead if len(ahead) < len(lane.groups) else []
-    start = (lane.start + sum(group.rows for group in ahead)) * side.unit - sum(sizes[: len(ahead)])
-    edges = itertools.pairwise(itertools.accumulate(sizes, initial=start))
+    edges = itertools.pairwise(itertools.accumulate(sizes, initial=_lane_top(lane, side, sizes)))
     for group, (first, last) in zip(lane.groups, edges, strict=True):
         box = (place, first, place + LANE, last) if is_down else (first, place, last, place + LANE)
         fill = el.colour(group.owner) if group.owner else "none"
-        arrow = ("→" if is_fold else "←") if group.owner and group.origin != "own" else ""
-        text = arrow + (group.text or devices_text(group.owner))
+        arrow = ""
+        if group.owner and group.origin != "own":
+            arrow = "→" if is_fold else "←"
+        owner = devices_text(group.owner)
+        text = f"{arrow}{group.text or owner}"
         said = f"d{devices_text(lane.devices)}: {group.rows} rows, {group.origin} {text}"
-        dashes = ' stroke-dasharray="3 2"' if group.origin in ("before", "after") else ""
-        yield el.rectangle(
-            box, fill, said, f'data-origin="{group.origin}" data-rows="{group.rows}"{dashes}'
-        )
+        data = f'data-origin="{group.origin}" data-rows="{group.rows}"'
+        if group.origin in ("before", "after"):
+            data += ' stroke-dasharray="3 2"'  # outside the array
+        yield el.rectangle(box, fill, said, data)
         if arrow:
             yield el.rectangle(box, f"url(#xs-{'fold' if is_fold else 'halo'})")
-        yield from el.label_in(box, text, fill) or el.label_in(
-            box, f"{arrow}{devices_text(group.owner)}", fill
-        )
+        label = el.label_in(box, text, fill)
+        if not label:
+            label = el.label_in(box, f"{arrow}{owner}", fill)
+        yield from label
+
+
+def _lane_top(lane: Lane, side: Side, sizes: Sequence[float]) -> float:
+    """Return where a lane begins, so that its own rows are beside the same rows of the array."""
+    n_ahead = 0
+    rows_ahead = 0
+    for group in lane.groups:
+        if group.origin == "own":
+            break
+        n_ahead += 1
+        rows_ahead += group.rows
+    if n_ahead == len(lane.groups):  # no own rows
+        return lane.start * side.unit
+    return (lane.start + rows_ahead) * side.unit - sum(sizes[:n_ahead])
 
 
 def _captions(drawn: Picture, sides: Sequence[Side]) -> Iterator[str]:
-    """The meaning of the marks of a picture, a line each."""
+    """Say what the marks of a picture mean, a line each."""
     if drawn.roles:
-        many = f" ({MAX_CARDS} drawn)" if len(drawn.cards) > MAX_CARDS else ""
-        yield f"{len(drawn.cards)} cards{many}: {roles_text(drawn)}"
+        n_cards = len(drawn.cards)
+        partly = f" ({MAX_CARDS} drawn)" if n_cards > MAX_CARDS else ""
+        yield f"{n_cards} cards{partly}: {roles_text(drawn)}"
     for side in sides:
-        dim = side.strip.dim
-        lanes = side.strip.lanes
         if side.is_shorter:
-            yield f"≈: {dim.name} is drawn shorter than at the scale of the other dim"
-        if lanes:
-            n = drawn.sharding.mesh.size(*dim.axes)
-            many = f" ({len(lanes)} of {n} drawn)" if len(lanes) < n else ""
-            mark = "→: added at" if isinstance(dim.overlap, Fold) else "←: copied from"
-            has_rows = any(
-                group.text.strip("-")[:1] == "r" for lane in lanes for group in lane.groups
-            )
-            yield f"blocks of {dim.name}{many}; {mark} a device{' (r: rows)' * has_rows}"
+            yield f"≈: {side.strip.dim.name} is drawn shorter than at the scale of the other dim"
+        if side.strip.lanes:
+            yield _caption_of_lanes(drawn, side.strip)
     yield from reading(drawn)
+
+
+def _caption_of_lanes(drawn: Picture, strip: Strip) -> str:
+    """Say what the arrows in lanes mean, and the letter r."""
+    dim = strip.dim
+    n_blocks = drawn.sharding.mesh.size(*dim.axes)
+    n_lanes = len(strip.lanes)
+    partly = f" ({n_lanes} of {n_blocks} drawn)" if n_lanes < n_blocks else ""
+    mark = "→: added at" if isinstance(dim.overlap, Fold) else "←: copied from"
+    texts = [group.text for lane in strip.lanes for group in lane.groups]
+    has_rows = any(text.strip("-").startswith("r") for text in texts)
+    letter = " (r: rows)" if has_rows else ""
+    return f"blocks of {dim.name}{partly}; {mark} a device{letter}"

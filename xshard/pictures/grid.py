@@ -16,6 +16,7 @@ from xshard.notation.overlap import Fold, Halo, Reads, Window
 from xshard.notation.parser import SEGMENTS, Dim
 from xshard.pictures.rows import MAX_BLOCKS, Lane, devices_text, lanes_of, rows_in_order
 
+# What the marks of the notation mean, for the notes below a picture.
 _ORDER_TEXT = {
     "block": "in contiguous chunks",
     "balanced": "in contiguous chunks that differ by at most one row",
@@ -43,9 +44,14 @@ _TAG_TEXT = {
 
 @dataclass(frozen=True)
 class Strip:
-    """A drawn dim: its blocks (start, stop) in order, their owners along the dim's axes, and its lanes.
+    """A drawn dim.
 
-    The blocks end before `length` if there are too many; lanes: the first blocks with their overlaps.
+    Attributes:
+        dim: The dim, with its shards and its overlap.
+        length: Its length in the array.
+        blocks: (start, stop) of each block in order. They end before `length` if there are too many.
+        owners: The owner of each block, as an index along the dim's axes.
+        lanes: The first blocks with their overlaps.
     """
 
     dim: Dim
@@ -61,14 +67,19 @@ class Strip:
 
     @property
     def head(self) -> str:
+        """The dim's name and length, beside the strip."""
         return f"{self.dim.name} {self.length}" if self.dim.name else ""
 
     @property
     def texts(self) -> list[str]:
-        """The rows of every block, as in `0-3`."""
-        return [
-            f"{a}-{b - 1}" if a < b - 1 else f"{a}" if self.dim.name else "" for a, b in self.blocks
-        ]
+        """The rows of every block: "0-3"."""
+        return [self._rows(start, stop - 1) for start, stop in self.blocks]
+
+    def _rows(self, first: int, last: int) -> str:
+        if first < last:
+            return f"{first}-{last}"
+        # The one row of a dim that does not exist has no number.
+        return f"{first}" if self.dim.name else ""
 
 
 NO_DIM = Strip(Dim(""), 1, ((0, 1),), (0,))  # rows or columns of an array of fewer dims
@@ -78,10 +89,16 @@ NO_DIM = Strip(Dim(""), 1, ((0, 1),), (0,))  # rows or columns of an array of fe
 class Picture:
     """The blocks of an array and the devices that own them, by number.
 
-    sides: the strips of rows and columns. cards: the array once for each place along the axes in `roles`, as
-    the owners of its blocks in rows and columns. roles: how the cards along some axes relate, by a tag,
-    `replicas`, or the name of a sharded dim that is not drawn. empty: devices without elements. notes: the
-    roles of the mesh axes, in words.
+    The array is drawn as a stack of cards: once for each place along the axes that shard no drawn dim.
+
+    Attributes:
+        sharding: The sharding.
+        sides: The strips of rows and columns.
+        cards: The owner of each block: [cards, rows, columns].
+        roles: How the cards along some axes relate: by a tag, `replicas`, or the name of a sharded dim
+            that is not drawn; and the axes.
+        empty: Devices without elements.
+        notes: The roles of the mesh axes, in words.
     """
 
     sharding: Sharding
@@ -98,63 +115,92 @@ class Picture:
 
     @property
     def has_replicas(self) -> bool:
+        """Whether several devices hold the same values."""
         return any(role == "replicas" for role, _ in self.roles)
 
 
 def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int] = ()) -> Picture:
-    """A sharding -> its picture along one or two dims, by default sharded ones first.
+    """Make the picture of a sharding along one or two dims.
 
-    devices: the number of every device of the mesh, in its order; 0, 1, 2, ... by default.
+    Args:
+        sharding: The sharding.
+        dims: The dims to draw. Default: the first two, sharded ones before others.
+        devices: The number of every device of the mesh, in its order. Default: 0, 1, 2, ...
     """
-    drawn = _drawn(sharding, dims)
-    layout = sharding.layout
+    drawn = _drawn_dims(sharding, dims)
     mesh = sharding.mesh
     numbers = np.array(devices or range(mesh.n_devices))
-    *_, down, across = (NO_DIM, NO_DIM, *(_strip(sharding, d, numbers) for d in drawn))
-    others = set(mesh.long_axes).difference(down.dim.axes, across.dim.axes)
-    replicas = "replicas", tuple(axis for axis in mesh.long_axes if axis not in layout.axes)
-    every = *((dim.name, dim.axes) for dim in layout.dims), *layout.tags, replicas
-    named = ((role, tuple(axis for axis in axes if axis in others)) for role, axes in every)
-    roles = tuple((role, axes) for role, axes in named if axes)
-    along = tuple(axis for _, axes in roles for axis in axes), down.dim.axes, across.dim.axes
-    table = np.zeros([mesh.size(*axes) for axes in along], np.int64)  # card, row, column
-    table[tuple(map(mesh.indices, along))] = numbers
-    rows, columns = (np.array(side.owners, np.int64) for side in (down, across))
-    dims_of = range(len(sharding.shape))
-    is_empty = [
-        not all(n_rows(sharding.owned(d, i)) for d in dims_of) for i in range(mesh.n_devices)
-    ]
-    cards = table[:, rows[:, None], columns]
-    empty = tuple(numbers[is_empty].tolist())
-    return Picture(sharding, (down, across), cards, roles, empty, _notes(sharding, drawn))
+    strips = [_strip(sharding, d, numbers) for d in drawn]
+    down, across = [NO_DIM] * (2 - len(strips)) + strips
+    roles = _roles(sharding, {*down.dim.axes, *across.dim.axes})
+    card_axes = tuple(axis for _, axes in roles for axis in axes)
+    directions = (card_axes, down.dim.axes, across.dim.axes)
+    owner_table = np.zeros([mesh.size(*axes) for axes in directions], np.int64)
+    owner_table[tuple(map(mesh.indices, directions))] = numbers
+    rows = np.array(down.owners, np.int64)
+    columns = np.array(across.owners, np.int64)
+    is_empty = [_is_empty(sharding, device) for device in range(mesh.n_devices)]
+    return Picture(
+        sharding,
+        sides=(down, across),
+        cards=owner_table[:, rows[:, None], columns],
+        roles=roles,
+        empty=tuple(numbers[is_empty].tolist()),
+        notes=_notes(sharding, drawn),
+    )
+
+
+def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Say what each axis does that shards no drawn dim: (role, axes)."""
+    mesh = sharding.mesh
+    layout = sharding.layout
+    other_axes = set(mesh.long_axes) - drawn_axes
+    replica_axes = tuple(axis for axis in mesh.long_axes if axis not in layout.axes)
+    all_roles = [(dim.name, dim.axes) for dim in layout.dims]
+    all_roles += [*layout.tags, ("replicas", replica_axes)]
+    roles = []
+    for role, axes in all_roles:
+        card_axes = tuple(axis for axis in axes if axis in other_axes)
+        if card_axes:
+            roles.append((role, card_axes))
+    return tuple(roles)
+
+
+def _is_empty(sharding: Sharding, device: int) -> bool:
+    """Return whether a device owns no element."""
+    return any(n_rows(sharding.owned(d, device)) == 0 for d in range(len(sharding.shape)))
 
 
 def title(sharding: Sharding) -> str:
-    """Which array lies where."""
+    """Say which array lies where."""
     return f"{sharding.layout}   {list(sharding.shape)} on {sharding.mesh}"
 
 
 def roles_text(drawn: Picture) -> str:
-    """The relation of the cards to each other, as in `sum over tp, replicas over dp`; "" for one card."""
+    """Say how the cards relate: "sum over tp, replicas over dp"; "" for one card."""
     return ", ".join(f"{role} over {' x '.join(axes)}" for role, axes in drawn.roles)
 
 
 def cell_text(drawn: Picture, i: int, j: int) -> str:
-    """The devices of a cell, as in `d0`, and `sum d0-3` if they do not hold replicas."""
+    """Return the devices of a cell: "d0", and "sum d0-3" if they do not hold replicas."""
     roles = "".join(f"{role} " for role, _ in drawn.roles if role != "replicas")
     return f"{roles}d{devices_text(sorted(drawn.cards[:, i, j].tolist()))}"
 
 
 def reading(drawn: Picture) -> list[str]:
-    """Explanations of the marks in this picture."""
-    cut_off = (strip for strip in drawn.strips if strip.n_drawn < strip.length)
-    marks = [
-        f"only the first {s.n_drawn} of {s.length} rows of {s.dim.name} are drawn" for s in cut_off
-    ]
-    return marks + [f"empty: d{devices_text(drawn.empty)}"] * bool(drawn.empty)
+    """Explain the marks in this picture."""
+    lines = []
+    for strip in drawn.strips:
+        if strip.n_drawn < strip.length:
+            n_rows_text = f"{strip.n_drawn} of {strip.length} rows of {strip.dim.name}"
+            lines.append(f"only the first {n_rows_text} are drawn")
+    if drawn.empty:
+        lines.append(f"empty: d{devices_text(drawn.empty)}")
+    return lines
 
 
-def _drawn(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
+def _drawn_dims(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
+    """Choose the dims to draw. Raises ShapeError for dims that do not exist, and for more than two."""
     names = sharding.layout.names
     for name in dims:
         if name not in names:
@@ -165,42 +211,48 @@ def _drawn(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
         raise ShapeError(f"a picture has one or two dims, not {', '.join(dims)}")
     if dims:
         return tuple(map(names.index, dims))
-    cut = [d for d, dim in enumerate(sharding.layout.dims) if dim.axes]
-    whole = [d for d in reversed(range(len(names))) if d not in cut]
-    return tuple(sorted((*cut, *whole)[:2]))
+    sharded = [d for d, dim in enumerate(sharding.layout.dims) if dim.axes]
+    whole = [d for d in reversed(range(len(names))) if d not in sharded]
+    return tuple(sorted([*sharded, *whole][:2]))
 
 
 def _strip(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Strip:
-    """The blocks between all positions where rows of some device begin or end."""
+    """Find the blocks between all positions where rows of some device begin or end."""
     length = sharding.shape[d]
     rows = rows_in_order(sharding, d)
-    edges = np.unique(np.concatenate([rows.start, rows.start + rows.length, [0, length]]))[
-        : MAX_BLOCKS + 1
-    ]
+    edges = np.unique(np.concatenate([rows.start, rows.start + rows.length, [0, length]]))
+    edges = edges[: MAX_BLOCKS + 1]
+    # The last rows that begin at or before a block are those that contain it.
     owners = rows.block[np.searchsorted(rows.start, edges[:-1], side="right") - 1]
-    blocks = tuple(itertools.pairwise(edges.tolist()))
-    lanes = tuple(lanes_of(sharding, d, numbers))
-    return Strip(sharding.layout.dims[d], length, blocks, tuple(owners.tolist()), lanes)
+    return Strip(
+        dim=sharding.layout.dims[d],
+        length=length,
+        blocks=tuple(itertools.pairwise(edges.tolist())),
+        owners=tuple(owners.tolist()),
+        lanes=tuple(lanes_of(sharding, d, numbers)),
+    )
 
 
 def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
+    """Say in words what every mesh axis does."""
     layout = sharding.layout
-    mesh = sharding.mesh
-    shards = [(dim.name, shard) for dim in layout.dims for shard in dim.shards]
-    cuts = [
-        f"{name} is cut over {' x '.join(s.axes)}, {_ORDER_TEXT[s.order]}" for name, s in shards
-    ]
-    wide = [dim for dim in layout.dims if dim.overlap is not None]
-    overlaps = [f"{d.name} overlaps: {_OVERLAP_TEXT[type(d.overlap)]} ({d.overlap})" for d in wide]
-    tags = [f"along {', '.join(axes)} {_TAG_TEXT[kind]}" for kind, axes in layout.tags]
-    replicas = [a for a in mesh.long_axes if a not in layout.axes]
-    whole = (
-        [f"along {', '.join(replicas)} all devices hold the same values (replicas)"]
-        if replicas
-        else []
-    )
-    others = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
-    flat = [
-        f"not drawn: {', '.join(others)}, cut too; devices that share a block here differ there"
-    ]
-    return (*cuts, *overlaps, *tags, *whole, *(flat if others else ()))
+    notes = []
+    for dim in layout.dims:
+        for shard in dim.shards:
+            cut = f"is cut over {' x '.join(shard.axes)}"
+            notes.append(f"{dim.name} {cut}, {_ORDER_TEXT[shard.order]}")
+    for dim in layout.dims:
+        if dim.overlap is not None:
+            meaning = _OVERLAP_TEXT[type(dim.overlap)]
+            notes.append(f"{dim.name} overlaps: {meaning} ({dim.overlap})")
+    for kind, axes in layout.tags:
+        notes.append(f"along {', '.join(axes)} {_TAG_TEXT[kind]}")
+    replica_axes = [axis for axis in sharding.mesh.long_axes if axis not in layout.axes]
+    if replica_axes:
+        replicas = ", ".join(replica_axes)
+        notes.append(f"along {replicas} all devices hold the same values (replicas)")
+    hidden = [dim.name for d, dim in enumerate(layout.dims) if dim.axes and d not in drawn]
+    if hidden:
+        names = ", ".join(hidden)
+        notes.append(f"not drawn: {names}, cut too; devices that share a block here differ there")
+    return tuple(notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +15,20 @@ from xshard.layout.block_rows import RowSpan, all_row_spans, boundary_at
 from xshard.layout.runs import FILL, Pieces, Run, Runs, merge_adjacent, n_rows, pieces, unrolled
 from xshard.notation.overlap import Fold, Overlap, unfolded
 
-# Most blocks drawn along a dim, as a cyclic cut of a long dim has as many blocks as rows; most lanes.
-MAX_BLOCKS = 64
+MAX_BLOCKS = 64  # drawn along a dim: a cyclic cut of a long dim has as many blocks as rows
 MAX_LANES = 16
+NO_OWNER = -1  # of rows outside the array
 
 
 @dataclass(frozen=True)
 class RowGroup:
     """Consecutive rows of a block of an overlapping dim, all with one owner, in local order.
 
-    origin: as in `RowSpan`. owner: the devices that own the rows; none for rows that a boundary fills.
-    text: the value or the rows in the place of rows beyond the array; "" inside it.
+    Attributes:
+        rows: How many rows.
+        origin: As in `RowSpan`: "own", "near", "before" or "after".
+        owner: The devices that own the rows; none for rows that a boundary fills.
+        text: The value or the rows in the place of rows beyond the array; "" inside it.
     """
 
     rows: int
@@ -35,7 +39,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Lane:
-    """The block of some devices along an overlapping dim. start: the position of its first row."""
+    """The block of some devices along an overlapping dim. `start` is the position of its first row."""
 
     devices: tuple[int, ...]
     start: int
@@ -43,91 +47,146 @@ class Lane:
 
 
 def rows_text(runs: Runs, most: int = 6) -> str:
-    """Runs in local order as text, at most `most` pieces, as in `1 fill, 0-2, 4-24 step 8`."""
-    texts = [text for run in merge_adjacent(runs) for text in _run_texts(run, most)]
-    return ", ".join([*texts[:most], *["..."] * (len(texts) > most)]) or "none"
+    """Write runs in local order as text, at most `most` pieces: "1 fill, 0-2, 4-24 step 8"."""
+    texts: list[str] = []
+    for run in merge_adjacent(runs):
+        texts += _run_texts(run, most)
+    if len(texts) > most:
+        texts = [*texts[:most], "..."]
+    return ", ".join(texts) or "none"
 
 
 def devices_text(devices: Sequence[int]) -> str:
-    """Device numbers as text, with ranges and even steps, as in `0-3`, `0,4` and `0-12 step 4`."""
+    """Write device numbers as text, with ranges and even steps: "0-3", "0,4", "0-12 step 4"."""
     steps = set(np.diff(devices).tolist())
-    is_even = len(devices) > 2 and len(steps) == 1
-    even = (Run(devices[0], 1, len(devices), steps.pop()),) if is_even else ()
-    return rows_text(even or tuple(Run(device, 1) for device in devices), most=3).replace(", ", ",")
+    if len(devices) > 2 and len(steps) == 1:
+        runs: Runs = (Run(devices[0], 1, len(devices), steps.pop()),)
+    else:
+        runs = tuple(Run(device, 1) for device in devices)
+    return rows_text(runs, most=3).replace(", ", ",")
 
 
 def rows_in_order(sharding: Sharding, d: int) -> Pieces:
-    """The rows of a dim in order, as far as a strip can reach, with their owners along the dim's axes."""
-
-    def drawn(run: Run) -> Run:
-        return run._replace(repeats=min(run.repeats, MAX_BLOCKS + 1)) if run.stride > 0 else run
-
-    rows = pieces(tuple(map(drawn, runs)) for runs in sharding.owners(d))
+    """Sort the rows of a dim, as far as a strip can reach, with their owners along the dim's axes."""
+    rows = pieces(tuple(map(_first_repeats, runs)) for runs in sharding.owners(d))
     return rows.take(np.argsort(rows.start, kind="stable"))
 
 
+def _first_repeats(run: Run) -> Run:
+    """Cut off the repeats of a run that come behind the last block that is drawn."""
+    if run.stride <= 0:
+        return run
+    return run._replace(repeats=min(run.repeats, MAX_BLOCKS + 1))
+
+
+class OwnedRun(NamedTuple):
+    """Consecutive rows of a block with one owner: an index along the dim's axes, or NO_OWNER."""
+
+    origin: str
+    owner: int
+    run: Run
+
+
+def _origin_and_owner(owned: OwnedRun) -> tuple[str, int]:
+    """Return what all rows of a `RowGroup` have in common."""
+    return owned.origin, owned.owner
+
+
 def lanes_of(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Iterator[Lane]:
-    """The block at every index along the axes of an overlapping dim."""
+    """Yield the block at every index along the axes of an overlapping dim.
+
+    Args:
+        sharding: The sharding.
+        d: The dim.
+        numbers: The number of every device of the mesh.
+    """
     dim = sharding.layout.dims[d]
-    length = sharding.shape[d]
     if dim.overlap is None:
         return
-    index = sharding.mesh.indices(dim.axes)
-    every = all_row_spans(dim, length, sharding.mesh.sizes_of(dim.axes))
+    block_of_device = sharding.mesh.indices(dim.axes)
+    spans_of_blocks = all_row_spans(dim, sharding.shape[d], sharding.mesh.sizes_of(dim.axes))
     owners = rows_in_order(sharding, d)
-    for number, spans in enumerate(every[:MAX_LANES]):
-        owned_runs = list(itertools.islice(_pieces_of(spans, owners), MAX_BLOCKS))
+    for block, spans in enumerate(spans_of_blocks[:MAX_LANES]):
+        owned_runs = list(itertools.islice(_owned_runs(spans, owners), MAX_BLOCKS))
         groups = []
-        for (origin, owner), same in itertools.groupby(owned_runs, key=lambda piece: piece[:2]):
-            runs = tuple(run for _, _, run in same)
-            text = _beyond_text(dim.overlap, origin, runs) if origin in ("before", "after") else ""
-            groups.append(
-                RowGroup(n_rows(runs), origin, tuple(numbers[index == owner].tolist()), text)
-            )
-        ahead = itertools.takewhile(lambda group: group.origin == "before", groups)
-        before = sum(group.rows for group in ahead)
-        inside = (run.start for origin, _, run in owned_runs if origin in ("own", "near"))
-        start = -before if before else next(inside, length)
-        yield Lane(tuple(numbers[index == number].tolist()), start, tuple(groups))
+        for (origin, owner), same in itertools.groupby(owned_runs, _origin_and_owner):
+            runs = tuple(owned.run for owned in same)
+            text = ""
+            if origin in ("before", "after"):
+                text = _beyond_text(dim.overlap, origin, runs)
+            devices = tuple(numbers[block_of_device == owner].tolist())
+            groups.append(RowGroup(n_rows(runs), origin, devices, text))
+        start = _lane_start(groups, owned_runs, sharding.shape[d])
+        devices = tuple(numbers[block_of_device == block].tolist())
+        yield Lane(devices, start, tuple(groups))
 
 
-def _pieces_of(spans: Iterable[RowSpan], owners: Pieces) -> Iterator[tuple[str, int, Run]]:
-    """The rows of a block as runs with one owner each, -1 for none: (origin, owner, run)."""
-    stops = owners.start + owners.length
-    for whole, origin in spans:
-        for run in (whole,) if whole.start == FILL else unrolled((whole,)):
-            start = run.start
-            stop = run.start + run.length
-            while start != FILL and start < stop:
-                i = int(np.searchsorted(stops, start, side="right"))
-                end = min(stop, int(stops[i])) if i < len(stops) else stop
-                yield (
-                    origin,
-                    int(owners.block[i]) if i < len(stops) else -1,
-                    Run(start, end - start),
-                )
-                start = end
-            if run.start == FILL:
-                yield origin, -1, run
+def _lane_start(groups: Sequence[RowGroup], owned_runs: Sequence[OwnedRun], length: int) -> int:
+    """Return the position of a block's first row; negative if the block begins before the array."""
+    n_before = 0
+    for group in groups:
+        if group.origin != "before":
+            break
+        n_before += group.rows
+    if n_before:
+        return -n_before
+    for owned in owned_runs:
+        if owned.origin in ("own", "near"):
+            return owned.run.start
+    return length
+
+
+def _owned_runs(spans: Iterable[RowSpan], owners: Pieces) -> Iterator[OwnedRun]:
+    """Divide the rows of a block into runs with one owner each."""
+    for runs, origin in spans:
+        if runs.start == FILL:
+            yield OwnedRun(origin, NO_OWNER, runs)
+            continue
+        for run in unrolled((runs,)):
+            yield from _divide_by_owner(run, origin, owners)
+
+
+def _divide_by_owner(run: Run, origin: str, owners: Pieces) -> Iterator[OwnedRun]:
+    """Divide consecutive rows where their owner changes."""
+    owner_stops = owners.start + owners.length
+    start = run.start
+    stop = run.start + run.length
+    while start < stop:
+        i = int(np.searchsorted(owner_stops, start, side="right"))
+        if i < len(owner_stops):
+            owner = int(owners.block[i])
+            end = min(stop, int(owner_stops[i]))
+        else:  # behind the rows that are drawn
+            owner = NO_OWNER
+            end = stop
+        yield OwnedRun(origin, owner, Run(start, end - start))
+        start = end
 
 
 def _beyond_text(overlap: Overlap, origin: str, runs: Runs) -> str:
-    """Text for rows beyond an end of the array: the value or the rows (`r15`) in their place, × for none."""
+    """Say what stands in the place of rows beyond an end of the array.
+
+    A value ("0"), rows ("r15", with a sign "-r15"), or × for nothing.
+    """
     boundary = boundary_at(unfolded(overlap), origin)
     if runs[0].start == FILL:
         return "×" if isinstance(overlap, Fold) else f"{boundary.value:g}"
-    return "-" * (boundary.sign < 0) + "r" + rows_text(runs, most=2).replace(", ", ",")
+    sign = "-" if boundary.sign < 0 else ""
+    return f"{sign}r{rows_text(runs, most=2)}".replace(", ", ",")
 
 
 def _run_texts(run: Run, most: int) -> list[str]:
+    """Write one run as text, a little more than `most` pieces if it has as many."""
     if run.start == FILL:
         return [f"{run.length * run.repeats} fill"]
     if run.length == 1 and run.repeats > 1:
-        stop = run.start + run.stride * (run.repeats - 1)
         if run.stride == 0:
             return [f"{run.start} x{run.repeats}"]
-        return [f"{run.start}-{stop}" + (f" step {run.stride}" if run.stride != 1 else "")]
-    ranges = (
-        (r.start, r.start + r.length - 1) for r in itertools.islice(unrolled((run,)), most + 1)
-    )
-    return [f"{a}-{b}" if a < b else f"{a}" for a, b in ranges]
+        last = run.start + run.stride * (run.repeats - 1)
+        step = "" if run.stride == 1 else f" step {run.stride}"
+        return [f"{run.start}-{last}{step}"]
+    texts = []
+    for rows in itertools.islice(unrolled((run,)), most + 1):
+        last = rows.start + rows.length - 1
+        texts.append(f"{rows.start}-{last}" if rows.length > 1 else f"{rows.start}")
+    return texts

@@ -29,17 +29,27 @@ def show(
 ) -> None:
     """Show which device holds which block of an array, or the steps of a plan with what travels in each.
 
-    what: a layout, with the mesh and the global shape of the array; or a sharding, a mesh or a plan, alone.
-    dims: the one or two dims of a sharding to draw; by default the first two that are cut.
-    maps: the `Owners` and `Needs` that a layout names.
-    A notebook shows a picture, a terminal the grid and tables of `xshard show` and `xshard plan`.
-    Raises PlanError for a layout without a mesh or a shape, XshardError if a terminal needs rich, which
-    `pip install 'xshard[cli]'` brings.
+        show("s/zigzag(cp) c", Mesh(cp=2), (8, 3))
 
-    >>> from xshard import Mesh, show
-    >>> show("s/zigzag(cp) c", Mesh(cp=2), (8, 3))  # doctest: +ELLIPSIS
-    s/zigzag(cp) c   [8, 3] on cp=2
-    ...
+    A notebook shows a picture, a terminal the grid and tables of `xshard show` and `xshard plan`.
+
+    Args:
+        what: A layout, with the mesh and the global shape of the array; or a sharding, a mesh or a plan
+            alone.
+        mesh: The mesh of a layout.
+        shape: The global shape of the array.
+        dims: The one or two dims of a sharding to draw. Default: the first two that are cut.
+        maps: The `Owners` and `Needs` that a layout names.
+
+    Raises:
+        PlanError: A layout has no mesh or no shape, or another value has one.
+        XshardError: A terminal needs rich, which `pip install 'xshard[cli]'` brings.
+
+    Examples:
+        >>> from xshard import Mesh, show
+        >>> show("s/zigzag(cp) c", Mesh(cp=2), (8, 3))  # doctest: +ELLIPSIS
+        s/zigzag(cp) c   [8, 3] on cp=2
+        ...
     """
     value: Any = what
     if isinstance(what, Layout | str):
@@ -53,17 +63,22 @@ def show(
         )
     if isinstance(value, Sharding):
         value = picture(value, dims)
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if hasattr(shell, "kernel"):  # a kernel of IPython shows HTML; its terminal does not
+    if _is_in_notebook():
         from xshard.pictures.html import html
 
         notebook = import_module("IPython.display")
         notebook.display(notebook.HTML(html(value)))
         return
     if not find_spec("rich"):
-        raise XshardError(
-            "rich is not installed", hint="pip install 'xshard[cli]'; or print a plan"
-        )
+        hint = "pip install 'xshard[cli]'; or print a plan"
+        raise XshardError("rich is not installed", hint=hint)
     from xshard.pictures.terminal import console, renderable
 
     console().print(renderable(value))
+
+
+def _is_in_notebook() -> bool:
+    """Return whether a kernel of IPython runs this, which shows HTML; its terminal does not."""
+    if "IPython" not in sys.modules:
+        return False
+    return hasattr(sys.modules["IPython"].get_ipython(), "kernel")

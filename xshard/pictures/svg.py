@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from xshard.formatting import format_bytes, format_seconds
 from xshard.layout import Mesh, Sharding
@@ -14,47 +14,63 @@ from xshard.pictures.grid import Picture, picture, title
 from xshard.plans.plan import Plan, Stage
 
 MAX_DEVICES = 64  # up to here they are drawn one by one
-BAND = 84.0
-ROW = 24.0  # pixels: height of the messages of a step, of a row of devices
+# In pixels.
+BAND = 84.0  # height of the messages of a step
+ROW = 24.0  # height of a row of devices
+DEVICE_STEP = 34.0  # from one device to the next
+DEVICE_RADIUS = 11
+DEVICE_LEFT = 14  # middle of the first device
 
 
 def sharding_svg(drawn: Picture) -> str:
-    """The blocks of an array, each a share of its area, on one card for each place along other axes."""
+    """Draw the blocks of an array, each a share of its area.
+
+    There is a card for each place along axes that shard no drawn dim.
+    """
     return el.element(grid_drawing(drawn), title(drawn.sharding))
 
 
 def plan_svg(plan: Plan) -> str:
-    """An array's blocks before and after every step; between them lines, thicker for more bytes."""
+    """Draw an array's blocks before and after every step.
+
+    Between them are lines, thicker for more bytes.
+    """
     dims = _plan_dims(plan)
-    numbers = plan.src_devices
-    parts = [_captioned(plan.source, dims, plan.src_devices)]
-    for number, (stage, cost) in enumerate(zip(plan.stages, plan.prices, strict=True), start=1):
-        before = numbers
-        numbers = plan.dst_devices if stage.step is plan.transfer else numbers
-        what = f"{stage.step}: {format_bytes(cost.received_bytes)}, {format_seconds(cost.seconds)}"
+    devices = plan.src_devices
+    parts = [_captioned(plan.source, dims, devices)]
+    for number, (stage, price) in enumerate(zip(plan.stages, plan.prices, strict=True), start=1):
+        senders = devices
+        if stage.step is plan.transfer:
+            devices = plan.dst_devices
+        costs = f"{format_bytes(price.received_bytes)}, {format_seconds(price.seconds)}"
         # The last layout as the user wrote it: the stages are in normal form.
         after = plan.target if number == len(plan.stages) else stage.after
-        step = [el.line_of(f"↓ {what}"), _messages(stage, plan.itemsize, before, numbers)]
-        drawn = el.stacked([*step, _captioned(after, dims, numbers)])
-        parts.append(drawn._replace(body=f'<g data-step="{number}">{drawn.body}</g>'))
+        step = el.stacked(
+            [
+                el.line_of(f"↓ {stage.step}: {costs}"),
+                _messages(stage, plan.itemsize, senders, devices),
+                _captioned(after, dims, devices),
+            ]
+        )
+        parts.append(step._replace(body=f'<g data-step="{number}">{step.body}</g>'))
     return el.element(el.stacked(parts), f"{plan.src} to {plan.dst} in {len(plan.stages)} steps")
 
 
 def mesh_svg(mesh: Mesh) -> str:
-    """The devices of a mesh, a row for every place along all axes but the last."""
-    columns = mesh.sizes[-1] if mesh.sizes else 1
-    rows = [range(mesh.n_devices)[i : i + columns] for i in range(0, mesh.n_devices, columns)][
-        :MAX_DEVICES
-    ]
-    heads = [f"{mesh.axes[-1]}={j}" for j in range(columns)][:MAX_DEVICES] if mesh.axes else [""]
+    """Draw the devices of a mesh, a row for every place along all axes but the last."""
+    n_columns = mesh.sizes[-1] if mesh.sizes else 1
+    first_devices = range(0, mesh.n_devices, n_columns)[:MAX_DEVICES]
+    heads = [""]  # a mesh without axes has one device
+    if mesh.axes:
+        heads = [f"{mesh.axes[-1]}={j}" for j in range(n_columns)][:MAX_DEVICES]
     width = max(map(len, heads)) * el.CHAR + el.GAP
     shapes = [el.label((j + 0.5) * width, -6, head) for j, head in enumerate(heads)]
-    for i, row in enumerate(rows):
-        start = zip(mesh.axes[:-1], mesh.coords(row[0]), strict=False)
-        shapes.append(
-            el.label(-6, i * ROW + 16, " ".join(f"{axis}={c}" for axis, c in start), "end")
-        )
-        for j, device in enumerate(row[:MAX_DEVICES]):
+    for i, first in enumerate(first_devices):
+        coords = zip(mesh.axes[:-1], mesh.coords(first), strict=False)
+        place = " ".join(f"{axis}={coord}" for axis, coord in coords)
+        shapes.append(el.label(-6, i * ROW + 16, place, "end"))
+        for j in range(min(n_columns, MAX_DEVICES)):
+            device = first + j
             box = (j * width, i * ROW, (j + 1) * width, (i + 1) * ROW)
             fill = el.colour((device,))
             shapes += [el.rectangle(box, fill), *el.label_in(box, str(device), fill)]
@@ -64,48 +80,65 @@ def mesh_svg(mesh: Mesh) -> str:
 def _messages(
     stage: Stage, itemsize: int, senders: Sequence[int], receivers: Sequence[int]
 ) -> Shape:
-    """Senders above, receivers below, and a line for what each sends each; all devices by number."""
+    """Draw senders above, receivers below, and a line for what each sends each.
+
+    Args:
+        stage: The step with the sharding before it.
+        itemsize: Bytes of an element.
+        senders: The number of every device of the mesh before the step.
+        receivers: The number of every device of the mesh after it.
+    """
     pairs = stage.step.pair_traffic(stage.before)
-    most = max((pair.elements for pair in pairs), default=0)
-    step = 34.0
-    if not most or max(len(senders), len(receivers)) > MAX_DEVICES:
-        text = (
-            f"{len(pairs)} messages between {len(senders)} devices" if most else "nothing travels"
-        )
-        return el.line_of(text)
+    most_elements = max((pair.elements for pair in pairs), default=0)
+    if not most_elements:
+        return el.line_of("nothing travels")
+    if max(len(senders), len(receivers)) > MAX_DEVICES:
+        return el.line_of(f"{len(pairs)} messages between {len(senders)} devices")
     shapes = []
     for pair in pairs:
         src = senders[pair.src]
         dst = receivers[pair.dst]
-        box = (pair.src * step + 14, 22.0, pair.dst * step + 14, BAND - 22)
-        line = "".join(
-            f'{name}="{n:.0f}" ' for name, n in zip(("x1", "y1", "x2", "y2"), box, strict=True)
-        )
-        said = f"d{src} to d{dst}: {format_bytes(pair.elements * itemsize)}"
-        width = f'stroke-width="{0.5 + 3.5 * pair.elements / most:.1f}"'
+        box = (_device_x(pair.src), 22.0, _device_x(pair.dst), BAND - 22)
+        x1, y1, x2, y2 = box
+        line = f'x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}" '
+        width = f'stroke-width="{0.5 + 3.5 * pair.elements / most_elements:.1f}"'
         ink = f'stroke="currentColor" stroke-opacity=".55" {width}'
+        said = f"d{src} to d{dst}: {format_bytes(pair.elements * itemsize)}"
         body = f'<line {line}{ink} data-src="{src}" data-dst="{dst}"><title>{said}</title></line>'
         shapes.append(Shape(body, box))
-    for devices, y in ((senders, 12.0), (receivers, BAND - 12)):
-        for i, device in enumerate(devices):
-            x = i * step + 14
-            fill = el.colour((device,))
-            body = f'<circle cx="{x:.0f}" cy="{y:.0f}" r="11" fill="{fill}"/>'
-            shapes.append(Shape(body, (x - 11, y - 11, x + 11, y + 11)))
-            shapes.append(el.label(x, y + 4, str(device), behind=fill))
+    shapes += _devices(senders, 12.0)
+    shapes += _devices(receivers, BAND - 12)
     return el.framed(shapes)
 
 
+def _device_x(position: int) -> float:
+    return position * DEVICE_STEP + DEVICE_LEFT
+
+
+def _devices(devices: Sequence[int], y: float) -> Iterator[Shape]:
+    """Draw a row of devices as numbered circles."""
+    for position, device in enumerate(devices):
+        x = _device_x(position)
+        fill = el.colour((device,))
+        body = f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{DEVICE_RADIUS}" fill="{fill}"/>'
+        box = (x - DEVICE_RADIUS, y - DEVICE_RADIUS, x + DEVICE_RADIUS, y + DEVICE_RADIUS)
+        yield Shape(body, box)
+        yield el.label(x, y + 4, str(device), behind=fill)
+
+
 def _plan_dims(plan: Plan) -> list[str]:
-    """All pictures of a plan show the same dims: the two that are cut most often."""
-    every = (plan.source, *(stage.after for stage in plan.stages))
-    cut = Counter(dim.name for each in every for dim in each.layout.dims if dim.axes or dim.overlap)
-    names = [name for name, _ in cut.most_common()]
-    return [*names, *(name for name in reversed(plan.src.names) if name not in names)][:2]
+    """Choose the dims that all pictures of a plan show: the two that are cut most often."""
+    shardings = (plan.source, *(stage.after for stage in plan.stages))
+    n_cuts: Counter[str] = Counter()
+    for sharding in shardings:
+        n_cuts.update(dim.name for dim in sharding.layout.dims if dim.axes or dim.overlap)
+    names = [name for name, _ in n_cuts.most_common()]
+    names += [name for name in reversed(plan.src.names) if name not in n_cuts]
+    return names[:2]
 
 
 def _captioned(sharding: Sharding, dims: Sequence[str], devices: Sequence[int]) -> Shape:
-    """A picture below its title."""
+    """Draw a picture below its title."""
     names = [name for name in sharding.layout.names if name in dims]
     drawn = grid_drawing(picture(sharding, names, devices))
     return el.stacked([el.line_of(title(sharding), bold=True), drawn])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, singledispatch
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -30,7 +29,7 @@ PIPE_WIDTH = 200
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on stdout or stderr that prints `[2, 64]` and `:halo(1,1)` as text, not as markup."""
+    """Return a console that prints `[2, 64]` and `:halo(1,1)` as text, not as markup."""
     out = Console(stderr=stderr, markup=False, emoji=False, highlight=False)
     if not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = PIPE_WIDTH
@@ -38,7 +37,12 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def headed_table(*heads: str, left: Sequence[str]) -> Table:
-    """A table without rows. left: the heads of columns of text; numbers stand on the right."""
+    """Return a table without rows.
+
+    Args:
+        *heads: The heads of the columns.
+        left: The heads of columns of text; numbers stand on the right.
+    """
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for head in heads:
         table.add_column(head, justify="left" if head in left else "right", overflow="fold")
@@ -46,13 +50,13 @@ def headed_table(*heads: str, left: Sequence[str]) -> Table:
 
 
 def print_error(error: XshardError) -> None:
-    """Print the error on stderr like the last lines of a traceback."""
+    """Print an error on stderr like the last lines of a traceback."""
     message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
     console(stderr=True).print(message, soft_wrap=True)
 
 
-# Backgrounds that every terminal with 16 colours has and that black text is read on, by device number; then
-# underlined.
+# Backgrounds that every terminal with 16 colours has and that black text is read on, by device number.
+# Further devices have them again, underlined.
 _HUES = ("cyan", "yellow", "green", "magenta")
 _COLOURS = (*(f"bright_{hue}" for hue in _HUES), "bright_red", *_HUES)
 _SHARED = "black on white"
@@ -60,21 +64,21 @@ _SHARED = "black on white"
 
 @singledispatch
 def renderable(value: object) -> RenderableType:
-    """What rich prints for a value: its text, unless there is more to show."""
+    """Return what rich prints for a value: its text, unless there is more to show."""
     return Text(str(value))
 
 
 @renderable.register
-def _(drawn: Sharding | Picture) -> RenderableType:
-    return Fitted(partial(_grid_text, picture(drawn) if isinstance(drawn, Sharding) else drawn))
+def _(value: Sharding | Picture) -> RenderableType:
+    drawn = picture(value) if isinstance(value, Sharding) else value
+    return Fitted(partial(_grid_text, drawn))
 
 
 @renderable.register
 def _(plan: Plan | ContractionPlan) -> RenderableType:
     explain: Any = contractions if isinstance(plan, ContractionPlan) else table
-    return Fitted(
-        partial(_steps_text, explain.title(plan), explain.rows(plan), explain.total(plan))
-    )
+    steps = partial(_steps_text, explain.title(plan), explain.rows(plan), explain.total(plan))
+    return Fitted(steps)
 
 
 @dataclass(frozen=True)
@@ -90,97 +94,135 @@ class Fitted:
 def _steps_text(
     head: str, rows: Sequence[table.Row], total: str, width: int
 ) -> Iterator[RenderableType]:
-    """The steps of a plan between its title and its total: a table, or lines if it is too wide."""
+    """Print the steps of a plan between its title and its total: a table, or lines if it is too wide."""
     yield lines_of(head, width)
-    if sum(max(map(len, column)) + 3 for column in zip(table.HEAD, *rows, strict=True)) <= width:
+    column_widths = [max(map(len, column)) + 3 for column in zip(table.HEAD, *rows, strict=True)]
+    if sum(column_widths) <= width:
         steps = headed_table(*table.HEAD, left=("step", "layout after"))
         for row in rows:
             steps.add_row(*row)
         yield steps
     else:
         yield ""
-        yield from itertools.chain.from_iterable(map(_step_lines, rows))
+        for row in rows:
+            yield from _step_lines(row)
         yield ""
     yield Text(f"{total}\n")
 
 
 def lines_of(head: str, width: int, style: str = "bold") -> Text:
-    """A title, its parts on lines of their own if they do not fit on one."""
-    return Text(head if len(head) <= width else "\n  ".join(head.split("   ")), style)
+    """Return a title, its parts on lines of their own if they do not fit on one."""
+    if len(head) > width:
+        head = "\n  ".join(head.split("   "))
+    return Text(head, style)
 
 
 def _step_lines(row: table.Row) -> Iterator[Text]:
-    """A step, and below it the layout after it and the numbers."""
-    names = {"received": row.received, "": row.time, "peak": row.peak}
-    numbers = [f"{name} {text}".strip() for name, text in names.items() if text]
-    yield from [Text(row.step)] if row.step else []
-    yield from [Text(f"    {row.layout}", "bold")] if row.layout else []
-    yield Text("    " + "   ".join(filter(None, (row.local_shape, *numbers))))
+    """Print a step, and below it the layout after it and the numbers."""
+    if row.step:
+        yield Text(row.step)
+    if row.layout:
+        yield Text(f"    {row.layout}", "bold")
+    numbers = [row.local_shape] if row.local_shape else []
+    if row.received:
+        numbers.append(f"received {row.received}")
+    if row.time:
+        numbers.append(row.time)
+    if row.peak:
+        numbers.append(f"peak {row.peak}")
+    yield Text("    " + "   ".join(numbers))
 
 
 def _grid_text(drawn: Picture, width: int) -> Iterator[RenderableType]:
-    """A picture as a title, a grid, notes and a line for every device."""
+    """Print a picture as a title, a grid, notes and a line for every device."""
     yield lines_of(title(drawn.sharding), width)
     for grid in _grids(drawn, width):
         yield ""
         yield grid
     yield ""
-    yield from (Text(f"- {note}") for note in (*reading(drawn), *drawn.notes))
+    for note in (*reading(drawn), *drawn.notes):
+        yield Text(f"- {note}")
     yield _legend(drawn)
 
 
 def _grids(drawn: Picture, width: int) -> Iterator[Table]:
-    """The grid, its columns split into bands that fit the width of the console."""
-    sides, heads = (strip.texts for strip in drawn.sides)
+    """Print the grid, its columns split into bands that fit the width of the console."""
+    down, across = drawn.sides
     corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
-    texts = [[cell_text(drawn, i, j) for j in range(len(heads))] for i in range(len(sides))]
-    widths = [
-        max(map(len, (label, *column))) + 2 for label, *column in zip(heads, *texts, strict=True)
+    cells = [
+        [cell_text(drawn, i, j) for j in range(len(across.texts))] for i in range(len(down.texts))
     ]
-    room = width - max(map(len, (corner, *sides))) - 1
-    bands = [list[int]()]
-    for j, wide in enumerate(widths):
-        if bands[-1] and sum(widths[i] for i in bands[-1]) + wide > room:
-            bands.append([])
-        bands[-1].append(j)
-    for band in bands:
+    columns = zip(across.texts, *cells, strict=True)
+    column_widths = [max(map(len, column)) + 2 for column in columns]
+    side_width = max(map(len, (corner, *down.texts))) + 1
+    for band in _bands(column_widths, width - side_width):
         grid = Table(box=None, padding=0)
         grid.add_column(Text(f"{corner} ", style="bold"), justify="right", no_wrap=True)
         for j in band:
-            grid.add_column(Text(heads[j].center(widths[j])), no_wrap=True)
-        for i, side in enumerate(sides):
-            styles = (
-                _SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j]) for j in band
-            )
-            cells = (texts[i][j].center(widths[j]) for j in band)
-            grid.add_row(Text(f"{side} "), *map(Text, cells, styles))
+            grid.add_column(Text(across.texts[j].center(column_widths[j])), no_wrap=True)
+        for i, side in enumerate(down.texts):
+            row = [Text(f"{side} ")]
+            for j in band:
+                style = _SHARED if len(drawn.cards) > 1 else _style(drawn.cards[0, i, j])
+                row.append(Text(cells[i][j].center(column_widths[j]), style))
+            grid.add_row(*row)
         yield grid
 
 
+def _bands(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Divide columns into bands that have room, at least one column in each."""
+    bands: list[list[int]] = [[]]
+    band_width = 0
+    for j, width in enumerate(widths):
+        if bands[-1] and band_width + width > room:
+            bands.append([])
+            band_width = 0
+        bands[-1].append(j)
+        band_width += width
+    return bands
+
+
 def _style(device: int) -> str:
-    again, number = divmod(device, len(_COLOURS))
-    return f"black on {_COLOURS[number]}" + (" underline" if again % 2 else "")
+    """Return the colours of a device's blocks."""
+    repetition, number = divmod(device, len(_COLOURS))
+    underline = " underline" if repetition % 2 else ""
+    return f"black on {_COLOURS[number]}{underline}"
+
+
+class LegendColumn(NamedTuple):
+    """A column of rows: its head, a function of (dim, device), and the dim."""
+
+    head: str
+    rows_of: Callable[[int, int], Runs]
+    dim: int
 
 
 def _legend(drawn: Picture) -> Table:
-    """One line per device: coordinates, local shape, and its rows of every sharded or overlapping dim."""
+    """Print one line per device: coordinates, local shape, rows of each sharded or overlapping dim."""
     sharding = drawn.sharding
-    columns = list[tuple[str, Callable[[int, int], Runs], int]]()
-    for d, dim in enumerate(sharding.layout.dims):
-        if dim.overlap or dim.axes:
-            columns.append(
-                (f"{dim.name} owned" if dim.overlap else f"rows of {dim.name}", sharding.owned, d)
-            )
-        if dim.overlap:
-            held = "contributed" if isinstance(dim.overlap, Fold) else "held"
-            columns.append((f"{dim.name} {held}", sharding.held, d))
-    names = [name for name, *_ in columns]
-    legend = headed_table("device", *sharding.mesh.axes, "local shape", *names, left=names)
+    columns = _legend_columns(sharding)
+    heads = [column.head for column in columns]
+    legend = headed_table("device", *sharding.mesh.axes, "local shape", *heads, left=heads)
     for device in range(sharding.mesh.n_devices):
+        style = _SHARED if drawn.has_replicas else _style(device)
+        rows = [rows_text(column.rows_of(column.dim, device)) for column in columns]
         legend.add_row(
-            Text(f" {device} ", _SHARED if drawn.has_replicas else _style(device)),
+            Text(f" {device} ", style),
             *map(str, sharding.mesh.coords(device)),
             "x".join(map(str, sharding.local_shape(device))) or "scalar",
-            *(rows_text(rows(d, device)) for _, rows, d in columns),
+            *rows,
         )
     return legend
+
+
+def _legend_columns(sharding: Sharding) -> list[LegendColumn]:
+    """Choose the columns: the rows of each sharded dim; of an overlapping one, owned and held rows."""
+    columns = []
+    for d, dim in enumerate(sharding.layout.dims):
+        if dim.overlap:
+            held = "contributed" if isinstance(dim.overlap, Fold) else "held"
+            columns.append(LegendColumn(f"{dim.name} owned", sharding.owned, d))
+            columns.append(LegendColumn(f"{dim.name} {held}", sharding.held, d))
+        elif dim.axes:
+            columns.append(LegendColumn(f"rows of {dim.name}", sharding.owned, d))
+    return columns

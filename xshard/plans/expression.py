@@ -27,7 +27,11 @@ Expression = LayoutPair | Plan
 
 
 def as_expression(expression: Any) -> Any:
-    """An expression as a key of caches: a list of both sides becomes a pair. Raises NotationError."""
+    """Return an expression as a key of caches: a list of two layouts becomes a pair.
+
+    Raises:
+        NotationError: It is no expression.
+    """
     if isinstance(expression, str | Plan | Sides):
         return expression
     if isinstance(expression, list | tuple) and len(expression) == 2:
@@ -37,7 +41,12 @@ def as_expression(expression: Any) -> Any:
 
 
 def sides(expression: Expression) -> Sides:
-    """Parse an expression, if it is not yet. Raises NotationError, and PlanError for two meshes."""
+    """Parse an expression, unless it is parsed already: "n/a -> n" -> both layouts and the text.
+
+    Raises:
+        NotationError: The text is wrong, marked with a caret.
+        PlanError: It is a plan between two meshes, which has no expression on one mesh.
+    """
     if isinstance(expression, Sides):
         return expression
     if isinstance(expression, str):
@@ -48,21 +57,38 @@ def sides(expression: Expression) -> Sides:
             raise PlanError(why, hint="torch_bridge.redistribute(x, plan) runs it")
         expression = expression.src, expression.dst
     src, dst = as_expression(expression)
-    check_dims(src.dims, dst.dims, text := f"{src} -> {dst}")
+    text = f"{src} -> {dst}"  # errors mark a pair of layouts as the expression that it is
+    check_dims(src.dims, dst.dims, text)
     return Sides(src, dst, text)
 
 
 def sides_or_one(layout: Layout | Expression) -> Sides:
-    """The sides of an expression; equal ones for a layout, under which blocks stay as they are."""
+    """Parse an expression, or one layout, under which blocks stay as they are: both sides are equal."""
     if isinstance(layout, str) and ARROW not in layout:
         layout = Layout.parse(layout)
-    return Sides(layout, layout, str(layout)) if isinstance(layout, Layout) else sides(layout)
+    if isinstance(layout, Layout):
+        return Sides(layout, layout, str(layout))
+    return sides(layout)
 
 
 def check_given(
     what: str, plan: Any, dtype: str, shape: Any = None, mesh: Mesh | None = None, **about: Any
 ) -> None:
-    """Raise MeshError, DtypeError or ShapeError unless a plan that was passed is for these; None: for any."""
+    """Check that a plan that the user passed is for this array.
+
+    Args:
+        what: The subject of the error on the dtype, as "the block is".
+        plan: A plan, or a contraction's plan.
+        dtype: The array's dtype.
+        shape: The global shape, or None if it is not known.
+        mesh: The mesh, or None if the plan decides it.
+        **about: The text and the place that the error marks.
+
+    Raises:
+        MeshError: The plan is for another mesh.
+        DtypeError: The plan is for another dtype.
+        ShapeError: The plan is for another shape.
+    """
     planned = plan.shape if isinstance(plan, Plan) else plan.shapes
     if mesh not in (None, plan.mesh):
         raise MeshError(f"the plan is for {plan.mesh!r}, this is {mesh!r}", **about)
@@ -83,14 +109,34 @@ def check_block(
     inferred: bool,
     start: int = 0,
 ) -> None:
-    """Raise ShapeError, marking the first wrong dim after `start`, for a block of another shape."""
+    """Check that a block has the shape that its layout gives it.
+
+    Args:
+        what: The subject of the error, as "this process's block".
+        local_shape: The block's shape.
+        expected: The shape by the layout.
+        names: The dims' names, in the block's order.
+        text: The user's expression, in which the error marks the first wrong dim.
+        hint: The way out.
+        inferred: Whether the global shape was inferred from this block, and not passed.
+        start: Where the layout begins in the text: dims before it belong to another layout.
+
+    Raises:
+        ShapeError: The block has another shape.
+    """
     if local_shape == expected:
         return
-    wrong = [n for n, have, want in zip(names, local_shape, expected, strict=False) if have != want]
-    # A dim is marked where it comes first.
-    where = {name: span for name, span in reversed(text_spans(text).dims) if span[0] >= start}
-    span = where.get(wrong[0], where.get(ELLIPSIS)) if wrong else None
-    hint += "; if blocks differ in size, pass shape= (the global shape)" if inferred else ""
-    raise ShapeError(
-        f"{what} has shape {local_shape}, not {expected}", text=text, span=span, hint=hint
-    )
+    wrong_dims = [
+        name
+        for name, length, expected_length in zip(names, local_shape, expected, strict=False)
+        if length != expected_length
+    ]
+    # Reversed, so that of several occurrences the first one wins: a dim is marked where it comes first.
+    span_of = {name: span for name, span in reversed(text_spans(text).dims) if span[0] >= start}
+    span = None
+    if wrong_dims:  # none if only the number of dims is wrong
+        span = span_of.get(wrong_dims[0], span_of.get(ELLIPSIS))
+    if inferred:
+        hint += "; if blocks differ in size, pass shape= (the global shape)"
+    message = f"{what} has shape {local_shape}, not {expected}"
+    raise ShapeError(message, text=text, span=span, hint=hint)

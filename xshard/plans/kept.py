@@ -1,4 +1,7 @@
-"""Plans kept between runs: a JSON file per request, in the folder that XSHARD_CACHE names."""
+"""Plans on disk: a JSON file per request, in the folder that XSHARD_CACHE names.
+
+Knows no kind of plan: it is told how to read one and how to make one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
@@ -22,71 +25,105 @@ from xshard.plans.serialize import mesh_to_plain, to_plain
 
 VARIABLE = "XSHARD_CACHE"
 MAX_FILES = 20_000  # of about 2 kB; then the half that was used least recently goes
-WRITES = 500  # one of so many plans that are written counts the files
-_OWN = re.compile(r"[0-9a-f]{40}\.json(\.\d+)?")  # plans, and files that are not renamed yet
+WRITES_PER_COUNT = 500  # counting 20,000 files takes longer than a plan, so few writes do it
+DAY_S = 86400
+# Plans, and files that are not renamed yet: digest.json, digest.json.<process and thread>.
+_FILE_NAME = re.compile(r"[0-9a-f]{40}\.json(\.\d+)?")
 P = TypeVar("P", bound=Any)  # a kind of plan, with `to_json`
 
 
 def kept(
-    request: Any, read: Callable[[str, Profile], P], make: Callable[[], P], options: Any = None
+    request: Any,
+    read: Callable[[str, Profile], P],
+    make: Callable[[], P],
+    options: Mapping[str, Any] | None = None,
 ) -> P:
-    """The plan that an earlier run has kept for a request and options, or one that is made and kept. A file
-    counts only if the same code wrote it whole, for the same request, and its plan passes all checks.
+    """Return the plan that an earlier run wrote for a request, or make one and write it.
+
+    A file counts only if the same code wrote it whole, for the same request and options, and its
+    plan passes all checks.
+
+    Args:
+        request: A frozen dataclass with all that the plan depends on, its `profile` included.
+        read: Makes a plan of its text and the profile; raises for text that is no plan.
+        make: Makes the plan afresh.
+        options: What the plan depends on beside the request.
     """
-    if not (folder := os.environ.get(VARIABLE)):
+    folder = os.environ.get(VARIABLE)
+    if not folder:
         return make()
     values = {field.name: getattr(request, field.name) for field in fields(request)}
-    key = json.dumps({"code": _code(), "options": options, **values}, default=_plain)
+    key = json.dumps({"code": _code_digest(), "options": options, **values}, default=_plain)
     file = Path(folder) / f"{_digest(key)}.json"
     try:
         data = json.loads(file.read_bytes())
         if data["digest"] == _digest(key + data["plan"]):
             plan = read(data["plan"], request.profile)
-            os.utime(file)
+            os.utime(file)  # used now: `_remove_oldest` goes by this time
             return plan
     except Exception:  # no file, or one with any value in any place: it is planned afresh
         pass
     plan = make()
-    text = plan.to_json()
-    part = file.with_name(f"{file.name}.{os.getpid()}{threading.get_native_id()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"request": key, "digest": _digest(key + text), "plan": text}))
-        part.replace(file)  # at once, so that no process sees a part of it
-        if int(file.stem[:8], 16) % WRITES == 0:
-            _bound(file.parent)
+        _write(file, key, plan.to_json())
     except OSError as error:
         warnings.warn(f"{VARIABLE}={folder} keeps no plans: {error}", stacklevel=2)
     return plan
 
 
-def _bound(folder: Path) -> None:
-    """Remove the older half of the plans if there are too many, and parts of a day ago; other files stay."""
-    ages = []
-    yesterday = time.time() - 86400
+def _write(file: Path, key: str, plan_text: str) -> None:
+    """Write a plan, so that no process ever sees a part of the file."""
+    # A name of its own for each writer: threads of many processes may write the same plan.
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}{threading.get_native_id()}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    data = {"request": key, "digest": _digest(key + plan_text), "plan": plan_text}
+    unfinished.write_text(json.dumps(data))
+    unfinished.replace(file)
+    # Digests are as good as random: one write in so many, without a counter that ranks would share.
+    if int(file.stem[:8], 16) % WRITES_PER_COUNT == 0:
+        _remove_oldest(file.parent)
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Remove the older half of the plans if there are too many; files of other names stay.
+
+    Unfinished files count once they are a day old: their writer has died.
+    """
+    yesterday = time.time() - DAY_S
+    files: list[tuple[float, str]] = []  # when it was last used, its path
     for entry in os.scandir(folder):
-        match = _OWN.fullmatch(entry.name)
+        match = _FILE_NAME.fullmatch(entry.name)
+        if match is None:
+            continue
         with suppress(FileNotFoundError):  # another process has removed it
-            if match and (match[1] is None or entry.stat().st_mtime < yesterday):
-                ages.append((entry.stat().st_mtime, entry.path))
-    for _, path in sorted(ages)[: len(ages) // 2] if len(ages) > MAX_FILES else ():
+            last_used = entry.stat().st_mtime
+            is_unfinished = match[1] is not None
+            if not is_unfinished or last_used < yesterday:
+                files.append((last_used, entry.path))
+    if len(files) <= MAX_FILES:
+        return
+    files.sort()
+    for _, path in files[: len(files) // 2]:
         Path(path).unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:
-    """A field of a request as JSON."""
+    """Return a field of a request as JSON."""
     if isinstance(value, Profile):
         return value.to_json()
-    return (
-        mesh_to_plain(value)
-        if isinstance(value, Mesh)
-        else getattr(value, "text", str(to_plain(value)))
-    )
+    if isinstance(value, Mesh):
+        return mesh_to_plain(value)
+    if hasattr(value, "text"):  # a layout or an expression, as the user wrote it
+        return value.text
+    return str(to_plain(value))
 
 
 @lru_cache(maxsize=1)
-def _code() -> str:
-    """A digest of the package's code: other code may plan otherwise, and all ranks need the same plans."""
+def _code_digest() -> str:
+    """Return a digest of the package's code.
+
+    Other code may plan otherwise, and all ranks need the same plans.
+    """
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return _digest("".join(f"{file.name}\0{file.read_text()}" for file in files))
 

@@ -13,39 +13,57 @@ from xshard.plans.plan import Plan, find_plan
 
 @dataclass(frozen=True)
 class MaxMinPlans:
-    """Plans for the derivatives of `y = max(x)`, by `won = (x == result(y))`."""
+    """Plans for the derivatives of `y = max(x)`, where `won = (x == result(y))` marks the winners.
 
-    result: Plan  # the output, as a copy beside every addend; if it lacks rows of the input, `result(x)`
-    count: Plan  # the number of winners, beside every addend; 0 for rows that a boundary fills
-    cotangent: Plan  # the gradient is `cotangent(g) * won / max(count(won), 1)`
-    tangent: Plan  # the tangent is `tangent(t * won / max(count(won), 1))`
+    Attributes:
+        result: Brings the output to every addend, as a copy beside it. If the output lacks rows of
+            the input, it reduces the input once more: `result(x)`.
+        count: Counts the winners, beside every addend; 0 for rows that a boundary fills.
+        cotangent: The gradient is `cotangent(g) * won / max(count(won), 1)`.
+        tangent: The tangent is `tangent(t * won / max(count(won), 1))`.
+    """
+
+    result: Plan
+    count: Plan
+    cotangent: Plan
+    tangent: Plan
 
 
 @layout_cache(maxsize=1024)
 def max_min_plans(plan: Plan) -> MaxMinPlans:
-    """The plans for the gradient of a max or min. Raises LinearityError if the destination is one too."""
+    """Find the plans for the derivatives of a max or min.
+
+    Raises:
+        LinearityError: The destination holds a max or min too, so the gradient is not defined.
+    """
     if not plan.dst.is_linear:
         reason = f"'{plan.src} -> {plan.dst}' keeps a max or min: its gradient is not defined"
         raise LinearityError(reason, hint="reduce it first, then redistribute")
 
     def find(src: Layout, dst: Layout) -> Plan:
         shape = plan.shape if src.names == plan.src.names else plan.target.shape
-        return find_plan(
-            replace(plan.request, src=src, dst=dst, shape=shape, scale=None, memory_limit=None)
+        # The scale follows from the layouts; the limit is for the move that the user asked for.
+        request = replace(
+            plan.request, src=src, dst=dst, shape=shape, scale=None, memory_limit=None
         )
+        return find_plan(request)
 
-    addends, copies = (with_kind(plan.src.tangent, kind) for kind in ("sum", "copy"))
+    candidates = plan.src.tangent  # what the max is taken over
+    addends = with_kind(candidates, "sum")
+    copies = with_kind(candidates, "copy")
     try:
         result = find(plan.dst, copies)
     except PlanError:  # the output lacks rows
-        result = find(plan.src.tangent, copies)
-    cotangent = find(plan.dst.dual, addends.dual)
-    tangent = find(addends, plan.dst.tangent)
-    return MaxMinPlans(result, find(addends, copies), cotangent, tangent)
+        result = find(candidates, copies)
+    return MaxMinPlans(
+        result=result,
+        count=find(addends, copies),
+        cotangent=find(plan.dst.dual, addends.dual),
+        tangent=find(addends, plan.dst.tangent),
+    )
 
 
 def with_kind(layout: Layout, kind: str) -> Layout:
-    """The layout with its max or min tag replaced."""
-    return replace(
-        layout, tags=tuple((kind if k in NONLINEAR else k, axes) for k, axes in layout.tags)
-    )
+    """Replace the max or min tag of a layout: "n | max(x)" with "sum" -> "n | sum(x)"."""
+    tags = tuple((kind if k in NONLINEAR else k, axes) for k, axes in layout.tags)
+    return replace(layout, tags=tags)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -20,7 +20,7 @@ from xshard.formatting import Pictured
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
 from xshard.layout.sub_axes import Split, SubAxisMesh
-from xshard.plans import table
+from xshard.plans import alternatives, table
 from xshard.plans.kept import kept
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
 from xshard.plans.transfer import Transfer
@@ -49,29 +49,41 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Plan(Pictured):
-    """Steps that lead an array of `shape` on `mesh` from layout `src` to layout `dst`.
+    """The steps that lead an array of `shape` on `mesh` from layout `src` to layout `dst`.
 
-    `dst` is on the mesh to which the steps' `Transfer` leads, if there is one, else on `mesh` too.
+    A plan checks itself when it is built: a plan whose steps lead elsewhere cannot exist.
 
-    scale: the constant that the steps multiply by: 1/n if a mean over n ends.
-    profile: the machine it is priced for; plans for two machines with the same steps differ.
-    memory_limit: bytes that no device may exceed at any moment, forward or backward.
-    objective: with "forward+backward" the gradient is planned too, and `cost` is the seconds of both.
-    split: axes of `mesh` that the steps split, with the sizes of their parts: `x` of 4 into `x_0` and `x_1`
-    of 2, which steps and stages name. Devices and blocks remain the same.
-    devices: the number of every device of `mesh`, in its order; 0, 1, 2, ... by default.
-    Raises PlanError if the steps do not lead from `src` to `dst`, MeshError for devices that do not fit.
+    Attributes:
+        src: The layout at the start.
+        dst: The layout at the end. It is on the mesh to which the steps' `Transfer` leads, if there
+            is one, else on `mesh` too.
+        mesh: The mesh at the start.
+        shape: The global shape.
+        dtype: The name of the dtype, such as "bfloat16".
+        steps: Collectives and local steps, in order.
+        scale: The constant that the steps multiply by: 1/n if a mean over n devices ends.
+        profile: The machine it is priced for. Plans for two machines with the same steps differ.
+        memory_limit: Bytes that no device may exceed at any moment, forward or backward.
+        objective: With "forward+backward" the gradient is planned too, and `cost` is the seconds of both.
+        split: Axes of `mesh` that the steps split, with the sizes of their sub-axes: `x` of 4 into
+            `x_0` and `x_1` of 2, which steps and stages name. Devices and blocks remain the same.
+        devices: The number of every device of `mesh`, in its order. Default: 0, 1, 2, ...
 
-    >>> from xshard import plan
-    >>> p = plan(
-    ...     "n/a -> n/b",
-    ...     src_mesh=Mesh(a=2),
-    ...     dst_mesh=Mesh(b=4),
-    ...     dst_devices=range(2, 6),
-    ...     shape=(8,),
-    ... )
-    >>> [(p.src_devices[m.src], p.dst_devices[m.dst]) for m in p.transfer.messages]
-    [(0, 2), (0, 3), (1, 4), (1, 5)]
+    Raises:
+        PlanError: The steps do not lead from `src` to `dst`, or do not fit the memory limit.
+        MeshError: The devices do not fit the mesh.
+
+    Examples:
+        >>> from xshard import plan
+        >>> p = plan(
+        ...     "n/a -> n/b",
+        ...     src_mesh=Mesh(a=2),
+        ...     dst_mesh=Mesh(b=4),
+        ...     dst_devices=range(2, 6),
+        ...     shape=(8,),
+        ... )
+        >>> [(p.src_devices[m.src], p.dst_devices[m.dst]) for m in p.transfer.messages]
+        [(0, 2), (0, 3), (1, 4), (1, 5)]
     """
 
     src: Layout
@@ -92,38 +104,61 @@ class Plan(Pictured):
             raise PlanError(
                 f"no objective {self.objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}"
             )
-        reached = self.stages[-1].after if self.stages else self._start
-        if not reached.means_the_same_as(_factored(self.target, reached.mesh)):
-            raise PlanError(
-                f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'"
-            )
-        for sharding in (sharding for stage in self.stages for sharding in stage[1:]):
-            for part in sharding.layout.tagged(*REDUCERS):
-                if (axis := sharding.mesh.origin(part)) != part:
-                    reason = f"axis {axis!r} is divided and holds addends"
-                    raise PlanError(reason, hint="reduce along whole axes")
-        scaled = math.prod(
-            (s.factor for s in self.steps if isinstance(s, Scale)), start=Fraction(1)
-        )
-        if scaled != self.scale:
-            raise PlanError(f"the steps scale by {scaled}, the plan says {self.scale}")
-        starts = self.transfer.src_devices if self.transfer else None
-        object.__setattr__(
-            self, "devices", device_numbers("source", self.mesh, self.devices or starts)
-        )
-        if starts and self.src_devices != starts:
-            raise PlanError(
-                f"the plan is for devices {self.src_devices}, its transfer for {starts}"
-            )
+        self._check_destination()
+        self._check_sums_on_whole_axes()
+        self._check_scale()
+        self._resolve_devices()
         if self.memory_limit is not None and self.peak_bytes > self.memory_limit:
             raise PlanError(
                 f"the steps hold {self.peak_bytes} bytes, the limit is {self.memory_limit}"
             )
         if self.objective == BOTH:
-            try:
-                _ = self.backward
-            except PlanError as error:
-                raise PlanError(f"backward: {error.reason}", hint=error.hint) from None
+            self._check_backward()
+
+    def _check_destination(self) -> None:
+        """Raise PlanError unless the steps lead to `dst`."""
+        reached = self.stages[-1].after if self.stages else self._start
+        if not reached.means_the_same_as(_on_sub_axes(self.target, reached.mesh)):
+            raise PlanError(
+                f"the steps lead from '{self.src}' to '{reached.layout}', not to '{self.dst}'"
+            )
+
+    def _check_sums_on_whole_axes(self) -> None:
+        """Raise PlanError if an axis that is split into sub-axes holds addends.
+
+        A reduction over one sub-axis would leave partial sums over the other, for which the
+        user's mesh has no name.
+        """
+        for stage in self.stages:
+            for sharding in (stage.before, stage.after):
+                for sub_axis in sharding.layout.tagged(*REDUCERS):
+                    axis = sharding.mesh.origin(sub_axis)
+                    if axis != sub_axis:
+                        reason = f"axis {axis!r} is divided and holds addends"
+                        raise PlanError(reason, hint="reduce along whole axes")
+
+    def _check_scale(self) -> None:
+        """Raise PlanError unless the steps multiply by `scale`, no more and no less."""
+        steps_scale = _product_of_scales(self.steps)
+        if steps_scale != self.scale:
+            raise PlanError(f"the steps scale by {steps_scale}, the plan says {self.scale}")
+
+    def _resolve_devices(self) -> None:
+        """Fill in `devices`: as given, else those of the transfer, else 0, 1, 2, ..."""
+        transfer_devices = self.transfer.src_devices if self.transfer else None
+        devices = device_numbers("source", self.mesh, self.devices or transfer_devices)
+        object.__setattr__(self, "devices", devices)  # a frozen dataclass has no other way
+        if transfer_devices and self.src_devices != transfer_devices:
+            raise PlanError(
+                f"the plan is for devices {self.src_devices}, its transfer for {transfer_devices}"
+            )
+
+    def _check_backward(self) -> None:
+        """Raise PlanError if no plan of the gradient obeys the memory limit."""
+        try:
+            _ = self.backward
+        except PlanError as error:
+            raise PlanError(f"backward: {error.reason}", hint=error.hint) from None
 
     @cached_property
     def transfer(self) -> Transfer | None:
@@ -141,8 +176,11 @@ class Plan(Pictured):
     @property
     def dst_mesh(self) -> Mesh:
         """The mesh of the destination."""
-        mesh = self.transfer.target.mesh if self.transfer else self.mesh
-        return mesh.base if self.transfer and isinstance(mesh, SubAxisMesh) else mesh
+        if self.transfer is None:
+            return self.mesh
+        mesh = self.transfer.target.mesh
+        # The transfer may land on sub-axes; the user's mesh has whole axes.
+        return mesh.base if isinstance(mesh, SubAxisMesh) else mesh
 
     @property
     def src_devices(self) -> tuple[int, ...]:
@@ -171,47 +209,63 @@ class Plan(Pictured):
 
     @cached_property
     def _start(self) -> Sharding:
-        fine = _factored(self.source, self.steps_mesh)
-        return fine.with_layout(fine.normal)
+        source = _on_sub_axes(self.source, self.steps_mesh)
+        return source.with_layout(source.normal)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Every step with the shardings around it."""
-        here = self._start
+        before = self._start
         stages = []
         for step in self.steps:
-            after = step.after(here)
-            stages.append(Stage(step, here, after))
-            here = after
+            after = step.after(before)
+            stages.append(Stage(step, before, after))
+            before = after
         return tuple(stages)
 
     def part(self, stages: Sequence[Stage]) -> Plan:
-        """Some of its stages, all on one mesh, as a plan of their own."""
-        first = stages[0].before
+        """Return consecutive stages of the plan, all on one mesh, as a plan of their own."""
+        start = stages[0].before
         steps = tuple(stage.step for stage in stages)
-        scale = math.prod(
-            (step.factor for step in steps if isinstance(step, Scale)), start=Fraction(1)
+        return Plan(
+            src=start.layout,
+            dst=stages[-1].after.layout,
+            mesh=start.mesh,
+            shape=start.shape,
+            dtype=self.dtype,
+            steps=steps,
+            scale=_product_of_scales(steps),
+            profile=self.profile,
         )
-        endpoints = first.layout, stages[-1].after.layout, first.mesh
-        return Plan(*endpoints, first.shape, self.dtype, steps, scale, self.profile)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes that the layouts name, and axes with replicas that the steps use."""
-        passed = (after.mesh.origin(a) for _, _, after in self.stages for a in after.layout.axes)
-        return tuple(dict.fromkeys((*self.src.axes, *self.dst.axes, *passed)))
+        axes = [*self.src.axes, *self.dst.axes]
+        for stage in self.stages:
+            axes += [stage.after.mesh.origin(axis) for axis in stage.after.layout.axes]
+        return tuple(dict.fromkeys(axes))  # in a fixed order, without repetitions
 
     @cached_property
     def request(self) -> Request:
         """The request for this plan."""
-        takers = self.transfer.dst_devices if self.transfer else self.devices
-        endpoints = self.src, self.dst, self.mesh, self.dst_mesh, self.devices, takers
         return Request(
-            *endpoints, self.shape, self.dtype, self.profile, self.scale, self.memory_limit
+            self.src,
+            self.dst,
+            self.mesh,
+            self.dst_mesh,
+            self.devices,
+            self.transfer.dst_devices if self.transfer else self.devices,
+            self.shape,
+            self.dtype,
+            self.profile,
+            self.scale,
+            self.memory_limit,
         )
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one element."""
         return itemsize(self.dtype)
 
     @cached_property
@@ -219,58 +273,73 @@ class Plan(Pictured):
         """The price of every step."""
         return tuple(map(self.price_of, range(len(self.steps))))
 
-    def price_of(self, at: int) -> Price:
-        """The price of one step, computed alone."""
-        step, before, after = self.stages[at]
-        if isinstance(step, Transfer):
-            return step.price(self.itemsize)
-        return price(step, before, after, self.itemsize, self.machines[at])
+    def price_of(self, index: int) -> Price:
+        """Price one step, by its place in `steps`."""
+        stage = self.stages[index]
+        if isinstance(stage.step, Transfer):
+            return stage.step.price(self.itemsize)
+        return price(stage.step, stage.before, stage.after, self.itemsize, self.machines[index])
 
     @cached_property
     def machines(self) -> Sequence[Profile]:
         """For every step, the profile for the devices of its mesh."""
-        first = self.steps.index(self.transfer) if self.transfer else len(self.steps)
-        there = located(self.profile, self.dst_mesh, self.request.dst_devices)
-        return [self.request.machine] * first + [there] * (len(self.steps) - first)
+        n_steps = len(self.steps)
+        n_on_source = self.steps.index(self.transfer) if self.transfer else n_steps
+        dst_machine = located(self.profile, self.dst_mesh, self.request.dst_devices)
+        return [self.request.machine] * n_on_source + [dst_machine] * (n_steps - n_on_source)
 
     @property
     def cost(self) -> float:
         """Predicted seconds, of all that the objective counts."""
-        forward = sum(p.seconds for p in self.prices)
-        return forward + self.backward.cost if self.objective == BOTH else forward
+        forward_s = sum(price.seconds for price in self.prices)
+        if self.objective == BOTH:
+            return forward_s + self.backward.cost
+        return forward_s
 
     @property
     def bytes_received(self) -> int:
         """Bytes that the busiest device receives, summed over the steps."""
-        return sum(p.received_bytes for p in self.prices)
+        return sum(price.received_bytes for price in self.prices)
 
     @property
     def peak_bytes(self) -> int:
         """Bytes that the busiest device holds at the worst moment: input, output, buffers."""
-        largest = max(self.source.max_local_size, self.target.max_local_size) * self.itemsize
-        return max((p.peak_bytes for p in self.prices), default=largest)
+        if not self.prices:
+            return self._largest_endpoint_elements * self.itemsize
+        return max(price.peak_bytes for price in self.prices)
+
+    @property
+    def _largest_endpoint_elements(self) -> int:
+        """Elements of the largest block at the start or at the end."""
+        return max(self.source.max_local_size, self.target.max_local_size)
 
     @cached_property
     def bytes_lower_bound(self) -> int:
         """Fewest bytes that the busiest device must receive, whatever the plan."""
-        endpoints = self.source, self.target.in_order(self.source.layout.names)
-        src, dst = (sharding.with_layout(sharding.normal) for sharding in endpoints)
+        target = self.target.in_order(self.source.layout.names)
+        src = self.source.with_layout(self.source.normal)
+        dst = target.with_layout(target.normal)
         if self.transfer is None:
-            return bounds.received_elements(src, dst) * self.itemsize
-        devices = self.src_devices, self.dst_devices
-        return bounds.received_elements_between(src, dst, *devices) * self.itemsize
+            elements = bounds.received_elements(src, dst)
+        else:
+            elements = bounds.received_elements_between(
+                src, dst, self.src_devices, self.dst_devices
+            )
+        return elements * self.itemsize
 
     @property
     def messages(self) -> int:
         """Latencies paid one after the other, over all steps."""
-        stages = zip(self.stages, self.machines, strict=True)
-        traffics = (step.traffic(here, m.link_spans(here.mesh)) for (step, here, _), m in stages)
-        return sum(hop.messages for traffic in traffics for hop in traffic.hops)
+        total = 0
+        for stage, machine in zip(self.stages, self.machines, strict=True):
+            traffic = stage.step.traffic(stage.before, machine.link_spans(stage.before.mesh))
+            total += sum(hop.messages for hop in traffic.hops)
+        return total
 
     @property
     def exceeds_endpoints(self) -> bool:
         """Whether an intermediate block is larger than the blocks at the start and at the end."""
-        largest = max(self.source.max_local_size, self.target.max_local_size)
+        largest = self._largest_endpoint_elements
         return any(stage.after.max_local_size > largest for stage in self.stages)
 
     @cached_property
@@ -282,49 +351,69 @@ class Plan(Pictured):
     def tangent(self) -> Plan:
         """The plan that tangents take: itself, unless a boundary fills with a constant, which has none."""
         tangent = self.request.tangent
-        return self if tangent == self.request else find_plan(tangent)
+        if tangent == self.request:
+            return self
+        return find_plan(tangent)
 
     def __str__(self) -> str:
         return table.text(self)
 
     def __repr__(self) -> str:
         arguments = f"'{self.src} -> {self.dst}', {self.mesh!r}, {self.shape}, {self.dtype!r}"
-        to = f", dst_mesh={self.dst_mesh!r}" if self.transfer else ""
-        return f"Plan({arguments}{to}, steps={', '.join(map(str, self.steps))!r})"
+        dst_mesh = f", dst_mesh={self.dst_mesh!r}" if self.transfer else ""
+        return f"Plan({arguments}{dst_mesh}, steps={', '.join(map(str, self.steps))!r})"
 
     def explain(self) -> str:
-        """The alternatives that were weighed, with seconds, bytes, peak, messages, and why this one won.
+        """Print the alternatives that were weighed, and why this plan won.
 
-        Raises PlanError for a plan between two meshes.
+        Returns:
+            A table of seconds, bytes, peak memory, messages and steps, and a sentence.
+
+        Raises:
+            PlanError: The plan leads from one mesh to another.
         """
-        return table.explain(self)
+        return alternatives.explain(self)
 
     def to_json(self) -> str:
-        """The plan as text, with all that is needed to check and run it elsewhere."""
+        """Write the plan as text, with all that is needed to check and run it elsewhere."""
         return json.dumps(plan_to_plain(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str, profile: Profile | str | None = None) -> Plan:
-        """Text of `to_json` -> the plan, checked again. Raises PlanError for malformed or wrong text.
+        """Read the text that `to_json` wrote, and check the plan again.
 
-        profile: the machine to price it for, if the text names one that is not shipped.
+        Args:
+            text: The text of `to_json`.
+            profile: The machine to price it for, if the text names one that is not shipped.
+
+        Raises:
+            PlanError: The text is malformed, or its steps do not lead where it says.
         """
         with reading_plan():
             return cls.from_plain(json.loads(text), profile)
 
     @classmethod
     def from_plain(cls, data: dict[str, Any], profile: Profile | str | None = None) -> Plan:
-        """`from_json` of text that is parsed already."""
-        values, written = plan_from_plain(data, profile)
-        plan = cls(**values)
-        inferred = [str(stage.after.layout) for stage in plan.stages]
-        if written != inferred:
-            raise PlanError(f"the plan says its steps lead to {written}, they lead to {inferred}")
+        """Read a plan from JSON that is parsed already; see `from_json`."""
+        arguments, written_layouts = plan_from_plain(data, profile)
+        plan = cls(**arguments)
+        # The layouts follow from the steps. A text that disagrees was damaged, or made by other code.
+        inferred_layouts = [str(stage.after.layout) for stage in plan.stages]
+        if written_layouts != inferred_layouts:
+            raise PlanError(
+                f"the plan says its steps lead to {written_layouts}, they lead to {inferred_layouts}"
+            )
         return plan
 
 
-def _factored(sharding: Sharding, mesh: Mesh) -> Sharding:
-    """The same sharding on `mesh`, which may split axes of the sharding's mesh."""
+def _product_of_scales(steps: Iterable[Step]) -> Fraction:
+    """Return the constant by which the steps multiply an array in all."""
+    factors = [step.factor for step in steps if isinstance(step, Scale)]
+    return math.prod(factors, start=Fraction(1))
+
+
+def _on_sub_axes(sharding: Sharding, mesh: Mesh) -> Sharding:
+    """Write a sharding with the sub-axes of `mesh`, if `mesh` splits axes of the sharding's mesh."""
     if isinstance(mesh, SubAxisMesh) and mesh.base == sharding.mesh:
         return mesh.factored(sharding)
     return sharding
@@ -332,58 +421,93 @@ def _factored(sharding: Sharding, mesh: Mesh) -> Sharding:
 
 @layout_cache(maxsize=4096)  # in this file because a plan finds the plan of its gradient
 def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
-    """The cheapest plan, or the cheapest with a `Transfer`, kept by an earlier run or searched for."""
-    options: Any = {"objective": objective, "by_transfer": by_transfer}
-    return kept(request, Plan.from_json, lambda: search_plan(request, **options), options)
+    """Return the cheapest plan, from the folder of earlier runs (XSHARD_CACHE) or by a search.
+
+    Args:
+        request: Layouts, meshes, shape, dtype, machine and limits.
+        objective: Whether the seconds of the gradient count too.
+        by_transfer: Whether the plan is to have a `Transfer` even if both meshes are one.
+    """
+
+    def search() -> Plan:
+        return search_plan(request, objective, by_transfer=by_transfer)
+
+    options = {"objective": objective, "by_transfer": by_transfer}
+    return kept(request, Plan.from_json, search, options)
 
 
 @layout_cache(maxsize=4096)
 def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
-    """`find_plan` without plans of earlier runs: for searches that compare many."""
-
-    def aimed(plan: Plan) -> Plan:
-        return plan if objective == FORWARD else replace(plan, objective=objective)
-
+    """Search the cheapest plan, without plans of earlier runs: for searches that compare many."""
     if request.dst.names != request.src.names:
+        # No price depends on the order of dims: move in the source's order, and transpose at the end.
         inner = search_plan(request.in_order, objective, by_transfer=by_transfer)
         transpose = Transpose(request.target.layout.names)
         return replace(
             inner, dst=inner.dst.in_order(request.dst.names), steps=(*inner.steps, transpose)
         )
-    may_move = request.relabel and not request.dst.tagged(*NONLINEAR)
+    may_relabel = request.relabel and not request.dst.tagged(*NONLINEAR)
     try:
-        plan = aimed(_as_numbered(request, by_transfer))
+        plan = _with_objective(_cheapest_in_place(request, by_transfer), objective)
     except PlanError:
-        if not may_move or request.memory_limit is None:
+        # Devices in other places may fit a memory limit that devices in their own places do not.
+        if not may_relabel or request.memory_limit is None:
             raise
-        if (relabelled := cheapest(request, _made, relabel=True)) is None:
+        relabelled = cheapest(request, _make_plan, relabel=True)
+        if relabelled is None:
             raise
-        return aimed(relabelled)
-    if may_move and plan.bytes_received:
-        relabelled = cheapest(request, _made, relabel=True)
-        relabelled = relabelled and aimed(relabelled)
-        if (
-            relabelled
-            and relabelled.cost < plan.cost
-            and relabelled.bytes_received <= plan.bytes_received
-        ):
-            return relabelled
+        return _with_objective(relabelled, objective)
+    if may_relabel and plan.bytes_received:
+        relabelled = cheapest(request, _make_plan, relabel=True)
+        if relabelled is not None:
+            relabelled = _with_objective(relabelled, objective)
+            is_smaller = relabelled.bytes_received <= plan.bytes_received
+            if is_smaller and relabelled.cost < plan.cost:
+                return relabelled
     return plan
 
 
-def _as_numbered(request: Request, by_transfer: bool) -> Plan:
-    """The cheapest plan in which devices keep their places. Raises PlanError if none fits the limit."""
-    one = None if by_transfer else request.on_one_mesh
-    plan = cheapest(request, _made, relabel=False) if one is None else _made(one, *solve(one))
+def _with_objective(plan: Plan, objective: str) -> Plan:
+    """Return the plan with another objective, which checks the gradient's plan too."""
+    return plan if objective == FORWARD else replace(plan, objective=objective)
+
+
+def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
+    """Return the cheapest plan in which devices keep their places.
+
+    Raises:
+        PlanError: No plan fits the memory limit; it names the smallest peak.
+    """
+    one_mesh = None if by_transfer else request.on_one_mesh
+    if one_mesh is not None:
+        steps, split = solve(one_mesh)
+        plan: Plan | None = _make_plan(one_mesh, steps, split)
+    else:
+        plan = cheapest(request, _make_plan, relabel=False)
     if request.factor != 1:  # also for a mean that begins: scaling needs the same dtypes
         check_reduction(request.dtype, "sum")
     if plan is None:
-        paths = transfer_paths(free := replace(request, memory_limit=None))
-        raise too_large(request.memory_limit, min(_made(free, *way).peak_bytes for way in paths))
+        unlimited = replace(request, memory_limit=None)
+        paths = transfer_paths(unlimited)
+        smallest_peak = min(
+            _make_plan(unlimited, steps, split).peak_bytes for steps, split in paths
+        )
+        raise too_large(request.memory_limit, smallest_peak)
     return plan
 
 
-def _made(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
-    array = request.src, request.dst, request.src_mesh, request.shape, request.dtype
-    machine = request.profile, request.memory_limit
-    return Plan(*array, steps, request.factor, *machine, split=split, devices=request.src_devices)
+def _make_plan(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
+    """Put steps that a search found into a plan, which checks them."""
+    return Plan(
+        src=request.src,
+        dst=request.dst,
+        mesh=request.src_mesh,
+        shape=request.shape,
+        dtype=request.dtype,
+        steps=steps,
+        scale=request.factor,
+        profile=request.profile,
+        memory_limit=request.memory_limit,
+        split=split,
+        devices=request.src_devices,
+    )

@@ -1,4 +1,8 @@
-"""Plans and frozen values as plain data for JSON, and back: fields are read by their declared types."""
+"""Plans and frozen values as plain data for JSON, and back.
+
+A value is written by its own type, and read by the type that its field declares: JSON itself has neither
+tuples nor fractions.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xshard.arguments import shown
 from xshard.cost.machine import load_profile
@@ -28,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def to_plain(value: Any) -> Any:
-    """A field of a frozen value -> text, numbers, lists and dicts."""
+    """Return a field of a frozen value as text, numbers, lists and dicts."""
     if isinstance(value, tuple):
-        return [to_plain(v) for v in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, Mesh):
         return dict(zip(value.axes, value.sizes, strict=True))
     if isinstance(value, Sharding):
@@ -39,83 +43,117 @@ def to_plain(value: Any) -> Any:
             "shape": list(value.shape),
             **mesh_to_plain(value.mesh),
         }
-    return str(value) if isinstance(value, Layout | Shard | Fraction) else value
-
-
-def from_plain(kind: Any, value: Any) -> Any:
-    """The inverse: `kind` is the declared type. Raises XshardError for a value of another type."""
-    parts = typing.get_args(kind)
-    if isinstance(kind, types.UnionType):
-        return None if value is None else from_plain(parts[0], value)
-    if parts:  # a tuple
-        if type(value) is not list or (parts[-1] is not ... and len(value) != len(parts)):
-            raise XshardError(f"{shown(value)} is not a list of the right length")
-        kinds = parts[:1] * len(value) if parts[-1] is ... else parts
-        return tuple(map(from_plain, kinds, value))
-    if kind in _READERS:
-        return _READERS[kind](value)
-    if type(value) is not kind:
-        raise XshardError(f"{shown(value)} is not {_NAMES.get(kind, kind.__name__)}")
+    if isinstance(value, Layout | Shard | Fraction):
+        return str(value)
     return value
 
 
+def from_plain(declared_type: Any, value: Any) -> Any:
+    """Read a field that `to_plain` wrote.
+
+    Args:
+        declared_type: The field's type: a class, `tuple[int, ...]`, `tuple[str, int]` or `X | None`.
+        value: The parsed JSON.
+
+    Raises:
+        XshardError: The value is of another type.
+    """
+    arguments = typing.get_args(declared_type)
+    if isinstance(declared_type, types.UnionType):  # X | None
+        return None if value is None else from_plain(arguments[0], value)
+    if arguments:
+        return _tuple_from_plain(arguments, value)
+    if declared_type in _READERS:
+        return _READERS[declared_type](value)
+    if type(value) is not declared_type:  # exactly: in JSON, true is no whole number
+        expected = _NAMES.get(declared_type, declared_type.__name__)
+        raise XshardError(f"{shown(value)} is not {expected}")
+    return value
+
+
+def _tuple_from_plain(item_types: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    """Read a tuple: of any length if its types end with `...`, else of one value for each type."""
+    has_any_length = item_types[-1] is ...
+    if type(value) is not list or not (has_any_length or len(value) == len(item_types)):
+        raise XshardError(f"{shown(value)} is not a list of the right length")
+    if has_any_length:
+        return tuple(from_plain(item_types[0], item) for item in value)
+    return tuple(map(from_plain, item_types, value))
+
+
 def fields_to_plain(value: Any) -> dict[str, Any]:
-    """The fields of a frozen value, without its profile."""
+    """Return the fields of a frozen value as plain data, without its profile."""
     cls: Any = type(value)
     return {name: to_plain(getattr(value, name)) for name in _field_types(cls)}
 
 
 def fields_from_plain(cls: type, data: Any) -> dict[str, Any]:
-    """The inverse: arguments of the class. Raises XshardError for unknown fields and wrong types."""
-    kinds = _field_types(cls)
-    if type(data) is not dict or set(data) - set(kinds):
-        odd = sorted(set(data) - set(kinds)) if type(data) is dict else shown(data)
-        raise XshardError(f"{cls.__name__} does not have the fields {odd}")
-    return {name: from_plain(kinds[name], value) for name, value in data.items()}
+    """Read what `fields_to_plain` wrote, as keyword arguments of the class.
+
+    Raises:
+        XshardError: A field is unknown, or a value has another type.
+    """
+    declared_types = _field_types(cls)
+    if type(data) is not dict:
+        raise XshardError(f"{cls.__name__} does not have the fields {shown(data)}")
+    unknown = sorted(set(data) - set(declared_types))
+    if unknown:
+        raise XshardError(f"{cls.__name__} does not have the fields {unknown}")
+    return {name: from_plain(declared_types[name], value) for name, value in data.items()}
 
 
 def mesh_to_plain(mesh: Mesh) -> dict[str, Any]:
-    """A mesh, and the axes that are split into sub-axes."""
-    base, split = (mesh.base, mesh.split) if isinstance(mesh, SubAxisMesh) else (mesh, ())
-    return {"mesh": to_plain(base), "split": dict(split)}
+    """Return a mesh as plain data, with the axes that are split into sub-axes beside it."""
+    if isinstance(mesh, SubAxisMesh):
+        return {"mesh": to_plain(mesh.base), "split": dict(mesh.split)}
+    return {"mesh": to_plain(mesh), "split": {}}
 
 
 def split_from_plain(data: dict[str, list[int]]) -> Split:
-    """The axes that are split, of `mesh_to_plain`."""
+    """Read the axes that are split, as `mesh_to_plain` wrote them."""
     return tuple((axis, from_plain(tuple[int, ...], sizes)) for axis, sizes in data.items())
 
 
 @lru_cache(maxsize=256)
 def _field_types(cls: type) -> dict[str, Any]:
-    kinds = typing.get_type_hints(cls)
-    return {f.name: kinds[f.name] for f in fields(cls) if kinds[f.name] is not Profile}
+    """Return the declared type of every field; a profile is written by its name, elsewhere."""
+    declared_types = typing.get_type_hints(cls)
+    names = [field.name for field in fields(cls)]
+    return {name: declared_types[name] for name in names if declared_types[name] is not Profile}
 
 
-def _fraction(text: str) -> Fraction:
+def _read_fraction(text: str) -> Fraction:
+    # Longer ones would be a way to make the reader compute for ever.
     if not re.fullmatch(r"\d{1,9}(/\d{1,9})?", text):
         raise XshardError(f"{text!r} is not a fraction of small numbers")
     return Fraction(text)
 
 
-def _shard(text: str) -> Shard:
+def _read_shard(text: str) -> Shard:
+    """Read one shard of a dim: "zigzag(cp)"."""
     shards = Layout.parse(f"d/{text}").dims[0].shards
+    # "a,b" would be read as two shards, of which the second is no part of this field.
     if [str(shard) for shard in shards] != [text]:
         raise XshardError(f"{text!r} does not shard a dim")
     return shards[0]
 
 
-def _sharding(data: dict[str, Any]) -> Sharding:
+def _read_sharding(data: dict[str, Any]) -> Sharding:
     mesh = Mesh(data["mesh"])
     split = split_from_plain(data["split"])
-    shape = from_plain(tuple[int, ...], data["shape"])
-    return Sharding(
-        Layout.parse(data["layout"]), SubAxisMesh(mesh, split) if split else mesh, shape
-    )
+    if split:
+        mesh = SubAxisMesh(mesh, split)
+    return Sharding(Layout.parse(data["layout"]), mesh, from_plain(tuple[int, ...], data["shape"]))
 
 
-_READERS: dict[Any, Callable[[Any], Any]] = {Layout: Layout.parse, Mesh: Mesh, Shard: _shard}
-_READERS |= {Sharding: _sharding, Fraction: _fraction}
-_NAMES = {int: "a whole number", str: "text"}
+_READERS: dict[Any, Callable[[Any], Any]] = {
+    Layout: Layout.parse,
+    Mesh: Mesh,
+    Shard: _read_shard,
+    Sharding: _read_sharding,
+    Fraction: _read_fraction,
+}
+_NAMES = {int: "a whole number", str: "text"}  # of types, in errors
 
 
 @contextmanager
@@ -132,42 +170,68 @@ def reading_plan() -> Iterator[None]:
 
 
 def plan_to_plain(plan: Plan) -> dict[str, Any]:
-    """A plan -> its JSON as a dict."""
-    data = {"src": str(plan.src), "dst": str(plan.dst), **mesh_to_plain(plan.steps_mesh)}
-    data["src_devices"] = [] if isinstance(plan.devices, range) else list(plan.devices)
-    data |= {"shape": list(plan.shape), "dtype": plan.dtype, "scale": str(plan.scale)}
-    data |= {
+    """Return a plan as the dict that its JSON holds."""
+    # A range stands for 0, 1, 2, ...: a mesh of 10,000 devices needs no list of them.
+    src_devices = [] if isinstance(plan.devices, range) else list(plan.devices)
+    data = {
+        "src": str(plan.src),
+        "dst": str(plan.dst),
+        **mesh_to_plain(plan.steps_mesh),
+        "src_devices": src_devices,
+        "shape": list(plan.shape),
+        "dtype": plan.dtype,
+        "scale": str(plan.scale),
         "profile": plan.profile.name,
         "memory_limit": plan.memory_limit,
         "objective": plan.objective,
+        "steps": [{"step": step.kind, **fields_to_plain(step)} for step in plan.steps],
+        "after": [str(stage.after.layout) for stage in plan.stages],
     }
-    data["steps"] = [{"step": step.kind, **fields_to_plain(step)} for step in plan.steps]
-    return with_values(data | {"after": [str(stage.after.layout) for stage in plan.stages]})
+    return with_values(data)
 
 
-def plan_from_plain(
-    data: dict[str, Any], profile: Profile | str | None
-) -> tuple[dict[str, Any], list[str]]:
-    """The inverse: the arguments of `Plan`, and the layouts to which its steps should lead."""
+class ReadPlan(NamedTuple):
+    """What the JSON of a plan says, before the plan is built."""
+
+    arguments: dict[str, Any]  # of `Plan`
+    layouts: list[str]  # to which its steps should lead, one after the other
+
+
+def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> ReadPlan:
+    """Read the dict that `plan_to_plain` wrote.
+
+    Args:
+        data: The parsed JSON, which may hold anything.
+        profile: The machine to price the plan for, in place of the one that the JSON names.
+    """
     machine = load_profile(data["profile"] if profile is None else profile)
-    _maps = maps_in(data)  # which the texts below name
-    values: dict[str, Any] = {side: Layout.parse(data[side]) for side in ("src", "dst")}
-    values |= {"mesh": Mesh(data["mesh"]), "devices": tuple(data.get("src_devices", ()))}
-    values |= {"shape": tuple(data["shape"]), "dtype": name_of(data["dtype"]), "profile": machine}
-    values |= {"scale": from_plain(Fraction, data["scale"]), "objective": data["objective"]}
-    values["memory_limit"] = from_plain(int | None, data["memory_limit"])
-    values["split"] = split_from_plain(data.get("split", {}))
-    values["steps"] = tuple(_step(step, machine) for step in data["steps"])
-    return values, data["after"]
+    # Layouts name maps by their digests: while this value lives, the texts below can be parsed.
+    _maps = maps_in(data)
+    arguments = {
+        "src": Layout.parse(data["src"]),
+        "dst": Layout.parse(data["dst"]),
+        "mesh": Mesh(data["mesh"]),
+        "devices": tuple(data.get("src_devices", ())),
+        "shape": tuple(data["shape"]),
+        "dtype": name_of(data["dtype"]),
+        "profile": machine,
+        "scale": from_plain(Fraction, data["scale"]),
+        "objective": data["objective"],
+        "memory_limit": from_plain(int | None, data["memory_limit"]),
+        "split": split_from_plain(data.get("split", {})),
+        "steps": tuple(_step_from_plain(step, machine) for step in data["steps"]),
+    }
+    return ReadPlan(arguments, data["after"])
 
 
-def _step(data: dict[str, Any], profile: Profile) -> Step:
-    kind = Step.registry.get(data.get("step", ""))
-    if kind is None:
+def _step_from_plain(data: dict[str, Any], profile: Profile) -> Step:
+    """Read one step: its kind, and the fields that this kind declares."""
+    cls = Step.registry.get(data.get("step", ""))
+    if cls is None:
         hint = f"steps are: {', '.join(sorted(Step.registry))}"
         raise PlanError(f"no step {data.get('step')!r}", hint=hint)
-    values = fields_from_plain(
-        kind, {name: value for name, value in data.items() if name != "step"}
-    )
-    machine = {"profile": profile} if "profile" in kind.__annotations__ else {}
-    return kind(**values, **machine)
+    step_fields = {name: value for name, value in data.items() if name != "step"}
+    arguments = fields_from_plain(cls, step_fields)
+    if "profile" in cls.__annotations__:  # a transfer, which is priced for a machine
+        arguments["profile"] = profile
+    return cls(**arguments)

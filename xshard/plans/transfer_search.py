@@ -1,4 +1,8 @@
-"""The paths from one mesh to another by a transfer, and the choice: seconds, traffic of nodes, steps."""
+"""The paths from one mesh to another by a transfer, and the choice among them.
+
+A path reduces and moves on the first mesh, sends, and moves on the second mesh. The choice goes by
+seconds, then by traffic between nodes, then by the number of steps.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,89 +31,135 @@ from xshard.steps.base import REDUCERS, with_inner, without_tags
 if TYPE_CHECKING:
     from xshard.plans.plan import Plan  # which is chosen by this
 
+SAME_TIME = 1.05  # predictions are no better than this: what differs by less counts as equal
+ROUNDING = 1 + 1e-9
+
+
+class TransferPath(NamedTuple):
+    """Steps with a transfer, and the source's axes that they split into sub-axes."""
+
+    steps: tuple[Step, ...]
+    split: Split
+
 
 def relabelled(
     source: Sharding, target: Sharding, src_devices: Sequence[int], dst_devices: Sequence[int]
 ) -> tuple[int, ...]:
-    """The destination's devices in the order in which the fewest elements move; PlanError without scipy."""
+    """Order the destination's devices so that the fewest elements move.
+
+    Raises:
+        PlanError: scipy is not installed.
+    """
     position = {device: i for i, device in enumerate(src_devices)}
     shared = shared_elements(source, target)[[position[device] for device in dst_devices]]
-    lacking = target.block_sizes - shared
+    lacking = target.block_sizes - shared  # [devices, places]
+    # A new sum goes to the first device along it; the others get zeros, which nobody sends.
     lacking[:, target.mesh.indices(target.layout.tagged("sum")) > 0] = 0
     return tuple(dst_devices[i] for i in best_places(lacking))
 
 
 def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What devices lack at each place -> for each place its device. Raises PlanError without scipy."""
+    """Assign devices to places: the fewest elements in all, then the fewest for the busiest device.
+
+    The busiest device never receives more than if all stay. Of equal orders, the one with the fewest
+    devices that change places wins.
+
+    Args:
+        lacking: Elements that each device lacks at each place, [devices, places].
+
+    Returns:
+        For each place its device.
+
+    Raises:
+        PlanError: scipy is not installed.
+    """
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError:
         hint = "pip install scipy, or xshard with its extra 'relabel'"
         raise PlanError("relabel=True needs scipy", hint=hint) from None
-    # The fewest elements in all; then for the busiest device, never more than if all stay; then fewest moves.
     places = np.arange(len(lacking))
+    # In one number: fewer elements first, then fewer devices that change places. Divided by the
+    # common unit, it stays exact as a float.
     unit = max(1, int(np.gcd.reduce(lacking, axis=None)))
-    # In one number: fewer elements first, then fewer devices that change places.
     weight = lacking // unit * (len(lacking) + 1) + (1 - np.eye(len(lacking), dtype=np.int64))
 
-    def assign(most: int) -> NDArray[np.int64] | None:
-        """The best order in which no device lacks more than `most`."""
+    def assign(limit: int) -> NDArray[np.int64] | None:
+        """Return the best order in which no device lacks more than `limit`, or None."""
         try:
-            devices, order_found = linear_sum_assignment(np.where(lacking <= most, weight, np.inf))
-        except ValueError:  # there is none
+            devices, places_of = linear_sum_assignment(np.where(lacking <= limit, weight, np.inf))
+        except ValueError:  # no order obeys the limit
             return None
-        return np.asarray(devices[np.argsort(order_found)])
+        return np.asarray(devices[np.argsort(places_of)])
 
     limits = np.unique(lacking[lacking <= lacking.diagonal().max()])
-    order = assign(limits[-1])
-    assert order is not None  # all may stay
-    fewest = lacking[order, places].sum()
+    best = assign(limits[-1])
+    assert best is not None  # all may stay
+    fewest = lacking[best, places].sum()
+    # Bisect for the smallest limit with which the sum is still the least.
     low = 0
     high = len(limits) - 1
     while low < high:
         middle = (low + high) // 2
-        order_found = assign(limits[middle])
-        if order_found is not None and lacking[order_found, places].sum() == fewest:
-            order = order_found
+        order = assign(limits[middle])
+        if order is not None and lacking[order, places].sum() == fewest:
+            best = order
             high = middle
         else:
             low = middle + 1
-    return order
+    return best
 
 
-_ABOUT = 1.05  # predictions that differ by less count as equal
+def transfer_paths(request: Request, *, relabel: bool = False) -> Iterator[TransferPath]:
+    """Yield every path with a transfer.
 
-
-def transfer_paths(
-    request: Request, *, relabel: bool = False
-) -> Iterator[tuple[tuple[Step, ...], Split]]:
-    """Every path with a transfer: steps, and the source's axes they split. Raises PlanError, DtypeError."""
+    Raises:
+        PlanError: No transfer brings such layouts from mesh to mesh.
+        DtypeError: The dtype has no arithmetic for the reduction.
+    """
     _check(request)
+    for leaving, landing in itertools.product(departures(request.source), landings(request.target)):
+        yield _path_by(request, leaving, landing, relabel=relabel)
+
+
+def _path_by(
+    request: Request, leaving: Sharding, landing: Sharding, *, relabel: bool
+) -> TransferPath:
+    """Find the steps to the sharding that is sent, and from the sharding that is received."""
     source = request.source
     target = request.target
-    factor = request.factor
-    for leaving, landing in itertools.product(departures(source), landings(target)):
-        src_numbers = tuple(request.src_devices)
-        dst_numbers = tuple(request.dst_devices)
-        if relabel:
-            dst_numbers = relabelled(leaving, landing, src_numbers, dst_numbers)
-        stays: tuple[tuple[Step, ...], Split] = (), ()
-        reduces = leaving.layout != source.normal
-        spreads = landing.layout != target.normal
-        first = request.between(source, leaving, src_numbers, factor)
-        last = request.between(landing, target, dst_numbers, Fraction(1) if reduces else factor)
-        before, src_split = solve(first) if reduces else stays
-        after, dst_split = solve(last) if spreads or last.scale != 1 else stays
-        endpoints = _normal_on_sub_axes(leaving, src_split), _normal_on_sub_axes(landing, dst_split)
-        yield (
-            (*before, Transfer(*endpoints, src_numbers, dst_numbers, request.profile), *after),
-            src_split,
-        )
+    src_devices = tuple(request.src_devices)
+    dst_devices = tuple(request.dst_devices)
+    if relabel:
+        dst_devices = relabelled(leaving, landing, src_devices, dst_devices)
+    # The mean's factor is multiplied once: before the transfer if sums end there, else after it.
+    scales_first = leaving.layout != source.normal
+    steps_before: tuple[Step, ...] = ()
+    src_split: Split = ()
+    if scales_first:
+        first = request.between(source, leaving, src_devices, request.factor)
+        steps_before, src_split = solve(first)
+    last_factor = Fraction(1) if scales_first else request.factor
+    last = request.between(landing, target, dst_devices, last_factor)
+    steps_after: tuple[Step, ...] = ()
+    dst_split: Split = ()
+    if landing.layout != target.normal or last.scale != 1:
+        steps_after, dst_split = solve(last)
+    transfer = Transfer(
+        _normal_on_sub_axes(leaving, src_split),
+        _normal_on_sub_axes(landing, dst_split),
+        src_devices,
+        dst_devices,
+        request.profile,
+    )
+    return TransferPath((*steps_before, transfer, *steps_after), src_split)
 
 
 def _normal_on_sub_axes(sharding: Sharding, split: Split) -> Sharding:
-    fine = SubAxisMesh(sharding.mesh, split).factored(sharding) if split else sharding
-    return fine.with_layout(fine.normal)
+    """Return the normal form of a sharding, written with sub-axes if steps split axes."""
+    if split:
+        sharding = SubAxisMesh(sharding.mesh, split).factored(sharding)
+    return sharding.with_layout(sharding.normal)
 
 
 def _check(request: Request) -> None:
@@ -125,81 +175,106 @@ def _check(request: Request) -> None:
 
 
 def departures(source: Sharding) -> Iterator[Sharding]:
-    """Shardings to send from: the blocks as they are; addends also reduced, to parts or to replicas."""
+    """Yield the shardings to send from: the blocks as they are; addends also reduced.
+
+    Addends are reduced to parts, over each dim that is long enough, or to replicas.
+    """
     normal = source.with_layout(source.normal)
     yield normal
-    sums = tuple(a for a in source.mesh.axes if a in normal.layout.tagged(*REDUCERS))
+    reduced_axes = normal.layout.tagged(*REDUCERS)
+    sums = tuple(axis for axis in source.mesh.axes if axis in reduced_axes)
     if sums:
         yield from _cut_over(normal, sums)
         yield normal.with_layout(without_tags(normal.layout, sums))
 
 
 def landings(target: Sharding) -> Iterator[Sharding]:
-    """Shardings to send to: the final blocks; or, of replicated rows, a part for each device."""
+    """Yield the shardings to send to: the final blocks; or, of replicated rows, a part for each device."""
     normal = target.with_layout(target.normal)
     yield normal
-    mesh = normal.mesh
     sums = normal.layout.tagged("sum")
-    busy = *normal.layout.cut_axes, *normal.layout.tagged("max", "min")
-    free = tuple(a for a in mesh.long_axes if a not in busy)
-    alike = tuple(a for a in free if a not in sums)
-    for axes in dict.fromkeys((free, alike, sums, *((a,) for a in free))):
+    busy = {*normal.layout.cut_axes, *normal.layout.tagged("max", "min")}
+    free = tuple(axis for axis in normal.mesh.long_axes if axis not in busy)
+    replicated = tuple(axis for axis in free if axis not in sums)
+    candidates = [free, replicated, sums]
+    candidates += [(axis,) for axis in free]
+    for axes in dict.fromkeys(candidates):
         if axes:
             yield from _cut_over(normal, axes)
 
 
 def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
-    """The sharding with each of its dims in turn sharded further, over axes that hold addends or replicas."""
-    mesh = sharding.mesh
+    """Shard each dim in turn further, over axes that hold addends or replicas.
+
+    Dims with blocks too short to give each device a row are left out.
+    """
+    n_parts = sharding.mesh.size(*axes)
     layout = without_tags(sharding.layout, (*axes, *sharding.layout.tagged("copy")))
     for d, dim in enumerate(layout.dims):
         lengths = set(sharding.local_sizes[d])
-        if max(lengths) < mesh.size(*axes):
+        longest = max(lengths)
+        if longest < n_parts:
             continue
-        even = len(lengths) == 1 and max(lengths) % mesh.size(*axes) == 0
-        cut = tuple(Shard((a,)) for a in axes) if even else (Shard(axes, "balanced"),)
-        yield sharding.with_layout(with_inner(layout, dim.name, cut))
+        if len(lengths) == 1 and longest % n_parts == 0:
+            shards = tuple(Shard((axis,)) for axis in axes)
+        else:
+            shards = (Shard(axes, "balanced"),)
+        yield sharding.with_layout(with_inner(layout, dim.name, shards))
 
 
 def cheapest(
-    request: Request, made: Callable[[Request, tuple[Step, ...], Split], Plan], *, relabel: bool
+    request: Request,
+    make_plan: Callable[[Request, tuple[Step, ...], Split], Plan],
+    *,
+    relabel: bool,
 ) -> Plan | None:
-    """The best plan with a transfer within the memory limit, made by `made`; None if none fits."""
+    """Return the best plan with a transfer within the memory limit, or None if none fits.
+
+    Args:
+        request: Layouts, meshes, limits.
+        make_plan: Makes a plan of a request, steps and split axes.
+        relabel: Whether devices may change places on the destination's mesh.
+    """
     limit = request.memory_limit
-    free = replace(request, memory_limit=None)
+    unlimited = replace(request, memory_limit=None)
     plans: list[Plan] = []
     best_s = math.inf
-    for way in transfer_paths(free, relabel=relabel):
-        plan = made(free, *way)
-        other_s = (
-            plan.price_of(i).seconds
-            for i, step in enumerate(plan.steps)
-            if step is not plan.transfer
-        )
-        if sum(other_s) >= best_s * _ABOUT:
-            continue  # whatever the transfer costs, which is the longest to find out
+    for steps, split in transfer_paths(unlimited, relabel=relabel):
+        plan = make_plan(unlimited, steps, split)
+        # The transfer's own price takes longest to find out: not for a path that lost without it.
+        if _seconds_around_transfer(plan) >= best_s * SAME_TIME:
+            continue
         if limit is None or plan.peak_bytes <= limit:
             plans.append(plan)
             best_s = min(best_s, plan.cost)
     if not plans:
         return None
-    plans = [plan for plan in plans if plan.cost <= best_s * _ABOUT]
+    plans = [plan for plan in plans if plan.cost <= best_s * SAME_TIME]
     if request.profile.across is not None:
-        crossing = [_between_nodes(plan) for plan in plans]
-        plans = [plan for plan, n in zip(plans, crossing, strict=True) if n == min(crossing)]
+        crossing = [_elements_between_nodes(plan) for plan in plans]
+        fewest = min(crossing)
+        plans = [plan for plan, n in zip(plans, crossing, strict=True) if n == fewest]
     best_s = min(plan.cost for plan in plans)
-    return replace(next(p for p in plans if p.cost <= best_s * (1 + 1e-9)), memory_limit=limit)
+    # The first of equals: paths with fewer steps come first.
+    best = next(plan for plan in plans if plan.cost <= best_s * ROUNDING)
+    return replace(best, memory_limit=limit)
 
 
-def _between_nodes(plan: Plan) -> int:
-    """Elements that enter a node, of the messages of a transfer and the collectives around it."""
+def _seconds_around_transfer(plan: Plan) -> float:
+    """Return the seconds of the steps before and after the transfer."""
+    return sum(
+        plan.price_of(i).seconds for i, step in enumerate(plan.steps) if step is not plan.transfer
+    )
+
+
+def _elements_between_nodes(plan: Plan) -> int:
+    """Count the elements that enter a node, by the transfer and by the collectives around it."""
     total = 0
-    for (step, before, _), machine in zip(plan.stages, plan.machines, strict=True):
-        if isinstance(step, Transfer):
-            total += step.between_nodes
+    for stage, machine in zip(plan.stages, plan.machines, strict=True):
+        if isinstance(stage.step, Transfer):
+            total += stage.step.between_nodes
         else:
-            fabric = machine.fabric(before.mesh)
-            total += (machine.node_devices or 1) * fabric.between_nodes(
-                step.traffic(before, fabric.spans)
-            )
+            fabric = machine.fabric(stage.before.mesh)
+            traffic = stage.step.traffic(stage.before, fabric.spans)
+            total += (machine.node_devices or 1) * fabric.between_nodes(traffic)
     return total

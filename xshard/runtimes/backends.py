@@ -26,16 +26,23 @@ class NoRuntimeError(XshardError):
 
 @dataclass(frozen=True)
 class Backend:
-    """A framework that runs plans, by functions of its bridge's room `testing`."""
+    """A framework that runs plans, by functions of its bridge's room `testing`.
 
-    package: str  # also the name of the extra that brings it
-    devices: str  # in words
-    rounds: bool  # see `Profile`
-    environment: Callable[
-        [int], dict[str, str]
-    ]  # number of devices -> the variables that a process needs
-    modes: tuple[str, ...]  # the ways to run a program
-    world: str = ""  # the variable in which a launcher says how many ranks there are
+    Attributes:
+        package: The framework's package; also the name of the extra that brings it.
+        devices: What it calls devices, in words.
+        rounds: Whether exchanges run in rounds; see `Profile`.
+        environment: The number of devices -> the variables that a process needs.
+        modes: The ways to run a program.
+        world: The variable in which a launcher says how many ranks there are; "" if it has no launcher.
+    """
+
+    package: str
+    devices: str
+    rounds: bool
+    environment: Callable[[int], dict[str, str]]
+    modes: tuple[str, ...]
+    world: str = ""
 
     def check_installed(self, way_out: str = "") -> None:
         """Raise NoRuntimeError if the package is not installed; nothing is imported."""
@@ -49,38 +56,67 @@ class Backend:
         return int(os.environ.get(self.world, "1")) > 1
 
     def function(self, name: str) -> str:
-        """The full name of a function of the bridge's kit, as in "worker.answers"."""
+        """Return the full name of a function of the bridge's kit: "worker.answers"."""
         return f"{self.package}_bridge.testing.{name}"
 
     def ask(self, n_devices: int, name: str, *arguments: Any, timeout_s: float) -> Any:
-        """Call a function of the kit in the process with these devices; in this process if it is launched."""
+        """Call a function of the kit where the devices are.
+
+        Args:
+            n_devices: The number of devices.
+            name: The function, as in `function`.
+            *arguments: Its arguments.
+            timeout_s: See `Process.ask`.
+
+        Returns:
+            What the function returns, in the process with these devices; in this process if it is one
+            of the ranks that a launcher has started.
+        """
         function = self.function(name)
         if self.is_launched:
             return resolve_name(function)(*arguments, timeout_s)
         return self.process(n_devices).ask(function, *arguments, timeout_s=timeout_s, quiet=True)
 
     def process(self, n_devices: int) -> Process:
-        """The process with these devices, with the compiler settings that users have."""
+        """Return the process with these devices, with the compiler settings that users have."""
         self.check_installed()
         return running(self.package, self.environment(n_devices))
 
 
-def _jax_environment(n: int) -> dict[str, str]:
-    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n)}
+def _jax_environment(n_devices: int) -> dict[str, str]:
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(n_devices)}
+
+
+def _torch_environment(n_devices: int) -> dict[str, str]:
+    """Return no variables: ranks are forked from the process, however many are asked for."""
+    return {}
 
 
 BACKENDS = {
     "torch": Backend(
-        "torch", "gloo processes", False, lambda n: {}, ("",), "WORLD_SIZE"
-    ),  # ranks are forked
+        "torch",
+        devices="gloo processes",
+        rounds=False,
+        environment=_torch_environment,
+        modes=("",),
+        world="WORLD_SIZE",
+    ),
     "jax": Backend(
-        "jax", "host devices of one process", True, _jax_environment, ("vma", "novma", "pmap")
+        "jax",
+        devices="host devices of one process",
+        rounds=True,
+        environment=_jax_environment,
+        modes=("vma", "novma", "pmap"),
     ),
 }
 
 
 def backend_named(name: str) -> Backend:
-    """An installed backend. Raises NoRuntimeError."""
+    """Return an installed backend.
+
+    Raises:
+        NoRuntimeError: It does not exist, or is not installed.
+    """
     if name not in BACKENDS:
         raise NoRuntimeError(f"no backend {name!r}", hint=f"backends are: {', '.join(BACKENDS)}")
     BACKENDS[name].check_installed()
@@ -88,13 +124,20 @@ def backend_named(name: str) -> Backend:
 
 
 def kit_process(name: str, preload: Sequence[str] = ()) -> Process:
-    """The process of the kit for a backend: it forks gloo ranks, or JAX has host devices in it. preload:
-    modules that ranks have imported when they begin. Raises NoRuntimeError, FunctionError.
+    """Return the process of the kit for a backend: it forks gloo ranks, or JAX has host devices in it.
+
+    Args:
+        name: "torch" or "jax".
+        preload: Modules that ranks of torch have imported when they begin.
+
+    Raises:
+        NoRuntimeError: The package is not installed.
+        FunctionError: A module cannot be imported.
     """
     backend = BACKENDS[name]
-    n = host_devices()
+    n_devices = host_devices()
     if name == "torch":
-        process = backend.process(n)
+        process = backend.process(n_devices)
         if preload:
             process.ask(backend.function("worker.preload"), tuple(preload), timeout_s=_IMPORT_S)
         return process
@@ -102,22 +145,22 @@ def kit_process(name: str, preload: Sequence[str] = ()) -> Process:
     settings = {
         # Two programs at once need a thread for each of their devices: with fewer they wait for
         # each other for ever, and XLA makes as many as there are cores.
-        "PJRT_NPROC": str(max(64, 2 * n)),
+        "PJRT_NPROC": str(max(64, 2 * n_devices)),
         "XLA_FLAGS": f"{QUICK_XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip(),
     }
-    return running(name, backend.environment(n) | settings)
+    return running(name, backend.environment(n_devices) | settings)
 
 
 def host_devices() -> int:
-    """The most devices that a mesh of the kit has: 16, or the number in the environment."""
+    """Return the most devices that a mesh of the kit has: 16, or the number in the environment."""
     text = os.environ.get(HOST_DEVICES, "16")
     if not text.isdecimal() or int(text) < 1:
         raise MeshError(f"{HOST_DEVICES}={text!r} in the environment: a number of devices is due")
     return int(text)
 
 
-def check_size(n: int) -> None:
+def check_size(n_devices: int) -> None:
     """Raise MeshError for more devices than there are."""
-    if not 1 <= n <= host_devices():
-        hint = f"a smaller mesh, or {HOST_DEVICES}={n} in the environment before the first test"
-        raise MeshError(f"{n} devices, this host has 1 to {host_devices()}", hint=hint)
+    if not 1 <= n_devices <= host_devices():
+        hint = f"a smaller mesh, or {HOST_DEVICES}={n_devices} in the environment before the first test"
+        raise MeshError(f"{n_devices} devices, this host has 1 to {host_devices()}", hint=hint)

@@ -1,11 +1,15 @@
-"""Measured times -> the constants of a profile, which `Profile.seconds` is linear in: one row per plan."""
+"""Measured times -> the constants of a profile.
+
+A plan's predicted seconds are linear in the constants, so that measurements are a system of equations: a
+row per plan, a column per constant.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,14 +20,16 @@ from xshard.cost.model import Link, Profile
 from xshard.errors import XshardError
 from xshard.plans.plan import Plan
 
-Column = tuple[
-    str, str
-]  # launch and round of a kind; latency and seconds per byte of an axis; copy
-_SHARED = ""
-_ACROSS = "between nodes"  # the one link of all axes, if they share one, or of nodes
+# A constant: its kind, and the kind of step, or the axis, that it belongs to. ("copy", "") has neither.
+#     launch, round: seconds of a kind of step
+#     latency, byte: seconds of a message, and per byte, of a link
+#     copy: seconds per byte of memory
+Column = tuple[str, str]
+_SHARED = ""  # the one link of all axes, if they share one
+_ACROSS = "between nodes"  # the link of nodes
 _GAIN = 0.9  # axes get links of their own if the error is then smaller by this factor
-_TURNS = 30  # rounds of reweighting, after which the constants no longer change
-_FAR = 0.1  # logarithms of ratios up to here count squared
+_MAX_REWEIGHTINGS = 30  # after which the constants no longer change
+_SMALL_ERROR = 0.1  # logarithms of ratios up to here count squared
 _DIGITS = 4  # significant digits of a constant: it is not known better
 _NO_TIME = 1e-12  # seconds of a round that costs no measurable time
 _NO_LIMIT = 1e15  # bytes per second of a link, if its bytes cost no measurable time
@@ -40,140 +46,181 @@ class Sample(NamedTuple):
     seconds: float
 
     def predicted(self, profile: Profile) -> float:
-        """Seconds that the plan takes on the machine of a profile."""
+        """Predict the seconds that the plan takes on the machine of a profile."""
         return replace(self.plan, profile=profile).cost
 
     def error(self, profile: Profile) -> float:
-        """Relative error of the prediction: -0.5 if it is half the measured time."""
+        """Return the relative error of the prediction: -0.5 if it is half the measured time."""
         return self.predicted(profile) / self.seconds - 1
 
 
 def median_error(samples: Sequence[Sample], profile: Profile) -> float:
-    """Median of the absolute relative errors."""
+    """Return the median of the absolute relative errors."""
     return statistics.median(abs(sample.error(profile)) for sample in samples)
 
 
 def fit(
     samples: Sequence[Sample], name: str, *, rounds: bool = False, node_devices: int | None = None
 ) -> Profile:
-    """The profile that predicts the samples best, by relative error. Needs scipy. rounds: see `Profile`.
-    node_devices: if given, one link is inside nodes and one across; else all axes share one link, unless
-    links of their own make the error smaller by a tenth or more. Raises CalibrationError if no sample sends
-    anything, for times that are not positive, and without scipy.
+    """Fit the profile that predicts the samples best, by relative error. Needs scipy.
+
+    Args:
+        samples: The measurements.
+        name: The name of the profile.
+        rounds: See `Profile`.
+        node_devices: If given, one link is inside nodes and one across. Else all axes share one link,
+            unless links of their own make the error smaller by a tenth or more.
+
+    Raises:
+        CalibrationError: No sample sends anything, a time is not positive, or scipy is not installed.
     """
-    if not any(step.traffic(before).hops for plan, _ in samples for step, before, _ in plan.stages):
+    _check_samples(samples)
+    if node_devices is not None:
+        # The link across nodes is taken to be slower, and to be one port, like a host's.
+        in_node = Link(0.0, 2.0)
+        across = Link(0.0, 1.0, "port")
+        start = Profile(name, "", in_node, across, node_devices, rounds=rounds)
+        return _fit(samples, start, by_axis=False)
+    start = Profile(name, "", Link(0.0, math.inf), rounds=rounds)
+    one_link = _fit(samples, start, by_axis=False)
+    link_by_axis = _fit(samples, start, by_axis=True)
+    if _mean_error(samples, link_by_axis) < _GAIN * _mean_error(samples, one_link):
+        return link_by_axis
+    return one_link
+
+
+def _check_samples(samples: Sequence[Sample]) -> None:
+    if not any(_sends_anything(sample.plan) for sample in samples):
         raise CalibrationError(
             f"nothing to fit links to: none of {len(samples)} measurements sends anything"
         )
     for plan, seconds in samples:
         if not 0 < seconds < math.inf:
             raise CalibrationError(f"'{plan.src} -> {plan.dst}' cannot have taken {seconds} s")
-    if node_devices is not None:
-        # The link across nodes is taken to be slower, and to be one port, like a host's.
-        links = Link(0.0, 2.0), Link(0.0, 1.0, "port")
-        return _fit(samples, Profile(name, "", *links, node_devices, rounds=rounds), False)
-    about = Profile(name, "", Link(0.0, math.inf), rounds=rounds)
-    together, apart = (_fit(samples, about, own) for own in (False, True))
-    return apart if _distance(samples, apart) < _GAIN * _distance(samples, together) else together
 
 
-def _distance(samples: Sequence[Sample], profile: Profile) -> float:
-    """Mean of |log(predicted / measured)|, which a fit minimises."""
+def _sends_anything(plan: Plan) -> bool:
+    return any(stage.step.traffic(stage.before).hops for stage in plan.stages)
+
+
+def _mean_error(samples: Sequence[Sample], profile: Profile) -> float:
+    """Return the mean of |log(predicted / measured)|, which a fit minimises."""
     # A prediction of no time at all is very far off, but not infinitely.
-    ratios = (max(s.predicted(profile) / s.seconds, 1e-9) for s in samples)
+    ratios = (max(sample.predicted(profile) / sample.seconds, 1e-9) for sample in samples)
     return statistics.fmean(abs(math.log(ratio)) for ratio in ratios)
 
 
-def _fit(samples: Sequence[Sample], about: Profile, own: bool) -> Profile:
-    """about: a profile without constants, in which all axes are equal."""
+def _fit(samples: Sequence[Sample], start: Profile, *, by_axis: bool) -> Profile:
+    """Fit constants to a profile without constants, in which all axes are equal."""
     mesh = samples[0].plan.mesh
-    profile = _fit_once(samples, about, own)
+    profile = _fit_once(samples, start, by_axis=by_axis)
     # The traffic of an axis depends on which axis is slower, a result of the fit: repeat until both agree.
     for _ in range(3):
-        known = profile
-        profile = _fit_once(samples, profile, own)
-        if profile.link_spans(mesh) == known.link_spans(mesh):
+        earlier = profile
+        profile = _fit_once(samples, profile, by_axis=by_axis)
+        if profile.link_spans(mesh) == earlier.link_spans(mesh):
             break
     return profile
 
 
-def _fit_once(samples: Sequence[Sample], known: Profile, own: bool) -> Profile:
-    """known: says which axes are slower."""
-    rows = [_row(sample.plan, known, own) for sample in samples]
+def _fit_once(samples: Sequence[Sample], known: Profile, *, by_axis: bool) -> Profile:
+    """Fit constants, given a profile that says which axes are slower."""
+    rows = [_row(sample.plan, known, by_axis=by_axis) for sample in samples]
     columns = sorted({column for row in rows for column in row})
-    A = np.array([[row[column] for column in columns] for row in rows], np.float64)
-    x = _solve(A, np.array([sample.seconds for sample in samples]))
-    return _profile(dict(zip(columns, x.tolist(), strict=True)), known)
+    coefficients = np.zeros((len(rows), len(columns)))
+    for i, row in enumerate(rows):
+        coefficients[i] = [row[column] for column in columns]
+    constants = _solve(coefficients, np.array([sample.seconds for sample in samples]))
+    return _profile(dict(zip(columns, constants.tolist(), strict=True)), known)
 
 
-def _row(plan: Plan, known: Profile, own: bool) -> Counter[Column]:
-    """How often a plan pays each constant: the coefficients of `Profile.seconds`."""
+def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
+    """Count how often a plan pays each constant: the coefficients of `Profile.seconds`."""
     row: Counter[Column] = Counter()
-    for step, before, _ in plan.stages:
-        fabric = known.fabric(before.mesh)
-        traffic = step.traffic(before, fabric.spans)
+    for stage in plan.stages:
+        kind = stage.step.kind
+        mesh = stage.before.mesh
+        fabric = known.fabric(mesh)
+        traffic = stage.step.traffic(stage.before, fabric.spans)
         row["copy", ""] += known.copied(traffic) * plan.itemsize
-        if launches := known.launches(step.kind, traffic):
-            row["launch", step.kind] += launches
+        launches = known.launches(kind, traffic)
+        if launches:
+            row["launch", kind] += launches
         if traffic.rounds:
-            row["round", step.kind] += traffic.rounds
+            row["round", kind] += traffic.rounds
         for hop in traffic.hops:
-            leaves = known.across is not None and fabric.link(hop) == known.across
-            link = _ACROSS if leaves else before.mesh.origin(hop.axis) if own else _SHARED
+            if known.across is not None and fabric.link(hop) == known.across:
+                link = _ACROSS
+            elif by_axis:
+                link = mesh.origin(hop.axis)
+            else:
+                link = _SHARED
             row["latency", link] += hop.messages
             row["byte", link] += fabric.link(hop).carried(hop) * plan.itemsize
     return row
 
 
 def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The non-negative x with A x closest to the seconds, in |log(A x / seconds)|: so 2 counts like 1/2."""
-    # Large errors count in proportion, not squared (Huber's loss), since a busy machine makes single times
-    # several times too long. Weighted least squares, with weights that give the same gradient.
+    """Find the non-negative x with A x closest to the seconds, in |log(A x / seconds)|.
+
+    So a prediction of twice the time counts like one of half the time. Large errors count in
+    proportion, not squared (Huber's loss), since a busy machine makes single times several times too
+    long. Solved by weighted least squares, with weights that give the same gradient.
+    """
     try:
         from scipy.optimize import nnls
     except ImportError:
         hint = "pip install scipy, or xshard with its extra 'calibrate'"
         raise CalibrationError("a calibration needs scipy", hint=hint) from None
     weights = 1 / seconds
-    for _ in range(_TURNS):
-        B = A * weights[:, None]
-        scale = np.linalg.norm(B, axis=0)  # constants differ by 12 orders of magnitude
+    for _ in range(_MAX_REWEIGHTINGS):
+        weighted = A * weights[:, None]
+        scale = np.linalg.norm(weighted, axis=0)  # constants differ by 12 orders of magnitude
         scale[scale == 0] = 1
-        x: NDArray[np.float64] = nnls(B / scale, seconds * weights)[0] / scale
+        x: NDArray[np.float64] = nnls(weighted / scale, seconds * weights)[0] / scale
         ratio = np.maximum(A @ x / seconds, 1e-2)
-        off = np.where(np.abs(ratio - 1) > 1e-6, ratio - 1, 1e-6)
-        far = np.abs(np.log(ratio))
-        weights = np.sqrt(np.log1p(off) / off / ratio / np.maximum(far, _FAR)) / seconds
+        # Away from 0, where log1p(error) / error has its limit 1.
+        error = np.where(np.abs(ratio - 1) > 1e-6, ratio - 1, 1e-6)
+        log_error = np.abs(np.log(ratio))
+        squared_weights = np.log1p(error) / error / ratio / np.maximum(log_error, _SMALL_ERROR)
+        weights = np.sqrt(squared_weights) / seconds
     return x
 
 
-def _profile(found: dict[Column, float], about: Profile) -> Profile:
-    def speed(column: Column, unlimited: float) -> float:
-        per_byte = found.get(column, 0.0)
-        return _rounded(1 / per_byte) if per_byte > 1 / _NO_LIMIT else unlimited
-
+def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
+    """Write fitted constants into a profile."""
     links = {}
-    for axis, latency in (
-        (axis, latency) for (what, axis), latency in found.items() if what == "latency"
-    ):
-        kind = "port" if axis == _ACROSS else "switch"
-        links[axis] = Link(_rounded(latency), speed(("byte", axis), _NO_LIMIT), kind)
+    launch_s = {}
+    round_s = {}
+    for (kind, name), value in constants.items():
+        if kind == "latency":
+            bytes_per_s = _speed(constants.get(("byte", name), 0.0), _NO_LIMIT)
+            topology = "port" if name == _ACROSS else "switch"
+            links[name] = Link(_rounded(value), bytes_per_s, topology)
+        elif kind == "launch":
+            launch_s[name] = _rounded(value)
+        elif kind == "round" and value > _NO_TIME:
+            round_s[name] = _rounded(value)
     across = links.pop(_ACROSS, None)
-    launches = {kind: _rounded(s) for (what, kind), s in found.items() if what == "launch"}
-    rounds = [
-        (kind, _rounded(s)) for (what, kind), s in found.items() if what == "round" and s > _NO_TIME
-    ]
+    # An axis that was not measured is as slow as the slowest that was. So is a kind of step.
+    slowest = min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s))
+    launch_s["other"] = max(launch_s.values())
     return replace(
-        about,
+        start,
         across=across,
-        # An axis that was not measured is as slow as the slowest that was.
-        default=min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s)),
+        default=slowest,
         axes=tuple(sorted((axis, link) for axis, link in links.items() if axis != _SHARED)),
-        # So is a kind of step.
-        launch_s=tuple(sorted({**launches, "other": max(launches.values())}.items())),
-        copy_bytes_per_s=speed(("copy", ""), math.inf),
-        ring_s=tuple(sorted(rounds)),
+        launch_s=tuple(sorted(launch_s.items())),
+        copy_bytes_per_s=_speed(constants.get(("copy", ""), 0.0), math.inf),
+        ring_s=tuple(sorted(round_s.items())),
     )
+
+
+def _speed(s_per_byte: float, unlimited: float) -> float:
+    """Return bytes per second; `unlimited` if bytes cost no measurable time."""
+    if s_per_byte <= 1 / _NO_LIMIT:
+        return unlimited
+    return _rounded(1 / s_per_byte)
 
 
 def _rounded(value: float) -> float:

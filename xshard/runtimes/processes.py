@@ -21,9 +21,9 @@ from typing import Any
 from xshard.errors import XshardError
 
 _PATIENCE_S = 10.0  # beyond the limit that a function keeps itself
-_STILL = 0.01  # seconds of processor time per second of the clock, below which nothing happens
+_PROGRESS = 0.01  # seconds of processor time per second of the clock, below which nothing happens
 _CORES = os.cpu_count() or 1
-_LAST = 4000  # characters of standard error that an error quotes
+_MAX_QUOTED = 4000  # characters of standard error that an error quotes
 
 
 class FunctionError(XshardError):
@@ -31,55 +31,69 @@ class FunctionError(XshardError):
 
 
 class Process:
-    """A running `python -m xshard.runtimes.server`, which calls functions of any module. environment:
-    variables that it has beside this process's. prefix: a command that runs it elsewhere.
+    """A running `python -m xshard.runtimes.server`, which calls functions of any module.
+
+    Args:
+        environment: Variables that it has beside this process's.
+        prefix: A command that runs it elsewhere.
     """
 
     def __init__(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
-        self._turn = Lock()
+        self._asking = Lock()  # one question at a time
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
-        command = [*prefix, sys.executable, "-m", "xshard.runtimes.server"]
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": self._stderr,
-        }
         self._child = subprocess.Popen(
-            command, **pipes, env=os.environ | environment, start_new_session=True
+            [*prefix, sys.executable, "-m", "xshard.runtimes.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=os.environ | environment,
+            start_new_session=True,  # a group of its own, which `end` kills with all forks
         )
-        self._owner = os.getpid()
-        atexit.register(self._leave)
+        self._owner_pid = os.getpid()
+        atexit.register(self._end_at_exit)
 
     @property
     def is_alive(self) -> bool:
+        """Whether the process is running."""
         return self._child.poll() is None
 
     def ask(self, function: str, *arguments: Any, timeout_s: float, quiet: bool = False) -> Any:
-        """What `function(*arguments, timeout_s)` returns there. function: with its module. timeout_s: the
-        longest time without progress, see `Watch`; then the process ends, with all its forks. quiet: do not
-        show on standard error what it printed. Raises the XshardError that the function raises; FunctionError
-        for others, or if the process ends.
+        """Call a function there: `function(*arguments, timeout_s)`.
+
+        Args:
+            function: Its name with its module.
+            *arguments: Its arguments, which are pickled.
+            timeout_s: The longest time without progress, see `Watch`. Then the process ends, with all
+                its forks.
+            quiet: Do not show on standard error what it printed.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            XshardError: The function raised it.
+            FunctionError: The function raised another error, or the process ended.
         """
-        with self._turn:
-            heard = os.fstat(self._stderr.fileno()).st_size
+        with self._asking:
+            start = self._printed_bytes()
             try:
                 self._send(sys.path)  # each time: it may have grown since
                 self._send((function, (*arguments, timeout_s)))
                 answer = self._receive(timeout_s)
             except (EOFError, BrokenPipeError, TimeoutError) as error:
                 self.end()
-                ended = f"ended its process with status {self._child.returncode}"
-                why = f"did not finish: {error}" if isinstance(error, TimeoutError) else ended
-                raise FunctionError(
-                    f"{function} {why}", hint=self._said(heard)[-_LAST:] or None
-                ) from None
-            except (
-                BaseException
-            ):  # interrupted: its answer would be taken for that to the next question
+                why = f"ended its process with status {self._child.returncode}"
+                if isinstance(error, TimeoutError):
+                    why = f"did not finish: {error}"
+                printed = self._printed_since(start)[-_MAX_QUOTED:]
+                raise FunctionError(f"{function} {why}", hint=printed or None) from None
+            except BaseException:
+                # Interrupted: its answer would be taken for the answer to the next question.
                 self.end()
                 raise
-            if not quiet and (said := self._said(heard)):
-                print(said, file=sys.stderr)
+            printed = self._printed_since(start)
+            if printed and not quiet:
+                print(printed, file=sys.stderr)
         if isinstance(answer, XshardError):
             raise answer
         return answer
@@ -90,8 +104,8 @@ class Process:
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
 
-    def _leave(self) -> None:
-        if os.getpid() == self._owner:  # a fork of the owner leaves it alone
+    def _end_at_exit(self) -> None:
+        if os.getpid() == self._owner_pid:  # a fork of the owner leaves it alone
             self.end()
 
     def _send(self, value: Any) -> None:
@@ -100,25 +114,38 @@ class Process:
         self._child.stdin.flush()
 
     def _receive(self, timeout_s: float) -> Any:
+        """Wait for an answer. Raises EOFError if the process ends, TimeoutError if it stands still."""
         assert self._child.stdout is not None
-        watch = Watch(lambda: processor_time([self._child.pid]), timeout_s, _PATIENCE_S)
+
+        def spent_s() -> float | None:
+            return processor_time([self._child.pid])
+
+        watch = Watch(spent_s, timeout_s, _PATIENCE_S)
         while not select.select([self._child.stdout], [], [], watch.pause_s)[0]:
             if not self.is_alive:  # its forks may keep the pipe open
                 raise EOFError
-            if (why := watch.why_over()) is not None:
+            why = watch.why_over()
+            if why is not None:
                 raise TimeoutError(why)
         return pickle.load(self._child.stdout)
 
-    def _said(self, start: int) -> str:
-        """What was printed there since its standard error was `start` bytes long."""
-        n = os.fstat(self._stderr.fileno()).st_size - start
-        return os.pread(self._stderr.fileno(), n, start).decode(errors="replace").strip()
+    def _printed_bytes(self) -> int:
+        """Return how long its standard error is by now."""
+        return os.fstat(self._stderr.fileno()).st_size
+
+    def _printed_since(self, start: int) -> str:
+        """Return what was printed there since its standard error was `start` bytes long."""
+        n_bytes = self._printed_bytes() - start
+        return os.pread(self._stderr.fileno(), n_bytes, start).decode(errors="replace").strip()
 
 
 def running(package: str, environment: Mapping[str, str]) -> Process:
-    """The process for a package, or of another name, with these variables, started unless it is running."""
+    """Return the process for a package, or of another name, with these variables.
+
+    It is started unless it is running.
+    """
     # A forked process does not share its parent's.
-    key = package, tuple(sorted(environment.items())), os.getpid()
+    key = (package, tuple(sorted(environment.items())), os.getpid())
     if key not in _RUNNING or not _RUNNING[key].is_alive:
         _RUNNING[key] = Process(environment)
     return _RUNNING[key]
@@ -126,8 +153,8 @@ def running(package: str, environment: Mapping[str, str]) -> Process:
 
 def end_all() -> None:
     """End the processes that `running` has started for this one; their questions end in FunctionError."""
-    for (*_, owner), process in list(_RUNNING.items()):
-        if owner == os.getpid():
+    for (*_, owner_pid), process in list(_RUNNING.items()):
+        if owner_pid == os.getpid():
             process.end()
 
 
@@ -135,10 +162,16 @@ _RUNNING: dict[tuple[str, tuple[tuple[str, str], ...], int], Process] = {}
 
 
 class Watch:
-    """Looks at processes again and again; `why_over` says why they should be given up. spent_s: seconds of
-    processor time that they have used, None where the system does not say. limit_s: the longest time without
-    progress, and of processor time per core, which an idle machine cannot spend sooner. grace_s: added to the
-    limit, but not to the limit in the message.
+    """Look at processes again and again, and say when they should be given up.
+
+    A slow machine is not a process that stands still: what counts is the time without progress, and
+    the processor time per core, which an idle machine cannot spend sooner.
+
+    Args:
+        spent_s: Returns the seconds of processor time that they have used, None where the system does
+            not say.
+        limit_s: The longest time without progress, and the most processor time per core.
+        grace_s: Added to the limit, but not to the limit in the message.
     """
 
     def __init__(
@@ -147,10 +180,11 @@ class Watch:
         self._spent_s = spent_s
         self._stated_s = limit_s
         self._limit_s = limit_s + grace_s
-        self._start_s: float | None = (
-            None  # from the first look on: most questions are answered before it
-        )
-        self._seen_s, self._since_s = 0.0, time.monotonic()
+        # From the first look on: most questions are answered before it.
+        self._start_s: float | None = None
+        # The last progress: processor time then, and the time on the clock.
+        self._progress_spent_s = 0.0
+        self._progress_at_s = time.monotonic()
 
     @property
     def pause_s(self) -> float:
@@ -158,26 +192,31 @@ class Watch:
         return min(1.0, self._limit_s / 8)
 
     def why_over(self) -> str | None:
-        """None while the processes may go on."""
+        """Return why the processes should be given up; None while they may go on."""
         now_s = time.monotonic()
         spent_s = self._spent_s()
         if self._start_s is None:
-            self._start_s = self._seen_s = spent_s or 0.0
-        is_late = now_s - self._since_s > self._limit_s
+            self._start_s = spent_s or 0.0
+            self._progress_spent_s = self._start_s
+        is_late = now_s - self._progress_at_s > self._limit_s
         if spent_s is None:
             return f"it took more than {self._stated_s:g} s" if is_late else None
         if spent_s - self._start_s > self._limit_s * _CORES:
             return f"it took more than {self._stated_s * _CORES:g} s of processor time"
         # Less than before: one of the processes has ended, which is progress.
-        if not 0 <= spent_s - self._seen_s < _STILL * self._limit_s:
-            self._seen_s = spent_s
-            self._since_s = now_s
+        gained_s = spent_s - self._progress_spent_s
+        if not 0 <= gained_s < _PROGRESS * self._limit_s:
+            self._progress_spent_s = spent_s
+            self._progress_at_s = now_s
             return None
         return f"it stood still for {self._stated_s:g} s" if is_late else None
 
 
 def processor_time(pids: Iterable[int]) -> float | None:
-    """Seconds of processor time of these processes and all that they have started; None off Linux."""
+    """Return the processor time of these processes and all that they have started, in seconds.
+
+    None off Linux.
+    """
     if not Path("/proc/self/stat").exists():
         return None
     ticks: dict[int, int] = {}
@@ -185,11 +224,12 @@ def processor_time(pids: Iterable[int]) -> float | None:
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError):  # it has ended
             with open(f"/proc/{pid}/stat") as stat:
-                fields = (
-                    stat.read().rpartition(")")[2].split()
-                )  # what stands before is the program's name
-            children[int(fields[1])].append(pid)
-            ticks[pid] = sum(map(int, fields[11:15]))  # its own, and of children that have ended
+                # What stands before the last parenthesis is the program's name, with any characters.
+                fields = stat.read().rpartition(")")[2].split()
+            parent_pid = int(fields[1])
+            children[parent_pid].append(pid)
+            # utime, stime, cutime and cstime: its own, and of children that have ended.
+            ticks[pid] = sum(map(int, fields[11:15]))
     tree = [pid for pid in pids if pid in ticks]
     for pid in tree:  # which grows as it goes
         tree += children[pid]

@@ -15,10 +15,9 @@ from xshard.runtimes.processes import FunctionError
 
 
 def main() -> None:
-    """Answer question after question."""
-    gc.set_threshold(
-        500_000, 50, 100
-    )  # frameworks are a million objects that stay: fewer looks at them
+    """Answer question after question, until standard input ends."""
+    # Frameworks are a million objects that stay: fewer looks at them.
+    gc.set_threshold(500_000, 50, 100)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what functions print is no answer
     while True:
@@ -32,7 +31,7 @@ def main() -> None:
 
 
 def _answer(function: str, arguments: tuple[Any, ...]) -> bytes:
-    """The pickled result, or the error in its place."""
+    """Call a function -> the pickled result, or the error in its place."""
     try:
         module, _, name = function.rpartition(".")
         return pickle.dumps(getattr(import_module(module), name)(*arguments))

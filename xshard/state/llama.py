@@ -7,6 +7,7 @@ from collections.abc import Callable
 from xshard.arguments import did_you_mean
 from xshard.errors import XshardError
 from xshard.state.names import Names, concat, rename, split
+from xshard.state.relations import Relation
 
 _LAYER = "model.layers.*."
 _QKV = [f"{_LAYER}self_attn.{x}_proj.weight" for x in "qkv"]
@@ -14,7 +15,7 @@ _GATE_UP = [f"{_LAYER}mlp.{x}_proj.weight" for x in ("gate", "up")]
 
 
 def to_flax() -> Names:
-    """Names to the Flax model in transformers: kernels are [in, out]."""
+    """Map names to those of the Flax model in transformers: kernels are [in, out]."""
     return Names(
         rename(
             "**.{self_attn,mlp}.*_proj.weight", "**.{self_attn,mlp}.*_proj.kernel", "o i -> i o"
@@ -26,26 +27,40 @@ def to_flax() -> Names:
 
 
 def to_fused(heads: int, kv_heads: int, head: int) -> Names:
-    """Names to vLLM's: q, k and v in `qkv_proj`, gate and up in `gate_up_proj`. head: rows of one head."""
-    rows = heads * head, kv_heads * head, kv_heads * head
+    """Map names to vLLM's: q, k and v in `qkv_proj`, gate and up in `gate_up_proj`.
+
+    Args:
+        heads: The number of query heads.
+        kv_heads: The number of key and value heads.
+        head: Rows of one head.
+    """
+    rows = (heads * head, kv_heads * head, kv_heads * head)
     return Names(
         concat(_QKV, f"{_LAYER}self_attn.qkv_proj.weight", rows=rows),
-        Names(split(f"{_LAYER}mlp.gate_up_proj.weight", _GATE_UP)).inverse.relations,
+        _fused_gate_up(f"{_LAYER}mlp.gate_up_proj.weight"),
         rename("**", "**"),
     )
 
 
 def to_megatron(heads: int, kv_heads: int, head: int) -> Names:
-    """Names to Megatron core's: q, k and v by groups of heads; gate and up in `linear_fc1`."""
+    """Map names to Megatron core's: q, k and v by groups of heads; gate and up in `linear_fc1`.
+
+    Args:
+        heads: The number of query heads.
+        kv_heads: The number of key and value heads.
+        head: Rows of one head.
+    """
     layer = "decoder.layers.*."
+    # Each group of query heads is followed by its key head and its value head.
     rows = (heads // kv_heads * head, head, head)
     qkv = f"{layer}self_attention.linear_qkv"
     fc1 = f"{layer}mlp.linear_fc1"
     return Names(
         concat(_QKV, f"{qkv}.weight", rows=rows),
-        Names(split(f"{fc1}.weight", _GATE_UP)).inverse.relations,
+        _fused_gate_up(f"{fc1}.weight"),
         rename(f"{_LAYER}self_attn.o_proj.weight", f"{layer}self_attention.linear_proj.weight"),
         rename(f"{_LAYER}mlp.down_proj.weight", f"{layer}mlp.linear_fc2.weight"),
+        # Megatron keeps a norm's weight with the linear layer that follows it.
         rename(f"{_LAYER}input_layernorm.weight", f"{qkv}.layer_norm_weight"),
         rename(f"{_LAYER}post_attention_layernorm.weight", f"{fc1}.layer_norm_weight"),
         rename("model.embed_tokens.weight", "embedding.word_embeddings.weight"),
@@ -55,21 +70,35 @@ def to_megatron(heads: int, kv_heads: int, head: int) -> Names:
     )
 
 
+def _fused_gate_up(whole: str) -> tuple[Relation, ...]:
+    """Join gate and up in one array, which its inverse splits in two equal parts."""
+    return Names(split(whole, _GATE_UP)).inverse.relations
+
+
+_MAKERS: dict[str, Callable[..., Names]] = {
+    "flax": to_flax,
+    "fused": to_fused,
+    "megatron": to_megatron,
+}
+_N_SIZES = {"flax": 0, "fused": 3, "megatron": 3}
+
+
 def named(text: str) -> Names:
-    """The names `"llama-to-flax"`, `"llama-to-megatron:32,8,128"`, or to Llama. Raises XshardError."""
-    makers: dict[str, Callable[..., Names]] = {
-        "flax": to_flax,
-        "fused": to_fused,
-        "megatron": to_megatron,
-    }
+    """Read names from text: "llama-to-flax", "llama-to-megatron:32,8,128", or back to Llama.
+
+    Raises:
+        XshardError: The text names none of them.
+    """
     name, _, numbers = text.partition(":")
     sizes = [int(n) for n in numbers.split(",") if n.strip().isdecimal()]
-    for other, maker in makers.items():
-        if name in (f"llama-to-{other}", f"{other}-to-llama") and len(sizes) == (
-            0 if other == "flax" else 3
-        ):
-            return maker(*sizes) if name.startswith("llama") else maker(*sizes).inverse
-    known = [f"llama-to-{other}" for other in makers]
+    for system, make in _MAKERS.items():
+        if len(sizes) != _N_SIZES[system]:
+            continue
+        if name == f"llama-to-{system}":
+            return make(*sizes)
+        if name == f"{system}-to-llama":
+            return make(*sizes).inverse
+    known = [f"llama-to-{system}" for system in _MAKERS]
     hint = f"{did_you_mean(name, known)}a JSON file of relations, or {', '.join(known)}, or back to llama; "
     hint += "for fused and megatron with heads, key heads, and rows per head, as in llama-to-fused:32,8,128"
     raise XshardError(f"{text!r} does not name names", hint=hint)

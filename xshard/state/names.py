@@ -1,4 +1,7 @@
-"""Source names -> target names: arrays renamed, transposed, fused and split, each element with one origin."""
+"""How source arrays become target arrays: renamed, transposed, fused and split.
+
+Each element of a target has one origin.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from xshard.rules import match_stars, nearest, spellings, stars_in
 from xshard.state.relations import Relation, Shape, TargetArray, applications, make_targets
 
 _KEEP = Relation(("**",), "**")
+MOST_NAMES_IN_ERROR = 8
 Counts = Sequence[int] | None
 
 
@@ -31,53 +35,89 @@ def rename(
 ) -> Iterator[Relation]:
     """Rename arrays, and permute their dims.
 
-    src, dst: patterns as in `xshard.Rules`, with the same stars in the same order: each stands for the same
-    text on both sides. Braces pair up: `{a,b}` with `{c,d}` renames a to c, and b to d.
-    order: the order of the dims, as in "o i -> i o". dtype: the dtype that the values are cast to.
-    optional: accept that no array has such a name.
-    Raises XshardError if the two sides differ in their stars or in their number of alternatives.
+        rename("*.q", "*.query", "o i -> i o")     # a.q [4, 2] -> a.query [2, 4]
 
-    >>> names = Names(rename("*.{q,k}", "*.{query,key}", "o i -> i o"))
-    >>> {name: array.shape for name, array in names.resolve({"a.q": (4, 2), "a.k": (1, 2)}).items()}
-    {'a.query': (2, 4), 'a.key': (2, 1)}
+    Args:
+        src: A pattern as in `xshard.Rules`. Braces pair up: `{a,b}` with `{c,d}` renames a to c, and b to d.
+        dst: A pattern with the same stars in the same order. Each star stands for the same text on both
+            sides.
+        order: The order of the dims, such as "o i -> i o".
+        dtype: The dtype that the values are cast to.
+        optional: Accept that no array has such a name.
+
+    Yields:
+        A relation for each alternative, for `Names`.
+
+    Raises:
+        XshardError: The two sides differ in their stars or in their number of alternatives.
+
+    Examples:
+        >>> names = Names(rename("*.{q,k}", "*.{query,key}", "o i -> i o"))
+        >>> shapes = {"a.q": (4, 2), "a.k": (1, 2)}
+        >>> {name: array.shape for name, array in names.resolve(shapes).items()}
+        {'a.query': (2, 4), 'a.key': (2, 1)}
     """
-    left = spellings(src)
-    right = spellings(dst)
-    if len(left) != len(right):
-        reason = f"'{src}' stands for {len(left)} names, '{dst}' for {len(right)}"
+    src_names = spellings(src)
+    dst_names = spellings(dst)
+    if len(src_names) != len(dst_names):
+        reason = f"'{src}' stands for {len(src_names)} names, '{dst}' for {len(dst_names)}"
         raise XshardError(reason, hint="as many alternatives in both")
-    for one, other in zip(left, right, strict=True):
-        yield Relation((one,), other, _permutation(order), dtype=dtype, optional=optional)
+    for src_name, dst_name in zip(src_names, dst_names, strict=True):
+        yield Relation((src_name,), dst_name, _permutation(order), dtype=dtype, optional=optional)
 
 
 def concat(
     srcs: Sequence[str], dst: str, dim: int = 0, *, rows: Counts = None, order: str | None = None
 ) -> Iterator[Relation]:
-    """Join arrays along `dim`: q, k and v in one weight, or gate and up.
+    """Join arrays along a dim: q, k and v in one weight, or gate and up.
 
-    srcs: patterns with the same stars. rows: rows of each array in turn, as (4 * 128, 128, 128) for the
-    groups of heads of grouped queries, or (1, 1) for alternation; by default all rows of each. order:
-    permutes the dims of every part first, as in "o i -> i o"; `dim` counts after that.
+        concat(["*.gate", "*.up"], "*.gate_up")    # a.gate [4, 2], a.up [4, 2] -> a.gate_up [8, 2]
 
-    >>> arrays = Names(concat(["*.gate", "*.up"], "*.gate_up")).resolve(
-    ...     {"a.gate": (4, 2), "a.up": (4, 2)}
-    ... )
-    >>> arrays["a.gate_up"].shape, arrays["a.gate_up"].pieces[1].dst.rows
-    ((8, 2), (Run(start=4, length=4, repeats=1, stride=0),))
+    Args:
+        srcs: Patterns with the same stars.
+        dst: A pattern with the same stars.
+        dim: The dim along which arrays are joined, counted after `order`.
+        rows: Rows of each array in turn, such as (4 * 128, 128, 128) for the groups of heads of grouped
+            queries, or (1, 1) for alternation. Default: all rows of each.
+        order: Permutes the dims of every part first, such as "o i -> i o".
+
+    Yields:
+        The relation, for `Names`.
+
+    Raises:
+        XshardError: `rows` has not a number for each array.
+
+    Examples:
+        >>> shapes = {"a.gate": (4, 2), "a.up": (4, 2)}
+        >>> arrays = Names(concat(["*.gate", "*.up"], "*.gate_up")).resolve(shapes)
+        >>> arrays["a.gate_up"].shape, arrays["a.gate_up"].pieces[1].dst.rows
+        ((8, 2), (Run(start=4, length=4, repeats=1, stride=0),))
     """
-    if rows is not None and (len(rows) != len(srcs) or min(rows, default=1) < 1):
-        raise XshardError(
-            f"rows {list(rows)} for {len(srcs)} arrays", hint="a number >= 1 for each of them"
-        )
-    yield Relation(
-        tuple(srcs), dst, _permutation(order), dim, None if rows is None else tuple(rows)
-    )
+    if rows is not None:
+        if len(rows) != len(srcs) or min(rows, default=1) < 1:
+            reason = f"rows {list(rows)} for {len(srcs)} arrays"
+            raise XshardError(reason, hint="a number >= 1 for each of them")
+        rows = tuple(rows)
+    yield Relation(tuple(srcs), dst, _permutation(order), dim, rows)
 
 
 def split(
     src: str, dsts: Sequence[str], dim: int = 0, *, rows: Counts = None, order: str | None = None
 ) -> Iterator[Relation]:
-    """Split an array: the inverse of `concat(dsts, src, ...)`. Without `rows` the parts are equal."""
+    """Split an array: the inverse of `concat(dsts, src, ...)`.
+
+        split("*.gate_up", ["*.gate", "*.up"])     # a.gate_up [8, 2] -> a.gate [4, 2], a.up [4, 2]
+
+    Args:
+        src: A pattern.
+        dsts: Patterns with the same stars.
+        dim: The dim that is split, counted after `order`.
+        rows: Rows of each part in turn, as in `concat`. Default: the parts are equal.
+        order: The order that `concat` would apply to every part.
+
+    Yields:
+        The relation, for `Names`.
+    """
     for relation in concat(dsts, src, dim, rows=rows, order=order):
         yield replace(relation.inverse, equal=rows is None)
 
@@ -85,13 +125,30 @@ def split(
 def stack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
     """Stack arrays with numbers in their names along a new dim: experts, or layers for a scan.
 
-    src: a pattern; its last star stands for 0, 1, 2, ...; dst has one star less.
+        stack("experts.*.up", "experts.up")        # experts.0.up [4, 2], experts.1.up -> [2, 4, 2]
+
+    Args:
+        src: A pattern. Its last star stands for 0, 1, 2, ...
+        dst: A pattern with one star less.
+        dim: The place of the new dim.
+
+    Yields:
+        The relation, for `Names`.
     """
     yield Relation((src,), dst, None, dim, stacks=True)
 
 
 def unstack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
-    """Split an array into arrays with numbers in their names: the inverse of `stack(dst, src, dim)`."""
+    """Split an array into arrays with numbers in their names: the inverse of `stack(dst, src, dim)`.
+
+    Args:
+        src: A pattern.
+        dst: A pattern with one star more, the last, which stands for 0, 1, 2, ...
+        dim: The dim that the parts lose.
+
+    Yields:
+        The relation, for `Names`.
+    """
     for relation in stack(dst, src, dim):
         yield relation.inverse
 
@@ -99,31 +156,40 @@ def unstack(src: str, dst: str, dim: int = 0) -> Iterator[Relation]:
 class Names:
     """Relations between source and target names; the first one that fits a name applies.
 
-    >>> to_flax = Names(
-    ...     rename("layers.*.out.weight", "layers_*.out.kernel", "o i -> i o"),
-    ...     concat(["layers.*.q", "layers.*.k"], "layers_*.qk"),
-    ...     rename("**", "**"),
-    ... )
-    >>> shapes = {
-    ...     "layers.0.out.weight": (4, 2),
-    ...     "layers.0.q": (8,),
-    ...     "layers.0.k": (2,),
-    ...     "norm": (4,),
-    ... }
-    >>> {name: array.shape for name, array in to_flax.resolve(shapes).items()}
-    {'layers_0.out.kernel': (2, 4), 'layers_0.qk': (10,), 'norm': (4,)}
+    Args:
+        *relations: What `rename`, `concat`, `split`, `stack` and `unstack` return.
+
+    Examples:
+        >>> to_flax = Names(
+        ...     rename("layers.*.out.weight", "layers_*.out.kernel", "o i -> i o"),
+        ...     concat(["layers.*.q", "layers.*.k"], "layers_*.qk"),
+        ...     rename("**", "**"),
+        ... )
+        >>> shapes = {
+        ...     "layers.0.out.weight": (4, 2),
+        ...     "layers.0.q": (8,),
+        ...     "layers.0.k": (2,),
+        ...     "norm": (4,),
+        ... }
+        >>> {name: array.shape for name, array in to_flax.resolve(shapes).items()}
+        {'layers_0.out.kernel': (2, 4), 'layers_0.qk': (10,), 'norm': (4,)}
     """
 
     def __init__(self, *relations: Iterable[Relation] | Relation) -> None:
-        self.relations: tuple[Relation, ...] = tuple(
-            relation
-            for some in relations
-            for relation in ((some,) if isinstance(some, Relation) else some)
-        )
+        flat: list[Relation] = []
+        for item in relations:
+            if isinstance(item, Relation):
+                flat.append(item)
+            else:
+                flat.extend(item)
+        self.relations = tuple(flat)
+        # How many rows each part of a joined array had: what a split without `rows=` goes by.
+        # () if two arrays of one name and shape had different parts.
         self._joined: dict[tuple[str, Shape], tuple[int, ...]] = {}
         for relation in self.relations:
             _check_patterns(relation)
-            self._joined |= {(name, shape): lengths for name, shape, lengths in relation.joined}
+            for name, shape, lengths in relation.joined:
+                self._joined[name, shape] = lengths
 
     @cached_property
     def inverse(self) -> Names:
@@ -138,69 +204,76 @@ class Names:
         {'a.q': (8,), 'a.k': (2,)}
         """
         inverse = Names(*(relation.inverse for relation in self.relations))
-        inverse._joined = self._joined
+        inverse._joined = self._joined  # shared: what is resolved later counts, too
         return inverse
 
     def resolve(
         self, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str] | None = None
     ) -> dict[str, TargetArray]:
-        """The target arrays for these source arrays; each element has exactly one origin.
+        """Find the target arrays for these source arrays; each element has exactly one origin.
 
-        dtypes: by name; float32 by default.
-        Raises XshardError for names without a relation, relations without a name, and names with two origins;
-        ShapeError if shapes do not fit together.
+        Args:
+            shapes: The shapes of the source arrays by name.
+            dtypes: Their dtypes by name. Default: float32.
+
+        Returns:
+            The target arrays by name: shape, dtype, and where each part comes from.
+
+        Raises:
+            XshardError: A name has no relation, a relation no name, or a name two origins.
+            ShapeError: Shapes do not fit together.
         """
-        left = {name: tuple(shape) for name, shape in shapes.items()}
+        remaining = {name: tuple(shape) for name, shape in shapes.items()}
         targets: dict[str, TargetArray] = {}
-        makers: dict[str, Relation] = {}
+        makers: dict[str, Relation] = {}  # the relation that made each target
         unused = []
         for relation in self.relations:
-            uses = list(applications(relation, left))
-            if not (uses or relation.optional or replace(relation, splits=False) == _KEEP):
+            uses = list(applications(relation, remaining))
+            keeps_all = replace(relation, splits=False) == _KEEP
+            if not (uses or relation.optional or keeps_all):
                 unused.append(relation)
-            for sources, names in uses:
-                source_shapes = []
-                for name in sources:
-                    if name not in left:
-                        again = " any more" if name in shapes else ""
-                        hint = did_you_mean(name, list(left)) or "every array is used once"
-                        raise XshardError(f"{relation}: there is no {name}{again}", hint=hint)
-                    source_shapes.append(left.pop(name))
-                kinds = sorted({dtypes[name] if dtypes else "float32" for name in sources})
-                if len(kinds) > 1:
-                    raise ShapeError(
-                        f"{relation}: {' and '.join(sources)} are {' and '.join(kinds)}"
-                    )
-                new = make_targets(relation, sources, names, source_shapes, self._joined)
-                for name, shape, pieces in new:
+            for use in uses:
+                source_shapes = _take(use.sources, relation, remaining, shapes)
+                dtype = _common_dtype(use.sources, relation, dtypes)
+                made = make_targets(relation, use, source_shapes, self._joined)
+                for name, shape, pieces in made:
                     if name in targets:
                         origins = f"{makers[name]}; {relation}"
                         raise XshardError(f"{name} would have two origins", hint=origins)
                     makers[name] = relation
-                    targets[name] = TargetArray(shape, relation.dtype or kinds[0], pieces)
-        if left or unused:
-            reasons = (
-                [f"no relation for {len(left)} names: {', '.join(list(left)[:8])}"] if left else []
-            )
-            reasons += [f"'{relation}' fits no name" for relation in unused]
-            hints = [nearest(relation.sides[0][0], shapes) for relation in unused]
-            hints.append("rename('**', '**') keeps all others as they are")
-            raise XshardError("; ".join(reasons), hint="\n  ".join(filter(None, hints)))
-        for name, array in targets.items():
-            if len(array.pieces) > 1:
-                lengths = tuple(runs.n_rows(piece.dst.rows) for piece in array.pieces)
-                same = self._joined.setdefault((name, array.shape), lengths) == lengths
-                self._joined[name, array.shape] = lengths if same else ()
+                    targets[name] = TargetArray(shape, relation.dtype or dtype, pieces)
+        if remaining or unused:
+            raise _unmatched(list(remaining), unused, shapes)
+        self._remember_joined(targets)
         return targets
 
-    def apply(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """New numpy arrays by target name, from global source arrays.
+    def _remember_joined(self, targets: Mapping[str, TargetArray]) -> None:
+        """Note the rows of the parts of joined arrays, for the inverse."""
+        for name, array in targets.items():
+            if len(array.pieces) == 1:
+                continue
+            lengths = tuple(runs.n_rows(piece.dst.rows) for piece in array.pieces)
+            is_same = self._joined.setdefault((name, array.shape), lengths) == lengths
+            self._joined[name, array.shape] = lengths if is_same else ()
 
-        >>> kernels = Names(rename("w", "kernel", "o i -> i o")).apply(
-        ...     {"w": np.arange(6).reshape(2, 3)}
-        ... )
-        >>> kernels["kernel"].shape
-        (3, 2)
+    def apply(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Make the target arrays of global source arrays, in numpy.
+
+        Args:
+            arrays: The source arrays by name.
+
+        Returns:
+            New arrays by target name.
+
+        Raises:
+            XshardError: As `resolve` does.
+
+        Examples:
+            >>> kernels = Names(rename("w", "kernel", "o i -> i o")).apply(
+            ...     {"w": np.arange(6).reshape(2, 3)}
+            ... )
+            >>> kernels["kernel"].shape
+            (3, 2)
         """
         shapes = {name: array.shape for name, array in arrays.items()}
         dtypes = {name: str(array.dtype) for name, array in arrays.items()}
@@ -213,39 +286,99 @@ class Names:
         return results
 
 
+def _take(
+    names: Sequence[str],
+    relation: Relation,
+    remaining: dict[str, Shape],
+    shapes: Mapping[str, Sequence[int]],
+) -> list[Shape]:
+    """Take the sources of a relation out of the remaining arrays -> their shapes.
+
+    Raises XshardError for a name that does not exist, or that an earlier relation has used.
+    """
+    taken = []
+    for name in names:
+        if name not in remaining:
+            already_used = " any more" if name in shapes else ""
+            hint = did_you_mean(name, list(remaining)) or "every array is used once"
+            raise XshardError(f"{relation}: there is no {name}{already_used}", hint=hint)
+        taken.append(remaining.pop(name))
+    return taken
+
+
+def _common_dtype(
+    names: Sequence[str], relation: Relation, dtypes: Mapping[str, str] | None
+) -> str:
+    """Return the one dtype of the sources. Raises ShapeError if they have several."""
+    if not dtypes:
+        return "float32"
+    kinds = sorted({dtypes[name] for name in names})
+    if len(kinds) > 1:
+        raise ShapeError(f"{relation}: {' and '.join(names)} are {' and '.join(kinds)}")
+    return kinds[0]
+
+
+def _unmatched(
+    remaining: Sequence[str], unused: Sequence[Relation], shapes: Mapping[str, Any]
+) -> XshardError:
+    """Return the error for names without a relation, and for relations without a name."""
+    reasons = []
+    if remaining:
+        first_names = ", ".join(remaining[:MOST_NAMES_IN_ERROR])
+        reasons.append(f"no relation for {len(remaining)} names: {first_names}")
+    reasons += [f"'{relation}' fits no name" for relation in unused]
+    similar = [nearest(relation.sides[0][0], shapes) for relation in unused]
+    hints = [hint for hint in similar if hint]
+    hints.append("rename('**', '**') keeps all others as they are")
+    return XshardError("; ".join(reasons), hint="\n  ".join(hints))
+
+
 def names_to_json(names: Names) -> list[dict[str, Any]]:
-    """Names as JSON, for files and the command line: the fields of each relation that are not the default."""
+    """Return names as JSON, for files and the command line.
+
+    A relation is written as the fields that do not have their default.
+    """
     defaults = fields_to_plain(Relation((), ""))
-    relations = []
+    data = []
     for relation in names.relations:
         if len(relation.parts) > 1 and not (relation.rows or relation.equal):
-            known = names._joined.items()
-            whole = relation.whole
-            joined = ((*array, n) for array, n in known if match_stars(whole, array[0]) is not None)
-            relation = replace(relation, joined=tuple(joined))
-        relations.append(fields_to_plain(relation))
-    return [{field: x for field, x in each.items() if x != defaults[field]} for each in relations]
+            # Without `rows`, only arrays that were joined tell where the inverse splits.
+            joined = tuple(
+                (name, shape, lengths)
+                for (name, shape), lengths in names._joined.items()
+                if match_stars(relation.whole, name) is not None
+            )
+            relation = replace(relation, joined=joined)
+        values = fields_to_plain(relation)
+        data.append({key: value for key, value in values.items() if value != defaults[key]})
+    return data
 
 
 def names_from_json(data: Any) -> Names:
-    """The inverse. Raises XshardError for malformed relations."""
-    relations = []
-    for each in data if isinstance(data, list) else [data]:
-        try:
-            fields = fields_from_plain(Relation, each)
-            if not {"parts", "whole"} <= fields.keys() or () in fields.values():
-                raise XshardError("it needs parts and a whole")
-        except XshardError as error:
-            hint = 'as {"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}; its other fields are '
-            hint += "order, dim, rows, stacks, splits, dtype, optional, equal and joined"
-            raise XshardError(
-                f"{shown(each)} is not a relation: {error.reason}", hint=hint
-            ) from None
-        relations.append(Relation(**fields))
-    return Names(*relations)
+    """Read what `names_to_json` wrote.
+
+    Raises:
+        XshardError: A relation is malformed.
+    """
+    items = data if isinstance(data, list) else [data]
+    return Names(*(_relation_from_json(item) for item in items))
+
+
+def _relation_from_json(item: Any) -> Relation:
+    try:
+        fields = fields_from_plain(Relation, item)
+        if not {"parts", "whole"} <= fields.keys() or () in fields.values():
+            raise XshardError("it needs parts and a whole")
+    except XshardError as error:
+        hint = 'as {"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}; its other fields are '
+        hint += "order, dim, rows, stacks, splits, dtype, optional, equal and joined"
+        reason = f"{shown(item)} is not a relation: {error.reason}"
+        raise XshardError(reason, hint=hint) from None
+    return Relation(**fields)
 
 
 def _check_patterns(relation: Relation) -> None:
+    """Raise XshardError for patterns of several names, and for stars that do not pair up."""
     patterns = (*relation.parts, relation.whole)
     for pattern in patterns:
         if spellings(pattern) != (pattern,):
@@ -253,19 +386,19 @@ def _check_patterns(relation: Relation) -> None:
             raise XshardError(f"'{pattern}' in '{relation}' stands for several names", hint=hint)
         match_stars(pattern, "")  # refuses a malformed pattern
     stars = [stars_in(pattern) for pattern in patterns]
-    if relation.stacks and "*" not in stars[0][-1:]:
-        raise XshardError(f"'{relation}' needs a star for a number", hint="stack('e.*', 'e')")
     if relation.stacks:
-        stars[0].pop()
-    if any(each != stars[-1] for each in stars):
-        reason = (
-            f"'{relation}' has the stars {' and '.join(' '.join(each) or 'none' for each in stars)}"
-        )
+        if "*" not in stars[0][-1:]:
+            raise XshardError(f"'{relation}' needs a star for a number", hint="stack('e.*', 'e')")
+        stars[0].pop()  # the number: the whole has no star for it
+    stars_of_whole = stars[-1]
+    if any(stars_of_part != stars_of_whole for stars_of_part in stars):
+        texts = [" ".join(some) or "none" for some in stars]
         hint = "each star stands for the same text on both sides: as many on each side, in the same order"
-        raise XshardError(reason, hint=hint)
+        raise XshardError(f"'{relation}' has the stars {' and '.join(texts)}", hint=hint)
 
 
 def _permutation(order: str | None) -> tuple[int, ...] | None:
+    """Read an order of dims: "o i -> i o" -> (1, 0)."""
     if order is None:
         return None
     src, dst = layout.parse_expression(order)

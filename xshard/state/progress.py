@@ -11,16 +11,25 @@ from typing import Any
 from xshard.errors import XshardError
 
 Progress = bool | Callable[[int, int], object] | None
-LARGE_BYTES = 2**28  # a larger tree shows a bar on a terminal
+LARGE_BYTES = 2**28  # a larger tree takes seconds, and shows a bar on a terminal
 
 
 @contextmanager
 def reporting(
     progress: Progress, total: int, is_seen: bool, what: str = "transfer", console: Any = None
 ) -> Iterator[Callable[[int], object]]:
-    """Yield a callback for the bytes done since its last call. progress: None shows a bar for a large
-    `total`, if stderr is a terminal and rich is installed. is_seen: this process shows the bar. Raises
-    XshardError for True without rich.
+    """Yield a callback that is told the bytes done since its last call.
+
+    Args:
+        progress: A function of (bytes done, bytes in all), True for a bar, False for silence. None shows a
+            bar for a large `total`, if stderr is a terminal and rich is installed.
+        total: Bytes in all.
+        is_seen: Whether this process is the one that shows the bar.
+        what: The word beside the bar.
+        console: The console of rich to draw on. Default: stderr.
+
+    Raises:
+        XshardError: `progress` is True, and rich is not installed.
     """
     done = 0
 
@@ -48,4 +57,8 @@ def reporting(
     console = console or Console(stderr=True)
     with Bar(*columns, console=console, transient=console.is_terminal, disable=not is_seen) as bar:
         task = bar.add_task("", total=total)
-        yield lambda n_bytes: bar.advance(task, n_bytes)
+
+        def advance(n_bytes: int) -> None:
+            bar.advance(task, n_bytes)
+
+        yield advance

@@ -12,13 +12,19 @@ from xshard.layout.runs import Run, Runs, as_index, interval, n_rows
 from xshard.rules import fill_stars, match_stars
 
 Shape = tuple[int, ...]
-Joined = Mapping[
-    tuple[str, Shape], tuple[int, ...]
-]  # a joined array -> the rows of each of its parts
+# A joined array, by name and shape -> the rows of each of its parts.
+Joined = Mapping[tuple[str, Shape], tuple[int, ...]]
 
 
 class ArrayPart(NamedTuple):
-    """All of an array, or the rows `rows` of dim `dim`. adds: only the part has that dim, with length 1."""
+    """All of an array, or some rows of one of its dims.
+
+    Attributes:
+        name: The array's name.
+        dim: The dim, or None for all of the array.
+        rows: The rows of that dim.
+        adds: Whether only the part has that dim, with length 1: an array that is stacked.
+    """
 
     name: str
     dim: int | None = None
@@ -26,21 +32,21 @@ class ArrayPart(NamedTuple):
     adds: bool = False
 
     def part_shape(self, shape: Shape) -> Shape:
-        """The shape of the array -> the shape of the part."""
-        if (d := self.dim) is None:
+        """Return the shape of the part, given the shape of the array."""
+        d = self.dim
+        if d is None:
             return shape
-        return (
-            (*shape[:d], 1, *shape[d:])
-            if self.adds
-            else (*shape[:d], n_rows(self.rows), *shape[d + 1 :])
-        )
+        if self.adds:
+            return (*shape[:d], 1, *shape[d:])
+        return (*shape[:d], n_rows(self.rows), *shape[d + 1 :])
 
     @property
     def numpy_index(self) -> tuple[Any, ...]:
         """The numpy index of the part in the array."""
         if self.dim is None:
             return ()
-        return *(slice(None),) * self.dim, None if self.adds else as_index(self.rows)
+        index = None if self.adds else as_index(self.rows)  # None adds a dim of length 1
+        return (*(slice(None),) * self.dim, index)
 
 
 class PartMapping(NamedTuple):
@@ -52,6 +58,7 @@ class PartMapping(NamedTuple):
 
     @property
     def inverse(self) -> PartMapping:
+        """The mapping from the target to the source."""
         order = sorted(range(len(self.order)), key=self.order.__getitem__)
         return PartMapping(self.dst, self.src, tuple(order))
 
@@ -64,13 +71,37 @@ class TargetArray(NamedTuple):
     pieces: tuple[PartMapping, ...]
 
 
+class MadeArray(NamedTuple):
+    """A target array without its dtype."""
+
+    name: str
+    shape: Shape
+    pieces: tuple[PartMapping, ...]
+
+
+class Use(NamedTuple):
+    """The names of arrays to which a relation applies together."""
+
+    sources: list[str]
+    targets: list[str]
+
+
 @dataclass(frozen=True)
 class Relation:
-    """The arrays `parts`, their dims permuted by `order`, make the array `whole` along dim `dim`. rows: for
-    the parts in turn, in groups that repeat; None: all of one part, then all of the next. stacks: `dim` is
-    new, and the last star of the one part stands for 0, 1, 2, ... splits: the inverse direction. dtype: the
-    targets'. optional: accept that no array fits. equal: without `rows`, parts have equally many. joined:
-    in JSON, the shape of each array that was joined, and the rows of its parts.
+    """The arrays `parts` make the array `whole` along dim `dim`; or the other way round.
+
+    Attributes:
+        parts: Patterns of the parts.
+        whole: The pattern of the whole.
+        order: A permutation of the parts' dims, which comes first.
+        dim: The dim along which parts are joined.
+        rows: Rows of the parts in turn, in groups that repeat. None: all of one part, then all of the next.
+        stacks: `dim` is new, and the last star of the one part stands for 0, 1, 2, ...
+        splits: The inverse direction: the whole is the source.
+        dtype: The targets' dtype, if values are cast.
+        optional: Accept that no array fits.
+        equal: Without `rows`, parts have equally many.
+        joined: In JSON, the name and shape of each array that was joined, and the rows of its parts.
     """
 
     parts: tuple[str, ...]
@@ -104,113 +135,174 @@ class Relation:
         return " -> ".join(map(", ".join, self.sides))
 
 
-def applications(
-    relation: Relation, shapes: Mapping[str, Shape]
-) -> Iterator[tuple[list[str], list[str]]]:
-    """Each use of a relation for these arrays: the names of its sources and of its targets."""
-    src, dst = relation.sides
-    matches = [(name, stars) for name in shapes if (stars := match_stars(src[0], name)) is not None]
-    for name, _ in matches if relation.splits and (relation.stacks or len(dst) > 1) else ():
+def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Use]:
+    """Yield each use of a relation for these arrays: the names of its sources and of its targets.
+
+    `concat(["*.q", "*.k"], "*.qk")` has one use for each text that the star stands for.
+    """
+    src_patterns, dst_patterns = relation.sides
+    # Names that fit the first pattern, each with the texts of its stars.
+    matches: list[tuple[str, Sequence[str]]] = []
+    for name in shapes:
+        star_texts = match_stars(src_patterns[0], name)
+        if star_texts is not None:
+            matches.append((name, star_texts))
+    if relation.splits and (relation.stacks or len(dst_patterns) > 1):
+        _check_dim(relation, [name for name, _ in matches], shapes)
+    if not relation.stacks:
+        for _, stars in matches:
+            yield Use(
+                [fill_stars(pattern, stars) for pattern in src_patterns],
+                [fill_stars(pattern, stars) for pattern in dst_patterns],
+            )
+    elif relation.splits:
+        for name, stars in matches:
+            yield Use([name], _numbered(dst_patterns[0], stars, shapes[name][relation.dim]))
+    else:
+        # The last star is the number; arrays with the same text for the others are stacked together.
+        n_members = Counter(tuple(outer) for _, (*outer, _) in matches)
+        for outer, n in n_members.items():
+            yield Use(_numbered(src_patterns[0], outer, n), [fill_stars(dst_patterns[0], outer)])
+
+
+def _numbered(pattern: str, stars: Sequence[str], n: int) -> list[str]:
+    """Fill the last star of a pattern with 0, 1, ..., n - 1."""
+    return [fill_stars(pattern, (*stars, str(i))) for i in range(n)]
+
+
+def _check_dim(relation: Relation, names: Sequence[str], shapes: Mapping[str, Shape]) -> None:
+    """Raise ShapeError for an array that lacks the dim along which it is to be split."""
+    for name in names:
         if not 0 <= relation.dim < len(shapes[name]):
             reason = f"{name} of shape {shapes[name]} cannot be split along dim {relation.dim}"
             raise ShapeError(f"{relation}: {reason}")
-    if not relation.stacks:
-        for _, stars in matches:
-            yield [fill_stars(p, stars) for p in src], [fill_stars(p, stars) for p in dst]
-    elif relation.splits:
-        for name, stars in matches:
-            yield (
-                [name],
-                [fill_stars(dst[0], (*stars, str(i))) for i in range(shapes[name][relation.dim])],
-            )
-    else:
-        members = Counter(tuple(outer) for _, (*outer, _) in matches)
-        for stars, n in members.items():
-            yield (
-                [fill_stars(src[0], (*stars, str(i))) for i in range(n)],
-                [fill_stars(dst[0], stars)],
-            )
 
 
 def make_targets(
-    relation: Relation, sources: list[str], targets: list[str], shapes: list[Shape], joined: Joined
-) -> Iterator[tuple[str, Shape, tuple[PartMapping, ...]]]:
-    """The name, shape and parts of each array that one use makes. shapes: the sources'. joined: the rows of
-    parts of arrays that were joined before; a split without `rows` follows them.
+    relation: Relation, use: Use, shapes: Sequence[Shape], joined: Joined
+) -> Iterator[MadeArray]:
+    """Yield each array that one use of a relation makes.
+
+    Args:
+        relation: The relation.
+        use: The names of its sources and targets.
+        shapes: The sources' shapes.
+        joined: The rows of parts of arrays that were joined before. A split without `rows` follows them.
+
+    Raises:
+        ShapeError: The shapes do not fit the relation.
     """
-    d = relation.dim
-    new = relation.stacks
-    added = new and relation.splits  # the dim of the whole that parts lack
-    order = relation.order or tuple(range(len(shapes[0]) - added))
-    if any(len(shape) - added != len(order) for shape in shapes):
+    # A stacked whole has a dim more than its parts, which the order does not count.
+    n_new_dims = 1 if relation.stacks and relation.splits else 0
+    order = relation.order or tuple(range(len(shapes[0]) - n_new_dims))
+    if any(len(shape) - n_new_dims != len(order) for shape in shapes):
         raise ShapeError(f"{relation}: shapes {shapes}, an order of {len(order)} dims")
     if relation.splits:
-        is_known = new or relation.rows or relation.equal or len(targets) == 1
-        lengths = () if is_known else joined.get((sources[0], shapes[0]), ())
-        if not is_known and not lengths:
+        yield from _split(relation, use, shapes[0], order, joined)
+        return
+    permuted = [tuple(shape[i] for i in order) for shape in shapes]
+    if len(permuted) == 1 and not relation.stacks:
+        source = ArrayPart(use.sources[0])
+        target = ArrayPart(use.targets[0])
+        yield MadeArray(target.name, permuted[0], (PartMapping(source, target, order),))
+        return
+    yield _join(relation, use, permuted, order)
+
+
+def _split(
+    relation: Relation, use: Use, shape: Shape, order: tuple[int, ...], joined: Joined
+) -> Iterator[MadeArray]:
+    """Yield the parts of an array of `shape`."""
+    d = relation.dim
+    says_rows = relation.stacks or relation.rows or relation.equal or len(use.targets) == 1
+    lengths: tuple[int, ...] = ()
+    if not says_rows:
+        lengths = joined.get((use.sources[0], shape), ())
+        if not lengths:
             reason = (
-                f"{relation}: {sources[0]} of shape {shapes[0]} does not say the rows of each part"
+                f"{relation}: {use.sources[0]} of shape {shape} does not say the rows of each part"
             )
             hint = (
                 "give rows=, write split() for equal parts, or resolve the parts before the inverse"
             )
             raise ShapeError(reason, hint=hint)
-        parts = _parts_of_whole(relation, sources[0], shapes[0], len(targets), lengths)
-        for name, part in zip(targets, parts, strict=True):
-            piece = _mapping(name, part, order, relation).inverse
-            shape = [part.part_shape(shapes[0])[i] for i in piece.order]
-            yield name, tuple(shape[:d] + shape[d + 1 :] if new else shape), (piece,)
-        return
-    permuted = [tuple(shape[i] for i in order) for shape in shapes]
-    if len(permuted) == 1 and not new:
-        yield (
-            targets[0],
-            permuted[0],
-            (PartMapping(ArrayPart(sources[0]), ArrayPart(targets[0]), order),),
-        )
-        return
-    others = {(*shape[:d], *shape[d + (not new) :]) for shape in permuted}
-    if len(others) > 1 or not 0 <= d < len(order) + new:
-        raise ShapeError(f"{relation}: {permuted} cannot be joined along dim {d}")
-    rest = others.pop()
-    lengths = tuple(1 if new else shape[d] for shape in permuted)
-    whole = (*rest[:d], sum(lengths), *rest[d:])
-    parts = _parts_of_whole(relation, targets[0], whole, len(lengths), lengths)
-    pieces = (
-        _mapping(name, part, order, relation) for name, part in zip(sources, parts, strict=True)
-    )
-    yield targets[0], whole, tuple(pieces)
+    parts = _parts_of_whole(relation, use.sources[0], shape, len(use.targets), lengths)
+    for name, part in zip(use.targets, parts, strict=True):
+        piece = _mapping(name, part, order, relation).inverse
+        whole_shape = part.part_shape(shape)
+        part_shape = [whole_shape[i] for i in piece.order]
+        if relation.stacks:
+            del part_shape[d]
+        yield MadeArray(name, tuple(part_shape), (piece,))
+
+
+def _join(
+    relation: Relation, use: Use, shapes: Sequence[Shape], order: tuple[int, ...]
+) -> MadeArray:
+    """Join arrays of these shapes, which are permuted already, along the relation's dim."""
+    d = relation.dim
+    n_lost = 0 if relation.stacks else 1  # the dim of the parts that is joined
+    other_dims = {(*shape[:d], *shape[d + n_lost :]) for shape in shapes}
+    n_dims = len(order) + 1 - n_lost
+    if len(other_dims) > 1 or not 0 <= d < n_dims:
+        raise ShapeError(f"{relation}: {list(shapes)} cannot be joined along dim {d}")
+    (others,) = other_dims
+    lengths = tuple(1 if relation.stacks else shape[d] for shape in shapes)
+    whole_shape = (*others[:d], sum(lengths), *others[d:])
+    (target,) = use.targets
+    parts = _parts_of_whole(relation, target, whole_shape, len(lengths), lengths)
+    pieces = [
+        _mapping(name, part, order, relation) for name, part in zip(use.sources, parts, strict=True)
+    ]
+    return MadeArray(target, whole_shape, tuple(pieces))
 
 
 def _mapping(name: str, part: ArrayPart, order: tuple[int, ...], relation: Relation) -> PartMapping:
-    """The array `name` as a part of the whole. If it is stacked, both have the new dim."""
+    """Map the array `name` to a part of the whole. If it is stacked, both have the new dim."""
     if not relation.stacks:
         return PartMapping(ArrayPart(name), part, order)
     d = relation.dim
-    shifted = [i + (i >= d) for i in order]
+    shifted = [i + 1 if i >= d else i for i in order]  # dims from `d` on move up
     return PartMapping(ArrayPart(name, d, adds=True), part, (*shifted[:d], d, *shifted[d:]))
 
 
 def _parts_of_whole(
-    relation: Relation, name: str, shape: Shape, n: int, lengths: Sequence[int]
+    relation: Relation, name: str, shape: Shape, n_parts: int, lengths: Sequence[int]
 ) -> list[ArrayPart]:
-    """The n parts of the whole array `name`. lengths: rows of each part; () if the relation knows them."""
+    """Divide the whole array `name` into its parts.
+
+    Args:
+        relation: The relation.
+        name: The whole array.
+        shape: Its shape.
+        n_parts: The number of parts.
+        lengths: Rows of each part; () if the relation says them.
+    """
     d = relation.dim
     if relation.stacks:
-        return [ArrayPart(name, d, interval(i, i + 1)) for i in range(n)]
-    if n == 1:
+        return [ArrayPart(name, d, interval(i, i + 1)) for i in range(n_parts)]
+    if n_parts == 1:
         return [ArrayPart(name)]
-    rows = relation.rows or ((shape[d] // n,) * n if relation.equal else lengths)
+    if relation.rows:
+        rows = relation.rows
+    elif relation.equal:
+        rows = (shape[d] // n_parts,) * n_parts
+    else:
+        rows = tuple(lengths)
+    # The whole is groups of `rows[0]` rows of the first part, `rows[1]` of the second, and so on.
     group = sum(rows)
     n_groups = shape[d] // group if group else 0
-    if n_groups * group != shape[d] or (
-        lengths and [n_groups * each for each in rows] != [*lengths]
-    ):
+    is_divided = n_groups * group == shape[d]
+    fits_lengths = not lengths or [n_groups * n for n in rows] == list(lengths)
+    if not (is_divided and fits_lengths):
         reason = f"dim {d} of {shape[d]} rows is not a whole number of groups of {list(rows)} rows"
-        raise ShapeError(
-            f"{relation}: {reason}", hint="rows= has the rows of each part that come in turn"
-        )
-    starts = [sum(rows[:i]) for i in range(n)]
-    turns = (n_groups, group) if n_groups > 1 else ()
-    runs = [Run(start, each, *turns) for start, each in zip(starts, rows, strict=True)]
-    return [ArrayPart(name, d, (run,) if n_groups * run.length else ()) for run in runs]
+        hint = "rows= has the rows of each part that come in turn"
+        raise ShapeError(f"{relation}: {reason}", hint=hint)
+    parts = []
+    start = 0
+    for length in rows:
+        run = Run(start, length, n_groups, group) if n_groups > 1 else Run(start, length)
+        is_empty = n_groups * length == 0
+        parts.append(ArrayPart(name, d, () if is_empty else (run,)))
+        start += length
+    return parts

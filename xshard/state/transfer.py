@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from xshard import arguments, trees
 from xshard.cost.machine import load_profile
@@ -15,16 +15,33 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.plans.expression import sides_or_one
 from xshard.plans.plan import find_plan
-from xshard.plans.transfer import balanced
+from xshard.plans.transfer_senders import balanced
 from xshard.rules import Rules, RulesLike
-from xshard.search.request import Devices, Request, device_numbers
+from xshard.search.request import Request, device_numbers
 from xshard.state.names import SAME, Names
 from xshard.state.relations import ArrayPart, PartMapping, Shape, TargetArray
 from xshard.state.tree_plan import ArrayPlan, PartMove, SourceArray, TreePlan, part_of
 from xshard.steps.base import REDUCERS
 
-BUCKET = "256MiB"
+BUCKET = "256MiB"  # large enough for full bandwidth, small beside a model
 Dtypes = Mapping[str, str]  # by name
+
+
+class MeshPair(NamedTuple):
+    """Both ends of a transfer: the meshes, and the number of every device of each, in its order."""
+
+    src_mesh: Mesh
+    dst_mesh: Mesh
+    src_devices: tuple[int, ...]
+    dst_devices: tuple[int, ...]
+
+
+class Layouts(NamedTuple):
+    """The layouts of all source arrays and of all target arrays by name, and the target arrays."""
+
+    src: dict[str, Layout]
+    dst: dict[str, Layout]
+    targets: dict[str, TargetArray]
 
 
 def plan_transfer(
@@ -42,120 +59,185 @@ def plan_transfer(
 ) -> TreePlan:
     """Plan the transfer of a tree to another mesh; its messages travel together, bucket by bucket.
 
-    shapes: global shapes by name. rules: patterns over names -> `"source layout -> target layout"`, or one
-    layout for both; with `names`, a pair of rules: layouts by source names, and layouts by target names.
-    dtypes: by name; float32 by default. Values that `names` casts travel in the smaller dtype. src_devices,
-    dst_devices, profile: as in `xshard.plan`. bucket_bytes: about the most that a device sends and receives
-    at once; None: no limit.
-    Raises as `Names.resolve`, `Rules.match` and `xshard.plan` do, with the name of the array.
+        plan_transfer({"w": (8, 6)}, {"w": "o/dp i -> o i/tp"}, src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2))
 
-    >>> shapes = {"a.weight": (8, 6), "a.bias": (8,)}
-    >>> rules = {"*.weight": "o/dp i -> o i/tp", "*.bias": "o/dp -> o"}
-    >>> meshes = dict(src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), dst_devices=(2, 3))
-    >>> plan = plan_transfer(shapes, rules, **meshes)
-    >>> plan.bytes_received == plan.bytes_lower_bound, plan.messages, len(plan.buckets)
-    (True, 6, 1)
+    Args:
+        shapes: Global shapes by name.
+        rules: Patterns over names -> `"source layout -> target layout"`, or one layout for both. With
+            `names`, a pair of rules: layouts by source names, and layouts by target names.
+        src_mesh: The mesh of the sources.
+        dst_mesh: The mesh of the targets.
+        src_devices: As in `xshard.plan`.
+        dst_devices: As in `xshard.plan`.
+        names: How source arrays become target arrays.
+        dtypes: Dtypes by name. Values that `names` casts travel in the smaller dtype. Default: float32.
+        profile: As in `xshard.plan`.
+        bucket_bytes: About the most that a device sends and receives at once; None: no limit.
+
+    Returns:
+        The plan: print it, or ask it for bytes and messages.
+
+    Raises:
+        XshardError: As `Names.resolve`, `Rules.match` and `xshard.plan` do, with the name of the array.
+
+    Examples:
+        >>> shapes = {"a.weight": (8, 6), "a.bias": (8,)}
+        >>> rules = {"*.weight": "o/dp i -> o i/tp", "*.bias": "o/dp -> o"}
+        >>> meshes = dict(src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), dst_devices=(2, 3))
+        >>> plan = plan_transfer(shapes, rules, **meshes)
+        >>> plan.bytes_received == plan.bytes_lower_bound, plan.messages, len(plan.buckets)
+        (True, 6, 1)
     """
     global_shapes = {name: arguments.lengths_of(shape) for name, shape in shapes.items()}
-    kinds = dtypes or dict.fromkeys(shapes, "float32")
-    senders = tuple(device_numbers("source", src_mesh, src_devices))
-    devices = senders, tuple(device_numbers("destination", dst_mesh, dst_devices))
-    src_layouts, dst_layouts, targets = _layouts(
-        rules, names, global_shapes, kinds, (src_mesh, dst_mesh)
+    src_dtypes = dtypes or dict.fromkeys(shapes, "float32")
+    meshes = MeshPair(
+        src_mesh,
+        dst_mesh,
+        tuple(device_numbers("source", src_mesh, src_devices)),
+        tuple(device_numbers("destination", dst_mesh, dst_devices)),
     )
-    sources = {}
+    layouts = _find_layouts(rules, names, global_shapes, src_dtypes, meshes)
     machine = load_profile(profile)
-    arrays = []
+    sources = {}
     for name, shape in global_shapes.items():
         with located(trees.place_of(name)):
-            sources[name] = SourceArray(Sharding(src_layouts[name], src_mesh, shape), kinds[name])
-    for name, target in targets.items():
+            sharding = Sharding(layouts.src[name], src_mesh, shape)
+            sources[name] = SourceArray(sharding, src_dtypes[name])
+    arrays = []
+    for name, target in layouts.targets.items():
         with located(trees.place_of(name)):
-            sharding = Sharding(dst_layouts[name], dst_mesh, target.shape)
-            moves = tuple(
-                _move(p, sources, sharding, target.dtype, devices, machine) for p in target.pieces
-            )
-        arrays.append(ArrayPlan(name, sharding, target.dtype, moves))
-    arrays = _balanced(arrays)
-    limit = arguments.limit_of(bucket_bytes, "bucket_bytes")
-    buckets = trees.groups([array.bytes_by_device(sent=True) for array in arrays], limit)
-    together = tuple(tuple(arrays[i] for i in bucket) for bucket in buckets)
-    return TreePlan(src_mesh, dst_mesh, *devices, sources, together, machine)
+            sharding = Sharding(layouts.dst[name], dst_mesh, target.shape)
+            moves = [
+                _plan_move(piece, sources, sharding, target.dtype, meshes, machine)
+                for piece in target.pieces
+            ]
+        arrays.append(ArrayPlan(name, sharding, target.dtype, tuple(moves)))
+    arrays = _with_balanced_senders(arrays)
+    limit_bytes = arguments.limit_of(bucket_bytes, "bucket_bytes")
+    groups = trees.groups([array.bytes_by_device(sent=True) for array in arrays], limit_bytes)
+    buckets = tuple(tuple(map(arrays.__getitem__, group)) for group in groups)
+    return TreePlan(*meshes, sources, buckets, machine)
 
 
-def _layouts(
+def _find_layouts(
     rules: Any,
     names: Names | None,
     shapes: Mapping[str, Shape],
     dtypes: Dtypes,
-    meshes: tuple[Mesh, Mesh],
-) -> tuple[dict[str, Layout], dict[str, Layout], dict[str, TargetArray]]:
-    """The layouts of all source arrays, the layouts of all target arrays, and the target arrays."""
+    meshes: MeshPair,
+) -> Layouts:
+    """Apply the rules: a pair of rules for both sides, or expressions for arrays that keep their names."""
     if isinstance(rules, list | tuple) and len(rules) == 2:
         targets = (names or SAME).resolve(shapes, dtypes)
-        src, dst = (
-            {name: Layout.parse(layout) for name, layout in Rules(rule).match(list(arrays)).items()}
-            for rule, arrays in zip(rules, (shapes, targets), strict=True)
+        src_rules, dst_rules = rules
+        return Layouts(
+            _match_layouts(src_rules, list(shapes)),
+            _match_layouts(dst_rules, list(targets)),
+            targets,
         )
-        return src, dst, targets
     if names is not None:
         hint = 'rules=({"**": layouts by source names}, {"**": layouts by target names})'
         raise NotationError(
             "with names=, the two sides of an arrow are about different arrays", hint=hint
         )
-    src = {}
-    dst = {}
-    targets = {}
+    layouts = Layouts({}, {}, {})
     for name, rule in Rules(rules).match(list(shapes)).items():
+        shape = shapes[name]
         with located(trees.place_of(name)):
-            *sides, text = sides_or_one(rule)
-            for layout, mesh in zip(sides, meshes, strict=True):
-                check_axes(layout, mesh, text)
-            src[name], dst[name] = (layout.resolved(len(shapes[name])) for layout in sides)
-        order = tuple(map(src[name].names.index, dst[name].names))
+            src, dst, text = sides_or_one(rule)
+            check_axes(src, meshes.src_mesh, text)
+            check_axes(dst, meshes.dst_mesh, text)
+            src = src.resolved(len(shape))
+            dst = dst.resolved(len(shape))
+        layouts.src[name] = src
+        layouts.dst[name] = dst
+        order = tuple(map(src.names.index, dst.names))
         whole = ArrayPart(name)
-        shape = tuple(shapes[name][i] for i in order)
-        targets[name] = TargetArray(shape, dtypes[name], (PartMapping(whole, whole, order),))
-    return src, dst, targets
+        pieces = (PartMapping(whole, whole, order),)
+        layouts.targets[name] = TargetArray(tuple(shape[i] for i in order), dtypes[name], pieces)
+    return layouts
 
 
-def _move(
+def _match_layouts(rules: Any, names: Sequence[str]) -> dict[str, Layout]:
+    """Find the layout of each name by rules."""
+    return {name: Layout.parse(layout) for name, layout in Rules(rules).match(names).items()}
+
+
+def _plan_move(
     piece: PartMapping,
     sources: Mapping[str, SourceArray],
     target: Sharding,
     dtype: str,
-    devices: tuple[Devices, Devices],
+    meshes: MeshPair,
     profile: Profile,
 ) -> PartMove:
-    """The cheapest transfer of a part; it travels in the smaller of both dtypes. dtype: the target's."""
+    """Plan the cheapest transfer of a part, which travels in the smaller of both dtypes.
+
+    Args:
+        piece: Which part of which source becomes which part of the target.
+        sources: The source arrays by name.
+        target: The sharding of the target.
+        dtype: The target's dtype.
+        meshes: Both ends.
+        profile: The machine.
+    """
     source, src_dtype = sources[piece.src.name]
-    src = part_of(source, piece.src._replace(name=""))
+    src = part_of(source, piece.src._replace(name=""))  # parts are cached whatever their names
     dst = part_of(target, piece.dst._replace(name=""))
-    # Dims of the two arrays have names of their own; a name that is in both must be of the same dim.
     src_names = src.sharding.layout.names
-    for i, name in enumerate(dst.sharding.layout.names):
-        if name in src_names and src_names[piece.order[i]] != name and not name.startswith("_"):
-            here = f"dim {src_names[piece.order[i]]!r} of {piece.src.name}"
-            hint = f"'{source.layout}' has another dim {name!r}: write the target's dims in the target's "
-            hint += "order, or use other names; names= says which dims are transposed"
-            raise NotationError(f"dim {name!r} of '{target.layout}' is {here}", hint=hint)
-    dst_layout = dst.sharding.layout.named([src_names[i] for i in piece.order])
-    casts_first = itemsize(dtype) < itemsize(src_dtype) and not source.layout.tagged(*REDUCERS)
-    sides = src.sharding.layout, dst_layout, source.mesh, target.mesh, *devices
-    request = Request(*sides, src.sharding.shape, dtype if casts_first else src_dtype, profile)
+    _check_same_dims(piece, source, target, src_names, dst.sharding.layout.names)
+    # Addends cannot be cast before they are added: the sum would round another way.
+    has_addends = bool(source.layout.tagged(*REDUCERS))
+    casts_first = itemsize(dtype) < itemsize(src_dtype) and not has_addends
+    request = Request(
+        src=src.sharding.layout,
+        dst=dst.sharding.layout.named([src_names[i] for i in piece.order]),
+        src_mesh=source.mesh,
+        dst_mesh=target.mesh,
+        src_devices=meshes.src_devices,
+        dst_devices=meshes.dst_devices,
+        shape=src.sharding.shape,
+        dtype=dtype if casts_first else src_dtype,
+        profile=profile,
+    )
     return PartMove(piece.src.name, src, dst, find_plan(request, by_transfer=True))
 
 
-def _balanced(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
-    """The same arrays, with senders that share the work of all of them."""
+def _check_same_dims(
+    piece: PartMapping,
+    source: Sharding,
+    target: Sharding,
+    src_names: Sequence[str],
+    dst_names: Sequence[str],
+) -> None:
+    """Raise NotationError if a name of a dim is in both layouts, and means different dims.
+
+    Dims of the two arrays have names of their own. A name that is in both, and is moved to another
+    place without `names=`, is most likely a mistake in the order.
+    """
+    for i, name in enumerate(dst_names):
+        src_name = src_names[piece.order[i]]
+        if name in src_names and src_name != name and not name.startswith("_"):
+            place = f"dim {src_name!r} of {piece.src.name}"
+            hint = f"'{source.layout}' has another dim {name!r}: write the target's dims in the target's "
+            hint += "order, or use other names; names= says which dims are transposed"
+            raise NotationError(f"dim {name!r} of '{target.layout}' is {place}", hint=hint)
+
+
+def _with_balanced_senders(arrays: Sequence[ArrayPlan]) -> list[ArrayPlan]:
+    """Return the same arrays, with senders that share the work of all of them."""
     moves = [move for array in arrays for move in array.moves]
-    senders_of = iter(balanced([m.transfer for m in moves], [m.plan.itemsize for m in moves]))
+    itemsizes = [move.plan.itemsize for move in moves]
+    senders_of_moves = iter(balanced([move.transfer for move in moves], itemsizes))
+    balanced_arrays = []
+    for array in arrays:
+        balanced_moves = [_with_senders(move, next(senders_of_moves)) for move in array.moves]
+        balanced_arrays.append(replace(array, moves=tuple(balanced_moves)))
+    return balanced_arrays
 
-    def moved(move: PartMove) -> PartMove:
-        senders = next(senders_of)
-        steps = tuple(
-            replace(s, senders=senders) if s is move.transfer else s for s in move.plan.steps
-        )
-        return move._replace(plan=replace(move.plan, steps=steps))
 
-    return [replace(array, moves=tuple(map(moved, array.moves))) for array in arrays]
+def _with_senders(move: PartMove, senders: tuple[int, ...]) -> PartMove:
+    """Return the move with other senders in its transfer."""
+    transfer = replace(move.transfer, senders=senders)
+    steps = tuple(transfer if step is move.transfer else step for step in move.plan.steps)
+    return move._replace(plan=replace(move.plan, steps=steps))

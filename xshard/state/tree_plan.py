@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -31,7 +31,15 @@ ADDED = "_added"  # the dim of length 1 of an array that is stacked
 
 @dataclass(frozen=True)
 class PartSharding:
-    """The sharding of a part of an array. rows: its rows in a block, by index along the axes of its dim."""
+    """The sharding of a part of an array.
+
+    Attributes:
+        whole: The sharding of the array.
+        part: Which part.
+        sharding: The sharding of the part alone.
+        rows: The rows of the part in a block, by index along the axes of the part's dim; () for the
+            whole array, and for a dim that is added.
+    """
 
     whole: Sharding
     part: ArrayPart
@@ -39,56 +47,81 @@ class PartSharding:
     rows: tuple[Runs, ...] = ()
 
     def numpy_index(self, device: int) -> tuple[Any, ...]:
-        """The numpy index of the device's block of the part in its block of the whole."""
+        """Return the numpy index of the device's block of the part in its block of the whole."""
         if not self.rows:
             return self.part.numpy_index
         assert self.part.dim is not None
-        return self.part._replace(
-            rows=self.rows[self.whole.dim_device(self.part.dim, device)]
-        ).numpy_index
+        rows = self.rows[self.whole.dim_device(self.part.dim, device)]
+        return self.part._replace(rows=rows).numpy_index
 
 
 @layout_cache(maxsize=65536)
 def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
-    """The sharding of a part. Raises PlanError for rows of a dim with blocks that overlap."""
+    """Find the sharding of a part of an array: rows 4-7 of "n/dp" of 8 rows on 2 devices lie on one.
+
+    Raises:
+        PlanError: The rows are of a dim with blocks that overlap.
+    """
     d = part.dim
     dims = whole.layout.dims
-    shape = part.part_shape(whole.shape)
+    part_shape = part.part_shape(whole.shape)
     if d is None:
         return PartSharding(whole, part, whole)
     if part.adds:
         layout = replace(whole.layout, dims=(*dims[:d], Dim(ADDED), *dims[d:]))
-        return PartSharding(whole, part, Sharding(layout, whole.mesh, shape))
+        return PartSharding(whole, part, Sharding(layout, whole.mesh, part_shape))
     if dims[d].overlap is not None:
-        hint = "trim before, widen after"
-        raise PlanError(
-            f"'{dims[d]}' has blocks that overlap, a part of it cannot have a layout", hint=hint
-        )
-    # Rows in both, with their start in the part and in the block.
-    segments = [common_segments(part.rows, rows) for rows in whole.owners(d)]
-    held = tuple(merge_adjacent(Run(s.src, s.length) for s in some) for some in segments)
-    in_block = tuple(_as_one_run([Run(s.dst, s.length) for s in some]) for some in segments)
-    dim = _sharded_as(dims[d], held, whole.mesh.sizes_of(dims[d].axes), n_rows(part.rows))
+        reason = f"'{dims[d]}' has blocks that overlap, a part of it cannot have a layout"
+        raise PlanError(reason, hint="trim before, widen after")
+    rows_of_part = []  # that each block holds, counted in the part
+    rows_of_block = []  # the same rows, counted in the block
+    for owned in whole.owners(d):
+        segments = common_segments(part.rows, owned)
+        rows_of_part.append(merge_adjacent(Run(s.src, s.length) for s in segments))
+        rows_of_block.append(_as_one_run([Run(s.dst, s.length) for s in segments]))
+    sizes = whole.mesh.sizes_of(dims[d].axes)
+    dim = _sharded_as(dims[d], tuple(rows_of_part), sizes, n_rows(part.rows))
     layout = replace(whole.layout, dims=(*dims[:d], dim, *dims[d + 1 :]))
-    return PartSharding(whole, part, Sharding(layout, whole.mesh, shape), in_block)
+    sharding = Sharding(layout, whole.mesh, part_shape)
+    return PartSharding(whole, part, sharding, tuple(rows_of_block))
 
 
-def _sharded_as(dim: Dim, held: tuple[Runs, ...], sizes: tuple[int, ...], length: int) -> Dim:
-    """The dim with the simplest shards that give every device these rows."""
-    axes = dim.axes
-    for shards in (tuple(replace(shard, numbers=()) for shard in dim.shards), (Shard(axes),)):
-        if any(shard.order in (SIZES, INTERVALS, BY) for shard in shards) or not axes:
-            continue
-        plain = Dim(dim.name, shards)
-        if tuple(map(merge_adjacent, partition.all_owned_rows(plain, length, sizes))) == held:
-            return plain
-    bounds = ([(run.start, run.start + run.length) for run in runs] for runs in held)
-    numbers = tuple(tuple(itertools.chain(*pairs)) for pairs in bounds)
-    return Dim(dim.name, (Shard(axes, INTERVALS, numbers),)) if axes else dim
+def _sharded_as(
+    dim: Dim, rows_of_block: tuple[Runs, ...], sizes: tuple[int, ...], length: int
+) -> Dim:
+    """Return the dim with the simplest shards that give every block these rows.
+
+    Args:
+        dim: The dim of the whole array.
+        rows_of_block: The rows of the part that each block is to hold.
+        sizes: The sizes of the dim's axes.
+        length: The number of rows of the part.
+    """
+    if not dim.axes:
+        return dim
+    same_order = tuple(replace(shard, numbers=()) for shard in dim.shards)
+    in_blocks = (Shard(dim.axes),)
+    for shards in (same_order, in_blocks):
+        if any(shard.order in (SIZES, INTERVALS, BY) for shard in shards):
+            continue  # orders that mean nothing without their numbers
+        simple = Dim(dim.name, shards)
+        owned = partition.all_owned_rows(simple, length, sizes)
+        if tuple(map(merge_adjacent, owned)) == rows_of_block:
+            return simple
+    numbers = tuple(_bounds(runs) for runs in rows_of_block)
+    return Dim(dim.name, (Shard(dim.axes, INTERVALS, numbers),))
+
+
+def _bounds(runs: Runs) -> tuple[int, ...]:
+    """Return the first row of each run, and the row after its last: (0, 3, 8, 9) for 0-2 and 8."""
+    bounds: list[int] = []
+    for run in runs:
+        bounds += [run.start, run.start + run.length]
+    return tuple(bounds)
 
 
 def _as_one_run(runs: Sequence[Run]) -> Runs:
-    """Runs of one length at one stride as one run, which an index reaches without a copy."""
+    """Write runs of one length at one stride as one run, which an index reaches without a copy."""
     starts = [run.start for run in runs]
     lengths = {run.length for run in runs}
     strides = {b - a for a, b in itertools.pairwise(starts)}
@@ -99,11 +132,16 @@ def _as_one_run(runs: Sequence[Run]) -> Runs:
 
 @layout_cache(maxsize=4096)
 def _pairs_of(step: Step, before: Sharding) -> NDArray[np.int64]:
-    """Of a step on one mesh: the positions of all senders and receivers, and elements."""
+    """Return the positions of all senders and receivers of a step on one mesh, and elements.
+
+    Rows of the result: sender, receiver, elements; a column for each pair.
+    """
     return np.array(step.pair_traffic(before), np.int64).reshape(-1, 3).T
 
 
 class SourceArray(NamedTuple):
+    """An array at the source."""
+
     sharding: Sharding
     dtype: str
 
@@ -118,6 +156,7 @@ class PartMove(NamedTuple):
 
     @property
     def transfer(self) -> Transfer:
+        """The step of the plan that leads to the other mesh."""
         assert self.plan.transfer is not None
         return self.plan.transfer
 
@@ -133,64 +172,86 @@ class ArrayPlan:
 
     @cached_property
     def _sent(self) -> NDArray[np.int64]:
-        """Of all messages: the numbers of sender and receiver, and bytes."""
+        """Of all messages: the numbers of sender and receiver, and bytes. [3, messages]."""
         messages = [np.zeros((3, 0), np.int64)]
-        for plan in (move.plan for move in self.moves):
-            devices = np.array(plan.src_devices)
-            for stage in plan.stages:
-                if stage.step is plan.transfer:
-                    sender, receiver, elements = plan.transfer.pairs
-                    devices = np.array(plan.dst_devices)
-                else:
-                    src, dst, elements = _pairs_of(stage.step, stage.before)
-                    sender = devices[src]
-                    receiver = devices[dst]
-                some = sender != receiver
-                messages.append(
-                    np.stack([sender[some], receiver[some], elements[some] * plan.itemsize])
-                )
+        for move in self.moves:
+            messages += _messages_of(move.plan)
         return np.concatenate(messages, axis=1)
 
     @cached_property
     def traffic(self) -> Counter[tuple[int, int]]:
         """Bytes by (sender, receiver), as numbers of devices."""
         traffic: Counter[tuple[int, int]] = Counter()
-        for sender, receiver, n in self._sent.T.tolist():
-            traffic[sender, receiver] += n
+        for sender, receiver, n_bytes in self._sent.T.tolist():
+            traffic[sender, receiver] += n_bytes
         return traffic
 
     def bytes_by_device(self, *, sent: bool = False) -> Counter[int]:
-        """Bytes that every device receives, and those that it sends if they are `sent` too."""
+        """Count the bytes that every device receives, with those that it sends if `sent`."""
+        senders, receivers, message_bytes = self._sent
         n_bytes = np.zeros(self._sent[:2].max(initial=-1) + 1, np.int64)
-        for end in (0, 1) if sent else (1,):
-            np.add.at(n_bytes, self._sent[end], self._sent[2])
+        np.add.at(n_bytes, receivers, message_bytes)
+        if sent:
+            np.add.at(n_bytes, senders, message_bytes)
         return Counter({int(device): int(n_bytes[device]) for device in np.flatnonzero(n_bytes)})
 
     @property
     def lacking(self) -> Counter[int]:
         """Bytes that every device has to receive at least."""
         n_bytes: Counter[int] = Counter()
-        for plan in (move.plan for move in self.moves):
-            shardings = plan.source, plan.target.in_order(plan.src.names)
-            normal = (sharding.with_layout(sharding.normal) for sharding in shardings)
-            lacking = lacking_elements(*normal, plan.src_devices, plan.dst_devices)
-            n_bytes.update(
-                dict(zip(plan.dst_devices, (lacking * plan.itemsize).tolist(), strict=True))
+        for move in self.moves:
+            plan = move.plan
+            target = plan.target.in_order(plan.src.names)
+            elements = lacking_elements(
+                plan.source.with_layout(plan.source.normal),
+                target.with_layout(target.normal),
+                plan.src_devices,
+                plan.dst_devices,
             )
+            lacking_bytes = (elements * plan.itemsize).tolist()
+            n_bytes.update(dict(zip(plan.dst_devices, lacking_bytes, strict=True)))
         return n_bytes
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
         """The pairs (sender, receiver) of devices of the two meshes."""
-        pairs = (pair for move in self.moves for pair in move.transfer.pairs[:2].T.tolist())
+        pairs: set[tuple[int, int]] = set()
+        for move in self.moves:
+            pairs.update(map(tuple, move.transfer.pairs[:2].T.tolist()))
         return {(sender, receiver) for sender, receiver in pairs if sender != receiver}
+
+
+def _messages_of(plan: Plan) -> Iterator[NDArray[np.int64]]:
+    """Yield the messages of every step between different devices: sender, receiver and bytes.
+
+    Positions before the transfer are on the source's mesh, after it on the destination's.
+    """
+    devices = np.array(plan.src_devices)
+    for stage in plan.stages:
+        if stage.step is plan.transfer:
+            senders, receivers, elements = plan.transfer.pairs
+            devices = np.array(plan.dst_devices)
+        else:
+            src_positions, dst_positions, elements = _pairs_of(stage.step, stage.before)
+            senders = devices[src_positions]
+            receivers = devices[dst_positions]
+        travels = senders != receivers
+        message_bytes = elements[travels] * plan.itemsize
+        yield np.stack([senders[travels], receivers[travels], message_bytes])
 
 
 @dataclass(frozen=True, repr=False)
 class TreePlan:
     """The plan of a transfer of a tree to another mesh.
 
-    sources: the source arrays. buckets: target arrays that travel together, in the order of the tree.
+    Attributes:
+        src_mesh: The mesh of the sources.
+        dst_mesh: The mesh of the targets.
+        src_devices: The number of every device of `src_mesh`, in its order.
+        dst_devices: The number of every device of `dst_mesh`, in its order.
+        sources: The source arrays by name.
+        buckets: Target arrays that travel together, in the order of the tree.
+        profile: The machine for which it is priced.
     """
 
     src_mesh: Mesh
@@ -230,15 +291,8 @@ class TreePlan:
         return f"TreePlan({len(self.arrays)} arrays, {self.src_mesh!r}, {self.dst_mesh!r})"
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("", "here", "there", "dtype", "received", "bound", "messages")
-        ]
-        for array in self.arrays:
-            layouts = dict.fromkeys(str(move.src.whole.layout) for move in array.moves)
-            dtypes = dict.fromkeys((*(move.plan.dtype for move in array.moves), array.dtype))
-            largest = (max(n.values(), default=0) for n in (array.bytes_by_device(), array.lacking))
-            texts = ", ".join(layouts), str(array.sharding.layout), " -> ".join(dtypes)
-            rows.append((array.name, *texts, *map(format_bytes, largest), str(len(array.pairs))))
+        head = ("", "here", "there", "dtype", "received", "bound", "messages")
+        rows = [head, *map(_table_row, self.arrays)]
         devices = f"devices {device_ranges(self.src_devices)} -> {device_ranges(self.dst_devices)}"
         total = (
             f"{len(self.arrays)} arrays from {self.src_mesh} to {self.dst_mesh}, {devices}: "
@@ -250,9 +304,24 @@ class TreePlan:
         return f"{align_columns(rows)}\n\n{total}"
 
 
+def _table_row(array: ArrayPlan) -> tuple[str, ...]:
+    """Return the row of an array: layouts, dtypes, bytes of the busiest device, messages."""
+    src_layouts = dict.fromkeys(str(move.src.whole.layout) for move in array.moves)
+    dtypes = dict.fromkeys([*(move.plan.dtype for move in array.moves), array.dtype])
+    return (
+        array.name,
+        ", ".join(src_layouts),
+        str(array.sharding.layout),
+        " -> ".join(dtypes),
+        format_bytes(_most([array.bytes_by_device()])),
+        format_bytes(_most([array.lacking])),
+        str(len(array.pairs)),
+    )
+
+
 def _most(bytes_by_device: Iterable[Counter[int]]) -> int:
-    """The bytes of the device that has most in all."""
+    """Return the bytes of the device that has most in all."""
     total: Counter[int] = Counter()
-    for each in bytes_by_device:
-        total.update(each)
+    for counted in bytes_by_device:
+        total.update(counted)
     return max(total.values(), default=0)

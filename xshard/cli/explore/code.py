@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from xshard.contractions.plan import ContractionPlan
-from xshard.layout import Sharding
+from xshard.layout import Layout, Sharding
 from xshard.layout.layout import NONLINEAR
 from xshard.notation.parser import ARROW
 from xshard.plans.plan import Plan
@@ -37,66 +37,106 @@ mesh = jax.make_mesh({sizes}, {axes}, axis_types=(jax.sharding.AxisType.Auto,) *
 f = xj.shard_map(lambda {names}: {call}, {signature}, mesh)
 print(f({names}).sharding)
 """
-COMPOSED = re.compile(r"\(\w+ ")
+COMPOSED = re.compile(r"\(\w+ ")  # two dims as one, which `redistribute` of the program cannot make
 
 
 def programs(plan: Plan | ContractionPlan | Sharding) -> dict[str, str]:
-    """A plan -> what runs it, by framework; a layout is drawn. None between two meshes, or with `(h d)`."""
+    """Return programs that run a plan, by framework; a layout is drawn.
+
+    None for a plan between two meshes, and for a contraction with composed dims such as `(h d)`.
+    """
     if isinstance(plan, Sharding):
         drawn = f'import xshard as xs\n\nxs.show("{plan.layout}", xs.{plan.mesh!r}, {plan.shape})\n'
         return {"torch": drawn, "jax": drawn}
-    if plan.transfer if isinstance(plan, Plan) else COMPOSED.search(plan.text):
-        return {}
     if isinstance(plan, Plan):
-        arrays: tuple[Sharding, ...] = plan.source, plan.target
-        names = ["x"]
-        lengths = str(plan.shape)
-        call = f'redistribute(x, "{plan.src} {ARROW} {plan.dst}"'
-    else:
-        arrays = plan.arrays
-        lengths = str(plan.shapes)
-        names = [f"x{i}" for i in range(len(arrays) - 1)]
-        call = f'einsum("{plan.text.strip()}", {", ".join(names)}'
-    uneven = "" if all(array.is_even for array in arrays) else f", shape={lengths}"
+        if plan.transfer:
+            return {}
+        return _programs_of_call(
+            plan,
+            arrays=(plan.source, plan.target),
+            names=["x"],
+            call=f'redistribute(x, "{plan.src} {ARROW} {plan.dst}"',
+            shape=plan.shape,
+        )
+    if COMPOSED.search(plan.text):
+        return {}
+    names = [f"x{i}" for i in range(len(plan.arrays) - 1)]
+    return _programs_of_call(
+        plan,
+        arrays=plan.arrays,
+        names=names,
+        call=f'einsum("{plan.text.strip()}", {", ".join(names)}',
+        shape=plan.shapes,
+    )
+
+
+def _programs_of_call(
+    plan: Plan | ContractionPlan,
+    *,
+    arrays: Sequence[Sharding],
+    names: Sequence[str],
+    call: str,
+    shape: object,
+) -> dict[str, str]:
+    """Fill in both programs.
+
+    Args:
+        plan: The plan.
+        arrays: The operands, then the result.
+        names: The operands' names.
+        call: The call without its last options and parenthesis.
+        shape: The value of `shape=`, which both bridges need if blocks differ in size.
+    """
+    is_even = all(array.is_even for array in arrays)
+    shape_option = "" if is_even else f", shape={shape}"
+    operands = list(zip(names, arrays[:-1], strict=True))
+    blocks = [f"{name} = torch.ones({_block(x)}, dtype=torch.{plan.dtype})" for name, x in operands]
+    wholes = [f'{name} = jnp.ones({x.shape}, "{plan.dtype}")' for name, x in operands]
     mesh = plan.mesh
-    operands = list(zip(names, arrays, strict=False))
-    fields = {
-        "devices": mesh.n_devices,
-        "sizes": mesh.sizes,
-        "axes": mesh.axes,
-        "n_axes": len(mesh.axes),
-    }
-    fields |= {"names": ", ".join(names), "signature": _signature(arrays, is_even=not uneven)}
-    blocks = [
-        f"{name} = torch.ones({_block(array)}, dtype=torch.{plan.dtype})"
-        for name, array in operands
-    ]
-    wholes = [f'{name} = jnp.ones({array.shape}, "{plan.dtype}")' for name, array in operands]
-    return {
-        "torch": TORCH.format(
-            **fields, made="\n".join(blocks), call=f"xt.{call}, mesh=mesh{uneven})"
-        ),
-        "jax": JAX.format(**fields, made="\n".join(wholes), call=f"xj.{call}{uneven})"),
-    }
+    torch_program = TORCH.format(
+        devices=mesh.n_devices,
+        sizes=mesh.sizes,
+        axes=mesh.axes,
+        made="\n".join(blocks),
+        call=f"xt.{call}, mesh=mesh{shape_option})",
+    )
+    jax_program = JAX.format(
+        devices=mesh.n_devices,
+        sizes=mesh.sizes,
+        axes=mesh.axes,
+        n_axes=len(mesh.axes),
+        made="\n".join(wholes),
+        names=", ".join(names),
+        signature=_signature(arrays, is_even=is_even),
+        call=f"xj.{call}{shape_option})",
+    )
+    return {"torch": torch_program, "jax": jax_program}
 
 
 def _signature(arrays: Sequence[Sharding], *, is_even: bool) -> str:
-    """The layouts at the border of `xj.shard_map` as code; uneven arrays are moved from and to whole ones."""
-    *operands, result = (array.layout for array in arrays)
-    for i, layout in enumerate(operands):  # a max begins as copies
-        tags = (("copy" if kind in NONLINEAR else kind, axes) for kind, axes in layout.tags)
-        operands[i] = replace(layout, tags=tuple(tags))
+    """Return the layouts at the border of `xj.shard_map` as code.
+
+    Arrays with uneven blocks are moved from whole ones, and to a whole one.
+    """
+    result = arrays[-1].layout
+    operands = []
+    for array in arrays[:-1]:
+        # A max of global arrays is not defined: it begins as copies.
+        tags = [("copy" if kind in NONLINEAR else kind, axes) for kind, axes in array.layout.tags]
+        operands.append(replace(array.layout, tags=tuple(tags)))
     if is_even:
         return f'"{", ".join(map(str, operands))} {ARROW} {result}"'
-    names = [" ".join(layout.names) or "()" for layout in (*operands, result)]
-    moves = tuple(
-        f"{whole} {ARROW} {layout}" for whole, layout in zip(names, operands, strict=False)
-    )
-    return f'({moves}, "{result} {ARROW} {names[-1]}")'
+    moves = tuple(f"{_whole(layout)} {ARROW} {layout}" for layout in operands)
+    return f'({moves}, "{result} {ARROW} {_whole(result)}")'
+
+
+def _whole(layout: Layout) -> str:
+    """Return a layout of the same dims without shards: "n/a d" -> "n d"."""
+    return " ".join(layout.names) or "()"
 
 
 def _block(array: Sharding) -> str:
-    """The shape of this process's block as code."""
+    """Return the shape of this process's block as code."""
     if array.is_even:
         return str(array.max_local_shape)
     return f'xs.Sharding("{array.layout}", xs.{array.mesh!r}, {array.shape}).local_shape(rank)'

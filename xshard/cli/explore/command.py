@@ -28,16 +28,18 @@ def explore(
 
     Example: xshard explore "b s/cp c -> b s c/cp" --mesh dp=2,cp=4 --shape 2,64,32
     """
-    if missing := [name for name in ("starlette", "uvicorn") if not find_spec(name)]:
-        raise XshardError(
-            f"{' and '.join(missing)} not installed", hint="pip install 'xshard[explore]'"
-        )
+    missing = [name for name in ("starlette", "uvicorn") if not find_spec(name)]
+    if missing:
+        hint = "pip install 'xshard[explore]'"
+        raise XshardError(f"{' and '.join(missing)} not installed", hint=hint)
     from xshard.cli.explore.server import HOST, listening, serve
 
     fields = {"expression": expression, "mesh": mesh, "lengths": shape}
     listener = listening(port)
-    state = urlencode({name: text for name, text in fields.items() if text is not None})
-    url = f"http://{HOST}:{listener.getsockname()[1]}/" + (f"#{state}" if state else "")
+    url = f"http://{HOST}:{listener.getsockname()[1]}/"
+    given = {name: text for name, text in fields.items() if text is not None}
+    if given:
+        url += f"#{urlencode(given)}"
     console().print(f"{url}   (Ctrl-C ends it)", soft_wrap=True)
     if browser:
         webbrowser.open(url)

@@ -9,11 +9,15 @@ from importlib import resources
 
 from xshard.cost.machine import shipped
 
-# The fields, with their first values, and those that are choices.
+# The fields, with their first values; then the values of those that are choices.
 FIELDS = {
-    "expression": "n/(dp,tp) d -> n d/tp", "mesh": "dp=2,tp=2", "lengths": "n=64,d=32", "dtype": "float32",
-    "profile": "h100", "memory_limit": "",
-}  # fmt: skip
+    "expression": "n/(dp,tp) d -> n d/tp",
+    "mesh": "dp=2,tp=2",
+    "lengths": "n=64,d=32",
+    "dtype": "float32",
+    "profile": "h100",
+    "memory_limit": "",
+}
 CHOICES = {
     "dtype": ("float32", "bfloat16", "float16", "float64", "int32", "uint8"),
     "profile": shipped(),
@@ -43,58 +47,67 @@ NOTATION = (
     ("a -> b", "a move from one layout to another"),
     ("a, b -> c", "a contraction: dims that c lacks are summed"),
 )
+COPIED = ("torch", "JAX", "link")  # what a button copies
 
 
 @cache
 def live_page() -> str:
-    """The page with fields; the server sends the rest."""
+    """Return the page with fields; the server sends the rest."""
     fields = "".join(_field(name, value) for name, value in FIELDS.items())
     rows = "".join(f"<dt>{escape(text)}</dt><dd>{escape(means)}</dd>" for text, means in NOTATION)
-    filled = (
-        (title, json.dumps(dict(zip(FIELDS, texts, strict=False)))) for title, *texts in EXAMPLES
-    )
-    examples = (_button(title, "fields", text) for title, text in filled)
-    copies = (_button(f"Copy {name}", "copy", name.lower()) for name in ("torch", "JAX", "link"))
+    examples = ""
+    for title, *texts in EXAMPLES:
+        # An example has the first fields; the others stay as they are.
+        filled = json.dumps(dict(zip(FIELDS, texts, strict=False)))
+        examples += _button(title, "fields", filled)
+    copies = "".join(_button(f"Copy {name}", "copy", name.lower()) for name in COPIED)
     body = (
         f'<form id="fields" aria-label="What to plan">{fields}</form>'
         f"<details><summary>Notation</summary><dl>{rows}</dl></details>"
-        f'<nav aria-label="Examples">{"".join(examples)}</nav>'
-        f'<div class="copies">{"".join(copies)}<span id="copied" role="status"></span></div>'
+        f'<nav aria-label="Examples">{examples}</nav>'
+        f'<div class="copies">{copies}<span id="copied" role="status"></span></div>'
         '<div id="shown" aria-live="polite"></div>'
     )
     return html_page("xshard explore", body, "steps.js", "live.js")
 
 
 def _button(title: str, key: str, value: str) -> str:
+    """Return a button, whose script reads `value` as `data-<key>`."""
     return f'<button type="button" data-{key}="{escape(value)}">{escape(title)}</button>'
 
 
 def _field(name: str, value: str) -> str:
-    """A field with its label and, below it, the place of its errors."""
-    names = f'id="{name}" name="{name}" aria-describedby="error-{name}"'
+    """Return a field with its label and, below it, the place of its errors."""
+    attributes = f'id="{name}" name="{name}" aria-describedby="error-{name}"'
     if name in CHOICES:
-        options = (
-            f"<option{' selected' * (text == value)}>{text}</option>" for text in CHOICES[name]
-        )
-        control = f"<select {names}>{''.join(options)}</select>"
+        options = ""
+        for text in CHOICES[name]:
+            selected = " selected" if text == value else ""
+            options += f"<option{selected}>{text}</option>"
+        control = f"<select {attributes}>{options}</select>"
     else:
-        quiet = 'maxlength="400" autocomplete="off" spellcheck="false"'
-        control = f'<input {names} value="{escape(value)}" {quiet}>'
+        limits = 'maxlength="400" autocomplete="off" spellcheck="false"'
+        control = f'<input {attributes} value="{escape(value)}" {limits}>'
     label = f'<label for="{name}">{name.replace("_", " ").capitalize()}</label>'
     error = f'<pre class="error" id="error-{name}" role="alert" hidden></pre>'
     return f'<div class="field {name}">{label}{control}{error}</div>'
 
 
 def html_page(title: str, body: str, *scripts: str) -> str:
-    """A whole page with its style and scripts."""
-    files = resources.files("xshard.cli.explore")
-    style, *parts = ((files / name).read_text() for name in ("page.css", *scripts))
+    """Return a whole page with its style and scripts.
+
+    Args:
+        title: The title.
+        body: HTML below the title.
+        *scripts: Files of this folder.
+    """
+    folder = resources.files("xshard.cli.explore")
+    style = (folder / "page.css").read_text()
+    script = "".join((folder / name).read_text() for name in scripts)
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
-        + escape(title)
-        + "</title>"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<style>{style}</style></head><body><header><h1>{escape(title)}</h1></header><main>{body}</main>"
-        f"<script>{''.join(parts)}</script></body></html>"
+        f"<script>{script}</script></body></html>"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from queue import PriorityQueue
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,8 +21,8 @@ from xshard.runtimes.processes import FunctionError, end_all, running
 
 HOST = "127.0.0.1"
 LIMIT_S = 5.0  # processor seconds for one answer
-PLANNERS = 4
-CLOSED = -1  # processes that answer; in place of the number of a free one: no more answers
+PLANNERS = 4  # processes that answer
+CLOSED = -1  # in place of the number of a free process: no more answers
 # Pages of others may neither frame this one nor load it as a script, and it loads nothing of theirs.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -36,7 +35,10 @@ HEADERS = {
 
 
 def application() -> Starlette:
-    """The page and its answers, for requests with the loopback as Host: others cannot pass as it."""
+    """Return the page and its answers.
+
+    For requests with the loopback as Host: a page of another site cannot pass as it.
+    """
     page = Starlette(
         routes=[Route("/", _page), Route("/view", _view)],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
@@ -48,7 +50,11 @@ def application() -> Starlette:
 
 
 def listening(port: int) -> socket.socket:
-    """A socket on the loopback; port 0: a free one. Raises XshardError for one that cannot be had."""
+    """Open a socket on the loopback; port 0: a free one.
+
+    Raises:
+        XshardError: The port cannot be had.
+    """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -71,8 +77,14 @@ class Server(uvicorn.Server):
 def serve(listener: socket.socket) -> None:
     """Answer until it is interrupted."""
     running("planner 0", {})  # started now: the first answer would wait for it
-    limits: Any = {"limit_concurrency": 32, "h11_max_incomplete_event_size": 16_384}
-    Server(uvicorn.Config(application(), log_level="warning", **limits)).run(sockets=[listener])
+    config = uvicorn.Config(
+        application(),
+        log_level="warning",
+        # A page asks one small question at a time; a flood is refused.
+        limit_concurrency=32,
+        h11_max_incomplete_event_size=16_384,
+    )
+    Server(config).run(sockets=[listener])
 
 
 async def _page(_: Request) -> HTMLResponse:
@@ -85,14 +97,16 @@ async def _view(request: Request) -> JSONResponse:
 
 
 def _answer(fields: dict[str, str], free: PriorityQueue[int]) -> dict[str, str]:
-    """In a process that is free; one that takes too long ends, and the next question gets another."""
-    view = "xshard.cli.explore.views.limited_view"
+    """Answer in a process that is free.
+
+    A process that takes too long ends, and the next question gets another.
+    """
     number = free.get()
     try:
         if number != CLOSED:
-            return dict(
-                running(f"planner {number}", {}).ask(view, fields, timeout_s=LIMIT_S, quiet=True)
-            )
+            planner = running(f"planner {number}", {})
+            view = "xshard.cli.explore.views.limited_view"
+            return dict(planner.ask(view, fields, timeout_s=LIMIT_S, quiet=True))
     except FunctionError:
         pass
     finally:

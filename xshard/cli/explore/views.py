@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from xshard.cli.explore.code import programs
 from xshard.cli.explore.page import CHOICES, FIELDS, html_page
@@ -41,7 +41,10 @@ MAX_DIMS = 12
 
 
 def limited_view(fields: Mapping[str, str], limit_s: float) -> dict[str, str]:
-    """`view` in a process of its own, which ends after so many processor seconds, or after its parent."""
+    """Answer the page in a process of its own.
+
+    The process ends after so many processor seconds, and soon after its parent.
+    """
     parent = os.getppid()
     start_s = time.process_time()
 
@@ -58,19 +61,36 @@ def limited_view(fields: Mapping[str, str], limit_s: float) -> dict[str, str]:
 
 
 def view(fields: Mapping[str, str]) -> dict[str, str]:
-    """The fields of the page -> `html`, `torch` and `jax`, or `error` and the `field` that it is about."""
+    """Answer the page.
+
+    Args:
+        fields: The texts of its fields.
+
+    Returns:
+        `html`, `torch` and `jax`; or `error` and the `field` that it is about.
+    """
     try:
         shown = _planned({**FIELDS, **fields})
         return {"html": sections(shown), **programs(shown)}
     except XshardError as error:
-        marked = (name for name, text in fields.items() if text and text == error.text)
-        is_limit = fields.get("memory_limit") and not isinstance(error, NotationError)
-        about = _ABOUT.get(type(error), "memory_limit" if is_limit else "expression")
-        return {"error": f"{type(error).__name__}: {error}", "field": next(marked, about)}
+        message = f"{type(error).__name__}: {error}"
+        return {"error": message, "field": _field_of(error, fields)}
+
+
+def _field_of(error: XshardError, fields: Mapping[str, str]) -> str:
+    """Return the field that an error is about: the one whose text it marks, else by its type."""
+    for name, text in fields.items():
+        if text and text == error.text:
+            return name
+    if type(error) in _ABOUT:
+        return _ABOUT[type(error)]
+    if fields.get("memory_limit") and not isinstance(error, NotationError):
+        return "memory_limit"
+    return "expression"
 
 
 def _planned(fields: dict[str, str]) -> Shown:
-    """The plan of an expression, or the layout that it is. Raises XshardError for too large ones, too."""
+    """Return the plan of an expression, or the layout that it is. Raises XshardError for too large ones."""
     for name, text in fields.items():
         if name not in FIELDS or len(text) > MAX_CHARS:
             raise XshardError(f"field {name[:20]!r} is unknown, or longer than {MAX_CHARS} letters")
@@ -83,58 +103,85 @@ def _planned(fields: dict[str, str]) -> Shown:
     if profile not in CHOICES["profile"]:  # a path would be read
         hint = f"shipped are: {', '.join(CHOICES['profile'])}"
         raise ProfileError(f"profile {profile!r} is not shipped", hint=hint)
-    options = lengths_for(expression, fields["lengths"])
-    if "sizes" in options or ARROW in expression:
-        options |= {"profile": profile, "memory_limit": fields["memory_limit"].strip() or None}
-        plan: Shown = make_plan(expression, mesh, dtype=fields["dtype"], **options)
+    lengths = lengths_for(expression, fields["lengths"])
+    if "sizes" in lengths or ARROW in expression:
+        plan: Shown = make_plan(
+            expression,
+            mesh,
+            dtype=fields["dtype"],
+            profile=profile,
+            memory_limit=fields["memory_limit"].strip() or None,
+            **lengths,
+        )
         return plan
-    check_axes(layout := Layout.parse(expression), mesh, expression)
-    return Sharding(layout, mesh, options["shape"])
+    layout = Layout.parse(expression)
+    check_axes(layout, mesh, expression)
+    return Sharding(layout, mesh, lengths["shape"])
 
 
 def lengths_for(expression: str, text: str) -> dict[str, Any]:
-    """The lengths of dims, by name or in order -> the argument of `plan` that has them."""
+    """Read the lengths of dims, by name or in order -> the argument of `plan` that has them.
+
+    A contraction takes `sizes`, a move or a layout `shape`.
+    """
     is_named = "=" in text
     is_einsum = is_contraction(expression, named=is_named)
-    sizes = parse_sizes(text) if is_named or is_einsum else {}
-    lengths = tuple(sizes.values()) if sizes else parse_shape(text)
-    if len(lengths) > MAX_DIMS or any(n > MAX_LENGTH for n in lengths):
+    if is_named or is_einsum:
+        sizes = parse_sizes(text)
+        lengths = tuple(sizes.values())
+    else:
+        sizes = {}
+        lengths = parse_shape(text)
+    if len(lengths) > MAX_DIMS or any(length > MAX_LENGTH for length in lengths):
         why = f"lengths {lengths[:MAX_DIMS]}, the page shows {MAX_DIMS} dims up to {MAX_LENGTH}"
         raise ShapeError(why, hint="a shorter dim with as many blocks looks the same")
-    if is_einsum or not is_named:
-        return {"sizes": sizes} if is_einsum else {"shape": lengths}
-    names = (
-        parse_expression(expression)[0] if ARROW in expression else Layout.parse(expression)
-    ).names
-    if missing := [name for name in names if name not in sizes]:
-        raise ShapeError(
-            f"no length for {', '.join(missing)}", text=text, hint=f"as in {missing[0]}=64"
-        )
-    return {"shape": tuple(sizes[name] for name in names)}
+    if is_einsum:
+        return {"sizes": sizes}
+    if not is_named:
+        return {"shape": lengths}
+    layout = parse_expression(expression)[0] if ARROW in expression else Layout.parse(expression)
+    missing = [name for name in layout.names if name not in sizes]
+    if missing:
+        why = f"no length for {', '.join(missing)}"
+        raise ShapeError(why, text=text, hint=f"as in {missing[0]}=64")
+    return {"shape": tuple(sizes[name] for name in layout.names)}
+
+
+class PageSection(NamedTuple):
+    """A part of a page: its title and its HTML."""
+
+    title: str
+    body: str
 
 
 def sections(shown: Shown) -> str:
-    """A plan, the plans of its gradient, and its programs; or a layout."""
-    parts = [("Layout" if isinstance(shown, Sharding) else "Forward", html(shown))]
+    """Return a plan, the plans of its gradient, and its programs; or a layout. As HTML."""
+    if isinstance(shown, Sharding):
+        return _as_html([PageSection("Layout", html(shown))])
+    parts = [PageSection("Forward", html(shown))]
     if isinstance(shown, ContractionPlan):
-        parts.append(("Backward", gradients_html(shown)))
-    elif isinstance(shown, Plan) and shown.src.is_linear and shown.dst.is_linear:
-        parts.append(("Backward", html(shown.backward)))
+        parts.append(PageSection("Backward", gradients_html(shown)))
+    elif shown.src.is_linear and shown.dst.is_linear:
+        parts.append(PageSection("Backward", html(shown.backward)))
     titles = {"torch": "PyTorch", "jax": "JAX"}
-    code = [f"<h3>{titles[key]}</h3>{preformatted(text)}" for key, text in programs(shown).items()]
-    if code and not isinstance(shown, Sharding):
-        parts.append(("Code", "".join(code)))
-    return "".join(f"<section><h2>{escape(name)}</h2>{body}</section>" for name, body in parts)
+    code = ""
+    for framework, text in programs(shown).items():
+        code += f"<h3>{titles[framework]}</h3>{preformatted(text)}"
+    if code:
+        parts.append(PageSection("Code", code))
+    return _as_html(parts)
+
+
+def _as_html(parts: Sequence[PageSection]) -> str:
+    return "".join(f"<section><h2>{escape(title)}</h2>{body}</section>" for title, body in parts)
 
 
 def plan_page(plan: Plan | ContractionPlan) -> str:
-    """A plan as a file."""
-    text = (
-        plan.text.strip() if isinstance(plan, ContractionPlan) else f"{plan.src} {ARROW} {plan.dst}"
-    )
+    """Return a plan as a page without a server."""
+    text = f"{plan.src} {ARROW} {plan.dst}" if isinstance(plan, Plan) else plan.text.strip()
     return html_page(f"xshard: {text}", f'<div id="shown">{sections(plan)}</div>', "steps.js")
 
 
 def suggestion_page(suggestion: Suggestion) -> str:
-    """A suggestion as a file."""
+    """Return a suggestion as a page without a server."""
     return html_page("xshard suggest", f'<div id="shown">{html(suggestion)}</div>')

@@ -29,16 +29,35 @@ INDEX = "model.safetensors.index.json"
 OURS = re.compile(r"model-[0-9a-f]{8}-\d+-of-\d+\.safetensors")  # files of a save
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 KEY = "xshard"  # of xshard's own metadata, in files and in the index
-# Other systems: a file in each of their folders -> the extra that installs the reader, and the reader.
+
+
+class System(NamedTuple):
+    """Another system's checkpoints: the extra that installs its reader, and where the reader is."""
+
+    extra: str
+    reader: str
+
+
+_ORBAX = System("orbax", "jax_bridge.state.orbax:open_orbax")
+# A file in each of their folders -> the system. Readers are named by text: this package imports no bridge.
 _SYSTEMS = {
-    ".metadata": ("torch", "torch_bridge.state.dcp:open_dcp"),
-    "_METADATA": ("orbax", "jax_bridge.state.orbax:open_orbax"),
-    "_CHECKPOINT_METADATA": ("orbax", "jax_bridge.state.orbax:open_orbax"),
+    ".metadata": System("torch", "torch_bridge.state.dcp:open_dcp"),
+    "_METADATA": _ORBAX,
+    "_CHECKPOINT_METADATA": _ORBAX,
 }
 
 
 class Mapped(NamedTuple):
-    """An array in a file that is mapped into memory. start: the offset of its bytes in the file."""
+    """An array in a file that is mapped into memory.
+
+    Attributes:
+        shape: Its shape.
+        dtype: The name of its dtype.
+        whole: The array in the memory map.
+        file: The file's descriptor.
+        start: The offset of its bytes in the file.
+        place: The file's name, for errors.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,24 +67,27 @@ class Mapped(NamedTuple):
     place: str
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
+        """Fill `out` with a box of the array."""
         index: Any = (*box, ...)
         part = self.whole[index]
-        start = self.start + part.ctypes.data - self.whole.ctypes.data
         if not (part.flags.c_contiguous and out.flags.c_contiguous):
             self._check_end(self.start + self.whole.nbytes)
             out[...] = part  # many small reads would take two to eight times as long
             return
         # Mapping the pages of a file takes as long as copying them; one contiguous read avoids it.
-        left = out.reshape(-1).view(np.uint8)
-        while left.size:
-            n = os.preadv(self.file, [left.data], start)
-            self._check_end(start + (not n))
-            left = left[n:]
-            start = start + n
+        offset = self.start + part.ctypes.data - self.whole.ctypes.data
+        remaining = out.reshape(-1).view(np.uint8)
+        while remaining.size:
+            n_read = os.preadv(self.file, [remaining.data], offset)
+            if n_read == 0:
+                self._check_end(offset + 1)
+            remaining = remaining[n_read:]
+            offset += n_read
 
     def _check_end(self, end: int) -> None:
         """Raise FileError if the file has become shorter: reading a page behind its end kills the process."""
-        if (size := os.fstat(self.file).st_size) < end:
+        size = os.fstat(self.file).st_size
+        if size < end:
             raise FileError(f"{self.place} ends at byte {size}, and did not when it was opened")
 
 
@@ -73,67 +95,115 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
     """Open a safetensors file, or a folder of them with or without an index; no data is read yet.
 
     Folders of torch's DCP and of orbax are read by their own libraries.
-    links: allow files that are symlinks out of the folder, as in the cache of Hugging Face's hub.
-    Raises FileError, with the file and the array, for pickles, truncated files, headers that do not fit the
-    data, an index that names other arrays, and files outside of the folder.
+
+    Args:
+        path: The file or folder.
+        links: Allow files that are symlinks out of the folder, such as in the cache of Hugging Face's hub.
+
+    Returns:
+        The checkpoint: a mapping of names to arrays that are read when you ask for them.
+
+    Raises:
+        FileError: With the file and the array: it is a pickle, is truncated, has a header that does not fit
+            the data, an index that names other arrays, or files outside of the folder.
     """
     path = Path(path)
-    system = next((system for name, system in _SYSTEMS.items() if (path / name).exists()), None)
+    system = _system_of(path)
     try:
         if system is not None:
             check_folder(path)
-            opened: Checkpoint = pkgutil.resolve_name(system[1])(path)
+            opened: Checkpoint = pkgutil.resolve_name(system.reader)(path)
             return opened
-        files, index = _shards(path) if path.is_dir() else ([path], None)
-        arrays: dict[str, Mapped] = {}
-        places: dict[str, str] = {}
-        notes: list[Any] = []
-        for file in files:
-            if not links and path.is_dir() and not file.resolve().is_relative_to(path.resolve()):
-                hint = "links=True allows that, if you trust the author of the folder"
-                raise FileError(
-                    f"{file.name} is a link out of the folder, to {file.resolve()}", hint=hint
-                )
-            entries, metadata = read_header(file)
-            mapped = _mapped(file, entries)
-            if twice := [name for name in mapped if name in arrays]:
-                raise FileError(f"{twice[0]} is in {places[twice[0]]} and in {file.name}")
-            arrays |= mapped
-            places |= dict.fromkeys(mapped, file.name)
-            notes.append(_json(metadata.get(KEY, "{}"), file.name))
+        contents = _read_headers(path, links)
     except XshardError:
         raise
     except ImportError as error:
-        extra = system[0] if system else error.name
-        raise FileError(
-            f"{path} needs {extra}: {error}", hint=f"pip install 'xshard[{extra}]'"
-        ) from None
+        extra = system.extra if system else error.name
+        hint = f"pip install 'xshard[{extra}]'"
+        raise FileError(f"{path} needs {extra}: {error}", hint=hint) from None
     except (OSError, RuntimeError, ValueError) as error:  # of links in a loop, of a name with a NUL
-        place = getattr(error, "filename", None)
-        why = getattr(error, "strerror", None)
-        raise FileError(f"{place or path}: {why or error}") from error
-    if index is not None:
-        weight_map = index["weight_map"]
-        for name in (*weight_map, *places):
-            if weight_map.get(name) != places.get(name):
-                raise FileError(
-                    f"{name} is in {places.get(name)}, and the index says {weight_map.get(name)}"
-                )
-        notes.append(index.get("metadata", {}).get(KEY, {}))
+        place = getattr(error, "filename", None) or path
+        why = getattr(error, "strerror", None) or error
+        raise FileError(f"{place}: {why}") from error
     try:
-        return Checkpoint(arrays, places=places, **_noted(notes, arrays))
+        fields = _checkpoint_fields(contents.notes, contents.arrays)
+        return Checkpoint(contents.arrays, places=contents.places, **fields)
     except XshardError as error:
         raise with_path(error, str(path)) from None
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise FileError(f"{path}: malformed metadata: {error}") from None
 
 
-def verify(checkpoint: Checkpoint, part: int = 0, of: int = 1) -> int:
-    """Compare the arrays with their saved checksums -> the number of boxes with a checksum.
+def _system_of(path: Path) -> System | None:
+    """Return the other system that wrote a folder, if one did."""
+    for name, system in _SYSTEMS.items():
+        if (path / name).exists():
+            return system
+    return None
 
-    part, of: only every of-th box, from this one. Raises FileError for the first that differs.
+
+class Contents(NamedTuple):
+    """What the headers of all files of a checkpoint say.
+
+    Attributes:
+        arrays: The arrays by name.
+        places: The file of each array.
+        notes: xshard's own metadata, of every file and then of the index.
     """
-    boxes = [(name, *each) for name, sums in checkpoint.sums.items() for each in sums]
+
+    arrays: dict[str, Mapped]
+    places: dict[str, str]
+    notes: list[Any]
+
+
+def _read_headers(path: Path, links: bool) -> Contents:
+    """Read the headers of a file, or of all files of a folder, and compare them with the index."""
+    is_folder = path.is_dir()
+    files, index = _files_of_folder(path) if is_folder else ([path], None)
+    contents = Contents({}, {}, [])
+    for file in files:
+        if is_folder and not links and not file.resolve().is_relative_to(path.resolve()):
+            hint = "links=True allows that, if you trust the author of the folder"
+            reason = f"{file.name} is a link out of the folder, to {file.resolve()}"
+            raise FileError(reason, hint=hint)
+        entries, metadata = read_header(file)
+        mapped = _map_arrays(file, entries)
+        for name in mapped:
+            if name in contents.arrays:
+                raise FileError(f"{name} is in {contents.places[name]} and in {file.name}")
+        contents.arrays.update(mapped)
+        contents.places.update(dict.fromkeys(mapped, file.name))
+        contents.notes.append(_parse_object(metadata.get(KEY, "{}"), file.name))
+    if index is not None:
+        _check_index(index["weight_map"], contents.places)
+        contents.notes.append(index.get("metadata", {}).get(KEY, {}))
+    return contents
+
+
+def _check_index(weight_map: Mapping[str, str], places: Mapping[str, str]) -> None:
+    """Raise FileError unless the files have exactly the arrays that the index names."""
+    for name in (*weight_map, *places):
+        if weight_map.get(name) != places.get(name):
+            raise FileError(
+                f"{name} is in {places.get(name)}, and the index says {weight_map.get(name)}"
+            )
+
+
+def verify(checkpoint: Checkpoint, part: int = 0, of: int = 1) -> int:
+    """Compare the arrays with their saved checksums.
+
+    Args:
+        checkpoint: The checkpoint.
+        part: Compare every `of`-th box, beginning with this one.
+        of: In how many parts the work is divided.
+
+    Returns:
+        The number of boxes with a checksum, in all parts.
+
+    Raises:
+        FileError: For the first box that differs.
+    """
+    boxes = [(name, *box) for name, boxes in checkpoint.sums.items() for box in boxes]
     for name, box, expected in boxes[part::of]:
         actual = checksum(checkpoint.read(name, box))
         if actual != expected:
@@ -144,25 +214,25 @@ def verify(checkpoint: Checkpoint, part: int = 0, of: int = 1) -> int:
 
 
 def checksum(array: NDArray[Any]) -> int:
-    """CRC-32 of an array's rows: it detects accidents, not attacks, at 6 GB/s (SHA-256: 1.8)."""
+    """Compute the CRC-32 of an array's rows: it detects accidents, not attacks, at 6 GB/s (SHA-256: 1.8)."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The index of a folder, with a `weight_map` of array names to plain file names. Raises FileError."""
+    """Read the index of a folder: its `weight_map` maps names of arrays to plain names of files.
+
+    Raises:
+        FileError: It is malformed, or names a file outside of the folder.
+    """
     check_regular(path)
-    index = _json(path.read_text(errors="replace"), path.name)
+    index = _parse_object(path.read_text(errors="replace"), path.name)
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise FileError(
             f"{path.name}: weight_map must map texts to texts", hint="arrays to their files"
         )
     for name, file in files.items():
-        if (
-            os.path.basename(file) != file
-            or set("\\\0") & set(file)
-            or not file.endswith(".safetensors")
-        ):
+        if not _is_plain_name(file):
             reason = f"{path.name}: {name}: {arguments.shown(file)} is not a safetensors file of this folder"
             raise FileError(reason, hint="the index has names of files beside it, without a folder")
     if not isinstance(index.get("metadata", {}), dict):
@@ -170,13 +240,18 @@ def read_index(path: Path) -> dict[str, Any]:
     return index
 
 
-def _shards(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
-    """The files of the checkpoint in a folder, and its index."""
+def _is_plain_name(file: str) -> bool:
+    """Return whether text names a safetensors file without a folder, on any system."""
+    has_folder = os.path.basename(file) != file or "\\" in file
+    return file.endswith(".safetensors") and not has_folder and "\0" not in file
+
+
+def _files_of_folder(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
+    """Return the files of the checkpoint in a folder, and its index if there is one."""
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
-        raise FileError(
-            f"{folder} has {len(indexes)} indexes: {', '.join(p.name for p in indexes)}"
-        )
+        names = ", ".join(path.name for path in indexes)
+        raise FileError(f"{folder} has {len(indexes)} indexes: {names}")
     if indexes:
         index = read_index(indexes[0])
         return [folder / file for file in dict.fromkeys(index["weight_map"].values())], index
@@ -192,64 +267,78 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
 
 def _check_complete(folder: Path, names: list[str]) -> None:
     """Raise FileError if some of the numbered files, or their index, are missing."""
-    matches = filter(None, map(_NUMBERED.fullmatch, names))
-    for (start, total), n in Counter(match.group(1, 3) for match in matches).items():
-        if n != int(total) or OURS.fullmatch(f"{start}-1-of-{total}.safetensors"):
+    n_files: Counter[tuple[str, str]] = Counter()  # by what they have in common: start and total
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            n_files[match[1], match[3]] += 1
+    for (start, total), n in n_files.items():
+        # Our own saves write an index last: without it the save did not end.
+        is_ours = OURS.fullmatch(f"{start}-1-of-{total}.safetensors")
+        if n != int(total) or is_ours:
             hint = "a save that did not end, or a copy without all files and their index"
-            raise FileError(
-                f"{folder} has {n} files {start}-...-of-{total}, and no index", hint=hint
-            )
+            reason = f"{folder} has {n} files {start}-...-of-{total}, and no index"
+            raise FileError(reason, hint=hint)
 
 
-def _mapped(path: Path, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
-    arrays, (file, memory) = {}, map_file(path)
+def _map_arrays(path: Path, entries: Mapping[str, Entry]) -> dict[str, Mapped]:
+    """Map a file into memory -> its arrays by name."""
+    arrays = {}
+    file, memory = map_file(path)
     for name, (shape, dtype, start) in entries.items():
         try:
             whole = np.ndarray(shape, dtypes.carrier(dtype), memory, start)
-            arrays[name] = Mapped(shape, dtype, whole, file, start, path.name)
         except (ValueError, OverflowError) as error:
             raise FileError(f"{path.name}: {name}: no array has shape {shape}: {error}") from None
+        arrays[name] = Mapped(shape, dtype, whole, file, start, path.name)
     return arrays
 
 
 def map_file(path: Path) -> tuple[int, mmap.mmap]:
-    """A file and its memory map; the file is open as long as the map."""
+    """Open a file and map it into memory; the file is open as long as the map."""
     file = os.open(path, os.O_RDONLY)
     memory = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
     weakref.finalize(memory, os.close, file)
     return file, memory
 
 
-def _json(text: str, where: str) -> dict[str, Any]:
+def _parse_object(text: str, place: str) -> dict[str, Any]:
+    """Parse the text of a JSON object."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{where}: not JSON: {error}") from None
+        raise FileError(f"{place}: not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise FileError(f"{where}: not a JSON object")
+        raise FileError(f"{place}: not a JSON object")
     return data
 
 
-def _noted(notes: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]) -> dict[str, Any]:
-    """The metadata of all files and of the index -> fields of a checkpoint."""
+def _checkpoint_fields(
+    notes: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]
+) -> dict[str, Any]:
+    """Return the fields of a checkpoint that the metadata of its files and of the index say."""
     layouts: dict[str, Layout] = {}
-    fields: dict[str, Any] = {"layouts": layouts, "sums": {}, "constants": {}}
+    sums: dict[str, list[tuple[Box, int]]] = {}
+    constants: dict[str, Any] = {}
+    fields: dict[str, Any] = {"layouts": layouts, "sums": sums, "constants": constants}
     for note in notes:
-        _maps = maps_in(note)  # which the layouts name
-        layouts |= {name: Layout.parse(text) for name, text in note.get("layouts", {}).items()}
+        _maps = maps_in(note)  # while it lives, layouts that name maps can be parsed
+        for name, text in note.get("layouts", {}).items():
+            layouts[name] = Layout.parse(text)
         if note.get("mesh") is not None:
             fields["mesh"] = Mesh.parse(note["mesh"])
         if note.get("names") is not None:
             fields["names"] = names_from_json(note["names"])
-        fields["constants"] |= _json(note.get("constants", "{}"), "constants")
-        for name, sums in note.get("sums", {}).items():
-            fields["sums"][name] = [
-                (_box(rows, arrays[name].shape), int(crc)) for rows, crc in sums
-            ]
+        constants.update(_parse_object(note.get("constants", "{}"), "constants"))
+        for name, boxes in note.get("sums", {}).items():
+            shape = arrays[name].shape
+            sums[name] = [(_read_box(rows, shape), int(crc)) for rows, crc in boxes]
     return fields
 
 
-def _box(rows: list[list[int]], shape: tuple[int, ...]) -> Box:
-    if any(not 0 <= a < b <= n or step < 1 for (a, b, step), n in zip(rows, shape, strict=True)):
-        raise FileError(f"a checksum of {rows} in shape {shape}")
-    return tuple(slice(a, b, step) for a, b, step in rows)
+def _read_box(rows: list[list[int]], shape: tuple[int, ...]) -> Box:
+    """Read a box: [start, stop, step] of every dim."""
+    for (start, stop, step), length in zip(rows, shape, strict=True):
+        if not 0 <= start < stop <= length or step < 1:
+            raise FileError(f"a checksum of {rows} in shape {shape}")
+    return tuple(slice(start, stop, step) for start, stop, step in rows)

@@ -1,4 +1,5 @@
 """The header of a safetensors file: 8 bytes with its length, JSON, and then data without gaps or overlaps.
+
 Source: https://huggingface.co/docs/safetensors.
 """
 
@@ -14,13 +15,31 @@ from typing import Any, NamedTuple
 from xshard import arguments, dtypes
 from xshard.errors import DtypeError, XshardError
 
-LONGEST_BYTES = 100_000_000  # of a header, as of other readers
+LONGEST_BYTES = 100_000_000  # of a header: the limit of the format's own reader
+_LENGTH_BYTES = 8  # that hold the length of the header
+_ALIGNMENT = 8  # of the data: readers map arrays of any dtype where they lie
+# The format's names of dtypes. float16 is F16, uint8 is U8; others do not follow the pattern.
 _SHORT = {
-    "bool": "BOOL", "bfloat16": "BF16", "complex64": "C64", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0", **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
-    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
-}  # fmt: skip
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+}
 _LONG = {short: name for name, short in _SHORT.items()}
 _METADATA = "__metadata__"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -39,35 +58,48 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The arrays of a safetensors file by name, in the order of their bytes, and its `__metadata__`."""
+    """Read the header of a safetensors file.
+
+    Returns:
+        The arrays by name, in the order of their bytes, and the texts of `__metadata__`.
+
+    Raises:
+        FileError: It is a pickle, is truncated, or its header does not fit its data.
+    """
     if path.suffix in _PICKLES:
         hint = "convert it if you trust its author: safetensors.torch.save_file(torch.load(...))"
         raise FileError(f"{path.name} is a pickle, which runs code when it is read", hint=hint)
     check_regular(path)
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, LONGEST_BYTES):
-            sizes = (
-                f"a header of {length} bytes in a file of {size}" if size >= 8 else f"{size} bytes"
-            )
+        file_bytes = os.fstat(file.fileno()).st_size
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        is_too_short = file_bytes < _LENGTH_BYTES
+        if is_too_short or header_bytes > min(file_bytes - _LENGTH_BYTES, LONGEST_BYTES):
+            sizes = f"a header of {header_bytes} bytes in a file of {file_bytes}"
+            if is_too_short:
+                sizes = f"{file_bytes} bytes"
             hint = "it is truncated, or of another format: copy or download it again"
             raise FileError(f"{path.name} is not a whole safetensors file: {sizes}", hint=hint)
-        text = file.read(length)
+        text = file.read(header_bytes)
+    header = _parse_header(path, text)
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise FileError(f"{path.name}: __metadata__ is not an object of texts")
+    return _entries(path, header, _LENGTH_BYTES + header_bytes, file_bytes), metadata
+
+
+def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(text, object_pairs_hook=_once)
+        header = json.loads(text, object_pairs_hook=_without_repetition)
     except FileError as error:
         raise FileError(f"{path.name}: {error.reason}") from None
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path.name}: the header is not JSON: {error}") from None
     if not isinstance(header, dict):
         raise FileError(f"{path.name}: the header is not a JSON object")
-    metadata = header.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
-        raise FileError(f"{path.name}: __metadata__ is not an object of texts")
-    return _entries(path, header, 8 + length, size), metadata
+    return header
 
 
 def check_regular(path: Path) -> None:
@@ -88,13 +120,21 @@ def check_folder(folder: str | Path) -> None:
 def write_header(
     entries: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str]
 ) -> bytes:
-    """The first bytes of a file with these shapes and dtypes, in the order of the data, 8 bytes aligned."""
+    """Write the first bytes of a file, a multiple of 8.
+
+    Args:
+        entries: Shape and dtype by name, in the order of the data.
+        metadata: Texts for `__metadata__`.
+
+    Raises:
+        FileError: An array has the name of the metadata, or the header is longer than readers accept.
+        DtypeError: The format lacks a dtype.
+    """
+    if _METADATA in entries:
+        hint = "safetensors notes texts under that name"
+        raise FileError(f"an array is called {_METADATA!r}", hint=hint)
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     start = 0
-    if _METADATA in entries:
-        raise FileError(
-            f"an array is called {_METADATA!r}", hint="safetensors notes texts under that name"
-        )
     for name, (shape, dtype) in entries.items():
         if dtype not in _SHORT:
             hint = f"it has {', '.join(sorted(_SHORT))}"
@@ -103,61 +143,77 @@ def write_header(
         header[name] = {"dtype": _SHORT[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > LONGEST_BYTES:
-        raise FileError(
-            f"a header of {len(text)} bytes", hint="smaller shards, with fewer arrays each"
-        )
-    return len(text).to_bytes(8, "little") + text
+        hint = "smaller shards, with fewer arrays each"
+        raise FileError(f"a header of {len(text)} bytes", hint=hint)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of the items of a JSON object. Raises FileError for a key that comes twice."""
     items = dict(pairs)
     if len(items) < len(pairs):
-        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise FileError(f"the header has {arguments.shown(twice)} twice")
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise FileError(f"the header has {arguments.shown(key)} twice")
     return items
 
 
-def _entries(path: Path, header: dict[str, Any], data: int, size: int) -> dict[str, Entry]:
-    """The arrays of a header; their bytes are all data of the file, which begins at `data`."""
+class Span(NamedTuple):
+    """The bytes of an array in the data of a file."""
+
+    start: int
+    stop: int
+    entry: Entry
+    name: str
+
+
+def _entries(
+    path: Path, header: dict[str, Any], data_start: int, file_bytes: int
+) -> dict[str, Entry]:
+    """Read the arrays of a header. Their bytes are all data of the file, without gaps or overlaps."""
     spans = []
     for name, entry in header.items():
         try:
-            spans.append((*_entry(entry, data, size), name))
+            spans.append(_read_span(name, entry, data_start, file_bytes))
         except FileError as error:
             hint = "the header and the data do not fit: copy or download the file again"
             raise FileError(f"{path.name}: {name}: {error.reason}", hint=hint) from None
-    last = 0
-    for start, stop, _, name in sorted(spans, key=lambda span: span[:2]):
-        if start != last:
-            fault = "overlap" if start < last else "leave a gap"
+    spans.sort(key=lambda span: (span.start, span.stop))
+    stop = 0
+    for span in spans:
+        if span.start != stop:
+            fault = "overlap" if span.start < stop else "leave a gap"
             raise FileError(
-                f"{path.name}: the bytes of {name}, from {start}, {fault}: others end at {last}"
+                f"{path.name}: the bytes of {span.name}, from {span.start}, {fault}: others end at {stop}"
             )
-        last = stop
-    if last != size - data:
-        raise FileError(f"{path.name}: arrays of {last} bytes in a file with {size - data}")
-    return {name: entry for _, _, entry, name in sorted(spans, key=lambda span: span[:2])}
+        stop = span.stop
+    data_bytes = file_bytes - data_start
+    if stop != data_bytes:
+        raise FileError(f"{path.name}: arrays of {stop} bytes in a file with {data_bytes}")
+    return {span.name: span.entry for span in spans}
 
 
-def _entry(entry: Any, data: int, size: int) -> tuple[int, int, Entry]:
-    """The first and last offset of an array's bytes in the data, and the array."""
+def _read_span(name: str, entry: Any, data_start: int, file_bytes: int) -> Span:
+    """Read one array of a header, which may hold anything."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise FileError("an array has dtype, shape and data_offsets, and nothing else")
-    dtype = entry["dtype"]
+    short_dtype = entry["dtype"]
     shape = entry["shape"]
     offsets = entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _LONG:
-        raise FileError(f"unknown dtype {arguments.shown(dtype)}")
+    if not isinstance(short_dtype, str) or short_dtype not in _LONG:
+        raise FileError(f"unknown dtype {arguments.shown(short_dtype)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise FileError(f"shape {arguments.shown(shape)} at {arguments.shown(offsets)}")
+    dtype = _LONG[short_dtype]
     start, stop = offsets
-    n = dtypes.n_bytes(shape, _LONG[dtype])
-    if stop - start != n or data + stop > size:
-        raise FileError(f"{n} bytes of shape {tuple(shape)} at {offsets} of {size - data}")
-    return start, stop, Entry(tuple(shape), _LONG[dtype], data + start)
+    n_bytes = dtypes.n_bytes(shape, dtype)
+    if stop - start != n_bytes or data_start + stop > file_bytes:
+        where = f"{offsets} of {file_bytes - data_start}"
+        raise FileError(f"{n_bytes} bytes of shape {tuple(shape)} at {where}")
+    return Span(start, stop, Entry(tuple(shape), dtype, data_start + start), name)
 
 
 def _are_counts(values: Any) -> bool:
+    """Return whether this is a list of whole numbers from 0 on; in JSON, true is no number."""
     return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)

@@ -1,5 +1,7 @@
-"""The plan of a load: the layout of every array, and the layout under which it is read. Devices that need the
-same rows all read them, or read a part each and share it, if a profile's disk is slow.
+"""The plan of a load: the layout of every array, and the layout under which it is read.
+
+Devices that need the same rows all read them, or read a part each and share it, if the disk of the
+profile is slow.
 """
 
 from __future__ import annotations
@@ -20,13 +22,21 @@ from xshard.notation.parser import Shard
 from xshard.plans.plan import find_plan
 from xshard.rules import Rules, RulesLike
 from xshard.search.request import Request
-from xshard.state.files.checkpoint import Checkpoint, box_pairs, check_whole
+from xshard.state.files.boxes import box_pairs, check_whole
+from xshard.state.files.checkpoint import Checkpoint
 from xshard.state.names import SAME, Names
 from xshard.state.relations import TargetArray
 
 
 class Load(NamedTuple):
-    """The load of an array: from the dtype `stored`, under the sharding `source` when read, to `target`."""
+    """The load of one array.
+
+    Attributes:
+        array: The array under its name in this program, with the dtype that it is to have.
+        stored: The dtype in the checkpoint.
+        source: The sharding under which it is read.
+        target: The sharding that it is to have.
+    """
 
     array: TargetArray
     stored: str
@@ -50,73 +60,124 @@ def plan_load(
     strict: bool = True,
     profile: ProfileLike = "h100",
 ) -> dict[str, Load]:
-    """Plan the load of every array of a checkpoint. rules: layouts by the names in this program, to which
-    `names` maps stored names; None: replicated. dtype: for all floats. like: the arrays to fill. strict:
-    every array of `like` has to be stored, and no other.
+    """Plan the load of every array of a checkpoint.
+
+    Args:
+        checkpoint: What is stored.
+        rules: Layouts by the names in this program. None: replicated.
+        mesh: The mesh of this program.
+        names: Maps stored names to the names in this program.
+        dtype: The dtype of all floats. Default: as stored.
+        like: The arrays to fill, which decide dtypes and shapes.
+        strict: Every array of `like` has to be stored, and no other.
+        profile: The machine, whose disk decides whether devices share what they read.
+
+    Returns:
+        A load for each array, by name.
     """
     rules = Rules({"**": "..."} if rules is None else rules)
     machine = load_profile(profile)
-    loads = {}
-    floats = None if dtype is None else dtypes.name_of(dtype)
+    float_dtype = None if dtype is None else dtypes.name_of(dtype)
     arrays = stored_as(checkpoint, names)
-    loaded = arrays if like is None else in_both(arrays, [(name,) for name in like], strict)
-    for name, text in rules.match(
-        [name for name in loaded if name is not None], what="array"
-    ).items():
+    chosen: Collection[str | None] = arrays
+    if like is not None:
+        chosen = in_both(arrays, [(name,) for name in like], strict)
+    stored_names = [name for name in chosen if name is not None]
+    loads = {}
+    for name, layout in rules.match(stored_names, what="array").items():
         array = arrays[name]
-        shape = array.shape if like is None else tuple(like[name].shape)
         with located(name):
-            kind = floats if floats is not None and _kind(array.dtype) == 1 else array.dtype
-            kind = kind if like is None else dtypes.name_of(like[name].dtype)
-            loads[name] = load_of(
-                checkpoint, array, kind, Sharding(Layout.parse(text), mesh, shape), machine
-            )
+            shape = array.shape
+            target_dtype = array.dtype
+            if like is not None:
+                shape = tuple(like[name].shape)
+                target_dtype = dtypes.name_of(like[name].dtype)
+            elif float_dtype is not None and _kind(array.dtype) == FLOAT:
+                target_dtype = float_dtype
+            target = Sharding(Layout.parse(layout), mesh, shape)
+            loads[name] = load_of(checkpoint, array, target_dtype, target, machine)
     return loads
 
 
 def stored_as(checkpoint: Checkpoint, names: Names | None) -> dict[str, TargetArray]:
-    """The arrays of a checkpoint under the names in this program."""
+    """Return the arrays of a checkpoint under the names in this program."""
     return (names or SAME).resolve(checkpoint.shapes, checkpoint.dtypes)
 
 
 def load_of(
     opened: Checkpoint, array: TargetArray, dtype: str, target: Sharding, profile: Profile
 ) -> Load:
-    """The load of one array. Raises DtypeError if floats would become whole numbers, ShapeError."""
+    """Plan the load of one array.
+
+    Args:
+        opened: The checkpoint.
+        array: The array under its name in this program.
+        dtype: The dtype that it is to have.
+        target: The sharding that it is to have.
+        profile: The machine.
+
+    Raises:
+        DtypeError: Floats would become whole numbers, or complex numbers real ones.
+        ShapeError: The array in the checkpoint has another shape.
+        PlanError: The blocks of `target` are not parts of the array.
+    """
     if _kind(array.dtype) > _kind(dtype):
-        raise DtypeError(
-            f"{array.dtype} in the checkpoint, {dtype} here", hint="names= may cast it"
-        )
+        reason = f"{array.dtype} in the checkpoint, {dtype} here"
+        raise DtypeError(reason, hint="names= may cast it")
     if array.shape != target.shape:
-        hint = "names= maps arrays"
-        raise ShapeError(f"shape {array.shape} in the checkpoint, {target.shape} here", hint=hint)
+        reason = f"shape {array.shape} in the checkpoint, {target.shape} here"
+        raise ShapeError(reason, hint="names= maps arrays")
     check_whole(target)
-    stored = opened[array.pieces[0].src.name].dtype
     return Load(
-        array._replace(dtype=dtype), stored, source_sharding(target, dtype, profile), target
+        array=array._replace(dtype=dtype),
+        stored=opened[array.pieces[0].src.name].dtype,
+        source=source_sharding(target, dtype, profile),
+        target=target,
     )
 
 
 def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
-    """The cheapest sharding to read: the target's, or one that shards its longest dim over replicas too."""
+    """Choose the cheapest sharding to read.
+
+    It is the target's, or one that shards the longest dim over replicas too, which then send each
+    other what they have read.
+    """
     mesh = target.mesh
-    layout = target.layout
-    devices = range(target.mesh.n_devices)
-    idle = [axis for axis in mesh.long_axes if axis not in layout.cut_axes]
-    if profile.disk is None or not idle or not target.shape or 0 in target.shape:
+    replica_axes = [axis for axis in mesh.long_axes if axis not in target.layout.cut_axes]
+    if profile.disk is None or not replica_axes or not target.shape or 0 in target.shape:
         return target
-    in_node = tuple(a for a in idle if profile.link(a, mesh) == profile.default)
-    longest = target.max_local_shape.index(max(target.max_local_shape))
-    candidates = [(_reading_s(target, dtype, profile.disk, profile), target)]
-    for axes in filter(None, dict.fromkeys((in_node, tuple(idle)))):
-        dims = list(layout.dims)
-        dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, Shard(axes)))
-        source = target.with_layout(Layout(tuple(dims)))
-        layouts = source.layout, Layout(layout.dims)
-        request = Request(*layouts, mesh, mesh, devices, devices, target.shape, dtype, profile)
-        reading_s = _reading_s(source, dtype, profile.disk, profile)
-        candidates.append((find_plan(request).cost + reading_s, source))
-    return min(candidates, key=lambda candidate: candidate[0])[1]
+    in_node = tuple(axis for axis in replica_axes if profile.link(axis, mesh) == profile.default)
+    best = target
+    best_s = _reading_s(target, dtype, profile.disk, profile)
+    for axes in dict.fromkeys((in_node, tuple(replica_axes))):
+        if not axes:
+            continue
+        source = _sharded_further(target, axes)
+        gather = Request(
+            src=source.layout,
+            dst=Layout(target.layout.dims),
+            src_mesh=mesh,
+            dst_mesh=mesh,
+            src_devices=range(mesh.n_devices),
+            dst_devices=range(mesh.n_devices),
+            shape=target.shape,
+            dtype=dtype,
+            profile=profile,
+        )
+        seconds = find_plan(gather).cost + _reading_s(source, dtype, profile.disk, profile)
+        if seconds < best_s:
+            best = source
+            best_s = seconds
+    return best
+
+
+def _sharded_further(target: Sharding, axes: tuple[str, ...]) -> Sharding:
+    """Shard the dim with the longest blocks over these axes, too."""
+    block_shape = target.max_local_shape
+    longest = block_shape.index(max(block_shape))
+    dims = list(target.layout.dims)
+    dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, Shard(axes)))
+    return target.with_layout(Layout(tuple(dims)))
 
 
 def in_both(
@@ -125,19 +186,42 @@ def in_both(
     strict: bool,
     places: tuple[str, str] = ("tree", "checkpoint"),
 ) -> list[str | None]:
-    """The first name of every array of a tree that is stored, or None. strict: raise XshardError instead for
-    an array that is in one of the two places alone.
+    """Find every array of a tree in a checkpoint.
+
+    Args:
+        stored: The names in the checkpoint.
+        leaves: The names of every array of the tree: a shared array has several.
+        strict: Whether every array has to be in both places.
+        places: The words for the two places in errors.
+
+    Returns:
+        The first name of every array that is stored, or None.
+
+    Raises:
+        XshardError: With `strict`, for an array that is in one of the two places alone.
     """
-    firsts = [next((name for name in names if name in stored), None) for names in leaves]
-    in_tree = {name for names in leaves for name in names}
-    in_one = [
-        (names[0], places[0]) for names, name in zip(leaves, firsts, strict=True) if name is None
-    ]
-    in_one += [(name, places[1]) for name in stored if name not in in_tree]
-    if strict and in_one:
-        hint = "names= maps stored names; strict=False skips arrays that are not in both"
-        raise XshardError("{} is in the {} alone".format(*in_one[0]), hint=hint)
+    firsts = [_first_stored(names, stored) for names in leaves]
+    if strict:
+        alone = [
+            (names[0], places[0])
+            for names, first in zip(leaves, firsts, strict=True)
+            if first is None
+        ]
+        in_tree = {name for names in leaves for name in names}
+        alone += [(name, places[1]) for name in stored if name not in in_tree]
+        if alone:
+            name, place = alone[0]
+            hint = "names= maps stored names; strict=False skips arrays that are not in both"
+            raise XshardError(f"{name} is in the {place} alone", hint=hint)
     return firsts
+
+
+def _first_stored(names: Sequence[str], stored: Collection[str]) -> str | None:
+    """Return the first of an array's names that is stored."""
+    for name in names:
+        if name in stored:
+            return name
+    return None
 
 
 def read_block(
@@ -151,15 +235,21 @@ def read_block(
     return out
 
 
+# Kinds of numbers: values of one kind fit into the next.
+WHOLE_NUMBER = 0
+FLOAT = 1
+COMPLEX = 2
+
+
 def _kind(dtype: str) -> int:
-    """0 for whole numbers, 1 for floats, 2 for complex numbers."""
-    return (dtypes.precision(dtype) > 0) + ("complex" in dtype)
+    """Return the kind of a dtype's numbers."""
+    if "complex" in dtype:
+        return COMPLEX
+    return FLOAT if dtypes.precision(dtype) > 0 else WHOLE_NUMBER
 
 
 def _reading_s(sharding: Sharding, dtype: str, disk: Link, profile: Profile) -> float:
-    """Seconds in which the devices of a node read their blocks from its disk."""
+    """Return the seconds in which the devices of a node read their blocks from its disk."""
     n_devices = min(profile.node_devices or sharding.mesh.n_devices, sharding.mesh.n_devices)
-    return (
-        disk.latency_s
-        + n_devices * dtypes.n_bytes(sharding.max_local_shape, dtype) / disk.bytes_per_s
-    )
+    node_bytes = n_devices * dtypes.n_bytes(sharding.max_local_shape, dtype)
+    return disk.latency_s + node_bytes / disk.bytes_per_s

@@ -1,7 +1,8 @@
-"""A save: its plan, which is equal in all processes, and its files on the disk. Every element is written
-once; processes write into the same files at once. The files are in a folder of their own until all are
-written, and the index comes last: a killed save leaves the old checkpoint, and a folder that the next save
-removes.
+"""A save: its plan, which is equal in all processes, and its files on the disk.
+
+Every element is written once; processes write into the same files at once. The files are in a folder of
+their own until all are written, and the index comes last: a killed save leaves the old checkpoint, and a
+folder that the next save removes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ from xshard import arguments, dtypes, trees
 from xshard.errors import XshardError, located
 from xshard.layout import Sharding
 from xshard.notation.maps import with_values
-from xshard.state.files.checkpoint import Box, BoxPair, box_pairs, check_whole
+from xshard.state.files.boxes import BoxPair, box_pairs, check_whole
+from xshard.state.files.checkpoint import Box
 from xshard.state.files.folder import INDEX, KEY, OURS, checksum, read_index
 from xshard.state.files.header import FileError, write_header
 from xshard.state.names import SAME, Names, names_to_json
@@ -38,12 +39,18 @@ from xshard.state.relations import PartMapping, TargetArray
 
 BlockOf = Callable[[str, int, str], NDArray[Any]]  # name, device, dtype -> carrier of the block
 Report = Callable[[int], object]  # called with the bytes of each box
+AllOrNone = Callable[[Callable[[], Any]], list[Any]]  # see `save_blocks`
 Sums = dict[str, list[list[Any]]]  # by array: [[start, stop, step] per dim, checksum] of every box
-_UNFINISHED = ".saving-"
+_UNFINISHED = ".saving-"  # folders of saves that have not ended begin so
 _UNCHANGED = "nothing was changed: the checkpoint that was there is whole"
-_reserve = getattr(
-    os, "posix_fallocate", lambda file, at, n: os.ftruncate(file, n)
-)  # macOS has none
+
+
+def _truncate(file: int, offset: int, n_bytes: int) -> None:
+    """Set a file's size where `posix_fallocate` is missing: on macOS."""
+    os.ftruncate(file, n_bytes)
+
+
+_reserve = getattr(os, "posix_fallocate", _truncate)
 
 
 class Source(NamedTuple):
@@ -55,7 +62,7 @@ class Source(NamedTuple):
 
 
 class ShardFile(NamedTuple):
-    """A file: its name, its header, and the offset of every array's bytes."""
+    """A file: its name, its header, the offset of every array's bytes, and its size."""
 
     name: str
     header: bytes
@@ -63,37 +70,51 @@ class ShardFile(NamedTuple):
     n_bytes: int
 
 
+class BlockWrite(NamedTuple):
+    """A block to write: the source, the device, and the boxes of stored arrays that the block fills."""
+
+    name: str
+    device: int
+    pairs: tuple[BoxPair, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Saving:
-    """The plan of a save. sources: the arrays of the program. arrays: the stored arrays."""
+    """The plan of a save.
+
+    Attributes:
+        sources: The arrays of the program.
+        arrays: The stored arrays.
+        shards: The files.
+        metadata: xshard's own metadata, for the index.
+    """
 
     sources: Mapping[str, Source]
     arrays: Mapping[str, TargetArray]
     shards: tuple[ShardFile, ...]
     metadata: Mapping[str, Any]
-    _owned: Mapping[int, list[tuple[str, int]]] = field(repr=False)
+    _owned: Mapping[int, list[tuple[str, int]]] = field(repr=False)  # as `_assign_blocks` returns
 
-    def writes(self, process: int) -> Iterator[tuple[str, int, tuple[BoxPair, ...]]]:
-        """The blocks that one process writes: name, device, and the boxes of stored arrays that they fill."""
+    def writes(self, process: int) -> Iterator[BlockWrite]:
+        """Yield the blocks that one process writes."""
         for name, device in self._owned.get(process, ()):
-            yield (
-                name,
-                device,
-                tuple(box_pairs(self._pieces[name], self.sources[name].sharding, device)),
-            )
+            pairs = box_pairs(self._pieces[name], self.sources[name].sharding, device)
+            yield BlockWrite(name, device, tuple(pairs))
 
     @cached_property
     def _pieces(self) -> dict[str, list[PartMapping]]:
         """The parts of every source in stored arrays."""
         pieces: dict[str, list[PartMapping]] = {name: [] for name in self.sources}
-        for piece in (piece for array in self.arrays.values() for piece in array.pieces):
-            pieces[piece.src.name].append(piece.inverse)
+        for array in self.arrays.values():
+            for piece in array.pieces:
+                pieces[piece.src.name].append(piece.inverse)
         return pieces
 
     @cached_property
     def digest(self) -> str:
         """A checksum of the plan, equal on processes that plan the same save."""
-        content = [*((s.name, s.header) for s in self.shards), self.metadata, self._owned]
+        headers = [(shard.name, shard.header) for shard in self.shards]
+        content = [*headers, self.metadata, self._owned]
         return f"{zlib.crc32(repr(content).encode()):08x}"
 
 
@@ -104,106 +125,201 @@ def plan_save(
     shard_bytes: int | str | None = "5GiB",
     constants: Mapping[str, Any] | None = None,
 ) -> Saving:
-    """Plan a save. shard_bytes: the most bytes of a file, unless one array is larger. constants: the other
-    leaves, as JSON. Raises PlanError for sums and halos, DtypeError for dtypes that safetensors lacks.
+    """Plan a save.
+
+    Args:
+        sources: The arrays of the program by name.
+        names: Maps their names to stored names.
+        shard_bytes: The most bytes of a file, unless one array is larger.
+        constants: The leaves that are no arrays, as JSON.
+
+    Raises:
+        PlanError: A block is not a part of its array: sums and halos.
+        DtypeError: safetensors lacks a dtype.
+        XshardError: A constant has no form in JSON.
     """
     for name, source in sources.items():
         with located(name):
             check_whole(source.sharding)
     shapes = {name: source.sharding.shape for name, source in sources.items()}
-    arrays = (names or SAME).resolve(shapes, {n: s.dtype for n, s in sources.items()})
+    source_dtypes = {name: source.dtype for name, source in sources.items()}
+    arrays = (names or SAME).resolve(shapes, source_dtypes)
+    mesh = _common_mesh(sources)
+    note: dict[str, Any] = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
+    limit_bytes = arguments.limit_of(shard_bytes, "shard_bytes")
+    groups = _group_arrays(arrays, limit_bytes)
+    files: list[ShardFile] = []
+    for number, group in enumerate(groups, 1):
+        layouts = {} if mesh is None else _layouts(group, sources)
+        file_name = f"{number:05}-of-{len(groups):05}.safetensors"
+        files.append(_plan_file(file_name, group, {**note, "layouts": layouts}))
+    metadata = {"constants": _constants_to_json(constants or {})}
+    return Saving(dict(sources), arrays, tuple(files), metadata, _assign_blocks(sources))
+
+
+def _constants_to_json(constants: Mapping[str, Any]) -> str:
+    """Return the leaves that are no arrays as text.
+
+    As text inside the JSON of the index, because JSON itself has no infinity.
+    """
+    try:
+        return json.dumps(dict(constants))
+    except TypeError as error:
+        hint = "numbers and texts, in lists and dicts"
+        raise XshardError(f"constants: {error}", hint=hint) from None
+
+
+def _group_arrays(
+    arrays: Mapping[str, TargetArray], limit_bytes: int | None
+) -> list[dict[str, TargetArray]]:
+    """Divide the stored arrays into files; inside a file they stand in the order of their data."""
+    names = list(arrays)
+    sizes = [dtypes.n_bytes(array.shape, array.dtype) for array in arrays.values()]
+    files = []
+    for group in trees.groups(sizes, limit_bytes) or [
+        []
+    ]:  # a tree without arrays has one file, too
+        group_names = [names[i] for i in group]
+        # The largest elements first, so that every array is aligned. The sort is stable.
+        group_names.sort(key=lambda name: -dtypes.itemsize(arrays[name].dtype))
+        files.append({name: arrays[name] for name in group_names})
+    return files
+
+
+def _common_mesh(sources: Mapping[str, Source]) -> str | None:
+    """Return the mesh of all arrays that are sharded, as text; None if there are several, or none."""
     meshes = {
         str(source.sharding.mesh) for source in sources.values() if source.sharding.layout.axes
     }
-    mesh = min(meshes) if len(meshes) == 1 else None
-    common = {"mesh": mesh, "names": None if names is None else names_to_json(names)}
-    sizes = {name: dtypes.n_bytes(array.shape, array.dtype) for name, array in arrays.items()}
-    in_files = trees.groups(
-        list(sizes.values()), arguments.limit_of(shard_bytes, "shard_bytes")
-    ) or [[]]
-    files: list[ShardFile] = []
-    for i, numbers in enumerate(in_files, 1):
-        group = [list(sizes)[n] for n in numbers]
-        group.sort(
-            key=lambda name: -dtypes.itemsize(arrays[name].dtype)
-        )  # so that every array is aligned
-        layouts = {
-            name: text for name in group if mesh and (text := _layout(arrays[name], sources))
-        }
-        noted = with_values(
-            {key: note for key, note in {**common, "layouts": layouts}.items() if note}
-        )
-        entries = {name: arrays[name][:2] for name in group}
-        header = write_header(entries, {"format": "pt", KEY: json.dumps(noted)})
-        *starts, size = accumulate((sizes[name] for name in group), initial=len(header))
-        offsets = dict(zip(group, starts, strict=True))
-        files.append(ShardFile(f"{i:05}-of-{len(in_files):05}.safetensors", header, offsets, size))
-    try:
-        text = json.dumps(dict(constants or {}))  # in the JSON of the index, which has no infinity
-    except TypeError as error:
-        raise XshardError(
-            f"constants: {error}", hint="numbers and texts, in lists and dicts"
-        ) from None
-    return Saving(dict(sources), arrays, tuple(files), {"constants": text}, _owners(sources))
+    if len(meshes) != 1:
+        return None
+    (mesh,) = meshes
+    return mesh
 
 
-def _owners(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, int]]]:
-    """The blocks that each process writes: a block goes to the holder with the fewest bytes so far."""
+def _plan_file(name: str, arrays: Mapping[str, TargetArray], note: Mapping[str, Any]) -> ShardFile:
+    """Plan one file: the offsets of its arrays, and its header with a note of ours."""
+    noted = with_values({key: value for key, value in note.items() if value})
+    entries = {array_name: (array.shape, array.dtype) for array_name, array in arrays.items()}
+    header = write_header(entries, {"format": "pt", KEY: json.dumps(noted)})
+    starts = {}
+    offset = len(header)
+    for array_name, array in arrays.items():
+        starts[array_name] = offset
+        offset += dtypes.n_bytes(array.shape, array.dtype)
+    return ShardFile(name, header, starts, offset)
+
+
+def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, int]]]:
+    """Decide which process writes each block: of its holders, the one with the fewest bytes so far.
+
+    Returns:
+        By process: the names of sources, each with the device that holds the block.
+    """
     owned: dict[int, list[tuple[str, int]]] = {}
-    written = Counter[int]()
+    written_bytes = Counter[int]()
     for name, (sharding, dtype, processes) in sources.items():
         mesh = sharding.mesh
-        for holders in mesh.groups([a for a in mesh.axes if a not in sharding.layout.cut_axes]):
-            device = min(holders, key=lambda d: written[processes[d]])
-            owned.setdefault(processes[device], []).append((name, device))
-            written[processes[device]] += dtypes.n_bytes(sharding.local_shape(device), dtype)
+        replica_axes = [axis for axis in mesh.axes if axis not in sharding.layout.cut_axes]
+        for holders in mesh.groups(replica_axes):
+            device = min(holders, key=lambda d: written_bytes[processes[d]])
+            process = processes[device]
+            owned.setdefault(process, []).append((name, device))
+            written_bytes[process] += dtypes.n_bytes(sharding.local_shape(device), dtype)
     return owned
 
 
-def _layout(array: TargetArray, sources: Mapping[str, Source]) -> str | None:
-    """The layout of a stored array that is one sharded source with its dims in some order, else None."""
-    src, dst, order = array.pieces[0]
-    if len(array.pieces) > 1 or src.dim is not None or dst.dim is not None:
-        return None
-    layout = sources[src.name].sharding.layout
-    return str(layout.in_order([layout.names[i] for i in order])) if layout.axes else None
+def _layouts(arrays: Mapping[str, TargetArray], sources: Mapping[str, Source]) -> dict[str, str]:
+    """Return the layouts of the stored arrays that are one sharded source, its dims in some order."""
+    layouts = {}
+    for name, array in arrays.items():
+        src, dst, order = array.pieces[0]
+        if len(array.pieces) > 1 or src.dim is not None or dst.dim is not None:
+            continue  # joined, split or stacked: no layout of a source is its layout
+        layout = sources[src.name].sharding.layout
+        if layout.axes:
+            layouts[name] = str(layout.in_order([layout.names[i] for i in order]))
+    return layouts
+
+
+def _do_alone(work: Callable[[], Any]) -> list[Any]:
+    """Do the work of the one process that there is: the default of `all_or_none`."""
+    return [work()]
+
+
+def _say_nothing(n_bytes: int) -> None:
+    """Report no progress."""
 
 
 def save_blocks(
     saving: Saving,
     path: Path,
     block_of: BlockOf,
-    all_or_none: Callable[[Callable[[], Any]], list[Any]] = lambda work: [work()],
+    all_or_none: AllOrNone = _do_alone,
     process: int = 0,
     leads: bool = True,
-    progress: Report = lambda n_bytes: None,
+    progress: Report = _say_nothing,
 ) -> None:
-    """Save from begin to commit; all processes call this, and the first leads. all_or_none: does work in all
-    processes -> the result of each; raises in all if one fails.
+    """Save from begin to commit; all processes call this, and one of them leads.
+
+    Args:
+        saving: The plan.
+        path: The folder.
+        block_of: Gives a block: name, device, dtype -> the carrier of the block.
+        all_or_none: Does work in all processes -> the result of each; raises in all if one fails.
+        process: The number of this process.
+        leads: Whether this process begins and commits.
+        progress: Called with the bytes of each box that is written.
+
+    Raises:
+        FileError: The disk is full, or another save writes into the folder.
     """
     with ExitStack() as stack:
 
-        def begun() -> str:
-            _locked(path, stack)
+        def begin_locked() -> str | None:
+            if not leads:
+                return None
+            _lock_folder(path, stack)
             return begin(saving, path)
 
-        token = all_or_none(lambda: begun() if leads else None)[0]
+        token = all_or_none(begin_locked)[0]
+
+        def write_blocks() -> Sums:
+            return write(saving, path, token, process, block_of, progress)
+
         try:
-            written = all_or_none(lambda: write(saving, path, token, process, block_of, progress))
-            sums = {
-                name: [box for part in written for box in part.get(name, ())]
-                for name in saving.arrays
-            }
-            all_or_none(lambda: commit(saving, path, token, sums) if leads else None)
+            sums = _merge_sums(saving, all_or_none(write_blocks))
+
+            def commit_once() -> None:
+                if leads:
+                    commit(saving, path, token, sums)
+
+            all_or_none(commit_once)
         except BaseException:
             if leads:
                 abort(path, token)
             raise
 
 
+def _merge_sums(saving: Saving, written: Sequence[Sums]) -> Sums:
+    """Put the checksums of all processes together, by array."""
+    merged: Sums = {}
+    for name in saving.arrays:
+        merged[name] = []
+        for sums in written:
+            merged[name] += sums.get(name, [])
+    return merged
+
+
 def begin(saving: Saving, path: Path) -> str:
-    """Remove leftovers of killed saves, and reserve the files of a save in a folder -> its token. Raises
-    FileError, and leaves nothing: for a full disk, and a file that others would read for the index.
+    """Remove leftovers of killed saves, and reserve the files of a save in a folder.
+
+    Returns:
+        A token, which names the files of this save.
+
+    Raises:
+        FileError: The disk is full, or the folder has a file that others would read instead of the
+            index. Nothing is left behind.
     """
     with _disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -211,13 +327,14 @@ def begin(saving: Saving, path: Path) -> str:
             if other.exists() and other.name != INDEX:
                 reason = f"{path} has a {other.name}, which others would read instead of {INDEX}"
                 raise FileError(reason, hint="remove it, or save to a folder of its own")
-        _sweep(path, _files(path))
+        _remove_leftovers(path, _files_of_checkpoint(path))
         token = secrets.token_hex(4)
         folder = path / f"{_UNFINISHED}{token}"
         try:
             folder.mkdir()
             for shard in saving.shards:
                 with (folder / shard.name).open("wb") as file:
+                    # All bytes at once: a full disk is found out before anything is written.
                     _reserve(file.fileno(), 0, shard.n_bytes)
                     file.write(shard.header)
         except OSError:
@@ -229,25 +346,29 @@ def begin(saving: Saving, path: Path) -> str:
 def write(
     saving: Saving, path: Path, token: str, process: int, block_of: BlockOf, progress: Report
 ) -> Sums:
-    """Write the blocks of a process -> checksums."""
+    """Write the blocks of a process -> the checksums of its boxes."""
     sums: Sums = {}
     block_of = functools.lru_cache(1)(block_of)  # one block at a time
-    shards = {name: shard for shard in saving.shards for name in shard.starts}
+    shard_of = {name: shard for shard in saving.shards for name in shard.starts}
     with _disk_errors(path), ExitStack() as stack:
 
         @functools.cache
-        def opened(shard: str) -> int:
-            file = (path / f"{_UNFINISHED}{token}" / shard).open("r+b", buffering=0)
-            stack.callback(os.fsync, stack.enter_context(file).fileno())
-            return file.fileno()
+        def open_shard(name: str) -> int:
+            """Open a file, which is synced and closed when all blocks are written -> its descriptor."""
+            file = (path / f"{_UNFINISHED}{token}" / name).open("r+b", buffering=0)
+            descriptor = stack.enter_context(file).fileno()
+            stack.callback(os.fsync, descriptor)
+            return descriptor
 
         for name, device, pairs in saving.writes(process):
             for pair in pairs:
                 array = saving.arrays[pair.name]
-                shard = shards[pair.name]
+                shard = shard_of[pair.name]
                 values = np.ascontiguousarray(pair.view(block_of(name, device, array.dtype)))
-                _put(opened(shard.name), shard.starts[pair.name], values, pair.box, array.shape)
-                rows = [[*s.indices(n)] for s, n in zip(pair.box, array.shape, strict=True)]
+                start = shard.starts[pair.name]
+                _write_box(open_shard(shard.name), start, values, pair.box, array.shape)
+                dims = zip(pair.box, array.shape, strict=True)
+                rows = [list(s.indices(length)) for s, length in dims]
                 sums.setdefault(pair.name, []).append([rows, checksum(values)])
                 progress(values.nbytes)
     return sums
@@ -256,41 +377,43 @@ def write(
 def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> None:
     """Make the written files the checkpoint of the folder, in one step: the index gets its name."""
     folder = path / f"{_UNFINISHED}{token}"
+    final_names = {shard.name: f"model-{token}-{shard.name}" for shard in saving.shards}
+    weight_map = {name: final_names[shard.name] for shard in saving.shards for name in shard.starts}
+    new_files = set(weight_map.values())
     with _disk_errors(path):
-        old = _files(path)
-        final = {shard.name: f"model-{token}-{shard.name}" for shard in saving.shards}
-        weight_map = {name: final[shard.name] for shard in saving.shards for name in shard.starts}
-        total = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
-        metadata = {"total_size": total, KEY: {**saving.metadata, "sums": sums}}
+        old_files = _files_of_checkpoint(path)
+        total_bytes = sum(shard.n_bytes - len(shard.header) for shard in saving.shards)
+        metadata = {"total_size": total_bytes, KEY: {**saving.metadata, "sums": sums}}
         with (folder / INDEX).open("w") as file:
             json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         for shard in saving.shards:
-            (folder / shard.name).rename(path / final[shard.name])
-        _sync(path)
+            (folder / shard.name).rename(path / final_names[shard.name])
+        _sync(path)  # the files' names are on the disk before the index that needs them
         (folder / INDEX).rename(path / INDEX)
-    with _disk_errors(
-        path, "the new checkpoint is in its place, and might not outlast a power failure"
-    ):
+    committed = "the new checkpoint is in its place, and might not outlast a power failure"
+    with _disk_errors(path, committed):
         _sync(path)
-        for name in old - set(weight_map.values()):
+        for name in old_files - new_files:
             (path / name).unlink(missing_ok=True)
-        _sweep(path, set(weight_map.values()))
+        _remove_leftovers(path, new_files)
 
 
 def abort(path: Path, token: str) -> None:
     """Remove the files of a save, unless it is the checkpoint of the folder by now."""
     shutil.rmtree(path / f"{_UNFINISHED}{token}", ignore_errors=True)
-    for file in set(path.glob(f"model-{token}-*")) - {path / name for name in _files(path)}:
+    committed = {path / name for name in _files_of_checkpoint(path)}
+    for file in set(path.glob(f"model-{token}-*")) - committed:
         file.unlink(missing_ok=True)
 
 
-def _locked(path: Path, stack: ExitStack) -> None:
+def _lock_folder(path: Path, stack: ExitStack) -> None:
     """Make and lock a folder: another save would remove the files of this one as leftovers."""
     with _disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-        stack.callback(os.close, folder := os.open(path, os.O_RDONLY))
+        folder = os.open(path, os.O_RDONLY)
+        stack.callback(os.close, folder)
     with suppress(OSError):  # a file system without locks
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
@@ -299,37 +422,59 @@ def _locked(path: Path, stack: ExitStack) -> None:
             raise FileError(f"{path}: another save is writing into it", hint=hint) from None
 
 
-def _put(file: int, start: int, array: NDArray[Any], box: Box, shape: tuple[int, ...]) -> None:
-    """Write a box of an array of `shape` whose bytes begin at `start`, a contiguous range at a time."""
-    rows = [s.indices(n) for s, n in zip(box, shape, strict=True)]
-    inner = len(shape)  # dims from here on are whole; the one before may be a part without steps
-    while inner and rows[inner - 1] == (0, shape[inner - 1], 1):
-        inner -= 1
-    outer = inner - 1 if inner and rows[inner - 1][2] == 1 else inner
-    offsets = np.full((), start, np.int64)
-    for d, (first, stop, step) in enumerate(rows[:inner]):
-        indices = np.arange(first, stop, step) if d < outer else first
-        offsets = np.add.outer(
-            offsets, np.multiply(indices, array.itemsize * math.prod(shape[d + 1 :]))
-        )
+def _write_box(
+    file: int, start: int, array: NDArray[Any], box: Box, shape: tuple[int, ...]
+) -> None:
+    """Write a box of an array, a contiguous range at a time.
+
+    Args:
+        file: A descriptor.
+        start: Where the array's bytes begin.
+        array: The values of the box.
+        box: Which elements they are.
+        shape: The shape of the whole array.
+    """
+    offsets = start + array.itemsize * _range_starts(box, shape)
     data = array.reshape(-1).view(np.uint8).data
-    n = len(data) // max(offsets.size, 1)
-    for i, offset in enumerate(offsets.ravel().tolist()):
-        left = data[i * n : (i + 1) * n]
-        while left:
-            done = os.pwrite(file, left, offset)
-            left = left[done:]
-            offset = offset + done
+    range_bytes = len(data) // max(offsets.size, 1)
+    for i, offset in enumerate(offsets.tolist()):
+        remaining = data[i * range_bytes : (i + 1) * range_bytes]
+        while remaining:
+            n_written = os.pwrite(file, remaining, offset)
+            remaining = remaining[n_written:]
+            offset += n_written
 
 
-def _files(path: Path) -> set[str]:
-    """The files of the checkpoint in a folder."""
+def _range_starts(box: Box, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return the first element of each contiguous range of a box: all ranges are equally long.
+
+    Rows 1-2 of shape (4, 6) are one range from 6; columns 0-2 are ranges from 0, 6, 12 and 18.
+    """
+    bounds = [rows.indices(length) for rows, length in zip(box, shape, strict=True)]
+    n_outer = len(shape)  # dims from here on are whole
+    while n_outer and bounds[n_outer - 1] == (0, shape[n_outer - 1], 1):
+        n_outer -= 1
+    # The dim before them is contiguous with them if it has no steps: its first row is enough.
+    has_partial = n_outer > 0 and bounds[n_outer - 1][2] == 1
+    starts = np.zeros((), np.int64)
+    for d, (first, stop, step) in enumerate(bounds[:n_outer]):
+        is_partial = has_partial and d == n_outer - 1
+        rows = first if is_partial else np.arange(first, stop, step)
+        row_elements = math.prod(shape[d + 1 :])
+        starts = np.add.outer(starts, np.multiply(rows, row_elements))
+    return starts.ravel()
+
+
+def _files_of_checkpoint(path: Path) -> set[str]:
+    """Return the files of the checkpoint in a folder; none if it has no index."""
     index = path / INDEX
-    return set(read_index(index)["weight_map"].values()) if index.exists() else set()
+    if not index.exists():
+        return set()
+    return set(read_index(index)["weight_map"].values())
 
 
-def _sweep(path: Path, keep: set[str]) -> None:
-    """Remove leftovers of killed saves."""
+def _remove_leftovers(path: Path, keep: set[str]) -> None:
+    """Remove what killed saves have left in a folder, and no file in `keep`."""
     for file in path.iterdir():
         if file.name.startswith(_UNFINISHED):
             shutil.rmtree(file, ignore_errors=True)
@@ -348,6 +493,7 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _disk_errors(path: Path, hint: str = _UNCHANGED) -> Iterator[None]:
+    """Turn errors of the disk into FileError, which says what state the folder is in."""
     try:
         yield
     except OSError as error:

@@ -1,0 +1,214 @@
+"""Why a plan won: its alternatives, priced by the same model, and a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from xshard.cost.model import Profile
+from xshard.dtypes import itemsize
+from xshard.errors import PlanError
+from xshard.formatting import align_columns, format_bytes, format_seconds
+from xshard.layout import Sharding
+from xshard.layout.sub_axes import Split
+from xshard.notation.parser import Shard
+from xshard.search import overlap_paths
+from xshard.search.a_star import Search
+from xshard.search.moves import Space
+from xshard.search.solve import with_copies, with_scale, without_copies
+from xshard.steps import AllGather, AllReduce, Mask, Slice, Step
+from xshard.steps.base import DimCut
+from xshard.steps.exchange.traffic import begun_axes, ended_axes
+
+if TYPE_CHECKING:
+    from xshard.plans.plan import Plan  # which explains itself by this
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One alternative to a plan; without a plan it is not possible, for the reason in `why_not`."""
+
+    name: str
+    plan: Plan | None
+    why_not: str = ""
+
+
+def explain(plan: Plan) -> str:
+    """Print the alternatives of a plan as a table, and why the plan won."""
+    options = alternatives(plan)
+    head = ("", "time", "received", "peak", "messages", "steps")
+    table = align_columns([head, *map(_row, options)])
+    return "\n".join([table, "", _verdict(plan, options)])
+
+
+def alternatives(plan: Plan) -> tuple[Alternative, ...]:
+    """Return the plan, then its alternatives for the same machine.
+
+    Raises:
+        PlanError: The plan leads from one mesh to another.
+    """
+    if plan.transfer:
+        reason = f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}"
+        raise PlanError(reason, hint="they are ways on one mesh")
+    # As the search does: in the order of the source's dims, without copy tags, in normal form.
+    target = plan.target.in_order(plan.source.layout.names)
+    start = plan.source.with_layout(plan.source.normal)
+    goal = target.with_layout(target.normal)
+    transposition = () if target is plan.target else plan.steps[-1:]
+    searches = _searches(
+        without_copies(start), without_copies(goal), plan.dtype, plan.request.machine, plan.split
+    )
+    options = [Alternative("the plan", plan)]
+    for name, find_steps in searches.items():
+        try:
+            steps = with_copies(find_steps(), start, goal)
+            scaled = with_scale(steps, plan.scale, start, goal)
+            other = replace(plan, steps=(*scaled, *transposition), split=())
+        except PlanError as error:
+            options.append(Alternative(name, None, error.reason))
+        else:
+            options.append(Alternative(name, other))
+    return tuple(options)
+
+
+StepsFinder = Callable[[], Sequence[Step]]
+
+
+def _searches(
+    start: Sharding, goal: Sharding, dtype: str, profile: Profile, split: Split
+) -> dict[str, StepsFinder]:
+    """Return every alternative by name, as a function that finds its steps, or raises PlanError."""
+    if start.layout.overlaps or goal.layout.overlaps:
+        paths = overlap_paths.ways(start, goal, dtype, profile)
+        return {name: _constant(steps) for name, steps in paths.items()}
+    space = Space(start, goal, itemsize(dtype), profile)
+    search = Search(space.route, None)
+
+    def on_whole_axes() -> Sequence[Step]:
+        return space.steps(search.path().moves)
+
+    def by_exchange() -> Sequence[Step]:
+        return (space.exchange(start.layout, goal.layout),)
+
+    def by_collectives() -> Sequence[Step]:
+        return space.steps(replace(search, exchanges=False).path().moves)
+
+    def by_gathers() -> Sequence[Step]:
+        return _gather_and_slice(start, goal)
+
+    searches: dict[str, StepsFinder] = {}
+    if split:  # otherwise the plan itself is on whole axes
+        searches["whole axes"] = on_whole_axes
+    searches["direct exchange"] = by_exchange
+    searches["collectives alone"] = by_collectives
+    searches["all-gather and slice"] = by_gathers
+    return searches
+
+
+def _constant(steps: Sequence[Step]) -> StepsFinder:
+    """Return a function that returns `steps`."""
+
+    def find_steps() -> Sequence[Step]:
+        return steps
+
+    return find_steps
+
+
+def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
+    """Reduce sums that end, gather every dim to the shards that both have, slice to the goal.
+
+    Both are in normal form.
+    """
+    src = start.layout
+    dst = goal.layout
+    ended = ended_axes(src, dst)
+    steps: list[Step] = []
+    for kind, axes in src.tags:
+        reduced = tuple(axis for axis in axes if axis in ended)
+        if reduced:
+            steps.append(AllReduce(reduced, kind))
+    slices: list[DimCut] = []
+    for src_dim, dst_dim in zip(src.dims, dst.dims, strict=True):
+        n_common = _common_prefix(src_dim.shards, dst_dim.shards)
+        gathered = src_dim.shards[n_common:]
+        sliced = dst_dim.shards[n_common:]
+        if gathered:
+            steps.append(AllGather(src_dim.name, gathered))
+        if sliced:
+            slices.append((dst_dim.name, sliced))
+    if slices:
+        steps.append(Slice(tuple(slices)))
+    begun = begun_axes(src, dst)
+    if begun:
+        steps.append(Mask(begun))
+    return tuple(steps)
+
+
+def _common_prefix(first: Sequence[Shard], second: Sequence[Shard]) -> int:
+    """Count the shards at the beginning of two dims that are the same: outermost first."""
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return i
+    return min(len(first), len(second))
+
+
+def _row(option: Alternative) -> tuple[str, ...]:
+    plan = option.plan
+    if plan is None:
+        return option.name, "-", "-", "-", "-", option.why_not
+    return (
+        option.name,
+        format_seconds(plan.cost),
+        format_bytes(plan.bytes_received),
+        format_bytes(plan.peak_bytes),
+        str(plan.messages),
+        ", ".join(map(str, plan.steps)) or "nothing",
+    )
+
+
+def _verdict(plan: Plan, options: Sequence[Alternative]) -> str:
+    """Say in a sentence why the plan won, and which faster ways hold too much memory."""
+    if not plan.steps:
+        return "The layouts mean the same: there is nothing to do."
+    allowed = {}
+    too_large = {}
+    for option in options[1:]:
+        other = option.plan
+        if other is None or other.steps == plan.steps:
+            continue
+        if other.exceeds_endpoints:
+            too_large[option.name] = other
+        else:
+            allowed[option.name] = other
+    sentences = [_against_best(plan, allowed)]
+    sentences += [_against_too_large(plan, name, other) for name, other in too_large.items()]
+    return "\n".join(sentences)
+
+
+def _against_best(plan: Plan, others: Mapping[str, Plan]) -> str:
+    """Compare the plan with the fastest of the others by bytes, messages and steps."""
+    if not others:
+        return "Every other way within the memory of both ends is the same plan or not possible."
+    name = min(others, key=lambda name: others[name].cost)
+    best = others[name]
+    if best.cost <= plan.cost:
+        why = "holds less" if plan.peak_bytes < best.peak_bytes else "is the plainer of the two"
+        return f"As fast as {name} under '{plan.profile.name}'; it {why}."
+    savings = {
+        "bytes received": best.bytes_received - plan.bytes_received,
+        "messages": best.messages - plan.messages,
+        "steps": len(best.steps) - len(plan.steps),
+    }
+    fewer = [f"{saving} fewer {what}" for what, saving in savings.items() if saving > 0]
+    why = ", ".join(fewer) if fewer else "cheaper launches and copies"
+    saved = format_seconds(best.cost - plan.cost)
+    return (
+        f"{saved} faster than {name}, the best of the others, under '{plan.profile.name}': {why}."
+    )
+
+
+def _against_too_large(plan: Plan, name: str, other: Plan) -> str:
+    saved_s = plan.cost - other.cost
+    would = f"would be {format_seconds(saved_s)} faster, but" if saved_s > 0 else "also"
+    return f"{name.capitalize()} {would} holds a block larger than both ends, which no plan does."

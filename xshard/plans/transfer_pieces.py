@@ -1,0 +1,142 @@
+"""The pieces of a transfer: which boxes the destination takes, and who holds each of them.
+
+A piece is the part of a receiver's block that one block of the source covers. With 12 rows over 3
+devices that go to 2 devices, receiver 0 takes rows 0-3 from device 0 and rows 4-5 from device 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.caches import layout_cache
+from xshard.layout import Sharding
+from xshard.layout.runs import Runs, common_segments
+from xshard.steps.base import REDUCERS
+
+Ints = NDArray[np.int64]
+
+
+class SentPieces(NamedTuple):
+    """All boxes that devices of the destination take, as columns: [pieces] each, unless said.
+
+    Devices of the source that hold the same block are a group of holders: any of them may send.
+    """
+
+    dst: Ints  # the receiver's position on the target's mesh
+    size: Ints  # elements
+    group: Ints  # the group of holders
+    holders: tuple[Ints, ...]  # of each group, positions on the source's mesh
+    group_of: Ints  # of every device of the source, the group that it is in
+    parts: tuple[tuple[Ints, tuple[Any, ...]], ...]  # by dim: numbers of boxes, and the boxes
+
+
+class Overlaps(NamedTuple):
+    """Which parts of the source's blocks the target's blocks take, of one dim.
+
+    Parts stand in the order of the target's blocks.
+    """
+
+    starts: Ints  # of each block of the target its first part; the number of parts at the end
+    src_block: Ints  # [parts]
+    length: Ints  # rows, [parts]
+    boxes: tuple[Any, ...]  # segments in both blocks, [parts]
+
+
+class Holders(NamedTuple):
+    """The devices of the source in groups that hold the same block."""
+
+    keys: Ints  # of each group, sorted: the addend, then the block of each dim, as one number
+    groups: tuple[Ints, ...]  # of each group, positions on the source's mesh
+    group_of: Ints  # of every device, its group
+
+
+@layout_cache(maxsize=4096)
+def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
+    """Find the pieces, in order of receivers, of addends, and of boxes; none unless it `sends`."""
+    dims = source.layout.dims
+    n_addends = source.mesh.size(*source.layout.tagged(*REDUCERS))
+    # Begin with one piece for each receiver and addend; each dim cuts the pieces further.
+    # The first device along a new sum contributes, the others add nothing.
+    is_receiver = target.mesh.indices(target.layout.tagged("sum")) == 0
+    receivers = np.flatnonzero(sends & is_receiver)
+    dst = np.repeat(receivers, n_addends)
+    key = np.tile(np.arange(n_addends), len(receivers))  # as in `Holders.keys`
+    size = np.ones_like(dst)
+    part_numbers = list[Ints]()  # of each dim so far, [pieces]
+    overlaps = [_overlaps(source.owners(d), target.holders(d)) for d in range(len(dims))]
+    for src_dim, dst_dim, overlap in zip(dims, target.layout.dims, overlaps, strict=True):
+        dst_block = target.mesh.indices(dst_dim.axes)[dst]
+        piece, part = _cut_pieces(dst_block, overlap.starts)
+        dst = dst[piece]
+        size = size[piece] * overlap.length[part]
+        key = key[piece] * source.mesh.size(*src_dim.axes) + overlap.src_block[part]
+        part_numbers = [*(numbers[piece] for numbers in part_numbers), part]
+    holders = _group_holders(source)
+    boxes = [overlap.boxes for overlap in overlaps]
+    return SentPieces(
+        dst=dst,
+        size=size,
+        group=np.searchsorted(holders.keys, key),
+        holders=holders.groups,
+        group_of=holders.group_of,
+        parts=tuple(zip(part_numbers, boxes, strict=True)),
+    )
+
+
+def _group_holders(source: Sharding) -> Holders:
+    """Put devices with the same addend of the same block into groups."""
+    addend_axes = source.layout.tagged(*REDUCERS)
+    key_of_device = source.mesh.indices(addend_axes)
+    for dim in source.layout.dims:
+        key_of_device = key_of_device * source.mesh.size(*dim.axes) + source.mesh.indices(dim.axes)
+    keys, group_of = np.unique(key_of_device, return_inverse=True)
+    groups = tuple(np.flatnonzero(group_of == i) for i in range(len(keys)))
+    return Holders(keys, groups, group_of)
+
+
+def _cut_pieces(block_of_piece: Ints, starts: Ints) -> tuple[Ints, Ints]:
+    """Cut every piece into the parts of its block.
+
+    Block b has the parts starts[b], ..., starts[b + 1] - 1. Blocks (1, 0) with starts (0, 2, 5)
+    -> pieces 0 0 0 1 1 and their parts 2 3 4 0 1.
+    """
+    n_parts = np.diff(starts)[block_of_piece]
+    piece = np.repeat(np.arange(len(block_of_piece)), n_parts)
+    first_new_piece = n_parts.cumsum() - n_parts
+    part = np.arange(len(piece)) + np.repeat(starts[block_of_piece] - first_new_piece, n_parts)
+    return piece, part
+
+
+@layout_cache(maxsize=4096)
+def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> Overlaps:
+    """Compare the rows that blocks of the source own with those that blocks of the target want."""
+    n_parts = list[int]()  # of every block of the target
+    src_blocks = list[int]()
+    boxes = list[Any]()
+    for wanted_rows in wanted:
+        found = _parts_of_block(owned, wanted_rows)
+        n_parts.append(len(found))
+        for src_block, box in found:
+            src_blocks.append(src_block)
+            boxes.append(box)
+    lengths = [sum(segment.length for segment in box) for box in boxes]
+    return Overlaps(
+        starts=np.cumsum([0, *n_parts]),
+        src_block=np.array(src_blocks, np.int64),
+        length=np.array(lengths, np.int64),
+        boxes=tuple(boxes),
+    )
+
+
+def _parts_of_block(owned: Sequence[Runs], wanted_rows: Runs) -> list[tuple[int, Any]]:
+    """Find the blocks of the source that have some of the wanted rows, and these rows in both blocks."""
+    parts = []
+    for src_block, owned_rows in enumerate(owned):
+        box = common_segments(owned_rows, wanted_rows)
+        if box:
+            parts.append((src_block, box))
+    return parts

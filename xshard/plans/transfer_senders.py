@@ -1,0 +1,138 @@
+"""Which of several holders sends each piece of a transfer.
+
+All links are to be done at about the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xshard.cost.machine import are_across
+
+if TYPE_CHECKING:
+    from xshard.plans.transfer import Transfer  # which asks for its senders
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Batch(NamedTuple):
+    """Pieces of one transfer with equal sizes and the same holders."""
+
+    n_bytes: int  # of one piece
+    transfer: int  # its place in the list
+    pieces: Ints  # their numbers
+
+
+def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    """Choose the senders of all pieces of some transfers that run together.
+
+    A receiver that holds a piece keeps its own. The other pieces are given out greedily, the largest
+    first, to the holder that would be done with it first.
+
+    Args:
+        transfers: Their devices are numbers of one world.
+        itemsizes: Bytes of an element, one for each transfer. Default: 1.
+
+    Returns:
+        For every transfer the senders of its pieces, as positions on the mesh of its source.
+    """
+    itemsizes = itemsizes or (1,) * len(transfers)
+    last_device = max((max(*t.src_devices, *t.dst_devices) for t in transfers), default=0)
+    busy_s = np.zeros(last_device + 1)  # until when each device of the world sends
+    chosen = []
+    batches = list[Batch]()
+    for t, (transfer, itemsize) in enumerate(zip(transfers, itemsizes, strict=True)):
+        senders = _own_positions(transfer, last_device)
+        chosen.append(senders)
+        batches += _batches(transfer, t, np.flatnonzero(senders < 0), itemsize)
+    # Stable: of equal bytes and one transfer, batches stay in the order of `_batches`.
+    batches.sort(key=lambda batch: (-batch.n_bytes, batch.transfer))
+    for batch in batches:
+        senders = _give_out(batch, transfers[batch.transfer], busy_s)
+        chosen[batch.transfer][batch.pieces] = senders
+    return [tuple(senders.tolist()) for senders in chosen]
+
+
+def _own_positions(transfer: Transfer, last_device: int) -> Ints:
+    """Return for every piece its receiver's position on the source's mesh if it holds the piece, else -1."""
+    pieces = transfer._pieces
+    position_of_device = np.full(last_device + 1, -1)
+    position_of_device[[*transfer.src_devices]] = range(len(transfer.src_devices))
+    receivers = np.array(transfer.dst_devices)[pieces.dst]
+    position = position_of_device[receivers]
+    holds_piece = (position >= 0) & (pieces.group_of[position] == pieces.group)
+    return np.where(holds_piece, position, -1)
+
+
+def _batches(transfer: Transfer, number: int, pieces: Ints, itemsize: int) -> list[Batch]:
+    """Sort some pieces of a transfer into batches, larger pieces first."""
+    size = transfer._pieces.size
+    group = transfer._pieces.group
+    pieces = pieces[np.lexsort((group[pieces], -size[pieces]))]
+    is_new_batch = np.diff(size[pieces]) | np.diff(group[pieces])
+    starts = np.flatnonzero(is_new_batch) + 1
+    return [
+        Batch(int(size[batch[0]]) * itemsize, number, batch)
+        for batch in np.split(pieces, starts)
+        if len(batch)
+    ]
+
+
+def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
+    """Choose the sender of each piece of a batch, and add the seconds to `busy_s`."""
+    profile = transfer.profile
+    pieces = transfer._pieces
+    holders = pieces.holders[pieces.group[batch.pieces[0]]]
+    devices = np.array(transfer.src_devices)[holders]
+    receivers = np.array(transfer.dst_devices)[pieces.dst[batch.pieces]]
+    links = (profile.default, profile.across or profile.default)
+    link_s = np.array([link.latency_s + batch.n_bytes / link.bytes_per_s for link in links])
+    across = are_across(profile, devices, receivers[:, None])
+    piece_s = link_s[across.astype(int)]  # [pieces, holders]
+    if (piece_s == piece_s[0, 0]).all():  # in closed form: there may be millions of pieces
+        equal_s = max(float(piece_s[0, 0]), 1e-12)  # links of a profile may cost nothing
+        taken = _fill_evenly(busy_s[devices], equal_s, len(batch.pieces))
+        busy_s[devices] = taken.busy_s
+        senders: Ints = holders[taken.holders]
+        return senders
+    senders = np.empty_like(batch.pieces)
+    for i, holder_s in enumerate(piece_s):
+        done_s = busy_s[devices] + holder_s
+        first = done_s.argmin()
+        senders[i] = holders[first]
+        busy_s[devices[first]] = done_s[first]
+    return senders
+
+
+class EvenFilling(NamedTuple):
+    """Who takes each of some equal pieces, and until when all are busy then."""
+
+    holders: Ints  # [pieces]
+    busy_s: Floats  # [holders]
+
+
+def _fill_evenly(busy_s: Floats, piece_s: float, n_pieces: int) -> EvenFilling:
+    """Give each of some equal pieces in turn to the holder that is done with it first.
+
+    The result is that of a loop over pieces, without the loop. `busy_s` (0, 5) with two pieces of 3 s:
+    both go to holder 0, which is busy until 6 s.
+    """
+    # If the k holders that are free first share all pieces, they end at `levels[k - 1]`.
+    n_sharing = np.arange(1, len(busy_s) + 1)
+    levels = (n_pieces * piece_s + np.sort(busy_s).cumsum()) / n_sharing
+    # No holder works longer than a piece beyond the lowest level: offers up to there are enough.
+    latest_s = levels.min() + piece_s
+    n_offers = np.clip((latest_s - busy_s) / piece_s, -1, n_pieces).astype(np.int64) + 1
+    holder = np.repeat(np.arange(len(busy_s)), n_offers)
+    first_offer = np.repeat(n_offers.cumsum() - n_offers, n_offers)
+    ordinal = np.arange(1, len(holder) + 1) - first_offer  # 1, 2, ... of each holder
+    done_s = busy_s[holder] + ordinal * piece_s
+    earliest = np.lexsort((holder, done_s))[:n_pieces]  # ties go to the first holder
+    busy_s = busy_s.copy()
+    np.maximum.at(busy_s, holder[earliest], done_s[earliest])
+    return EvenFilling(holder[earliest], busy_s)

@@ -1,0 +1,79 @@
+"""How fast the disk of a folder is: measured with nothing of the file in memory."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from xshard.cost.model import Link
+from xshard.runtimes.fit import CalibrationError
+
+DISK_BYTES = 2**28  # of the file
+_PIECE_BYTES = 2**22  # of a large read
+_LATENCY_BYTES = 2**12  # of a read that is all latency
+_ROUNDS = 5  # of large reads; the median counts
+_DIGITS = 4  # significant digits: it is not known better
+
+
+def measure_disk(folder: str | Path, size: int = DISK_BYTES) -> Link:
+    """Measure the disk of a folder.
+
+    Args:
+        folder: A folder that can be written to.
+        size: The bytes of the file that is written and read.
+
+    Returns:
+        The seconds of a small read, and the bytes per second of large ones, as a link.
+
+    Raises:
+        CalibrationError: The folder cannot be written to, or the system does not forget what it read.
+    """
+    if not hasattr(os, "posix_fadvise"):  # of macOS, for one
+        hint = "measure on Linux, or write a disk into the profile"
+        raise CalibrationError("this system keeps what was read of files in memory", hint=hint)
+    starts = range(0, size, _PIECE_BYTES)
+    try:
+        with (
+            tempfile.TemporaryFile(dir=folder, buffering=0) as file,
+            ThreadPoolExecutor() as threads,
+        ):
+            for _ in starts:
+                file.write(os.urandom(_PIECE_BYTES))  # random, so that no disk compresses it
+            os.fsync(file.fileno())
+            small_s = [_reading_s(map, file.fileno(), [start], _LATENCY_BYTES) for start in starts]
+            large_s = [
+                _reading_s(threads.map, file.fileno(), starts, _PIECE_BYTES) for _ in range(_ROUNDS)
+            ]
+    except OSError as error:
+        hint = "a folder that can be written to"
+        raise CalibrationError(f"{folder}: {error.strerror}", hint=hint) from error
+    latency_s = statistics.median(small_s)
+    bytes_per_s = size / statistics.median(large_s)
+    return Link(float(f"{latency_s:.{_DIGITS}g}"), float(f"{bytes_per_s:.{_DIGITS}g}"))
+
+
+def _reading_s(
+    apply: Callable[..., Iterable[int]], file: int, starts: Sequence[int], n_bytes: int
+) -> float:
+    """Time reads of so many bytes at each of these places, with nothing in memory.
+
+    Args:
+        apply: `map`, or that of threads which read at once.
+        file: A descriptor.
+        starts: The places.
+        n_bytes: The bytes of each read.
+    """
+
+    def read(start: int) -> int:
+        return len(os.pread(file, n_bytes, start))
+
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    begin_s = time.perf_counter()
+    for _ in apply(read, starts):
+        pass
+    return time.perf_counter() - begin_s

@@ -1,0 +1,208 @@
+"""The plans that a calibration times: some to fit a profile to, others to test it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from xshard.cost.model import ProfileLike
+from xshard.errors import MeshError
+from xshard.layout import Layout, Mesh
+from xshard.notation.parser import Dim, Shard
+from xshard.planner import plan as make_plan
+from xshard.plans.plan import Plan
+from xshard.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Embed,
+    Exchange,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+)
+
+SIZES = tuple(4**i * 1024 for i in range(8))  # bytes of the larger block: 1 KiB .. 16 MiB
+HELD_OUT = 20  # plans that a fit does not see
+DTYPE = "float32"
+ITEMSIZE = 4
+_MAX_DRAWS = 20  # per held-out plan, before plans of several steps are given up
+_ROWS_PER_DEVICE = 16  # of a dim that is cut
+
+
+class OneStep(NamedTuple):
+    """A step with the layouts before and after it."""
+
+    src: Layout
+    dst: Layout
+    step: Step
+
+
+def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
+    """Make plans of one step each: every kind of step, over each axis and over all axes, in every size.
+
+    Args:
+        mesh: The mesh.
+        sizes: About the bytes of the larger of a device's two blocks.
+
+    Raises:
+        MeshError: The mesh has one device.
+    """
+    axes = _long_axes(mesh)
+    axis_groups: list[tuple[str, ...]] = [(axis,) for axis in axes]
+    if len(axes) > 1:
+        axis_groups.append(axes)
+    communicating: list[OneStep] = []
+    copying: list[OneStep] = []
+    for group in axis_groups:
+        communicating += _communicating_steps(group)
+        copying += _copying_steps(group)
+    communicating += _permutations(mesh, axes)
+    # A small copy is all overhead, and the model of a local step has none.
+    copied_sizes = [size for size in sizes if size >= max(sizes) / 16]
+    plans = [_plan(mesh, step, size) for step, size in itertools.product(communicating, sizes)]
+    plans += [_plan(mesh, step, size) for step, size in itertools.product(copying, copied_sizes)]
+    return tuple(plans)
+
+
+def held_out_plans(
+    mesh: Mesh,
+    sizes: Sequence[int] = SIZES,
+    count: int = HELD_OUT,
+    seed: int = 0,
+    profile: Any = "h100",
+) -> tuple[Plan, ...]:
+    """Draw plans that communicate, as the planner makes them for a profile; equal seeds draw equal plans.
+
+    At least every third has several steps, if the mesh has such plans.
+
+    Args:
+        mesh: The mesh.
+        sizes: The range of the bytes of a block.
+        count: How many plans.
+        seed: The seed.
+        profile: The machine to plan for.
+
+    Raises:
+        MeshError: The mesh has one device.
+    """
+    axes = _long_axes(mesh)
+    rng = random.Random(seed)
+    max_singles = count - count // 3
+    plans = list[Plan]()
+    n_singles = 0
+    n_draws = 0
+    while len(plans) < count:
+        plan = _random_plan(mesh, axes, sizes, rng, profile)
+        is_single = len(plan.steps) == 1
+        # One axis may have too few plans of several steps: then any plan counts.
+        still_waits = n_draws < _MAX_DRAWS * count
+        is_surplus = is_single and n_singles >= max_singles and still_waits
+        n_draws += 1
+        if plan.bytes_received and plan not in plans and not is_surplus:
+            plans.append(plan)
+            n_singles += is_single
+    return tuple(plans)
+
+
+def _random_plan(
+    mesh: Mesh, axes: Sequence[str], sizes: Sequence[int], rng: random.Random, profile: ProfileLike
+) -> Plan:
+    """Draw layouts, and the shape of an array of three dims whose larger block has a random size."""
+    src, dst = _random_layouts(axes, rng)
+    block_bytes = min(sizes) * (max(sizes) / min(sizes)) ** rng.random()  # even in logarithms
+    least_cut = min(mesh.size(*layout.cut_axes) for layout in (src, dst))
+    elements = block_bytes / ITEMSIZE * least_cut
+    rows = [mesh.n_devices * rng.choice((1, 2, 4, 6)) for _ in range(2)]
+    columns = mesh.n_devices * max(1, round(elements / (rows[0] * rows[1] * mesh.n_devices)))
+    return make_plan((src, dst), mesh, (*rows, columns), DTYPE, profile=profile)
+
+
+def _long_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of more than one device. Raises MeshError if there are none."""
+    if not mesh.long_axes:
+        raise MeshError(
+            f"nothing to measure on {mesh!r}: it has one device", hint="as in --mesh dp=2,cp=2"
+        )
+    return mesh.long_axes
+
+
+def _shards(axes: Sequence[str]) -> tuple[Shard, ...]:
+    return tuple(Shard((axis,)) for axis in axes)
+
+
+def _layout(
+    first: Sequence[str] = (), second: Sequence[str] = (), sums: Sequence[str] = ()
+) -> Layout:
+    """Make a layout of two dims, each cut by axes, and a sum over others."""
+    dims = (Dim("n", _shards(first)), Dim("d", _shards(second)))
+    return Layout(dims, (("sum", tuple(sums)),) if sums else ())
+
+
+def _communicating_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
+    """Yield every kind of step over some axes that sends something, but permutations."""
+    shards = _shards(axes)
+    whole = _layout()
+    by_rows = _layout(axes)
+    by_columns = _layout((), axes)
+    partial = _layout(sums=axes)
+    yield OneStep(by_rows, whole, AllGather("n", shards))
+    yield OneStep(by_columns, whole, AllGather("d", shards))
+    yield OneStep(partial, whole, AllReduce(axes))
+    yield OneStep(partial, by_rows, ReduceScatter("n", shards))
+    yield OneStep(partial, by_columns, ReduceScatter("d", shards))
+    yield OneStep(by_rows, by_columns, AllToAll("n", shards, "d", shards))
+    yield OneStep(by_rows, by_columns, Exchange(by_columns))
+    yield OneStep(by_columns, whole, Exchange(whole))
+
+
+def _copying_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
+    """Yield the steps over some axes that only copy."""
+    shards = _shards(axes)
+    by_columns = _layout((), axes)
+    yield OneStep(_layout(), by_columns, Slice((("d", shards),)))
+    yield OneStep(by_columns, _layout(sums=axes), Embed("d", shards))
+
+
+def _permutations(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[OneStep]:
+    """Yield permutations of devices: all axes change roles, and pairs of axes of one size."""
+    pairs: list[tuple[Sequence[str], Sequence[str]]] = []
+    if len(axes) > 1:
+        pairs.append((axes, axes[::-1]))
+    for a, b in itertools.permutations(axes, 2):
+        if mesh.size(a) == mesh.size(b):
+            pairs.append(((a,), (b,)))
+    for src_axes, dst_axes in pairs:
+        dst = _layout(dst_axes)
+        yield OneStep(_layout(src_axes), dst, Permute(dst))
+
+
+def _plan(mesh: Mesh, sample: OneStep, size: int) -> Plan:
+    """Make a plan of one step; the larger of a device's two blocks has about `size` bytes."""
+    src, dst, step = sample
+    elements = size // ITEMSIZE * min(mesh.size(*layout.cut_axes) for layout in (src, dst))
+    has_room = elements > _ROWS_PER_DEVICE * mesh.n_devices**2
+    rows = mesh.n_devices * (_ROWS_PER_DEVICE if has_room else 1)
+    columns = mesh.n_devices * max(1, elements // (rows * mesh.n_devices))
+    return Plan(src, dst, mesh, (rows, columns), DTYPE, (step,))
+
+
+def _random_layouts(axes: Sequence[str], rng: random.Random) -> tuple[Layout, Layout]:
+    """Draw two layouts of the dims a, b and c.
+
+    Every axis cuts a dim, holds replicas ("-") or, before the plan, addends ("+").
+    """
+    return _random_layout(axes, "abc-+", rng), _random_layout(axes, "abc-", rng)
+
+
+def _random_layout(axes: Sequence[str], roles: str, rng: random.Random) -> Layout:
+    """Draw a role for each axis."""
+    role_of = {axis: rng.choice(roles) for axis in rng.sample(axes, len(axes))}
+    dims = []
+    for name in "abc":
+        dims.append(Dim(name, _shards([axis for axis in role_of if role_of[axis] == name])))
+    sums = tuple(axis for axis in role_of if role_of[axis] == "+")
+    return Layout(tuple(dims), (("sum", sums),) if sums else ())
