@@ -7,12 +7,12 @@ import pytest
 
 from tests.step.random_steps import random_step
 from xshard import Mesh, load_profile, plan
-from xshard.step import eliminate
-from xshard.step.eliminate import excess, minimum
-from xshard.step.moves import MovePrices
-from xshard.step.op import COPY, REPLICAS, SUM, layout_of
-from xshard.step.problem import StepProblem
-from xshard.step.search import StepSearch
+from xshard.step.choose import eliminate
+from xshard.step.choose.eliminate import excess, minimum
+from xshard.step.choose.search import StepSearch
+from xshard.step.price.moves import MovePrices
+from xshard.step.price.problem import StepProblem
+from xshard.step.record.op import COPY, REPLICAS, SUM, layout_of
 
 
 def all_vectors(problem):

@@ -11,10 +11,10 @@ import pytest
 from xshard import Link, Mesh, Op, Profile, TrainingStep, suggest
 from xshard.cost.machine import load_profile
 from xshard.errors import PlanError, XshardError
-from xshard.step.moves import MovePrices
-from xshard.step.problem import StepProblem
-from xshard.step.rules import simplified, written
-from xshard.step.search import StepSearch
+from xshard.step.choose.search import StepSearch
+from xshard.step.price.moves import MovePrices
+from xshard.step.price.problem import StepProblem
+from xshard.step.say.rules import simplified, written
 
 MESH = Mesh(dp=4, tp=2)
 ONE = {"profile": "h100:2", "micro_batches": 1, "recompute": False}

@@ -15,13 +15,13 @@ from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
 from xshard.rules import RulesLike
-from xshard.step.hand import HAND, allowed
-from xshard.step.moves import MovePrices
-from xshard.step.problem import StepProblem
-from xshard.step.rules import fixed_options, simplified
-from xshard.step.search import StepSearch
-from xshard.step.step import TrainingStep
-from xshard.step.suggestion import StepPlan, Suggestion
+from xshard.step.choose.hand import HAND, allowed
+from xshard.step.choose.search import StepSearch
+from xshard.step.price.moves import MovePrices
+from xshard.step.price.problem import StepProblem
+from xshard.step.record.training_step import TrainingStep
+from xshard.step.say.rules import fixed_options, simplified
+from xshard.step.say.suggestion import StepPlan, Suggestion
 
 HEADROOM = 0.07  # of the memory, for what no plan counts: the framework's own, fragments, buffers
 MOST_BATCHES = 64

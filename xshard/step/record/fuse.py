@@ -13,8 +13,8 @@ from operator import mul
 
 from xshard.layout import Layout
 from xshard.notation.parser import ARROW, parts_of
-from xshard.step.op import COPY, REPLICAS, SUM, Op, dims_of
-from xshard.step.step import TrainingStep
+from xshard.step.record.op import COPY, REPLICAS, SUM, Op, dims_of
+from xshard.step.record.training_step import TrainingStep
 
 Rows = list[tuple[int, ...]]  # for each array the dim that an axis shards, or a tag
 Spans = list[tuple[int, int, int]]

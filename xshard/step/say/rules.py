@@ -14,10 +14,10 @@ from xshard.layout import Layout
 from xshard.models import ActivationRule, inside, rule_of, use_of
 from xshard.notation.parser import ARROW
 from xshard.rules import Rules, RulesLike, spellings, text_of
-from xshard.step.moves import Edge
-from xshard.step.op import Flags, Ints, layout_of, ways_of, without_copies
-from xshard.step.problem import EACH, KEPT, StepProblem
-from xshard.step.search import StepSearch
+from xshard.step.choose.search import StepSearch
+from xshard.step.price.moves import Edge
+from xshard.step.price.problem import EACH, KEPT, StepProblem
+from xshard.step.record.op import Flags, Ints, layout_of, ways_of, without_copies
 
 Texts = dict[str, str]
 Known = dict[str, Layout]  # activations by module, all dims that have names there

@@ -14,9 +14,9 @@ from xshard.errors import PlanError
 from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
 from xshard.layout import Layout
 from xshard.rules import Rules, RulesLike, listed
-from xshard.step.op import Floats, layout_of
-from xshard.step.rules import StepRules, ends_of, limited, written
-from xshard.step.search import StepSearch
+from xshard.step.choose.search import StepSearch
+from xshard.step.record.op import Floats, layout_of
+from xshard.step.say.rules import StepRules, ends_of, limited, written
 
 SAME = 0.01  # of the seconds: plans this near are as good
 

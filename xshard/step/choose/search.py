@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from xshard.step.cost import Pairs, solve_program
-from xshard.step.eliminate import Bucket, excess, minimum
-from xshard.step.op import REPLICAS, Flags, Floats, Ints
-from xshard.step.problem import StepProblem
+from xshard.step.choose.eliminate import Bucket, excess, minimum
+from xshard.step.price.cost import Pairs, solve_program
+from xshard.step.price.problem import StepProblem
+from xshard.step.record.op import REPLICAS, Flags, Floats, Ints
 
 ROUNDS = 100  # of weights
 CLOSE = 2e-5  # of the seconds: a bound so near is reached

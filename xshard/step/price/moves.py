@@ -14,7 +14,7 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
-from xshard.step.op import (
+from xshard.step.record.op import (
     COPY,
     REPLICAS,
     SUM,

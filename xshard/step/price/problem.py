@@ -22,9 +22,9 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.notation.parser import ARROW, parts_of
 from xshard.rules import spellings
-from xshard.step.cost import Cost
-from xshard.step.moves import Edge, MovePrices
-from xshard.step.op import (
+from xshard.step.price.cost import Cost
+from xshard.step.price.moves import Edge, MovePrices
+from xshard.step.record.op import (
     COPY,
     REPLICAS,
     Floats,
@@ -35,7 +35,7 @@ from xshard.step.op import (
     product,
     without_copies,
 )
-from xshard.step.step import TrainingStep, shape_of
+from xshard.step.record.training_step import TrainingStep, shape_of
 
 COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, AGAIN, *_ = PARTS = range(11)
 RECEIVED, SENT, GATHERED, GRADIENTS, SUMS = PARTS[AGAIN + 1 :]

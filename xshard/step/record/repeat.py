@@ -9,8 +9,8 @@ from itertools import accumulate, count
 from typing import Any
 
 from xshard.notation.parser import ARROW
-from xshard.step.op import Op, renamed
-from xshard.step.step import TrainingStep
+from xshard.step.record.op import Op, renamed
+from xshard.step.record.training_step import TrainingStep
 
 NUMBER = re.compile(r"(\d+)")
 ALIKE = ("text", "kind", "whole", "rules", "times", "flops", "accesses", "keeps", "inner")

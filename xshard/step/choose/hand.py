@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.notation.parser import parts_of
-from xshard.step.op import REPLICAS, Flags, Ints, Op, dims_of, product
-from xshard.step.problem import EACH, KEPT, StepProblem
-from xshard.step.step import shape_of
+from xshard.step.price.problem import EACH, KEPT, StepProblem
+from xshard.step.record.op import REPLICAS, Flags, Ints, Op, dims_of, product
+from xshard.step.record.training_step import shape_of
 
 IDLE = 100
 OTHER = 10_000  # ranks of what an axis does, behind all dims that are preferred

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, product
 from typing import Any
 
-from xshard.step.classes import Written, common_factors, grouped
-from xshard.step.op import COPY, REPLICAS, SUM, Op
-from xshard.step.step import TrainingStep
+from xshard.step.record.letters import Written, common_factors, grouped
+from xshard.step.record.op import COPY, REPLICAS, SUM, Op
+from xshard.step.record.training_step import TrainingStep
 
 Names = list[list[str]]  # the names of every dim of an array: several that are one dim are a list
 
@@ -21,7 +21,7 @@ class Trace:
     batch: length of the first dim of inputs, named `b`; other dims of inputs are named `s512`, by length,
     all others `n4096`: equal layers have equal texts. dims, shapes: the arrays' so far, by name.
 
-    >>> from xshard.step.classes import view
+    >>> from xshard.step.record.letters import view
     >>> trace = Trace(batch=64)
     >>> trace.input("x", (64, 512, 128)), trace.parameter("up", (256, 128))
     ('x', 'up')

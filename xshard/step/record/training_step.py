@@ -14,7 +14,7 @@ from xshard.formatting import align_columns
 from xshard.layout import Layout
 from xshard.notation.parser import ARROW, parts_of
 from xshard.rules import listed
-from xshard.step.op import KINDS, Op, dims_of, parse_arrays
+from xshard.step.record.op import KINDS, Op, dims_of, parse_arrays
 
 
 @dataclass(frozen=True)
