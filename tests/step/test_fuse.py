@@ -9,9 +9,10 @@ import pytest
 
 from xshard import Mesh, Op, TrainingStep, load_profile
 from xshard.step.price.moves import MovePrices
+from xshard.step.price.options import options_of
 from xshard.step.price.problem import StepProblem
+from xshard.step.record.arrays import COPY
 from xshard.step.record.fuse import fused
-from xshard.step.record.op import COPY, options_of
 from xshard.step.record.repeat import repeated
 
 LENGTHS = {"b": 2, "c": 4, "d": 2, "e": 4}

@@ -12,7 +12,7 @@ from xshard.step.choose.eliminate import excess, minimum
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.op import COPY, REPLICAS, SUM, layout_of
+from xshard.step.record.arrays import COPY, REPLICAS, SUM, layout_of
 
 
 def all_vectors(problem):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard.step.record.op import Floats
+from xshard.step.price.options import Floats
 
 MOST = 2**24  # entries of a table; beyond that the minimum is bounded from below only
 ROWS = 2**17  # entries of a sum at a time

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.notation.parser import parts_of
+from xshard.step.price.options import Flags, Ints, product_over
 from xshard.step.price.problem import EACH, KEPT, StepProblem
-from xshard.step.record.op import REPLICAS, Flags, Ints, Op, dims_of, product
-from xshard.step.record.training_step import shape_of
+from xshard.step.record.arrays import REPLICAS, dims_of, shape_of
+from xshard.step.record.op import Op
 
 IDLE = 100
 OTHER = 10_000  # ranks of what an axis does, behind all dims that are preferred
@@ -68,7 +69,7 @@ def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
         ways = node.ways
         op = step.by_name.get(node.name)
         if node.kept is not None:
-            shards = product(ways[:, -1] >= 0, problem.mesh.sizes)
+            shards = product_over(ways[:, -1] >= 0, problem.mesh.sizes)
             shards[(ways[:, -1, :-1] >= 0).any(-1) & (plan.stored == "last")] = 0
             flags.append((node.kept == plan.mode) & (shards == shards.max()))
         elif op is None:

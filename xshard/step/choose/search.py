@@ -14,8 +14,9 @@ import numpy as np
 
 from xshard.step.choose.eliminate import Bucket, excess, minimum
 from xshard.step.price.cost import Pairs, solve_program
+from xshard.step.price.options import Flags, Floats, Ints
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.op import REPLICAS, Flags, Floats, Ints
+from xshard.step.record.arrays import REPLICAS
 
 ROUNDS = 100  # of weights
 CLOSE = 2e-5  # of the seconds: a bound so near is reached

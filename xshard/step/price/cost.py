@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard.errors import PlanError
-from xshard.step.record.op import Flags, Floats, Ints
+from xshard.step.price.options import Flags, Floats, Ints
 
 TOO_MUCH = 1e3  # times the cost, for a limit that is exceeded once over
 

@@ -14,18 +14,8 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
-from xshard.step.record.op import (
-    COPY,
-    REPLICAS,
-    SUM,
-    Flags,
-    Floats,
-    Ints,
-    Ways,
-    layout_of,
-    product,
-    without_copies,
-)
+from xshard.step.price.options import Flags, Floats, Ints, Placements, product_over, without_copies
+from xshard.step.record.arrays import COPY, REPLICAS, SUM, layout_of
 
 Ends = tuple[
     tuple[int, tuple[int, int]], ...
@@ -35,7 +25,7 @@ LEADING = 64  # rows of the dims before those that a move is about
 OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
 
 
-def dual(ways: Ways) -> Ways:
+def dual(ways: Placements) -> Placements:
     """The layouts of cotangents."""
     return np.where(ways == SUM, COPY, np.where(ways == COPY, SUM, ways))
 
@@ -82,7 +72,7 @@ class MovePrices:
         return share * (low + (high - low) * max(elements - n, 0) / (m - n))
 
     def table(
-        self, src: Ways, dst: Ways, shape: tuple[int, ...], is_linear: bool, share: float
+        self, src: Placements, dst: Placements, shape: tuple[int, ...], is_linear: bool, share: float
     ) -> tuple[Floats, Flags]:
         """Seconds of an array's moves forward and backward, and which are planned; others are bounds.
 
@@ -99,7 +89,7 @@ class MovePrices:
             self._tables[key] = seconds, np.zeros(start.shape, bool)
         return self._tables[key]
 
-    def bounds(self, src: Ways, dst: Ways) -> tuple[Floats, Floats]:
+    def bounds(self, src: Placements, dst: Placements) -> tuple[Floats, Floats]:
         """For all pairs of layouts the fewest seconds of a move: at once, and per global element.
 
         A device receives what it needs and lacks, or all addends but one in the mean; a part of that comes
@@ -160,13 +150,13 @@ def _line(mesh: Mesh, dtype: str, profile: Profile, ends: Ends, first: bool, oct
     return n, low, max(math.prod(large), n + 1), high
 
 
-def _received(src: Ways, dst: Ways, sizes: Floats) -> Floats:
+def _received(src: Placements, dst: Placements, sizes: Floats) -> Floats:
     """The share of an array that the busiest device receives at least."""
     overlap = np.ones((len(src), len(dst)))
     for d in range(max(src.max(initial=0), dst.max(initial=0)) + 1):
         here = (src == d)[:, None]
         there = (dst == d)[None]
-        longer = np.maximum(product(here, sizes), product(there, sizes))
+        longer = np.maximum(product_over(here, sizes), product_over(there, sizes))
         only_here = here & ~there
         only_there = there & ~here
         one_alone = np.logical_or.accumulate(only_here | only_there, -1)  # at this axis or before
@@ -174,12 +164,12 @@ def _received(src: Ways, dst: Ways, sizes: Floats) -> Floats:
         overlap *= np.where(apart, 0, 1 / longer)
     before = (src == SUM)[:, None]
     after = (dst == SUM)[None]
-    addends = product(before & ~after, sizes)
-    copies = product(dst == REPLICAS, sizes)[None]
-    summed = product(before & after, sizes) * (addends - 1 + copies - 1) / sizes.prod()
-    begun = product(after & ~before, sizes)
-    block = 1 / product(dst >= 0, sizes)[None]
-    held = 1 / product(src >= 0, sizes)[:, None]
+    addends = product_over(before & ~after, sizes)
+    copies = product_over(dst == REPLICAS, sizes)[None]
+    summed = product_over(before & after, sizes) * (addends - 1 + copies - 1) / sizes.prod()
+    begun = product_over(after & ~before, sizes)
+    block = 1 / product_over(dst >= 0, sizes)[None]
+    held = 1 / product_over(src >= 0, sizes)[:, None]
     moved = np.where(begun > 1, np.maximum(block / begun - held, 0), block - overlap)
     return np.where(addends > 1, summed, moved)
 
@@ -197,7 +187,7 @@ class Edge:
 
     nodes: tuple[int, int]
     indices: tuple[Ints, Ints]
-    layouts: tuple[Ways, Ways]
+    layouts: tuple[Placements, Placements]
     shape: tuple[int, ...]
     moves: MovePrices
     moved: InitVar[tuple[int, int]]
@@ -221,7 +211,7 @@ class Edge:
         self.banned = (src[:, None] != plain).any(-1) & (not self.place)
 
     @property
-    def used(self) -> Ways:
+    def used(self) -> Placements:
         """The layout in which each option of the second node takes the array."""
         return self.layouts[1][self.indices[1]]
 

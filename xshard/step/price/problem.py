@@ -24,18 +24,17 @@ from xshard.notation.parser import ARROW, parts_of
 from xshard.rules import spellings
 from xshard.step.price.cost import Cost
 from xshard.step.price.moves import Edge, MovePrices
-from xshard.step.record.op import (
-    COPY,
-    REPLICAS,
+from xshard.step.price.options import (
     Floats,
     Ints,
-    Op,
     distinct,
     options_of,
-    product,
+    product_over,
     without_copies,
 )
-from xshard.step.record.training_step import TrainingStep, shape_of
+from xshard.step.record.arrays import COPY, REPLICAS, shape_of
+from xshard.step.record.op import Op
+from xshard.step.record.training_step import TrainingStep
 
 COMPUTED, MOVED, COMPUTED_BACK, MOVED_BACK, SAVED, AGAIN, *_ = PARTS = range(11)
 RECEIVED, SENT, GATHERED, GRADIENTS, SUMS = PARTS[AGAIN + 1 :]
@@ -139,7 +138,7 @@ class StepProblem:
 
     def _bytes(self, ways: Ints, shape: Sequence[int], each: int) -> Floats:
         """Bytes that a device holds of an array, with so many for each element."""
-        return each * math.prod(shape) / product(ways >= 0, self.mesh.sizes)
+        return each * math.prod(shape) / product_over(ways >= 0, self.mesh.sizes)
 
     def _stored(self, name: str) -> Node:
         shape = self.shape(name)
@@ -179,13 +178,13 @@ class StepProblem:
         local = [self._bytes(ways[:, j], s, itemsize(step.dtype)) for j, s in enumerate(shapes)]
         space = math.prod(self.lengths[d] for d in {d for dims in op.dims for d in dims})
         profile = self.moves.profile
-        split = product(np.any(ways >= 0, 1), self.mesh.sizes)
+        split = product_over(np.any(ways >= 0, 1), self.mesh.sizes)
         rate = profile.flops(step.dtype) * EFFICIENCY * work.rate
         reading = work.accesses * sum(local) / (2 * profile.copy_bytes_per_s)
         seconds = np.maximum(work.flops * space / split / rate, reading)
         makers = [step.by_name.get(name) for name in op.operands]
         kept = [maker is not None and maker.kind != "share" for maker in makers]
-        saved = sum(local[i] for i in op.kept if i == len(kept) or kept[i])
+        saved = sum(local[i] for i in op.saved_operands if i == len(kept) or kept[i])
         saved = saved + itemsize(step.dtype) * op.inner * space / split
         entering = [i for i, maker in enumerate(makers) if maker and maker.times != op.times]
         on_the_way = sum(

@@ -1,27 +1,44 @@
-"""Operations in letters, by shapes alone, as torch and JAX have in common."""
+"""Operations in letters, from shapes alone: what the tracers of torch and JAX have in common.
+
+A bridge describes an operation with letters of its own (`a c, d c -> a d`); `Trace` gives them
+names that hold in the whole step. Letters here: `r0`, `r1`, ... for dims of the result, `u0_1` for
+dim 1 of operand 0 where it is no dim of the result.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import mul
 from typing import Any, NamedTuple
 
 from xshard.notation.parser import ARROW
 
-FREE: Mapping[str, Any] = {"accesses": 0.0}  # compilers make it part of what is before or after it
+FREE: Mapping[str, Any] = {"accesses": 0.0}  # compilers fuse it with the operation before or after
 Shape = Sequence[int]
 Shapes = Sequence[Shape]
-Factors = list[tuple[str, int]]
-Places = Sequence[Sequence[int | None]]  # of dims of arrays in the result
+Places = Sequence[Sequence[int | None]]  # for each dim of each operand, the result's dim, or None
+
+
+class Factor(NamedTuple):
+    """A part of a dim: `(8 512)` has the factors 8 and 512."""
+
+    name: str
+    length: int
 
 
 class Written(NamedTuple):
-    """An operation as for `Trace.add`, on as many first operands as it has arrays, the result's beside.
+    """An operation in letters, as `Trace.add` takes it.
 
-    arrays: their dims, operands first. work: as in `Op`. lengths: dims in parentheses, by name. links: how
-    many operands, the last ones, are there for their lengths alone.
+    Args:
+        arrays: The dims of each operand, then of the result.
+        kind: Its class, one of `KINDS`.
+        whole: Dims that no axis may shard.
+        work: Fields of `Op` that say how much work it is: `flops`, `accesses`, `keeps`.
+        lengths: The lengths of dims in parentheses, by name.
+        links: How many operands, the last ones, are only there because the operation reads lengths
+            from them.
     """
 
     arrays: Sequence[Sequence[str]]
@@ -33,39 +50,59 @@ class Written(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The dims of operands and result as text."""
-        *sides, result = (" ".join(dims) for dims in self.arrays)
-        return f"{', '.join(side or '()' for side in sides)} {ARROW} {result}".strip()
+        """The dims of operands and result, as `Op` takes them."""
+        *operands, result = [" ".join(dims) for dims in self.arrays]
+        shown = [operand if operand else "()" for operand in operands]
+        return f"{', '.join(shown)} {ARROW} {result}".strip()
 
 
-def common_factors(before: Shape, after: Shape) -> tuple[list[Factors], list[Factors]]:
-    """Two shapes of one array -> the factors of each dim of both, by name, and their lengths.
+def common_factors(before: Shape, after: Shape) -> tuple[list[list[Factor]], list[list[Factor]]]:
+    """Split the dims of two shapes of one array into factors that both have.
 
-    A dim that ends inside a dim of the other shape is a factor of its own, as is a dim of length 1.
+    (64, 4096) and (8, 8, 32, 128) -> (8, 8), (32, 128) and 8, 8, 32, 128. A factor that both have
+    has one name. A dim that ends inside a dim of the other shape is a factor of its own, and so is
+    a dim of length 1.
     """
-    places = [[*accumulate(shape, mul, initial=1)] for shape in (before, after)]
-    sides = list[Factors](), list[Factors]()
-    for which, (products, factors) in enumerate(zip(places, sides, strict=True)):
-        for d, (low, high) in enumerate(pairwise(products)):
-            cuts = sorted({n for n in (*places[0], *places[1]) if low <= n <= high})
-            parts = [(f"r{start}", end // start) for start, end in pairwise(cuts)]
-            nests = parts and all(end % start == 0 for start, end in pairwise(cuts))
-            factors.append(parts if nests else [(f"u{which}_{d}", high // low)])
-    return sides
+    products_before = list(accumulate(before, mul, initial=1))
+    products_after = list(accumulate(after, mul, initial=1))
+    every_product = {*products_before, *products_after}
+    return (
+        [_factors(d, 0, ends, every_product) for d, ends in enumerate(pairwise(products_before))],
+        [_factors(d, 1, ends, every_product) for d, ends in enumerate(pairwise(products_after))],
+    )
+
+
+def _factors(d: int, side: int, ends: tuple[int, int], products: Collection[int]) -> list[Factor]:
+    """Cut a dim at the ends of dims on both sides.
+
+    ends: the products of lengths up to the beginning and to the end of the dim. They name a factor,
+    too: `r64` begins where 64 elements of outer dims are.
+    """
+    low, high = ends
+    cuts = sorted(product for product in products if low <= product <= high)
+    spans = list(pairwise(cuts))
+    if not spans or any(end % start for start, end in spans):
+        return [Factor(f"u{side}_{d}", high // low)]
+    return [Factor(f"r{start}", end // start) for start, end in spans]
 
 
 def words(text: str) -> frozenset[str]:
-    """The names of some operations."""
+    """Split names of operations at white space."""
     return frozenset(text.split())
 
 
 def grouped(names: Sequence[str]) -> str:
-    """Dims as one dim of an array: in parentheses if they are several."""
+    """Write dims as one dim of an array, in parentheses if they are several: g, d -> `(g d)`."""
     return names[0] if len(names) == 1 else f"({' '.join(names)})"
 
 
+def _joined(factors: Sequence[Factor]) -> str:
+    """Write a dim by its factors."""
+    return grouped([factor.name for factor in factors])
+
+
 def letters(n: int, prefix: str = "r") -> list[str]:
-    """Names for the dims of an array."""
+    """Name the dims of an array: r0, r1, ..."""
     return [f"{prefix}{i}" for i in range(n)]
 
 
@@ -77,26 +114,34 @@ def placed(
     whole: Collection[str] = (),
     **work: Any,
 ) -> Written:
-    """Dims at places of the result, or None; dims of other lengths are broadcast, or whole."""
+    """Describe an operation by the place in the result of each dim of its operands.
+
+    A dim of length 1 may stand at the place of a longer one: it is broadcast. Other dims of another
+    length than the result's (slices, padding) are whole on both sides.
+    """
     arrays = list[list[str]]()
-    odd = {*whole}
-    for k, shape in enumerate(shapes):
-        arrays.append([])
-        for d, (n, j) in enumerate(zip(shape, places[k], strict=True)):
-            is_same = j is not None and n == out[j]
-            arrays[k].append(f"r{j}" if is_same else f"u{k}_{d}")
-            odd |= {f"r{j}", f"u{k}_{d}"} if j is not None and 1 < n != out[j] else set()
+    whole_dims = {*whole}
+    for number, shape in enumerate(shapes):
+        dims = list[str]()
+        for d, (length, place) in enumerate(zip(shape, places[number], strict=True)):
+            if place is not None and length == out[place]:
+                dims.append(f"r{place}")
+                continue
+            own = f"u{number}_{d}"
+            dims.append(own)
+            if place is not None and length > 1:
+                whole_dims |= {f"r{place}", own}
+        arrays.append(dims)
     arrays.append(letters(len(out)))
-    return Written(arrays, kind, odd & {d for dims in arrays for d in dims}, work)
+    return Written(arrays, kind, whole_dims.intersection(chain(*arrays)), work)
 
 
 def aligned(
     shapes: Shapes, out: Shape, kind: str = "linear", whole: Collection[str] = (), **work: Any
 ) -> Written:
-    """The last dims are the result's."""
-    return placed(
-        shapes, out, [range(len(out) - len(s), len(out)) for s in shapes], kind, whole, **work
-    )
+    """Describe an operation with broadcasting: the last dims of operands are the result's."""
+    places = [range(len(out) - len(shape), len(out)) for shape in shapes]
+    return placed(shapes, out, places, kind, whole, **work)
 
 
 def along(
@@ -108,46 +153,76 @@ def along(
     sums: bool = False,
     **work: Any,
 ) -> Written:
-    """Some dims of the first operand are whole, or sums; all others are the result's, in their order."""
+    """Describe an operation along some dims of its first operand: a softmax, a concatenation.
+
+    These dims are whole, or summed (`sums`), and may be gone in the result. All others are the
+    result's, in their order.
+    """
     ndim = len(shapes[0])
-    left = iter(range(len(out)))
-    named = {d % max(ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)}
-    places = [next(left) if len(out) == ndim or d not in named else None for d in range(ndim)]
-    each = [places if len(s) == ndim else [None] * len(s) for s in shapes]
-    row = placed(shapes, out, each, kind, {f"r{places[d]}" for d in named}, **work)
-    own = {dim for dims in row.arrays for dim in dims if dim[0] == "u"}
-    return row._replace(whole=set() if sums else {*row.whole, *own})
+    numbers = [dims] if isinstance(dims, int) else dims
+    worked_along = {d % max(ndim, 1) for d in numbers}
+    stay = len(out) == ndim
+    next_place = iter(range(len(out)))
+    places = [next(next_place) if stay or d not in worked_along else None for d in range(ndim)]
+    places_by_shape = [places if len(shape) == ndim else [None] * len(shape) for shape in shapes]
+    whole = {f"r{places[d]}" for d in worked_along}
+    written = placed(shapes, out, places_by_shape, kind, whole, **work)
+    if sums:
+        return written._replace(whole=set())
+    gone = {dim for dim in chain(*written.arrays) if dim.startswith("u")}
+    return written._replace(whole={*written.whole, *gone})
 
 
 def view(before: Shape, after: Shape) -> Written:
-    """A reshape; dims that no axis can shard are whole.
+    """Describe a reshape; dims that no axis can shard are whole.
 
     >>> view((64, 4096), (8, 8, 32, 128)).text
     '(r1 r8) (r64 r2048) -> r1 r8 r64 r2048'
     >>> view((4, 6, 5), (4, 10, 3)).text, sorted(view((4, 6, 5), (4, 10, 3)).whole)
     ('r1 r4 u0_2 -> r1 u1_1 r40', ['r4', 'r40', 'u0_2', 'u1_1'])
     """
-    sides = common_factors(before, after)
-    arrays = [[grouped([name for name, _ in dim]) for dim in side] for side in sides]
-    lengths, there = (dict(factor for dim in side for factor in dim) for side in sides)
-    whole = lengths.keys() ^ there.keys()
-    return Written(arrays, "linear", whole, FREE, lengths | there)
+    dims_before, dims_after = common_factors(before, after)
+    arrays = [[_joined(dim) for dim in dims_before], [_joined(dim) for dim in dims_after]]
+    lengths_before = dict(chain(*dims_before))
+    lengths_after = dict(chain(*dims_after))
+    whole = lengths_before.keys() ^ lengths_after.keys()  # factors of one side only
+    return Written(arrays, "linear", whole, FREE, lengths_before | lengths_after)
 
 
 def convolution(
     shapes: Shapes, out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()
 ) -> Written:
-    """Windows are whole, and channels, if they are in groups of several.
+    """Describe a convolution: windows are whole, and so are channels in groups of several.
 
-    orders: the numbers of batch, channels (a kernel's: result's, operand's) and windows in every array.
+    orders: for the operand, the kernel and the result the numbers of the dims batch, channels (a
+    kernel's: the result's, the operand's) and windows.
     """
-    n = len(out) - 2
-    orders = orders or [range(n + 2)] * 3
-    in_groups = [shapes[0][orders[0][1]], out[orders[2][1]]] != [groups, groups] and groups > 1
-    inner, outer, taken = "coi" if in_groups else "coc" if groups == 1 else "ccd"
-    windows = [letters(n, letter) for letter in "lkm"]
-    dims = [["b", inner, *windows[0]], [outer, taken, *windows[1]], ["b", outer, *windows[2]]]
-    arrays = [[d[[*o].index(i)] for i in range(n + 2)] for o, d in zip(orders, dims, strict=True)]
-    whole = {name for each in windows for name in each} | ({"c", "o", "i"} if in_groups else set())
-    again = math.prod(shapes[0][d] for d in orders[0][1 if in_groups else 2 :])
-    return Written(arrays, "contraction", whole, {"flops": 2.0 / again})
+    n_windows = len(out) - 2
+    if not orders:
+        orders = [range(n_windows + 2)] * 3
+    channels = (shapes[0][orders[0][1]], out[orders[2][1]])
+    has_wide_groups = groups > 1 and channels != (groups, groups)
+    if has_wide_groups:
+        kernel_channels = ["o", "i"]  # i: the operand's channels in one group
+    elif groups == 1:
+        kernel_channels = ["o", "c"]
+    else:  # depthwise: each channel by itself
+        kernel_channels = ["c", "one"]
+    windows, kernel_windows, result_windows = [letters(n_windows, letter) for letter in "lkm"]
+    dims = [
+        ["b", "c", *windows],
+        [*kernel_channels, *kernel_windows],
+        ["b", kernel_channels[0], *result_windows],
+    ]
+    arrays = list[list[str]]()
+    for order, names in zip(orders, dims, strict=True):
+        name_of = dict(zip(order, names, strict=True))
+        arrays.append([name_of[d] for d in range(n_windows + 2)])
+    whole = {*windows, *kernel_windows, *result_windows}
+    if has_wide_groups:
+        whole |= {"c", "o", "i"}
+    # The space of all dims has the operand's windows (and channels beside i) in it, which are no
+    # work.
+    uncounted = orders[0][1:] if has_wide_groups else orders[0][2:]
+    flops = 2.0 / math.prod(shapes[0][d] for d in uncounted)
+    return Written(arrays, "contraction", whole, {"flops": flops})

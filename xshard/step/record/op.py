@@ -1,42 +1,39 @@
-"""Operations of a training step: dims by name, and what one mesh axis may do in each class of operations.
+"""Operations of a training step: dims by name, and what one mesh axis may do in each class.
 
-A rule says it for one axis. It prints as a contraction over an axis `x`: `b c/x, f c/x -> b f | sum(x)`.
-The classes (`KINDS`) derive rules from the dims of an operation by the table of `contractions.types`;
-rules of its own replace them.
+A rule says it for one axis: a placement in each operand and in the result. It prints as a
+contraction over an axis `x`: `b c/x, f c/x -> b f | sum(x)`. The classes (`KINDS`) derive rules
+from the dims of an operation by the table of `contractions.types`; rules of an operation's own
+replace them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from functools import cached_property
+from itertools import chain
 
 from xshard.arguments import did_you_mean
 from xshard.errors import NotationError, PlanError, located
-from xshard.layout import Layout, Mesh
-from xshard.notation.parser import ARROW, Dim, Shard, parse_sides, parts_of
+from xshard.layout import Layout
+from xshard.notation.parser import ARROW
+from xshard.step.record.arrays import COPY, REPLICAS, SUM, dims_of, layout_of, parse_arrays
 
-REPLICAS = -1
-SUM = -2
-COPY = -3  # ways of an axis in an array, beside a position: the dim that it shards
-TAGS = {"sum": SUM, "copy": COPY}
-Ints = NDArray[np.int64]
-Ways = Ints  # [layouts, axes]: per axis the dim of the array that it shards, or a tag
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
+AxisRule = tuple[int, ...]  # what one mesh axis does: a placement in each array
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of operations.
+    """A class of operations: which rules they have, and how much work they are.
 
-    sums: an axis may shard a dim that the result lacks, and leaves partial sums. passes: tags that all
-    operands may have, and the result then has. flops: floating point operations per element of the space of
-    all dims; rate: share of the rate of matrix products. accesses: how often operands and result are read
-    or written. backward: work of the backward pass for each forward one. saves: it needs the operands.
+    Args:
+        sums: A mesh axis may shard a dim that the result lacks, and leaves partial sums.
+        passes: Tags that all operands may have at once, and the result then has.
+        flops: Floating point operations per element of the space of all dims.
+        rate: Share of the machine's rate of matrix products that they reach.
+        accesses: How often operands and result are read or written.
+        backward: Work of the backward pass for each forward one.
+        saves: The backward pass needs the operands.
     """
 
     sums: bool = False
@@ -51,9 +48,11 @@ class Kind:
 KINDS: Mapping[str, Kind] = {
     # products and sums over dims; convolutions, with their windows whole
     "contraction": Kind(sums=True, flops=2.0, backward=2.0, saves=True),
-    # functions of elements; norms, softmax, cumulative and sorting ones with their dims whole; random numbers
+    # functions of elements; norms, softmax, cumulative and sorting ones with their dims whole;
+    # random numbers
     "pointwise": Kind(accesses=1.5, backward=2.0, saves=True),
-    # sums of arrays, views, permutations, broadcasts; slices, concatenations, padding with their dims whole
+    # sums of arrays, views, permutations, broadcasts; slices, concatenations, padding with their
+    # dims whole
     "linear": Kind(sums=True, passes=(SUM,)),
     # rows of a table by number; a shard of the rows gives zeros for the others
     "lookup": Kind(sums=True),
@@ -63,8 +62,9 @@ KINDS: Mapping[str, Kind] = {
     "loss": Kind(sums=True, accesses=4.0, saves=True),
     # one activation for several operations: moved once for all of them
     "share": Kind(passes=(COPY,), accesses=0.0, saves=True),
-    # numbers made in place: constants, positions, masks; and the first rows of a repeated block
+    # numbers made in place: constants, positions, masks
     "source": Kind(accesses=0.0),
+    # the first array of a repeated block: the result of the block before
     "carry": Kind(accesses=0.0),
     # no rule is known: every device computes all of it
     "opaque": Kind(accesses=1.5, backward=2.0, saves=True),
@@ -73,26 +73,45 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class Op:
-    """An operation of the forward pass.
+    """An operation of the forward pass, with named dims: `b s c, f c -> b s f`.
 
-    name: its name, which is the result's too; `*` stands for the number of a repeated block.
-    text: the dims of operands and result, as in `"b s c, (g d) c -> b s (g d)"`; in parentheses are dims that
-    are one dim of the array. A dim has one length wherever it is; results reach operands by position.
-    operands: names of operations, inputs and parameters. kind: its class, one of `KINDS`.
-    whole: dims that no axis may shard. rules: they replace the rules of its class for an axis, each as in
-    `axis_rules`. times: how often it runs. again: in a repeated block, the operation that gives the operand
-    of a `carry` from the second time on.
-    enters, leaves: the module with it as the first and as the last operation; there rules can move the first
-    operand and the result; None stands for its own name if it has a parameter, "" for no module.
-    flops, accesses: they replace the numbers of its class (`Kind`). keeps: the operands that a backward pass
-    needs, by number, the result's after the last one; None: all, if its class saves them. inside: in a chain
-    of operations, the dims of arrays between them, after the result in `rules`. inner: elements that the
-    backward pass needs of arrays between them, per element of the space of all dims.
-    Raises NotationError, PlanError.
+    A dim has one length wherever it is. Results reach operands by position: a dim may have another
+    name in the next operation.
 
-    >>> op = Op("up", "b s c, f c -> b s f", ("norm", "up.weight"))
-    >>> [op.text_of(rule) for rule in op.axis_rules][2:]
-    ['b s c | copy(x), f/x c -> b s f/x', 'b s c/x, f c/x -> b s f | sum(x)', 'b s c, f c -> b s f']
+    Args:
+        name: Its name, which is the result's too; `*` stands for the number of a repeated block.
+        text: The dims of operands and result, as in `"b s c, (g d) c -> b s (g d)"`. In parentheses
+            are dims that are one dim of the array.
+        operands: Names of operations, inputs and parameters, one for each operand in `text`.
+        kind: Its class, one of `KINDS`.
+        whole: Dims that no axis may shard.
+        rules: They replace the rules of its class for an axis, each as in `axis_rules`.
+        times: How often it runs.
+        again: In a repeated block, the operation that gives the operand of a `carry` from the
+            second time on.
+        enters: The module with this operation as its first one: a rule of the module can move the
+            first operand. None stands for its own name if it has a parameter, "" for no module.
+        leaves: The module with this operation as its last one: a rule can move the result. None and
+            "" are as for `enters`.
+        flops: Floating point operations per element of the space of all dims, in place of its
+            class's number.
+        accesses: How often arrays are read or written, in place of its class's number.
+        keeps: The operands that a backward pass needs, by number, the result's after the last one.
+            None: all of them, if its class saves them.
+        inside: In a chain of operations, the dims of arrays between them, after the result in
+            `rules`.
+        inner: Elements that the backward pass needs of arrays between them, per element of the
+            space of all dims.
+
+    Raises:
+        NotationError: The text is malformed, or names another number of operands or an unknown dim.
+        PlanError: There is no such class.
+
+    Examples:
+        >>> op = Op("up", "b s c, f c -> b s f", ("norm", "up.weight"))
+        >>> [op.text_of(rule) for rule in op.axis_rules][2:]
+        ['b s c | copy(x), f/x c -> b s f/x', 'b s c/x, f c/x -> b s f | sum(x)', 'b s c, f c -> b s
+        f']
     """
 
     name: str
@@ -100,7 +119,7 @@ class Op:
     operands: tuple[str, ...] = ()
     kind: str = "contraction"
     whole: tuple[str, ...] = ()
-    rules: tuple[tuple[int, ...], ...] | None = None
+    rules: tuple[AxisRule, ...] | None = None
     times: int = 1
     again: str = ""
     enters: str | None = None
@@ -112,170 +131,95 @@ class Op:
     inner: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("operands", "whole"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        for field in ("operands", "whole"):
+            value = getattr(self, field)
+            object.__setattr__(self, field, (value,) if isinstance(value, str) else tuple(value))
         with located(f"operation {self.name}"):
-            if self.kind not in KINDS:
-                hint = f"{did_you_mean(self.kind, KINDS)}there are: {', '.join(KINDS)}"
-                raise PlanError(f"no class {self.kind!r} of operations", hint=hint)
-            if (n := len(self.arrays) - 1) != len(self.operands):
-                reason = f"{n} operands and {len(self.operands)} names: {', '.join(self.operands)}"
-                raise NotationError(
-                    reason, text=self.text, hint="one name for each operand before the arrow"
-                )
-            known = dict.fromkeys(dim for dims in self.dims for dim in dims)
-            if unknown := [dim for dim in self.whole if dim not in known]:
-                reason = f"no dim {unknown[0]!r}"
-                raise NotationError(reason, text=self.text, hint=f"dims: {' '.join(known)}")
+            self._check()
+
+    def _check(self) -> None:
+        """Raise an error for an unknown class, a missing operand or an unknown dim."""
+        if self.kind not in KINDS:
+            hint = f"{did_you_mean(self.kind, KINDS)}there are: {', '.join(KINDS)}"
+            raise PlanError(f"no class {self.kind!r} of operations", hint=hint)
+        n_operands = len(self.arrays) - 1
+        if n_operands != len(self.operands):
+            names = ", ".join(self.operands)
+            reason = f"{n_operands} operands and {len(self.operands)} names: {names}"
+            hint = "one name for each operand before the arrow"
+            raise NotationError(reason, text=self.text, hint=hint)
+        known = dict.fromkeys(chain.from_iterable(self.dims))
+        unknown = [dim for dim in self.whole if dim not in known]
+        if unknown:
+            hint = f"dims: {' '.join(known)}"
+            raise NotationError(f"no dim {unknown[0]!r}", text=self.text, hint=hint)
 
     @cached_property
     def arrays(self) -> tuple[Layout, ...]:
-        """The arrays of the operands, then of the result; dims that are one have a name such as `(g d)`."""
+        """The arrays of the operands, then of the result; several dims may be one, as `(g d)`."""
         return parse_arrays(self.text)
 
     @cached_property
-    def every(self) -> tuple[Layout, ...]:
-        """The arrays of the operands, of the result, and inside."""
-        return (*self.arrays, *(parse_arrays(f"{ARROW} {text}")[0] for text in self.inside))
+    def all_arrays(self) -> tuple[Layout, ...]:
+        """The arrays of the operands, of the result, and between operations of a chain."""
+        between = [parse_arrays(f"{ARROW} {text}")[0] for text in self.inside]
+        return (*self.arrays, *between)
 
     @cached_property
     def dims(self) -> tuple[tuple[str, ...], ...]:
-        """The dims of each array, one by one."""
-        return tuple(map(dims_of, self.arrays))
+        """The single dims of each array, operands first."""
+        return tuple(dims_of(array) for array in self.arrays)
 
     @property
     def work(self) -> Kind:
         """Its class with the operation's own numbers."""
-        own = {n: v for n in ("flops", "accesses") if (v := getattr(self, n)) is not None}
-        return replace(KINDS[self.kind], **own)
+        work = KINDS[self.kind]
+        if self.flops is not None:
+            work = replace(work, flops=self.flops)
+        if self.accesses is not None:
+            work = replace(work, accesses=self.accesses)
+        return work
 
     @property
-    def kept(self) -> Sequence[int]:
-        """The numbers of operands that the backward pass needs; the result's is the one after them."""
-        return (
-            range(len(self.operands) * KINDS[self.kind].saves) if self.keeps is None else self.keeps
-        )
+    def saved_operands(self) -> Sequence[int]:
+        """The operands that the backward pass needs, by number; the result's is after them."""
+        if self.keeps is not None:
+            return self.keeps
+        return range(len(self.operands)) if KINDS[self.kind].saves else ()
 
     @cached_property
-    def axis_rules(self) -> tuple[tuple[int, ...], ...]:
-        """For each rule of one axis the dim that it shards in `every` array, or a tag; the last is idle."""
+    def axis_rules(self) -> tuple[AxisRule, ...]:
+        """What one mesh axis may do: a placement in each of `all_arrays`; the last rule is idle."""
+        idle = (REPLICAS,) * len(self.all_arrays)
+        if self.rules is not None:
+            return (*self.rules, idle)
+        if self.kind == "opaque":
+            return (idle,)
         *operands, result = self.dims
-        idle = (REPLICAS,) * len(self.every)
         kind = KINDS[self.kind]
-        if self.rules is not None or self.kind == "opaque":
-            return (*(self.rules or ()), idle)
-        rules = []
-        for dim in dict.fromkeys((*result, *(d for dims in operands for d in dims))):
-            if dim not in self.whole and (dim in result or kind.sums):
-                ways = (dims.index(dim) if dim in dims else COPY for dims in operands)
-                rules.append((*ways, result.index(dim) if dim in result else SUM))
-        return (*rules, *((tag,) * len(self.dims) for tag in kind.passes), idle)
+        rules = list[AxisRule]()
+        for dim in dict.fromkeys(chain(result, *operands)):
+            is_possible = dim in result or kind.sums
+            if is_possible and dim not in self.whole:
+                rules.append(self._rule_that_shards(dim))
+        for tag in kind.passes:
+            rules.append((tag,) * len(self.dims))
+        return (*rules, idle)
+
+    def _rule_that_shards(self, dim: str) -> AxisRule:
+        """Shard a dim wherever it is: operands without it are copied, a result without it is a sum."""
+        *operands, result = self.dims
+        placements = [dims.index(dim) if dim in dims else COPY for dims in operands]
+        return (*placements, result.index(dim) if dim in result else SUM)
 
     def text_of(self, rule: Sequence[int]) -> str:
-        """A rule as a contraction over the axis `x`."""
+        """Write a rule as a contraction over the axis `x`: `b c/x, f c/x -> b f | sum(x)`."""
         pairs = zip(rule, self.dims, strict=False)
-        *sides, result = (str(layout_of([way], dims, "x")) for way, dims in pairs)
-        return f"{', '.join(sides)} {ARROW} {result}".strip()
+        *operands, result = [str(layout_of([way], dims, "x")) for way, dims in pairs]
+        return f"{', '.join(operands)} {ARROW} {result}".strip()
 
 
 def renamed(op: Op, names: Mapping[str, str]) -> Op:
-    """The operation with new names for itself and for its operands."""
+    """Rename an operation and its operands; names that are not in `names` stay."""
     operands = tuple(names.get(name, name) for name in op.operands)
     return replace(op, name=names.get(op.name, op.name), operands=operands)
-
-
-@lru_cache(2**12)
-def parse_arrays(text: str) -> tuple[Layout, ...]:
-    """`"b c, f c -> b f"` -> the arrays, the result last; before the arrow there may be none."""
-    is_made = not text.partition(ARROW)[0].strip()
-    operands, results, _ = parse_sides(f"() {text}" if is_made else text, "contraction")
-    arrays = tuple(Layout(*side) for side in (*operands, *results))[is_made:]
-    for array in arrays:
-        if array.axes or len(set(dims_of(array))) < len(dims_of(array)):
-            hint = "an operation has the dims of arrays, each once, and no axes"
-            raise NotationError(f"'{array}' in an operation", text=text, hint=hint)
-    return arrays
-
-
-def dims_of(array: Layout) -> tuple[str, ...]:
-    """The names of all dims, also of those in parentheses."""
-    return tuple(name for dim in array.dims for name in parts_of(dim))
-
-
-def layout_of(ways: Sequence[int], names: Sequence[str], axes: Sequence[str]) -> Layout:
-    """The ways of all axes, as a layout of dims with these names."""
-    pairs = list(zip(axes, ways, strict=True))
-    dims = (Dim(n, tuple(Shard((a,)) for a, way in pairs if way == d)) for d, n in enumerate(names))
-    tags = ((kind, (a,)) for kind, tag in TAGS.items() for a, way in pairs if way == tag)
-    return Layout(tuple(dims), tuple(tags))
-
-
-def ways_of(layout: Layout, axes: Sequence[str]) -> list[int]:
-    """The inverse of `layout_of`. Raises NotationError for what the search does not know."""
-    ways = {axis: d for d, dim in enumerate(layout.dims) for axis in dim.axes}
-    ways |= {axis: TAGS.get(kind, REPLICAS) for kind, tagged in layout.tags for axis in tagged}
-    row = [ways.get(axis, REPLICAS) for axis in axes]
-    if str(layout_of(row, layout.names, axes)) != str(layout):
-        hint = f"contiguous blocks over axes in the order {', '.join(axes)}, sum and copy"
-        raise NotationError(f"'{layout}' is not searched", hint=hint)
-    return row
-
-
-def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Ints:
-    """All combinations of rules, one per axis, that divide all dims evenly -> [options, arrays, axes]."""
-    table = np.array(op.axis_rules)
-    n_axes = len(mesh.axes)
-    chosen = np.indices((len(table),) * n_axes).reshape(n_axes, -1).T
-    ways = np.swapaxes(table[chosen], 1, 2).copy()
-    fits = np.ones(len(chosen), bool)
-    for j, array in enumerate(op.every):
-        ways[:, j], fitting = _in_array(ways[:, j], array, lengths, mesh)
-        fits &= fitting
-    ways = ways[fits, : len(op.arrays)]
-    first = np.unique(ways, axis=0, return_index=True)[
-        1
-    ]  # rules over dims that are one are the same layouts
-    return ways[np.sort(first)]
-
-
-def _in_array(
-    ways: Ways, array: Layout, lengths: Mapping[str, int], mesh: Mesh
-) -> tuple[Ways, Flags]:
-    """Layouts of dims -> layouts of the array that has some of them as one dim, and which are possible."""
-    grouped = ways.copy()
-    fits = np.ones(len(ways), bool)
-    axes = np.arange(len(mesh.axes))
-    d = 0
-    for group, dim in enumerate(
-        array.dims
-    ):  # sharded once those before it are down to 1, by later axes
-        down = np.ones(len(ways), bool)
-        last = np.full(len(ways), -1)
-        for name in parts_of(dim):
-            here = ways == d
-            factor = product(here, mesh.sizes)
-            any_here = here.any(-1)
-            first = np.where(here, axes, len(axes)).min(-1)
-            fits &= (lengths[name] % factor == 0) & (~any_here | (down & (first > last)))
-            down = down & (factor == lengths[name])
-            last = np.maximum(last, np.where(here, axes, -1).max(-1))
-            grouped[here] = group
-            d += 1
-    return grouped, fits
-
-
-def product(which: Flags, sizes: Sequence[int] | Floats) -> Floats:
-    """The product of the sizes of some axes, which come last."""
-    return np.asarray(np.prod(np.where(which, sizes, 1), -1))
-
-
-def distinct(ways: Ways) -> tuple[Ways, Ints]:
-    """The distinct layouts, and the number of the one that each option has."""
-    rows, index = np.unique(ways, axis=0, return_inverse=True)
-    return rows, index.reshape(-1)
-
-
-def without_copies(ways: ArrayLike) -> Ways:
-    """The layouts of arrays that need no gradient here."""
-    return np.where(np.equal(ways, COPY), REPLICAS, ways)

@@ -1,23 +1,30 @@
-"""Equal blocks of operations one after another, as the layers of a model are: one block that runs often."""
+"""Equal blocks of operations, such as the layers of a model, as one block that runs often."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import accumulate, count
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 from xshard.notation.parser import ARROW
 from xshard.step.record.op import Op, renamed
 from xshard.step.record.training_step import TrainingStep
 
 NUMBER = re.compile(r"(\d+)")
-ALIKE = ("text", "kind", "whole", "rules", "times", "flops", "accesses", "keeps", "inner")
+# Fields that are equal in operations of equal blocks, beside the name but for its number.
+EQUAL_FIELDS = ("text", "kind", "whole", "rules", "times", "flops", "accesses", "keeps", "inner")
+# Where an operand comes from.
+PARAMETER = "parameter"
+SAME_BLOCK = "same block"
+BLOCK_BEFORE = "block before"
+ELSEWHERE = "elsewhere"
 
 
 def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
-    """A step with equal blocks, each with results of the one before, as one block; `*` is their number.
+    """Write equal blocks, each with results of the one before, as one block; `*` is their number.
 
     `{1,2}` is, if there are others: layers before the block or after it that differ from it.
 
@@ -36,112 +43,237 @@ def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     """
     ops = list(step.ops)
     names = dict[str, str]()
+    kinds = [_kind_of(op) for op in ops]
     start = 0
-    kinds = [(NUMBER.sub("*", op.name), *(getattr(op, field) for field in ALIKE)) for op in ops]
     while start < len(ops):
-        sizes = [end - start for end in range(start + 1, len(ops)) if kinds[end] == kinds[start]]
-        runs = [(size, _times(kinds, start, size)) for size in sizes]
-        for size, times in sorted(runs, key=lambda run: (-run[0] * run[1], run[0])):
-            if times > 1 and (one := _block(ops, step, start, size, times, names)):
-                end = start + size * times
-                ops[start:] = [*one, *(renamed(op, names) for op in ops[end:])]
-                kinds[start:end] = [("",)] * len(one)
-                start += len(one) - 1
-                break
+        for size, times in _runs_from(kinds, start):
+            run = _Run(ops, step, start, size, times)
+            new_names = run.new_names if run.is_repeated else {}
+            if not new_names or "" in new_names.values():
+                continue
+            block = run.as_one_block()
+            names |= new_names
+            end = start + size * times
+            ops[start:] = [*block, *(renamed(op, names) for op in ops[end:])]
+            kinds[start:end] = [("",)] * len(block)  # equal to no operation that follows
+            start += len(block) - 1
+            break
         start += 1
     parameters = {names.get(name, name): text for name, text in step.parameters.items()}
     return replace(step, ops=ops, parameters=parameters), names
 
 
-def _times(kinds: Sequence[object], start: int, size: int) -> int:
-    """How often the operations from a place on come one after another."""
-    return next(n for n in count(1) if kinds[start + n * size :][:size] != kinds[start:][:size])
+def _kind_of(op: Op) -> tuple[object, ...]:
+    """Return what is equal in equal operations of two blocks."""
+    return (NUMBER.sub("*", op.name), *(getattr(op, field) for field in EQUAL_FIELDS))
 
 
-def _block(
-    ops: Sequence[Op], step: TrainingStep, start: int, size: int, times: int, names: dict[str, str]
-) -> list[Op]:
-    """Blocks as one; empty unless each takes what the one before it made. names: gets new ones."""
-    run = ops[start : start + size * times]
-    place = {op.name: i - start for i, op in enumerate(ops)}
+def _runs_from(kinds: Sequence[object], start: int) -> list[tuple[int, int]]:
+    """List the sizes of blocks that repeat from `start` on, and how often, the longest run first."""
+    runs = list[tuple[int, int]]()
+    for end in range(start + 1, len(kinds)):
+        if kinds[end] == kinds[start]:
+            times = _count_repeats(kinds, start, end - start)
+            if times > 1:
+                runs.append((end - start, times))
+    return sorted(runs, key=lambda run: (-run[0] * run[1], run[0]))
 
-    def role(i: int, name: str) -> tuple[str, int | str]:
-        offset = place.get(name, -len(ops)) - i // size * size
-        if name in step.parameters:
-            return "parameter", NUMBER.sub("*", name)
+
+def _count_repeats(kinds: Sequence[object], start: int, size: int) -> int:
+    """Count how many times the `size` operations at `start` come back to back."""
+    block = kinds[start : start + size]
+    times = 1
+    while kinds[start + times * size : start + (times + 1) * size] == block:
+        times += 1
+    return times
+
+
+class Source(NamedTuple):
+    """Where an operand of a block comes from, in terms that are equal for equal blocks.
+
+    place: the number in its block of the operation that makes it; else its name.
+    """
+
+    kind: str
+    place: int | str
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A run of `times` blocks of `size` operations each, from number `start` on."""
+
+    ops: Sequence[Op]
+    step: TrainingStep
+    start: int
+    size: int
+    times: int
+
+    @cached_property
+    def members(self) -> Sequence[Op]:
+        """The operations of the run."""
+        return self.ops[self.start : self.start + self.size * self.times]
+
+    @property
+    def columns(self) -> list[Sequence[Op]]:
+        """For each operation of a block the operations in all blocks."""
+        return [self.members[i :: self.size] for i in range(self.size)]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each operation, counted from the first one of the run."""
+        return {op.name: i for i, op in enumerate(self.ops, -self.start)}
+
+    @cached_property
+    def sources(self) -> list[list[Source]]:
+        """Where the operands of each operation of the run come from."""
+        return [
+            [self._source(i, name) for name in op.operands] for i, op in enumerate(self.members)
+        ]
+
+    def _source(self, i: int, name: str) -> Source:
+        if name in self.step.parameters:
+            return Source(PARAMETER, NUMBER.sub("*", name))
+        if name not in self.numbers:
+            return Source(ELSEWHERE, name)
+        block_start = i // self.size * self.size
+        offset = self.numbers[name] - block_start
         if offset >= 0:
-            return "here", offset
-        return ("apart", name) if i < size or offset < -size else ("before", offset + size)
+            return Source(SAME_BLOCK, offset)
+        is_first_block = i < self.size
+        if is_first_block or offset < -self.size:
+            return Source(ELSEWHERE, name)
+        return Source(BLOCK_BEFORE, offset + self.size)
 
-    roles = [[role(i, name) for name in op.operands] for i, op in enumerate(run)]
-    first, *others = (
-        [each for op in roles[i : i + size] for each in op] for i in range(0, len(run), size)
-    )
-    carried = {b: a for a, b in zip(first, others[0], strict=True) if b[0] == "before"}
-    beside = {
-        name for op in (*ops[:start], *ops[start + len(run) :]) for name in (*op.operands, op.again)
-    }
-    if first != [carried.get(b, b) for b in others[0]] or any(each != others[0] for each in others):
-        return []
-    if {a[0] for a in carried.values()} != {"apart"} or beside & {op.name for op in run[:-size]}:
-        return []
-    new = dict[str, str]()
-    every = {*step.parameters}.union(
-        *((op.name, op.enters or "", op.leaves or "") for op in step.ops)
-    )
-    taken = {path for name in every for path in accumulate(name.split("."), "{}.{}".format)}
-    for column in (run[i::size] for i in range(size)):
-        own = [op.name for op in column]
-        new |= dict.fromkeys(own, _starred(own, taken) or own[0])
-        for each in zip(*(op.operands for op in column), strict=True):
-            if each[0] in step.parameters:
-                new |= dict.fromkeys(each, _starred(each, taken))
-    if "" in new.values():
-        return []
-    carries = dict[tuple[str, int | str], Op]()
-    for before, (_, origin) in carried.items():
-        op = run[int(before[1])]
-        name = new[op.name]
-        result = op.text.partition(ARROW)[2].strip()
-        how: Any = {"kind": "carry", "times": times * op.times, "again": name, "enters": ""}
-        carries[before] = Op(
-            f"{name} (before)", f"{result} {ARROW} {result}", (str(origin),), **how
+    @cached_property
+    def carried(self) -> dict[Source, Source]:
+        """What blocks take from the block before -> what the first block takes in its place."""
+        first_block, second_block, *_ = self._sources_by_block()
+        pairs = zip(second_block, first_block, strict=True)
+        return {source: first for source, first in pairs if source.kind == BLOCK_BEFORE}
+
+    def _sources_by_block(self) -> list[list[Source]]:
+        starts = range(0, len(self.members), self.size)
+        return [[*chain(*self.sources[i : i + self.size])] for i in starts]
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether blocks take what the one before made, and only the last one's results are used."""
+        first_block, second_block, *others = self._sources_by_block()
+        if any(block != second_block for block in others):
+            return False
+        if first_block != [self.carried.get(source, source) for source in second_block]:
+            return False
+        if {source.kind for source in self.carried.values()} != {ELSEWHERE}:
+            return False
+        end = self.start + len(self.members)
+        used_outside = set[str]()
+        for op in (*self.ops[: self.start], *self.ops[end:]):
+            used_outside.update((*op.operands, op.again))
+        return used_outside.isdisjoint(op.name for op in self.members[: -self.size])
+
+    @cached_property
+    def taken(self) -> set[str]:
+        """All names of the step and of modules, which a pattern must not fit by mistake."""
+        paths = {*self.step.parameters}
+        for op in self.step.ops:
+            paths.add(op.name)
+            paths.update(module for module in (op.enters, op.leaves) if module)
+        taken = set[str]()
+        for path in paths:
+            taken.update(accumulate(path.split("."), "{}.{}".format))
+        return taken
+
+    @cached_property
+    def new_names(self) -> dict[str, str]:
+        """A name for the operations of each column and for their parameters; "" where none fits."""
+        new_names = dict[str, str]()
+        for column in self.columns:
+            own_names = [op.name for op in column]
+            pattern = _starred(own_names, self.taken)
+            new_names |= dict.fromkeys(own_names, pattern if pattern else own_names[0])
+            for operands in zip(*[op.operands for op in column], strict=True):
+                if operands[0] in self.step.parameters:
+                    new_names |= dict.fromkeys(operands, _starred(operands, self.taken))
+        return new_names
+
+    def as_one_block(self) -> list[Op]:
+        """Write the run as one block, with a `carry` for each array from the block before."""
+        carries = {source: self._carry(source) for source in self.carried}
+        block = [*carries.values(), *(self._member(i, carries) for i in range(self.size))]
+        for carry in carries.values():
+            users = [op for op in block if carry.name in op.operands]
+            is_copied_once = len(users) == 1 and users[0].text == carry.text
+            if is_copied_once and users[0].accesses == 0:
+                # The operation with which a module begins is the carry itself.
+                place = block.index(users[0])
+                block[place] = replace(
+                    users[0],
+                    kind="carry",
+                    operands=carry.operands,
+                    again=carry.again,
+                    accesses=None,
+                )
+                block.remove(carry)
+        return block
+
+    def _carry(self, source: Source) -> Op:
+        """Make the operation that stands for what the block before made."""
+        maker = self.members[int(source.place)]
+        name = self.new_names[maker.name]
+        result = maker.text.partition(ARROW)[2].strip()
+        return Op(
+            f"{name} (before)",
+            f"{result} {ARROW} {result}",
+            (str(self.carried[source].place),),
+            kind="carry",
+            times=self.times * maker.times,
+            again=name,
+            enters="",
         )
-    block = list(carries.values())
-    for i, op in enumerate(run[:size]):
-        places = zip(roles[size + i], op.operands, strict=True)
-        operands = [carries[p].name if p in carries else new.get(name, name) for p, name in places]
-        fields: Any = {"name": new[op.name], "operands": operands, "times": times * op.times}
-        for side in ("enters", "leaves"):
-            fields[side] = getattr(op, side) and _starred(
-                [getattr(x, side) for x in run[i::size]], taken
-            )
-        block.append(replace(op, **fields))
-    for carry in carries.values():  # the operation with which a module begins is the carry itself
-        users = [op for op in block if carry.name in op.operands]
-        if len(users) == 1 and users[0].text == carry.text and users[0].accesses == 0:
-            fields = {
-                "kind": "carry",
-                "operands": carry.operands,
-                "again": carry.again,
-                "accesses": None,
-            }
-            block[block.index(users[0])] = replace(users[0], **fields)
-            block.remove(carry)
-    names |= new
-    return block
+
+    def _member(self, i: int, carries: dict[Source, Op]) -> Op:
+        """Rename operation i, with the operands of the second block, which has one before it."""
+        op = self.members[i]
+        operands = list[str]()
+        for source, name in zip(self.sources[self.size + i], op.operands, strict=True):
+            if source in carries:
+                operands.append(carries[source].name)
+            else:
+                operands.append(self.new_names.get(name, name))
+        column = self.columns[i]
+        return replace(
+            op,
+            name=self.new_names[op.name],
+            operands=tuple(operands),
+            times=self.times * op.times,
+            enters=self._module([member.enters for member in column]),
+            leaves=self._module([member.leaves for member in column]),
+        )
+
+    def _module(self, names: Sequence[str | None]) -> str | None:
+        """Return a pattern for the modules that the operations of a column enter or leave."""
+        if not names[0]:
+            return names[0]
+        return _starred([str(name) for name in names], self.taken)
 
 
-def _starred(names: Sequence[str], taken: Iterable[str]) -> str:
-    """A pattern for names that differ in one number: `*`, or the numbers if that fits others, too; or ""."""
-    parts = list(zip(*map(NUMBER.split, names), strict=True))
-    differ = [i for i, each in enumerate(parts) if len(set(each)) > 1]
-    if len(differ) != 1:
-        return "" if differ else names[0]
-    numbers = parts[differ[0]]
-    around = [each[0] for each in parts]
-    sides = "".join(around[: differ[0]]), "".join(around[differ[0] + 1 :])
-    fits = re.compile("[^.]+".join(map(re.escape, sides))).fullmatch
-    is_alone = all(name in names for name in taken if fits(name))
-    around[differ[0]] = "*" if is_alone else f"{{{','.join(numbers)}}}"
-    return "".join(around)
+def _starred(names: Sequence[str], taken: Collection[str]) -> str:
+    """Write names that differ in one number as a pattern: `a.0.b`, `a.1.b` -> `a.*.b`.
+
+    `a.{0,1}.b` if the star would fit other names in `taken`; "" if the names differ elsewhere.
+    """
+    pieces = [NUMBER.split(name) for name in names]  # numbers have odd places
+    columns = list(zip(*pieces, strict=True))
+    differ = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    if not differ:
+        return names[0]
+    if len(differ) > 1:
+        return ""
+    place = differ[0]
+    pattern = [column[0] for column in columns]
+    head = "".join(pattern[:place])
+    tail = "".join(pattern[place + 1 :])
+    fits_star = re.compile(f"{re.escape(head)}[^.]+{re.escape(tail)}").fullmatch
+    is_alone = all(name in names for name in taken if fits_star(name))
+    number = "*" if is_alone else f"{{{','.join(columns[place])}}}"
+    return f"{head}{number}{tail}"

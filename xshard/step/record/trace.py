@@ -1,35 +1,53 @@
-"""A step as a bridge meets it, operation by operation: names of dims reach every result from its operands."""
+"""A step as a bridge meets it, operation by operation: operands hand names of dims to results."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, product
+from itertools import chain, product
 from typing import Any
 
-from xshard.step.record.letters import Written, common_factors, grouped
-from xshard.step.record.op import COPY, REPLICAS, SUM, Op
+from xshard.step.record.arrays import COPY, REPLICAS, SUM
+from xshard.step.record.letters import Factor, Written, common_factors, grouped
+from xshard.step.record.op import AxisRule, Op
 from xshard.step.record.training_step import TrainingStep
 
-Names = list[list[str]]  # the names of every dim of an array: several that are one dim are a list
+Names = list[list[str]]  # [dims][parts]: the names of each dim of an array, several for `(g d)`
+ORIGINS = {
+    "": 0,
+    "n": 1,
+    "s": 2,
+    "b": 3,
+}  # by first letter: unnamed, made here, of an input, the batch
 
 
 @dataclass
 class Trace:
-    """Operations in letters of a bridge's own -> a step in which a dim keeps its name wherever it goes.
+    """Operations in letters of a bridge's own -> a step in which a dim keeps its name.
 
-    batch: length of the first dim of inputs, named `b`; other dims of inputs are named `s512`, by length,
-    all others `n4096`: equal layers have equal texts. dims, shapes: the arrays' so far, by name.
+    Names say where a dim is from and how long it is, so that equal layers have equal texts: `b` is
+    the first dim of inputs, `s512` another one of inputs, `n4096` any other dim.
 
-    >>> from xshard.step.record.letters import view
-    >>> trace = Trace(batch=64)
-    >>> trace.input("x", (64, 512, 128)), trace.parameter("up", (256, 128))
-    ('x', 'up')
-    >>> flat = trace.add("flat", view((64, 512, 128), (64 * 512, 128)), ("x",), (64 * 512, 128))
-    >>> product = Written(["ac", "dc", "ad"], "contraction")
-    >>> print(trace.step(trace.add("y", product, (flat, "up"), (64 * 512, 256))))
-    flat  linear       b s512 s128 -> (b s512) s128               x
-    y     contraction  (b s512) s128, n256 s128 -> (b s512) n256  flat, up
+    Args:
+        batch: The length of the first dim of inputs.
+        dtype: For activations and parameters in use.
+        ops: The operations so far.
+        dims: The dims of each array so far, by its name; parameters have none before their first
+            use.
+        shapes: The shape of each array so far.
+        lengths: The length of each dim so far.
+        inputs: The names of inputs so far.
+
+    Examples:
+        >>> from xshard.step.record.letters import view
+        >>> trace = Trace(batch=64)
+        >>> trace.input("x", (64, 512, 128)), trace.parameter("up", (256, 128))
+        ('x', 'up')
+        >>> flat = trace.add("flat", view((64, 512, 128), (64 * 512, 128)), ("x",), (64 * 512, 128))
+        >>> product = Written(["ac", "dc", "ad"], "contraction")
+        >>> print(trace.step(trace.add("y", product, (flat, "up"), (64 * 512, 256))))
+        flat  linear       b s512 s128 -> (b s512) s128               x
+        y     contraction  (b s512) s128, n256 s128 -> (b s512) n256  flat, up
     """
 
     batch: int
@@ -41,115 +59,191 @@ class Trace:
     inputs: list[str] = field(default_factory=list)
 
     def input(self, name: str, shape: Sequence[int]) -> str:
-        """An array of the batch; returns its name."""
+        """Add an array of the batch; return its name."""
         names = list[str]()
-        for n in shape:
-            self._fresh("b" if n == self.batch and not names else f"s{n}", n, names)
+        for d, length in enumerate(shape):
+            is_batch = d == 0 and length == self.batch
+            self._take("b" if is_batch else f"s{length}", length, names)
         self.inputs.append(name)
-        self.dims[name] = [[each] for each in names]
+        self.dims[name] = [[dim] for dim in names]
         self.shapes[name] = (*shape,)
         return name
 
     def parameter(self, name: str, shape: Sequence[int]) -> str:
-        """A parameter; its dims have the names of the first operation that uses it. Returns its name."""
+        """Add a parameter, whose dims get names where it is first used; return its name."""
         self.shapes[name] = (*shape,)
         return name
 
     def add(
-        self, name: str, op: Written, operands: Sequence[str], shape: Sequence[int], **how: Any
+        self, name: str, op: Written, operands: Sequence[str], shape: Sequence[int], **fields: Any
     ) -> str:
-        """An operation inside a module, the shape of its result, and fields of `Op`; returns its name."""
+        """Add an operation inside a module; return its name.
+
+        Args:
+            name: The name of the operation, and of its result.
+            op: The operation in letters.
+            operands: Names of arrays, as many as `op` has operands, or more, which are left out.
+            shape: The shape of the result.
+            fields: Fields of `Op`.
+        """
         operands = operands[: len(op.arrays) - 1]
-        how = {**op.work, "enters": "", "leaves": "", **how}
-        arrays = [[dim.strip("()").split() for dim in dims] for dims in op.arrays]
-        shapes = [*(self.shapes[o] for o in operands), shape]
-        sizes = dict(op.lengths)
-        for dims, each in zip(arrays, shapes, strict=True):
-            sizes |= {dim[0]: n for dim, n in zip(dims, each, strict=True) if len(dim) == 1}
-        factors = {x: [("", n)] for x, n in sizes.items()}
-        for operand, dims in zip(operands, arrays, strict=False):
-            for dim, names in zip(dims, self.dims.get(operand, ()), strict=False):
-                for letter, split in self._factors(dim, names, sizes).items():
-                    factors[letter] = max(factors[letter], split, key=_rank)
-        taken = list[str]()
-        letters = dict.fromkeys(x for dims in arrays for dim in dims for x in dim)
-        meaning = {
-            x: [self._fresh(known or f"n{n}", n, taken) for known, n in factors[x]] for x in letters
-        }
-        named = [[[n for x in dim for n in meaning[x]] for dim in dims] for dims in arrays]
-        for operand, own in zip(operands, named, strict=False):
-            self.dims.setdefault(operand, own)
-        pairs = ((x, n) for x, names in meaning.items() for n in names)
-        whole = tuple(n for x, n in pairs if x in op.whole or self.lengths[n] == 1)
-        text = Written([[*map(grouped, names)] for names in named]).text
-        step_op = Op(name, text, tuple(operands), op.kind, whole, **how)
-        first = {
-            names[0] for names in meaning.values()
-        }  # an axis shards the first of several names
-        self.ops.append(
-            replace(step_op, rules=_linked(step_op, op.links, first)) if op.links else step_op
-        )
+        arrays = [_letters_of(dims) for dims in op.arrays]
+        shapes = [*(self.shapes[operand] for operand in operands), tuple(shape)]
+        lengths = _lengths_of_letters(op, arrays, shapes)
+        names_of = self._names_of_letters(arrays, operands, lengths)
+        named = [_in_names(array, names_of) for array in arrays]
+        for operand, dims in zip(operands, named, strict=False):
+            self.dims.setdefault(operand, dims)
+        self.ops.append(self._op(name, op, operands, named, names_of, fields))
         self.dims[name] = named[-1]
         self.shapes[name] = (*shape,)
         return name
 
     def step(self, *last: str, moves_anywhere: bool = False) -> TrainingStep:
-        """The step that ends in some operations, with all that they need."""
+        """Return the step that ends in some operations, with all that they need."""
         needed = set(last)
         ops = list[Op]()
         for op in reversed(self.ops):
             if op.name in needed:
                 needed.update(op.operands)
-                ops.insert(0, op)
+                ops.append(op)
+        ops.reverse()
         stored = needed.difference(op.name for op in ops)
-        texts = {x: " ".join(map(grouped, dims)) for x, dims in self.dims.items() if x in stored}
-        inputs = {name: texts.pop(name) for name in self.inputs if name in texts}
-        return TrainingStep(ops, self.lengths, inputs, texts, "b", self.dtype, moves_anywhere)
+        parameters = dict[str, str]()
+        for array, dims in self.dims.items():
+            if array in stored:
+                parameters[array] = " ".join(map(grouped, dims))
+        inputs = {name: parameters.pop(name) for name in self.inputs if name in parameters}
+        return TrainingStep(ops, self.lengths, inputs, parameters, "b", self.dtype, moves_anywhere)
+
+    def _names_of_letters(
+        self, arrays: Sequence[Names], operands: Sequence[str], lengths: Mapping[str, int]
+    ) -> dict[str, list[str]]:
+        """Name the dims that each letter stands for: as its operands name them, or anew."""
+        factors = {letter: [Factor("", length)] for letter, length in lengths.items()}
+        for operand, dims in zip(operands, arrays, strict=False):
+            for letters, names in zip(dims, self.dims.get(operand, ()), strict=False):
+                for letter, named in self._factors(letters, names, lengths).items():
+                    factors[letter] = max(factors[letter], named, key=_preference)
+        names_of = dict[str, list[str]]()
+        taken = list[str]()  # a name stands for one dim of an operation
+        for letter in dict.fromkeys(chain.from_iterable(chain(*arrays))):
+            names_of[letter] = []
+            for known, length in factors[letter]:
+                wanted = known if known else f"n{length}"
+                names_of[letter].append(self._take(wanted, length, taken))
+        return names_of
 
     def _factors(
-        self, letters: Sequence[str], names: Sequence[str], sizes: Mapping[str, int]
-    ) -> dict[str, list[tuple[str, int]]]:
-        """The factors of each letter of one dim: names, "" for a part of one, and lengths."""
-        if len(letters) == 1:
-            return {letters[0]: [(name, self.lengths[name]) for name in names]}
-        shapes = [self.lengths[name] for name in names], [sizes[x] for x in letters]
-        before, after = common_factors(*shapes)
-        entire = {dim[0]: name for name, dim in zip(names, before, strict=True) if len(dim) == 1}
-        parts = zip(letters, after, strict=True)
-        return {letter: [(entire.get(each, ""), each[1]) for each in dim] for letter, dim in parts}
+        self, letters: Sequence[str], names: Sequence[str], lengths: Mapping[str, int]
+    ) -> dict[str, list[Factor]]:
+        """Split the named dims of an operand over the letters of one dim; parts have no name.
 
-    def _fresh(self, wanted: str, n: int, taken: list[str]) -> str:
-        """A name for a dim of length n that is not in `taken`, and then is."""
-        others = (f"{wanted.partition('_')[0]}_{i}" for i in count(2))
-        name = next(each for each in chain([wanted], others) if each not in taken)
+        `(a c)` of lengths 64 and 512, of an array with the dims `(b s512)`: a is b, and c is s512.
+        """
+        if len(letters) == 1:
+            return {letters[0]: [Factor(name, self.lengths[name]) for name in names]}
+        by_name, by_letter = common_factors(
+            [self.lengths[name] for name in names], [lengths[letter] for letter in letters]
+        )
+        name_of = dict[str, str]()  # of factors that are a whole named dim
+        for name, factors in zip(names, by_name, strict=True):
+            if len(factors) == 1:
+                name_of[factors[0].name] = name
+        split = dict[str, list[Factor]]()
+        for letter, factors in zip(letters, by_letter, strict=True):
+            split[letter] = [Factor(name_of.get(name, ""), length) for name, length in factors]
+        return split
+
+    def _op(
+        self,
+        name: str,
+        written: Written,
+        operands: Sequence[str],
+        arrays: Sequence[Names],
+        names_of: Mapping[str, Sequence[str]],
+        fields: Mapping[str, Any],
+    ) -> Op:
+        """Write the operation with names in place of letters."""
+        whole = list[str]()
+        for letter, names in names_of.items():
+            is_whole = letter in written.whole
+            whole += [dim for dim in names if is_whole or self.lengths[dim] == 1]
+        text = Written([[*map(grouped, dims)] for dims in arrays]).text
+        inside_a_module = {"enters": "", "leaves": ""}
+        fields = {**written.work, **inside_a_module, **fields}
+        op = Op(name, text, tuple(operands), written.kind, tuple(whole), **fields)
+        if not written.links:
+            return op
+        outermost = {names[0] for names in names_of.values()}
+        return replace(op, rules=_rules_beside_links(op, written.links, outermost))
+
+    def _take(self, wanted: str, length: int, taken: list[str]) -> str:
+        """Add to `taken` a name for a dim that is not there yet: s512, s512_2, s512_3, ..."""
+        stem = wanted.partition("_")[0]
+        name = wanted
+        number = 2
+        while name in taken:
+            name = f"{stem}_{number}"
+            number += 1
         taken.append(name)
-        self.lengths[name] = n
+        self.lengths[name] = length
         return name
 
 
-def _linked(op: Op, links: int, first: set[str]) -> tuple[tuple[int, ...], ...]:
-    """The rules of an operation beside its last operands, which it only reads lengths from.
+def _letters_of(dims: Sequence[str]) -> Names:
+    """Split the dims of an array into letters: `(a b)`, c -> [a, b], [c]."""
+    return [dim.strip("()").split() for dim in dims]
 
-    An axis shards the same in both; beside that, it does anything in them.
+
+def _in_names(array: Names, names_of: Mapping[str, Sequence[str]]) -> Names:
+    """Replace the letters of an array by names, of which one letter may have several."""
+    return [[*chain.from_iterable(names_of[letter] for letter in dim)] for dim in array]
+
+
+def _lengths_of_letters(
+    op: Written, arrays: Sequence[Names], shapes: Sequence[Sequence[int]]
+) -> dict[str, int]:
+    """Read the length of each letter from shapes; those in parentheses say their lengths."""
+    lengths = dict(op.lengths)
+    for dims, shape in zip(arrays, shapes, strict=True):
+        for letters, length in zip(dims, shape, strict=True):
+            if len(letters) == 1:
+                lengths[letters[0]] = length
+    return lengths
+
+
+def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRule, ...]:
+    """Derive the rules of an operation that reads only lengths from its last operands (`links`).
+
+    An axis shards a common dim in the links and in the others alike, so that the lengths agree. An
+    axis that shards no common dim may do anything in the links. outermost: the first dim of each
+    letter, which an axis shards before the others.
     """
     *operands, result = op.dims
-    own = {name for dims in (*operands[:-links], result) for name in dims}
-    rules = list[tuple[int, ...]]()
-    beside = operands[-links:]
-    others = first - own
-    free = [
-        [REPLICAS, SUM, COPY, *(d for d, name in enumerate(dims) if name in others)]
-        for dims in beside
-    ]
+    linked = operands[-n_links:]
+    own_dims = set(chain(*operands[:-n_links], result))
+    tags = [REPLICAS, SUM, COPY]
+    anything = [tags + _places_of(outermost - own_dims, dims) for dims in linked]
+    rules = list[AxisRule]()
     for rule in op.axis_rules:
-        named = {dims[way] for dims, way in zip(op.dims, rule, strict=True) if way >= 0}
-        if named <= own & first:
-            same = ([d for d, name in enumerate(dims) if name in named] for dims in beside)
-            ways = (some or anything for some, anything in zip(same, free, strict=True))
-            rules += [(*rule[: -links - 1], *each, rule[-1]) for each in product(*ways)]
-    return tuple(rule for rule in rules if {*rule} != {REPLICAS})
+        sharded = {dims[place] for dims, place in zip(op.dims, rule, strict=True) if place >= 0}
+        if not sharded <= own_dims & outermost:
+            continue
+        choices = list[list[int]]()  # of placements in each link
+        for dims, free_choice in zip(linked, anything, strict=True):
+            same = _places_of(sharded, dims)
+            choices.append(same if same else free_choice)
+        own_placements = rule[: -n_links - 1]
+        rules += [(*own_placements, *placements, rule[-1]) for placements in product(*choices)]
+    return tuple(rule for rule in rules if set(rule) != {REPLICAS})
 
 
-def _rank(factors: Sequence[tuple[str, int]]) -> tuple[int, int]:
-    """Of the names that operands have for a dim, the most factors count, then names from inputs."""
-    return len(factors), " nsb".find((factors[0][0] or " ")[0])
+def _places_of(names: set[str], dims: Sequence[str]) -> list[int]:
+    """Find the numbers of some dims in an array."""
+    return [place for place, dim in enumerate(dims) if dim in names]
+
+
+def _preference(factors: Sequence[Factor]) -> tuple[int, int]:
+    """Rank the names that operands have for a dim: most factors first, then names from inputs."""
+    return len(factors), ORIGINS[factors[0].name[:1]]

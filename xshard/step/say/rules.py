@@ -16,8 +16,9 @@ from xshard.notation.parser import ARROW
 from xshard.rules import Rules, RulesLike, spellings, text_of
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import Edge
+from xshard.step.price.options import Flags, Ints, without_copies
 from xshard.step.price.problem import EACH, KEPT, StepProblem
-from xshard.step.record.op import Flags, Ints, layout_of, ways_of, without_copies
+from xshard.step.record.arrays import layout_of, ways_of
 
 Texts = dict[str, str]
 Known = dict[str, Layout]  # activations by module, all dims that have names there

@@ -15,7 +15,8 @@ from xshard.formatting import Pictured, align_columns, format_bytes, format_seco
 from xshard.layout import Layout
 from xshard.rules import Rules, RulesLike, listed
 from xshard.step.choose.search import StepSearch
-from xshard.step.record.op import Floats, layout_of
+from xshard.step.price.options import Floats
+from xshard.step.record.arrays import layout_of
 from xshard.step.say.rules import StepRules, ends_of, limited, written
 
 SAME = 0.01  # of the seconds: plans this near are as good
