@@ -3,7 +3,7 @@
     python -m benchmarks.suggest.iopddl instances/*.json.gz --best best.json
 
 google/iopddl has them: options with costs and bytes for every node, costs for pairs of options on edges, a
-limit of bytes at every time. A graph is reduced, exactly, and solved by `xshard.step.price.cost`; a large one with
+limit of bytes at every time. A graph is reduced, exactly, and solved by `xshard.step.choose.programs`; a large one with
 the options that `pool` finds.
 """
 
@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks import record
 from benchmarks.claim import Claim, finish, worst
 from benchmarks.suggest.pool import pool
-from xshard.step.price.cost import Cost, Pairs, solve_program
+from xshard.step.choose.programs import Pairs, solve_program
+from xshard.step.price.cost import Cost
 
 NEVER = 1e15  # a cost that stands for a forbidden pair
 MOST_PAIRS = 200_000  # of options, in one integer program

@@ -1,61 +1,97 @@
-"""Exact minimum of a sum of tables over pairs of variables, by eliminating one variable after another."""
+"""Exact minimum of a sum of tables over pairs of variables, by eliminating one variable after another.
+
+To eliminate a variable, all tables that depend on it are added up and minimized over it: the result is one table
+over its neighbours. Models are chains with few branches, so tables stay small (bucket elimination, Dechter 1999).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from xshard.step.price.options import Floats
 
-MOST = 2**24  # entries of a table; beyond that the minimum is bounded from below only
-ROWS = 2**17  # entries of a sum at a time
+MOST_ENTRIES = 2**24  # of a table; beyond that the minimum is bounded from below only
+ENTRIES_AT_A_TIME = 2**17  # of a sum of tables
+GIVEN = -1  # in place of the bucket of a table that is no minimum
+
+
+class Table(NamedTuple):
+    """A number for all values of some variables: an axis of `entries` for each variable in `scope`.
+
+    bucket: the number of the bucket whose minimum it is, or GIVEN.
+    """
+
+    scope: Sequence[int]
+    entries: Floats
+    bucket: int = GIVEN
 
 
 class Bucket(NamedTuple):
-    """Tables, to minimize their sum over a variable; it is made if needed. parts: minima's buckets, or -1."""
+    """Tables whose sum is minimized over a variable; the sum is made only when it is needed.
+
+    Args:
+        variable: The variable.
+        scope: All variables of the tables, in order.
+        tables: Each with an axis for all of `scope`, of length 1 for variables on which it does not depend.
+        buckets: For each table the bucket whose minimum it is, or GIVEN.
+    """
 
     variable: int
     scope: list[int]
-    tables: list[Floats]  # with 1 in place of lengths of variables that they do not depend on
-    parts: list[int]
+    tables: list[Floats]
+    buckets: list[int]
 
     @property
     def axis(self) -> int:
+        """The axis of the variable."""
         return self.scope.index(self.variable)
 
-    def least(self) -> Floats:
-        """The minimum of the sum, which is made a few rows at a time if it is large: caches hold these."""
-        shape = np.broadcast_shapes(*(table.shape for table in self.tables))
+    def minimize(self) -> Floats:
+        """Return the minimum of the sum over the variable, for all values of the others."""
+        shape = np.broadcast_shapes(*[table.shape for table in self.tables])
         axis = self.axis
-        some = max(1, ROWS * shape[axis] // math.prod(shape))
+        # A large sum is made a few rows at a time, which fit into caches.
+        n_rows = max(1, ENTRIES_AT_A_TIME * shape[axis] // math.prod(shape))
         least = np.array(np.inf)
-        for i in range(0, shape[axis], some):
-            rows = (*[slice(None)] * axis, slice(i, i + some))
-            least = np.minimum(
-                least, np.asarray(sum(table[rows] for table in self.tables)).min(axis)
-            )
+        for start in range(0, shape[axis], n_rows):
+            rows = (*[slice(None)] * axis, slice(start, start + n_rows))
+            total = np.asarray(sum(table[rows] for table in self.tables))
+            least = np.minimum(least, total.min(axis))
         return least
 
-    def best(self, values: Sequence[int]) -> int:
-        """The value of the variable that is best beside values of the others."""
+    def best_value(self, values: Sequence[int]) -> int:
+        """Return the value of the variable that is best beside values of the others."""
         total: Floats = np.zeros(())
         for table in self.tables:
-            pairs = zip(self.scope, table.shape, strict=True)
-            place = (slice(None) if w == self.variable else values[w] % n for w, n in pairs)
+            place = list[int | slice]()
+            for variable, length in zip(self.scope, table.shape, strict=True):
+                if variable == self.variable:
+                    place.append(slice(None))
+                else:
+                    place.append(values[variable] % length)  # 0 where the table has length 1
             total = total + table[tuple(place)]
         return int(total.argmin())
 
 
-def minimum(
-    unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]
-) -> tuple[float, list[int], list[Bucket]]:
-    """The least sum of an entry of each table, the value of every variable there, and the tables in between.
+class Minimum(NamedTuple):
+    """The least sum, the value of every variable there, and the buckets on the way, for `excess`."""
 
-    A variable with tables that are too large together is minimized over in two parts, each with its own
-    value: then the sum is a lower bound, and the values need not reach it.
+    value: float
+    assignment: list[int]
+    buckets: list[Bucket]
+
+
+def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> Minimum:
+    """Minimize the sum of an entry of each table.
+
+    A variable with tables that are too large together is minimized over in two parts, each with its own value
+    (mini-buckets). Then the sum is a lower bound, and the values need not reach it.
+
+    unary: for each variable a table of its values. pairs: tables by the numbers of two variables.
 
     >>> minimum([np.array([0.0, 1.0]), np.array([0.0, 2.0])], {(0, 1): np.array([[5, 5], [0, 3]])})[
     ...     :2
@@ -63,62 +99,101 @@ def minimum(
     (1.0, [1, 0])
     """
     sizes = [len(table) for table in unary]
-    tables: list[_Table] = [((v,), table, -1) for v, table in enumerate(unary)]
-    tables += [
-        (edge, t, -1) if edge[0] < edge[1] else (edge[::-1], t.T, -1) for edge, t in pairs.items()
-    ]
-    entries = dict[int, int]()
-    changed = list(range(len(sizes)))
+    tables = _tables_of(unary, pairs)
+    n_entries = dict[int, int]()  # of the sum of all tables with a variable
+    changed: Iterable[int] = range(len(sizes))
     buckets = list[Bucket]()
-
-    def joint(tables: Sequence[_Table]) -> tuple[list[int], int]:
-        scope = sorted({v for each, *_ in tables for v in each})
-        return scope, math.prod(sizes[v] for v in scope)
-
-    for _ in sizes:  # the variable with the fewest entries in a sum of all its tables is next
-        entries |= {v: joint([each for each in tables if v in each[0]])[1] for v in changed}
-        v = min(entries, key=entries.__getitem__)
-        mine = sorted((each for each in tables if v in each[0]), key=lambda each: -each[1].size)
-        tables = [each for each in tables if v not in each[0]]
-        del entries[v]
-        changed = [w for w in joint(mine)[0] if w != v]
-        while (
-            mine
-        ):  # the smallest tables are added up first, so that few sums are over the whole scope
-            part = mine[:1]
-            rest = list[_Table]()
-            for each in mine[1:]:
-                (part if joint([*part, each])[1] <= MOST else rest).append(each)
-            scope = joint(part)[0]
-            shaped = [
-                t.reshape([sizes[w] if w in own else 1 for w in scope]) for own, t, _ in part[::-1]
-            ]
-            bucket = Bucket(v, scope, shaped, [i for *_, i in part[::-1]])
-            tables.append(([w for w in scope if w != v], bucket.least(), len(buckets)))
-            mine = rest
+    for _ in sizes:
+        for variable in changed:
+            scope = _joint_scope([table for table in tables if variable in table.scope])
+            n_entries[variable] = _n_entries(scope, sizes)
+        eliminated = min(n_entries, key=n_entries.__getitem__)
+        del n_entries[eliminated]
+        with_variable = [table for table in tables if eliminated in table.scope]
+        tables = [table for table in tables if eliminated not in table.scope]
+        changed = [w for w in _joint_scope(with_variable) if w != eliminated]
+        for group in _groups_that_fit(with_variable, sizes):
+            bucket = _bucket_of(eliminated, group, sizes)
+            scope = [w for w in bucket.scope if w != eliminated]
+            tables.append(Table(scope, bucket.minimize(), len(buckets)))
             buckets.append(bucket)
-    values = [0] * len(sizes)
+    assignment = [0] * len(sizes)
     for bucket in reversed(buckets):
-        values[bucket.variable] = bucket.best(values)
-    return sum(float(table) for _, table, _ in tables), values, buckets
+        assignment[bucket.variable] = bucket.best_value(assignment)
+    # All variables are gone: tables are single numbers now.
+    return Minimum(sum(float(table.entries) for table in tables), assignment, buckets)
 
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
-    """How much more than the minimum any sum is at least, with each value of every variable."""
-    more = dict[int, Floats]()
-    outside = dict[int, Floats]()  # outside: the rest beside a bucket's minimum
+    """Return for each value of every variable how far above the minimum all sums with it are at least.
+
+    Buckets are gone through in reversed order, with what all other tables add to each bucket's minimum.
+    """
+    excess_of = dict[int, Floats]()
+    added_elsewhere = dict[int, Floats]()  # by bucket, over its scope without its variable
     for number, bucket in reversed(list(enumerate(buckets))):
-        total = np.asarray(sum(bucket.tables) + outside.pop(number, 0.0))
-        for i, least in zip(bucket.parts, bucket.tables, strict=True):
-            if i >= 0:
-                gone = tuple(j for j, w in enumerate(bucket.scope) if w not in buckets[i].scope)
-                with np.errstate(invalid="ignore"):
-                    above = np.where(np.isfinite(least), total.min(gone, keepdims=True) - least, 0)
-                outside[i] = np.expand_dims(above.squeeze(gone), buckets[i].axis)
-        others = tuple(i for i in range(len(bucket.scope)) if i != bucket.axis)
-        own = total.min(others) - total.min()
-        more[bucket.variable] = np.maximum(more.get(bucket.variable, 0), own)
-    return more
+        total = np.asarray(sum(bucket.tables) + added_elsewhere.pop(number, 0.0))
+        for origin, least in zip(bucket.buckets, bucket.tables, strict=True):
+            if origin == GIVEN:
+                continue
+            origin_scope = buckets[origin].scope
+            gone = tuple(axis for axis, v in enumerate(bucket.scope) if v not in origin_scope)
+            with np.errstate(invalid="ignore"):  # inf - inf
+                others = total.min(gone, keepdims=True) - least
+            others = np.where(np.isfinite(least), others, 0)
+            added_elsewhere[origin] = np.expand_dims(others.squeeze(gone), buckets[origin].axis)
+        other_axes = tuple(axis for axis in range(len(bucket.scope)) if axis != bucket.axis)
+        above = total.min(other_axes) - total.min()
+        # A variable in several buckets has a bound from each of them.
+        excess_of[bucket.variable] = np.maximum(excess_of.get(bucket.variable, 0), above)
+    return excess_of
 
 
-_Table = tuple[Sequence[int], Floats, int]  # scope, entries, the bucket with this minimum or -1
+def _tables_of(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> list[Table]:
+    """Make a table of every term, with variables in order."""
+    tables = [Table((variable,), entries) for variable, entries in enumerate(unary)]
+    for (first, second), entries in pairs.items():
+        if first < second:
+            tables.append(Table((first, second), entries))
+        else:
+            tables.append(Table((second, first), entries.T))
+    return tables
+
+
+def _joint_scope(tables: Sequence[Table]) -> list[int]:
+    """List all variables of some tables, in order."""
+    scope = set[int]()
+    for table in tables:
+        scope.update(table.scope)
+    return sorted(scope)
+
+
+def _n_entries(scope: Sequence[int], sizes: Sequence[int]) -> int:
+    return math.prod(sizes[variable] for variable in scope)
+
+
+def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[list[Table]]:
+    """Split tables into groups, each with a sum of at most MOST_ENTRIES entries; one group if it can be."""
+    left = sorted(tables, key=lambda table: -table.entries.size)
+    while left:
+        group = left[:1]
+        others = list[Table]()
+        for table in left[1:]:
+            if _n_entries(_joint_scope([*group, table]), sizes) <= MOST_ENTRIES:
+                group.append(table)
+            else:
+                others.append(table)
+        yield group
+        left = others
+
+
+def _bucket_of(variable: int, tables: Sequence[Table], sizes: Sequence[int]) -> Bucket:
+    """Shape tables for a sum over all their variables."""
+    scope = _joint_scope(tables)
+    shaped = list[Floats]()
+    # The smallest tables are added up first, so that few sums are over the whole scope.
+    smallest_first = tables[::-1]
+    for table in smallest_first:
+        shape = [sizes[w] if w in table.scope else 1 for w in scope]
+        shaped.append(table.entries.reshape(shape))
+    return Bucket(variable, scope, shaped, [table.bucket for table in smallest_first])

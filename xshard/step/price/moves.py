@@ -1,11 +1,17 @@
-"""Moves between layouts: bounds for all pairs at once, the planner's price for few; moves of one array."""
+"""Seconds of moves between layouts: bounds for all pairs at once, the planner's price for few.
+
+A search compares thousands of pairs of layouts, and a plan takes milliseconds. So every pair begins with a lower
+bound, bytes over bandwidth, and a pair is planned as soon as an assignment has it. Equal moves of arrays of
+another size share a plan: seconds are a line in elements.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,235 +20,290 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.plans.plan import find_plan
 from xshard.search.request import Request
-from xshard.step.price.options import Flags, Floats, Ints, Placements, product_over, without_copies
+from xshard.step.price.options import (
+    Flags,
+    Floats,
+    Placements,
+    product_over,
+    without_copies,
+)
 from xshard.step.record.arrays import COPY, REPLICAS, SUM, layout_of
 
-Ends = tuple[
-    tuple[int, tuple[int, int]], ...
-]  # an axis, and what it does before a move and after it
-Line = tuple[int, float, int, float]  # elements and seconds at both ends of a range
 LEADING = 64  # rows of the dims before those that a move is about
 OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
 
 
-def dual(ways: Placements) -> Placements:
-    """The layouts of cotangents."""
-    return np.where(ways == SUM, COPY, np.where(ways == COPY, SUM, ways))
+def dual(placements: Placements) -> Placements:
+    """Return the layouts of cotangents: SUM and COPY change places."""
+    return np.where(placements == SUM, COPY, np.where(placements == COPY, SUM, placements))
+
+
+class AxisMove(NamedTuple):
+    """What one mesh axis does in an array before a move and after it, as placements."""
+
+    axis: int
+    src: int
+    dst: int
+
+
+class Line(NamedTuple):
+    """Seconds of a move at two numbers of elements; between them they are a line."""
+
+    elements: int
+    seconds: float
+    most_elements: int
+    most_seconds: float
+
+    def at(self, elements: float) -> float:
+        more = max(elements - self.elements, 0)
+        rise = self.most_seconds - self.seconds
+        return self.seconds + rise * more / (self.most_elements - self.elements)
+
+
+class MoveTable(NamedTuple):
+    """Seconds of all moves of an array: a bound, or a price where `is_planned`, which is written later.
+
+    seconds: [forward and backward, src layouts, dst layouts]. is_planned: [src layouts, dst layouts].
+    """
+
+    seconds: Floats
+    is_planned: Flags
+
+
+class Levels(NamedTuple):
+    """The mesh axes by links; an axis is in two parts if some of its devices share a node.
+
+    axes, sizes, links, is_far: for each part the number of its axis, its size, its link, and whether others
+    are faster.
+    """
+
+    axes: list[int]
+    sizes: Floats
+    links: list[Link]
+    is_far: Flags
 
 
 @dataclass(eq=False)
 class MovePrices:
-    """The seconds of moves on one mesh."""
+    """The seconds of moves on one mesh of one machine, for arrays of a dtype."""
 
     mesh: Mesh
     dtype: str
     profile: Profile
-    _tables: dict[tuple[object, ...], tuple[Floats, Flags]] = field(default_factory=dict)
+    _tables: dict[tuple[object, ...], MoveTable] = field(default_factory=dict)
 
     def price(
         self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float = 1.0
     ) -> float:
-        """Seconds of a move of an array of global lengths, by the planner. share: its part of the move."""
-        pairs = [tuple(map(int, without_copies(list(ways)))) for ways in (src, dst)]
-        endpoints = list(zip(*pairs, strict=True))
-        if pairs[0] == pairs[1]:
+        """Return the planner's seconds of a move of one array.
+
+        Args:
+            src: Its placements before, one per mesh axis.
+            dst: Its placements after.
+            lengths: Its global shape.
+            share: Its part of the elements that move in one collective, whose seconds it shares.
+        """
+        starts = without_copies(list(src)).tolist()
+        ends = without_copies(list(dst)).tolist()
+        if starts == ends:
             return 0.0
-        apart = {a for a, (here, there) in enumerate(endpoints) if here == there == SUM}
-        for d in range(
-            len(lengths)
-        ):  # nothing moves along the outermost axes that shard a dim at both ends
-            touching = [a for a, pair in enumerate(endpoints) if d in pair]
-            differ = next(
-                (i for i, a in enumerate(touching) if endpoints[a] != (d, d)), len(touching)
-            )
-            apart |= set(touching[:differ])
-        blocks = math.prod(self.mesh.sizes[a] for a in apart if endpoints[a][0] >= 0)
-        elements = math.prod(lengths) / share / blocks
-        left = {a: pair for a, pair in enumerate(endpoints) if a not in apart}
-        moving = {a for a, pair in left.items() if pair != (REPLICAS, REPLICAS)}
-        axes, _, _, far = self._levels
-        if moving & {a for a, is_far in zip(axes, far, strict=True) if is_far}:
-            # Devices with replicas help where a node has several links to others.
-            moving |= {a for a, is_far in zip(axes, far, strict=True) if not is_far}
-        left = {a: pair for a, pair in left.items() if a in moving}
-        before = range(min((d for pair in left.values() for d in pair if d >= 0), default=0))
+        moves = [AxisMove(a, *pair) for a, pair in enumerate(zip(starts, ends, strict=True))]
+        still = _still_axes(moves, len(lengths))
+        n_blocks = math.prod(self.mesh.sizes[a] for a in still if moves[a].src >= 0)
+        elements = math.prod(lengths) / share / n_blocks
+        moves = self._taking_part([move for move in moves if move.axis not in still])
         octave = max(0, int(math.log2(max(elements, 1))) // OCTAVES * OCTAVES)
-        move = tuple(left.items()), share == 1 and all(lengths[d] == 1 for d in before), octave
-        n, low, m, high = _line(self.mesh, self.dtype, self.profile, *move)
-        return share * (low + (high - low) * max(elements - n, 0) / (m - n))
+        is_contiguous = share == 1 and _begins_with(moves, lengths)
+        line = _line(self.mesh, self.dtype, self.profile, tuple(moves), is_contiguous, octave)
+        return share * line.at(elements)
+
+    def _taking_part(self, moves: Sequence[AxisMove]) -> list[AxisMove]:
+        """Keep the axes along which devices take part in a move."""
+        moving = {move.axis for move in moves if (move.src, move.dst) != (REPLICAS, REPLICAS)}
+        axes = np.array(self._levels.axes)
+        is_far = self._levels.is_far
+        if not moving.isdisjoint(axes[is_far].tolist()):
+            # Devices with replicas help where a node has several links to others.
+            moving.update(axes[~is_far].tolist())
+        return [move for move in moves if move.axis in moving]
 
     def table(
-        self, src: Placements, dst: Placements, shape: tuple[int, ...], is_linear: bool, share: float
-    ) -> tuple[Floats, Flags]:
-        """Seconds of an array's moves forward and backward, and which are planned; others are bounds.
+        self,
+        src: Placements,
+        dst: Placements,
+        shape: tuple[int, ...],
+        is_linear: bool,
+        share: float,
+    ) -> MoveTable:
+        """Return the table of moves of an array between some layouts, which begins with bounds.
 
         All moves between the same layouts have one table, whatever the step and the number of micro-batches.
+        is_linear: the move has an adjoint in the backward pass.
         """
         key = (src.tobytes(), dst.tobytes(), shape, is_linear, share)
-        elements = math.prod(shape)
         if key not in self._tables:
-            start, each = self.bounds(src, dst)
-            back, each_back = self.bounds(dual(dst), dual(src))
-            forward = share * start + each * elements
-            backward = share * back + each_back * elements
+            elements = math.prod(shape)
+            launch_s, element_s = self.bounds(src, dst)
+            forward = share * launch_s + element_s * elements
+            launch_s, element_s = self.bounds(dual(dst), dual(src))
+            backward = share * launch_s + element_s * elements
             seconds = np.stack([forward, backward.T * is_linear])
-            self._tables[key] = seconds, np.zeros(start.shape, bool)
+            self._tables[key] = MoveTable(seconds, np.zeros(forward.shape, bool))
         return self._tables[key]
 
     def bounds(self, src: Placements, dst: Placements) -> tuple[Floats, Floats]:
-        """For all pairs of layouts the fewest seconds of a move: at once, and per global element.
+        """Bound the seconds of moves between all pairs of layouts from below: at once, and per element.
 
-        A device receives what it needs and lacks, or all addends but one in the mean; a part of that comes
+        A device receives what it needs and lacks, or all addends but one in the mean. A part of that comes
         from other nodes, through the links of all devices of its node.
+
+        Args:
+            src: Layouts before: [layouts, axes].
+            dst: Layouts after: [layouts, axes].
+
+        Returns:
+            Seconds of a launch, and seconds for each element of the global array: [src, dst] each.
         """
-        axes, sizes, links, far = self._levels
-        src, dst = (without_copies(ways)[:, axes] for ways in (src, dst))
+        axes, sizes, links, is_far = self._levels
+        src = without_copies(src)[:, axes]
+        dst = without_copies(dst)[:, axes]
         received = _received(src, dst, sizes)
-        across = np.zeros((len(src), len(dst)))
-        if far.any():
-            here, there = (np.where(far, ways, REPLICAS) for ways in (src, dst))
-            across = _received(here, there, np.where(far, sizes, 1)) / np.prod(sizes[~far])
-        near = links[int(far.argmin())]
-        slow = max((x for x in links if x != near), key=lambda link: link.bytes_per_s, default=near)
-        per_byte = across / slow.bytes_per_s + np.maximum(received - across, 0) / near.bytes_per_s
-        launch = min((s for kind, s in self.profile.launch_s if kind not in LOCAL), default=0.0)
-        return np.where(received > 0, launch + near.latency_s, 0.0), per_byte * itemsize(self.dtype)
+        from_other_nodes = np.zeros((len(src), len(dst)))
+        if is_far.any():
+            far_src = np.where(is_far, src, REPLICAS)
+            far_dst = np.where(is_far, dst, REPLICAS)
+            node_size = np.prod(sizes[~is_far])
+            far_sizes = np.where(is_far, sizes, 1)
+            from_other_nodes = _received(far_src, far_dst, far_sizes) / node_size
+        near_link = links[int(is_far.argmin())]
+        others = [link for link in links if link != near_link]
+        far_link = max(others, key=lambda link: link.bytes_per_s, default=near_link)
+        from_own_node = np.maximum(received - from_other_nodes, 0)
+        byte_s = from_other_nodes / far_link.bytes_per_s + from_own_node / near_link.bytes_per_s
+        launches = [seconds for kind, seconds in self.profile.launch_s if kind not in LOCAL]
+        launch_s = min(launches, default=0.0) + near_link.latency_s
+        return np.where(received > 0, launch_s, 0.0), byte_s * itemsize(self.dtype)
 
     @cached_property
     def far(self) -> Flags:
         """Which axes are over slower links than others."""
-        axes, *_, far = self._levels
-        return np.isin(range(len(self.mesh.axes)), np.array(axes)[far])
+        far_axes = np.array(self._levels.axes)[self._levels.is_far]
+        return np.isin(range(len(self.mesh.axes)), far_axes)
 
     @cached_property
-    def _levels(self) -> tuple[list[int], Floats, list[Link], Flags]:
-        """For every axis, in parts if some of its devices share a node: number, size, link, is it slow."""
+    def _levels(self) -> Levels:
         fabric = self.profile.fabric(self.mesh)
-        axes = self.mesh.axes
-        spans = sorted(fabric.spans, key=lambda span: (axes.index(span.axis), -span.stride))
+        numbers = {axis: number for number, axis in enumerate(self.mesh.axes)}
+        spans = sorted(fabric.spans, key=lambda span: (numbers[span.axis], -span.stride))
         links = [fabric.links[span.level] for span in spans]
         fastest = max(link.bytes_per_s for link in links)
-        far = np.array([link.bytes_per_s < fastest for link in links])
-        sizes = np.array([span.size for span in spans], dtype=float)
-        return [axes.index(span.axis) for span in spans], sizes, links, far
+        return Levels(
+            axes=[numbers[span.axis] for span in spans],
+            sizes=np.array([span.size for span in spans], dtype=float),
+            links=links,
+            is_far=np.array([link.bytes_per_s < fastest for link in links]),
+        )
+
+
+def _still_axes(moves: Sequence[AxisMove], ndim: int) -> set[int]:
+    """Find the axes along which nothing moves: groups of devices move their blocks apart.
+
+    They sum at both ends, or are the outermost ones of a dim that shard it at both ends.
+    """
+    still = {move.axis for move in moves if move.src == move.dst == SUM}
+    for dim in range(ndim):
+        for move in moves:
+            if dim not in (move.src, move.dst):
+                continue
+            if (move.src, move.dst) != (dim, dim):
+                break  # axes that shard the dim further inside meet other blocks
+            still.add(move.axis)
+    return still
+
+
+def _begins_with(moves: Sequence[AxisMove], lengths: Sequence[int]) -> bool:
+    """Tell whether an array begins with the dims that move: only dims of length 1 are before them."""
+    dims = [dim for move in moves for dim in (move.src, move.dst) if dim >= 0]
+    first = min(dims, default=0)
+    return all(length == 1 for length in lengths[:first])
 
 
 @lru_cache(maxsize=2**14)
-def _line(mesh: Mesh, dtype: str, profile: Profile, ends: Ends, first: bool, octave: int) -> Line:
-    """A move that only some axes take part in. first: nothing but dims of length 1 is before its dims."""
-    axes = tuple(mesh.axes[a] for a, _ in ends)
+def _line(
+    mesh: Mesh,
+    dtype: str,
+    profile: Profile,
+    moves: tuple[AxisMove, ...],
+    is_contiguous: bool,
+    octave: int,
+) -> Line:
+    """Plan a move on the mesh of the axes that take part in it, and price it at two sizes.
+
+    is_contiguous: every dim before those that move has length 1. octave: the smaller size has about 2**octave
+    elements, the larger one 2**OCTAVES times as many.
+    """
+    axes = tuple(mesh.axes[move.axis] for move in moves)
     part = Mesh({axis: mesh.size(axis) for axis in axes})
-    sizes = [mesh.sizes[a] for a, _ in ends]
-    touched = sorted({d for _, pair in ends for d in pair if d >= 0})
-    shape = [math.prod(n for n, (_, e) in zip(sizes, ends, strict=True) if d in e) for d in touched]
-    shape = [*([] if first else [LEADING]), *shape]
-    place = {d: i + (not first) for i, d in enumerate(touched)}
+    moved_dims = sorted({dim for move in moves for dim in (move.src, move.dst) if dim >= 0})
+    shape = [] if is_contiguous else [LEADING]
+    place_of = {tag: tag for tag in (REPLICAS, SUM)}  # placements here
+    for dim in moved_dims:
+        place_of[dim] = len(shape)
+        axes_of_dim = [move.axis for move in moves if dim in (move.src, move.dst)]
+        shape.append(math.prod(mesh.sizes[axis] for axis in axes_of_dim))
     names = [f"d{i}" for i in range(len(shape) + 1)]
-    src, dst = (
-        layout_of([place.get(pair[i], pair[i]) for _, pair in ends], names, axes) for i in (0, 1)
-    )
-    each = math.prod(shape) * part.n_devices  # so many rows of another dim fit all axes
-    rows = (max(1, 2 ** (octave + i) // each) * part.n_devices for i in (0, OCTAVES // 2, OCTAVES))
-    small, middle, large = ((*shape, n) for n in rows)
+    src = layout_of([place_of[move.src] for move in moves], names, axes)
+    dst = layout_of([place_of[move.dst] for move in moves], names, axes)
+    small = _with_rows(shape, 2**octave, part)
+    middle = _with_rows(shape, 2 ** (octave + OCTAVES // 2), part)
+    large = _with_rows(shape, 2 ** (octave + OCTAVES), part)
     plan = find_plan(Request.on(part, src, dst, middle, dtype, profile.along(axes, mesh)))
-    low, high = (replace(plan, shape=each).cost for each in (small, large))
-    n = math.prod(small)
-    return n, low, max(math.prod(large), n + 1), high
+    small_s = replace(plan, shape=small).cost
+    large_s = replace(plan, shape=large).cost
+    elements = math.prod(small)
+    return Line(elements, small_s, max(math.prod(large), elements + 1), large_s)
+
+
+def _with_rows(shape: Sequence[int], elements: int, part: Mesh) -> tuple[int, ...]:
+    """Append a dim that nothing shards for about so many elements; its length fits all axes."""
+    elements_of_rows = math.prod(shape) * part.n_devices
+    n_rows = max(1, elements // elements_of_rows) * part.n_devices
+    return (*shape, n_rows)
 
 
 def _received(src: Placements, dst: Placements, sizes: Floats) -> Floats:
-    """The share of an array that the busiest device receives at least."""
-    overlap = np.ones((len(src), len(dst)))
-    for d in range(max(src.max(initial=0), dst.max(initial=0)) + 1):
-        here = (src == d)[:, None]
-        there = (dst == d)[None]
-        longer = np.maximum(product_over(here, sizes), product_over(there, sizes))
-        only_here = here & ~there
-        only_there = there & ~here
-        one_alone = np.logical_or.accumulate(only_here | only_there, -1)  # at this axis or before
-        apart = (here & there & one_alone).any(-1) | (only_here.any(-1) & only_there.any(-1))
-        overlap *= np.where(apart, 0, 1 / longer)
-    before = (src == SUM)[:, None]
-    after = (dst == SUM)[None]
-    addends = product_over(before & ~after, sizes)
-    copies = product_over(dst == REPLICAS, sizes)[None]
-    summed = product_over(before & after, sizes) * (addends - 1 + copies - 1) / sizes.prod()
-    begun = product_over(after & ~before, sizes)
-    block = 1 / product_over(dst >= 0, sizes)[None]
-    held = 1 / product_over(src >= 0, sizes)[:, None]
-    moved = np.where(begun > 1, np.maximum(block / begun - held, 0), block - overlap)
-    return np.where(addends > 1, summed, moved)
+    """Bound the share of an array that the busiest device receives, for all pairs of layouts.
 
-
-@dataclass(eq=False)
-class Edge:
-    """The moves of an array from the options of one node to the options of another.
-
-    indices: for every option of each node its row, or its column. layouts: for rows and columns. moved: the
-    parts of the cost with seconds; shares: how much they get of the forward and of the backward ones, by
-    rows. more: tables of other parts. share: its part of the elements that move in one collective. A
-    linear move has a backward pass. place: the module or array at which a rule can say it, as it enters or
-    leaves; "": only equal layouts, others are `banned`.
+    src, dst: [layouts, axes], without copies; sizes: of axes. Returns [src layouts, dst layouts].
     """
+    is_sum_before = (src == SUM)[:, None]
+    is_sum_after = (dst == SUM)[None]
+    n_addends = product_over(is_sum_before & ~is_sum_after, sizes)  # that are added up
+    n_copies = product_over(dst == REPLICAS, sizes)[None]
+    n_sums = product_over(is_sum_before & is_sum_after, sizes)  # that stay as they are
+    by_sums = n_sums * (n_addends - 1 + n_copies - 1) / sizes.prod()
+    # A sum that begins can spread what a device has over its addends.
+    n_begun = product_over(is_sum_after & ~is_sum_before, sizes)
+    needed = 1 / product_over(dst >= 0, sizes)[None]
+    held = 1 / product_over(src >= 0, sizes)[:, None]
+    lacking = needed - _overlap(src, dst, sizes)
+    by_moves = np.where(n_begun > 1, np.maximum(needed / n_begun - held, 0), lacking)
+    return np.where(n_addends > 1, by_sums, by_moves)
 
-    nodes: tuple[int, int]
-    indices: tuple[Ints, Ints]
-    layouts: tuple[Placements, Placements]
-    shape: tuple[int, ...]
-    moves: MovePrices
-    moved: InitVar[tuple[int, int]]
-    shares: Floats
-    more: InitVar[Mapping[int, Floats]]
-    share: float = 1.0
-    is_linear: bool = True
-    place: str = ""
-    enters: bool = False
-    parts: Ints = field(init=False)
-    banned: Flags = field(init=False)
 
-    def __post_init__(self, moved: tuple[int, int], more: Mapping[int, Floats]) -> None:
-        src, dst = self.layouts
-        self._seconds, self._planned = self.moves.table(
-            src, dst, self.shape, self.is_linear, self.share
-        )
-        self.parts = np.array([*more, *moved])
-        self._more = np.array([*more.values()]).reshape(-1, *self._planned.shape)
-        plain = dst if self.is_linear else without_copies(dst)
-        self.banned = (src[:, None] != plain).any(-1) & (not self.place)
-
-    @property
-    def used(self) -> Placements:
-        """The layout in which each option of the second node takes the array."""
-        return self.layouts[1][self.indices[1]]
-
-    def of(self, i: Ints, j: Ints) -> Floats:
-        """The parts of moves from rows to columns."""
-        return np.concatenate(
-            [self._more[:, i, j], (self.shares[:, :, i] * self._seconds[:, i, j]).sum(1)]
-        )
-
-    def plan(self, i: int, j: int) -> float:
-        """Plan the move from option i to option j; by how many seconds it is more than was known."""
-        i = int(self.indices[0][i])
-        j = int(self.indices[1][j])
-        if self._planned[i, j] or self.banned[i, j]:
-            return 0.0
-        src = self.layouts[0][i]
-        dst = self.layouts[1][j]
-        forward = self.moves.price(src, dst, self.shape, self.share)
-        back = (
-            self.moves.price(dual(dst), dual(src), self.shape, self.share)
-            if self.is_linear
-            else 0.0
-        )
-        late = forward + back - self._seconds[:, i, j].sum()
-        self._seconds[:, i, j] = (forward, back)
-        self._planned[i, j] = True
-        return float(late)
-
-    def weighed(self, weights: Floats, i: Ints, j: Ints) -> Floats:
-        """The weighted sum of all parts, for every pair of some options; infinite where nothing can move."""
-        more, moved = np.split(weights[self.parts], [len(self._more)])
-        total = ((moved @ self.shares.reshape(2, -1)).reshape(2, -1, 1) * self._seconds).sum(0)
-        total += (more @ self._more.reshape(len(more), total.size)).reshape(total.shape)
-        return np.where(self.banned, np.inf, total)[self.indices[0][i]][:, self.indices[1][j]]
+def _overlap(src: Placements, dst: Placements, sizes: Floats) -> Floats:
+    """Bound the share of an array that the busiest device keeps: what it holds at both ends."""
+    overlap = np.ones((len(src), len(dst)))
+    n_dims = max(src.max(initial=0), dst.max(initial=0)) + 1
+    for dim in range(n_dims):
+        before = (src == dim)[:, None]
+        after = (dst == dim)[None]
+        finer = np.maximum(product_over(before, sizes), product_over(after, sizes))
+        only_before = before & ~after
+        only_after = after & ~before
+        # From the first axis that shards the dim at one end on, blocks of both ends are in other places.
+        differs_so_far = np.logical_or.accumulate(only_before | only_after, -1)
+        is_apart = (before & after & differs_so_far).any(-1)
+        is_apart |= only_before.any(-1) & only_after.any(-1)
+        overlap *= np.where(is_apart, 0, 1 / finer)
+    return overlap

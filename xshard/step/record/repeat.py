@@ -10,6 +10,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from xshard.notation.parser import ARROW
+from xshard.rules import spellings
 from xshard.step.record.op import Op, renamed
 from xshard.step.record.training_step import TrainingStep
 
@@ -61,6 +62,11 @@ def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
         start += 1
     parameters = {names.get(name, name): text for name, text in step.parameters.items()}
     return replace(step, ops=ops, parameters=parameters), names
+
+
+def in_first_block(pattern: str) -> str:
+    """Name the module of the first of repeated blocks: `layers.*.up` -> `layers.0.up`, `{1,2}` -> `1`."""
+    return spellings(pattern)[0].replace("*", "0")
 
 
 def _kind_of(op: Op) -> tuple[object, ...]:

@@ -1,34 +1,34 @@
-"""An assignment as rules that `parallelize` and `place` take, and rules as limits of what may be assigned."""
+"""An assignment as rules that `parallelize` and `place` take."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from xshard.errors import NotationError, located
 from xshard.layout import Layout
-from xshard.models import ActivationRule, inside, rule_of, use_of
+from xshard.models import ActivationRule, inside
 from xshard.notation.parser import ARROW
-from xshard.rules import Rules, RulesLike, spellings, text_of
-from xshard.step.choose.search import StepSearch
-from xshard.step.price.moves import Edge
-from xshard.step.price.options import Flags, Ints, without_copies
-from xshard.step.price.problem import EACH, KEPT, StepProblem
-from xshard.step.record.arrays import layout_of, ways_of
+from xshard.rules import Rules
+from xshard.step.price.edges import Edge
+from xshard.step.price.nodes import Gathering
+from xshard.step.price.problem import StepProblem
+from xshard.step.record.arrays import layout_of
+from xshard.step.record.op import Op
+from xshard.step.record.repeat import in_first_block
 
-Texts = dict[str, str]
-Known = dict[str, Layout]  # activations by module, all dims that have names there
-LEAST = 1e-9  # of what a change saves, and of the seconds that count for it
+Texts = dict[str, str]  # rules by names of parameters or modules
+Known = dict[str, Layout]  # by module, activations inside it: all dims that have names there
 
 
 class StepRules(NamedTuple):
-    """Rules of a step, as `xt.parallelize` takes them, for parameters and for modules' inputs and outputs.
+    """Rules of a step, as `xt.parallelize` takes them.
 
-    once: a pattern of the parameters that are gathered once per step, not for each use; "" for none.
+    Args:
+        parameters: Layouts of parameters in storage and in use.
+        inputs: Layouts of activations on the way into modules.
+        outputs: Layouts of activations on the way out of modules.
+        once: A pattern of the parameters that are gathered once per step, not for each use; "" for none.
     """
 
     parameters: Rules
@@ -38,268 +38,176 @@ class StepRules(NamedTuple):
 
 
 def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
-    """The rules of an assignment, names with the same layouts under one pattern."""
-    inputs, outputs, known = _of_activations(problem, assignment)
+    """Write an assignment as rules; names with the same layouts have one pattern."""
+    activations = _ActivationRules(problem, assignment)
     parameters = Texts()
-    once = Texts()
+    gathered_once = Texts()
     for edge in problem.edges:
-        source = problem.nodes[edge.nodes[0]]
-        if source.kept is not None:
-            stored, used = ends_of(problem, edge, assignment)
-            parameters.setdefault(source.name, _used(source.name, stored, used, known))
-            if stored.dims != used.dims and source.kept[assignment[edge.nodes[0]]] == KEPT:
-                once[source.name] = ""
+        source = problem.nodes[edge.source]
+        if source.gathering is None:
+            continue
+        stored, used = ends_of(problem, edge, assignment)
+        if source.name not in parameters:
+            parameters[source.name] = activations.parameter_rule(source.name, stored, used)
+        gathering = source.gathering[assignment[edge.source]]
+        if stored.dims != used.dims and gathering == Gathering.PER_STEP:
+            gathered_once[source.name] = ""
     return StepRules(
-        Rules(_merged(parameters)), inputs, Rules(_merged(outputs)), "|".join(_merged(once))
+        parameters=Rules(_merged(parameters)),
+        inputs=activations.input_rules(),
+        outputs=Rules(_merged(activations.outputs)),
+        once="|".join(_merged(gathered_once)),
     )
 
 
-def _of_activations(problem: StepProblem, assignment: Sequence[int]) -> tuple[Rules, Texts, Known]:
-    """The rules for modules' inputs, texts for their outputs, and what is known inside them."""
-    step = problem.step
-    nodes = problem.nodes
-    entered = Texts()
-    outputs = Texts()
-    arriving = Known()
-    known = Known({"": Layout(())})
-    moves = (edge for edge in problem.edges if nodes[edge.nodes[0]].kept is None)
-    for edge in sorted(
-        moves, key=lambda edge: edge.nodes[0] >= len(step.inputs)
-    ):  # inputs are first
-        source = nodes[edge.nodes[0]].name
-        op = step.by_name[nodes[edge.nodes[1]].name]
-        src, dst = ends_of(problem, edge, assignment)
-        if source in step.inputs:
-            src = arriving.setdefault(source, dst if dst.dims == src.dims else src)
-            known[""] = _inside(src, src, known[""])
-        place = edge.place
-        around = _around(edge.place, known)
-        named = {*src.axes, *dst.axes}
-        # Dims that are sharded over axes that are not named would stay so under their names.
-        if stay := {dim.name for layout in around for dim in layout.dims if {*dim.axes} - named}:
-            src, dst = (x.named([f"{n}_" if n in stay else n for n in x.names]) for x in (src, dst))
-        start = src
-        if not edge.enters:
-            if place and src != dst:
-                outputs[place] = _text(src, dst)
-            # A module with parameters has a rule if activations differ along more axes than around it.
-            weights = [n for n in op.operands if n in step.parameters and op.operands[0] == source]
-            place = "".join(weights[:1]).rpartition(".")[0]
-            start = dst
-            around = _around(place, known)
-            if step.moves_anywhere or all({*dst.axes} <= {*layout.axes} for layout in around):
-                place = ""
-        if place and place not in entered:
-            entered[place] = _text(start, dst)
-            there = [_inside(start, dst, layout) for layout in around]
-            if start != dst or any(
-                {*a.axes} != {*b.axes} for a, b in zip(there, around, strict=True)
-            ):
-                known[place] = there[0]
-        maker = step.by_name.get(source)
-        if (
-            maker and maker.kind == "lookup" and src.tagged("sum")
-        ):  # its module asks where they are added up
-            outputs.setdefault(step.module(maker, left=True), _text(src, src))
-    first = {
-        spellings(name)[0].replace("*", "0"): name for name in entered if set("*{") & set(name)
-    }
-    inputs = {
-        name: text for name, text in entered.items() if {name, first.get(name, name)} & known.keys()
-    }
-    # The first of repeated blocks needs no rule if the rule of all is the same, or one before that.
-    own = {
-        name: text for name, text in inputs.items() if inputs.get(first.get(name, ""), text) != text
-    }
-    rest = {name: text for name, text in inputs.items() if first.get(name) not in inputs}
-    roots = {name: _text(Layout.parse(" ".join(x.names)), x) for name, x in arriving.items()}
-    root = roots if len(roots) > 1 else next(iter(roots.values()), "...")
-    return Rules({"": root, **_merged(own), **_merged(rest)}), outputs, known
+class _ActivationRules:
+    """The rules of activations: what moves where, and which layouts are known inside modules.
+
+    A rule names the axes that it is about; other axes stay as they are around the module, by names of dims. So
+    rules need to know what is around them, and modules are gone through in the order of the forward pass.
+    """
+
+    def __init__(self, problem: StepProblem, assignment: Sequence[int]) -> None:
+        self.step = problem.step
+        self.entered = Texts()  # rules on the way into modules
+        self.outputs = Texts()  # rules on the way out of them
+        self.arriving = dict[str, Layout]()  # inputs, as they arrive
+        self.known = Known({"": Layout(())})
+        edges = [e for e in problem.edges if problem.nodes[e.source].gathering is None]
+        n_inputs = len(self.step.inputs)
+        for edge in sorted(edges, key=lambda edge: edge.source >= n_inputs):  # inputs are first
+            source = problem.nodes[edge.source].name
+            op = self.step.by_name[problem.nodes[edge.user].name]
+            self._add(edge, source, op, *ends_of(problem, edge, assignment))
+
+    def _add(self, edge: Edge, source: str, op: Op, src: Layout, dst: Layout) -> None:
+        """Add the rules of one move."""
+        if source in self.step.inputs:
+            # The first use decides how an input arrives, also which axes it varies along.
+            first_use = dst if dst.dims == src.dims else src
+            src = self.arriving.setdefault(source, first_use)
+            self.known[""] = _inside(src, src, self.known[""])
+        src, dst = self._with_free_names(edge.place, src, dst)
+        if edge.enters:
+            self._enter(edge.place, src, dst)
+        else:
+            if edge.place and src != dst:
+                self.outputs[edge.place] = _text(src, dst)
+            module = self._module_that_varies_more(source, op, dst)
+            self._enter(module, dst, dst)
+        maker = self.step.by_name.get(source)
+        if maker is not None and maker.kind == "lookup" and src.tagged("sum"):
+            # The module of a table asks where rows, of which each device has some, are added up.
+            self.outputs.setdefault(self.step.module(maker, left=True), _text(src, src))
+
+    def _with_free_names(self, place: str, src: Layout, dst: Layout) -> tuple[Layout, Layout]:
+        """Rename dims that would stay sharded under their names, over axes that the rule does not name."""
+        named_axes = {*src.axes, *dst.axes}
+        staying = set[str]()
+        for layout in self._around(place):
+            staying |= {dim.name for dim in layout.dims if not named_axes.issuperset(dim.axes)}
+        if not staying:
+            return src, dst
+        names = [f"{name}_" if name in staying else name for name in src.names]
+        dst_names = [f"{name}_" if name in staying else name for name in dst.names]
+        return src.named(names), dst.named(dst_names)
+
+    def _module_that_varies_more(self, source: str, op: Op, used: Layout) -> str:
+        """Name an operation's module if activations vary along more axes in it than around it; else "".
+
+        Its parameters' gradients depend on these axes, so that it needs a rule though nothing moves.
+        """
+        if self.step.moves_anywhere or op.operands[0] != source:
+            return ""
+        parameters = [name for name in op.operands if name in self.step.parameters]
+        if not parameters:
+            return ""
+        module = parameters[0].rpartition(".")[0]
+        varies_more = any(not {*used.axes} <= {*layout.axes} for layout in self._around(module))
+        return module if varies_more else ""
+
+    def _enter(self, module: str, src: Layout, dst: Layout) -> None:
+        """Add a rule on the way into a module, "" for none, and what is known inside if it says something new."""
+        if not module or module in self.entered:
+            return
+        around = self._around(module)
+        self.entered[module] = _text(src, dst)
+        within = [_inside(src, dst, layout) for layout in around]
+        pairs = zip(within, around, strict=True)
+        if src != dst or any({*new.axes} != {*old.axes} for new, old in pairs):
+            self.known[module] = within[0]
+
+    def _around(self, path: str) -> list[Layout]:
+        """Return the activations around a module, and around it in the first of repeated blocks."""
+        paths = dict.fromkeys((path, in_first_block(path)))
+        return [self._nearest(each) for each in paths]
+
+    def _nearest(self, path: str) -> Layout:
+        """Return the activations in the last module with a rule that has a path inside it."""
+        for module in reversed(self.known):
+            if not module or f"{path}.".startswith(f"{module}."):
+                return self.known[module]
+        return self.known[""]
+
+    def input_rules(self) -> Rules:
+        """Write the rules for inputs of the model and of modules."""
+        pattern_of = {in_first_block(name): name for name in self.entered if set("*{") & set(name)}
+        said = Texts()  # rules that say something, there or in other blocks
+        for name, text in self.entered.items():
+            if name in self.known or pattern_of.get(name) in self.known:
+                said[name] = text
+        # The first of repeated blocks needs no rule if the rule of all is the same, or one before that.
+        of_first_blocks = Texts()
+        others = Texts()
+        for name, text in said.items():
+            pattern = pattern_of.get(name)
+            if pattern not in said:
+                others[name] = text
+            elif said[pattern] != text:
+                of_first_blocks[name] = text
+        rules: dict[Any, Any] = {"": self._root_rule()}
+        return Rules(rules | _merged(of_first_blocks) | _merged(others))
+
+    def _root_rule(self) -> str | Texts:
+        """Write the rule of the model's inputs; several have one each, by name."""
+        rules = Texts()
+        for name, arriving in self.arriving.items():
+            rules[name] = _text(Layout.parse(" ".join(arriving.names)), arriving)
+        if len(rules) > 1:
+            return rules
+        return next(iter(rules.values())) if rules else "..."
+
+    def parameter_rule(self, name: str, stored: Layout, used: Layout) -> str:
+        """Write the rule of a parameter.
+
+        Axes that activations vary along around its modules, and its operation does not use, are `mean`: it
+        computes the same on all devices of such an axis.
+        """
+        varying = set[str]()
+        for tied_name in name.split("|"):
+            for layout in self._around(tied_name):
+                varying.update(layout.axes)
+        tags = [("sum", used.tagged("sum")), ("mean", tuple(sorted(varying - {*used.axes})))]
+        shown_tags = tuple((kind, axes) for kind, axes in tags if axes)
+        return _text(stored, Layout(used.dims, shown_tags))
 
 
 @lru_cache(maxsize=4096)
 def _inside(src: Layout, dst: Layout, outside: Layout) -> Layout:
+    """Return the activations inside a module with a rule `src -> dst`."""
     return inside(ActivationRule(src, dst, ""), outside)
 
 
-def _around(path: str, known: Known) -> list[Layout]:
-    """Activations in the nearest modules with a rule around a path, and around it in the first block."""
-    paths = dict.fromkeys((path, spellings(path)[0].replace("*", "0")))
-    return [[known[n] for n in known if f"{each}.".startswith(n and f"{n}.")][-1] for each in paths]
-
-
-def _used(name: str, src: Layout, dst: Layout, known: Known) -> str:
-    """The rule of a parameter; `mean` has the axes of its modules along which its operation is idle."""
-    around = (layout for each in name.split("|") for layout in _around(each, known))
-    varying = {axis for layout in around for axis in layout.axes}
-    tags = ("sum", dst.tagged("sum")), ("mean", tuple(sorted(varying - {*dst.axes})))
-    return _text(src, Layout(dst.dims, tuple((kind, axes) for kind, axes in tags if axes)))
-
-
 def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:
-    """The layouts at both ends of a move."""
-    names = tuple(problem.names(problem.nodes[edge.nodes[0]].name))
+    """Return the layouts of an array where it is made or stored, and where it is used."""
+    names = tuple(problem.names(problem.nodes[edge.source].name))
+    src = edge.made_layouts[edge.rows[assignment[edge.source]]]
+    dst = edge.used_layouts[edge.columns[assignment[edge.user]]]
     axes = problem.mesh.axes
-    chosen = zip(edge.layouts, edge.indices, (assignment[node] for node in edge.nodes), strict=True)
-    src, dst = (
-        _layout(tuple(layouts[index[i]].tolist()), names, axes) for layouts, index, i in chosen
-    )
-    return src, dst
+    return _layout(tuple(src.tolist()), names, axes), _layout(tuple(dst.tolist()), names, axes)
 
 
 _layout = lru_cache(maxsize=4096)(layout_of)
-
-
-def simplified(search: StepSearch, most: float) -> list[int]:
-    """The best assignment after changes for fewer rules, while it takes `most` seconds.
-
-    Changes are other layouts of one array, and of a parameter with what is beside it; those that save most
-    for their seconds are first.
-    """
-    problem = search.problem
-    best = list(search.best or ())
-    here = best
-    before = list[int]()
-    least = _variety(problem, best)
-    while here != before:
-        before = here
-        changes = list[tuple[float, list[int]]]()
-        seconds = float(search.cost.rank(problem.vectors(here)[0]))
-        ranks = (
-            (n, i, search.cost.rank(problem.vectors(here, n))) for n, i in enumerate(search.left)
-        )
-        of_one = (
-            (each[i], [*here[:n], int(i), *here[n + 1 :]]) for n, left, each in ranks for i in left
-        )
-        for rank, there in (*of_one, *_like_another(search, here)):
-            if rank <= most and (fewer := least - _variety(problem, there)) > LEAST:
-                changes.append((fewer / max(rank - seconds, LEAST * seconds), there))
-        for _, there in sorted(changes, key=lambda change: -change[0]):
-            there = [
-                new if new != old else now
-                for old, new, now in zip(before, there, here, strict=True)
-            ]
-            problem.plan(there)
-            variety = _variety(problem, there)
-            if variety < least - LEAST and search.cost.rank(problem.vectors(there)[0]) <= most:
-                here = there
-                least = variety
-    return min(best, here, key=lambda assignment: len(_patterns(problem, assignment)))
-
-
-def _like_another(search: StepSearch, here: list[int]) -> Iterator[tuple[float, list[int]]]:
-    """Assignments with a parameter stored and used as another one is, and what is best beside it."""
-    problem = search.problem
-    nodes = search.problem.nodes
-    uses = dict[int, Edge]()
-    lies = dict[int, Any]()
-    for edge in problem.edges[::-1]:
-        p, op = edge.nodes
-        if (kept := nodes[p].kept) is not None:
-            ways = tuple(nodes[p].ways[here[p], -1]), tuple(edge.used[here[op]])
-            uses[p], lies[p] = edge, (len(problem.shape(nodes[p].name)), kept[here[p]], *ways)
-    for p, edge in uses.items():
-        beside = {n for each in problem.edges if edge.nodes[1] in each.nodes for n in each.nodes}
-        flags = [
-            (np.arange(len(each.ways)) == here[n]) | (n in beside) for n, each in enumerate(nodes)
-        ]
-        for ndim, kept, stored, used in dict.fromkeys(lies.values()):
-            if ndim == lies[p][0] and lies[p] != (ndim, kept, stored, used):
-                flags[p] = (nodes[p].ways[:, -1] == stored).all(-1) & (
-                    cast(Ints, nodes[p].kept) == kept
-                )
-                flags[edge.nodes[1]] = (edge.used == used).all(-1)
-                near = search.within(flags).vectors
-                yield from (
-                    (float(search.cost.rank(vector)), list(there)) for there, vector in near.items()
-                )
-
-
-def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:
-    return [text_of(pattern) for rules in written(problem, assignment)[:3] for pattern in rules]
-
-
-def _variety(problem: StepProblem, assignment: Sequence[int]) -> float:
-    """Less for fewer rules, and for rules of many names beside rules of few."""
-    return math.fsum(
-        math.sqrt(len(spellings(pattern))) for pattern in _patterns(problem, assignment)
-    )
-
-
-def limited(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> list[Ints]:
-    """The options of every node that rules leave; moves are limited, in place, to those that rules name.
-
-    unused: parameters that no operation takes, which may have rules, too.
-    """
-    allowed = [np.ones(len(node.ways), bool) for node in problem.nodes]
-    step = problem.step
-    once = Rules({rules.once: True} if rules.once else {})
-    parameters = rules.parameters.match(
-        "|".join((*step.parameters, *unused)).split("|"), what="parameter"
-    )
-    root = rules.inputs.find("")
-    for edge in problem.edges:
-        (a, b), (src, dst), source = edge.nodes, edge.layouts, problem.nodes[edge.nodes[0]]
-        if source.kept is not None:
-            name = source.name.partition("|")[0]  # of tied parameters, which are used in one way
-            with located(f"rule of {name}"):
-                ndim = len(problem.names(source.name))
-                axes = problem.mesh.axes
-                use = use_of(parameters[name], ndim, problem.mesh, frozenset(axes))
-                stored = ways_of(use.stored, axes)
-                used = ways_of(use.used, axes)
-            mode = EACH if stored != used and once.find(name) is None else KEPT
-            allowed[a] &= (source.ways[:, -1] == stored).all(-1) & (source.kept == mode)
-            allowed[b] &= (without_copies(edge.used) == used).all(-1)
-            continue
-        arriving = root if isinstance(root, str) else (root or {}).get(source.name)
-        plain = (
-            without_copies if source.name in step.inputs else np.asarray
-        )  # they need no gradient
-        if source.name in step.inputs and arriving is not None:
-            arrived = plain(_sides(arriving, problem, source.name)[1])
-            allowed[a] &= (source.ways[:, -1] == arrived).all(-1)
-        stated = (
-            (rules.inputs if edge.enters else rules.outputs).find(edge.place)
-            if edge.place
-            else None
-        )
-        same = src[:, None] == plain(dst)  # axes that a rule does not name
-        if stated is not None:
-            start, end, named = _sides(stated, problem, source.name, edge.place)
-            same = np.where(
-                named, (src == plain(start))[:, None] & (plain(dst) == plain(end)), same
-            )
-        edge.banned = edge.banned | ~same.all(-1)
-    return [np.nonzero(flags)[0] for flags in allowed]
-
-
-def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
-    """The options in which axes do in an array what its layout says; axes that it does not name are free.
-
-    fixed: layouts by patterns over names of inputs, parameters and operations, for their results.
-    """
-    layouts = Rules(fixed).match(list(problem.number), partial=True, what="array of the step")
-    allowed = []
-    for node in problem.nodes:
-        start, _, named = _sides(layouts.get(node.name, "..."), problem, node.name)
-        allowed.append(np.nonzero(((node.ways[:, -1] == start) | ~named).all(-1))[0])
-        if not len(allowed[-1]):
-            hint = f"'{problem.step.arrays[node.name]}' has lengths {problem.shape(node.name)}"
-            raise NotationError(f"no option has '{layouts[node.name]}'", hint=hint)
-    return allowed
-
-
-def _sides(
-    text: str, problem: StepProblem, name: str, place: str = ""
-) -> tuple[list[int], list[int], Flags]:
-    """A rule for an array -> the ways of both layouts, and which axes it names. Raises NotationError."""
-    axes = problem.mesh.axes
-    n = len(problem.names(name))
-    with located(f"rule of {place or name}"):
-        rule = rule_of(text, problem.mesh)
-        src, dst = (ways_of(side.resolved(n), axes) for side in (rule.src, rule.dst))
-    return src, dst, np.isin(axes, rule.axes)
 
 
 def _text(src: Layout, dst: Layout) -> str:
@@ -307,22 +215,36 @@ def _text(src: Layout, dst: Layout) -> str:
 
 
 def _merged(texts: Texts) -> dict[Any, Any]:
-    """One rule for all names with the same text; names that differ in one part become one pattern."""
-    merged = dict[Any, Any]()
-    for text in dict.fromkeys(texts.values()):
-        patterns = list[list[list[str]]]()  # of parts, each with its alternatives
-        for parts in (name.split(".") for name, other in texts.items() if other == text):
-            for pattern in patterns:
-                differ = [
-                    i for i, (a, b) in enumerate(zip(pattern, parts, strict=False)) if a != [b]
-                ]
-                if len(pattern) == len(parts) and len(differ) == 1:
-                    pattern[differ[0]].append(parts[differ[0]])
-                    break
-            else:
-                patterns.append([[part] for part in parts])
-        either = (
-            [p[0] if len(p) == 1 else f"{{{','.join(p)}}}" for p in pattern] for pattern in patterns
-        )
-        merged["|".join(map(".".join, either))] = text
-    return merged
+    """Write one rule for all names with the same text."""
+    names_of = dict[str, list[str]]()
+    for name, text in texts.items():
+        names_of.setdefault(text, []).append(name)
+    return {_pattern_of(names): text for text, names in names_of.items()}
+
+
+def _pattern_of(names: Iterable[str]) -> str:
+    """Write names as one pattern; names that differ in one part share it: `a.up`, `a.down` -> `a.{up,down}`."""
+    patterns = list[list[list[str]]]()  # [patterns][parts][alternatives]
+    for name in names:
+        parts = name.split(".")
+        for pattern in patterns:
+            place = _place_that_differs(pattern, parts)
+            if place is not None:
+                pattern[place].append(parts[place])
+                break
+        else:
+            patterns.append([[part] for part in parts])
+    return "|".join(".".join(map(_either, pattern)) for pattern in patterns)
+
+
+def _place_that_differs(pattern: Sequence[list[str]], parts: Sequence[str]) -> int | None:
+    """Return the only part in which a name differs from a pattern; None if it is another number of parts."""
+    if len(pattern) != len(parts):
+        return None
+    pairs = enumerate(zip(pattern, parts, strict=True))
+    places = [i for i, (alternatives, part) in pairs if alternatives != [part]]
+    return places[0] if len(places) == 1 else None
+
+
+def _either(alternatives: Sequence[str]) -> str:
+    return alternatives[0] if len(alternatives) == 1 else f"{{{','.join(alternatives)}}}"

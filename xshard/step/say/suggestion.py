@@ -7,19 +7,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
 from xshard.arguments import did_you_mean
 from xshard.errors import PlanError
 from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
 from xshard.layout import Layout
 from xshard.rules import Rules, RulesLike, listed
 from xshard.step.choose.search import StepSearch
+from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Floats
 from xshard.step.record.arrays import layout_of
-from xshard.step.say.rules import StepRules, ends_of, limited, written
+from xshard.step.say.limits import limited
+from xshard.step.say.rules import StepRules, ends_of, written
 
 SAME = 0.01  # of the seconds: plans this near are as good
+GATHERED = {Gathering.PER_USE: "for each use", Gathering.PER_STEP: "once per step"}
 
 
 class StepPlan(NamedTuple):
@@ -30,6 +31,7 @@ class StepPlan(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Bytes of a device when it holds most."""
         return int(self.search.problem.cost(1.0).used(self.vector))
 
     @property
@@ -37,6 +39,7 @@ class StepPlan(NamedTuple):
         return self.bytes <= self.search.limit
 
     def seconds(self, overlap: float | None = None) -> float:
+        """Return the seconds of a step, also with another overlap than the problem's."""
         return float(self.search.problem.cost(1.0, overlap).of(self.vector))
 
 
@@ -44,13 +47,24 @@ class StepPlan(NamedTuple):
 class Suggestion(Pictured):
     """The layouts of everything in a training step, as rules, with its cost and a bound of all costs.
 
-    parameters: rules for storage and use. inputs, outputs: rules for activations on the way into and out of
-    modules. once: a pattern of the parameters that are gathered once per step, not for each use; "" for none.
-    micro_batches: parts of the batch that run one after another. recompute: activations of repeated blocks
-    are computed again in the backward pass. seconds: predicted for a step. bound: no plan takes fewer; gap:
-    the share of the seconds above it. memory: bytes of a device when it holds most, by kind. parts: seconds
-    by kind; moves run beside computing as far as they overlap. by_hand: plans as people write them. unused:
-    parameters that no operation takes.
+    Args:
+        search: The search that found it.
+        assignment: An option for every node of the search's problem.
+        bound: No plan takes fewer seconds.
+        by_hand: Plans like people write them, by name.
+        unused: Parameters that no operation takes.
+
+    Attributes:
+        parameters: Rules for storage and use of parameters.
+        inputs: Rules for activations on the way into modules.
+        outputs: Rules for activations on the way out of modules.
+        once: A pattern of the parameters that are gathered once per step, not for each use; "" for none.
+        micro_batches: Parts of the batch that run one after another.
+        recompute: Activations of repeated blocks are computed again in the backward pass.
+        seconds: Predicted for a step.
+        parts: Seconds by kind; moves run beside computing as far as they overlap.
+        memory: Bytes of a device when it holds most, by kind.
+        gap: The share of the seconds above the bound.
     """
 
     search: StepSearch
@@ -61,61 +75,81 @@ class Suggestion(Pictured):
 
     def __post_init__(self) -> None:
         problem = self.search.problem
-        vector = problem.vectors(self.assignment)[0]
-        self.parameters, self.inputs, self.outputs, self.once = written(problem, self.assignment)
+        rules = written(problem, self.assignment)
+        self.parameters = rules.parameters
+        self.inputs = rules.inputs
+        self.outputs = rules.outputs
+        self.once = rules.once
         self.micro_batches = problem.micro_batches
         self.recompute = problem.recompute
-        self.seconds, (self.parts, self.memory) = (
-            float(self.search.cost.of(vector)),
-            problem.summary(vector),
-        )
+        vector = problem.vectors(self.assignment)[0]
+        self.parts, self.memory = problem.summary(vector)
+        self.seconds = float(self.search.cost.of(vector))
         self.gap = 1 - self.bound / self.seconds
 
     @cached_property
     def layouts(self) -> Mapping[str, tuple[Layout, Layout]]:
         """The layouts of every array where it is made or stored, and where it is used first."""
         problem = self.search.problem
-        edges = reversed(self.search.problem.edges)
-        return {problem.nodes[e.nodes[0]].name: ends_of(problem, e, self.assignment) for e in edges}
+        layouts = dict[str, tuple[Layout, Layout]]()
+        for edge in reversed(problem.edges):  # the first use is the last to be written
+            name = problem.nodes[edge.source].name
+            layouts[name] = ends_of(problem, edge, self.assignment)
+        return layouts
 
     def why(self, name: str) -> str:
-        """The cost of the next best layout for an input, a parameter or an operation (its result).
+        """Say what the next best layout of an array would cost.
 
-        Raises PlanError for another name.
+        Args:
+            name: An input, a parameter, or an operation for its result, by the name that the plan prints.
+
+        Raises:
+            PlanError: There is no such array.
         """
         problem = self.search.problem
-        number = self.search.problem.number
-        chosen = list(self.assignment)
-        if name not in number:
-            hint = f"{did_you_mean(name, number)}names are: {listed(list(number))}"
+        if name not in problem.number:
+            hint = f"{did_you_mean(name, problem.number)}names are: {listed(list(problem.number))}"
             raise PlanError(f"no array {name!r} in the step", hint=hint)
-        i = number[name]
-        node = problem.nodes[number[name]]
-        others = (node.ways[:, -1] != node.ways[chosen[i], -1]).any(-1)
-        left = list(self.search.left)
-        here = f"{name}: {self._stated(i, chosen[i])}"
-        left[i] = left[i][others[left[i]]]
-        if not len(left[i]):
-            return f"{here}, without another layout"
-        search = StepSearch(problem, self.search.limit, left)
-        for other in left[i]:
-            search.offer([*chosen[:i], int(other), *chosen[i + 1 :]])
-        search.improve()
-        any(search.bound >= search.seconds for _ in search.rounds())
+        node = problem.number[name]
+        assigned = f"{name}: {self._stated(node, self.assignment[node])}"
+        search = self._search_for_another_layout(node)
+        if search is None:
+            return f"{assigned}, without another layout"
         if search.best is None:
-            return f"{here}, nothing else fits the memory"
-        more = search.seconds - self.seconds
-        share = f"{format_seconds(abs(more))} ({more / self.seconds:+.1%})"
-        return f"{here}; next {self._stated(i, search.best[i])}, {share} per step"
+            return f"{assigned}, nothing else fits the memory"
+        added_s = search.seconds - self.seconds
+        added = f"{format_seconds(abs(added_s))} ({added_s / self.seconds:+.1%})"
+        return f"{assigned}; next {self._stated(node, search.best[node])}, {added} per step"
 
-    def _stated(self, i: int, option: int) -> str:
-        """An option of a node as text."""
+    def _search_for_another_layout(self, node: int) -> StepSearch | None:
+        """Search among plans with another layout of a node's array; None if there is no other layout."""
         problem = self.search.problem
-        node = self.search.problem.nodes[i]
-        text = str(layout_of(node.ways[option, -1], problem.names(node.name), problem.mesh.axes))
-        if node.kept is None or "/" not in text:
-            return text
-        return f"{text}, gathered {('for each use', 'once per step')[node.kept[option]]}"
+        placements = problem.nodes[node].placements[:, -1]
+        differs = (placements != placements[self.assignment[node]]).any(-1)
+        options = list(self.search.options)
+        options[node] = options[node][differs[options[node]]]
+        if not len(options[node]):
+            return None
+        search = StepSearch(problem, self.search.limit, options)
+        for option in options[node]:
+            changed = list(self.assignment)
+            changed[node] = int(option)
+            search.offer(changed)
+        search.improve()
+        while search.advance():
+            if search.bound >= search.seconds:
+                break
+        return search
+
+    def _stated(self, node: int, option: int) -> str:
+        """Write an option of a node as text."""
+        problem = self.search.problem
+        name, placements, _, gathering = problem.nodes[node]
+        layout = layout_of(placements[option, -1], problem.names(name), problem.mesh.axes)
+        is_sharded = "/" in str(layout)
+        if gathering is None or not is_sharded:
+            return str(layout)
+        return f"{layout}, gathered {GATHERED[gathering[option]]}"
 
     def estimate(
         self,
@@ -124,20 +158,29 @@ class Suggestion(Pictured):
         outputs: RulesLike | None = None,
         once: str | None = None,
     ) -> Suggestion:
-        """The cost of rules, with the same number of micro-batches; the rest is as suggested.
+        """Price rules of your own, with the same number of micro-batches.
 
-        Nothing moves that no rule names. Raises PlanError for rules that cannot be run.
+        Nothing moves that no rule names.
+
+        Args:
+            parameters: Rules for parameters; None for the suggested ones, like all others.
+            inputs: Rules for modules' inputs.
+            outputs: Rules for modules' outputs.
+            once: A pattern of the parameters that are gathered once per step.
+
+        Raises:
+            PlanError: No plan follows these rules.
         """
-        stated = {"parameters": parameters, "inputs": inputs, "outputs": outputs}
-        rules = {
-            name: getattr(self, name) if own is None else Rules(own) for name, own in stated.items()
-        }
-        problem = replace(self.search.problem)
-        left = limited(
-            problem, StepRules(**rules, once=self.once if once is None else once), self.unused
+        rules = StepRules(
+            parameters=self.parameters if parameters is None else Rules(parameters),
+            inputs=self.inputs if inputs is None else Rules(inputs),
+            outputs=self.outputs if outputs is None else Rules(outputs),
+            once=self.once if once is None else once,
         )
-        search = StepSearch(problem, np.inf, left)
-        list(search.rounds())
+        options, excluded = limited(self.search.problem, rules, self.unused)
+        problem = replace(self.search.problem, excluded=excluded)
+        search = StepSearch(problem, limit=float("inf"), options=options)
+        search.run()
         search.improve()
         if search.best is None:
             hint = (
@@ -148,47 +191,58 @@ class Suggestion(Pictured):
 
     def __str__(self) -> str:
         problem = self.search.problem
-        batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
-        again = "computed again" if self.recompute else "kept"
-        on = f"{problem.mesh!r}, {problem.moves.profile.name}"
-        lines = [f"{len(problem.step.ops)} operations on {on}, {batches}, activations {again}"]
+        lines = [self._headline()]
         for title in ("parameters", "inputs", "outputs"):
-            rows = [(f"  {pattern}", str(text)) for pattern, text in getattr(self, title).items()]
-            lines += [title, align_columns(rows)] if rows else []
-        lines += [f"gathered once per step\n  {self.once}"] if self.once else []
-        parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in self.parts.items())
-        held = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.memory.items())
-        lines += [
-            f"{format_seconds(self.seconds)} per step: {parts}",
-            f"no plan is more than {max(self.gap, 0):.2%} faster",
-            f"{format_bytes(sum(self.memory.values()))} per device: {held}",
-        ]
-        lines += self._beside()
-        whole = ", ".join(op.name for op in problem.step.ops if op.kind == "opaque")
-        return "\n".join([*lines, f"whole, as no rule is known: {whole}"] if whole else lines)
+            rules = getattr(self, title)
+            if rules:
+                rows = [(f"  {pattern}", str(text)) for pattern, text in rules.items()]
+                lines += [title, align_columns(rows)]
+        if self.once:
+            lines.append(f"gathered once per step\n  {self.once}")
+        seconds = [f"{kind} {format_seconds(seconds)}" for kind, seconds in self.parts.items()]
+        held = [f"{kind} {format_bytes(n_bytes)}" for kind, n_bytes in self.memory.items()]
+        in_all = sum(self.memory.values())
+        lines.append(f"{format_seconds(self.seconds)} per step: {', '.join(seconds)}")
+        lines.append(f"no plan is more than {max(self.gap, 0):.2%} faster")
+        lines.append(f"{format_bytes(in_all)} per device: {', '.join(held)}")
+        lines += self._comparison()
+        without_rule = [op.name for op in problem.step.ops if op.kind == "opaque"]
+        if without_rule:
+            lines.append(f"whole, as no rule is known: {', '.join(without_rule)}")
+        return "\n".join(lines)
 
-    def _beside(self) -> list[str]:
-        """The plans by hand, the best first, at three shares of overlap; whether one of them is as good."""
-        own = self.search.problem.overlap
-        mine = StepPlan(self.search, self.search.problem.vectors(self.assignment)[0])
+    def _headline(self) -> str:
+        problem = self.search.problem
+        plural = "es" if self.micro_batches > 1 else ""
+        activations = "computed again" if self.recompute else "kept"
+        machine = f"{problem.mesh!r}, {problem.moves.profile.name}"
+        return (
+            f"{len(problem.step.ops)} operations on {machine}, "
+            f"{self.micro_batches} micro-batch{plural}, activations {activations}"
+        )
+
+    def _comparison(self) -> list[str]:
+        """Compare the plans by hand, the best first, at three shares of overlap; tell if one is as good."""
+        vector = self.search.problem.vectors(self.assignment)[0]
         by_hand = sorted(
             self.by_hand.items(), key=lambda pair: (not pair[1].fits, pair[1].seconds())
         )
-        plans = {"suggested": mine, **dict(by_hand)}
-        shares = sorted({0.0, own, 1.0})
-        rows = [("overlap", *(f"{share:g}" for share in shares), "bytes", "")]
+        plans = {"suggested": StepPlan(self.search, vector), **dict(by_hand)}
+        overlaps = sorted({0.0, self.search.problem.overlap, 1.0})
+        rows = [("overlap", *[f"{overlap:g}" for overlap in overlaps], "bytes", "")]
         for name, plan in plans.items():
-            seconds = (format_seconds(plan.seconds(share)) for share in shares)
-            rows.append(
-                (name, *seconds, format_bytes(plan.bytes), "" if plan.fits else "does not fit")
-            )
+            seconds = [format_seconds(plan.seconds(overlap)) for overlap in overlaps]
+            remark = "" if plan.fits else "does not fit"
+            rows.append((name, *seconds, format_bytes(plan.bytes), remark))
         lines = [align_columns(rows)]
-        fitting = [name for name, plan in plans.items() if plan.fits]
-        more = plans[fitting[1]].seconds() / self.seconds - 1 if fitting[1:] else np.inf
-        if more <= SAME:
-            lines.append(f"{fitting[1]} is within {more:.1%}: little to gain")
-        for share in shares:
-            first = min(fitting, key=lambda name: plans[name].seconds(share))
-            if first != "suggested":
-                lines.append(f"at an overlap of {share:g} {first} is faster")
+        fitting = {name: plan for name, plan in plans.items() if plan.fits}
+        if len(fitting) > 1:
+            _, next_best, *_ = fitting
+            slower = fitting[next_best].seconds() / self.seconds - 1
+            if slower <= SAME:
+                lines.append(f"{next_best} is within {slower:.1%}: little to gain")
+        for overlap in overlaps:
+            fastest = min(fitting, key=lambda name: fitting[name].seconds(overlap))  # noqa: B023  called here
+            if fastest != "suggested":
+                lines.append(f"at an overlap of {overlap:g} {fastest} is faster")
         return lines
