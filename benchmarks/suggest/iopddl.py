@@ -3,8 +3,8 @@
     python -m benchmarks.suggest.iopddl instances/*.json.gz --best best.json
 
 google/iopddl has them: options with costs and bytes for every node, costs for pairs of options on edges, a
-limit of bytes at every time. A graph is reduced, exactly, and solved by `xshard.step.choose.programs`; a large one with
-the options that `pool` finds.
+limit of bytes at every time. A graph is reduced, exactly, and solved by `xshard.step.choose`; a large
+one with the options that `pool` finds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`suggest`: where everything in a training step lives, so that it is fastest and fits the devices.
 
-The phases are `record` (what the model does), `price` (what each way to shard it costs), `choose` (which ways are
-best) and `say` (rules). docs/one_step.md has a step of two operations in numbers.
+The phases are `record` (what the model does), `price` (what each way to shard it costs), `choose`
+(which ways are best) and `say` (rules). docs/one_step.md has a step of two operations in numbers.
 """
 
 from __future__ import annotations
@@ -54,19 +54,22 @@ def suggest(  # noqa: PLR0913  the public signature
 ) -> Suggestion:
     """Find the layouts of parameters, inputs and activations that make a training step fastest.
 
-    plan = xs.suggest(step, Mesh(dp=4, tp=2), memory="80GiB")     # plan.parameters["up.weight"] == "o/dp/tp i"
+    plan = xs.suggest(step, Mesh(dp=4, tp=2), memory="80GiB")     # plan.parameters["up.weight"] ==
+    "o/dp/tp i"
 
     For fewer rules the plan takes up to 1 % more seconds than the best found, and than the bound.
 
     Args:
         step: The operations of the forward pass.
         mesh: The devices. Axes of size 1 are left out.
-        memory: Bytes of a device, as a number or as "80GiB"; 7 % of them are left free. None: as many as needed.
+        memory: Bytes of a device, as a number or as "80GiB"; 7 % of them are left free. None: as
+            many as needed.
         profile: The machine, as for `plan`.
-        fixed: Layouts by patterns over names of inputs, parameters and operations (for their results). An axis
-            that one names stays so in storage, others may be added.
+        fixed: Layouts by patterns over names of inputs, parameters and operations (for their
+            results). An axis that one names stays so in storage, others may be added.
         micro_batches: How many parts of the batch run one after another. None: the best number.
-        recompute: Activations of repeated blocks are computed again in the backward pass. None: if that is best.
+        recompute: Activations of repeated blocks are computed again in the backward pass. None: if
+            that is best.
         overlap: Share of the seconds of moves that run beside computing, if that takes long enough.
         gap: The share of the seconds that a better plan may still save when the search ends.
         progress: Called with the numbers of searches done, and of all.

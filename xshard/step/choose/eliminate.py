@@ -1,7 +1,8 @@
-"""Exact minimum of a sum of tables over pairs of variables, by eliminating one variable after another.
+"""Exact minimum of a sum of tables over pairs of variables, by eliminating them one by one.
 
-To eliminate a variable, all tables that depend on it are added up and minimized over it: the result is one table
-over its neighbours. Models are chains with few branches, so tables stay small (bucket elimination, Dechter 1999).
+To eliminate a variable, all tables that depend on it are added up and minimized over it: the result
+is one table over its neighbours. Models are chains with few branches, so tables stay small (bucket
+elimination, Dechter 1999).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Bucket(NamedTuple):
     Args:
         variable: The variable.
         scope: All variables of the tables, in order.
-        tables: Each with an axis for all of `scope`, of length 1 for variables on which it does not depend.
+        tables: Each with an axis for all of `scope`, of length 1 for variables on which it does not
+            depend.
         buckets: For each table the bucket whose minimum it is, or GIVEN.
     """
 
@@ -78,7 +80,7 @@ class Bucket(NamedTuple):
 
 
 class Minimum(NamedTuple):
-    """The least sum, the value of every variable there, and the buckets on the way, for `excess`."""
+    """The least sum, the value of every variable there, and the buckets, for `excess`."""
 
     value: float
     assignment: list[int]
@@ -88,8 +90,8 @@ class Minimum(NamedTuple):
 def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> Minimum:
     """Minimize the sum of an entry of each table.
 
-    A variable with tables that are too large together is minimized over in two parts, each with its own value
-    (mini-buckets). Then the sum is a lower bound, and the values need not reach it.
+    A variable with tables that are too large together is minimized over in two parts, each with its
+    own value (mini-buckets). Then the sum is a lower bound, and the values need not reach it.
 
     unary: for each variable a table of its values. pairs: tables by the numbers of two variables.
 
@@ -125,9 +127,10 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
 
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
-    """Return for each value of every variable how far above the minimum all sums with it are at least.
+    """Return for each value of every variable how far above the minimum sums with it are at least.
 
-    Buckets are gone through in reversed order, with what all other tables add to each bucket's minimum.
+    Buckets are gone through in reversed order, with what all other tables add to each bucket's
+    minimum.
     """
     excess_of = dict[int, Floats]()
     added_elsewhere = dict[int, Floats]()  # by bucket, over its scope without its variable
@@ -173,7 +176,7 @@ def _n_entries(scope: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[list[Table]]:
-    """Split tables into groups, each with a sum of at most MOST_ENTRIES entries; one group if it can be."""
+    """Split tables into as few groups as possible with sums of at most MOST_ENTRIES entries."""
     left = sorted(tables, key=lambda table: -table.entries.size)
     while left:
         group = left[:1]

@@ -1,4 +1,4 @@
-"""The plans that people write by hand, for any step: the use of every axis in each class of operations."""
+"""The plans that people write by hand, for any step: what every axis does in each operation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class HandPlan(NamedTuple):
     """A use of the last mesh axis, where all others shard the batch, and of storage for parameters.
 
     Args:
-        last: What the last axis shards. "batch" or "sequence"; "tensor": the dims that parameters have beside
-            the residual stream's; "heads": the sequence, and "tensor" in attention.
+        last: What the last axis shards. "batch" or "sequence"; "tensor": the dims that parameters
+            have beside the residual stream's; "heads": the sequence, and "tensor" in attention.
         stored: The axes that shard parameters in storage: "all", or the "last" one.
         gathering: When parameters are gathered.
     """

@@ -18,9 +18,9 @@ INFEASIBLE = 2  # scipy's status
 def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
     """Return the cost of the best mixture of vectors, and the multipliers that prove it.
 
-    A mixture may cost less than each vector, for it may use a limit up. Variables of the program: a share of
-    each vector, the maxima, and by how much a limit is exceeded. vectors: [vectors, parts]. The multipliers are
-    as in `Cost.weights`.
+    A mixture may cost less than each vector, for it may use a limit up. Variables of the program: a
+    share of each vector, the maxima, and by how much a limit is exceeded. vectors: [vectors,
+    parts]. The multipliers are as in `Cost.weights`.
     """
     n_vectors = len(vectors)
     n_maxima = len(cost.times)
@@ -69,7 +69,8 @@ def solve_program(
 ) -> tuple[list[int] | None, float]:
     """Find the cheapest assignment within all limits by an integer program.
 
-    Variables: a share of each option, flows between the rows and the columns of pairs, and the maxima.
+    Variables: a share of each option, flows between the rows and the columns of pairs, and the
+    maxima.
 
     Args:
         values: For each node the parts of every option: [options, parts].
@@ -118,7 +119,7 @@ def solve_program(
 
 
 class _Variables:
-    """The shares of options and the flows of an integer program, with their parts and their equalities."""
+    """The shares of options and the flows of an integer program, and their equalities."""
 
     def __init__(self, values: Sequence[Floats]) -> None:
         from scipy import sparse
@@ -133,7 +134,7 @@ class _Variables:
         self.entries = [(nodes, np.arange(self.n_options), np.ones(self.n_options))]
 
     def add_flows(self, pair: Pairs, n_parts: int) -> None:
-        """Add a flow for each row and column of a pair that options have and that can be together."""
+        """Add a flow for each row and column of a pair that can be together."""
         from scipy import sparse
 
         n_rows, n_columns = pair.banned.shape
@@ -150,7 +151,7 @@ class _Variables:
         self.n_variables += len(rows)
 
     def _add_equalities(self, node: int, size: int, flows: Ints, options: Ints) -> None:
-        """Require that the flows of each row are as much as the shares of the options of a node in it.
+        """Require that the flows of each row are as much as the shares of the options in it.
 
         flows, options: the row of each flow and of each option.
         """

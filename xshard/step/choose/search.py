@@ -1,8 +1,9 @@
 """The cheapest assignment of a problem within its limits, and a bound for all others.
 
-Weights turn all parts of the cost into one number for every option and move. The least sum under any weights is a
-bound (Lagrange), and a linear program over the assignments so far has the weights to try next (Dantzig and
-Wolfe 1960). Moves begin with bounds, and are planned as soon as an assignment has them.
+Weights turn all parts of the cost into one number for every option and move. The least sum under
+any weights is a bound (Lagrange), and a linear program over the assignments so far has the weights
+to try next (Dantzig and Wolfe 1960). Moves begin with bounds, and are planned as soon as an
+assignment has them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CUT = 0.7  # of the seconds between bound and cutoff: then options are left out 
 
 
 class Bound(NamedTuple):
-    """A lower bound of the seconds of all assignments, one that has it, and the tables that prove it."""
+    """A lower bound of the seconds of all assignments, one that has it, and the proof."""
 
     seconds: float
     assignment: list[int]
@@ -46,7 +47,7 @@ class Bound(NamedTuple):
 
 @dataclass(eq=False)
 class StepSearch:
-    """The best assignment of a problem so far, its seconds, and a lower bound of all that fit the limit.
+    """The best assignment of a problem so far, and a lower bound of all that fit the limit.
 
     Args:
         problem: The problem.
@@ -86,7 +87,10 @@ class StepSearch:
         self._found: list[int] | None = None  # under these multipliers, and not offered yet
 
     def offer(self, assignment: Sequence[int]) -> float:
-        """Plan the moves of an assignment and keep it if it is the best; return the seconds that planning added."""
+        """Plan the moves of an assignment, and keep it if it is the best.
+
+        Returns the seconds that planning added to the bounds of its moves.
+        """
         added = self.problem.plan(assignment)
         vector = self.problem.vectors(assignment)[0]
         if np.isfinite(vector).all():
@@ -98,7 +102,7 @@ class StepSearch:
         return added * self.problem.micro_batches
 
     def start(self) -> None:
-        """Offer the fastest assignment if half of all moves ran beside computing, whatever it holds."""
+        """Offer the assignment that is fastest if half of all moves run beside computing."""
         n_limits = len(self.cost.limited)
         # In all, the memory is worth one second.
         multipliers = np.append(self.multipliers[:-n_limits], np.full(n_limits, 1 / n_limits))
@@ -109,7 +113,7 @@ class StepSearch:
             self.offer([_most_whole(node.placements, options) for options, node in pairs])
 
     def within(self, flags: Sequence[Flags]) -> StepSearch:
-        """Return a search among some of the options, with the assignment to start with if there is one."""
+        """Return a search among some of the options, which has begun if it has any."""
         pairs = zip(self.options, flags, strict=True)
         options = [own[allowed[own]] for own, allowed in pairs]
         search = StepSearch(self.problem, self.limit, options)
@@ -118,7 +122,7 @@ class StepSearch:
         return search
 
     def run(self, most_steps: int = sys.maxsize, until: float = np.inf) -> None:
-        """Raise the bound as far as weights can, in so many steps at most, or until it is so high."""
+        """Raise the bound as far as weights can, in a number of steps, or until it is so high."""
         for _ in range(most_steps):
             if not self.advance() or self.bound >= until:
                 return
@@ -126,8 +130,8 @@ class StepSearch:
     def advance(self) -> bool:
         """Raise the bound by one step; return False when weights can raise it no more.
 
-        A round tries the weights by which the assignments so far seem best. In each of its steps the assignment
-        of the step before has its moves planned, until that adds little.
+        A round tries the weights by which the assignments so far seem best. In each of its steps
+        the assignment of the step before has its moves planned, until that adds little.
         """
         is_new_round = True
         if self._found is not None:
@@ -151,21 +155,21 @@ class StepSearch:
         return True
 
     def _begin_round(self) -> None:
-        """Take the multipliers that make the best mixture of assignments so far, and some of the old ones."""
+        """Try the multipliers of the best mixture of assignments so far, beside the old ones."""
         self._n_rounds += 1
         vectors = np.array(list(self.vectors.values()))
         self._mixture_s, multipliers = best_mixture(self.cost, vectors)
         self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * multipliers
 
     def _leave_out_options(self, bound: Bound) -> None:
-        """Leave out options with which every assignment takes more than the cutoff, each time it is nearer."""
+        """Leave out options with which all assignments take more than the cutoff."""
         gap = self.cutoff - self.bound
         if 0 < gap < CUT * self._gap_at_cut:
             self._gap_at_cut = gap
             self.live_options = self._options_within(bound, gap)
 
     def _options_within(self, bound: Bound, seconds: float) -> list[Ints]:
-        """Return the options with which assignments may take no more than so many seconds above a bound."""
+        """Return the options with which assignments may be within so many seconds of a bound."""
         excess_of = excess(bound.buckets)
         return [own[excess_of[node] <= seconds] for node, own in enumerate(self.live_options)]
 
@@ -185,7 +189,7 @@ class StepSearch:
         return Bound(least.value - constant, assignment, least.buckets)
 
     def close(self, gap: float) -> None:
-        """Bring the bound to within a share of the best by an integer program of what may be better."""
+        """Bring the bound to within a share of the best by integer programs."""
         bound = self.bound_by(self.multipliers)
         for _ in range(MOST_PROGRAMS):
             goal = self.seconds * (1 - gap)
@@ -223,7 +227,7 @@ class StepSearch:
         return [int(own[i]) for own, i in zip(options, numbers, strict=True)], bound
 
     def improve(self) -> None:
-        """Make the best assignments better, by the best change at one node as long as it saves something."""
+        """Improve the best assignments by changes at one node while they save seconds."""
         ranks = dict[tuple[int, ...], float]()
         for assignment, vector in self.vectors.items():
             ranks[assignment] = float(self.cost.rank(vector, EXCESS_BEFORE_CHANGES))

@@ -13,15 +13,17 @@ EXCESS = 1e3  # times the cost, for a limit that is exceeded once over
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """`linear @ v + sum(times * max over rows of (maxima @ v))` of parts v, where `limited @ v <= 1`.
+    """`linear @ v + sum(times * max over rows of maxima @ v)` of parts v, where `limited @ v <= 1`.
 
-    For a step, the maxima are over computing and moving, which overlap, and the limits are bytes of a device.
+    For a step, the maxima are over computing and moving, which overlap, and the limits are bytes of
+    a device.
 
     Args:
         linear: The weight of each part in the sum: [parts].
         times: How often each maximum counts: [maxima].
         maxima: The rows of each maximum: [maxima, rows, parts].
-        limited: Each limit's share that one unit of a part uses: [limits, parts]. All numbers are >= 0.
+        limited: Each limit's share that one unit of a part uses: [limits, parts]. All numbers are
+            >= 0.
     """
 
     linear: Floats
@@ -49,17 +51,17 @@ class Cost:
         return np.nan_to_num(rank, nan=np.inf)
 
     def scaled_maxima(self, scale: float) -> Floats:
-        """Return the rows of all maxima, times how often they count, over a scale: [rows, maxima, parts]."""
+        """Return the rows of all maxima in the cost, over a scale: [rows, maxima, parts]."""
         return np.asarray((self.maxima * self.times[:, None, None] / scale).swapaxes(0, 1))
 
     def weights(self, multipliers: Floats) -> tuple[Floats, float]:
-        """Return weights of parts and a constant: `weights @ v - constant` is at most the cost of v.
+        """Return weights and a constant: `weights @ v - constant` is at most the cost of v.
 
-        That holds for all v within the limits (a Lagrangian bound).
+        That holds for all vectors of parts v within the limits (a Lagrangian bound).
 
         Args:
-            multipliers: For each maximum a share of each of its rows, 1 in all, as [rows, maxima] in a line.
-                Then what a limit is worth, for each limit.
+            multipliers: For each maximum a share of each of its rows, 1 in all, as [rows, maxima]
+                in a line. Then what a limit is worth, for each limit.
         """
         of_rows, of_limits = np.split(multipliers, [-len(self.limited)])
         shares = of_rows.reshape(-1, len(self.times))

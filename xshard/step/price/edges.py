@@ -1,4 +1,4 @@
-"""What it costs that an array moves from where it is made or stored to where an operation uses it."""
+"""What the moves of an array cost, from where it is made or stored to where it is used."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from xshard.step.record.repeat import in_first_block
 class Edge:
     """The moves of an array from the options of one node to the options of another.
 
-    Many options have the same layout of one array, so tables have a row for each distinct layout where the
-    array is made or stored, and a column for each one in which it is used.
+    Many options have the same layout of one array, so tables have a row for each distinct layout
+    where the array is made or stored, and a column for each one in which it is used.
 
     Args:
         source: The number of the node that makes or stores the array.
@@ -33,13 +33,15 @@ class Edge:
         used_layouts: The layout of each column: [columns, axes].
         shape: The global shape of the array.
         prices: The seconds of moves.
-        seconds_parts: The parts of the cost that get seconds: of the forward and of the backward pass.
-        runs: How often a move and its adjoint run in each pass, by rows: [passes, move or adjoint, rows].
+        seconds_parts: The parts of the cost that get seconds: of the forward and of the backward
+            pass.
+        runs: How often a move and its adjoint run in each pass, by rows: [passes, move or adjoint,
+            rows].
         bytes_by_part: Other parts of the cost: [rows, columns] for each.
         launch_share: The array's part of the elements that move in one collective.
         is_linear: The move has an adjoint in the backward pass.
-        place: The module or array at whose rule the array can move. "" for none: only equal layouts are
-            possible, all others are `banned`.
+        place: The module or array at whose rule the array can move. "" for none: only equal layouts
+            are possible, all others are `banned`.
         enters: It moves on the way into that module, not out of it.
     """
 
@@ -82,7 +84,7 @@ class Edge:
         return self.used_layouts[self.columns]
 
     def costs(self, rows: Ints, columns: Ints) -> Floats:
-        """Return the costs of moves from rows to columns, in the order of `parts`: [parts, moves]."""
+        """Return the costs of moves from rows to columns, for `parts`: [parts, moves]."""
         seconds = (self.runs[:, :, rows] * self._table.seconds[:, rows, columns]).sum(1)
         return np.concatenate([self._bytes[:, rows, columns], seconds])
 
@@ -105,9 +107,10 @@ class Edge:
         return float(added)
 
     def weighted(self, weights: Floats, source_options: Ints, user_options: Ints) -> Floats:
-        """Add up all parts under weights, for every pair of some options; infinite for banned pairs.
+        """Add up all parts under weights for every pair of some options; infinite if banned.
 
-        A hot path: every bound of a search calls it for every edge. So it works on rows and columns, and
+        A hot path: every bound of a search calls it for every edge. So it works on rows and
+            columns, and
         spreads over options at the end.
         """
         byte_weights, second_weights = np.split(weights[self.parts], [len(self._bytes)])
@@ -123,8 +126,8 @@ class Edge:
 def edges_of(setup: StepSetup, nodes: Sequence[Node]) -> list[Edge]:
     """Price the moves of every operand of every operation.
 
-    The carry of a repeated block has two edges: its first operand is from elsewhere, all others from the block
-    before.
+    The carry of a repeated block has two edges: its first operand is from elsewhere, all others
+    from the block before.
     """
     numbers = {node.name: number for number, node in enumerate(nodes)}
     edges = list[Edge]()
@@ -188,10 +191,10 @@ def _edge(
 
 
 def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
-    """Count how often a move and its adjoint run for one micro-batch: [passes, move or adjoint, rows].
+    """Count how often a move and its adjoint run in each pass: [passes, move or adjoint, rows].
 
-    The forward pass has the move, the backward pass its adjoint. It has the move again where activations are
-    computed again, and for a parameter that is gathered for each use.
+    The forward pass has the move, the backward pass its adjoint. It has the move again where
+    activations are computed again, and for a parameter that is gathered for each use.
     """
     if source.gathering is None:
         once = np.ones(n_rows)
@@ -246,15 +249,17 @@ def _bytes_by_part(
 def _bytes_of_parameter(
     setup: StepSetup, source: Node, op: Op, operand: int, used_layouts: Placements
 ) -> dict[int, Floats]:
-    """Return the bytes of a parameter while it is gathered and used, and of its gradients on the way.
+    """Return the bytes of a parameter while it is gathered and used, and of its gradients then.
 
-    Tables are [rows, columns]: options of the parameter, and layouts in which the operation uses it.
+    Tables are [rows, columns]: options of the parameter, and layouts in which the operation uses
+    it.
     """
     item_bytes = setup.item_bytes
     gradient_bytes = setup.gradient_bytes
     stored = source.placements[:, -1][:, None]  # [rows, 1, axes]
     used = used_layouts
-    # Gathers take the slow links first, and sums of gradients those axes that shard the parameter in use.
+    # Gathers take the slow links first, and sums of gradients those axes that shard the parameter
+    # in use.
     halfway = np.where(setup.moves.far, used, stored)
     summed_first = np.where(used == REPLICAS, stored, used)
     shape = shape_of(op.arrays[operand], setup.lengths)

@@ -9,11 +9,11 @@ from xshard.step.price.parts import BlockPart, Parts, StepPart
 
 
 def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Floats:
-    """Return the parts that a device holds at each moment: [moments, parts], to multiply with vectors.
+    """Return how much of each part a device holds at each moment: [moments, parts].
 
-    There are three moments for the backward pass of each block: its first layer begins, with its parameters
-    received; it ends, with gradients whole, sent and received; the last layer ends. Another one is at the end
-    of the step, when gradients are summed where they were not.
+    There are three moments for the backward pass of each block: its first layer begins, with its
+    parameters received; it ends, with gradients whole, sent and received; the last layer ends.
+    Another one is at the end of the step, when gradients are summed where they were not.
 
     block_times: how many layers each block has, whose parts are for one layer.
     """

@@ -1,8 +1,8 @@
 """Seconds of moves between layouts: bounds for all pairs at once, the planner's price for few.
 
-A search compares thousands of pairs of layouts, and a plan takes milliseconds. So every pair begins with a lower
-bound, bytes over bandwidth, and a pair is planned as soon as an assignment has it. Equal moves of arrays of
-another size share a plan: seconds are a line in elements.
+A search compares thousands of pairs of layouts, and a plan takes milliseconds. So every pair begins
+with a lower bound, bytes over bandwidth, and a pair is planned as soon as an assignment has it.
+Equal moves of arrays of another size share a plan: seconds are a line in elements.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ class Line(NamedTuple):
 
 
 class MoveTable(NamedTuple):
-    """Seconds of all moves of an array: a bound, or a price where `is_planned`, which is written later.
+    """Seconds of all moves of an array: bounds, replaced by prices when a move is planned.
 
-    seconds: [forward and backward, src layouts, dst layouts]. is_planned: [src layouts, dst layouts].
+    seconds: [forward and backward, src layouts, dst layouts]. is_planned: [src layouts, dst
+    layouts].
     """
 
     seconds: Floats
@@ -73,8 +74,8 @@ class MoveTable(NamedTuple):
 class Levels(NamedTuple):
     """The mesh axes by links; an axis is in two parts if some of its devices share a node.
 
-    axes, sizes, links, is_far: for each part the number of its axis, its size, its link, and whether others
-    are faster.
+    axes, sizes, links, is_far: for each part the number of its axis, its size, its link, and
+    whether others are faster.
     """
 
     axes: list[int]
@@ -137,8 +138,8 @@ class MovePrices:
     ) -> MoveTable:
         """Return the table of moves of an array between some layouts, which begins with bounds.
 
-        All moves between the same layouts have one table, whatever the step and the number of micro-batches.
-        is_linear: the move has an adjoint in the backward pass.
+        All moves between the same layouts have one table, whatever the step and the number of
+        micro-batches. is_linear: the move has an adjoint in the backward pass.
         """
         key = (src.tobytes(), dst.tobytes(), shape, is_linear, share)
         if key not in self._tables:
@@ -152,10 +153,10 @@ class MovePrices:
         return self._tables[key]
 
     def bounds(self, src: Placements, dst: Placements) -> tuple[Floats, Floats]:
-        """Bound the seconds of moves between all pairs of layouts from below: at once, and per element.
+        """Bound the seconds of moves between all pairs of layouts from below.
 
-        A device receives what it needs and lacks, or all addends but one in the mean. A part of that comes
-        from other nodes, through the links of all devices of its node.
+        A device receives what it needs and lacks, or all addends but one in the mean. A part of
+        that comes from other nodes, through the links of all devices of its node.
 
         Args:
             src: Layouts before: [layouts, axes].
@@ -222,7 +223,7 @@ def _still_axes(moves: Sequence[AxisMove], ndim: int) -> set[int]:
 
 
 def _begins_with(moves: Sequence[AxisMove], lengths: Sequence[int]) -> bool:
-    """Tell whether an array begins with the dims that move: only dims of length 1 are before them."""
+    """Tell whether an array begins with the dims that move, but for dims of length 1."""
     dims = [dim for move in moves for dim in (move.src, move.dst) if dim >= 0]
     first = min(dims, default=0)
     return all(length == 1 for length in lengths[:first])
@@ -239,8 +240,8 @@ def _line(
 ) -> Line:
     """Plan a move on the mesh of the axes that take part in it, and price it at two sizes.
 
-    is_contiguous: every dim before those that move has length 1. octave: the smaller size has about 2**octave
-    elements, the larger one 2**OCTAVES times as many.
+    is_contiguous: every dim before those that move has length 1. octave: the smaller size has about
+    2**octave elements, the larger one 2**OCTAVES times as many.
     """
     axes = tuple(mesh.axes[move.axis] for move in moves)
     part = Mesh({axis: mesh.size(axis) for axis in axes})
@@ -301,7 +302,8 @@ def _overlap(src: Placements, dst: Placements, sizes: Floats) -> Floats:
         finer = np.maximum(product_over(before, sizes), product_over(after, sizes))
         only_before = before & ~after
         only_after = after & ~before
-        # From the first axis that shards the dim at one end on, blocks of both ends are in other places.
+        # From the first axis that shards the dim at one end on, blocks of both ends are in other
+        # places.
         differs_so_far = np.logical_or.accumulate(only_before | only_after, -1)
         is_apart = (before & after & differs_so_far).any(-1)
         is_apart |= only_before.any(-1) & only_after.any(-1)

@@ -60,7 +60,8 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     item_bytes = setup.item_bytes
     gradient_bytes = setup.gradient_bytes
     layer_bytes = setup.block_bytes(placements[:, -1], setup.shape(name), gradient_bytes)
-    # With micro-batches, what is gathered once has its gradients summed while it is whole (`edges`).
+    # With micro-batches, what is gathered once has its gradients summed while it is whole
+    # (`edges`).
     has_sharded_gradient = (gathering == Gathering.PER_USE) | (setup.micro_batches == 1)
     costs[:, setup.part(first_use, BlockPart.GRADIENT_BYTES)] = layer_bytes * has_sharded_gradient
     elements = layer_bytes * first_use.times / gradient_bytes
@@ -126,7 +127,7 @@ def _devices_that_split(setup: StepSetup, placements: Placements) -> Floats:
 def _seconds_of_computing(
     setup: StepSetup, op: Op, placements: Placements, block_bytes: list[Floats]
 ) -> Floats:
-    """Return the seconds of the forward pass: by operations or by memory, whichever takes longer."""
+    """Return the seconds of the forward pass: of operations or of memory, whichever is longer."""
     work = op.work
     profile = setup.moves.profile
     flops_per_s = profile.flops(setup.step.dtype) * EFFICIENCY * work.rate

@@ -1,7 +1,8 @@
-"""The parts of the cost of a step: what is counted for each block of operations, and for the whole step.
+"""The parts of the cost of a step: what is counted for each block, and for the whole step.
 
-A cost is a vector of parts: seconds of several kinds and bytes of several kinds. Parts of nodes and of moves add
-up, and only their sums become seconds of a step and bytes of a device (`StepProblem.cost`).
+A cost is a vector of parts: seconds of several kinds and bytes of several kinds. Parts of nodes and
+of moves add up, and only their sums become seconds of a step and bytes of a device
+(`StepProblem.cost`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from xshard.step.price.options import Floats
 
 
 class BlockPart(IntEnum):
-    """What is counted for a block of operations, for one micro-batch and one layer, on one device."""
+    """What is counted for a block of operations: for one micro-batch, layer and device."""
 
     FORWARD_COMPUTING_S = 0
     FORWARD_MOVING_S = 1
@@ -41,7 +42,7 @@ class StepPart(IntEnum):
 
 @dataclass(frozen=True)
 class Parts:
-    """Where each part is in a vector: the parts of each block, block by block, then those of the step."""
+    """Where each part is in a vector: block by block, then the parts of the step."""
 
     n_blocks: int
 

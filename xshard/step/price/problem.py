@@ -1,8 +1,8 @@
-"""The cost of a step on a mesh: nodes and edges with their prices, and what an assignment of them costs.
+"""The cost of a step on a mesh: nodes and edges with prices, and what an assignment costs.
 
-A node is an input, a parameter or an operation; its options are the ways to shard it. An edge has the moves of an
-array between the options of two nodes. An assignment is an option for every node. docs/one_step.md has all of
-them for a step of two operations, in numbers.
+A node is an input, a parameter or an operation; its options are the ways to shard it. An edge has
+the moves of an array between the options of two nodes. An assignment is an option for every node.
+docs/one_step.md has all of them for a step of two operations, in numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ MOVING = [BlockPart.FORWARD_MOVING_S, BlockPart.BACKWARD_MOVING_S]
 class StepProblem(StepSetup):
     """A step with the prices of everything that may be assigned.
 
-    excluded: for each edge the pairs of layouts that rules exclude, [rows, columns]; empty for no rules.
+    excluded: for each edge the pairs of layouts that rules exclude, [rows, columns]; empty for no
+    rules.
     """
 
     excluded: Sequence[Flags] = ()
@@ -64,7 +65,8 @@ class StepProblem(StepSetup):
     def vectors(self, assignment: Sequence[int], node: int | None = None) -> Floats:
         """Return the parts of the cost of an assignment: [1, parts].
 
-        node: a node that has each of its options in turn: [options, parts]. Moves cost what is known so far, a
+        node: a node that has each of its options in turn: [options, parts]. Moves cost what is
+            known so far, a
         bound or a price. Parts are infinite where nothing can move.
         """
         chosen = [np.array([option]) for option in assignment]
@@ -88,13 +90,15 @@ class StepProblem(StepSetup):
     def cost(self, limit: float, overlap: float | None = None) -> Cost:
         """Return the seconds of a step as a function of parts.
 
-        limit: bytes that a device may hold. overlap: share of the seconds of moves that run beside computing,
+        limit: bytes that a device may hold. overlap: share of the seconds of moves that run beside
+            computing,
         in place of the problem's own.
         """
         hidden = self.overlap if overlap is None else overlap
         computing = self.parts.of_blocks[:, COMPUTING]  # [blocks, passes, parts]
         moving = self.parts.of_blocks[:, MOVING]
-        # A pass takes as long as its moves, or as computing and those moves that do not run beside it.
+        # A pass takes as long as its moves, or as computing and those moves that do not run beside
+        # it.
         rows = np.stack([computing + (1 - hidden) * moving, moving], 2)
         times = self.micro_batches * np.repeat(self.block_times, len(COMPUTING)).astype(float)
         return Cost(

@@ -1,4 +1,4 @@
-"""What prices depend on: a step on a mesh of a machine, its micro-batches, its blocks of operations."""
+"""What prices depend on: a step on a mesh, its micro-batches, its blocks of operations."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ NAMES_OF_PARAMETERS = {1: "n", 2: "oi", 3: "eoi"}  # of their dims, by how many 
 class StepSetup:
     """A step on a mesh, with micro-batches.
 
-    step: with shares (`TrainingStep.with_shares`). moves: prices of moves, which know mesh and machine.
-    micro_batches: parts of the batch that run one after another. recompute: activations of repeated blocks are
-    computed again in the backward pass. overlap: share of the seconds of moves that run beside computing.
+    step: with shares (`TrainingStep.with_shares`). moves: prices of moves, which know mesh and
+    machine. micro_batches: parts of the batch that run one after another. recompute: activations of
+    repeated blocks are computed again in the backward pass. overlap: share of the seconds of moves
+    that run beside computing.
     """
 
     step: TrainingStep
@@ -62,7 +63,7 @@ class StepSetup:
 
     @cached_property
     def block_of(self) -> Mapping[str, int]:
-        """The number of each operation's block: operations one after another that run equally often."""
+        """The number of each operation's block: neighbours that run equally often."""
         ops = self.step.ops
         block_of = {ops[0].name: 0}
         for before, op in pairwise(ops):
@@ -102,13 +103,14 @@ class StepSetup:
         return [f"d{i}" for i in range(len(dims))]
 
     def block_bytes(self, placements: Placements, shape: Sequence[int], item_bytes: int) -> Floats:
-        """Return the bytes that a device holds of an array, for each layout: [..., axes] -> [...]."""
+        """Return the bytes of a device's block of an array: [..., axes] -> [...]."""
         return item_bytes * math.prod(shape) / product_over(placements >= 0, self.mesh.sizes)
 
     def launch_share(self, parameter: str) -> float:
         """Return a parameter's part of the elements that are gathered by one collective.
 
-        Parameters of a block travel together, vectors and all others apart; XLA sends every array on its own.
+        Parameters of a block travel together, vectors and all others apart; XLA sends every array
+        on its own.
         """
         if self.step.moves_anywhere:
             return 1.0

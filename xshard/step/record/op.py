@@ -207,7 +207,7 @@ class Op:
         return (*rules, idle)
 
     def _rule_that_shards(self, dim: str) -> AxisRule:
-        """Shard a dim wherever it is: operands without it are copied, a result without it is a sum."""
+        """Shard a dim wherever it is; operands without it are copies, a result is a sum."""
         *operands, result = self.dims
         placements = [dims.index(dim) if dim in dims else COPY for dims in operands]
         return (*placements, result.index(dim) if dim in result else SUM)

@@ -65,7 +65,7 @@ def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
 
 
 def in_first_block(pattern: str) -> str:
-    """Name the module of the first of repeated blocks: `layers.*.up` -> `layers.0.up`, `{1,2}` -> `1`."""
+    """Name a module in the first of repeated blocks: `layers.*.up` -> `layers.0.up`."""
     return spellings(pattern)[0].replace("*", "0")
 
 
@@ -75,7 +75,7 @@ def _kind_of(op: Op) -> tuple[object, ...]:
 
 
 def _runs_from(kinds: Sequence[object], start: int) -> list[tuple[int, int]]:
-    """List the sizes of blocks that repeat from `start` on, and how often, the longest run first."""
+    """List the sizes of blocks that repeat from `start` on, and how often; longest runs first."""
     runs = list[tuple[int, int]]()
     for end in range(start + 1, len(kinds)):
         if kinds[end] == kinds[start]:
@@ -163,7 +163,7 @@ class _Run:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether blocks take what the one before made, and only the last one's results are used."""
+        """Whether blocks take what the one before made, and others use only the last one."""
         first_block, second_block, *others = self._sources_by_block()
         if any(block != second_block for block in others):
             return False

@@ -19,7 +19,7 @@ from xshard.step.say.rules import StepRules
 
 
 class RuleLimits(NamedTuple):
-    """What rules leave: the options of every node, and pairs of layouts that they exclude for each edge."""
+    """What rules leave: options of every node, and for each edge pairs of layouts to exclude."""
 
     options: list[Ints]
     excluded: list[Flags]
@@ -125,7 +125,7 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
 
 
 class RuleSides(NamedTuple):
-    """A rule for an array: its placements before and after a move, and the axes that the rule names."""
+    """A rule for an array: placements before and after a move, and axes that the rule names."""
 
     src: Ints
     dst: Ints

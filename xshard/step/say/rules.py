@@ -28,7 +28,8 @@ class StepRules(NamedTuple):
         parameters: Layouts of parameters in storage and in use.
         inputs: Layouts of activations on the way into modules.
         outputs: Layouts of activations on the way out of modules.
-        once: A pattern of the parameters that are gathered once per step, not for each use; "" for none.
+        once: A pattern of the parameters that are gathered once per step, not for each use; "" for
+            none.
     """
 
     parameters: Rules
@@ -63,8 +64,9 @@ def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
 class _ActivationRules:
     """The rules of activations: what moves where, and which layouts are known inside modules.
 
-    A rule names the axes that it is about; other axes stay as they are around the module, by names of dims. So
-    rules need to know what is around them, and modules are gone through in the order of the forward pass.
+    A rule names the axes that it is about; other axes stay as they are around the module, by names
+    of dims. So rules need to know what is around them, and modules are gone through in the order of
+    the forward pass.
     """
 
     def __init__(self, problem: StepProblem, assignment: Sequence[int]) -> None:
@@ -101,7 +103,7 @@ class _ActivationRules:
             self.outputs.setdefault(self.step.module(maker, left=True), _text(src, src))
 
     def _with_free_names(self, place: str, src: Layout, dst: Layout) -> tuple[Layout, Layout]:
-        """Rename dims that would stay sharded under their names, over axes that the rule does not name."""
+        """Rename dims that would stay sharded under their names over axes the rule lacks."""
         named_axes = {*src.axes, *dst.axes}
         staying = set[str]()
         for layout in self._around(place):
@@ -113,9 +115,10 @@ class _ActivationRules:
         return src.named(names), dst.named(dst_names)
 
     def _module_that_varies_more(self, source: str, op: Op, used: Layout) -> str:
-        """Name an operation's module if activations vary along more axes in it than around it; else "".
+        """Name an operation's module if activations vary along more axes in it than around it.
 
-        Its parameters' gradients depend on these axes, so that it needs a rule though nothing moves.
+        Its parameters' gradients depend on these axes, so that it needs a rule though nothing
+        moves.
         """
         if self.step.moves_anywhere or op.operands[0] != source:
             return ""
@@ -127,7 +130,7 @@ class _ActivationRules:
         return module if varies_more else ""
 
     def _enter(self, module: str, src: Layout, dst: Layout) -> None:
-        """Add a rule on the way into a module, "" for none, and what is known inside if it says something new."""
+        """Add a rule on the way into a module; "" stands for no module."""
         if not module or module in self.entered:
             return
         around = self._around(module)
@@ -156,7 +159,8 @@ class _ActivationRules:
         for name, text in self.entered.items():
             if name in self.known or pattern_of.get(name) in self.known:
                 said[name] = text
-        # The first of repeated blocks needs no rule if the rule of all is the same, or one before that.
+        # The first of repeated blocks needs no rule if the rule of all is the same, or one before
+        # that.
         of_first_blocks = Texts()
         others = Texts()
         for name, text in said.items():
@@ -180,8 +184,8 @@ class _ActivationRules:
     def parameter_rule(self, name: str, stored: Layout, used: Layout) -> str:
         """Write the rule of a parameter.
 
-        Axes that activations vary along around its modules, and its operation does not use, are `mean`: it
-        computes the same on all devices of such an axis.
+        Axes that activations vary along around its modules, and its operation does not use, are
+        `mean`: it computes the same on all devices of such an axis.
         """
         varying = set[str]()
         for tied_name in name.split("|"):
@@ -223,7 +227,7 @@ def _merged(texts: Texts) -> dict[Any, Any]:
 
 
 def _pattern_of(names: Iterable[str]) -> str:
-    """Write names as one pattern; names that differ in one part share it: `a.up`, `a.down` -> `a.{up,down}`."""
+    """Write names as one pattern: `a.up`, `a.down`, `b` -> `a.{up,down}|b`."""
     patterns = list[list[list[str]]]()  # [patterns][parts][alternatives]
     for name in names:
         parts = name.split(".")
@@ -238,7 +242,7 @@ def _pattern_of(names: Iterable[str]) -> str:
 
 
 def _place_that_differs(pattern: Sequence[list[str]], parts: Sequence[str]) -> int | None:
-    """Return the only part in which a name differs from a pattern; None if it is another number of parts."""
+    """Return the only part in which a name differs from a pattern; None for several."""
     if len(pattern) != len(parts):
         return None
     pairs = enumerate(zip(pattern, parts, strict=True))

@@ -29,8 +29,8 @@ class Change(NamedTuple):
 def simplified(search: StepSearch, most: float) -> list[int]:
     """Return the best assignment after changes for fewer rules, while it takes `most` seconds.
 
-    Changes are other layouts of one array, and of a parameter with what is beside it. Those that save most for
-    their seconds are first.
+    Changes are other layouts of one array, and of a parameter with what is beside it. Those that
+    save most for their seconds are first.
     """
     best = list(search.best) if search.best else []
     simple = best
@@ -46,7 +46,7 @@ def simplified(search: StepSearch, most: float) -> list[int]:
 
 
 def _with_changes(search: StepSearch, assignment: list[int], most: float) -> list[int]:
-    """Apply the changes that save rules one after another, as long as they do beside those before."""
+    """Apply the changes that save rules, one after another, if they still save some."""
     problem = search.problem
     variety = _variety(problem, assignment)
     simple = assignment
@@ -106,7 +106,7 @@ class Use(NamedTuple):
 
 
 def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[Change]:
-    """List assignments with a parameter stored and used like another one, and what is best beside it."""
+    """List assignments with a parameter stored and used like another, neighbours at their best."""
     first_uses = dict(_first_uses(search.problem, assignment))
     uses = {node: use for node, (_, use) in first_uses.items()}
     changes = list[Change]()
@@ -141,7 +141,7 @@ def _first_uses(
 
 
 def _neighbours_free(problem: StepProblem, assignment: Sequence[int], node: int) -> list[Flags]:
-    """Return flags that leave a node and its neighbours all options, and others the one that they have."""
+    """Return flags that leave a node and its neighbours all options, and others their own."""
     near = set[int]()
     for edge in problem.edges:
         if node in edge.nodes:
@@ -167,6 +167,6 @@ def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:
 
 
 def _variety(problem: StepProblem, assignment: Sequence[int]) -> float:
-    """Measure how much rules say: less for fewer rules, and for one of many names beside one of few."""
+    """Measure how much rules say: less for fewer rules, and if one rule has most names."""
     patterns = _patterns(problem, assignment)
     return math.fsum(math.sqrt(len(spellings(pattern))) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""A suggestion: rules for a training step, its predicted seconds and bytes, and how good it can be."""
+"""A suggestion: rules for a training step, predicted seconds and bytes, and how good it can be."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StepPlan(NamedTuple):
 
 @dataclass(eq=False)
 class Suggestion(Pictured):
-    """The layouts of everything in a training step, as rules, with its cost and a bound of all costs.
+    """The layouts of everything in a training step as rules, with their cost and a bound.
 
     Args:
         search: The search that found it.
@@ -58,7 +58,8 @@ class Suggestion(Pictured):
         parameters: Rules for storage and use of parameters.
         inputs: Rules for activations on the way into modules.
         outputs: Rules for activations on the way out of modules.
-        once: A pattern of the parameters that are gathered once per step, not for each use; "" for none.
+        once: A pattern of the parameters that are gathered once per step, not for each use; "" for
+            none.
         micro_batches: Parts of the batch that run one after another.
         recompute: Activations of repeated blocks are computed again in the backward pass.
         seconds: Predicted for a step.
@@ -101,7 +102,8 @@ class Suggestion(Pictured):
         """Say what the next best layout of an array would cost.
 
         Args:
-            name: An input, a parameter, or an operation for its result, by the name that the plan prints.
+            name: An input, a parameter, or an operation for its result, by the name that the plan
+                prints.
 
         Raises:
             PlanError: There is no such array.
@@ -122,7 +124,7 @@ class Suggestion(Pictured):
         return f"{assigned}; next {self._stated(node, search.best[node])}, {added} per step"
 
     def _search_for_another_layout(self, node: int) -> StepSearch | None:
-        """Search among plans with another layout of a node's array; None if there is no other layout."""
+        """Search among plans with another layout of a node's array; None if it has no other."""
         problem = self.search.problem
         placements = problem.nodes[node].placements[:, -1]
         differs = (placements != placements[self.assignment[node]]).any(-1)
@@ -222,7 +224,7 @@ class Suggestion(Pictured):
         )
 
     def _comparison(self) -> list[str]:
-        """Compare the plans by hand, the best first, at three shares of overlap; tell if one is as good."""
+        """Compare with plans by hand, the best first, at three shares of overlap."""
         vector = self.search.problem.vectors(self.assignment)[0]
         by_hand = sorted(
             self.by_hand.items(), key=lambda pair: (not pair[1].fits, pair[1].seconds())
@@ -242,7 +244,8 @@ class Suggestion(Pictured):
             if slower <= SAME:
                 lines.append(f"{next_best} is within {slower:.1%}: little to gain")
         for overlap in overlaps:
-            fastest = min(fitting, key=lambda name: fitting[name].seconds(overlap))  # noqa: B023  called here
+            seconds_of = {name: plan.seconds(overlap) for name, plan in fitting.items()}
+            fastest = min(seconds_of, key=seconds_of.__getitem__)
             if fastest != "suggested":
                 lines.append(f"at an overlap of {overlap:g} {fastest} is faster")
         return lines
