@@ -109,7 +109,8 @@ def _allowed_storage(problem: StepProblem, node: Node, plan: HandPlan) -> Flags:
     n_shards = product_over(is_sharding, problem.mesh.sizes)
     if plan.stored == "last":
         n_shards[is_sharding[:, :-1].any(-1)] = 0  # sharded by another axis
-    return (node.gathering == plan.gathering) & (n_shards == n_shards.max())
+    has_most_shards = n_shards == n_shards.max()
+    return np.asarray(node.is_gathered(plan.gathering) & has_most_shards)
 
 
 def _ranks(op: Op, placements: Placements, preferred: Sequence[str]) -> Ints:

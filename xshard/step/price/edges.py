@@ -12,7 +12,7 @@ from xshard.step.price.nodes import Gathering, Node
 from xshard.step.price.options import Flags, Floats, Ints, Placements, distinct, without_copies
 from xshard.step.price.parts import BlockPart
 from xshard.step.price.setup import StepSetup
-from xshard.step.record.arrays import COPY, REPLICAS, shape_of
+from xshard.step.record.arrays import COPY, REPLICAS
 from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block
 
@@ -164,7 +164,7 @@ def _edge(
         rows = np.arange(len(made_layouts))
         launch_share = setup.launch_share(name)
     place, enters = _place(setup, name, op, is_first=operand == 0)
-    bytes_by_part = _bytes_by_part(setup, source, op, operand, made_layouts, used_layouts)
+    bytes_by_part = _bytes_by_part(setup, source, op, made_layouts, used_layouts)
     is_linear = name in step.differentiable
     if name in step.by_name and not is_linear and not enters:
         used_layouts = without_copies(used_layouts)  # without a gradient a copy is a replica
@@ -200,9 +200,9 @@ def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
         once = np.ones(n_rows)
         again = once * setup.is_recomputed(op)
     else:
-        again = (source.gathering == Gathering.PER_USE) * 1.0
-        once = np.maximum(again, 1 / setup.micro_batches)
-    never = 0 * once
+        again = np.asarray(source.is_gathered(Gathering.PER_USE), dtype=float)
+        once = np.where(again > 0, 1.0, 1 / setup.micro_batches)
+    never = np.zeros(n_rows)
     return np.array([[once, never], [again, once]])
 
 
@@ -231,13 +231,12 @@ def _bytes_by_part(
     setup: StepSetup,
     source: Node,
     op: Op,
-    operand: int,
     made_layouts: Placements,
     used_layouts: Placements,
 ) -> dict[int, Floats]:
     """Return the bytes that a move adds to parts of the cost: [rows, columns] for each part."""
     if source.gathering is not None:
-        return _bytes_of_parameter(setup, source, op, operand, used_layouts)
+        return _bytes_of_parameter(setup, source, op, used_layouts)
     if op.kind == "loss":
         # The gradient of the logits is there a second time, as it arrives.
         arriving = setup.block_bytes(made_layouts, setup.shape(source.name), setup.item_bytes)
@@ -247,42 +246,42 @@ def _bytes_by_part(
 
 
 def _bytes_of_parameter(
-    setup: StepSetup, source: Node, op: Op, operand: int, used_layouts: Placements
+    setup: StepSetup, source: Node, op: Op, used: Placements
 ) -> dict[int, Floats]:
     """Return the bytes of a parameter while it is gathered and used, and of its gradients then.
 
-    Tables are [rows, columns]: options of the parameter, and layouts in which the operation uses
-    it.
+    Tables are [rows, columns]: options of the parameter, and layouts in which the operation uses it.
     """
-    item_bytes = setup.item_bytes
-    gradient_bytes = setup.gradient_bytes
+    shape = setup.shape(source.name)
+    bytes_ratio = setup.gradient_bytes / setup.item_bytes
     stored = source.placements[:, -1][:, None]  # [rows, 1, axes]
-    used = used_layouts
-    # Gathers take the slow links first, and sums of gradients those axes that shard the parameter
-    # in use.
-    halfway = np.where(setup.moves.far, used, stored)
-    summed_first = np.where(used == REPLICAS, stored, used)
-    shape = shape_of(op.arrays[operand], setup.lengths)
-    used_bytes = setup.block_bytes(used, shape, item_bytes)
-    halfway_bytes = setup.block_bytes(halfway, shape, item_bytes)
-    summed_bytes = setup.block_bytes(summed_first, shape, item_bytes)
-    stored_bytes = setup.block_bytes(stored, setup.shape(source.name), item_bytes)
     is_gathered = (stored != without_copies(used)).any(-1)
-    has_two_gathers = (halfway != stored).any(-1) & (halfway != used).any(-1)
-    is_summed_later = ((stored == REPLICAS) & (used == COPY)).any(-1)
     is_first_use = setup.step.consumers(source.name)[0] is op
-    per_use = (source.gathering == Gathering.PER_USE)[:, None]
-    per_step = is_first_use * (source.gathering == Gathering.PER_STEP)[:, None]
+    per_use = source.is_gathered(Gathering.PER_USE)[:, None] & is_gathered
+    # What is gathered once counts once, whatever uses it.
+    per_step = source.is_gathered(Gathering.PER_STEP)[:, None] & is_first_use
+    used_bytes = setup.block_bytes(used, shape, setup.item_bytes)
+    # Gathers take the slow links first: a second message if there are others.
+    halfway = np.where(setup.moves.far, used, stored)
+    halfway_bytes = setup.block_bytes(halfway, shape, setup.item_bytes)
+    has_two_gathers = (halfway != stored).any(-1) & (halfway != used).any(-1)
+    received = per_use * (2 * used_bytes + has_two_gathers * halfway_bytes)
+    # Gradients are summed first over the axes that shard the parameter in storage alone.
+    summed = np.where(used == REPLICAS, stored, used)
+    summed_bytes = setup.block_bytes(summed, shape, setup.item_bytes)
+    sent = per_use * (used_bytes + 2 * summed_bytes)
+    # Over micro-batches, gradients of what is gathered once are added up whole, as it is used.
     has_micro_batches = setup.micro_batches > 1
-    received = per_use * is_gathered * (2 * used_bytes + has_two_gathers * halfway_bytes)
-    gradients = has_micro_batches * per_step * used_bytes * gradient_bytes / item_bytes
-    sum_and_addend = stored_bytes * max(2 - gradient_bytes / item_bytes, 0)
+    gradients = has_micro_batches * per_step * used_bytes * setup.gradient_bytes / setup.item_bytes
+    # A sum at the end of the step holds an addend and its result. The gradient, which is counted
+    # already, is one of them, and as large as both if the parameter has 16 bits.
+    is_summed_later = ((stored == REPLICAS) & (used == COPY)).any(-1)
+    stored_bytes = setup.block_bytes(stored, shape, setup.item_bytes)
+    sums = is_first_use * is_summed_later * stored_bytes * max(2 - bytes_ratio, 0)
     return {
         setup.part(op, BlockPart.RECEIVED_BYTES): received,
-        setup.part(op, BlockPart.SENT_BYTES): per_use
-        * is_gathered
-        * (used_bytes + 2 * summed_bytes),
+        setup.part(op, BlockPart.SENT_BYTES): sent,
         setup.part(op, BlockPart.GATHERED_BYTES): per_step * is_gathered * used_bytes,
         setup.part(op, BlockPart.GRADIENT_BYTES): gradients,
-        setup.part(op, BlockPart.SUM_BYTES): is_first_use * is_summed_later * sum_and_addend,
+        setup.part(op, BlockPart.SUM_BYTES): sums,
     }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xshard.notation.parser import ARROW
-from xshard.step.price.options import Floats, Ints, Placements, options_of, product_over
+from xshard.step.price.options import Flags, Floats, Ints, Placements, options_of, product_over
 from xshard.step.price.parts import BlockPart, StepPart
 from xshard.step.price.setup import FULL, StepSetup
 from xshard.step.record.arrays import length_of, shape_of
@@ -42,6 +42,11 @@ class Node(NamedTuple):
     placements: Placements
     costs: Floats
     gathering: Ints | None = None
+
+    def is_gathered(self, when: int) -> Flags:
+        """Tell for each option of a parameter whether it is gathered then, a `Gathering`."""
+        gathering = np.asarray(self.gathering, dtype=np.int64)
+        return np.asarray(gathering == when)
 
 
 def price_input(setup: StepSetup, name: str) -> Node:

@@ -109,9 +109,11 @@ class Op:
 
     Examples:
         >>> op = Op("up", "b s c, f c -> b s f", ("norm", "up.weight"))
-        >>> [op.text_of(rule) for rule in op.axis_rules][2:]
-        ['b s c | copy(x), f/x c -> b s f/x', 'b s c/x, f c/x -> b s f | sum(x)', 'b s c, f c -> b s
-        f']
+        >>> for rule in op.axis_rules[2:]:
+        ...     print(op.text_of(rule))
+        b s c | copy(x), f/x c -> b s f/x
+        b s c/x, f c/x -> b s f | sum(x)
+        b s c, f c -> b s f
     """
 
     name: str

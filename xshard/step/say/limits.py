@@ -69,7 +69,7 @@ class _Limits:
             gathering = Gathering.PER_USE
         is_stored_so = (source.placements[:, -1] == stored).all(-1)
         is_used_so = (without_copies(edge.used_placements) == used).all(-1)
-        self.allowed[edge.source] &= is_stored_so & (source.gathering == gathering)
+        self.allowed[edge.source] &= is_stored_so & source.is_gathered(gathering)
         self.allowed[edge.user] &= is_used_so
 
     def limit_arrival(self, edge: Edge) -> None:
@@ -103,7 +103,7 @@ class _Limits:
             is_stated = (edge.made_layouts == src)[:, None] & (used_layouts == dst)
             # Along axes that the rule does not name nothing moves.
             follows = np.where(is_named, is_stated, follows)
-        return ~follows.all(-1)
+        return np.asarray(~follows.all(-1))
 
 
 def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:

@@ -156,7 +156,7 @@ def _neighbours_free(problem: StepProblem, assignment: Sequence[int], node: int)
 def _is_stored_so(node: Node, use: Use) -> Flags:
     """Return the options in which a parameter is stored and gathered like another one."""
     is_stored_so = (node.placements[:, -1] == use.stored).all(-1)
-    return is_stored_so & np.equal(node.gathering, use.gathering)  # type: ignore[arg-type]
+    return np.asarray(is_stored_so & node.is_gathered(use.gathering))
 
 
 def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:
