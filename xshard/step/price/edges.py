@@ -64,6 +64,7 @@ class Edge:
     banned: Flags = field(init=False)
 
     def __post_init__(self) -> None:
+        # Shared with all edges that have the same layouts: what one plans, others know.
         self._table = self.prices.table(
             self.made_layouts, self.used_layouts, self.shape, self.is_linear, self.launch_share
         )
@@ -71,6 +72,7 @@ class Edge:
         self._bytes = np.array(tables).reshape(-1, *self._table.is_planned.shape)
         self.parts = np.array([*self.bytes_by_part, *self.seconds_parts])
         used = self.used_layouts if self.is_linear else without_copies(self.used_layouts)
+        # Where no rule can say a move, an array stays as it is made.
         differs = (self.made_layouts[:, None] != used).any(-1)
         self.banned = differs & (not self.place)
 
@@ -132,6 +134,7 @@ def edges_of(setup: StepSetup, nodes: Sequence[Node]) -> list[Edge]:
     numbers = {node.name: number for number, node in enumerate(nodes)}
     edges = list[Edge]()
     for op in setup.step.ops:
+        # Only the first of repeated blocks takes the operand: 1 of `times` runs.
         first_share = 1 / op.times if op.again else 1.0
         for operand, name in enumerate(op.operands):
             edges.append(_edge(setup, nodes, numbers, name, op, operand, first_share))
@@ -155,7 +158,8 @@ def _edge(
     """
     step = setup.step
     source = nodes[numbers[name]]
-    used_layouts, columns = distinct(nodes[numbers[op.name]].placements[:, operand])
+    user = nodes[numbers[op.name]]
+    used_layouts, columns = distinct(user.placements[:, operand])
     made_layouts, rows = distinct(source.placements[:, -1])
     launch_share = 1.0
     if source.gathering is not None:
@@ -220,6 +224,7 @@ def _place(setup: StepSetup, name: str, op: Op, *, is_first: bool) -> tuple[str,
             return in_first_block(entered), True
         return entered, True
     if name in step.by_name:
+        # A module's output has one layout, so that several uses would have to agree.
         is_only_use = len(step.consumers(name)) == op.operands.count(name) == 1
         module = step.module(step.by_name[name], left=True)
         if is_only_use and module:
@@ -250,7 +255,8 @@ def _bytes_of_parameter(
 ) -> dict[int, Floats]:
     """Return the bytes of a parameter while it is gathered and used, and of its gradients then.
 
-    Tables are [rows, columns]: options of the parameter, and layouts in which the operation uses it.
+    Tables are [rows, columns]: options of the parameter, and layouts in which the operation uses
+    it.
     """
     shape = setup.shape(source.name)
     bytes_ratio = setup.gradient_bytes / setup.item_bytes

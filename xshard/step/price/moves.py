@@ -104,16 +104,19 @@ class MovePrices:
             lengths: Its global shape.
             share: Its part of the elements that move in one collective, whose seconds it shares.
         """
-        starts = without_copies(list(src)).tolist()
+        starts = without_copies(list(src)).tolist()  # a copy has the values of a replica
         ends = without_copies(list(dst)).tolist()
         if starts == ends:
             return 0.0
-        moves = [AxisMove(a, *pair) for a, pair in enumerate(zip(starts, ends, strict=True))]
+        moves = list(map(AxisMove, range(len(starts)), starts, ends))
         still = _still_axes(moves, len(lengths))
+        # Each group of devices moves a block of its own, all at the same time.
         n_blocks = math.prod(self.mesh.sizes[a] for a in still if moves[a].src >= 0)
         elements = math.prod(lengths) / share / n_blocks
         moves = self._taking_part([move for move in moves if move.axis not in still])
-        octave = max(0, int(math.log2(max(elements, 1))) // OCTAVES * OCTAVES)
+        # Small moves are latency, large ones bandwidth: a line is good within a few octaves.
+        log_elements = int(math.log2(max(elements, 1)))
+        octave = max(0, log_elements // OCTAVES * OCTAVES)
         is_contiguous = share == 1 and _begins_with(moves, lengths)
         line = _line(self.mesh, self.dtype, self.profile, tuple(moves), is_contiguous, octave)
         return share * line.at(elements)
@@ -142,10 +145,12 @@ class MovePrices:
         micro-batches. is_linear: the move has an adjoint in the backward pass.
         """
         key = (src.tobytes(), dst.tobytes(), shape, is_linear, share)
+        # A move between layouts is the same for every option that has them, and in each problem.
         if key not in self._tables:
             elements = math.prod(shape)
             launch_s, element_s = self.bounds(src, dst)
             forward = share * launch_s + element_s * elements
+            # Cotangents move from the dual of the destination to the dual of the source.
             launch_s, element_s = self.bounds(dual(dst), dual(src))
             backward = share * launch_s + element_s * elements
             seconds = np.stack([forward, backward.T * is_linear])
@@ -169,18 +174,15 @@ class MovePrices:
         src = without_copies(src)[:, axes]
         dst = without_copies(dst)[:, axes]
         received = _received(src, dst, sizes)
-        from_other_nodes = np.zeros((len(src), len(dst)))
-        if is_far.any():
-            far_src = np.where(is_far, src, REPLICAS)
-            far_dst = np.where(is_far, dst, REPLICAS)
-            node_size = np.prod(sizes[~is_far])
-            far_sizes = np.where(is_far, sizes, 1)
-            from_other_nodes = _received(far_src, far_dst, far_sizes) / node_size
+        from_other_nodes = _received_from_other_nodes(src, dst, sizes, is_far)
+        # The fastest link is within a node; between nodes the best case is the fastest of the
+        # others.
         near_link = links[int(is_far.argmin())]
         others = [link for link in links if link != near_link]
         far_link = max(others, key=lambda link: link.bytes_per_s, default=near_link)
         from_own_node = np.maximum(received - from_other_nodes, 0)
         byte_s = from_other_nodes / far_link.bytes_per_s + from_own_node / near_link.bytes_per_s
+        # Whatever the planner chooses has one launch at least.
         launches = [seconds for kind, seconds in self.profile.launch_s if kind not in LOCAL]
         launch_s = min(launches, default=0.0) + near_link.latency_s
         return np.where(received > 0, launch_s, 0.0), byte_s * itemsize(self.dtype)
@@ -206,6 +208,24 @@ class MovePrices:
         )
 
 
+def _received_from_other_nodes(
+    src: Placements, dst: Placements, sizes: Floats, is_far: Flags
+) -> Floats:
+    """Bound the share of an array that a device's links to other nodes carry: [src, dst].
+
+    A node is like one device of a mesh of the far axes alone, and has the links of all its devices.
+    """
+    if not is_far.any():
+        return np.zeros((len(src), len(dst)))
+    node_size = np.prod(sizes[~is_far])
+    between_nodes = _received(
+        np.where(is_far, src, REPLICAS),
+        np.where(is_far, dst, REPLICAS),
+        np.where(is_far, sizes, 1),
+    )
+    return np.asarray(between_nodes / node_size)
+
+
 def _still_axes(moves: Sequence[AxisMove], ndim: int) -> set[int]:
     """Find the axes along which nothing moves: groups of devices move their blocks apart.
 
@@ -224,8 +244,7 @@ def _still_axes(moves: Sequence[AxisMove], ndim: int) -> set[int]:
 
 def _begins_with(moves: Sequence[AxisMove], lengths: Sequence[int]) -> bool:
     """Tell whether an array begins with the dims that move, but for dims of length 1."""
-    dims = [dim for move in moves for dim in (move.src, move.dst) if dim >= 0]
-    first = min(dims, default=0)
+    first = min(_sharded_dims(moves), default=0)
     return all(length == 1 for length in lengths[:first])
 
 
@@ -243,26 +262,46 @@ def _line(
     is_contiguous: every dim before those that move has length 1. octave: the smaller size has about
     2**octave elements, the larger one 2**OCTAVES times as many.
     """
+    # Only axes that take part are planned: the state space grows with each axis.
     axes = tuple(mesh.axes[move.axis] for move in moves)
     part = Mesh({axis: mesh.size(axis) for axis in axes})
-    moved_dims = sorted({dim for move in moves for dim in (move.src, move.dst) if dim >= 0})
-    shape = [] if is_contiguous else [LEADING]
-    place_of = {tag: tag for tag in (REPLICAS, SUM)}  # placements here
-    for dim in moved_dims:
-        place_of[dim] = len(shape)
-        axes_of_dim = [move.axis for move in moves if dim in (move.src, move.dst)]
-        shape.append(math.prod(mesh.sizes[axis] for axis in axes_of_dim))
-    names = [f"d{i}" for i in range(len(shape) + 1)]
+    shape, place_of = _small_array(mesh, moves, is_contiguous)
+    names = [f"d{i}" for i in range(len(shape) + 1)]  # of its dims, and of the one that is appended
     src = layout_of([place_of[move.src] for move in moves], names, axes)
     dst = layout_of([place_of[move.dst] for move in moves], names, axes)
     small = _with_rows(shape, 2**octave, part)
     middle = _with_rows(shape, 2 ** (octave + OCTAVES // 2), part)
     large = _with_rows(shape, 2 ** (octave + OCTAVES), part)
-    plan = find_plan(Request.on(part, src, dst, middle, dtype, profile.along(axes, mesh)))
+    request = Request.on(part, src, dst, middle, dtype, profile.along(axes, mesh))
+    plan = find_plan(request)
+    # The plan of the middle serves both ends: it is the best near them, too.
     small_s = replace(plan, shape=small).cost
     large_s = replace(plan, shape=large).cost
     elements = math.prod(small)
     return Line(elements, small_s, max(math.prod(large), elements + 1), large_s)
+
+
+def _small_array(
+    mesh: Mesh, moves: Sequence[AxisMove], is_contiguous: bool
+) -> tuple[list[int], dict[int, int]]:
+    """Return the shape of the smallest array that moves so, and what placements are in it.
+
+    It has the dims that are sharded before or after the move, each as long as its axes are.
+    """
+    # Blocks of inner dims are many runs in memory, which a dim before them stands for.
+    shape = [] if is_contiguous else [LEADING]
+    place_of = {REPLICAS: REPLICAS, SUM: SUM}
+    for dim in _sharded_dims(moves):
+        place_of[dim] = len(shape)
+        axes = [move.axis for move in moves if dim in (move.src, move.dst)]
+        shape.append(math.prod(mesh.sizes[axis] for axis in axes))
+    return shape, place_of
+
+
+def _sharded_dims(moves: Sequence[AxisMove]) -> list[int]:
+    """List the dims that an axis shards before or after a move, in order."""
+    placements = {move.src for move in moves} | {move.dst for move in moves}
+    return sorted(placement for placement in placements if placement >= 0)
 
 
 def _with_rows(shape: Sequence[int], elements: int, part: Mesh) -> tuple[int, ...]:

@@ -53,6 +53,7 @@ class StepProblem(StepSetup):
     def edges(self) -> list[Edge]:
         """The moves of every operand; a repeated block has its first one from elsewhere."""
         edges = edges_of(self, self.nodes)
+        # These edges are this problem's own; only tables of seconds are shared with others.
         if self.excluded:
             for edge, excluded in zip(edges, self.excluded, strict=True):
                 edge.banned = edge.banned | excluded

@@ -59,7 +59,8 @@ class StepSetup:
     def lengths(self) -> Mapping[str, int]:
         """Lengths of dims in one micro-batch."""
         batch = self.step.batch
-        return {**self.step.lengths, batch: self.step.lengths[batch] // self.micro_batches}
+        micro_batch = self.step.lengths[batch] // self.micro_batches
+        return {**self.step.lengths, batch: micro_batch}
 
     @cached_property
     def block_of(self) -> Mapping[str, int]:
@@ -67,6 +68,7 @@ class StepSetup:
         ops = self.step.ops
         block_of = {ops[0].name: 0}
         for before, op in pairwise(ops):
+            # Blocks are told apart by how often they run, as layers and what is around them are.
             begins_a_block = before.times != op.times
             block_of[op.name] = block_of[before.name] + begins_a_block
         return block_of
@@ -97,6 +99,7 @@ class StepSetup:
         """Name each dim of an array; parameters have common names, so that one rule is for many."""
         dims = self.step.arrays[name].dims
         if name in self.step.inputs or name in self.step.by_name:
+            # A rule has one name for each dim of the array: `(g d)` is gd.
             return ["".join(parts_of(dim)) for dim in dims]
         if len(dims) in NAMES_OF_PARAMETERS:
             return list(NAMES_OF_PARAMETERS[len(dims)])
@@ -114,7 +117,8 @@ class StepSetup:
         """
         if self.step.moves_anywhere:
             return 1.0
-        return math.prod(self.shape(parameter)) / self._elements_together[self._group(parameter)]
+        elements = math.prod(self.shape(parameter))
+        return elements / self._elements_together[self._group(parameter)]
 
     @cached_property
     def _elements_together(self) -> Mapping[tuple[int, bool], int]:

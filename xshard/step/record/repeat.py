@@ -47,6 +47,7 @@ def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     kinds = [_kind_of(op) for op in ops]
     start = 0
     while start < len(ops):
+        # The longest run first: two layers of a kind may be a part of a block of both.
         for size, times in _runs_from(kinds, start):
             run = _Run(ops, step, start, size, times)
             new_names = run.new_names if run.is_repeated else {}
@@ -55,9 +56,10 @@ def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
             block = run.as_one_block()
             names |= new_names
             end = start + size * times
-            ops[start:] = [*block, *(renamed(op, names) for op in ops[end:])]
+            following = [renamed(op, names) for op in ops[end:]]
+            ops[start:] = [*block, *following]
             kinds[start:end] = [("",)] * len(block)  # equal to no operation that follows
-            start += len(block) - 1
+            start += len(block) - 1  # the last one, with 1 added below
             break
         start += 1
     parameters = {names.get(name, name): text for name, text in step.parameters.items()}
@@ -138,9 +140,10 @@ class _Run:
 
     def _source(self, i: int, name: str) -> Source:
         if name in self.step.parameters:
+            # Parameters of equal layers are equal but for the number of the layer.
             return Source(PARAMETER, NUMBER.sub("*", name))
         if name not in self.numbers:
-            return Source(ELSEWHERE, name)
+            return Source(ELSEWHERE, name)  # an input
         block_start = i // self.size * self.size
         offset = self.numbers[name] - block_start
         if offset >= 0:
@@ -164,13 +167,15 @@ class _Run:
     @property
     def is_repeated(self) -> bool:
         """Whether blocks take what the one before made, and others use only the last one."""
+        # The second block is the pattern, for the first one has none before it.
         first_block, second_block, *others = self._sources_by_block()
         if any(block != second_block for block in others):
             return False
         if first_block != [self.carried.get(source, source) for source in second_block]:
             return False
         if {source.kind for source in self.carried.values()} != {ELSEWHERE}:
-            return False
+            return False  # nothing is handed on, or the first block takes a parameter in its place
+        # Results inside the run have no name of their own once it is one block.
         end = self.start + len(self.members)
         used_outside = set[str]()
         for op in (*self.ops[: self.start], *self.ops[end:]):
@@ -199,13 +204,15 @@ class _Run:
             new_names |= dict.fromkeys(own_names, pattern if pattern else own_names[0])
             for operands in zip(*[op.operands for op in column], strict=True):
                 if operands[0] in self.step.parameters:
+                    # Without a pattern for its parameters a block cannot have a rule: no `or` here.
                     new_names |= dict.fromkeys(operands, _starred(operands, self.taken))
         return new_names
 
     def as_one_block(self) -> list[Op]:
         """Write the run as one block, with a `carry` for each array from the block before."""
         carries = {source: self._carry(source) for source in self.carried}
-        block = [*carries.values(), *(self._member(i, carries) for i in range(self.size))]
+        members = [self._member(i, carries) for i in range(self.size)]
+        block = [*carries.values(), *members]
         for carry in carries.values():
             users = [op for op in block if carry.name in op.operands]
             is_copied_once = len(users) == 1 and users[0].text == carry.text
@@ -241,7 +248,8 @@ class _Run:
         """Rename operation i, with the operands of the second block, which has one before it."""
         op = self.members[i]
         operands = list[str]()
-        for source, name in zip(self.sources[self.size + i], op.operands, strict=True):
+        sources = self.sources[self.size + i]
+        for source, name in zip(sources, op.operands, strict=True):
             if source in carries:
                 operands.append(carries[source].name)
             else:
@@ -259,7 +267,7 @@ class _Run:
     def _module(self, names: Sequence[str | None]) -> str | None:
         """Return a pattern for the modules that the operations of a column enter or leave."""
         if not names[0]:
-            return names[0]
+            return names[0]  # None and "" mean different things (`Op.enters`)
         return _starred([str(name) for name in names], self.taken)
 
 
@@ -279,6 +287,7 @@ def _starred(names: Sequence[str], taken: Collection[str]) -> str:
     pattern = [column[0] for column in columns]
     head = "".join(pattern[:place])
     tail = "".join(pattern[place + 1 :])
+    # A star is a part of a name between dots, or a piece of it.
     fits_star = re.compile(f"{re.escape(head)}[^.]+{re.escape(tail)}").fullmatch
     is_alone = all(name in names for name in taken if fits_star(name))
     number = "*" if is_alone else f"{{{','.join(columns[place])}}}"

@@ -86,12 +86,13 @@ class Trace:
             shape: The shape of the result.
             fields: Fields of `Op`.
         """
-        operands = operands[: len(op.arrays) - 1]
+        operands = operands[: len(op.arrays) - 1]  # others have no dims that matter
         arrays = [_letters_of(dims) for dims in op.arrays]
         shapes = [*(self.shapes[operand] for operand in operands), tuple(shape)]
         lengths = _lengths_of_letters(op, arrays, shapes)
         names_of = self._names_of_letters(arrays, operands, lengths)
         named = [_in_names(array, names_of) for array in arrays]
+        # Arrays with names keep them; a parameter gets those of its first use.
         for operand, dims in zip(operands, named, strict=False):
             self.dims.setdefault(operand, dims)
         self.ops.append(self._op(name, op, operands, named, names_of, fields))
@@ -101,6 +102,7 @@ class Trace:
 
     def step(self, *last: str, moves_anywhere: bool = False) -> TrainingStep:
         """Return the step that ends in some operations, with all that they need."""
+        # Backwards, every operation comes after all that need it.
         needed = set(last)
         ops = list[Op]()
         for op in reversed(self.ops):
@@ -120,6 +122,7 @@ class Trace:
         self, arrays: Sequence[Names], operands: Sequence[str], lengths: Mapping[str, int]
     ) -> dict[str, list[str]]:
         """Name the dims that each letter stands for: as its operands name them, or anew."""
+        # Several operands may name one dim; the best name is the result's.
         factors = {letter: [Factor("", length)] for letter, length in lengths.items()}
         for operand, dims in zip(operands, arrays, strict=False):
             for letters, names in zip(dims, self.dims.get(operand, ()), strict=False):
@@ -141,11 +144,11 @@ class Trace:
 
         `(a c)` of lengths 64 and 512, of an array with the dims `(b s512)`: a is b, and c is s512.
         """
+        name_lengths = [self.lengths[name] for name in names]
         if len(letters) == 1:
-            return {letters[0]: [Factor(name, self.lengths[name]) for name in names]}
-        by_name, by_letter = common_factors(
-            [self.lengths[name] for name in names], [lengths[letter] for letter in letters]
-        )
+            return {letters[0]: list(map(Factor, names, name_lengths))}
+        letter_lengths = [lengths[letter] for letter in letters]
+        by_name, by_letter = common_factors(name_lengths, letter_lengths)
         name_of = dict[str, str]()  # of factors that are a whole named dim
         for name, factors in zip(names, by_name, strict=True):
             if len(factors) == 1:
@@ -167,6 +170,7 @@ class Trace:
         """Write the operation with names in place of letters."""
         whole = list[str]()
         for letter, names in names_of.items():
+            # A dim of length 1 cannot be sharded.
             is_whole = letter in written.whole
             whole += [dim for dim in names if is_whole or self.lengths[dim] == 1]
         text = Written([[*map(grouped, dims)] for dims in arrays]).text
@@ -229,7 +233,7 @@ def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[Axis
     for rule in op.axis_rules:
         sharded = {dims[place] for dims, place in zip(op.dims, rule, strict=True) if place >= 0}
         if not sharded <= own_dims & outermost:
-            continue
+            continue  # inner parts of a dim would need other lengths
         choices = list[list[int]]()  # of placements in each link
         for dims, free_choice in zip(linked, anything, strict=True):
             same = _places_of(sharded, dims)

@@ -59,6 +59,7 @@ class TrainingStep:
     moves_anywhere: bool = False
 
     def __post_init__(self) -> None:
+        # Values as users write them become plain ones, in a frozen dataclass.
         object.__setattr__(self, "ops", tuple(self.ops))
         object.__setattr__(self, "dtype", name_of(self.dtype))
         self._check_lengths()
@@ -77,13 +78,14 @@ class TrainingStep:
         known = [*self.inputs, *self.parameters]
         for op in self.ops:
             with located(f"operation {op.name}"):
+                # The last array is the result's: it has no name here.
                 for name, array in zip(op.operands, op.arrays, strict=False):
                     self._check_operand(name, array, known)
                 if op.again:  # it is made later, in the block before
                     self._check_operand(op.again, op.arrays[0], self.by_name)
                 if op.name in known:
                     raise PlanError("there is another array of this name", hint="names are unique")
-                shape_of(op.arrays[-1], self.lengths)
+                shape_of(op.arrays[-1], self.lengths)  # raises for a dim without a length
                 known.append(op.name)
 
     def _check_operand(self, name: str, array: Layout, known: Collection[str]) -> None:
@@ -125,6 +127,7 @@ class TrainingStep:
     @cached_property
     def differentiable(self) -> frozenset[str]:
         """The parameters, and the operations that have a gradient because of them."""
+        # What a block hands on has a gradient as soon as any of its layers has a parameter.
         reached = {*self.parameters}
         reached.update(op.again for op in self.ops if op.again)
         for op in self.ops:
@@ -142,6 +145,7 @@ class TrainingStep:
         module = op.leaves if left else op.enters
         if module is not None:
             return module
+        # By default each operation with a parameter is a module of its own.
         has_parameter = any(name in self.parameters for name in op.operands)
         return op.name if has_parameter else ""
 
@@ -164,6 +168,7 @@ class TrainingStep:
         for op in self.ops:
             operands = [share_for.get((name, op.name), name) for name in op.operands]
             ops.append(replace(op, operands=tuple(operands)))
+            # Operations that save nothing take the array as it is: they would gain nothing.
             savers = {user.name for user in self.consumers(op.name) if _saves_operands(user)}
             if len(savers) > 1:
                 share = self._share_of(op)

@@ -35,6 +35,7 @@ def limited(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> Ru
     for edge in problem.edges:
         if problem.nodes[edge.source].gathering is not None:
             limits.limit_parameter(edge)
+            # Its options are limited already, so that all moves that are left are the rule's.
             excluded.append(np.zeros(edge.banned.shape, bool))
         else:
             limits.limit_arrival(edge)
@@ -64,6 +65,7 @@ class _Limits:
             use = use_of(self.parameters[name], ndim, self.problem.mesh, frozenset(axes))
             stored = ways_of(use.stored, axes)
             used = ways_of(use.used, axes)
+        # What is not gathered costs the same in both ways; it has one here.
         gathering = Gathering.PER_STEP
         if stored != used and self.once.find(name) is None:
             gathering = Gathering.PER_USE
@@ -78,7 +80,7 @@ class _Limits:
         rule = self.rules.inputs.find("")
         if source.name not in self.problem.step.inputs or rule is None:
             return
-        text = rule if isinstance(rule, str) else rule.get(source.name)
+        text = rule if isinstance(rule, str) else rule.get(source.name)  # one for each input
         if text is not None:
             arriving = without_copies(_sides(text, self.problem, source.name).dst)
             self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
@@ -114,8 +116,10 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
     layouts = Rules(fixed).match(list(problem.number), partial=True, what="array of the step")
     options = list[Ints]()
     for node in problem.nodes:
+        # "..." names no axis. What a layout says after an arrow is not about storage.
         start, _, is_named = _sides(layouts.get(node.name, "..."), problem, node.name)
-        agrees = ((node.placements[:, -1] == start) | ~is_named).all(-1)
+        is_same = node.placements[:, -1] == start  # [options, axes]
+        agrees = (is_same | ~is_named).all(-1)
         if not agrees.any():
             dims = problem.step.arrays[node.name]
             hint = f"'{dims}' has lengths {problem.shape(node.name)}"

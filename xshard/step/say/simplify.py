@@ -55,7 +55,7 @@ def _with_changes(search: StepSearch, assignment: list[int], most: float) -> lis
         for node, option in enumerate(change):
             if option != assignment[node]:
                 combined[node] = option
-        problem.plan(combined)
+        problem.plan(combined)  # so that its seconds are no bounds
         new_variety = _variety(problem, combined)
         is_simpler = new_variety < variety - LEAST
         if is_simpler and search.cost.rank(problem.vectors(combined)[0]) <= most:
@@ -75,9 +75,10 @@ def _best_first(
     gains = list[tuple[float, list[int]]]()
     for change in changes:
         if change.rank > most:
-            continue
+            continue  # before rules are written, which takes longest
         saved = variety - _variety(problem, change.assignment)
         if saved > LEAST:
+            # Changes that cost nothing are first, by what they save.
             added_s = max(change.rank - seconds, LEAST * seconds)
             gains.append((saved / added_s, change.assignment))
     gains.sort(key=lambda gain: -gain[0])
@@ -107,6 +108,7 @@ class Use(NamedTuple):
 
 def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[Change]:
     """List assignments with a parameter stored and used like another, neighbours at their best."""
+    # A later pair takes the place of an earlier one with the same parameter: the first use stays.
     first_uses = dict(_first_uses(search.problem, assignment))
     uses = {node: use for node, (_, use) in first_uses.items()}
     changes = list[Change]()
@@ -114,7 +116,7 @@ def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[C
         flags = _neighbours_free(search.problem, assignment, edge.user)
         for other in dict.fromkeys(uses.values()):
             if other.ndim != use.ndim or other == use:
-                continue
+                continue  # rules are alike only for equally many dims
             flags[parameter] = _is_stored_so(search.problem.nodes[parameter], other)
             flags[edge.user] = (edge.used_placements == other.used).all(-1)
             for near, vector in search.within(flags).vectors.items():

@@ -114,6 +114,7 @@ class Suggestion(Pictured):
             raise PlanError(f"no array {name!r} in the step", hint=hint)
         node = problem.number[name]
         assigned = f"{name}: {self._stated(node, self.assignment[node])}"
+        # A new search, for the best plan may change elsewhere, too.
         search = self._search_for_another_layout(node)
         if search is None:
             return f"{assigned}, without another layout"
@@ -133,11 +134,13 @@ class Suggestion(Pictured):
         if not len(options[node]):
             return None
         search = StepSearch(problem, self.search.limit, options)
+        # Most often the next best plan differs in nothing else.
         for option in options[node]:
             changed = list(self.assignment)
             changed[node] = int(option)
             search.offer(changed)
         search.improve()
+        # Until the best one is proved to be it; plans under way may still be better.
         while search.advance():
             if search.bound >= search.seconds:
                 break
@@ -181,6 +184,7 @@ class Suggestion(Pictured):
         )
         options, excluded = limited(self.search.problem, rules, self.unused)
         problem = replace(self.search.problem, excluded=excluded)
+        # Rules of a person are priced though they may not fit the memory.
         search = StepSearch(problem, limit=float("inf"), options=options)
         search.run()
         search.improve()
@@ -205,6 +209,7 @@ class Suggestion(Pictured):
         held = [f"{kind} {format_bytes(n_bytes)}" for kind, n_bytes in self.memory.items()]
         in_all = sum(self.memory.values())
         lines.append(f"{format_seconds(self.seconds)} per step: {', '.join(seconds)}")
+        # A bound is rounded: it may be above the seconds by a hair.
         lines.append(f"no plan is more than {max(self.gap, 0):.2%} faster")
         lines.append(f"{format_bytes(in_all)} per device: {', '.join(held)}")
         lines += self._comparison()
@@ -226,10 +231,9 @@ class Suggestion(Pictured):
     def _comparison(self) -> list[str]:
         """Compare with plans by hand, the best first, at three shares of overlap."""
         vector = self.search.problem.vectors(self.assignment)[0]
-        by_hand = sorted(
-            self.by_hand.items(), key=lambda pair: (not pair[1].fits, pair[1].seconds())
-        )
-        plans = {"suggested": StepPlan(self.search, vector), **dict(by_hand)}
+        plans = {"suggested": StepPlan(self.search, vector)}
+        plans |= sorted(self.by_hand.items(), key=_fitting_first)
+        # The overlap is the number that is known least: both ends are shown, too.
         overlaps = sorted({0.0, self.search.problem.overlap, 1.0})
         rows = [("overlap", *[f"{overlap:g}" for overlap in overlaps], "bytes", "")]
         for name, plan in plans.items():
@@ -238,7 +242,7 @@ class Suggestion(Pictured):
             rows.append((name, *seconds, format_bytes(plan.bytes), remark))
         lines = [align_columns(rows)]
         fitting = {name: plan for name, plan in plans.items() if plan.fits}
-        if len(fitting) > 1:
+        if len(fitting) > 1:  # the first one is the suggested plan itself
             _, next_best, *_ = fitting
             slower = fitting[next_best].seconds() / self.seconds - 1
             if slower <= SAME:
@@ -249,3 +253,9 @@ class Suggestion(Pictured):
             if fastest != "suggested":
                 lines.append(f"at an overlap of {overlap:g} {fastest} is faster")
         return lines
+
+
+def _fitting_first(named: tuple[str, StepPlan]) -> tuple[bool, float]:
+    """Rank plans by name: those that fit the memory first, the fastest first."""
+    _, plan = named
+    return not plan.fits, plan.seconds()
