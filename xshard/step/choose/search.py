@@ -135,6 +135,7 @@ class StepSearch:
         """
         is_new_round = True
         if self._found is not None:
+            # Offered only now: the search is given up if others find a better plan meanwhile.
             added_s = self.offer(self._found)
             missing_s = self._mixture_s - self.bound
             is_new_round = added_s <= max(CLOSE * self._mixture_s, NEAR * missing_s)
@@ -147,6 +148,7 @@ class StepSearch:
                 return False
             self._begin_round()
         bound = self.bound_by(self._tried_multipliers)
+        # Weights that are worse than the best so far still find an assignment to learn from.
         if bound.seconds > self.bound:
             self.bound = bound.seconds
             self.multipliers = self._tried_multipliers
@@ -164,6 +166,7 @@ class StepSearch:
     def _leave_out_options(self, bound: Bound) -> None:
         """Leave out options with which all assignments take more than the cutoff."""
         gap = self.cutoff - self.bound
+        # It takes about as long as a bound, hence only when the gap is clearly smaller.
         if 0 < gap < CUT * self._gap_at_cut:
             self._gap_at_cut = gap
             self.live_options = self._options_within(bound, gap)

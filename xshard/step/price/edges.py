@@ -11,7 +11,7 @@ from xshard.step.price.moves import MovePrices, dual
 from xshard.step.price.nodes import Gathering, Node
 from xshard.step.price.options import Flags, Floats, Ints, Placements, distinct, without_copies
 from xshard.step.price.parts import BlockPart
-from xshard.step.price.setup import StepSetup
+from xshard.step.price.step_setup import StepSetup
 from xshard.step.record.arrays import COPY, REPLICAS
 from xshard.step.record.op import Op
 from xshard.step.record.repeat import in_first_block

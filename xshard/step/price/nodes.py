@@ -11,7 +11,7 @@ import numpy as np
 from xshard.notation.parser import ARROW
 from xshard.step.price.options import Flags, Floats, Ints, Placements, options_of, product_over
 from xshard.step.price.parts import BlockPart, StepPart
-from xshard.step.price.setup import FULL, StepSetup
+from xshard.step.price.step_setup import FULL, StepSetup
 from xshard.step.record.arrays import length_of, shape_of
 from xshard.step.record.op import Op
 

@@ -19,7 +19,7 @@ from xshard.step.price.memory import bytes_at_moments
 from xshard.step.price.nodes import Node, price_input, price_operation, price_parameter
 from xshard.step.price.options import Flags, Floats
 from xshard.step.price.parts import BlockPart, StepPart
-from xshard.step.price.setup import StepSetup
+from xshard.step.price.step_setup import StepSetup
 
 COMPUTING = [BlockPart.FORWARD_COMPUTING_S, BlockPart.BACKWARD_COMPUTING_S]
 MOVING = [BlockPart.FORWARD_MOVING_S, BlockPart.BACKWARD_MOVING_S]

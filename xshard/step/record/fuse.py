@@ -289,6 +289,7 @@ class _Join:
                 if len(parts) > 1 and parts != parts_in_other:
                     places.append((i, dim))
         inside = dict[tuple[str, tuple[int, ...]], None]()  # in order, each once
+        # Dims that no rule shards restrict nothing.
         for i, dim in places:
             placements = self._placements_in(i, dim)
             if max(placements) >= 0:
@@ -312,6 +313,7 @@ class _Join:
         space = _elements([self.arrays[i] for i in self.visible], step.lengths)
         first_space = _elements(self.first.arrays, step.lengths)
         second_space = _elements(self.second.arrays, step.lengths)
+        # Work is stated per element of the joined space, which both spaces may be parts of.
         flops = self.first.work.flops * first_space + self.second.work.flops * second_space
         inner = self.first.inner * first_space + self.second.inner * second_space
         operand_texts = [

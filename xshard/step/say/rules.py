@@ -85,7 +85,7 @@ class _ActivationRules:
     def _add(self, edge: Edge, source: str, op: Op, src: Layout, dst: Layout) -> None:
         """Add the rules of one move."""
         if source in self.step.inputs:
-            # The first use decides how an input arrives, also which axes it varies along.
+            # The first use decides how an input arrives: its tags are the use's if nothing moves.
             first_use = dst if dst.dims == src.dims else src
             src = self.arriving.setdefault(source, first_use)
             self.known[""] = _inside(src, src, self.known[""])
@@ -103,7 +103,11 @@ class _ActivationRules:
             self.outputs.setdefault(self.step.module(maker, left=True), _text(src, src))
 
     def _with_free_names(self, place: str, src: Layout, dst: Layout) -> tuple[Layout, Layout]:
-        """Rename dims that would stay sharded under their names over axes the rule lacks."""
+        """Rename dims that would stay sharded under their names over axes the rule lacks.
+
+        Around the module s is sharded over tp, and a rule `b s -> b/dp s` says nothing about tp: in
+        the module s is whole, so that it is another dim there, s_.
+        """
         named_axes = {*src.axes, *dst.axes}
         staying = set[str]()
         for layout in self._around(place):
@@ -126,18 +130,21 @@ class _ActivationRules:
         if not parameters:
             return ""
         module = parameters[0].rpartition(".")[0]
-        varies_more = any(not {*used.axes} <= {*layout.axes} for layout in self._around(module))
-        return module if varies_more else ""
+        for layout in self._around(module):
+            if not {*used.axes} <= {*layout.axes}:
+                return module
+        return ""
 
     def _enter(self, module: str, src: Layout, dst: Layout) -> None:
         """Add a rule on the way into a module; "" stands for no module."""
         if not module or module in self.entered:
-            return
+            return  # the first operand decides
         around = self._around(module)
         self.entered[module] = _text(src, dst)
         within = [_inside(src, dst, layout) for layout in around]
-        pairs = zip(within, around, strict=True)
-        if src != dst or any({*new.axes} != {*old.axes} for new, old in pairs):
+        varies_along = [{*layout.axes} for layout in within]
+        # A rule that changes nothing is left out later; the module is as what is around it.
+        if src != dst or varies_along != [{*layout.axes} for layout in around]:
             self.known[module] = within[0]
 
     def _around(self, path: str) -> list[Layout]:
@@ -154,7 +161,8 @@ class _ActivationRules:
 
     def input_rules(self) -> Rules:
         """Write the rules for inputs of the model and of modules."""
-        pattern_of = {in_first_block(name): name for name in self.entered if set("*{") & set(name)}
+        patterns = [name for name in self.entered if "*" in name or "{" in name]
+        pattern_of = {in_first_block(name): name for name in patterns}
         said = Texts()  # rules that say something, there or in other blocks
         for name, text in self.entered.items():
             if name in self.known or pattern_of.get(name) in self.known:
@@ -191,7 +199,9 @@ class _ActivationRules:
         for tied_name in name.split("|"):
             for layout in self._around(tied_name):
                 varying.update(layout.axes)
-        tags = [("sum", used.tagged("sum")), ("mean", tuple(sorted(varying - {*used.axes})))]
+        idle = varying - {*used.axes}
+        # Copies are not said: `parallelize` derives them from where activations vary.
+        tags = [("sum", used.tagged("sum")), ("mean", tuple(sorted(idle)))]
         shown_tags = tuple((kind, axes) for kind, axes in tags if axes)
         return _text(stored, Layout(used.dims, shown_tags))
 
@@ -208,6 +218,7 @@ def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tupl
     src = edge.made_layouts[edge.rows[assignment[edge.source]]]
     dst = edge.used_layouts[edge.columns[assignment[edge.user]]]
     axes = problem.mesh.axes
+    # Tuples of ints, for the cache: `simplified` asks for the same few layouts thousands of times.
     return _layout(tuple(src.tolist()), names, axes), _layout(tuple(dst.tolist()), names, axes)
 
 
