@@ -93,6 +93,7 @@ def suggest(  # noqa: PLR0913  the public signature
         ('o/dp/tp i', True)
     """
     check_mesh(mesh)
+    # Axes of size 1 would only multiply options.
     axes = zip(mesh.axes, mesh.sizes, strict=True)
     mesh = Mesh({axis: size for axis, size in axes if size > 1})
     limit = np.inf
@@ -103,6 +104,7 @@ def suggest(  # noqa: PLR0913  the public signature
     _check_rates(moves)
     candidates = problems(step, moves, micro_batches, recompute, overlap)
     searches = _searches_of(candidates, limit, {} if fixed is None else fixed)
+    # Plans by hand first: they are good assignments to begin with, and a cutoff for all searches.
     by_hand = _plans_by_hand(searches)
     _raise_bounds(searches, progress)
     _close_gaps(searches, gap)
@@ -125,6 +127,7 @@ def problems(
 ) -> list[StepProblem]:
     """List the problems to search: micro-batches that divide the batch, recomputing or not."""
     batch = step.lengths[step.batch]
+    # Other numbers than powers of two are searched only when a person asks for one.
     numbers = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
     if micro_batches is not None:
         number = whole_number(micro_batches)
@@ -202,7 +205,7 @@ def _raise_bounds(searches: Sequence[StepSearch], progress: Progress) -> None:
         if search.bound >= best or not search.advance():
             progress(len(searches) - len(running), len(searches))
             running.remove(search)
-            if search.bound < best:
+            if search.bound < best:  # weights can do no more, changes may
                 search.improve()
         best = min(best, search.seconds)
         for other in searches:
@@ -233,6 +236,7 @@ def _nothing_fits(
 
 def _most_seconds(best: float, bound: float, gap: float, by_hand: Mapping[str, StepPlan]) -> float:
     """Return the seconds that a plan with fewer rules may take: no more than any plan by hand."""
+    # The gap to the bound stays within SIMPLER; where it is larger already, it grows by `gap`.
     near_the_bound = max(bound / (1 - SIMPLER), best * (1 + gap))
     fitting = [plan.seconds() for plan in by_hand.values() if plan.fits]
     return min(best * (1 + SIMPLER), near_the_bound, *fitting)

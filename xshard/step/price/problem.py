@@ -81,6 +81,7 @@ class StepProblem(StepSetup):
             columns = edge.columns[chosen[edge.user]]
             total[:, edge.parts] += edge.costs(rows, columns).T
             is_banned |= edge.banned[rows, columns]
+        # No program can take an infinite vector; it only ranks last.
         total[is_banned] = np.inf
         return total
 
@@ -117,6 +118,7 @@ class StepProblem(StepSetup):
     def summary(self, vector: Floats) -> tuple[dict[str, float], dict[str, int]]:
         """Return the seconds of a step, and the bytes at the moment with most of them, by kind."""
         of_blocks = self.parts.of_blocks @ vector  # [blocks, block parts]
+        # Parts are for one micro-batch and one layer.
         seconds = self.micro_batches * self.block_times @ of_blocks
         forward = seconds[[BlockPart.FORWARD_COMPUTING_S, BlockPart.FORWARD_MOVING_S]]
         backward = seconds[[BlockPart.BACKWARD_COMPUTING_S, BlockPart.BACKWARD_MOVING_S]]
@@ -130,6 +132,7 @@ class StepProblem(StepSetup):
 
     def _memory(self, vector: Floats) -> dict[str, int]:
         """Return the bytes of a device at the moment when it holds most, by kind."""
+        # Kinds are told for one moment: their own maxima are at different ones.
         fullest = (self.moments @ vector).argmax()
         held = self.moments[fullest] * vector
         blocks = (self.parts.of_blocks @ held).sum(0)

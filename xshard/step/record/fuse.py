@@ -31,6 +31,7 @@ def fused(step: TrainingStep) -> TrainingStep:
     counts as one kernel: it reads its operands and writes its result.
     """
     ops = {op.name: _with_needed_operands(op, step) for op in step.ops}
+    # A join may make another one possible: until nothing changes.
     changed = True
     while changed:
         changed = False
@@ -86,7 +87,7 @@ def _may_join(
 ) -> bool:
     """Tell whether an operation may join another, which has its result as operand `number`."""
     if first.times != second.times or first.kind in APART or second.kind in APART:
-        return False
+        return False  # blocks, and what is moved between them, stay as they are
     is_only_use = _uses(ops, first) == 1
     is_place = _is_place(first, second, number, step)
     if _is_free(first):
@@ -97,6 +98,7 @@ def _may_join(
     if not is_only_use:
         return False
     if _is_free(second):
+        # A broadcast stays apart from what makes the small array; it may join what follows.
         elements_before = _elements(first.arrays[-1:], step.lengths)
         elements_after = _elements(second.arrays[-1:], step.lengths)
         return not is_place and elements_after <= elements_before
@@ -233,6 +235,7 @@ class _Join:
     @cached_property
     def rules(self) -> list[AxisRule]:
         """The pairs of rules that place each array alike: a placement for every array."""
+        # A consumer may take copies of a result whose own rules know only replicas.
         pairs = product((*self.first.axis_rules, *self._copying_rules()), self.second.axis_rules)
         rules = [(*first, *second) for first, second in pairs]
         for i, j in self.equal_pairs:

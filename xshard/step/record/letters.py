@@ -79,6 +79,7 @@ def _factors(d: int, side: int, ends: tuple[int, int], products: Collection[int]
     too: `r64` begins where 64 elements of outer dims are.
     """
     low, high = ends
+    # A dim of length 1 has no span between two different products.
     cuts = sorted(product for product in products if low <= product <= high)
     spans = list(pairwise(cuts))
     if not spans or any(end % start for start, end in spans):
@@ -127,7 +128,7 @@ def placed(
             if place is not None and length == out[place]:
                 dims.append(f"r{place}")
                 continue
-            own = f"u{number}_{d}"
+            own = f"u{number}_{d}"  # no dim of the result
             dims.append(own)
             if place is not None and length > 1:
                 whole_dims |= {f"r{place}", own}
@@ -159,9 +160,10 @@ def along(
     result's, in their order.
     """
     ndim = len(shapes[0])
+    # Scalars have no dim to count from the end of, but may be asked for one.
     numbers = [dims] if isinstance(dims, int) else dims
     worked_along = {d % max(ndim, 1) for d in numbers}
-    stay = len(out) == ndim
+    stay = len(out) == ndim  # as in a softmax; in a reduction they are gone
     next_place = iter(range(len(out)))
     places = [next(next_place) if stay or d not in worked_along else None for d in range(ndim)]
     places_by_shape = [places if len(shape) == ndim else [None] * len(shape) for shape in shapes]
@@ -169,6 +171,7 @@ def along(
     written = placed(shapes, out, places_by_shape, kind, whole, **work)
     if sums:
         return written._replace(whole=set())
+    # Each element of the result needs all of a dim that is gone, unless partial results add up.
     gone = {dim for dim in chain(*written.arrays) if dim.startswith("u")}
     return written._replace(whole={*written.whole, *gone})
 
@@ -197,7 +200,7 @@ def convolution(
     orders: for the operand, the kernel and the result the numbers of the dims batch, channels (a
     kernel's: the result's, the operand's) and windows.
     """
-    n_windows = len(out) - 2
+    n_windows = len(out) - 2  # beside batch and channels
     if not orders:
         orders = [range(n_windows + 2)] * 3
     channels = (shapes[0][orders[0][1]], out[orders[2][1]])
@@ -216,6 +219,7 @@ def convolution(
     ]
     arrays = list[list[str]]()
     for order, names in zip(orders, dims, strict=True):
+        # JAX lets each array have its dims in an order of its own.
         name_of = dict(zip(order, names, strict=True))
         arrays.append([name_of[d] for d in range(n_windows + 2)])
     whole = {*windows, *kernel_windows, *result_windows}

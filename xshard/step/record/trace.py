@@ -62,6 +62,7 @@ class Trace:
         """Add an array of the batch; return its name."""
         names = list[str]()
         for d, length in enumerate(shape):
+            # An input of another length, such as a table of positions, is no part of the batch.
             is_batch = d == 0 and length == self.batch
             self._take("b" if is_batch else f"s{length}", length, names)
         self.inputs.append(name)
@@ -111,6 +112,7 @@ class Trace:
                 ops.append(op)
         ops.reverse()
         stored = needed.difference(op.name for op in ops)
+        # In the order in which they were met, and inputs are taken out below.
         parameters = dict[str, str]()
         for array, dims in self.dims.items():
             if array in stored:
@@ -174,11 +176,13 @@ class Trace:
             is_whole = letter in written.whole
             whole += [dim for dim in names if is_whole or self.lengths[dim] == 1]
         text = Written([[*map(grouped, dims)] for dims in arrays]).text
+        # The bridge says afterwards which operations begin and end modules.
         inside_a_module = {"enters": "", "leaves": ""}
         fields = {**written.work, **inside_a_module, **fields}
         op = Op(name, text, tuple(operands), written.kind, tuple(whole), **fields)
         if not written.links:
             return op
+        # Blocks are contiguous: an axis shards the first of several names.
         outermost = {names[0] for names in names_of.values()}
         return replace(op, rules=_rules_beside_links(op, written.links, outermost))
 
@@ -240,6 +244,7 @@ def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[Axis
             choices.append(same if same else free_choice)
         own_placements = rule[: -n_links - 1]
         rules += [(*own_placements, *placements, rule[-1]) for placements in product(*choices)]
+    # The idle rule is always there (`Op.axis_rules`).
     return tuple(rule for rule in rules if set(rule) != {REPLICAS})
 
 

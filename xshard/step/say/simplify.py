@@ -131,7 +131,7 @@ def _first_uses(
     for edge in reversed(problem.edges):
         node = problem.nodes[edge.source]
         if node.gathering is None:
-            continue
+            continue  # no parameter
         option = assignment[edge.source]
         use = Use(
             ndim=len(problem.shape(node.name)),
@@ -150,6 +150,7 @@ def _neighbours_free(problem: StepProblem, assignment: Sequence[int], node: int)
             near.update(edge.nodes)
     flags = list[Flags]()
     for number, each in enumerate(problem.nodes):
+        # A number in `near` makes all flags true.
         is_assigned = np.arange(len(each.placements)) == assignment[number]
         flags.append(is_assigned | (number in near))
     return flags
@@ -171,4 +172,5 @@ def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:
 def _variety(problem: StepProblem, assignment: Sequence[int]) -> float:
     """Measure how much rules say: less for fewer rules, and if one rule has most names."""
     patterns = _patterns(problem, assignment)
+    # Exact, so that the order of rules does not matter.
     return math.fsum(math.sqrt(len(spellings(pattern))) for pattern in patterns)

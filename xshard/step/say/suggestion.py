@@ -76,6 +76,7 @@ class Suggestion(Pictured):
 
     def __post_init__(self) -> None:
         problem = self.search.problem
+        # Plain attributes: bridges add rules to them.
         rules = written(problem, self.assignment)
         self.parameters = rules.parameters
         self.inputs = rules.inputs
@@ -151,7 +152,7 @@ class Suggestion(Pictured):
         problem = self.search.problem
         name, placements, _, gathering = problem.nodes[node]
         layout = layout_of(placements[option, -1], problem.names(name), problem.mesh.axes)
-        is_sharded = "/" in str(layout)
+        is_sharded = "/" in str(layout)  # else there is nothing to gather
         if gathering is None or not is_sharded:
             return str(layout)
         return f"{layout}, gathered {GATHERED[gathering[option]]}"
@@ -207,7 +208,7 @@ class Suggestion(Pictured):
             lines.append(f"gathered once per step\n  {self.once}")
         seconds = [f"{kind} {format_seconds(seconds)}" for kind, seconds in self.parts.items()]
         held = [f"{kind} {format_bytes(n_bytes)}" for kind, n_bytes in self.memory.items()]
-        in_all = sum(self.memory.values())
+        in_all = sum(self.memory.values())  # at the same moment
         lines.append(f"{format_seconds(self.seconds)} per step: {', '.join(seconds)}")
         # A bound is rounded: it may be above the seconds by a hair.
         lines.append(f"no plan is more than {max(self.gap, 0):.2%} faster")
