@@ -19,10 +19,10 @@ from xshard.pictures.show import show
 from xshard.planner import plan
 from xshard.plans.plan import Plan
 from xshard.rules import Rules, owned
-from xshard.step.op import Op
-from xshard.step.step import TrainingStep
+from xshard.step.record.op import Op
+from xshard.step.record.training_step import TrainingStep
+from xshard.step.say.suggestion import Suggestion
 from xshard.step.suggest import suggest
-from xshard.step.suggestion import Suggestion
 
 __version__ = "0.1.0"
 

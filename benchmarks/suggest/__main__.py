@@ -24,11 +24,11 @@ from benchmarks import record
 from benchmarks.claim import Claim, finish, worst
 from benchmarks.suggest.models import deepseek, llama, mixtral
 from xshard import Mesh, Suggestion, load_profile, suggest
-from xshard.step.hand import HAND, allowed
-from xshard.step.moves import MovePrices
-from xshard.step.search import StepSearch
+from xshard.step.choose.hand import HAND, allowed
+from xshard.step.choose.search import StepSearch
+from xshard.step.price.moves import MovePrices
+from xshard.step.say.suggestion import StepPlan
 from xshard.step.suggest import HEADROOM, problems
-from xshard.step.suggestion import StepPlan
 
 GB72 = int(72e9 / (1 - HEADROOM))  # bytes of a device, of which 72e9 are used
 CASES = [

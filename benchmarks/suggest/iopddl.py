@@ -3,8 +3,8 @@
     python -m benchmarks.suggest.iopddl instances/*.json.gz --best best.json
 
 google/iopddl has them: options with costs and bytes for every node, costs for pairs of options on edges, a
-limit of bytes at every time. A graph is reduced, exactly, and solved by `xshard.step.cost`; a large one with
-the options that `pool` finds.
+limit of bytes at every time. A graph is reduced, exactly, and solved by `xshard.step.choose`; a large
+one with the options that `pool` finds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks import record
 from benchmarks.claim import Claim, finish, worst
 from benchmarks.suggest.pool import pool
-from xshard.step.cost import Cost, Pairs, solve_program
+from xshard.step.choose.programs import Pairs, solve_program
+from xshard.step.price.cost import Cost
 
 NEVER = 1e15  # a cost that stands for a forbidden pair
 MOST_PAIRS = 200_000  # of options, in one integer program

@@ -7,7 +7,7 @@ from typing import Any
 
 from xshard import Layout, Op, TrainingStep
 from xshard.notation.parser import parse_sides
-from xshard.step.op import ways_of
+from xshard.step.record.arrays import ways_of
 
 NORM = "b s c, c -> b s c"
 LLAMA = {

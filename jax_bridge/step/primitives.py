@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from string import ascii_letters
 from typing import Any
 
-from xshard.step.classes import (
+from xshard.step.record.letters import (
     FREE,
     Shape,
     Written,

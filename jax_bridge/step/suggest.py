@@ -20,9 +20,9 @@ from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
 from xshard.errors import PlanError
 from xshard.notation.parser import ARROW
-from xshard.step.fuse import fused
-from xshard.step.repeat import repeated
-from xshard.step.trace import Trace
+from xshard.step.record.fuse import fused
+from xshard.step.record.repeat import repeated
+from xshard.step.record.trace import Trace
 
 MAKERS = ("attention", "carry", "contraction", "lookup")  # XLA is told the layouts of their results
 

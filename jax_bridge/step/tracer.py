@@ -15,7 +15,7 @@ import jax
 
 from jax_bridge.step.primitives import INLINED, SLICE, STACK, Shape, written
 from jax_bridge.versions import scan_counts
-from xshard.step.trace import Trace
+from xshard.step.record.trace import Trace
 
 Name = str | None  # of an array; None for a number
 Names = Sequence[Name]

@@ -11,7 +11,7 @@ from jax_bridge.step.tracer import body_of, is_number, places
 from tests.step import prober
 from tests.step.prober import N, Run
 from xshard import Op
-from xshard.step.trace import Trace
+from xshard.step.record.trace import Trace
 
 OF_RESULT = {"shape", "new_sizes"}
 OF_OPERAND = {"limit_indices", "slice_sizes"}  # lengths among parameters

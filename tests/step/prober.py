@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xshard import Op
-from xshard.step.op import COPY, SUM
+from xshard.step.record.arrays import COPY, SUM
 
 N = 2  # devices on the axis
 

@@ -8,11 +8,12 @@ from itertools import product
 import pytest
 
 from xshard import Mesh, Op, TrainingStep, load_profile
-from xshard.step.fuse import fused
-from xshard.step.moves import MovePrices
-from xshard.step.op import COPY, options_of
-from xshard.step.problem import StepProblem
-from xshard.step.repeat import repeated
+from xshard.step.price.moves import MovePrices
+from xshard.step.price.options import options_of
+from xshard.step.price.problem import StepProblem
+from xshard.step.record.arrays import COPY
+from xshard.step.record.fuse import fused
+from xshard.step.record.repeat import repeated
 
 LENGTHS = {"b": 2, "c": 4, "d": 2, "e": 4}
 

@@ -7,26 +7,27 @@ import pytest
 
 from tests.step.random_steps import random_step
 from xshard import Mesh, load_profile, plan
-from xshard.step import eliminate
-from xshard.step.eliminate import excess, minimum
-from xshard.step.moves import MovePrices
-from xshard.step.op import COPY, REPLICAS, SUM, layout_of
-from xshard.step.problem import StepProblem
-from xshard.step.search import StepSearch
+from xshard.step.choose import eliminate
+from xshard.step.choose.eliminate import excess, minimum
+from xshard.step.choose.search import StepSearch
+from xshard.step.price.moves import MovePrices
+from xshard.step.price.problem import StepProblem
+from xshard.step.record.arrays import COPY, REPLICAS, SUM, layout_of
 
 
 def all_vectors(problem):
     """The parts of the cost of every assignment, all moves planned."""
-    sizes = [len(node.ways) for node in problem.nodes]
+    sizes = [len(node.placements) for node in problem.nodes]
     chosen = np.indices(sizes).reshape(len(sizes), -1)
     for edge in problem.edges:
         for i, j in itertools.product(*(range(sizes[n]) for n in edge.nodes)):
             edge.plan(i, j)
-    total = sum(node.values[i] for node, i in zip(problem.nodes, chosen, strict=True))
+    total = sum(node.costs[i] for node, i in zip(problem.nodes, chosen, strict=True))
     for edge in problem.edges:
-        i, j = (end[chosen[node]] for end, node in zip(edge.indices, edge.nodes, strict=True))
-        total[:, edge.parts] += edge.of(i, j).T
-        total[edge.banned[i, j]] = np.inf
+        rows = edge.rows[chosen[edge.source]]
+        columns = edge.columns[chosen[edge.user]]
+        total[:, edge.parts] += edge.costs(rows, columns).T
+        total[edge.banned[rows, columns]] = np.inf
     return total
 
 
@@ -44,7 +45,7 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
     for limit in (np.inf, *(np.quantile(n_bytes, (0.0, 0.1)) * (1 + 1e-12))):  # sums are rounded
         search = StepSearch(problem(), limit)
         seconds = search.cost.of(vectors)[n_bytes <= limit].min()
-        list(search.rounds())
+        search.run()
         assert search.bound <= seconds * (1 + 1e-9)
         search.improve()
         search.close(0.0)
@@ -61,7 +62,7 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
 
 def test_a_bound_by_moves_that_do_not_exist_still_has_a_plan(monkeypatch):
     """Where tables are too large, a bound's assignment need not run: there is a plan with whole arrays."""
-    monkeypatch.setattr(eliminate, "MOST", 1)
+    monkeypatch.setattr(eliminate, "MOST_ENTRIES", 1)
     moves = MovePrices(Mesh(a=4), "bfloat16", load_profile("h100"))
     for seed in range(5):
         search = StepSearch(StepProblem(random_step(seed).with_shares, moves), np.inf)
@@ -72,7 +73,7 @@ def test_a_bound_by_moves_that_do_not_exist_still_has_a_plan(monkeypatch):
 def test_less_memory_than_any_plan_needs():
     moves = MovePrices(Mesh(a=2), "bfloat16", load_profile("h100"))
     search = StepSearch(StepProblem(random_step(0).with_shares, moves), 1000.0)
-    any(search.bound >= 1e6 for _ in search.rounds())
+    search.run(until=1e6)
     search.improve()
     assert search.best is None and search.bound > 1
 

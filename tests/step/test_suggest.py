@@ -11,10 +11,11 @@ import pytest
 from xshard import Link, Mesh, Op, Profile, TrainingStep, suggest
 from xshard.cost.machine import load_profile
 from xshard.errors import PlanError, XshardError
-from xshard.step.moves import MovePrices
-from xshard.step.problem import StepProblem
-from xshard.step.rules import simplified, written
-from xshard.step.search import StepSearch
+from xshard.step.choose.search import StepSearch
+from xshard.step.price.moves import MovePrices
+from xshard.step.price.problem import StepProblem
+from xshard.step.say.rules import written
+from xshard.step.say.simplify import simplified
 
 MESH = Mesh(dp=4, tp=2)
 ONE = {"profile": "h100:2", "micro_batches": 1, "recompute": False}
@@ -135,7 +136,9 @@ def test_a_module_has_a_rule_where_activations_differ_along_more_axes():
     whole = [[-1], [-1]]
     rows = [[1], [0], [-2]]  # tp shards c, and leaves sums
     chosen = {"norm": whole, "up": rows, "up.weight": [[0]], "x": [[-1]], "loss": [[-1], [-1]]}
-    assignment = [[*map(np.ndarray.tolist, n.ways)].index(chosen[n.name]) for n in problem.nodes]
+    assignment = [
+        [*map(np.ndarray.tolist, n.placements)].index(chosen[n.name]) for n in problem.nodes
+    ]
     rules = written(problem, assignment)
     assert rules.outputs["norm"] == "b c -> b c/tp" and rules.inputs["up"] == "b c/tp"
 
@@ -157,7 +160,9 @@ def test_a_dim_keeps_its_other_name_in_modules_inside():
     s = [1, -1]  # dp shards c or s, tp does nothing
     chosen = {"embed.weight": [idle], "embed": [idle] * 3, "block": [c, c], "block.norm": [s, s]}
     chosen |= {"x": [[-1, 1]], "loss": [s, [-2, -1]]}
-    assignment = [[*map(np.ndarray.tolist, n.ways)].index(chosen[n.name]) for n in problem.nodes]
+    assignment = [
+        [*map(np.ndarray.tolist, n.placements)].index(chosen[n.name]) for n in problem.nodes
+    ]
     rules = written(problem, assignment)
     assert rules.inputs[""] == "b s -> b s/tp" and rules.inputs["block"] == "b s_ c -> b s_ c/dp"
     assert rules.inputs["block.norm"] == "b s_ c/dp -> b s_/dp c"
@@ -168,7 +173,7 @@ def test_fewer_rules_within_what_they_may_cost(found):
     problem = found.search.problem
     node = found.search.problem.number["layers.*.gate.weight"]
     odd = list(found.assignment)
-    odd[node] = next(i for i in range(len(problem.nodes[node].ways)) if i != odd[node])
+    odd[node] = next(i for i in range(len(problem.nodes[node].placements)) if i != odd[node])
     search = StepSearch(problem, math.inf, best=odd)
     few, more = (written(problem, each)[:3] for each in (simplified(search, math.inf), odd))
     assert sum(map(len, few)) < sum(map(len, more))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from xshard.step.classes import (
+from xshard.step.record.letters import (
     FREE,
     Written,
     aligned,

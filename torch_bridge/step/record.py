@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_bridge.step.classes import Call, attention_call, bias_call, call_of
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
-from xshard.step.classes import Written, letters
-from xshard.step.op import Op, renamed
-from xshard.step.step import TrainingStep
-from xshard.step.trace import Trace
+from xshard.step.record.letters import Written, letters
+from xshard.step.record.op import Op, renamed
+from xshard.step.record.trace import Trace
+from xshard.step.record.training_step import TrainingStep
 
 SIZED = {"view", "reshape", "expand", "zeros", "ones", "full", "empty", "arange"}
 LARGEST = 2**20  # elements of numbers that have values

@@ -10,8 +10,8 @@ from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.step.record import recorded
 from xshard import Rules, Suggestion
 from xshard import suggest as suggest_step
-from xshard.step.fuse import fused
-from xshard.step.repeat import repeated
+from xshard.step.record.fuse import fused
+from xshard.step.record.repeat import repeated
 
 
 class TorchSuggestion(Suggestion):

@@ -18,7 +18,7 @@ from xshard.pictures.svg import mesh_svg, plan_svg, sharding_svg
 from xshard.plans import table
 from xshard.plans.plan import Plan
 from xshard.plans.table import HEAD, Row
-from xshard.step.suggestion import Suggestion
+from xshard.step.say.suggestion import Suggestion
 
 _FONT = "font-size:13px;font-family:ui-monospace,monospace"
 _FOCUS = 'tabindex="0" role="group"'  # for boxes that scroll: readers without a mouse reach them

@@ -1,9 +1,12 @@
-"""`suggest`: where everything in a training step lives, so that it is fastest and fits the devices."""
+"""`suggest`: where everything in a training step lives, so that it is fastest and fits the devices.
+
+The phases are `record` (what the model does), `price` (what each way to shard it costs), `choose`
+(which ways are best) and `say` (rules). docs/one_step.md has a step of two operations in numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,22 +18,29 @@ from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
 from xshard.rules import RulesLike
-from xshard.step.hand import HAND, allowed
-from xshard.step.moves import MovePrices
-from xshard.step.problem import StepProblem
-from xshard.step.rules import fixed_options, simplified
-from xshard.step.search import StepSearch
-from xshard.step.step import TrainingStep
-from xshard.step.suggestion import StepPlan, Suggestion
+from xshard.step.choose.hand import HAND, allowed
+from xshard.step.choose.search import StepSearch
+from xshard.step.price.moves import MovePrices
+from xshard.step.price.problem import StepProblem
+from xshard.step.record.training_step import TrainingStep
+from xshard.step.say.limits import fixed_options
+from xshard.step.say.simplify import simplified
+from xshard.step.say.suggestion import StepPlan, Suggestion
 
 HEADROOM = 0.07  # of the memory, for what no plan counts: the framework's own, fragments, buffers
 MOST_BATCHES = 64
-TRIES = 4  # rounds of a plan by hand
+TRIES = 4  # weights to try for a plan by hand
 SIMPLER = 0.01  # of the seconds and of the bound, for fewer rules
+
+Progress = Callable[[int, int], None]  # the numbers of searches done, and of all
+
+
+def _no_progress(done: int, total: int) -> None:
+    """Show nothing."""
 
 
 @api_boundary
-def suggest(
+def suggest(  # noqa: PLR0913  the public signature
     step: TrainingStep,
     mesh: Mesh,
     *,
@@ -41,87 +51,71 @@ def suggest(
     recompute: bool | None = None,
     overlap: float = 0.8,
     gap: float = 0.002,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = _no_progress,
 ) -> Suggestion:
-    """The layouts of parameters, inputs and activations that make a training step fastest.
+    """Find the layouts of parameters, inputs and activations that make a training step fastest.
 
-    memory: bytes of a device, as a number or as "80GiB"; 7 % of them are left free. None: as many as needed.
-    profile: the machine, as for `plan`. fixed: layouts by patterns over names of inputs, parameters and
-    operations (for their results): an axis that one names stays so in storage, others may be added.
-    micro_batches, recompute: how many parts of the batch run one after another, and whether the activations
-    of repeated blocks are computed again in the backward pass; None stands for the best.
-    overlap: share of the seconds of moves that run beside computing, if that takes long enough.
-    gap: the share of the seconds that a better plan may still save when the search ends; for fewer rules the
-    plan takes up to 1 % more than the best found, and than the bound. progress: called with the numbers of
-    searches done, and of all.
-    Raises MeshError, NotationError, ProfileError; PlanError if nothing fits the memory, and without scipy.
+    plan = xs.suggest(step, Mesh(dp=4, tp=2), memory="80GiB")     # plan.parameters["up.weight"] ==
+    "o/dp/tp i"
 
-    >>> from xshard import Op
-    >>> up = Op("up", "b c, f c -> b f", ("x", "up.weight"))
-    >>> loss = Op("loss", "b f -> ", ("up",), kind="loss")
-    >>> lengths = {"b": 4096, "c": 8192, "f": 8192}
-    >>> step = TrainingStep(
-    ...     [up, loss], lengths, inputs={"x": "b c"}, parameters={"up.weight": "f c"}
-    ... )
-    >>> plan = suggest(step, Mesh(dp=4, tp=2), memory="80GiB", micro_batches=1)
-    >>> plan.parameters["up.weight"], plan.gap < 0.005
-    ('o/dp/tp i', True)
+    For fewer rules the plan takes up to 1 % more seconds than the best found, and than the bound.
+
+    Args:
+        step: The operations of the forward pass.
+        mesh: The devices. Axes of size 1 are left out.
+        memory: Bytes of a device, as a number or as "80GiB"; 7 % of them are left free. None: as
+            many as needed.
+        profile: The machine, as for `plan`.
+        fixed: Layouts by patterns over names of inputs, parameters and operations (for their
+            results). An axis that one names stays so in storage, others may be added.
+        micro_batches: How many parts of the batch run one after another. None: the best number.
+        recompute: Activations of repeated blocks are computed again in the backward pass. None: if
+            that is best.
+        overlap: Share of the seconds of moves that run beside computing, if that takes long enough.
+        gap: The share of the seconds that a better plan may still save when the search ends.
+        progress: Called with the numbers of searches done, and of all.
+
+    Raises:
+        MeshError: The mesh is none.
+        NotationError: `fixed` is malformed, or fits nothing.
+        ProfileError: The profile is unknown, or lacks rates of operations.
+        PlanError: Nothing fits the memory, the batch cannot be divided so, or scipy is missing.
+
+    Examples:
+        >>> from xshard import Op
+        >>> up = Op("up", "b c, f c -> b f", ("x", "up.weight"))
+        >>> loss = Op("loss", "b f -> ", ("up",), kind="loss")
+        >>> lengths = {"b": 4096, "c": 8192, "f": 8192}
+        >>> step = TrainingStep(
+        ...     [up, loss], lengths, inputs={"x": "b c"}, parameters={"up.weight": "f c"}
+        ... )
+        >>> plan = suggest(step, Mesh(dp=4, tp=2), memory="80GiB", micro_batches=1)
+        >>> plan.parameters["up.weight"], plan.gap < 0.005
+        ('o/dp/tp i', True)
     """
     check_mesh(mesh)
-    mesh = Mesh({axis: n for axis, n in zip(mesh.axes, mesh.sizes, strict=True) if n > 1})
-    limit = np.inf if memory is None else (limit_of(memory, "memory") or 0) * (1 - HEADROOM)
+    # Axes of size 1 would only multiply options.
+    axes = zip(mesh.axes, mesh.sizes, strict=True)
+    mesh = Mesh({axis: size for axis, size in axes if size > 1})
+    limit = np.inf
+    if memory is not None:
+        limit = (limit_of(memory, "memory") or 0) * (1 - HEADROOM)
     step = step.with_shares
     moves = MovePrices(mesh, step.dtype, load_profile(profile))
-    if np.isinf([moves.profile.flops(step.dtype), moves.profile.copy_bytes_per_s]).any():
-        hint = "give flops_per_s and copy_bytes_per_s; `xshard calibrate` measures them"
-        raise ProfileError(f"profile {moves.profile.name!r} lacks rates of operations", hint=hint)
-    searches = list[StepSearch]()
-    by_hand = dict[str, StepPlan]()
-    for problem in problems(step, moves, micro_batches, recompute, overlap):
-        try:
-            searches.append(StepSearch(problem, limit, fixed_options(problem, fixed or {})))
-        except NotationError:  # a smaller micro-batch cannot be sharded so
-            if not searches:
-                raise
-    for name, hand in HAND.items():
-        plans = list[StepPlan]()
-        for search in searches:
-            near = search.within(allowed(search.problem, hand))
-            list(islice(near.rounds(), TRIES if near.vectors else 0))
-            for assignment, vector in near.vectors.items():
-                search.offer(assignment)
-                plans.append(StepPlan(search, vector))
-        if plans:
-            by_hand[name] = min(plans, key=lambda plan: float(plan.search.cost.rank(plan.vector)))
-    best = min(s.seconds for s in searches)
-    running = {search: search.rounds() for search in searches}
-    while (
-        running
-    ):  # always a round of the lowest bound: most bounds pass the seconds of the best one soon
-        search = min(running, key=lambda s: s.bound)
-        search.cutoff = best
-        if search.bound >= best or next(running[search], True):
-            progress(len(searches) - len(running), len(searches))
-            del running[search]
-            if search.bound < best:
-                search.improve()
-        best = min(best, search.seconds)
-        for worse in (s for s in searches if s.bound >= best < s.seconds):
-            vars(worse.problem).pop("edges", None)  # tables of moves, which no one asks for again
-    for search in sorted(searches, key=lambda s: s.bound):
-        if search.bound < best * (1 - gap):
-            search.close(gap)
-        best = min(best, search.seconds)
+    _check_rates(moves)
+    candidates = problems(step, moves, micro_batches, recompute, overlap)
+    searches = _searches_of(candidates, limit, {} if fixed is None else fixed)
+    # Plans by hand first: they are good assignments to begin with, and a cutoff for all searches.
+    by_hand = _plans_by_hand(searches)
+    _raise_bounds(searches, progress)
+    _close_gaps(searches, gap)
     progress(len(searches), len(searches))
+    best = min(search.seconds for search in searches)
     if not np.isfinite(best):
-        least = min(float(s.cost.used(v)) * limit for s in searches for v in s.vectors.values())
-        least_text = format_bytes(int(least / (1 - HEADROOM)))
-        hint = f"the least that was found is {least_text}; more devices hold more"
-        raise PlanError(f"the step does not fit {shown(memory)} per device", hint=hint)
-    fastest = min(searches, key=lambda s: s.seconds)
-    bound = min(best, *(s.bound for s in searches))
-    fitting = (plan.seconds() for plan in by_hand.values() if plan.fits)
-    most = min(best * (1 + SIMPLER), max(bound / (1 - SIMPLER), best * (1 + gap)), *fitting)
+        raise _nothing_fits(searches, limit, memory)
+    fastest = min(searches, key=lambda search: search.seconds)
+    bound = min(best, *[search.bound for search in searches])
+    most = _most_seconds(best, bound, gap, by_hand)
     return Suggestion(fastest, simplified(fastest, most), bound, by_hand)
 
 
@@ -131,18 +125,119 @@ def problems(
     micro_batches: int | None,
     recompute: bool | None,
     overlap: float,
-) -> Iterable[StepProblem]:
-    """The numbers of micro-batches that divide the batch, with and without computing activations again."""
+) -> list[StepProblem]:
+    """List the problems to search: micro-batches that divide the batch, recomputing or not."""
     batch = step.lengths[step.batch]
+    # Other numbers than powers of two are searched only when a person asks for one.
     numbers = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
     if micro_batches is not None:
-        if not (whole_number(micro_batches) or 0) > 0 or batch % micro_batches:
+        number = whole_number(micro_batches)
+        if number is None or number <= 0 or batch % number:
             hint = f"{step.batch} is {batch}: {', '.join(map(str, numbers))} divide it"
             raise PlanError(f"{shown(micro_batches)} micro-batches", hint=hint)
         numbers = [micro_batches]
-    again = (
-        [False, True]
-        if recompute is None and any(op.times > 1 for op in step.ops)
-        else [bool(recompute)]
-    )
-    yield from (StepProblem(step, moves, n, each, overlap) for n in numbers for each in again)
+    has_repeated_blocks = any(op.times > 1 for op in step.ops)
+    choices = [bool(recompute)]
+    if recompute is None and has_repeated_blocks:
+        choices = [False, True]
+    found = list[StepProblem]()
+    for number in numbers:
+        found += [StepProblem(step, moves, number, choice, overlap) for choice in choices]
+    return found
+
+
+def _check_rates(moves: MovePrices) -> None:
+    """Require a profile with the rates of operations, which one of links alone lacks."""
+    rates = [moves.profile.flops(moves.dtype), moves.profile.copy_bytes_per_s]
+    if np.isinf(rates).any():
+        hint = "give flops_per_s and copy_bytes_per_s; `xshard calibrate` measures them"
+        raise ProfileError(f"profile {moves.profile.name!r} lacks rates of operations", hint=hint)
+
+
+def _searches_of(
+    candidates: Sequence[StepProblem], limit: float, fixed: RulesLike
+) -> list[StepSearch]:
+    """Begin a search for each problem in which everything can be as it is fixed."""
+    searches = list[StepSearch]()
+    for problem in candidates:
+        try:
+            options = fixed_options(problem, fixed)
+        except NotationError:
+            # A smaller micro-batch cannot be sharded so; the whole batch has to be.
+            if not searches:
+                raise
+        else:
+            searches.append(StepSearch(problem, limit, options))
+    return searches
+
+
+def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
+    """Find the best plan of each kind that people write, and offer all of them to the searches."""
+    by_hand = dict[str, StepPlan]()
+    for name, hand in HAND.items():
+        plans = list[StepPlan]()
+        for search in searches:
+            near = search.within(allowed(search.problem, hand))
+            if near.vectors:
+                near.run(most_steps=TRIES)
+            for assignment, vector in near.vectors.items():
+                search.offer(assignment)
+                plans.append(StepPlan(search, vector))
+        if plans:
+            by_hand[name] = min(plans, key=_rank)
+    return by_hand
+
+
+def _rank(plan: StepPlan) -> float:
+    """Return a plan's seconds, more if it does not fit."""
+    return float(plan.search.cost.rank(plan.vector))
+
+
+def _raise_bounds(searches: Sequence[StepSearch], progress: Progress) -> None:
+    """Raise the bound of every search until it passes the best seconds, or can be raised no more.
+
+    It is always the turn of the lowest bound: most bounds pass the seconds of the best search soon.
+    """
+    best = min(search.seconds for search in searches)
+    running = list(searches)
+    while running:
+        search = min(running, key=lambda search: search.bound)
+        search.cutoff = best
+        if search.bound >= best or not search.advance():
+            progress(len(searches) - len(running), len(searches))
+            running.remove(search)
+            if search.bound < best:  # weights can do no more, changes may
+                search.improve()
+        best = min(best, search.seconds)
+        for other in searches:
+            if other.bound >= best and other.seconds > best:
+                other.problem.forget_edges()  # no one asks for them again
+
+
+def _close_gaps(searches: Sequence[StepSearch], gap: float) -> None:
+    """Search by integer programs where a better plan may still save more than the gap."""
+    best = min(search.seconds for search in searches)
+    for search in sorted(searches, key=lambda search: search.bound):
+        if search.bound < best * (1 - gap):
+            search.close(gap)
+        best = min(best, search.seconds)
+
+
+def _nothing_fits(
+    searches: Sequence[StepSearch], limit: float, memory: int | str | None
+) -> PlanError:
+    """Return the error for a step that does not fit, with the least memory that any plan takes."""
+    shares = list[float]()  # of the limit
+    for search in searches:
+        shares += [float(search.cost.used(vector)) for vector in search.vectors.values()]
+    least = format_bytes(int(min(shares) * limit / (1 - HEADROOM)))
+    hint = f"the least that was found is {least}; more devices hold more"
+    return PlanError(f"the step does not fit {shown(memory)} per device", hint=hint)
+
+
+def _most_seconds(best: float, bound: float, gap: float, by_hand: Mapping[str, StepPlan]) -> float:
+    """Return the seconds that a plan with fewer rules may take: no more than any plan by hand."""
+    # The gap to the bound stays within SIMPLER; where it is larger already, it grows by `gap`.
+    near_the_bound = max(bound / (1 - SIMPLER), best * (1 + gap))
+    fitting = [plan.seconds() for plan in by_hand.values() if plan.fits]
+    return min(best * (1 + SIMPLER), near_the_bound, *fitting)

@@ -17,7 +17,7 @@ from tests.step.prober import N, disagreeing, judged, numbers
 from tests.torch_bridge.helpers import on_ranks
 from torch_bridge.step.classes import call_of
 from torch_bridge.step.record import recorded
-from xshard.step.trace import Trace
+from xshard.step.record.trace import Trace
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}

@@ -28,7 +28,7 @@ from xshard.notation.parser import ARROW
 from xshard.pictures.html import gradients_html, html, preformatted
 from xshard.planner import plan as make_plan
 from xshard.plans.plan import Plan
-from xshard.step.suggestion import Suggestion
+from xshard.step.say.suggestion import Suggestion
 
 # The field that an error is about, if it does not mark the text of one.
 _ABOUT = {MeshError: "mesh", ShapeError: "lengths", DtypeError: "dtype", ProfileError: "profile"}

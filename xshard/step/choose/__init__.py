@@ -1,0 +1,1 @@
+"""Which ways are chosen: elimination, linear and integer programs, plans that people write."""

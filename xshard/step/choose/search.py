@@ -1,0 +1,267 @@
+"""The cheapest assignment of a problem within its limits, and a bound for all others.
+
+Weights turn all parts of the cost into one number for every option and move. The least sum under
+any weights is a bound (Lagrange), and a linear program over the assignments so far has the weights
+to try next (Dantzig and Wolfe 1960). Moves begin with bounds, and are planned as soon as an
+assignment has them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from xshard.step.choose.eliminate import Bucket, excess, minimum
+from xshard.step.choose.programs import Pairs, best_mixture, solve_program
+from xshard.step.price.options import Flags, Floats, Ints
+from xshard.step.price.problem import StepProblem
+from xshard.step.record.arrays import REPLICAS
+
+ROUNDS = 100  # of weights
+CLOSE = 2e-5  # of the seconds: a bound so near is reached
+MOST_PROGRAMS = 5  # one after another, as moves are planned that the one before has
+MOST_NODES = 100  # of the integer program's search tree
+MOST_OPTIONS = 2500  # in an integer program
+STARTS = 3  # assignments to improve
+EXCESS_BEFORE_CHANGES = (
+    10.0  # times the cost, for a limit that is exceeded once over: changes may mend it
+)
+STAY = 0.5  # of the multipliers of the bound stays in those to try next, which jump otherwise
+NEAR = (
+    0.1  # of the seconds between bound and mixture: moves are planned to this before other weights
+)
+CUT = 0.7  # of the seconds between bound and cutoff: then options are left out again
+
+
+class Bound(NamedTuple):
+    """A lower bound of the seconds of all assignments, one that has it, and the proof."""
+
+    seconds: float
+    assignment: list[int]
+    buckets: list[Bucket]
+
+
+@dataclass(eq=False)
+class StepSearch:
+    """The best assignment of a problem so far, and a lower bound of all that fit the limit.
+
+    Args:
+        problem: The problem.
+        limit: Bytes that a device may hold.
+        options: The options that each node may take; none given: all of them.
+        bound: No assignment takes fewer seconds than this, or than `cutoff`.
+        seconds: The seconds of the best assignment.
+        best: The best assignment, None if none fits.
+        cutoff: Seconds of a plan that is known: what takes longer is not looked at.
+        vectors: The parts of the cost of assignments so far.
+    """
+
+    problem: StepProblem
+    limit: float
+    options: Sequence[Ints] = ()
+    bound: float = 0.0
+    seconds: float = np.inf
+    best: list[int] | None = None
+    cutoff: float = np.inf
+    vectors: dict[tuple[int, ...], Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cost = self.problem.cost(self.limit)
+        n_maxima, n_rows, _ = self.cost.maxima.shape
+        rows = np.full(n_maxima * n_rows, 1 / n_rows)
+        limits = np.zeros(len(self.cost.limited))
+        self.multipliers = np.append(rows, limits)  # that prove the bound
+        if not self.options:
+            self.options = [np.arange(len(node.placements)) for node in self.problem.nodes]
+        # Without options with which every assignment takes more than the cutoff.
+        self.live_options = self.options
+        self._gap_at_cut = np.inf  # seconds between bound and cutoff when options were left out
+        # The round of weights that `advance` is in.
+        self._n_rounds = 0
+        self._mixture_s = np.inf
+        self._tried_multipliers = self.multipliers
+        self._found: list[int] | None = None  # under these multipliers, and not offered yet
+
+    def offer(self, assignment: Sequence[int]) -> float:
+        """Plan the moves of an assignment, and keep it if it is the best.
+
+        Returns the seconds that planning added to the bounds of its moves.
+        """
+        added = self.problem.plan(assignment)
+        vector = self.problem.vectors(assignment)[0]
+        if np.isfinite(vector).all():
+            self.vectors[tuple(assignment)] = vector
+            seconds = float(self.cost.of(vector))
+            if seconds < self.seconds and self.cost.used(vector) <= 1:
+                self.seconds = seconds
+                self.best = list(assignment)
+        return added * self.problem.micro_batches
+
+    def start(self) -> None:
+        """Offer the assignment that is fastest if half of all moves run beside computing."""
+        n_limits = len(self.cost.limited)
+        # In all, the memory is worth one second.
+        multipliers = np.append(self.multipliers[:-n_limits], np.full(n_limits, 1 / n_limits))
+        self.offer(self.bound_by(multipliers).assignment)
+        if not self.vectors:
+            # The bound of large tables may be of moves that do not exist; whole arrays never move.
+            pairs = zip(self.options, self.problem.nodes, strict=True)
+            self.offer([_most_whole(node.placements, options) for options, node in pairs])
+
+    def within(self, flags: Sequence[Flags]) -> StepSearch:
+        """Return a search among some of the options, which has begun if it has any."""
+        pairs = zip(self.options, flags, strict=True)
+        options = [own[allowed[own]] for own, allowed in pairs]
+        search = StepSearch(self.problem, self.limit, options)
+        if all(len(own) for own in options):
+            search.start()
+        return search
+
+    def run(self, most_steps: int = sys.maxsize, until: float = np.inf) -> None:
+        """Raise the bound as far as weights can, in a number of steps, or until it is so high."""
+        for _ in range(most_steps):
+            if not self.advance() or self.bound >= until:
+                return
+
+    def advance(self) -> bool:
+        """Raise the bound by one step; return False when weights can raise it no more.
+
+        A round tries the weights by which the assignments so far seem best. In each of its steps
+        the assignment of the step before has its moves planned, until that adds little.
+        """
+        is_new_round = True
+        if self._found is not None:
+            # Offered only now: the search is given up if others find a better plan meanwhile.
+            added_s = self.offer(self._found)
+            missing_s = self._mixture_s - self.bound
+            is_new_round = added_s <= max(CLOSE * self._mixture_s, NEAR * missing_s)
+            if is_new_round and self.bound >= (1 - CLOSE) * self._mixture_s:
+                return False
+        elif not self.vectors:
+            self.start()
+        if is_new_round:
+            if self._n_rounds == ROUNDS or not self.vectors:
+                return False
+            self._begin_round()
+        bound = self.bound_by(self._tried_multipliers)
+        # Weights that are worse than the best so far still find an assignment to learn from.
+        if bound.seconds > self.bound:
+            self.bound = bound.seconds
+            self.multipliers = self._tried_multipliers
+            self._leave_out_options(bound)
+        self._found = bound.assignment
+        return True
+
+    def _begin_round(self) -> None:
+        """Try the multipliers of the best mixture of assignments so far, beside the old ones."""
+        self._n_rounds += 1
+        vectors = np.array(list(self.vectors.values()))
+        self._mixture_s, multipliers = best_mixture(self.cost, vectors)
+        self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * multipliers
+
+    def _leave_out_options(self, bound: Bound) -> None:
+        """Leave out options with which all assignments take more than the cutoff."""
+        gap = self.cutoff - self.bound
+        # It takes about as long as a bound, hence only when the gap is clearly smaller.
+        if 0 < gap < CUT * self._gap_at_cut:
+            self._gap_at_cut = gap
+            self.live_options = self._options_within(bound, gap)
+
+    def _options_within(self, bound: Bound, seconds: float) -> list[Ints]:
+        """Return the options with which assignments may be within so many seconds of a bound."""
+        excess_of = excess(bound.buckets)
+        return [own[excess_of[node] <= seconds] for node, own in enumerate(self.live_options)]
+
+    def bound_by(self, multipliers: Floats) -> Bound:
+        """Minimize the cost under multipliers (`Cost.weights`): a lower bound of all seconds."""
+        weights, constant = self.cost.weights(multipliers)
+        live = self.live_options
+        pairs = zip(self.problem.nodes, live, strict=True)
+        unary = [node.costs[options] @ weights for node, options in pairs]
+        tables = dict[tuple[int, int], Floats]()
+        for edge in self.problem.edges:
+            table = edge.weighted(weights, live[edge.source], live[edge.user])
+            tables[edge.nodes] = tables.get(edge.nodes, 0.0) + table
+        least = minimum(unary, tables)
+        numbers = zip(live, least.assignment, strict=True)
+        assignment = [int(options[number]) for options, number in numbers]
+        return Bound(least.value - constant, assignment, least.buckets)
+
+    def close(self, gap: float) -> None:
+        """Bring the bound to within a share of the best by integer programs."""
+        bound = self.bound_by(self.multipliers)
+        for _ in range(MOST_PROGRAMS):
+            goal = self.seconds * (1 - gap)
+            options = self._options_within(bound, goal - bound.seconds)
+            n_options = [len(own) for own in options]
+            if not all(n_options):  # nothing takes fewer seconds
+                self.bound = max(self.bound, goal)
+            if self.bound >= goal or sum(n_options) > MOST_OPTIONS:
+                return
+            seconds_before = self.seconds
+            assignment, program_bound = self._solve_among(options, gap / 2)
+            added_s = 0.0 if assignment is None else self.offer(assignment)
+            # Other options take more than the goal.
+            self.bound = min(self.seconds, max(self.bound, min(program_bound, goal)))
+            if added_s <= 0 and self.seconds == seconds_before:
+                return
+
+    def _solve_among(self, options: Sequence[Ints], gap: float) -> tuple[list[int] | None, float]:
+        """Solve the integer program of some options, at the moves' prices as they are known."""
+        pairs = list[Pairs]()
+        for edge in self.problem.edges:
+            rows = edge.rows[options[edge.source]]
+            columns = edge.columns[options[edge.user]]
+            tables = edge.costs(*np.indices(edge.banned.shape))
+            pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, tables, edge.banned))
+        nodes = zip(self.problem.nodes, options, strict=True)
+        values = [node.costs[own] for node, own in nodes]
+        if self.best:
+            scale = self.seconds
+        else:
+            scale = self.bound if self.bound else 1.0
+        numbers, bound = solve_program(values, pairs, self.cost, scale, MOST_NODES, gap)
+        if numbers is None:
+            return None, bound
+        return [int(own[i]) for own, i in zip(options, numbers, strict=True)], bound
+
+    def improve(self) -> None:
+        """Improve the best assignments by changes at one node while they save seconds."""
+        ranks = dict[tuple[int, ...], float]()
+        for assignment, vector in self.vectors.items():
+            ranks[assignment] = float(self.cost.rank(vector, EXCESS_BEFORE_CHANGES))
+        for start in sorted(ranks, key=ranks.__getitem__)[:STARTS]:
+            self._improve_from(list(start))
+
+    def _improve_from(self, assignment: list[int]) -> None:
+        rank = np.inf
+        while True:
+            # With its moves planned, a change may turn out to be none for the better.
+            new_rank = float(self.cost.rank(self.problem.vectors(assignment)[0]))
+            if new_rank >= (1 - CLOSE) * rank:
+                return
+            rank = new_rank
+            assignment = self._best_change(assignment)
+            self.offer(assignment)
+
+    def _best_change(self, assignment: list[int]) -> list[int]:
+        """Return the assignment that ranks first among those with another option at one node."""
+        best = assignment
+        least = np.inf
+        for node, options in enumerate(self.live_options):
+            ranks = self.cost.rank(self.problem.vectors(assignment, node))[options]
+            if ranks.min() < least:
+                least = ranks.min()
+                best = list(assignment)
+                best[node] = int(options[ranks.argmin()])
+        return best
+
+
+def _most_whole(placements: Ints, options: Ints) -> int:
+    """Return the option in which most axes have replicas, in all arrays."""
+    n_not_replicated = (placements[options] != REPLICAS).sum((1, 2))
+    return int(options[n_not_replicated.argmin()])

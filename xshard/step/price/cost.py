@@ -1,0 +1,69 @@
+"""A cost as a function of a vector of parts: a sum, maxima of sums, and sums with limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from xshard.step.price.options import Floats
+
+EXCESS = 1e3  # times the cost, for a limit that is exceeded once over
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """`linear @ v + sum(times * max over rows of maxima @ v)` of parts v, where `limited @ v <= 1`.
+
+    For a step, the maxima are over computing and moving, which overlap, and the limits are bytes of
+    a device.
+
+    Args:
+        linear: The weight of each part in the sum: [parts].
+        times: How often each maximum counts: [maxima].
+        maxima: The rows of each maximum: [maxima, rows, parts].
+        limited: Each limit's share that one unit of a part uses: [limits, parts]. All numbers are
+            >= 0.
+    """
+
+    linear: Floats
+    times: Floats
+    maxima: Floats
+    limited: Floats
+
+    def of(self, vectors: Floats) -> Floats:
+        """Return the cost of each vector: [..., parts] -> [...]."""
+        highest = (vectors @ self.maxima.swapaxes(1, 2)).max(-1)  # [maxima, ...]
+        return np.asarray(vectors @ self.linear + highest.T @ self.times)
+
+    def used(self, vectors: Floats) -> Floats:
+        """Return the largest share of a limit that each vector uses; above 1 it does not fit."""
+        return np.asarray((vectors @ self.limited.T).max(-1, initial=0.0))
+
+    def rank(self, vectors: Floats, excess: float = EXCESS) -> Floats:
+        """Return the cost, plus `excess` times the cost for each time that a limit is exceeded.
+
+        Vectors with infinite parts rank last.
+        """
+        with np.errstate(invalid="ignore"):  # 0 * inf
+            over = np.maximum(self.used(vectors) - 1, 0)
+            rank = self.of(vectors) * (1 + excess * over)
+        return np.nan_to_num(rank, nan=np.inf)
+
+    def scaled_maxima(self, scale: float) -> Floats:
+        """Return the rows of all maxima in the cost, over a scale: [rows, maxima, parts]."""
+        return np.asarray((self.maxima * self.times[:, None, None] / scale).swapaxes(0, 1))
+
+    def weights(self, multipliers: Floats) -> tuple[Floats, float]:
+        """Return weights and a constant: `weights @ v - constant` is at most the cost of v.
+
+        That holds for all vectors of parts v within the limits (a Lagrangian bound).
+
+        Args:
+            multipliers: For each maximum a share of each of its rows, 1 in all, as [rows, maxima]
+                in a line. Then what a limit is worth, for each limit.
+        """
+        of_rows, of_limits = np.split(multipliers, [-len(self.limited)])
+        shares = of_rows.reshape(-1, len(self.times))
+        weights = np.einsum("rt, t, trp -> p", shares, self.times, self.maxima)
+        return weights + self.linear + of_limits @ self.limited, float(of_limits.sum())

@@ -1,0 +1,351 @@
+"""Seconds of moves between layouts: bounds for all pairs at once, the planner's price for few.
+
+A search compares thousands of pairs of layouts, and a plan takes milliseconds. So every pair begins
+with a lower bound, bytes over bandwidth, and a pair is planned as soon as an assignment has it.
+Equal moves of arrays of another size share a plan: seconds are a line in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from xshard.caches import layout_cache
+from xshard.cost.model import LOCAL, Link, Profile
+from xshard.dtypes import itemsize
+from xshard.layout import Mesh
+from xshard.plans.plan import find_plan
+from xshard.search.request import Request
+from xshard.step.price.options import (
+    Flags,
+    Floats,
+    Placements,
+    product_over,
+    without_copies,
+)
+from xshard.step.record.arrays import COPY, REPLICAS, SUM, layout_of
+
+LEADING = 64  # rows of the dims before those that a move is about
+OCTAVES = 3  # one plan, and one line of prices, from 2**0 to 2**3 elements, to 2**6, ...
+
+
+def dual(placements: Placements) -> Placements:
+    """Return the layouts of cotangents: SUM and COPY change places."""
+    return np.where(placements == SUM, COPY, np.where(placements == COPY, SUM, placements))
+
+
+class AxisMove(NamedTuple):
+    """What one mesh axis does in an array before a move and after it, as placements."""
+
+    axis: int
+    src: int
+    dst: int
+
+
+class Line(NamedTuple):
+    """Seconds of a move at two numbers of elements; between them they are a line."""
+
+    elements: int
+    seconds: float
+    most_elements: int
+    most_seconds: float
+
+    def at(self, elements: float) -> float:
+        more = max(elements - self.elements, 0)
+        rise = self.most_seconds - self.seconds
+        return self.seconds + rise * more / (self.most_elements - self.elements)
+
+
+class MoveTable(NamedTuple):
+    """Seconds of all moves of an array: bounds, replaced by prices when a move is planned.
+
+    seconds: [forward and backward, src layouts, dst layouts]. is_planned: [src layouts, dst
+    layouts].
+    """
+
+    seconds: Floats
+    is_planned: Flags
+
+
+class Levels(NamedTuple):
+    """The mesh axes by links; an axis is in two parts if some of its devices share a node.
+
+    axes, sizes, links, is_far: for each part the number of its axis, its size, its link, and
+    whether others are faster.
+    """
+
+    axes: list[int]
+    sizes: Floats
+    links: list[Link]
+    is_far: Flags
+
+
+@dataclass(eq=False)
+class MovePrices:
+    """The seconds of moves on one mesh of one machine, for arrays of a dtype."""
+
+    mesh: Mesh
+    dtype: str
+    profile: Profile
+    _tables: dict[tuple[object, ...], MoveTable] = field(default_factory=dict)
+
+    def price(
+        self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float = 1.0
+    ) -> float:
+        """Return the planner's seconds of a move of one array.
+
+        Args:
+            src: Its placements before, one per mesh axis.
+            dst: Its placements after.
+            lengths: Its global shape.
+            share: Its part of the elements that move in one collective, whose seconds it shares.
+        """
+        starts = without_copies(list(src)).tolist()  # a copy has the values of a replica
+        ends = without_copies(list(dst)).tolist()
+        if starts == ends:
+            return 0.0
+        moves = list(map(AxisMove, range(len(starts)), starts, ends))
+        still = _still_axes(moves, len(lengths))
+        # Each group of devices moves a block of its own, all at the same time.
+        n_blocks = math.prod(self.mesh.sizes[a] for a in still if moves[a].src >= 0)
+        elements = math.prod(lengths) / share / n_blocks
+        moves = self._taking_part([move for move in moves if move.axis not in still])
+        # Small moves are latency, large ones bandwidth: a line is good within a few octaves.
+        log_elements = int(math.log2(max(elements, 1)))
+        octave = max(0, log_elements // OCTAVES * OCTAVES)
+        is_contiguous = share == 1 and _begins_with(moves, lengths)
+        line = _line(self.mesh, self.dtype, self.profile, tuple(moves), is_contiguous, octave)
+        return share * line.at(elements)
+
+    def _taking_part(self, moves: Sequence[AxisMove]) -> list[AxisMove]:
+        """Keep the axes along which devices take part in a move."""
+        moving = {move.axis for move in moves if (move.src, move.dst) != (REPLICAS, REPLICAS)}
+        axes = np.array(self._levels.axes)
+        is_far = self._levels.is_far
+        if not moving.isdisjoint(axes[is_far].tolist()):
+            # Devices with replicas help where a node has several links to others.
+            moving.update(axes[~is_far].tolist())
+        return [move for move in moves if move.axis in moving]
+
+    def table(
+        self,
+        src: Placements,
+        dst: Placements,
+        shape: tuple[int, ...],
+        is_linear: bool,
+        share: float,
+    ) -> MoveTable:
+        """Return the table of moves of an array between some layouts, which begins with bounds.
+
+        All moves between the same layouts have one table, whatever the step and the number of
+        micro-batches. is_linear: the move has an adjoint in the backward pass.
+        """
+        key = (src.tobytes(), dst.tobytes(), shape, is_linear, share)
+        # A move between layouts is the same for every option that has them, and in each problem.
+        if key not in self._tables:
+            elements = math.prod(shape)
+            launch_s, element_s = self.bounds(src, dst)
+            forward = share * launch_s + element_s * elements
+            # Cotangents move from the dual of the destination to the dual of the source.
+            launch_s, element_s = self.bounds(dual(dst), dual(src))
+            backward = share * launch_s + element_s * elements
+            seconds = np.stack([forward, backward.T * is_linear])
+            self._tables[key] = MoveTable(seconds, np.zeros(forward.shape, bool))
+        return self._tables[key]
+
+    def bounds(self, src: Placements, dst: Placements) -> tuple[Floats, Floats]:
+        """Bound the seconds of moves between all pairs of layouts from below.
+
+        A device receives what it needs and lacks, or all addends but one in the mean. A part of
+        that comes from other nodes, through the links of all devices of its node.
+
+        Args:
+            src: Layouts before: [layouts, axes].
+            dst: Layouts after: [layouts, axes].
+
+        Returns:
+            Seconds of a launch, and seconds for each element of the global array: [src, dst] each.
+        """
+        axes, sizes, links, is_far = self._levels
+        src = without_copies(src)[:, axes]
+        dst = without_copies(dst)[:, axes]
+        received = _received(src, dst, sizes)
+        from_other_nodes = _received_from_other_nodes(src, dst, sizes, is_far)
+        # The fastest link is within a node; between nodes the best case is the fastest of the
+        # others.
+        near_link = links[int(is_far.argmin())]
+        others = [link for link in links if link != near_link]
+        far_link = max(others, key=lambda link: link.bytes_per_s, default=near_link)
+        from_own_node = np.maximum(received - from_other_nodes, 0)
+        byte_s = from_other_nodes / far_link.bytes_per_s + from_own_node / near_link.bytes_per_s
+        # Whatever the planner chooses has one launch at least.
+        launches = [seconds for kind, seconds in self.profile.launch_s if kind not in LOCAL]
+        launch_s = min(launches, default=0.0) + near_link.latency_s
+        return np.where(received > 0, launch_s, 0.0), byte_s * itemsize(self.dtype)
+
+    @cached_property
+    def far(self) -> Flags:
+        """Which axes are over slower links than others."""
+        far_axes = np.array(self._levels.axes)[self._levels.is_far]
+        return np.isin(range(len(self.mesh.axes)), far_axes)
+
+    @cached_property
+    def _levels(self) -> Levels:
+        fabric = self.profile.fabric(self.mesh)
+        numbers = {axis: number for number, axis in enumerate(self.mesh.axes)}
+        spans = sorted(fabric.spans, key=lambda span: (numbers[span.axis], -span.stride))
+        links = [fabric.links[span.level] for span in spans]
+        fastest = max(link.bytes_per_s for link in links)
+        return Levels(
+            axes=[numbers[span.axis] for span in spans],
+            sizes=np.array([span.size for span in spans], dtype=float),
+            links=links,
+            is_far=np.array([link.bytes_per_s < fastest for link in links]),
+        )
+
+
+def _received_from_other_nodes(
+    src: Placements, dst: Placements, sizes: Floats, is_far: Flags
+) -> Floats:
+    """Bound the share of an array that a device's links to other nodes carry: [src, dst].
+
+    A node is like one device of a mesh of the far axes alone, and has the links of all its devices.
+    """
+    if not is_far.any():
+        return np.zeros((len(src), len(dst)))
+    node_size = np.prod(sizes[~is_far])
+    between_nodes = _received(
+        np.where(is_far, src, REPLICAS),
+        np.where(is_far, dst, REPLICAS),
+        np.where(is_far, sizes, 1),
+    )
+    return np.asarray(between_nodes / node_size)
+
+
+def _still_axes(moves: Sequence[AxisMove], ndim: int) -> set[int]:
+    """Find the axes along which nothing moves: groups of devices move their blocks apart.
+
+    They sum at both ends, or are the outermost ones of a dim that shard it at both ends.
+    """
+    still = {move.axis for move in moves if move.src == move.dst == SUM}
+    for dim in range(ndim):
+        for move in moves:
+            if dim not in (move.src, move.dst):
+                continue
+            if (move.src, move.dst) != (dim, dim):
+                break  # axes that shard the dim further inside meet other blocks
+            still.add(move.axis)
+    return still
+
+
+def _begins_with(moves: Sequence[AxisMove], lengths: Sequence[int]) -> bool:
+    """Tell whether an array begins with the dims that move, but for dims of length 1."""
+    first = min(_sharded_dims(moves), default=0)
+    return all(length == 1 for length in lengths[:first])
+
+
+@layout_cache(maxsize=2**14)
+def _line(
+    mesh: Mesh,
+    dtype: str,
+    profile: Profile,
+    moves: tuple[AxisMove, ...],
+    is_contiguous: bool,
+    octave: int,
+) -> Line:
+    """Plan a move on the mesh of the axes that take part in it, and price it at two sizes.
+
+    is_contiguous: every dim before those that move has length 1. octave: the smaller size has about
+    2**octave elements, the larger one 2**OCTAVES times as many.
+    """
+    # Only axes that take part are planned: the state space grows with each axis.
+    axes = tuple(mesh.axes[move.axis] for move in moves)
+    part = Mesh({axis: mesh.size(axis) for axis in axes})
+    shape, place_of = _small_array(mesh, moves, is_contiguous)
+    names = [f"d{i}" for i in range(len(shape) + 1)]  # of its dims, and of the one that is appended
+    src = layout_of([place_of[move.src] for move in moves], names, axes)
+    dst = layout_of([place_of[move.dst] for move in moves], names, axes)
+    small = _with_rows(shape, 2**octave, part)
+    middle = _with_rows(shape, 2 ** (octave + OCTAVES // 2), part)
+    large = _with_rows(shape, 2 ** (octave + OCTAVES), part)
+    request = Request.on(part, src, dst, middle, dtype, profile.along(axes, mesh))
+    plan = find_plan(request)
+    # The plan of the middle serves both ends: it is the best near them, too.
+    small_s = replace(plan, shape=small).cost
+    large_s = replace(plan, shape=large).cost
+    elements = math.prod(small)
+    return Line(elements, small_s, max(math.prod(large), elements + 1), large_s)
+
+
+def _small_array(
+    mesh: Mesh, moves: Sequence[AxisMove], is_contiguous: bool
+) -> tuple[list[int], dict[int, int]]:
+    """Return the shape of the smallest array that moves so, and what placements are in it.
+
+    It has the dims that are sharded before or after the move, each as long as its axes are.
+    """
+    # Blocks of inner dims are many runs in memory, which a dim before them stands for.
+    shape = [] if is_contiguous else [LEADING]
+    place_of = {REPLICAS: REPLICAS, SUM: SUM}
+    for dim in _sharded_dims(moves):
+        place_of[dim] = len(shape)
+        axes = [move.axis for move in moves if dim in (move.src, move.dst)]
+        shape.append(math.prod(mesh.sizes[axis] for axis in axes))
+    return shape, place_of
+
+
+def _sharded_dims(moves: Sequence[AxisMove]) -> list[int]:
+    """List the dims that an axis shards before or after a move, in order."""
+    placements = {move.src for move in moves} | {move.dst for move in moves}
+    return sorted(placement for placement in placements if placement >= 0)
+
+
+def _with_rows(shape: Sequence[int], elements: int, part: Mesh) -> tuple[int, ...]:
+    """Append a dim that nothing shards for about so many elements; its length fits all axes."""
+    elements_of_rows = math.prod(shape) * part.n_devices
+    n_rows = max(1, elements // elements_of_rows) * part.n_devices
+    return (*shape, n_rows)
+
+
+def _received(src: Placements, dst: Placements, sizes: Floats) -> Floats:
+    """Bound the share of an array that the busiest device receives, for all pairs of layouts.
+
+    src, dst: [layouts, axes], without copies; sizes: of axes. Returns [src layouts, dst layouts].
+    """
+    is_sum_before = (src == SUM)[:, None]
+    is_sum_after = (dst == SUM)[None]
+    n_addends = product_over(is_sum_before & ~is_sum_after, sizes)  # that are added up
+    n_copies = product_over(dst == REPLICAS, sizes)[None]
+    n_sums = product_over(is_sum_before & is_sum_after, sizes)  # that stay as they are
+    by_sums = n_sums * (n_addends - 1 + n_copies - 1) / sizes.prod()
+    # A sum that begins can spread what a device has over its addends.
+    n_begun = product_over(is_sum_after & ~is_sum_before, sizes)
+    needed = 1 / product_over(dst >= 0, sizes)[None]
+    held = 1 / product_over(src >= 0, sizes)[:, None]
+    lacking = needed - _overlap(src, dst, sizes)
+    by_moves = np.where(n_begun > 1, np.maximum(needed / n_begun - held, 0), lacking)
+    return np.where(n_addends > 1, by_sums, by_moves)
+
+
+def _overlap(src: Placements, dst: Placements, sizes: Floats) -> Floats:
+    """Bound the share of an array that the busiest device keeps: what it holds at both ends."""
+    overlap = np.ones((len(src), len(dst)))
+    n_dims = max(src.max(initial=0), dst.max(initial=0)) + 1
+    for dim in range(n_dims):
+        before = (src == dim)[:, None]
+        after = (dst == dim)[None]
+        finer = np.maximum(product_over(before, sizes), product_over(after, sizes))
+        only_before = before & ~after
+        only_after = after & ~before
+        # From the first axis that shards the dim at one end on, blocks of both ends are in other
+        # places.
+        differs_so_far = np.logical_or.accumulate(only_before | only_after, -1)
+        is_apart = (before & after & differs_so_far).any(-1)
+        is_apart |= only_before.any(-1) & only_after.any(-1)
+        overlap *= np.where(is_apart, 0, 1 / finer)
+    return overlap

@@ -1,0 +1,176 @@
+"""What each way to store an input or a parameter, and to run an operation, costs by itself."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from xshard.notation.parser import ARROW
+from xshard.step.price.options import Flags, Floats, Ints, Placements, options_of, product_over
+from xshard.step.price.parts import BlockPart, StepPart
+from xshard.step.price.step_setup import FULL, StepSetup
+from xshard.step.record.arrays import length_of, shape_of
+from xshard.step.record.op import Op
+
+EFFICIENCY = 0.72  # of the peak rate, for products
+OPTIMIZER_ACCESSES = (
+    7  # parameter, gradient and both moments are read, all but the gradient are written
+)
+
+
+class Gathering(IntEnum):
+    """When a parameter becomes what operations use: for each use, or once per step."""
+
+    PER_USE = 0
+    PER_STEP = 1
+
+
+class Node(NamedTuple):
+    """An operation, a parameter or an input with its options, and what each of them costs.
+
+    Args:
+        name: The name of the array.
+        placements: Its options: [options, arrays, axes], operands first, the result last.
+        costs: The parts of the cost of each option: [options, parts].
+        gathering: For each option of a parameter a `Gathering`; None for inputs and operations.
+    """
+
+    name: str
+    placements: Placements
+    costs: Floats
+    gathering: Ints | None = None
+
+    def is_gathered(self, when: int) -> Flags:
+        """Tell for each option of a parameter whether it is gathered then, a `Gathering`."""
+        gathering = np.asarray(self.gathering, dtype=np.int64)
+        return np.asarray(gathering == when)
+
+
+def price_input(setup: StepSetup, name: str) -> Node:
+    """List the layouts of an input, which cost nothing."""
+    placements = _storage_options(setup, name)
+    return Node(name, placements, np.zeros((len(placements), setup.parts.size)))
+
+
+def price_parameter(setup: StepSetup, name: str) -> Node:
+    """Price every way to store a parameter, gathered for each use or once per step."""
+    layouts = _storage_options(setup, name)
+    gathering = np.repeat((Gathering.PER_USE, Gathering.PER_STEP), len(layouts))
+    placements = np.tile(layouts, (2, 1, 1))
+    costs = np.zeros((len(placements), setup.parts.size))
+    first_use = setup.step.consumers(name)[0]
+    item_bytes = setup.item_bytes
+    gradient_bytes = setup.gradient_bytes
+    layer_bytes = setup.block_bytes(placements[:, -1], setup.shape(name), gradient_bytes)
+    # With micro-batches, what is gathered once has its gradients summed while it is whole
+    # (`edges`).
+    has_sharded_gradient = (gathering == Gathering.PER_USE) | (setup.micro_batches == 1)
+    costs[:, setup.part(first_use, BlockPart.GRADIENT_BYTES)] = layer_bytes * has_sharded_gradient
+    elements = layer_bytes * first_use.times / gradient_bytes
+    n_states = 3 if item_bytes < FULL else 2  # two moments, and a copy in full precision
+    costs[:, StepPart.PARAMETER_BYTES] = item_bytes * elements
+    costs[:, StepPart.STATE_BYTES] = gradient_bytes * n_states * elements
+    # The rate of copies counts an element that is read and written once.
+    accessed_per_s = 2 * setup.moves.profile.copy_bytes_per_s
+    costs[:, StepPart.OPTIMIZER_S] = OPTIMIZER_ACCESSES * gradient_bytes * elements / accessed_per_s
+    return Node(name, placements, costs, gathering)
+
+
+def _storage_options(setup: StepSetup, name: str) -> Placements:
+    """List the layouts in which an input or a parameter may be stored: [options, 1, axes]."""
+    names = setup.names(name)
+    lengths = dict(zip(names, setup.shape(name), strict=True))
+    storing = Op(name, f"{ARROW} {' '.join(names)}", (), "source")
+    return options_of(storing, lengths, setup.mesh)
+
+
+def price_operation(setup: StepSetup, op: Op) -> Node:
+    """Price every way to shard one operation: seconds of computing, and bytes of activations."""
+    placements = options_of(op, setup.lengths, setup.mesh)
+    block_bytes = _bytes_of_blocks(setup, op, placements)
+    seconds = _seconds_of_computing(setup, op, placements, block_bytes)
+    saved_bytes = _bytes_saved_for_gradient(setup, op, placements, block_bytes)
+    running_bytes = _bytes_of_gradients_on_the_way(setup, op, block_bytes)
+    backward_work = op.work.backward
+    if setup.is_recomputed(op):
+        backward_work += 1
+        running_bytes = running_bytes + saved_bytes
+        # Only the input of each layer is saved.
+        is_input = op.kind == "carry"
+        saved_bytes = block_bytes[-1] if is_input else np.zeros(len(placements))
+    costs = np.zeros((len(placements), setup.parts.size))
+    costs[:, setup.part(op, BlockPart.FORWARD_COMPUTING_S)] = seconds
+    costs[:, setup.part(op, BlockPart.BACKWARD_COMPUTING_S)] = seconds * backward_work
+    costs[:, setup.part(op, BlockPart.RUNNING_BYTES)] = running_bytes
+    costs[:, setup.part(op, BlockPart.SAVED_BYTES)] = saved_bytes
+    return Node(op.name, placements, costs)
+
+
+def _bytes_of_blocks(setup: StepSetup, op: Op, placements: Placements) -> list[Floats]:
+    """Return a device's bytes of each operand, then of the result, in every option."""
+    block_bytes = list[Floats]()
+    for i, array in enumerate(op.arrays):
+        shape = shape_of(array, setup.lengths)
+        block_bytes.append(setup.block_bytes(placements[:, i], shape, setup.item_bytes))
+    return block_bytes
+
+
+def _space(setup: StepSetup, op: Op) -> int:
+    """Count the elements of the space of all dims of an operation."""
+    return length_of({*chain.from_iterable(op.dims)}, setup.lengths)
+
+
+def _devices_that_split(setup: StepSetup, placements: Placements) -> Floats:
+    """Count the devices that divide the work of an operation, in every option; others repeat it."""
+    is_splitting = np.any(placements >= 0, 1)  # [options, axes]
+    return product_over(is_splitting, setup.mesh.sizes)
+
+
+def _seconds_of_computing(
+    setup: StepSetup, op: Op, placements: Placements, block_bytes: list[Floats]
+) -> Floats:
+    """Return the seconds of the forward pass: of operations or of memory, whichever is longer."""
+    work = op.work
+    profile = setup.moves.profile
+    flops_per_s = profile.flops(setup.step.dtype) * EFFICIENCY * work.rate
+    n_devices = _devices_that_split(setup, placements)
+    by_flops = work.flops * _space(setup, op) / n_devices / flops_per_s
+    by_memory = work.accesses * sum(block_bytes) / (2 * profile.copy_bytes_per_s)
+    return np.maximum(by_flops, by_memory)
+
+
+def _bytes_saved_for_gradient(
+    setup: StepSetup, op: Op, placements: Placements, block_bytes: list[Floats]
+) -> Floats:
+    """Return the bytes of activations that the backward pass of an operation needs.
+
+    Parameters, inputs and shares are there anyway.
+    """
+    result = len(op.operands)
+    saved_bytes = np.zeros(len(placements))
+    for i in op.saved_operands:
+        maker = None if i == result else setup.step.by_name.get(op.operands[i])
+        if i == result or (maker is not None and maker.kind != "share"):
+            saved_bytes = saved_bytes + block_bytes[i]
+    inner_bytes = setup.item_bytes * op.inner * _space(setup, op)
+    saved_bytes = saved_bytes + inner_bytes / _devices_that_split(setup, placements)
+    if op.kind == "loss" and setup.item_bytes < FULL:
+        saved_bytes *= 3  # losses keep the logits in float32, too
+    return saved_bytes
+
+
+def _bytes_of_gradients_on_the_way(setup: StepSetup, op: Op, block_bytes: list[Floats]) -> Floats:
+    """Return the bytes of gradients of activations that a block holds while it runs backward."""
+    step = setup.step
+    gradients = np.zeros(len(block_bytes[-1]))
+    for name, operand_bytes in zip(op.operands, block_bytes, strict=False):
+        maker = step.by_name.get(name)
+        enters_block = maker is not None and maker.times != op.times
+        if enters_block and name in step.differentiable:
+            gradients = gradients + 2 * operand_bytes
+    if op.kind == "loss":
+        gradients = gradients + block_bytes[0]  # of the logits
+    return gradients

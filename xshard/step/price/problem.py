@@ -1,0 +1,148 @@
+"""The cost of a step on a mesh: nodes and edges with prices, and what an assignment costs.
+
+A node is an input, a parameter or an operation; its options are the ways to shard it. An edge has
+the moves of an array between the options of two nodes. An assignment is an option for every node.
+docs/one_step.md has all of them for a step of two operations, in numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from xshard.step.price.cost import Cost
+from xshard.step.price.edges import Edge, edges_of
+from xshard.step.price.memory import bytes_at_moments
+from xshard.step.price.nodes import Node, price_input, price_operation, price_parameter
+from xshard.step.price.options import Flags, Floats
+from xshard.step.price.parts import BlockPart, StepPart
+from xshard.step.price.step_setup import StepSetup
+
+COMPUTING = [BlockPart.FORWARD_COMPUTING_S, BlockPart.BACKWARD_COMPUTING_S]
+MOVING = [BlockPart.FORWARD_MOVING_S, BlockPart.BACKWARD_MOVING_S]
+
+
+@dataclass(frozen=True, eq=False)
+class StepProblem(StepSetup):
+    """A step with the prices of everything that may be assigned.
+
+    excluded: for each edge the pairs of layouts that rules exclude, [rows, columns]; empty for no
+    rules.
+    """
+
+    excluded: Sequence[Flags] = ()
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The nodes: inputs, parameters, then operations."""
+        return [
+            *(price_input(self, name) for name in self.step.inputs),
+            *(price_parameter(self, name) for name in self.step.parameters),
+            *(price_operation(self, op) for op in self.step.ops),
+        ]
+
+    @cached_property
+    def number(self) -> Mapping[str, int]:
+        """The number of every node by name."""
+        return {node.name: number for number, node in enumerate(self.nodes)}
+
+    @cached_property
+    def edges(self) -> list[Edge]:
+        """The moves of every operand; a repeated block has its first one from elsewhere."""
+        edges = edges_of(self, self.nodes)
+        # These edges are this problem's own; only tables of seconds are shared with others.
+        if self.excluded:
+            for edge, excluded in zip(edges, self.excluded, strict=True):
+                edge.banned = edge.banned | excluded
+        return edges
+
+    def forget_edges(self) -> None:
+        """Free the memory of edges, which are made again if anyone asks for them."""
+        self.__dict__.pop("edges", None)  # where cached_property has them
+
+    def vectors(self, assignment: Sequence[int], node: int | None = None) -> Floats:
+        """Return the parts of the cost of an assignment: [1, parts].
+
+        node: a node that has each of its options in turn: [options, parts]. Moves cost what is
+            known so far, a
+        bound or a price. Parts are infinite where nothing can move.
+        """
+        chosen = [np.array([option]) for option in assignment]
+        if node is not None:
+            chosen[node] = np.arange(len(self.nodes[node].placements))
+        costs = [each.costs[options] for each, options in zip(self.nodes, chosen, strict=True)]
+        total: Floats = sum(costs)
+        is_banned = np.zeros(len(total), bool)
+        for edge in self.edges:
+            rows = edge.rows[chosen[edge.source]]
+            columns = edge.columns[chosen[edge.user]]
+            total[:, edge.parts] += edge.costs(rows, columns).T
+            is_banned |= edge.banned[rows, columns]
+        # No program can take an infinite vector; it only ranks last.
+        total[is_banned] = np.inf
+        return total
+
+    def plan(self, assignment: Sequence[int]) -> float:
+        """Plan all moves of an assignment; return the seconds by which they were underestimated."""
+        return sum(edge.plan(assignment[edge.source], assignment[edge.user]) for edge in self.edges)
+
+    def cost(self, limit: float, overlap: float | None = None) -> Cost:
+        """Return the seconds of a step as a function of parts.
+
+        limit: bytes that a device may hold. overlap: share of the seconds of moves that run beside
+            computing,
+        in place of the problem's own.
+        """
+        hidden = self.overlap if overlap is None else overlap
+        computing = self.parts.of_blocks[:, COMPUTING]  # [blocks, passes, parts]
+        moving = self.parts.of_blocks[:, MOVING]
+        # A pass takes as long as its moves, or as computing and those moves that do not run beside
+        # it.
+        rows = np.stack([computing + (1 - hidden) * moving, moving], 2)
+        times = self.micro_batches * np.repeat(self.block_times, len(COMPUTING)).astype(float)
+        return Cost(
+            linear=self.parts.unit[StepPart.OPTIMIZER_S],
+            times=times,
+            maxima=rows.reshape(-1, 2, self.parts.size),
+            limited=self.moments / limit,
+        )
+
+    @cached_property
+    def moments(self) -> Floats:
+        """Bytes that a device holds, at every moment that may have the most: [moments, parts]."""
+        return bytes_at_moments(self.parts, self.block_times, self.micro_batches)
+
+    def summary(self, vector: Floats) -> tuple[dict[str, float], dict[str, int]]:
+        """Return the seconds of a step, and the bytes at the moment with most of them, by kind."""
+        of_blocks = self.parts.of_blocks @ vector  # [blocks, block parts]
+        # Parts are for one micro-batch and one layer.
+        seconds = self.micro_batches * self.block_times @ of_blocks
+        forward = seconds[[BlockPart.FORWARD_COMPUTING_S, BlockPart.FORWARD_MOVING_S]]
+        backward = seconds[[BlockPart.BACKWARD_COMPUTING_S, BlockPart.BACKWARD_MOVING_S]]
+        computing_s, moving_s = forward + backward
+        by_kind = {
+            "computing": float(computing_s),
+            "moving": float(moving_s),
+            "optimizer": float(vector[StepPart.OPTIMIZER_S]),
+        }
+        return by_kind, self._memory(vector)
+
+    def _memory(self, vector: Floats) -> dict[str, int]:
+        """Return the bytes of a device at the moment when it holds most, by kind."""
+        # Kinds are told for one moment: their own maxima are at different ones.
+        fullest = (self.moments @ vector).argmax()
+        held = self.moments[fullest] * vector
+        blocks = (self.parts.of_blocks @ held).sum(0)
+        gathered = blocks[BlockPart.GATHERED_BYTES]
+        running = blocks[BlockPart.RUNNING_BYTES : BlockPart.GATHERED_BYTES]
+        by_kind = {
+            "parameters": held[StepPart.PARAMETER_BYTES] + gathered,
+            "gradients": blocks[BlockPart.GRADIENT_BYTES] + blocks[BlockPart.SUM_BYTES],
+            "optimizer state": held[StepPart.STATE_BYTES],
+            "activations": blocks[BlockPart.SAVED_BYTES],
+            "while a block runs": sum(running),
+        }
+        return {kind: int(n_bytes) for kind, n_bytes in by_kind.items()}

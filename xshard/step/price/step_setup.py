@@ -1,0 +1,133 @@
+"""What prices depend on: a step on a mesh, its micro-batches, its blocks of operations."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from xshard.dtypes import itemsize
+from xshard.layout import Mesh
+from xshard.notation.parser import parts_of
+from xshard.step.price.moves import MovePrices
+from xshard.step.price.options import Floats, Ints, Placements, product_over
+from xshard.step.price.parts import BlockPart, Parts
+from xshard.step.record.arrays import shape_of
+from xshard.step.record.op import Op
+from xshard.step.record.training_step import TrainingStep
+
+FULL = 4  # bytes of an element in full precision, as gradients, moments and logits are
+NAMES_OF_PARAMETERS = {1: "n", 2: "oi", 3: "eoi"}  # of their dims, by how many they are
+
+
+@dataclass(frozen=True, eq=False)
+class StepSetup:
+    """A step on a mesh, with micro-batches.
+
+    step: with shares (`TrainingStep.with_shares`). moves: prices of moves, which know mesh and
+    machine. micro_batches: parts of the batch that run one after another. recompute: activations of
+    repeated blocks are computed again in the backward pass. overlap: share of the seconds of moves
+    that run beside computing.
+    """
+
+    step: TrainingStep
+    moves: MovePrices
+    micro_batches: int = 1
+    recompute: bool = False
+    overlap: float = 0.8
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.moves.mesh
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element of activations and parameters in use."""
+        return itemsize(self.step.dtype)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of gradients of parameters."""
+        return max(FULL, self.item_bytes)
+
+    @cached_property
+    def lengths(self) -> Mapping[str, int]:
+        """Lengths of dims in one micro-batch."""
+        batch = self.step.batch
+        micro_batch = self.step.lengths[batch] // self.micro_batches
+        return {**self.step.lengths, batch: micro_batch}
+
+    @cached_property
+    def block_of(self) -> Mapping[str, int]:
+        """The number of each operation's block: neighbours that run equally often."""
+        ops = self.step.ops
+        block_of = {ops[0].name: 0}
+        for before, op in pairwise(ops):
+            # Blocks are told apart by how often they run, as layers and what is around them are.
+            begins_a_block = before.times != op.times
+            block_of[op.name] = block_of[before.name] + begins_a_block
+        return block_of
+
+    @cached_property
+    def block_times(self) -> Ints:
+        """How often each block runs."""
+        times = {self.block_of[op.name]: op.times for op in self.step.ops}
+        return np.array([*times.values()])
+
+    @cached_property
+    def parts(self) -> Parts:
+        return Parts(len(self.block_times))
+
+    def part(self, op: Op, part: BlockPart) -> int:
+        """Return the place of a part of an operation's block in vectors."""
+        return self.parts.of(self.block_of[op.name], part)
+
+    def is_recomputed(self, op: Op) -> bool:
+        """Tell whether an operation runs again in the backward pass."""
+        return self.recompute and op.times > 1
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the global shape of an array of one micro-batch."""
+        return shape_of(self.step.arrays[name], self.lengths)
+
+    def names(self, name: str) -> list[str]:
+        """Name each dim of an array; parameters have common names, so that one rule is for many."""
+        dims = self.step.arrays[name].dims
+        if name in self.step.inputs or name in self.step.by_name:
+            # A rule has one name for each dim of the array: `(g d)` is gd.
+            return ["".join(parts_of(dim)) for dim in dims]
+        if len(dims) in NAMES_OF_PARAMETERS:
+            return list(NAMES_OF_PARAMETERS[len(dims)])
+        return [f"d{i}" for i in range(len(dims))]
+
+    def block_bytes(self, placements: Placements, shape: Sequence[int], item_bytes: int) -> Floats:
+        """Return the bytes of a device's block of an array: [..., axes] -> [...]."""
+        return item_bytes * math.prod(shape) / product_over(placements >= 0, self.mesh.sizes)
+
+    def launch_share(self, parameter: str) -> float:
+        """Return a parameter's part of the elements that are gathered by one collective.
+
+        Parameters of a block travel together, vectors and all others apart; XLA sends every array
+        on its own.
+        """
+        if self.step.moves_anywhere:
+            return 1.0
+        elements = math.prod(self.shape(parameter))
+        return elements / self._elements_together[self._group(parameter)]
+
+    @cached_property
+    def _elements_together(self) -> Mapping[tuple[int, bool], int]:
+        elements = Counter[tuple[int, bool]]()
+        for name in self.step.parameters:
+            elements[self._group(name)] += math.prod(self.shape(name))
+        return elements
+
+    def _group(self, parameter: str) -> tuple[int, bool]:
+        """Return the block of a parameter's first use, and whether it is more than a vector."""
+        first_use = self.step.consumers(parameter)[0]
+        return self.block_of[first_use.name], len(self.step.arrays[parameter].dims) > 1

@@ -1,0 +1,89 @@
+"""Arrays of operations: their dims by name, and what each mesh axis does with them.
+
+A layout of an array is one number per mesh axis, a placement: the dim that the axis shards, or a
+tag. For dims `b c` and axes `dp tp`, the layout `b/dp c` is `(0, REPLICAS)`, and `b c/tp | sum(dp)`
+is `(SUM, 1)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from xshard.caches import layout_cache
+from xshard.errors import NotationError, ShapeError
+from xshard.layout import Layout
+from xshard.notation.parser import ARROW, Dim, Shard, parse_sides, parts_of
+
+# Tags: placements that shard no dim. They are negative, beside the numbers of dims.
+REPLICAS = -1  # equal blocks along the axis
+SUM = -2  # addends of the array (partial sums)
+COPY = -3  # equal blocks whose gradients are addends: the adjoint of SUM
+TAGS = {"sum": SUM, "copy": COPY}  # by their names in the notation
+
+
+@layout_cache(maxsize=2**12)
+def parse_arrays(text: str) -> tuple[Layout, ...]:
+    """Parse `"b c, f c -> b f"` into its arrays, the result last; there may be no operands."""
+    has_operands = bool(text.partition(ARROW)[0].strip())
+    operands, results, _ = parse_sides(text if has_operands else f"() {text}", "contraction")
+    if not has_operands:
+        operands = operands[1:]
+    arrays = tuple(Layout(*side) for side in (*operands, *results))
+    for array in arrays:
+        if array.axes or len(set(dims_of(array))) < len(dims_of(array)):
+            hint = "an operation has the dims of arrays, each once, and no axes"
+            raise NotationError(f"'{array}' in an operation", text=text, hint=hint)
+    return arrays
+
+
+def dims_of(array: Layout) -> tuple[str, ...]:
+    """List the single dims of an array: `b s (g d)` -> b, s, g, d."""
+    return tuple(name for dim in array.dims for name in parts_of(dim))
+
+
+def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:
+    """Look up the global shape of an array; raise ShapeError for a dim without a length."""
+    for name in dims_of(array):
+        if name not in lengths:
+            hint = f"lengths are: {', '.join(lengths)}"
+            raise ShapeError(f"dim {name!r} lacks a length", hint=hint)
+    return tuple(length_of(parts_of(dim), lengths) for dim in array.dims)
+
+
+def length_of(names: Collection[str], lengths: Mapping[str, int]) -> int:
+    """Multiply the lengths of some dims."""
+    return math.prod(lengths[name] for name in names)
+
+
+def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[str]) -> Layout:
+    """Write placements as a layout: (0, SUM) on axes dp tp, dims b c -> `b/dp c | sum(tp)`."""
+    axes_of = dict[int, list[str]]()  # by placement
+    for axis, placement in zip(axes, placements, strict=True):
+        axes_of.setdefault(placement, []).append(axis)
+    dims = list[Dim]()
+    for number, name in enumerate(names):
+        shards = tuple(Shard((axis,)) for axis in axes_of.get(number, ()))
+        dims.append(Dim(name, shards))
+    tags = list[tuple[str, tuple[str]]]()
+    for kind, tag in TAGS.items():
+        tags += [(kind, (axis,)) for axis in axes_of.get(tag, ())]
+    return Layout(tuple(dims), tuple(tags))
+
+
+def ways_of(layout: Layout, axes: Sequence[str]) -> list[int]:
+    """Read a layout as placements, one per mesh axis: the inverse of `layout_of`.
+
+    Raises NotationError for layouts that the search does not know, such as uneven blocks.
+    """
+    placement_of = dict[str, int]()
+    for number, dim in enumerate(layout.dims):
+        placement_of |= dict.fromkeys(dim.axes, number)
+    for kind, tagged in layout.tags:
+        placement_of |= dict.fromkeys(tagged, TAGS.get(kind, REPLICAS))
+    placements = [placement_of.get(axis, REPLICAS) for axis in axes]
+    # What placements cannot say (sizes, halos, another order of axes) is lost on the way back.
+    if str(layout_of(placements, layout.names, axes)) != str(layout):
+        hint = f"contiguous blocks over axes in the order {', '.join(axes)}, sum and copy"
+        raise NotationError(f"'{layout}' is not searched", hint=hint)
+    return placements

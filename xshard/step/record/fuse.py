@@ -1,0 +1,391 @@
+"""Chains of operations as one operation each.
+
+The rules of a chain are the joined rules of its operations: they place each array alike wherever it
+is. Views, casts and numbers made in place join a neighbour; functions of elements join each other,
+and attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, chain, combinations, pairwise, product
+from operator import mul
+from typing import NamedTuple
+
+from xshard.layout import Layout
+from xshard.notation.parser import ARROW, parts_of
+from xshard.step.record.arrays import COPY, REPLICAS, SUM, dims_of, length_of
+from xshard.step.record.op import AxisRule, Op
+from xshard.step.record.training_step import TrainingStep
+
+LIGHT = ("pointwise", "linear", "source")  # classes that join each other
+APART = ("carry", "share", "opaque")  # classes that join nothing
+
+
+def fused(step: TrainingStep) -> TrainingStep:
+    """Join chains of operations into one operation each, by the name of the last one.
+
+    A place where a rule can move an array beside a product stays. A chain of light operations
+    counts as one kernel: it reads its operands and writes its result.
+    """
+    ops = {op.name: _with_needed_operands(op, step) for op in step.ops}
+    # A join may make another one possible: until nothing changes.
+    changed = True
+    while changed:
+        changed = False
+        for name in list(ops):
+            number = 0  # of an operand
+            while number < len(ops[name].operands):
+                maker = ops.get(ops[name].operands[number])
+                if maker is None or not _may_join(ops, maker, ops[name], number, step):
+                    number += 1
+                    continue
+                # The operands of the maker take its place: look at the same number again.
+                ops[name] = _Join(maker, ops[name], number, step).op
+                changed = True
+                if not _uses(ops, maker):
+                    del ops[maker.name]
+    parameters = {**step.parameters}
+    # A parameter has the dims of the first operation that uses it, hence in reversed order.
+    for op in reversed(ops.values()):
+        for name, array in zip(op.operands, op.arrays, strict=False):
+            if name in parameters:
+                parameters[name] = str(array)
+    return replace(step, ops=tuple(ops.values()), parameters=parameters)
+
+
+def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
+    """Leave out of `keeps` what no gradient needs: a product with a constant saves the constant."""
+    n_operands = len(op.operands)
+    with_gradient = {i for i, name in enumerate(op.operands) if name in step.differentiable}
+    needed = list[int]()
+    for i in op.saved_operands:
+        if i == n_operands and step.is_saved(op.name):
+            continue  # the result is saved by an operation that uses it
+        # The gradient of an operand is computed from the others; a function of one needs its
+        # operand.
+        others = with_gradient - {i} if n_operands > 1 else with_gradient
+        if others:
+            needed.append(i)
+    return replace(op, keeps=tuple(needed))
+
+
+def _uses(ops: Mapping[str, Op], op: Op) -> int:
+    """Count the operations that use a result."""
+    return sum(op.name in (*other.operands, other.again) for other in ops.values())
+
+
+def _is_free(op: Op) -> bool:
+    """Tell whether an operation is a view, a cast or numbers made in place."""
+    return op.kind in LIGHT and op.work.accesses == 0
+
+
+def _may_join(
+    ops: Mapping[str, Op], first: Op, second: Op, number: int, step: TrainingStep
+) -> bool:
+    """Tell whether an operation may join another, which has its result as operand `number`."""
+    if first.times != second.times or first.kind in APART or second.kind in APART:
+        return False  # blocks, and what is moved between them, stay as they are
+    is_only_use = _uses(ops, first) == 1
+    is_place = _is_place(first, second, number, step)
+    if _is_free(first):
+        # A view that enters a module may be repeated for each use only where no rule is for its
+        # operand.
+        may_be_repeated = step.moves_anywhere or not step.module(first, left=False)
+        return not is_place and (is_only_use or may_be_repeated)
+    if not is_only_use:
+        return False
+    if _is_free(second):
+        # A broadcast stays apart from what makes the small array; it may join what follows.
+        elements_before = _elements(first.arrays[-1:], step.lengths)
+        elements_after = _elements(second.arrays[-1:], step.lengths)
+        return not is_place and elements_after <= elements_before
+    is_light = second.kind in LIGHT or (second.kind == "attention" and not is_place)
+    if first.kind not in LIGHT or not is_light:
+        return False
+    return step.moves_anywhere or not _are_apart(first, second, is_place, step)
+
+
+def _is_place(first: Op, second: Op, number: int, step: TrainingStep) -> bool:
+    """Tell whether a rule of a module can move the array between two operations."""
+    if step.moves_anywhere:
+        return False
+    enters = number == 0 and step.module(second, left=False)
+    return bool(enters or step.module(first, left=True))
+
+
+def _are_apart(first: Op, second: Op, is_place: bool, step: TrainingStep) -> bool:
+    """Tell whether two operations are of modules with parameters of their own, a rule for each.
+
+    A module without an input, such as a function of its parameters, stays apart, for it can have no
+    rule.
+    """
+    first_modules = _modules_of_parameters(first, step)
+    second_modules = _modules_of_parameters(second, step)
+    if first_modules and second_modules:
+        return first_modules != second_modules
+    return is_place and not step.parameters.keys().isdisjoint(first.operands[:1])
+
+
+def _modules_of_parameters(op: Op, step: TrainingStep) -> set[str]:
+    return {name.rpartition(".")[0] for name in op.operands if name in step.parameters}
+
+
+class Span(NamedTuple):
+    """The place of a single dim in an array: in dim number `dim`, between two products of lengths.
+
+    In `b (g d)` with lengths 4 and 8, g is Span(1, 1, 4) and d is Span(1, 4, 32).
+    """
+
+    dim: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Join:
+    """Two operations that become one.
+
+    The arrays of both (operands, result, arrays inside) have numbers here, those of the first
+    before those of the second. first, second: operation `second` has the result of `first` as
+    operand `number`.
+    """
+
+    first: Op
+    second: Op
+    number: int
+    step: TrainingStep
+
+    @cached_property
+    def arrays(self) -> list[Layout]:
+        """All arrays, by number."""
+        return [*self.first.all_arrays, *self.second.all_arrays]
+
+    @cached_property
+    def spans(self) -> list[list[Span]]:
+        """The spans of the single dims of each array."""
+        return [_spans(array, self.step.lengths) for array in self.arrays]
+
+    @property
+    def between(self) -> int:
+        """The number of the first operation's result."""
+        return len(self.first.operands)
+
+    @property
+    def start(self) -> int:
+        """The number of the second operation's first operand."""
+        return len(self.first.all_arrays)
+
+    @property
+    def result(self) -> int:
+        """The number of the result."""
+        return self.start + len(self.second.operands)
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The names of operands, by number."""
+        names = dict(enumerate(self.first.operands))
+        names.update(enumerate(self.second.operands, self.start))
+        return names
+
+    @cached_property
+    def entered(self) -> tuple[str, str]:
+        """The modules that the two operations enter."""
+        step = self.step
+        return step.module(self.first, left=False), step.module(self.second, left=False)
+
+    @property
+    def place(self) -> int:
+        """Where the operands of the first stand among those of the second.
+
+        They stand where its result was, or lead if they enter a module: its rule is for the first
+            operand.
+        """
+        first_enters, second_enters = self.entered
+        return 0 if first_enters and not second_enters else self.number
+
+    @cached_property
+    def all_operands(self) -> list[int]:
+        """The operands in their order; two may have one name."""
+        others = [self.start + i for i in range(len(self.second.operands)) if i != self.number]
+        return [*others[: self.place], *range(self.between), *others[self.place :]]
+
+    @cached_property
+    def equal_pairs(self) -> list[tuple[int, int]]:
+        """The pairs of numbers that are one array: the one in between, and operands of one name."""
+        pairs = [(self.between, self.start + self.number)]
+        for i, j in combinations(self.all_operands, 2):
+            if self.names[i] == self.names[j]:
+                pairs.append((i, j))
+        return pairs
+
+    @cached_property
+    def operands(self) -> list[int]:
+        """The operands in their order, one for each name."""
+        repeated = {j for _, j in self.equal_pairs}
+        return [i for i in self.all_operands if i not in repeated]
+
+    @cached_property
+    def visible(self) -> list[int]:
+        """The arrays that the joined operation has: its operands and its result."""
+        return [*self.operands, self.result]
+
+    @cached_property
+    def rules(self) -> list[AxisRule]:
+        """The pairs of rules that place each array alike: a placement for every array."""
+        # A consumer may take copies of a result whose own rules know only replicas.
+        pairs = product((*self.first.axis_rules, *self._copying_rules()), self.second.axis_rules)
+        rules = [(*first, *second) for first, second in pairs]
+        for i, j in self.equal_pairs:
+            rules = _agreeing(rules, i, j, self.spans)
+        return rules
+
+    def _copying_rules(self) -> list[AxisRule]:
+        """List the rules under which an axis only has copies of the first operation's result."""
+        rules = [(COPY,) * self.start]
+        if self.first.kind == "source":
+            # Numbers made in place have no gradient: their replicas serve as copies, too.
+            for rule in self.first.axis_rules:
+                if rule[self.between] == REPLICAS:
+                    rules.append((*rule[: self.between], COPY, *rule[self.between + 1 :]))
+        return rules
+
+    @cached_property
+    def saved(self) -> set[int]:
+        """The arrays that the backward pass needs; a number stands for all arrays of its name."""
+        saved = {*self.first.saved_operands}
+        saved.update(self.start + i for i in self.second.saved_operands)
+        for i, j in self.equal_pairs:
+            if j in saved:
+                saved.add(i)
+        if self.between in saved:  # it is not visible, but a view of an array is that array
+            if _is_free(self.first):
+                saved.update(range(self.between))
+            elif _is_free(self.second):
+                saved.add(self.result)
+        return saved
+
+    @property
+    def inner_elements(self) -> int:
+        """Elements of the array in between if the backward pass needs it, and it is no view."""
+        is_view = _is_free(self.first) or _is_free(self.second)
+        if self.between not in self.saved or is_view:
+            return 0
+        return _elements([self.arrays[self.between]], self.step.lengths)
+
+    @cached_property
+    def inside(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Dims that are not visible and restrict options, with their placements in each of `rules`.
+
+        If one dim of an array is several dims in the other operation, axes shard the first of them
+        first. The arrays inside each operation stay, with one dim each.
+        """
+        hidden = [*range(self.between + 1, self.start), *range(self.result + 1, len(self.arrays))]
+        places = [(i, 0) for i in hidden]
+        reversed_pairs = [(j, i) for i, j in self.equal_pairs]
+        for i, j in (*self.equal_pairs, *reversed_pairs):
+            for dim in range(len(self.arrays[i].dims)):
+                parts = [span for span in self.spans[i] if span.dim == dim]
+                parts_in_other = [span for span in self.spans[j] if span.dim == dim]
+                if len(parts) > 1 and parts != parts_in_other:
+                    places.append((i, dim))
+        inside = dict[tuple[str, tuple[int, ...]], None]()  # in order, each once
+        # Dims that no rule shards restrict nothing.
+        for i, dim in places:
+            placements = self._placements_in(i, dim)
+            if max(placements) >= 0:
+                inside[self.arrays[i].dims[dim].name, placements] = None
+        return list(inside)
+
+    def _placements_in(self, i: int, dim: int) -> tuple[int, ...]:
+        """Say for each rule which part of one dim of an array is sharded, if any."""
+        parts = [number for number, span in enumerate(self.spans[i]) if span.dim == dim]
+        part_of = {number: part for part, number in enumerate(parts)}
+        return tuple(part_of.get(rule[i], REPLICAS) for rule in self.rules)
+
+    @property
+    def op(self) -> Op:
+        """The joined operation."""
+        step = self.step
+        rules = dict[AxisRule, None]()  # in order, each once
+        for number, rule in enumerate(self.rules):
+            inside = [placements[number] for _, placements in self.inside]
+            rules[(*(rule[i] for i in self.visible), *inside)] = None
+        space = _elements([self.arrays[i] for i in self.visible], step.lengths)
+        first_space = _elements(self.first.arrays, step.lengths)
+        second_space = _elements(self.second.arrays, step.lengths)
+        # Work is stated per element of the joined space, which both spaces may be parts of.
+        flops = self.first.work.flops * first_space + self.second.work.flops * second_space
+        inner = self.first.inner * first_space + self.second.inner * second_space
+        operand_texts = [
+            str(self.arrays[i]) if self.arrays[i].dims else "()" for i in self.operands
+        ]
+        kind, accesses = self._kind_and_accesses()
+        return Op(
+            name=self.second.name,
+            text=f"{', '.join(operand_texts)} {ARROW} {self.arrays[self.result]}",
+            operands=tuple(self.names[i] for i in self.operands),
+            kind=kind,
+            rules=tuple(rule for rule in rules if set(rule) != {REPLICAS}),
+            times=self.second.times,
+            enters=self._enters(),
+            leaves=step.module(self.second, left=True),
+            keeps=tuple(place for place, i in enumerate(self.visible) if i in self.saved),
+            flops=flops / space if flops else None,
+            accesses=accesses,
+            inside=tuple(text for text, _ in self.inside),
+            inner=(self.inner_elements + inner) / space,
+        )
+
+    def _kind_and_accesses(self) -> tuple[str, float | None]:
+        """Return the class of the heavier operation, and how often its arrays are accessed."""
+        # The second one stays first among equals.
+        base = max(self.second, self.first, key=_weight)
+        if base.kind not in LIGHT:
+            return base.kind, base.accesses
+        if not _is_free(self.first) and not _is_free(self.second):
+            return base.kind, None  # one kernel: as its class says
+        if not self.operands:
+            return "source", 0.0
+        return base.kind, base.accesses
+
+    def _enters(self) -> str:
+        """Name the module whose rule can move the first operand."""
+        first_enters, second_enters = self.entered
+        if self.place == 0 and first_enters:
+            return first_enters
+        return "" if self.number == 0 else second_enters
+
+
+def _weight(op: Op) -> tuple[bool, bool, bool]:
+    """Rank operations by work: products, then functions of elements, then sums, then views."""
+    return op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"
+
+
+def _agreeing(
+    rules: Sequence[AxisRule], i: int, j: int, spans: Sequence[Sequence[Span]]
+) -> list[AxisRule]:
+    """Keep the rules that do the same in two arrays: shard parts that overlap, or have one tag."""
+    same = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}
+    for a, span in enumerate(spans[i]):
+        for b, other in enumerate(spans[j]):
+            overlap = span.low < other.high and other.low < span.high
+            if span.dim == other.dim and overlap:
+                same.add((a, b))
+    return [rule for rule in rules if (rule[i], rule[j]) in same]
+
+
+def _spans(array: Layout, lengths: Mapping[str, int]) -> list[Span]:
+    """Find the span of each single dim of an array."""
+    spans = list[Span]()
+    for number, dim in enumerate(array.dims):
+        ends = accumulate((lengths[name] for name in parts_of(dim)), mul, initial=1)
+        spans += [Span(number, low, high) for low, high in pairwise(ends)]
+    return spans
+
+
+def _elements(arrays: Iterable[Layout], lengths: Mapping[str, int]) -> int:
+    """Count the elements of the space of all dims of some arrays."""
+    return length_of({*chain.from_iterable(map(dims_of, arrays))}, lengths)

@@ -1,0 +1,232 @@
+"""Operations in letters, from shapes alone: what the tracers of torch and JAX have in common.
+
+A bridge describes an operation with letters of its own (`a c, d c -> a d`); `Trace` gives them
+names that hold in the whole step. Letters here: `r0`, `r1`, ... for dims of the result, `u0_1` for
+dim 1 of operand 0 where it is no dim of the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from operator import mul
+from typing import Any, NamedTuple
+
+from xshard.notation.parser import ARROW
+
+FREE: Mapping[str, Any] = {"accesses": 0.0}  # compilers fuse it with the operation before or after
+Shape = Sequence[int]
+Shapes = Sequence[Shape]
+Places = Sequence[Sequence[int | None]]  # for each dim of each operand, the result's dim, or None
+
+
+class Factor(NamedTuple):
+    """A part of a dim: `(8 512)` has the factors 8 and 512."""
+
+    name: str
+    length: int
+
+
+class Written(NamedTuple):
+    """An operation in letters, as `Trace.add` takes it.
+
+    Args:
+        arrays: The dims of each operand, then of the result.
+        kind: Its class, one of `KINDS`.
+        whole: Dims that no axis may shard.
+        work: Fields of `Op` that say how much work it is: `flops`, `accesses`, `keeps`.
+        lengths: The lengths of dims in parentheses, by name.
+        links: How many operands, the last ones, are only there because the operation reads lengths
+            from them.
+    """
+
+    arrays: Sequence[Sequence[str]]
+    kind: str = "pointwise"
+    whole: Collection[str] = ()
+    work: Mapping[str, Any] = {}
+    lengths: Mapping[str, int] = {}
+    links: int = 0
+
+    @property
+    def text(self) -> str:
+        """The dims of operands and result, as `Op` takes them."""
+        *operands, result = [" ".join(dims) for dims in self.arrays]
+        shown = [operand if operand else "()" for operand in operands]
+        return f"{', '.join(shown)} {ARROW} {result}".strip()
+
+
+def common_factors(before: Shape, after: Shape) -> tuple[list[list[Factor]], list[list[Factor]]]:
+    """Split the dims of two shapes of one array into factors that both have.
+
+    (64, 4096) and (8, 8, 32, 128) -> (8, 8), (32, 128) and 8, 8, 32, 128. A factor that both have
+    has one name. A dim that ends inside a dim of the other shape is a factor of its own, and so is
+    a dim of length 1.
+    """
+    products_before = list(accumulate(before, mul, initial=1))
+    products_after = list(accumulate(after, mul, initial=1))
+    every_product = {*products_before, *products_after}
+    return (
+        [_factors(d, 0, ends, every_product) for d, ends in enumerate(pairwise(products_before))],
+        [_factors(d, 1, ends, every_product) for d, ends in enumerate(pairwise(products_after))],
+    )
+
+
+def _factors(d: int, side: int, ends: tuple[int, int], products: Collection[int]) -> list[Factor]:
+    """Cut a dim at the ends of dims on both sides.
+
+    ends: the products of lengths up to the beginning and to the end of the dim. They name a factor,
+    too: `r64` begins where 64 elements of outer dims are.
+    """
+    low, high = ends
+    # A dim of length 1 has no span between two different products.
+    cuts = sorted(product for product in products if low <= product <= high)
+    spans = list(pairwise(cuts))
+    if not spans or any(end % start for start, end in spans):
+        return [Factor(f"u{side}_{d}", high // low)]
+    return [Factor(f"r{start}", end // start) for start, end in spans]
+
+
+def words(text: str) -> frozenset[str]:
+    """Split names of operations at white space."""
+    return frozenset(text.split())
+
+
+def grouped(names: Sequence[str]) -> str:
+    """Write dims as one dim of an array, in parentheses if they are several: g, d -> `(g d)`."""
+    return names[0] if len(names) == 1 else f"({' '.join(names)})"
+
+
+def _joined(factors: Sequence[Factor]) -> str:
+    """Write a dim by its factors."""
+    return grouped([factor.name for factor in factors])
+
+
+def letters(n: int, prefix: str = "r") -> list[str]:
+    """Name the dims of an array: r0, r1, ..."""
+    return [f"{prefix}{i}" for i in range(n)]
+
+
+def placed(
+    shapes: Shapes,
+    out: Shape,
+    places: Places,
+    kind: str = "linear",
+    whole: Collection[str] = (),
+    **work: Any,
+) -> Written:
+    """Describe an operation by the place in the result of each dim of its operands.
+
+    A dim of length 1 may stand at the place of a longer one: it is broadcast. Other dims of another
+    length than the result's (slices, padding) are whole on both sides.
+    """
+    arrays = list[list[str]]()
+    whole_dims = {*whole}
+    for number, shape in enumerate(shapes):
+        dims = list[str]()
+        for d, (length, place) in enumerate(zip(shape, places[number], strict=True)):
+            if place is not None and length == out[place]:
+                dims.append(f"r{place}")
+                continue
+            own = f"u{number}_{d}"  # no dim of the result
+            dims.append(own)
+            if place is not None and length > 1:
+                whole_dims |= {f"r{place}", own}
+        arrays.append(dims)
+    arrays.append(letters(len(out)))
+    return Written(arrays, kind, whole_dims.intersection(chain(*arrays)), work)
+
+
+def aligned(
+    shapes: Shapes, out: Shape, kind: str = "linear", whole: Collection[str] = (), **work: Any
+) -> Written:
+    """Describe an operation with broadcasting: the last dims of operands are the result's."""
+    places = [range(len(out) - len(shape), len(out)) for shape in shapes]
+    return placed(shapes, out, places, kind, whole, **work)
+
+
+def along(
+    shapes: Shapes,
+    out: Shape,
+    dims: int | Shape,
+    kind: str = "pointwise",
+    *,
+    sums: bool = False,
+    **work: Any,
+) -> Written:
+    """Describe an operation along some dims of its first operand: a softmax, a concatenation.
+
+    These dims are whole, or summed (`sums`), and may be gone in the result. All others are the
+    result's, in their order.
+    """
+    ndim = len(shapes[0])
+    # Scalars have no dim to count from the end of, but may be asked for one.
+    numbers = [dims] if isinstance(dims, int) else dims
+    worked_along = {d % max(ndim, 1) for d in numbers}
+    stay = len(out) == ndim  # as in a softmax; in a reduction they are gone
+    next_place = iter(range(len(out)))
+    places = [next(next_place) if stay or d not in worked_along else None for d in range(ndim)]
+    places_by_shape = [places if len(shape) == ndim else [None] * len(shape) for shape in shapes]
+    whole = {f"r{places[d]}" for d in worked_along}
+    written = placed(shapes, out, places_by_shape, kind, whole, **work)
+    if sums:
+        return written._replace(whole=set())
+    # Each element of the result needs all of a dim that is gone, unless partial results add up.
+    gone = {dim for dim in chain(*written.arrays) if dim.startswith("u")}
+    return written._replace(whole={*written.whole, *gone})
+
+
+def view(before: Shape, after: Shape) -> Written:
+    """Describe a reshape; dims that no axis can shard are whole.
+
+    >>> view((64, 4096), (8, 8, 32, 128)).text
+    '(r1 r8) (r64 r2048) -> r1 r8 r64 r2048'
+    >>> view((4, 6, 5), (4, 10, 3)).text, sorted(view((4, 6, 5), (4, 10, 3)).whole)
+    ('r1 r4 u0_2 -> r1 u1_1 r40', ['r4', 'r40', 'u0_2', 'u1_1'])
+    """
+    dims_before, dims_after = common_factors(before, after)
+    arrays = [[_joined(dim) for dim in dims_before], [_joined(dim) for dim in dims_after]]
+    lengths_before = dict(chain(*dims_before))
+    lengths_after = dict(chain(*dims_after))
+    whole = lengths_before.keys() ^ lengths_after.keys()  # factors of one side only
+    return Written(arrays, "linear", whole, FREE, lengths_before | lengths_after)
+
+
+def convolution(
+    shapes: Shapes, out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()
+) -> Written:
+    """Describe a convolution: windows are whole, and so are channels in groups of several.
+
+    orders: for the operand, the kernel and the result the numbers of the dims batch, channels (a
+    kernel's: the result's, the operand's) and windows.
+    """
+    n_windows = len(out) - 2  # beside batch and channels
+    if not orders:
+        orders = [range(n_windows + 2)] * 3
+    channels = (shapes[0][orders[0][1]], out[orders[2][1]])
+    has_wide_groups = groups > 1 and channels != (groups, groups)
+    if has_wide_groups:
+        kernel_channels = ["o", "i"]  # i: the operand's channels in one group
+    elif groups == 1:
+        kernel_channels = ["o", "c"]
+    else:  # depthwise: each channel by itself
+        kernel_channels = ["c", "one"]
+    windows, kernel_windows, result_windows = [letters(n_windows, letter) for letter in "lkm"]
+    dims = [
+        ["b", "c", *windows],
+        [*kernel_channels, *kernel_windows],
+        ["b", kernel_channels[0], *result_windows],
+    ]
+    arrays = list[list[str]]()
+    for order, names in zip(orders, dims, strict=True):
+        # JAX lets each array have its dims in an order of its own.
+        name_of = dict(zip(order, names, strict=True))
+        arrays.append([name_of[d] for d in range(n_windows + 2)])
+    whole = {*windows, *kernel_windows, *result_windows}
+    if has_wide_groups:
+        whole |= {"c", "o", "i"}
+    # The space of all dims has the operand's windows (and channels beside i) in it, which are no
+    # work.
+    uncounted = orders[0][1:] if has_wide_groups else orders[0][2:]
+    flops = 2.0 / math.prod(shapes[0][d] for d in uncounted)
+    return Written(arrays, "contraction", whole, {"flops": flops})

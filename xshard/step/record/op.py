@@ -1,0 +1,228 @@
+"""Operations of a training step: dims by name, and what one mesh axis may do in each class.
+
+A rule says it for one axis: a placement in each operand and in the result. It prints as a
+contraction over an axis `x`: `b c/x, f c/x -> b f | sum(x)`. The classes (`KINDS`) derive rules
+from the dims of an operation by the table of `contractions.types`; rules of an operation's own
+replace them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+
+from xshard.arguments import did_you_mean
+from xshard.errors import NotationError, PlanError, api_boundary, located
+from xshard.layout import Layout
+from xshard.notation.parser import ARROW
+from xshard.step.record.arrays import COPY, REPLICAS, SUM, dims_of, layout_of, parse_arrays
+
+AxisRule = tuple[int, ...]  # what one mesh axis does: a placement in each array
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of operations: which rules they have, and how much work they are.
+
+    Args:
+        sums: A mesh axis may shard a dim that the result lacks, and leaves partial sums.
+        passes: Tags that all operands may have at once, and the result then has.
+        flops: Floating point operations per element of the space of all dims.
+        rate: Share of the machine's rate of matrix products that they reach.
+        accesses: How often operands and result are read or written.
+        backward: Work of the backward pass for each forward one.
+        saves: The backward pass needs the operands.
+    """
+
+    sums: bool = False
+    passes: tuple[int, ...] = ()
+    flops: float = 0.0
+    rate: float = 1.0
+    accesses: float = 1.0
+    backward: float = 1.0
+    saves: bool = False
+
+
+KINDS: Mapping[str, Kind] = {
+    # products and sums over dims; convolutions, with their windows whole
+    "contraction": Kind(sums=True, flops=2.0, backward=2.0, saves=True),
+    # functions of elements; norms, softmax, cumulative and sorting ones with their dims whole;
+    # random numbers
+    "pointwise": Kind(accesses=1.5, backward=2.0, saves=True),
+    # sums of arrays, views, permutations, broadcasts; slices, concatenations, padding with their
+    # dims whole
+    "linear": Kind(sums=True, passes=(SUM,)),
+    # rows of a table by number; a shard of the rows gives zeros for the others
+    "lookup": Kind(sums=True),
+    # scores of queries and keys; the dim of the keys is whole; `flops` count a causal mask
+    "attention": Kind(flops=2.0, rate=0.75, backward=2.5, saves=True),
+    # a sum of losses over all dims; logits are kept in float32 too
+    "loss": Kind(sums=True, accesses=4.0, saves=True),
+    # one activation for several operations: moved once for all of them
+    "share": Kind(passes=(COPY,), accesses=0.0, saves=True),
+    # numbers made in place: constants, positions, masks
+    "source": Kind(accesses=0.0),
+    # the first array of a repeated block: the result of the block before
+    "carry": Kind(accesses=0.0),
+    # no rule is known: every device computes all of it
+    "opaque": Kind(accesses=1.5, backward=2.0, saves=True),
+}
+
+
+@api_boundary
+@dataclass(frozen=True)
+class Op:
+    """An operation of the forward pass, with named dims: `b s c, f c -> b s f`.
+
+    A dim has one length wherever it is. Results reach operands by position: a dim may have another
+    name in the next operation.
+
+    Args:
+        name: Its name, which is the result's too; `*` stands for the number of a repeated block.
+        text: The dims of operands and result, as in `"b s c, (g d) c -> b s (g d)"`. In parentheses
+            are dims that are one dim of the array.
+        operands: Names of operations, inputs and parameters, one for each operand in `text`.
+        kind: Its class, one of `KINDS`.
+        whole: Dims that no axis may shard.
+        rules: They replace the rules of its class for an axis, each as in `axis_rules`.
+        times: How often it runs.
+        again: In a repeated block, the operation that gives the operand of a `carry` from the
+            second time on.
+        enters: The module with this operation as its first one: a rule of the module can move the
+            first operand. None stands for its own name if it has a parameter, "" for no module.
+        leaves: The module with this operation as its last one: a rule can move the result. None and
+            "" are as for `enters`.
+        flops: Floating point operations per element of the space of all dims, in place of its
+            class's number.
+        accesses: How often arrays are read or written, in place of its class's number.
+        keeps: The operands that a backward pass needs, by number, the result's after the last one.
+            None: all of them, if its class saves them.
+        inside: In a chain of operations, the dims of arrays between them, after the result in
+            `rules`.
+        inner: Elements that the backward pass needs of arrays between them, per element of the
+            space of all dims.
+
+    Raises:
+        NotationError: The text is malformed, or names another number of operands or an unknown dim.
+        PlanError: There is no such class.
+
+    Examples:
+        >>> op = Op("up", "b s c, f c -> b s f", ("norm", "up.weight"))
+        >>> for rule in op.axis_rules[2:]:
+        ...     print(op.text_of(rule))
+        b s c | copy(x), f/x c -> b s f/x
+        b s c/x, f c/x -> b s f | sum(x)
+        b s c, f c -> b s f
+    """
+
+    name: str
+    text: str
+    operands: tuple[str, ...] = ()
+    kind: str = "contraction"
+    whole: tuple[str, ...] = ()
+    rules: tuple[AxisRule, ...] | None = None
+    times: int = 1
+    again: str = ""
+    enters: str | None = None
+    leaves: str | None = None
+    flops: float | None = None
+    accesses: float | None = None
+    keeps: tuple[int, ...] | None = None
+    inside: tuple[str, ...] = ()
+    inner: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("operands", "whole"):
+            value = getattr(self, field)
+            object.__setattr__(self, field, (value,) if isinstance(value, str) else tuple(value))
+        with located(f"operation {self.name}"):
+            self._check()
+
+    def _check(self) -> None:
+        """Raise an error for an unknown class, a missing operand or an unknown dim."""
+        if self.kind not in KINDS:
+            hint = f"{did_you_mean(self.kind, KINDS)}there are: {', '.join(KINDS)}"
+            raise PlanError(f"no class {self.kind!r} of operations", hint=hint)
+        n_operands = len(self.arrays) - 1
+        if n_operands != len(self.operands):
+            names = ", ".join(self.operands)
+            reason = f"{n_operands} operands and {len(self.operands)} names: {names}"
+            hint = "one name for each operand before the arrow"
+            raise NotationError(reason, text=self.text, hint=hint)
+        known = dict.fromkeys(chain.from_iterable(self.dims))
+        unknown = [dim for dim in self.whole if dim not in known]
+        if unknown:
+            hint = f"dims: {' '.join(known)}"
+            raise NotationError(f"no dim {unknown[0]!r}", text=self.text, hint=hint)
+
+    @cached_property
+    def arrays(self) -> tuple[Layout, ...]:
+        """The arrays of the operands, then of the result; several dims may be one, as `(g d)`."""
+        return parse_arrays(self.text)
+
+    @cached_property
+    def all_arrays(self) -> tuple[Layout, ...]:
+        """The arrays of the operands, of the result, and between operations of a chain."""
+        between = [parse_arrays(f"{ARROW} {text}")[0] for text in self.inside]
+        return (*self.arrays, *between)
+
+    @cached_property
+    def dims(self) -> tuple[tuple[str, ...], ...]:
+        """The single dims of each array, operands first."""
+        return tuple(dims_of(array) for array in self.arrays)
+
+    @property
+    def work(self) -> Kind:
+        """Its class with the operation's own numbers."""
+        work = KINDS[self.kind]
+        if self.flops is not None:
+            work = replace(work, flops=self.flops)
+        if self.accesses is not None:
+            work = replace(work, accesses=self.accesses)
+        return work
+
+    @property
+    def saved_operands(self) -> Sequence[int]:
+        """The operands that the backward pass needs, by number; the result's is after them."""
+        if self.keeps is not None:
+            return self.keeps
+        return range(len(self.operands)) if KINDS[self.kind].saves else ()
+
+    @cached_property
+    def axis_rules(self) -> tuple[AxisRule, ...]:
+        """What one mesh axis may do: a placement in each of `all_arrays`; the last rule is idle."""
+        idle = (REPLICAS,) * len(self.all_arrays)
+        if self.rules is not None:
+            return (*self.rules, idle)
+        if self.kind == "opaque":
+            return (idle,)
+        *operands, result = self.dims
+        kind = KINDS[self.kind]
+        rules = list[AxisRule]()
+        for dim in dict.fromkeys(chain(result, *operands)):
+            is_possible = dim in result or kind.sums
+            if is_possible and dim not in self.whole:
+                rules.append(self._rule_that_shards(dim))
+        for tag in kind.passes:
+            rules.append((tag,) * len(self.dims))
+        return (*rules, idle)
+
+    def _rule_that_shards(self, dim: str) -> AxisRule:
+        """Shard a dim wherever it is; operands without it are copies, a result is a sum."""
+        *operands, result = self.dims
+        placements = [dims.index(dim) if dim in dims else COPY for dims in operands]
+        return (*placements, result.index(dim) if dim in result else SUM)
+
+    def text_of(self, rule: Sequence[int]) -> str:
+        """Write a rule as a contraction over the axis `x`: `b c/x, f c/x -> b f | sum(x)`."""
+        pairs = zip(rule, self.dims, strict=False)
+        *operands, result = [str(layout_of([way], dims, "x")) for way, dims in pairs]
+        return f"{', '.join(operands)} {ARROW} {result}".strip()
+
+
+def renamed(op: Op, names: Mapping[str, str]) -> Op:
+    """Rename an operation and its operands; names that are not in `names` stay."""
+    operands = tuple(names.get(name, name) for name in op.operands)
+    return replace(op, name=names.get(op.name, op.name), operands=operands)

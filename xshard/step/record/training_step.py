@@ -1,0 +1,202 @@
+"""A training step as a value: its operations, parameters and inputs, all dims by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+
+from xshard.arguments import did_you_mean, whole_number
+from xshard.dtypes import name_of
+from xshard.errors import PlanError, ShapeError, located
+from xshard.formatting import align_columns
+from xshard.layout import Layout
+from xshard.notation.parser import ARROW
+from xshard.rules import listed
+from xshard.step.record.arrays import parse_arrays, shape_of
+from xshard.step.record.op import KINDS, Op
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """The forward pass of a training step as operations; the backward pass follows by dual layouts.
+
+    Args:
+        ops: The operations, in an order in which they can run.
+        lengths: The length of each dim, by name.
+        inputs: The dims of each input, by name, as in `{"x": "b c"}`.
+        parameters: The dims of each parameter, by name. Names are as in `model.state_dict()`, with
+            `*` for the number of a repeated block.
+        batch: The dim that micro-batches divide.
+        dtype: For activations and parameters in use.
+        moves_anywhere: Activations can move between any two operations, instead of at modules
+            (`Op.enters`).
+
+    Raises:
+        PlanError: A name does not exist, or comes too late.
+        ShapeError: Lengths do not fit.
+
+    Examples:
+        >>> up = Op("up", "b c, f c -> b f", ("x", "up.weight"))
+        >>> loss = Op("loss", "b f -> ", ("up",), kind="loss")
+        >>> lengths = {"b": 64, "c": 128, "f": 512}
+        >>> print(
+        ...     TrainingStep(
+        ...         [up, loss], lengths, inputs={"x": "b c"}, parameters={"up.weight": "f c"}
+        ...     )
+        ... )
+        up    contraction  b c, f c -> b f  x, up.weight
+        loss  loss         b f ->           up
+    """
+
+    ops: Sequence[Op]
+    lengths: Mapping[str, int]
+    inputs: Mapping[str, str]
+    parameters: Mapping[str, str]
+    batch: str = "b"
+    dtype: str = "bfloat16"
+    moves_anywhere: bool = False
+
+    def __post_init__(self) -> None:
+        # Values as users write them become plain ones, in a frozen dataclass.
+        object.__setattr__(self, "ops", tuple(self.ops))
+        object.__setattr__(self, "dtype", name_of(self.dtype))
+        self._check_lengths()
+        self._check_operations()
+        self._check_parameters()
+
+    def _check_lengths(self) -> None:
+        for dim, length in self.lengths.items():
+            number = whole_number(length)
+            if number is None or number < 1:
+                hint = "a length is a whole number >= 1"
+                raise ShapeError(f"dim {dim!r} has length {length!r}", hint=hint)
+
+    def _check_operations(self) -> None:
+        """Require that operations use arrays made before them, and have names of their own."""
+        known = [*self.inputs, *self.parameters]
+        for op in self.ops:
+            with located(f"operation {op.name}"):
+                # The last array is the result's: it has no name here.
+                for name, array in zip(op.operands, op.arrays, strict=False):
+                    self._check_operand(name, array, known)
+                if op.again:  # it is made later, in the block before
+                    self._check_operand(op.again, op.arrays[0], self.by_name)
+                if op.name in known:
+                    raise PlanError("there is another array of this name", hint="names are unique")
+                shape_of(op.arrays[-1], self.lengths)  # raises for a dim without a length
+                known.append(op.name)
+
+    def _check_operand(self, name: str, array: Layout, known: Collection[str]) -> None:
+        """Require that an operand exists, and has the lengths with which it was made."""
+        if name not in known:
+            hint = f"{did_you_mean(name, known)}known here are: {listed(list(known))}"
+            raise PlanError(f"no array {name!r}", hint=hint)
+        made = self.arrays[name]
+        made_shape = shape_of(made, self.lengths)
+        used_shape = shape_of(array, self.lengths)
+        if made_shape != used_shape:
+            hint = (
+                "an array has the same lengths, by position, where it is made and where it is used"
+            )
+            reason = f"{name} is '{made}' {made_shape}, used as '{array}' {used_shape}"
+            raise ShapeError(reason, hint=hint)
+
+    def _check_parameters(self) -> None:
+        used = set(chain.from_iterable(op.operands for op in self.ops))
+        unused = [name for name in self.parameters if name not in used]
+        if unused:
+            raise PlanError(f"no operation uses {listed(unused)}", hint="leave it out")
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Op]:
+        """The operations by name."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def arrays(self) -> Mapping[str, Layout]:
+        """The dims of every array by its name: of inputs, parameters and results."""
+        arrays = dict[str, Layout]()
+        for name, text in (*self.inputs.items(), *self.parameters.items()):
+            arrays[name] = parse_arrays(f"{ARROW} {text}")[-1]
+        for op in self.ops:
+            arrays[op.name] = op.arrays[-1]
+        return arrays
+
+    @cached_property
+    def differentiable(self) -> frozenset[str]:
+        """The parameters, and the operations that have a gradient because of them."""
+        # What a block hands on has a gradient as soon as any of its layers has a parameter.
+        reached = {*self.parameters}
+        reached.update(op.again for op in self.ops if op.again)
+        for op in self.ops:
+            has_gradient = op.kind != "source" and not reached.isdisjoint(op.operands)
+            if op.again or has_gradient:
+                reached.add(op.name)
+        return frozenset(reached)
+
+    def consumers(self, name: str) -> list[Op]:
+        """List the operations that use an array, each once."""
+        return [op for op in self.ops if name in (*op.operands, op.again)]
+
+    def module(self, op: Op, *, left: bool) -> str:
+        """Name the module that an operation enters, or leaves; "" if it is inside one."""
+        module = op.leaves if left else op.enters
+        if module is not None:
+            return module
+        # By default each operation with a parameter is a module of its own.
+        has_parameter = any(name in self.parameters for name in op.operands)
+        return op.name if has_parameter else ""
+
+    def is_saved(self, name: str) -> bool:
+        """Tell whether the backward pass of an operation needs this array as its operand."""
+        for op in self.consumers(name):
+            saved = [op.operands[i] for i in op.saved_operands if i < len(op.operands)]
+            if name in saved:
+                return True
+        return False
+
+    @cached_property
+    def with_shares(self) -> TrainingStep:
+        """The step with a `share` after each activation that several operations save.
+
+        Such an activation moves once for all of them, as one gather for the products q, k and v.
+        """
+        ops = list[Op]()
+        share_for = dict[tuple[str, str], str]()  # (operand, operation) -> the share in between
+        for op in self.ops:
+            operands = [share_for.get((name, op.name), name) for name in op.operands]
+            ops.append(replace(op, operands=tuple(operands)))
+            # Operations that save nothing take the array as it is: they would gain nothing.
+            savers = {user.name for user in self.consumers(op.name) if _saves_operands(user)}
+            if len(savers) > 1:
+                share = self._share_of(op)
+                ops.append(share)
+                share_for |= {(op.name, saver): share.name for saver in savers}
+        return replace(self, ops=ops) if share_for else self
+
+    def _share_of(self, op: Op) -> Op:
+        """Make the operation that hands the result of another one to several."""
+        result = op.arrays[-1]
+        return Op(
+            f"{op.name} (shared)",
+            f"{result} {ARROW} {result}",
+            (op.name,),
+            kind="share",
+            times=op.times,
+            enters="",
+            keeps=(0,) if self.is_saved(op.name) else (),
+        )
+
+    def __str__(self) -> str:
+        rows = list[tuple[str, ...]]()
+        for op in self.ops:
+            kind = f"{op.kind} x {op.times}" if op.times > 1 else op.kind
+            rows.append((op.name, kind, op.text, ", ".join(op.operands)))
+        return align_columns(rows)
+
+
+def _saves_operands(op: Op) -> bool:
+    """Tell whether operations of its class save their operands; a share does so only for others."""
+    return KINDS[op.kind].saves and op.kind != "share"

@@ -1,0 +1,150 @@
+"""Rules, and what is fixed, as limits of what may be assigned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from xshard.errors import NotationError, located
+from xshard.models import rule_of, use_of
+from xshard.rules import Rules, RulesLike
+from xshard.step.price.edges import Edge
+from xshard.step.price.nodes import Gathering
+from xshard.step.price.options import Flags, Ints, without_copies
+from xshard.step.price.problem import StepProblem
+from xshard.step.record.arrays import ways_of
+from xshard.step.say.rules import StepRules
+
+
+class RuleLimits(NamedTuple):
+    """What rules leave: options of every node, and for each edge pairs of layouts to exclude."""
+
+    options: list[Ints]
+    excluded: list[Flags]
+
+
+def limited(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> RuleLimits:
+    """Read rules as limits: nothing moves that they do not name.
+
+    unused: parameters that no operation takes, which may have rules, too.
+    """
+    limits = _Limits(problem, rules, unused)
+    excluded = list[Flags]()
+    for edge in problem.edges:
+        if problem.nodes[edge.source].gathering is not None:
+            limits.limit_parameter(edge)
+            # Its options are limited already, so that all moves that are left are the rule's.
+            excluded.append(np.zeros(edge.banned.shape, bool))
+        else:
+            limits.limit_arrival(edge)
+            excluded.append(limits.excluded_moves(edge))
+    return RuleLimits([np.nonzero(flags)[0] for flags in limits.allowed], excluded)
+
+
+class _Limits:
+    """The options of every node that rules allow, as flags that edges take away."""
+
+    def __init__(self, problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> None:
+        self.problem = problem
+        self.rules = rules
+        self.allowed = [np.ones(len(node.placements), bool) for node in problem.nodes]
+        # Tied parameters are one, with several names between bars.
+        names = "|".join((*problem.step.parameters, *unused)).split("|")
+        self.parameters = rules.parameters.match(names, what="parameter")
+        self.once = Rules({rules.once: True} if rules.once else {})
+
+    def limit_parameter(self, edge: Edge) -> None:
+        """Keep the options in which a parameter is stored, gathered and used as its rule says."""
+        source = self.problem.nodes[edge.source]
+        axes = self.problem.mesh.axes
+        name = source.name.partition("|")[0]  # tied parameters are used in one way
+        with located(f"rule of {name}"):
+            ndim = len(self.problem.names(source.name))
+            use = use_of(self.parameters[name], ndim, self.problem.mesh, frozenset(axes))
+            stored = ways_of(use.stored, axes)
+            used = ways_of(use.used, axes)
+        # What is not gathered costs the same in both ways; it has one here.
+        gathering = Gathering.PER_STEP
+        if stored != used and self.once.find(name) is None:
+            gathering = Gathering.PER_USE
+        is_stored_so = (source.placements[:, -1] == stored).all(-1)
+        is_used_so = (without_copies(edge.used_placements) == used).all(-1)
+        self.allowed[edge.source] &= is_stored_so & source.is_gathered(gathering)
+        self.allowed[edge.user] &= is_used_so
+
+    def limit_arrival(self, edge: Edge) -> None:
+        """Keep the options in which an input of the model arrives as the rule of the model says."""
+        source = self.problem.nodes[edge.source]
+        rule = self.rules.inputs.find("")
+        if source.name not in self.problem.step.inputs or rule is None:
+            return
+        text = rule if isinstance(rule, str) else rule.get(source.name)  # one for each input
+        if text is not None:
+            arriving = without_copies(_sides(text, self.problem, source.name).dst)
+            self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
+
+    def excluded_moves(self, edge: Edge) -> Flags:
+        """Return the pairs of layouts between which an activation does not move by its rule."""
+        source = self.problem.nodes[edge.source].name
+        is_input = source in self.problem.step.inputs
+        used_layouts = edge.used_layouts
+        if is_input:
+            used_layouts = without_copies(used_layouts)  # inputs need no gradient
+        follows = edge.made_layouts[:, None] == used_layouts  # [rows, columns, axes]
+        text = None
+        if edge.place:
+            rules = self.rules.inputs if edge.enters else self.rules.outputs
+            text = rules.find(edge.place)
+        if text is not None:
+            src, dst, is_named = _sides(text, self.problem, source, edge.place)
+            if is_input:
+                src = without_copies(src)
+                dst = without_copies(dst)
+            is_stated = (edge.made_layouts == src)[:, None] & (used_layouts == dst)
+            # Along axes that the rule does not name nothing moves.
+            follows = np.where(is_named, is_stated, follows)
+        return np.asarray(~follows.all(-1))
+
+
+def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
+    """Return the options that agree with `fixed`; axes that a layout does not name are free.
+
+    fixed: layouts by patterns over names of inputs, parameters and operations, for their results.
+    """
+    layouts = Rules(fixed).match(list(problem.number), partial=True, what="array of the step")
+    options = list[Ints]()
+    for node in problem.nodes:
+        # "..." names no axis. What a layout says after an arrow is not about storage.
+        start, _, is_named = _sides(layouts.get(node.name, "..."), problem, node.name)
+        is_same = node.placements[:, -1] == start  # [options, axes]
+        agrees = (is_same | ~is_named).all(-1)
+        if not agrees.any():
+            dims = problem.step.arrays[node.name]
+            hint = f"'{dims}' has lengths {problem.shape(node.name)}"
+            raise NotationError(f"no option has '{layouts[node.name]}'", hint=hint)
+        options.append(np.nonzero(agrees)[0])
+    return options
+
+
+class RuleSides(NamedTuple):
+    """A rule for an array: placements before and after a move, and axes that the rule names."""
+
+    src: Ints
+    dst: Ints
+    is_named: Flags
+
+
+def _sides(text: str, problem: StepProblem, name: str, place: str = "") -> RuleSides:
+    """Read a rule for an array; raise NotationError for what is not searched.
+
+    place: the module whose rule it is, for errors.
+    """
+    axes = problem.mesh.axes
+    ndim = len(problem.names(name))
+    with located(f"rule of {place if place else name}"):
+        rule = rule_of(text, problem.mesh)
+        src = np.array(ways_of(rule.src.resolved(ndim), axes))
+        dst = np.array(ways_of(rule.dst.resolved(ndim), axes))
+    return RuleSides(src, dst, np.isin(axes, rule.axes))

@@ -1,0 +1,262 @@
+"""A suggestion: rules for a training step, predicted seconds and bytes, and how good it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from xshard.arguments import did_you_mean
+from xshard.errors import PlanError
+from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
+from xshard.layout import Layout
+from xshard.rules import Rules, RulesLike, listed
+from xshard.step.choose.search import StepSearch
+from xshard.step.price.nodes import Gathering
+from xshard.step.price.options import Floats
+from xshard.step.record.arrays import layout_of
+from xshard.step.say.limits import limited
+from xshard.step.say.rules import StepRules, ends_of, written
+
+SAME = 0.01  # of the seconds: plans this near are as good
+GATHERED = {Gathering.PER_USE: "for each use", Gathering.PER_STEP: "once per step"}
+
+
+class StepPlan(NamedTuple):
+    """A plan that a search met, with the parts of its cost."""
+
+    search: StepSearch
+    vector: Floats
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a device when it holds most."""
+        return int(self.search.problem.cost(1.0).used(self.vector))
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= self.search.limit
+
+    def seconds(self, overlap: float | None = None) -> float:
+        """Return the seconds of a step, also with another overlap than the problem's."""
+        return float(self.search.problem.cost(1.0, overlap).of(self.vector))
+
+
+@dataclass(eq=False)
+class Suggestion(Pictured):
+    """The layouts of everything in a training step as rules, with their cost and a bound.
+
+    Args:
+        search: The search that found it.
+        assignment: An option for every node of the search's problem.
+        bound: No plan takes fewer seconds.
+        by_hand: Plans like people write them, by name.
+        unused: Parameters that no operation takes.
+
+    Attributes:
+        parameters: Rules for storage and use of parameters.
+        inputs: Rules for activations on the way into modules.
+        outputs: Rules for activations on the way out of modules.
+        once: A pattern of the parameters that are gathered once per step, not for each use; "" for
+            none.
+        micro_batches: Parts of the batch that run one after another.
+        recompute: Activations of repeated blocks are computed again in the backward pass.
+        seconds: Predicted for a step.
+        parts: Seconds by kind; moves run beside computing as far as they overlap.
+        memory: Bytes of a device when it holds most, by kind.
+        gap: The share of the seconds above the bound.
+    """
+
+    search: StepSearch
+    assignment: Sequence[int]
+    bound: float
+    by_hand: Mapping[str, StepPlan]
+    unused: Sequence[str] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        problem = self.search.problem
+        # Plain attributes: bridges add rules to them.
+        rules = written(problem, self.assignment)
+        self.parameters = rules.parameters
+        self.inputs = rules.inputs
+        self.outputs = rules.outputs
+        self.once = rules.once
+        self.micro_batches = problem.micro_batches
+        self.recompute = problem.recompute
+        vector = problem.vectors(self.assignment)[0]
+        self.parts, self.memory = problem.summary(vector)
+        self.seconds = float(self.search.cost.of(vector))
+        self.gap = 1 - self.bound / self.seconds
+
+    @cached_property
+    def layouts(self) -> Mapping[str, tuple[Layout, Layout]]:
+        """The layouts of every array where it is made or stored, and where it is used first."""
+        problem = self.search.problem
+        layouts = dict[str, tuple[Layout, Layout]]()
+        for edge in reversed(problem.edges):  # the first use is the last to be written
+            name = problem.nodes[edge.source].name
+            layouts[name] = ends_of(problem, edge, self.assignment)
+        return layouts
+
+    def why(self, name: str) -> str:
+        """Say what the next best layout of an array would cost.
+
+        Args:
+            name: An input, a parameter, or an operation for its result, by the name that the plan
+                prints.
+
+        Raises:
+            PlanError: There is no such array.
+        """
+        problem = self.search.problem
+        if name not in problem.number:
+            hint = f"{did_you_mean(name, problem.number)}names are: {listed(list(problem.number))}"
+            raise PlanError(f"no array {name!r} in the step", hint=hint)
+        node = problem.number[name]
+        assigned = f"{name}: {self._stated(node, self.assignment[node])}"
+        # A new search, for the best plan may change elsewhere, too.
+        search = self._search_for_another_layout(node)
+        if search is None:
+            return f"{assigned}, without another layout"
+        if search.best is None:
+            return f"{assigned}, nothing else fits the memory"
+        added_s = search.seconds - self.seconds
+        added = f"{format_seconds(abs(added_s))} ({added_s / self.seconds:+.1%})"
+        return f"{assigned}; next {self._stated(node, search.best[node])}, {added} per step"
+
+    def _search_for_another_layout(self, node: int) -> StepSearch | None:
+        """Search among plans with another layout of a node's array; None if it has no other."""
+        problem = self.search.problem
+        placements = problem.nodes[node].placements[:, -1]
+        differs = (placements != placements[self.assignment[node]]).any(-1)
+        options = list(self.search.options)
+        options[node] = options[node][differs[options[node]]]
+        if not len(options[node]):
+            return None
+        search = StepSearch(problem, self.search.limit, options)
+        # Most often the next best plan differs in nothing else.
+        for option in options[node]:
+            changed = list(self.assignment)
+            changed[node] = int(option)
+            search.offer(changed)
+        search.improve()
+        # Until the best one is proved to be it; plans under way may still be better.
+        while search.advance():
+            if search.bound >= search.seconds:
+                break
+        return search
+
+    def _stated(self, node: int, option: int) -> str:
+        """Write an option of a node as text."""
+        problem = self.search.problem
+        name, placements, _, gathering = problem.nodes[node]
+        layout = layout_of(placements[option, -1], problem.names(name), problem.mesh.axes)
+        is_sharded = "/" in str(layout)  # else there is nothing to gather
+        if gathering is None or not is_sharded:
+            return str(layout)
+        return f"{layout}, gathered {GATHERED[gathering[option]]}"
+
+    def estimate(
+        self,
+        parameters: RulesLike | None = None,
+        inputs: RulesLike | None = None,
+        outputs: RulesLike | None = None,
+        once: str | None = None,
+    ) -> Suggestion:
+        """Price rules of your own, with the same number of micro-batches.
+
+        Nothing moves that no rule names.
+
+        Args:
+            parameters: Rules for parameters; None for the suggested ones, like all others.
+            inputs: Rules for modules' inputs.
+            outputs: Rules for modules' outputs.
+            once: A pattern of the parameters that are gathered once per step.
+
+        Raises:
+            PlanError: No plan follows these rules.
+        """
+        rules = StepRules(
+            parameters=self.parameters if parameters is None else Rules(parameters),
+            inputs=self.inputs if inputs is None else Rules(inputs),
+            outputs=self.outputs if outputs is None else Rules(outputs),
+            once=self.once if once is None else once,
+        )
+        options, excluded = limited(self.search.problem, rules, self.unused)
+        problem = replace(self.search.problem, excluded=excluded)
+        # Rules of a person are priced though they may not fit the memory.
+        search = StepSearch(problem, limit=float("inf"), options=options)
+        search.run()
+        search.improve()
+        if search.best is None:
+            hint = (
+                "a layout that no rule moves has to be the same in all operations that it reaches"
+            )
+            raise PlanError("no plan follows these rules", hint=hint)
+        return Suggestion(search, search.best, search.bound, {})
+
+    def __str__(self) -> str:
+        problem = self.search.problem
+        lines = [self._headline()]
+        for title in ("parameters", "inputs", "outputs"):
+            rules = getattr(self, title)
+            if rules:
+                rows = [(f"  {pattern}", str(text)) for pattern, text in rules.items()]
+                lines += [title, align_columns(rows)]
+        if self.once:
+            lines.append(f"gathered once per step\n  {self.once}")
+        seconds = [f"{kind} {format_seconds(seconds)}" for kind, seconds in self.parts.items()]
+        held = [f"{kind} {format_bytes(n_bytes)}" for kind, n_bytes in self.memory.items()]
+        in_all = sum(self.memory.values())  # at the same moment
+        lines.append(f"{format_seconds(self.seconds)} per step: {', '.join(seconds)}")
+        # A bound is rounded: it may be above the seconds by a hair.
+        lines.append(f"no plan is more than {max(self.gap, 0):.2%} faster")
+        lines.append(f"{format_bytes(in_all)} per device: {', '.join(held)}")
+        lines += self._comparison()
+        without_rule = [op.name for op in problem.step.ops if op.kind == "opaque"]
+        if without_rule:
+            lines.append(f"whole, as no rule is known: {', '.join(without_rule)}")
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        problem = self.search.problem
+        plural = "es" if self.micro_batches > 1 else ""
+        activations = "computed again" if self.recompute else "kept"
+        machine = f"{problem.mesh!r}, {problem.moves.profile.name}"
+        return (
+            f"{len(problem.step.ops)} operations on {machine}, "
+            f"{self.micro_batches} micro-batch{plural}, activations {activations}"
+        )
+
+    def _comparison(self) -> list[str]:
+        """Compare with plans by hand, the best first, at three shares of overlap."""
+        vector = self.search.problem.vectors(self.assignment)[0]
+        plans = {"suggested": StepPlan(self.search, vector)}
+        plans |= sorted(self.by_hand.items(), key=_fitting_first)
+        # The overlap is the number that is known least: both ends are shown, too.
+        overlaps = sorted({0.0, self.search.problem.overlap, 1.0})
+        rows = [("overlap", *[f"{overlap:g}" for overlap in overlaps], "bytes", "")]
+        for name, plan in plans.items():
+            seconds = [format_seconds(plan.seconds(overlap)) for overlap in overlaps]
+            remark = "" if plan.fits else "does not fit"
+            rows.append((name, *seconds, format_bytes(plan.bytes), remark))
+        lines = [align_columns(rows)]
+        fitting = {name: plan for name, plan in plans.items() if plan.fits}
+        if len(fitting) > 1:  # the first one is the suggested plan itself
+            _, next_best, *_ = fitting
+            slower = fitting[next_best].seconds() / self.seconds - 1
+            if slower <= SAME:
+                lines.append(f"{next_best} is within {slower:.1%}: little to gain")
+        for overlap in overlaps:
+            seconds_of = {name: plan.seconds(overlap) for name, plan in fitting.items()}
+            fastest = min(seconds_of, key=seconds_of.__getitem__)
+            if fastest != "suggested":
+                lines.append(f"at an overlap of {overlap:g} {fastest} is faster")
+        return lines
+
+
+def _fitting_first(named: tuple[str, StepPlan]) -> tuple[bool, float]:
+    """Rank plans by name: those that fit the memory first, the fastest first."""
+    _, plan = named
+    return not plan.fits, plan.seconds()
