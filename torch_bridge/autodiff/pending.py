@@ -150,7 +150,7 @@ class PendingTensor:
 
 
 def watched(compared: Compared | None, result: Any, *blocks: Tensor) -> Any:
-    """Return the result of a call, now or pending, whose gradients ranks compare if they compared the call."""
+    """Return the result of a call, now or pending; its gradients are compared if the call was."""
     if compared is None:
         return result
     finish = result._result if isinstance(result, PendingTensor) else None
@@ -176,11 +176,11 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 # Python looks operators up on the class, not on the instance: `__getattr__` does not reach them.
-_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor".split()
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"]
 _REFLECTED = [f"r{name}" for name in _BINARY]
-_UNARY = "neg pos abs invert bool int float complex index".split()
-_COMPARISONS = "eq ne lt le gt ge".split()
-_CONTAINER = "getitem setitem len iter contains array".split()
+_UNARY = ["neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index"]
+_COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge"]
+_CONTAINER = ["getitem", "setitem", "len", "iter", "contains", "array"]
 for _name in _BINARY + _REFLECTED + _UNARY + _COMPARISONS + _CONTAINER:
     setattr(PendingTensor, f"__{_name}__", _operator(f"__{_name}__"))
 # Python drops `__hash__` from a class that defines `__eq__`; tensors hash by identity.
