@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
-import torch.distributed._functional_collectives
+import torch.distributed._functional_collectives  # registers the collectives that graphs call
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
@@ -94,7 +94,10 @@ refusals: list[XshardError] = []
 def _recorded(
     blocks: list[Tensor], verb: str, expression: str, mesh: Any, options: dict[str, Any]
 ) -> Tensor:
-    """Make a call with the constants that Dynamo passes on, turned back into what they were."""
+    """Make a call with the constants that Dynamo passes on, turned back into what they were.
+
+    Dynamo does not look inside: it sees the tensors that the call makes, and records their operations.
+    """
     if "comm_dtype" in options:
         names = options["comm_dtype"]
         comm_dtype = [getattr(torch, name.removeprefix("torch.")) for name in names]
@@ -107,11 +110,12 @@ def _recorded(
         return TRACED[verb](blocks, expression, mesh, **options)
     except XshardError as error:
         refusals.append(error)
-        return blocks[0]
+        return blocks[0]  # any tensor: `_raise_refusal` comes next
 
 
 @torch.compiler.assume_constant_result
 def _raise_refusal() -> None:
+    """Raise the error that `_recorded` kept; Dynamo calls this while it traces, and keeps None."""
     if refusals:
         raise refusals.pop()
 
@@ -140,6 +144,7 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
     likely_lengths = _lengths_near_first(x, shape, mesh_of(call.mesh).n_devices)
     free = set(likely_lengths)  # dims whose length stays a symbol
     while True:
+        # `int` makes a symbol a constant of the graph: another length is compiled anew.
         lengths = [likely_lengths[d] if d in free else int(n) for d, n in enumerate(x.shape)]
         if shape is not None:
             whole = [lengths[d] if d in free else int(n) for d, n in enumerate(shape)]

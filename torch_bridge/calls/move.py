@@ -107,6 +107,7 @@ class MoveCall(NamedTuple):
         local_shape, block_dtype, device = block
         processes = process_mesh(self.mesh)
         meshes.check_device(device)
+        # The plan is for what travels: `casting` turns blocks into it and results back.
         dtype = name_of(comm_dtype_of(self.comm_dtype, block_dtype).forward)
         both = sides(self.expression)
         for layout in (both.src, both.dst):
@@ -136,6 +137,7 @@ class MoveCall(NamedTuple):
         plan, processes = self.plan(block)
         local_shape, dtype, device = block
         comm_dtype = comm_dtype_of(self.comm_dtype, dtype)
+        # Sent to all, or only to the processes that this one talks to: others may have other blocks.
         sent["dtype"] = name_of(dtype)
         sent["device"] = device.type
         sent["comm_dtype"] = ", ".join(map(str, comm_dtype))
@@ -159,6 +161,7 @@ def check_local(
     """
     device = processes.device
     layout = array.layout
+    # The hint says which part of the array this process should have.
     part = f"under '{layout}' that is the part of device {device} of {array.mesh!r} of a {array.shape} array"
     what = f"{what} rank {processes.ranks[device]}"
     expected = array.local_shape(device)
@@ -171,6 +174,7 @@ def _executable(call: MoveCall, block: Block, world: object) -> Executable:
 
     Cached by the world too: an `xshard.Mesh` has other processes in another world.
     """
+    # Errors are not cached: a wrong call raises each time.
     plan, processes = call.plan(block)
     _, dtype, device = block
     backward_dtype = comm_dtype_of(call.comm_dtype, dtype).backward
@@ -191,6 +195,7 @@ def between_graphs(function: F) -> F:
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
+        # Asked at each call: the decorator of torch would import Dynamo with this module.
         if not torch.compiler.is_dynamo_compiling():
             return function(*arguments, **options)
         from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
@@ -256,6 +261,7 @@ class TransferCall(NamedTuple):
         plan = cast(Plan, self.expression)
         if self.src_mesh is None or plan.transfer:
             return plan
+        # A plan on one mesh counts devices from 0: here they are the ranks of your mesh.
         ranks = ranks_of(self.src_mesh)
         return plan if ranks == plan.src_devices else replace(plan, devices=ranks)
 
@@ -301,6 +307,7 @@ def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
 
 def check_part(x: Tensor | None, plan: Plan) -> None:
     """Raise ShapeError, DtypeError unless this process brings the block that the source gives it."""
+    # The plan's device numbers are ranks; a process outside the source has nothing to bring.
     rank = dist.get_rank()
     source = plan.source
     if rank not in plan.src_devices:

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from torch_bridge.mesh.machine import machine
-from torch_bridge.models.hooks import ModuleHooks
+from torch_bridge.models.hooks import ModuleHooks, TensorFacts
 from torch_bridge.models.parallel import ParallelModel, parallel_of
 from torch_bridge.models.parameters import ShardedParameter
 from xshard import dtypes, load_profile, planner
@@ -32,19 +31,13 @@ class _ParameterRow(NamedTuple):
     block_bytes: int
 
 
-class _Received(NamedTuple):
-    """The bytes that the busiest process receives; None for a move that has not been made yet."""
-
-    forward: int | None
-    backward: int | None
-
-
 class _MoveRow(NamedTuple):
-    """A move in the second table."""
+    """A move in the second table: the bytes that the busiest process receives, None if it is not known."""
 
     module: str
     text: str
-    received: _Received
+    forward_bytes: int | None
+    backward_bytes: int | None
 
 
 class _Machine(NamedTuple):
@@ -137,18 +130,14 @@ def _table_of_moves(parallel: ParallelModel, on_machine: _Machine) -> str:
 
     lines: list[tuple[str, ...]] = [("module", "", "moves", "forward", "backward")]
     for group in _alike([row.module for row in rows], [row.text for row in rows]):
-        received = [rows[i].received for i in group.members]
-        forward = _bytes_text([one.forward for one in received])
-        backward = _bytes_text([one.backward for one in received])
-        lines.append((group.name, group.times, rows[group.members[0]].text, forward, backward))
-
-    forward_bytes = 0
-    backward_bytes = 0
-    for row in rows:
-        if row.received.forward is not None and row.received.backward is not None:
-            forward_bytes += row.received.forward
-            backward_bytes += row.received.backward
-    lines.append(("a step", "", "", format_bytes(forward_bytes), format_bytes(backward_bytes)))
+        members = [rows[i] for i in group.members]
+        forward = _bytes_text([row.forward_bytes for row in members])
+        backward = _bytes_text([row.backward_bytes for row in members])
+        lines.append((group.name, group.times, members[0].text, forward, backward))
+    # What has not been called yet counts as nothing in the sum.
+    total_forward = sum(row.forward_bytes for row in rows if row.forward_bytes is not None)
+    total_backward = sum(row.backward_bytes for row in rows if row.backward_bytes is not None)
+    lines.append(("a step", "", "", format_bytes(total_forward), format_bytes(total_backward)))
     return align_columns(lines)
 
 
@@ -159,13 +148,11 @@ def _gathers(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
         for parameter in hooks.parameters.parameters:
             x = parameter.tensor
             rule = rule_of(parameter.to_use, on_machine.axes)
-            forward, backward = _received(
-                rule, on_machine, parameter.shape, x.dtype, x.requires_grad
-            )
+            facts = TensorFacts(parameter.shape, x.dtype, x.requires_grad)
+            forward, backward = _received_bytes(rule, on_machine, facts)
             if not parameter.is_kept:  # the backward pass gathers it again
                 backward += forward
-            row = _MoveRow(parameter.name, written(parameter.to_use), _Received(forward, backward))
-            rows.append(row)
+            rows.append(_MoveRow(parameter.name, written(parameter.to_use), forward, backward))
     return rows
 
 
@@ -176,20 +163,20 @@ def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow
         for rule in rules:
             if not rule.rule.moves:
                 continue
-            received = _Received(None, None)
+            row = _MoveRow(f"{hooks.title}, {side}", rule.rule.text, None, None)
             if rule.last is not None:
-                shape, dtype, requires_grad = rule.last
-                in_bytes = _received(rule.rule, on_machine, shape, dtype, requires_grad)
-                received = _Received(*in_bytes)
-            rows.append(_MoveRow(f"{hooks.title}, {side}", rule.rule.text, received))
+                forward, backward = _received_bytes(rule.rule, on_machine, rule.last)
+                row = row._replace(forward_bytes=forward, backward_bytes=backward)
+            rows.append(row)
 
     if hooks.experts is not None:
-        text = [rule.rule.text for rule in hooks.inputs if rule.rule.routed][0]
-        received = _Received(None, None)
-        if hooks.experts.last is not None:
-            received = _Received(*hooks.experts.last)
+        texts = [rule.rule.text for rule in hooks.inputs if rule.rule.routed]
         # What travels depends on the values: other processes may have received more.
-        rows.append(_MoveRow(f"{hooks.title}, this process", text, received))
+        row = _MoveRow(f"{hooks.title}, this process", texts[0], None, None)
+        if hooks.experts.last is not None:
+            forward, backward = hooks.experts.last
+            row = row._replace(forward_bytes=forward, backward_bytes=backward)
+        rows.append(row)
     return rows
 
 
@@ -197,34 +184,29 @@ def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveR
     """Describe the sums of gradients after the backward pass, each parameter by itself."""
     rows = []
     for parameter in parallel.trained:
-        is_used = parameter.name in parallel.uses
-        if not parameter.later or not is_used:
+        if not parameter.later:
             continue
         axes = [axis for axis in on_machine.axes.axes if axis in parameter.later]
         text = f"n | sum({','.join(axes)}) -> n"
         x = parameter.tensor
-        rule = rule_of(text, on_machine.axes)
-        received, _ = _received(rule, on_machine, (x.numel(),), x.dtype, False)
-        rows.append(_MoveRow("gradients, in buckets", text, _Received(0, received)))
+        facts = TensorFacts((x.numel(),), x.dtype, requires_grad=False)
+        backward, _ = _received_bytes(rule_of(text, on_machine.axes), on_machine, facts)
+        rows.append(_MoveRow("gradients, in buckets", text, 0, backward))
     return rows
 
 
-def _received(
-    rule: ActivationRule,
-    on_machine: _Machine,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    has_gradient: bool,
+def _received_bytes(
+    rule: ActivationRule, on_machine: _Machine, tensor: TensorFacts
 ) -> tuple[int, int]:
     """Return the bytes that the busiest process receives in a move, forward and backward."""
     axes = on_machine.axes
     named = [axis for axis in axes.axes if axis in rule.axes]
     mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
     links = on_machine.profile.along(named, axes)
-    plan = planner.plan(
-        (rule.src, rule.dst), mesh, tuple(shape), dtypes.name_of(dtype), profile=links
-    )
-    backward = plan.backward.bytes_received if has_gradient else 0
+    layouts = (rule.src, rule.dst)
+    dtype = dtypes.name_of(tensor.dtype)
+    plan = planner.plan(layouts, mesh, tensor.shape, dtype, profile=links)
+    backward = plan.backward.bytes_received if tensor.requires_grad else 0
     return plan.bytes_received, backward
 
 

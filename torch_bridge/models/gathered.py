@@ -60,31 +60,20 @@ class GatheredParameter:
             place.put(x)
 
 
-class _Prepared(dict[Hashable, list[SharedMove]]):
-    """Prepared moves by kind of call. A copy of it is empty: executables hold process groups."""
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Prepared, ()
-
-
-# What a plan depends on in a tensor, and what decides whether autograd records its move. All of it is read
-# in C: a forward pass asks this of every parameter.
-_kind_of = attrgetter(
-    "shape", "dtype", "device", "requires_grad", "__class__", "layout", "is_nested"
-)
-
-
 class ParameterMoves:
-    """Moves parameters of a module between storage and use: several together, each kind prepared once.
+    """Moves parameters of a module between storage and use, several together.
 
     Layouts are known when a model is parallelized, shapes and dtypes at the first pass. Later passes run
-    what was prepared then: executables that share collectives, and their adjoints. Casts, or a gather that
-    begins earlier, would have their place in `_prepare` and `_move`.
+    what was prepared then.
     """
 
     def __init__(self, context: ParallelContext) -> None:
         self.context = context
-        self._prepared = _Prepared()
+        self._moves: dict[Hashable, _Move] = {}
+
+    def __reduce__(self) -> tuple[type, tuple[ParallelContext]]:
+        """Copy without what is prepared: executables hold process groups."""
+        return ParameterMoves, (self.context,)
 
     def gather(
         self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
@@ -101,24 +90,62 @@ class ParameterMoves:
     def _move(
         self, parameters: Sequence[GatheredParameter], tensors: Sequence[Tensor], is_gradient: bool
     ) -> list[Tensor]:
-        """Move tensors together. Hot: each forward pass of a module, and each regathering."""
         if not parameters:
             return []
-        if torch.compiler.is_compiling():
-            return self._redistribute_each(parameters, tensors, is_gradient)
-        if desync.ALWAYS or are_checked(None):  # ranks compare what they are about to do
-            return self._redistribute(parameters, tensors, is_gradient)
+        if torch.compiler.is_compiling():  # a graph keeps what follows from layouts by itself
+            return _Move(parameters, self.context, is_gradient).record(tensors)
+        # A pass may gather all parameters, those that no other pass shares, or those that were dropped.
+        key = (tuple(parameters), is_gradient)
+        move = self._moves.get(key)
+        if move is None:
+            move = _Move(parameters, self.context, is_gradient)
+            self._moves[key] = move
+        return move(tensors)
 
+
+# What a plan depends on in a tensor, and what decides whether autograd records its move. It is read in C,
+# as a forward pass asks every parameter.
+_kind_of = attrgetter(
+    "shape", "dtype", "device", "requires_grad", "__class__", "layout", "is_nested"
+)
+
+
+class _Move:
+    """The move of some parameters, or of their gradients, prepared once for each kind of tensors.
+
+    `redistribute` would find out each time what is the same in every pass: the call of each tensor, its
+    executable, which executables share collectives, and their adjoints.
+    """
+
+    def __init__(
+        self, parameters: Sequence[GatheredParameter], context: ParallelContext, is_gradient: bool
+    ) -> None:
+        self._context = context
+        self._names = [parameter.name for parameter in parameters]
+        self._shapes = [parameter.shape for parameter in parameters]
+        if is_gradient:
+            self._layouts = [parameter.to_storage for parameter in parameters]
+            # This is a forward move of its own, in the dtype in which gradients travel.
+            self._comm_dtype: CommDtypeLike = comm_dtypes(context.comm_dtype)[1]
+        else:
+            self._layouts = [parameter.to_use for parameter in parameters]
+            self._comm_dtype = context.comm_dtype
+        self._prepared: dict[Hashable, list[SharedMove]] = {}
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Move tensors together. Hot: each forward pass of a module, and each regathering."""
+        if desync.ALWAYS or are_checked(None):
+            return self._redistribute(tensors)  # which compares calls, or replicas, each time
         check_not_swapped()
-        profile = asked_for(self.context.profile)
+        profile = asked_for(self._context.profile)
         kinds = tuple(map(_kind_of, tensors))
-        # Everything that the prepared moves depend on, and that may change from pass to pass.
-        key = (tuple(parameters), is_gradient, profile, world(), torch.is_grad_enabled(), kinds)
+        # All that the prepared moves depend on, and that may change from pass to pass.
+        key = (profile, world(), torch.is_grad_enabled(), kinds)
         moves = self._prepared.get(key)
         if moves is None:
-            if any(type(x) not in PLAIN for x in tensors):  # a fake tensor's must not be kept
-                return self._redistribute(parameters, tensors, is_gradient)
-            moves = self._prepare(parameters, tensors, is_gradient)
+            if any(type(x) not in PLAIN for x in tensors):
+                return self._redistribute(tensors)  # an executable would keep fake tensors
+            moves = self._prepare(tensors)
             self._prepared[key] = moves
 
         results: dict[int, Tensor] = {}
@@ -126,62 +153,47 @@ class ParameterMoves:
             results.update(zip(shared.indices, shared.run(tensors), strict=True))
         return [results[i] for i in range(len(tensors))]
 
-    def _prepare(
-        self, parameters: Sequence[GatheredParameter], tensors: Sequence[Tensor], is_gradient: bool
-    ) -> list[SharedMove]:
-        """Plan the move of each tensor, and let those that can share collectives. Raises as redistribute."""
-        context = self.context
-        comm_dtype = self._comm_dtype(is_gradient)
+    def _prepare(self, tensors: Sequence[Tensor]) -> list[SharedMove]:
+        """Plan the move of each tensor, and group those that share collectives."""
         executables = {}
-        for i, (parameter, x) in enumerate(zip(parameters, tensors, strict=True)):
-            layouts = _layouts_of(parameter, is_gradient)
-            with located(parameter.name):
+        for i, x in enumerate(tensors):
+            with located(self._names[i]):
                 call = MoveCall.of(
-                    layouts, context.mesh, parameter.shape, context.profile, comm_dtype
+                    self._layouts[i],
+                    self._context.mesh,
+                    self._shapes[i],
+                    self._context.profile,
+                    self._comm_dtype,
                 )
-                # Always linear: rules of parameters shard, copy and sum. Others could not share.
+                # Linear, as only such moves share: rules of parameters shard, copy and sum.
                 executables[i] = call.executable_for(x)
         return share_collectives(executables, dict(enumerate(tensors)), bucket_bytes=None)
 
-    def _redistribute(
-        self, parameters: Sequence[GatheredParameter], tensors: Sequence[Tensor], is_gradient: bool
-    ) -> list[Tensor]:
-        """Move tensors by the public verb, which compares calls and replicas if you ask for it."""
+    def _redistribute(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Move tensors together by the public verb."""
         return redistribute(
             list(tensors),
-            [_layouts_of(parameter, is_gradient) for parameter in parameters],
-            self.context.mesh,
-            shape=[parameter.shape for parameter in parameters],
-            profile=self.context.profile,
-            comm_dtype=self._comm_dtype(is_gradient),
+            self._layouts,
+            self._context.mesh,
+            shape=self._shapes,
+            profile=self._context.profile,
+            comm_dtype=self._comm_dtype,
         )
 
-    def _redistribute_each(
-        self, parameters: Sequence[GatheredParameter], tensors: Sequence[Tensor], is_gradient: bool
-    ) -> list[Tensor]:
+    def record(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Move tensors one by one, as a graph records them; the compiler joins their collectives."""
         moved = []
-        for parameter, x in zip(parameters, tensors, strict=True):
+        for i, x in enumerate(tensors):
             y = redistribute(
                 x,
-                _layouts_of(parameter, is_gradient),
-                self.context.mesh,
-                shape=parameter.shape,
-                profile=self.context.profile,
-                comm_dtype=self._comm_dtype(is_gradient),
+                self._layouts[i],
+                self._context.mesh,
+                shape=self._shapes[i],
+                profile=self._context.profile,
+                comm_dtype=self._comm_dtype,
             )
             moved.append(y)
         return moved
-
-    def _comm_dtype(self, is_gradient: bool) -> CommDtypeLike:
-        """Return the dtypes that travel; a gradient moves forward here, in the dtype of gradients."""
-        if is_gradient:
-            return comm_dtypes(self.context.comm_dtype)[1]
-        return self.context.comm_dtype
-
-
-def _layouts_of(parameter: GatheredParameter, is_gradient: bool) -> str:
-    return parameter.to_storage if is_gradient else parameter.to_use
 
 
 class _SavedView(NamedTuple):

@@ -30,6 +30,14 @@ class _Arrival(NamedTuple):
     known: KnownDims
 
 
+class TensorFacts(NamedTuple):
+    """What the bytes of a move depend on: the global shape, the dtype, and whether a gradient returns."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
 class Moved(NamedTuple):
     """A block after its rule, and the dims known then."""
 
@@ -44,12 +52,12 @@ class TensorRule:
     Attributes:
         key: Which tensor it is.
         rule: Its layouts before and after.
-        last: The global shape, dtype and `requires_grad` that it last had, for `explain`.
+        last: The tensor that it last moved, for `explain`.
     """
 
     key: Key
     rule: ActivationRule
-    last: tuple[tuple[int, ...], torch.dtype, bool] | None = None
+    last: TensorFacts | None = None
     _arrivals: dict[Any, _Arrival] = field(default_factory=dict)  # by block shape and known dims
 
     def move(self, x: Tensor, context: ParallelContext, outside: KnownDims, where: str) -> Moved:
@@ -71,7 +79,7 @@ class TensorRule:
         y = self._redistributed(x, shape, context)
         known = known_inside(self.rule, shape, y.shape, outside, where)
         self._arrivals[key] = _Arrival(shape, known)
-        self.last = (shape, x.dtype, x.requires_grad)
+        self.last = TensorFacts(shape, x.dtype, x.requires_grad)
         return Moved(y, known)
 
     def _redistributed(

@@ -78,10 +78,8 @@ class SharedParameters:
     @property
     def has_unsummed_gradients(self) -> bool:
         """Whether leaves have added up gradients that nothing has summed yet."""
-        for i, leaf in enumerate(self._leaves):
-            if leaf.grad is not None and self._is_mark_valid(i):
-                return True
-        return False
+        with_gradient = [i for i, leaf in enumerate(self._leaves) if leaf.grad is not None]
+        return any(self._is_mark_valid(i) for i in with_gradient)
 
     def take(self) -> dict[str, Tensor]:
         """Return the tensors for a forward pass by name; none if this pass shares with no other."""

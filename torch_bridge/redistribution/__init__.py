@@ -44,7 +44,8 @@ def redistribute(
 ) -> Tensor | PendingTensor: ...
 
 
-def redistribute(  # type: ignore[misc]  # the overloads leave its options open
+# mypy: the overloads leave its options open. ruff: one verb for all moves, of which most calls pass three.
+def redistribute(  # type: ignore[misc]  # noqa: PLR0913
     x: Any,
     layouts: Any,
     mesh: MeshLike | None = None,
@@ -63,7 +64,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     debug: bool = False,
     check_replicated: bool | None = None,
     maps: Maps | None = None,
-) -> Any:  # noqa: PLR0913  one verb for all moves: most calls pass three of them
+) -> Any:
     """Move this process's block from one layout to another, differentiably.
 
         y = xt.redistribute(x, "s/cp c -> s c/cp", mesh)     # [s/4, c] -> [s, c/4] on 4 processes
@@ -153,7 +154,8 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
     )
     is_compiling = torch.compiler.is_compiling()
 
-    # Hot: most calls move one tensor on one mesh by text. They build no options value.
+    # Hot: most calls move one tensor on one mesh by text. They build no options value. A subclass of
+    # Tensor has rules of its own, and a plan may lead to another mesh.
     is_usual = type(x) in PLAIN and type(layouts) is not Plan and not has_two_mesh_options
     if is_usual and not is_compiling and not debug and not desync.ALWAYS:
         check_not_swapped()
@@ -180,6 +182,7 @@ def redistribute(  # type: ignore[misc]  # the overloads leave its options open
 def _redistribute_now(x: Any, options: Options) -> Any:
     """Redistribute outside of compilers: a tensor, a DTensor or a tree, on one mesh or between two."""
     check_not_swapped()
+    # A tensor is neither, but `isinstance` with a union asks for each of its types: the type is cheap.
     is_tree = type(x) not in PLAIN and isinstance(x, Mapping | list | tuple)
     if is_tree and options.async_op:
         raise PlanError("async_op is for one tensor", hint="a tree arrives when the call returns")
@@ -200,6 +203,7 @@ def _redistribute_traced(x: Any, options: Options) -> Any:
     """Redistribute while torch.compile or torch.export records: in the graph, or between two graphs."""
     from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
+    # Dynamo can leave its graph and come back; torch.export has to record everything.
     is_dynamo = torch.compiler.is_dynamo_compiling()
     is_one_mesh = options.transfer.src_mesh is None and options.transfer.dst_mesh is None
     if isinstance(x, Tensor) and is_one_mesh:
@@ -214,6 +218,6 @@ def _redistribute_traced(x: Any, options: Options) -> Any:
                 "comm_dtype": options.comm_dtype,
             }
             return compiled.recorded("redistribute", *arguments, recorded_options, options.async_op)
-    if is_dynamo:
+    if is_dynamo:  # the options value as it is: nothing is listed again
         return compiled.eagerly(_redistribute_now, x, options)
     return _redistribute_now(x, options)

@@ -32,9 +32,9 @@ def call_of(x: Tensor, options: Options) -> MoveCall:
     mesh = options.mesh
     shape = options.shape
     if is_dtensor(x):
-        from torch_bridge.dtensor.placements import whole_of
+        from torch_bridge.dtensor.placements import whole_of  # slow: it imports DTensor
 
-        shape = whole_of(x, mesh, shape)
+        shape = whole_of(x, mesh, shape)  # raises if `mesh` or `shape` is another one
         mesh = x.device_mesh
     return MoveCall.of(options.layouts, mesh, shape, options.profile, options.comm_dtype)
 
@@ -63,7 +63,7 @@ def move_one(
     executable = call.executable_for(x)
     if compares:
         y = checked(x, executable, process_mesh(call.mesh), call.text, name)
-    elif async_op and executable.is_linear:
+    elif async_op and executable.is_linear:  # of a max or min, autograd needs the result
         return PendingTensor.begin(x, executable)
     else:
         y = apply(executable, x)
@@ -115,11 +115,12 @@ def redistribute_between(x: Any, options: Options) -> Tensor | None:
         raise DtypeError(
             f"{plan.dtype} cannot have a gradient", hint="floats and complex numbers can"
         )
+    # Processes without a block take part, too: each has an executable, for which it needs a device.
     device = tensor_device_of(source, options.transfer.device, options.transfer.dst_mesh)
     executable = cross(plan, device, dist.group.WORLD)
     if requires_grad:
         _ = executable.backward  # errors come early
-    check_part(source, plan)
+    check_part(source, plan)  # last: other processes may not raise it
 
     block = _block_for_autograd(source, dtype, device, requires_grad)
     entering, returning = _replica_comparisons(plan, options, device)
@@ -180,6 +181,7 @@ def _dtensor_source(x: Any, options: Options) -> _Source:
             what = f"the DTensor is on {mesh!r}, not on {src_mesh!r}"
             raise MeshError(what, hint="leave src_mesh out")
     layouts: Expression = options.layouts
+    # `sides` refuses a plan between two meshes, as it is meant for one.
     both = layouts if isinstance(layouts, Plan) else sides(layouts)
     block = None
     if dist.get_rank() in callers(mesh):

@@ -50,7 +50,7 @@ class Options(NamedTuple):
         """Return whether moving `x` leads from one mesh to another."""
         if self.transfer.is_given or x is None:
             return True
-        if type(self.layouts) is not Plan:
+        if type(self.layouts) is not Plan:  # layouts need two meshes to lead from one to another
             return False
         # Without a mesh, the device numbers of a plan have to be ranks: two sets of ranks.
         is_plain_block = isinstance(x, Tensor) and not is_dtensor(x)

@@ -75,12 +75,14 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
     bucket_bytes = limit_of(options.bucket_bytes)
     compared = _compare_tree(tree, options, bucket_bytes) if options.debug else []
 
+    # All calls are checked before any tensor moves: an error leaves nothing half done.
     leaves = list(_leaves(tree, options))
     calls = []
     for leaf in leaves:
         with located(leaf.place):
             calls.append(call_of(leaf.x, leaf.options))
 
+    # The comparison of replicas belongs to one tensor, whose name its error has.
     results: dict[int, Any] = {}
     if not are_checked(options.check_replicated):
         results = _move_together(leaves, calls, bucket_bytes)
@@ -89,6 +91,7 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
             with located(leaf.place):
                 results[i] = move_one(leaf.x, call, False, options.check_replicated, leaf.place)
 
+    # Now, when the tensors of a bucket have their one node in the graph: the first of them compares it.
     for i, one in enumerate(compared):
         watched(one, results[i], leaves[i].x)
     return tree_unflatten([results[i] for i in range(len(leaves))], tree_structure(tree))
