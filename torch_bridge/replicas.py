@@ -32,6 +32,7 @@ def checked(
     text: the user's expression, and `name` the tensor's, for errors. Raises ReplicaError on all ranks, here
     or in the backward pass.
     """
+    # The cotangent's check is None for a result that is not linear, as a max: it has no dual layout.
     before, after = checks_of(executable.plan, processes.mesh, text, name)
     entering = comparison_of(before, processes)
     if entering is not None:
@@ -99,9 +100,10 @@ def compare_all(
     findings = torch.zeros(
         (len(pairs), n_ranks, most_axes, 2), dtype=torch.float64, device=pairs[0][1].device
     )
+    # Blocks of one dtype, compared along the same axes, share a collective per axis.
     for members in trees.groups([x.nbytes for _, x in pairs], bucket_bytes, keys):
         first, _ = pairs[members[0]]
-        if first.processes is None:
+        if first.processes is None:  # without a block, only for the last collective
             continue
         values = [_comparable(pairs[k][1].detach()) for k in members]
         for i, axis in enumerate(first.check.axes):

@@ -33,7 +33,14 @@ from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import with_maps
 from xshard.planner import plan as find_plan
-from xshard.plans.expression import Expression, as_expression, check_block, check_given, sides
+from xshard.plans.expression import (
+    Expression,
+    LayoutPair,
+    as_expression,
+    check_block,
+    check_given,
+    sides,
+)
 from xshard.plans.plan import Plan
 
 Block = tuple[tuple[int, ...], torch.dtype, torch.device]  # a block without its values
@@ -248,7 +255,10 @@ class TransferCall(NamedTuple):
 
         Raises MeshError or ShapeError if a mesh, the shape or the dtype is missing.
         """
-        plan = self._given_plan() if isinstance(self.expression, Plan) else self._found_plan()
+        if isinstance(self.expression, Plan):
+            plan = self._given_plan(self.expression)
+        else:
+            plan = self._found_plan(self.expression)
         last_rank = max(*plan.src_devices, *plan.dst_devices)
         n_processes = dist.get_world_size()
         if last_rank >= n_processes:
@@ -256,16 +266,15 @@ class TransferCall(NamedTuple):
             raise MeshError(what, hint="device numbers of a plan are global ranks")
         return plan
 
-    def _given_plan(self) -> Plan:
+    def _given_plan(self, plan: Plan) -> Plan:
         """Return the plan that you passed, on the ranks of the source's mesh if there is one."""
-        plan = cast(Plan, self.expression)
         if self.src_mesh is None or plan.transfer:
             return plan
         # A plan on one mesh counts devices from 0: here they are the ranks of your mesh.
         ranks = ranks_of(self.src_mesh)
         return plan if ranks == plan.src_devices else replace(plan, devices=ranks)
 
-    def _found_plan(self) -> Plan:
+    def _found_plan(self, layouts: LayoutPair) -> Plan:
         """Find the plan between the two meshes. Raises MeshError or ShapeError if something is missing."""
         if self.src_mesh is None or self.dst_mesh is None:
             hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
@@ -275,7 +284,7 @@ class TransferCall(NamedTuple):
             hint = "shape= and dtype= of the global array: processes without a block know neither"
             raise ShapeError(f"the global {missing} is missing", hint=hint)
         return find_plan(
-            self.expression,
+            layouts,
             shape=self.shape,
             dtype=self.dtype,
             src_mesh=mesh_of(self.src_mesh),

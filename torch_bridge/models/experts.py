@@ -69,9 +69,11 @@ class RoutedExperts:
             if other_key != key and _is_float_tensor(x) and x.shape == choices.shape:
                 weight_keys.append(other_key)
 
+        # Weights travel as columns of the rows, in the same message.
         weights = [values[weight_key] for weight_key in weight_keys]
         routed, copies = self.call.send([rows, *weights], choices)
         values[key] = routed.rows
+        # The module is called as before, with one choice per row: its experts here count from 0.
         values[choices_key] = routed.groups[:, None].to(choices.dtype)
         for weight_key, weight in zip(weight_keys, copies[1:], strict=True):
             # A copy of a row has the weights of all its choices: each row gets that of its own.
@@ -83,7 +85,7 @@ class RoutedExperts:
         """Bring the results of rows home and add them up; None, of a call that failed, stays None."""
         if not self._under_way:
             return None
-        routed, copy_bytes = self._under_way.pop()
+        routed, copy_bytes = self._under_way.pop()  # the innermost pass, if a module calls itself
         if result is None:
             return None
         if not isinstance(result, Tensor):
@@ -149,6 +151,7 @@ def route_experts(
                 process_of.update(dict.fromkeys(experts, process))
             groups = tuple(process_of[expert] for expert in sorted(process_of))
             module_hooks.experts = RoutedExperts(module, RouteCall(axes, context.mesh, groups))
+        # transformers' experts loop over them by this attribute.
         if vars(module).get("num_experts") == len(groups):
             own_experts = experts_by_process[context.processes.along(axes).device]
             counts.append(Count(module, "num_experts", len(groups), len(own_experts)))
@@ -191,6 +194,7 @@ def _experts_of(
                 split.append(tuple(experts.tolist()))
             splits.add((tuple(range(shape[0])), *split))
 
+    # Parameters that disagree, or none at all, have no experts to send rows to.
     if module is not None and len(splits) == 1:
         all_experts, *experts_by_process = splits.pop()
         if _is_partition(experts_by_process, all_experts):

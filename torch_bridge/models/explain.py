@@ -77,7 +77,7 @@ def explain(model: nn.Module) -> str:
 
 def _table_of_parameters(parallel: ParallelModel) -> str:
     """Write a row for each parameter, or for several that differ in a number, and the sum of all."""
-    by_name = parallel.by_name
+    by_name = parallel.by_name  # computed anew each time
     rows = [
         _parameter_row(name, use, by_name[name], parallel) for name, use in parallel.uses.items()
     ]
@@ -107,6 +107,7 @@ def _parameter_row(
     """Describe one parameter under one of its names."""
     x = parameter.tensor
     if x.requires_grad:
+        # Over these its gradient is summed, at once or after the backward pass.
         axes = [axis for axis in parallel.context.axes.axes if axis in use.copied]
         summed_over = " ".join(axes)
     else:
@@ -186,6 +187,7 @@ def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveR
     for parameter in parallel.trained:
         if not parameter.later:
             continue
+        # Buckets join them without changing their bytes.
         axes = [axis for axis in on_machine.axes.axes if axis in parameter.later]
         text = f"n | sum({','.join(axes)}) -> n"
         x = parameter.tensor
@@ -200,6 +202,7 @@ def _received_bytes(
 ) -> tuple[int, int]:
     """Return the bytes that the busiest process receives in a move, forward and backward."""
     axes = on_machine.axes
+    # As `redistribute` plans it: on the sub-mesh of the axes that the rule names.
     named = [axis for axis in axes.axes if axis in rule.axes]
     mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
     links = on_machine.profile.along(named, axes)
@@ -216,7 +219,7 @@ def _bytes_text(sizes: Sequence[int | None]) -> str:
     for size in sizes:
         if size is None:
             return "not called yet"
-        total += size
+        total += size  # rows of a group add up
     return format_bytes(total)
 
 

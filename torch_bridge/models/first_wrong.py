@@ -100,11 +100,13 @@ class _Watcher:
         tensors: Sequence[Any],
         layouts: Sequence[tuple[Layout, tuple[str, ...]]],
     ) -> None:
+        # A result may have fewer parts than rules, or more.
         for number, (x, (layout, axes)) in enumerate(zip(tensors, layouts, strict=False)):
             if isinstance(x, Tensor):
                 key = (self._hooks.name, side, number)
                 place = Place(self._hooks.name, side, number, self._calls[key])
                 self._calls[key] += 1
+                # A clone: modules may write to their inputs.
                 self._seen[place] = _SeenTensor(x.detach().clone(), layout, axes)
 
 
@@ -160,6 +162,7 @@ def first_wrong(
     if not pairs:
         return None
 
+    # All in one collective: processes have the same places in the same order.
     wanted = [pair.wanted for pair in pairs.values()]
     blocks = [pair.block for pair in pairs.values()]
     flags = differing(wanted, blocks, tol, context)
@@ -168,15 +171,15 @@ def first_wrong(
     for place, flag in zip(pairs, flags, strict=True):
         if flag != SHAPES_DIFFER:
             is_right[place] = not flag
-    place = _first_wrong_place(is_right)
-    if place is None:
+    first_place = _first_wrong_place(is_right)
+    if first_place is None:
         return None
 
-    wrong, block = pairs[place]
-    name = f"{wrong.name}, after {_last_right_before(place, is_right)}"
+    wrong, block = pairs[first_place]
+    name = f"{wrong.name}, after {_last_right_before(first_place, is_right)}"
     mismatch = mismatch_of(wrong._replace(name=name), block, wrong.largest, tol, context)
     title = mismatch_text(mismatch).replace("\n", "\n  ")
-    return WrongTensor(str(place), described(title, parallel, place.module))
+    return WrongTensor(str(first_place), described(title, parallel, first_place.module))
 
 
 def _first_wrong_place(is_right: Mapping[Place, bool]) -> Place | None:
@@ -202,10 +205,11 @@ def _pair(
     context = parallel.context
     x = tensor.value
     if len(tensor.layout.dims) != x.ndim and ELLIPSIS not in tensor.layout.names:
-        return None
+        return None  # the default layout of an output without a rule was a guess
     hooks: ModuleHooks | None = parallel.hooks[place.module]
     if place.side == "input":
         hooks = parallel.hooks[place.module].parent
+    # Axes that the rule does not name are as in the module around an input, or in this one.
     layout = placed(tensor.layout.resolved(x.ndim), tensor.named_axes, _layout_inside(hooks))
     try:
         block = context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
@@ -221,6 +225,7 @@ def mismatch_of(
     wanted: Wanted, block: Tensor, largest: float, tol: float, context: ParallelContext
 ) -> Mismatch:
     """Report an array that is wrong on some process. largest: the largest value of its kind."""
+    # The kit looks at numpy arrays of all processes together, and finds what kind of mistake it is.
     arrays = (array_of(block.cpu().contiguous()), array_of(wanted.block.cpu().contiguous()))
     from_all = _from_all_processes(arrays, context)
     found = tuple(pair[0] for pair in from_all)

@@ -123,6 +123,7 @@ class _Move:
         self._context = context
         self._names = [parameter.name for parameter in parameters]
         self._shapes = [parameter.shape for parameter in parameters]
+        # Read once: these never change for a parameter.
         if is_gradient:
             self._layouts = [parameter.to_storage for parameter in parameters]
             # This is a forward move of its own, in the dtype in which gradients travel.
@@ -148,6 +149,7 @@ class _Move:
             moves = self._prepare(tensors)
             self._prepared[key] = moves
 
+        # One function for those with a gradient and one for those without.
         results: dict[int, Tensor] = {}
         for shared in moves:
             results.update(zip(shared.indices, shared.run(tensors), strict=True))
@@ -199,10 +201,10 @@ class _Move:
 class _SavedView(NamedTuple):
     """What autograd saves instead of a gathered parameter: which one, and the view of it that was used."""
 
-    index: int
+    number: int
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class Regathering:
@@ -238,7 +240,7 @@ class Regathering:
         if x.layout is not torch.strided:
             return x
         i = self._index_of_memory.get(x.untyped_storage().data_ptr())
-        if i is None or x.dtype != self._dtypes[i]:
+        if i is None or x.dtype != self._dtypes[i]:  # not a parameter, or one seen as another dtype
             return x
         return _SavedView(i, x.shape, x.stride(), x.storage_offset())
 
@@ -247,11 +249,12 @@ class Regathering:
         if isinstance(packed, Tensor):
             return packed
         if not self._gathered_again:
+            # An optimiser's step in between: other values would come back.
             if self._writes != [writes_to(x) for x in self._blocks]:
                 raise XshardError(
                     "a parameter was written to between its forward and its backward pass"
                 )
             with torch.no_grad():
                 self._gathered_again.extend(self._gather(self._blocks))
-        whole = self._gathered_again[packed.index]
+        whole = self._gathered_again[packed.number]
         return whole.as_strided(packed.shape, packed.stride, packed.offset)

@@ -84,6 +84,7 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     """
     shares = [gradient.take_share() for gradient in bucket]
     is_used = [share is not None for share in shares]
+    # A parameter without a share counts as zeros: all processes send messages of one size.
     flat_shares = []
     for gradient, share in zip(bucket, shares, strict=True):
         addend = torch.zeros_like(gradient.parameter) if share is None else share
@@ -93,6 +94,7 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     message = torch.cat([*flat_shares, flags])
     del share, shares, addend, flat_shares  # their memory is free while the bucket is on its way
 
+    # Begun only: the backward pass goes on beside it.
     pending: Any = redistribute(
         message,
         f"n | sum({','.join(bucket[0].axes)}) -> n",
@@ -185,12 +187,13 @@ class Gradients:
 
     def _follow(self, parameters: Sequence[Tensor]) -> None:
         """Follow the gradients of these tensors, one for each of `sharded`."""
-        for handle in self._handles:
+        for handle in self._handles:  # of tensors that are parameters no more
             handle.remove()
         self._handles = []
         self._gradients = []
         for x, parameter in zip(parameters, self.sharded, strict=True):
             if x.requires_grad:
+                # In the order of the mesh, as sums of equal axes share a bucket.
                 axes = [axis for axis in self.context.axes.axes if axis in parameter.later]
                 self._gradients.append(Gradient(x, tuple(axes)))
         for gradient in self._gradients:
@@ -206,6 +209,7 @@ class Gradients:
 
     def _make_buckets(self) -> list[list[Gradient]]:
         """Group gradients that are summed alike, in the order in which a backward pass fills the groups."""
+        # A backward pass comes to the parameters of the last modules first.
         last_first = self._gradients[::-1]
         keys = [(one.axes, one.parameter.dtype, one.parameter.device) for one in last_first]
         sizes = [one.parameter.nbytes for one in last_first]
@@ -221,7 +225,7 @@ class Gradients:
 
     def _before_share(self, gradient: Gradient, _: Tensor) -> None:
         """Note that a share comes, before autograd adds it to `.grad`; a hook of the parameter."""
-        if self._pass is None:
+        if self._pass is None:  # the first gradient of this backward pass
             self._pass = self._new_pass()
             call_after_backward(self._end)
         self._pass.announced.add(gradient)
@@ -237,6 +241,7 @@ class Gradients:
             raise XshardError(
                 "a gradient of a parallel model is sparse, or has a gradient itself", hint=hint
             )
+        # Autograd may have made a new tensor of two shares: `.grad` as it is now is the whole share.
         gradient.share = x.grad
         running.announced.discard(gradient)
         if not self.syncs or gradient in running.arrived:
@@ -247,6 +252,7 @@ class Gradients:
 
     def _send_full_buckets(self, running: BackwardPass) -> None:
         """Begin the sums of the next buckets in order, up to the first one that is not full."""
+        # In order, as other processes may fill buckets in another one: all have to send alike.
         for i in range(len(running.finish_sums), len(self._buckets)):
             if running.n_missing[i]:
                 return
@@ -267,7 +273,7 @@ class Gradients:
         self._pass = None
         if self.syncs and self.after_first is not None:
             check = self.after_first
-            self.after_first = None
+            self.after_first = None  # first, as the check may raise: it is made once
             check()
 
     def _sum_rest(self, running: BackwardPass) -> None:

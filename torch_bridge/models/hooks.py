@@ -71,13 +71,14 @@ class TensorRule:
 
         key = (x.shape, outside)
         arrival = self._arrivals.get(key)
-        if arrival is not None:
+        if arrival is not None:  # most passes: the rule has been checked for such a block
             return Moved(self._redistributed(x, arrival.shape, context), arrival.known)
 
         device = context.processes.device
         shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outside)
         y = self._redistributed(x, shape, context)
         known = known_inside(self.rule, shape, y.shape, outside, where)
+        # Kept only now: what failed is checked, and raises, each time.
         self._arrivals[key] = _Arrival(shape, known)
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)
         return Moved(y, known)
@@ -139,6 +140,7 @@ class ModuleHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the arguments and gather the parameters; a hook of the module."""
+        # A dim of one name has one length: the modules around tell what they know of it.
         known = self.parent.known if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
@@ -150,13 +152,14 @@ class ModuleHooks:
                 assert self.experts is not None
                 self.experts.enter(key, values)
         self.known = known
+        # Last: after an error above there is nothing to put back.
         self.parameters.begin_pass()
         moved_args = tuple(values[i] for i in range(len(args)))
         return moved_args, {name: values[name] for name in kwargs}
 
     def after_forward(self, module: nn.Module, args: Any, result: Any) -> Any:
         """Put the parameters back and move the results; a hook, always called, also after an error."""
-        self.parameters.end_pass()
+        self.parameters.end_pass()  # whatever happened inside
         if self.experts is not None:
             result = self.experts.leave(result)
         if result is None:  # an error is on its way
@@ -173,6 +176,7 @@ class ModuleHooks:
                 known = self._with_parameter_dims(rule, x, known)
             return rule.move(x, self.context, known, where)
         except XshardError as error:
+            # The same error with its place in front; what caused it stays its cause.
             raise with_path(error, where) from error.__cause__
 
     def _with_parameter_dims(self, rule: TensorRule, x: Tensor, known: KnownDims) -> KnownDims:

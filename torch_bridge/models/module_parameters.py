@@ -30,8 +30,9 @@ class ModuleParameters:
 
         STORED --begin_pass--> GATHERED --end_pass--> STORED
 
-    Nothing else replaces these tensors. `begin_pass` and `end_pass` are called before and after each forward
-    pass of the module, also of one that fails. A module may call itself: only the outermost pass counts.
+    Nothing else puts gathered tensors in the place of blocks; blocks are replaced only between passes, by
+    `ShardedParameter.put`. `begin_pass` and `end_pass` are called before and after each forward pass of the
+    module, also of one that fails. A module may call itself: only the outermost pass counts.
 
     A gathered tensor has one of three lives:
 
@@ -91,6 +92,7 @@ class ModuleParameters:
         self._passes += 1
         if self._passes > 1 or not self.parameters:
             return
+        # All are gathered before any is replaced: an error leaves the modules as they were.
         blocks = [parameter.tensor for parameter in self.parameters]
         tensors = self._gather_for_pass()
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -116,6 +118,7 @@ class ModuleParameters:
         tensors: dict[str, Tensor] = {}
         if self._shared is not None and not torch.compiler.is_compiling():
             tensors = self._shared.take()
+        # One message for all that are left.
         missing = [parameter for parameter in self.parameters if parameter.name not in tensors]
         gathered = self._moves.gather(missing, [parameter.tensor for parameter in missing])
         for parameter, x in zip(missing, gathered, strict=True):

@@ -62,6 +62,7 @@ def has_note(error: BaseException) -> bool:
 
 def note_on(error: BaseException, parallel: ParallelModel) -> str:
     """Write a note on an error in one of the modules: its rules and blocks, and what it counts by itself."""
+    # At least the module whose hook this is: its call is in the traceback.
     modules = _modules_inner_first(error, parallel)
     paths = [parallel.names[module] for module in modules]
     where = paths[0] if paths[0] else "(the model)"
@@ -74,6 +75,7 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
     path = paths_with_parameters[0] if paths_with_parameters else ""
     lines = [described(title, parallel, path, ruled)]
 
+    # The most common mistake: a module reshapes by a length that is now sharded, as a number of heads.
     sharded_lengths = _sharded_lengths(parallel, paths[-1])
     for module_path, module in zip(paths, modules, strict=True):
         counted = ", ".join(_counted(module, sharded_lengths)[:LISTED])
@@ -87,7 +89,7 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
 def _modules_inner_first(error: BaseException, parallel: ParallelModel) -> list[nn.Module]:
     """Return the modules of the model whose methods an error has come through, each once."""
     modules: dict[nn.Module, None] = {}
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # outer frames first
         called = frame.f_locals.get("self")
         if isinstance(called, nn.Module) and called in parallel.names:
             modules[called] = None
@@ -110,6 +112,7 @@ def _counted(module: nn.Module, lengths: Collection[int]) -> list[str]:
         return []
     numbers = [(name, n) for name, n in vars(module).items() if type(n) is int and n > 1]
     counted = [f"{name}={n}" for name, n in numbers if n in lengths]
+    # A view may have the product of two lengths, as heads * head_dim.
     for (first, m), (second, n) in itertools.combinations(numbers, 2):
         if m * n in lengths:
             counted.append(f"{first}={m} * {second}={n}")

@@ -66,7 +66,7 @@ class ParallelModel:
             return self.arrives(values)
         if "" not in self.hooks:
             return {}
-        root = self.hooks[""]
+        root = self.hooks[""]  # inputs of inner modules are made by the model itself
         return {root.argument(rule.key, values): (rule.rule.src, None) for rule in root.inputs}
 
     def begin(self, module: nn.Module, args: Any) -> None:
@@ -183,7 +183,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         Nothing.
     """
     gradients = parallel_of(model).gradients
-    before = gradients.syncs
+    before = gradients.syncs  # contexts may be nested
     gradients.syncs = False
     try:
         yield
@@ -214,6 +214,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
         raise XshardError(
             "gradients are each process's share", hint="a pass outside of no_sync sums them"
         )
+    # Each block is counted on one process: the sum over all of them counts every element once.
     norms = _norms_counted_here(parallel, norm_type)
     is_largest = math.isinf(norm_type)
     block = norms.max() if is_largest else (norms**norm_type).sum()
@@ -238,6 +239,7 @@ def _norms_counted_here(parallel: ParallelModel, norm_type: float) -> Tensor:
         example = torch.zeros(())
     dtype = torch.promote_types(example.dtype, torch.float32)
 
+    # Begins with a zero: a process may have nothing to count, and has to take part.
     norms = [torch.zeros((), dtype=dtype, device=example.device)]
     for parameter in parallel.parameters:
         gradient = parameter.tensor.grad
@@ -271,6 +273,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         XshardError: Gradients are not yet summed, after passes inside `no_sync` alone.
     """
     total = grad_norm(model, norm_type)
+    # Scaling is the same for blocks and wholes, so that torch does it.
     tensors = [parameter.tensor for parameter in parallel_of(model).parameters]
     with_gradient = [x for x in tensors if x.grad is not None]
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)

@@ -157,7 +157,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
         flags = _facts_of(rules, prepared[0]) | {"options": str(options)}
         return CallFacts(flags, {}, context.processes.ranks, {})
 
-    compare_ranks(context.processes.ranks, "parallelize", facts)
+    compare_ranks(context.processes.ranks, "parallelize", facts)  # calls `facts` once
     (ready,) = prepared
 
     is_recording = torch.is_grad_enabled()
@@ -167,6 +167,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
         gradients = Gradients(context, ready.parameters, largest_bucket)
     for module_hooks in ready.hooks.values():
         module_hooks.parameters.share_between_passes(gradients)
+    # From here on modules count their own part, as of heads.
     for count in ready.counts:
         setattr(count.module, count.attribute, count.local)
     parallel = ParallelModel(
@@ -190,6 +191,7 @@ def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
     facts = {}
     for kind in ("parameters", "inputs", "outputs", "counts"):
         facts[kind] = str(dict(Rules(getattr(rules, kind))))
+    # Two models may have the same rules.
     shapes = [parameter.sharding.shape for parameter in prepared.parameters]
     n_elements = sum(math.prod(shape) for shape in shapes)
     facts["model"] = f"of {len(shapes)} tensors, {n_elements} elements"
@@ -245,6 +247,7 @@ def _module_hooks(
     if rules.gathers is None:
         gathering = set(inputs)
     else:
+        # The model gathers what no other module does.
         matched = Rules({rules.gathers: "..."}).match(names, partial=True, what="module")
         gathering = {"", *matched}
 
@@ -254,6 +257,7 @@ def _module_hooks(
             continue
         input_rules = _tensor_rules(inputs.get(name), name, context, routes=True)
         output_rules = _tensor_rules(outputs.get(name), name, context, routes=False)
+        # Outer modules come first, so that the hooks around this one exist already.
         parent = enclosing(module_of(name), hooks, "inputs") if name else None
         outside = parent.varying if parent is not None else frozenset[str]()
         hooks[name] = ModuleHooks(
@@ -294,6 +298,7 @@ def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
     for full_name, text in texts.items():
         count = attributes[full_name]
         with located(full_name):
+            # A count is like an array of so many elements, of which each process has a part.
             layout = Sharding(rule_of(text, axes).src, axes, (count.whole,)).layout
             n_parts = axes.size(*layout.axes)
             if count.whole % n_parts:

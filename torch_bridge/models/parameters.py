@@ -121,6 +121,7 @@ class ShardedParameter:
         layout = self.sharding.layout
         if layout.axes:
             return context.moved(x, unsharded(layout), layout, self.sharding.shape)
+        # A whole tensor is its own block. One of inference mode could not be trained.
         return x.clone() if x.is_inference() else x.detach()
 
     def gathered(self, context: ParallelContext) -> Tensor:
@@ -131,7 +132,7 @@ class ShardedParameter:
     def put(self, block: Tensor) -> None:
         """Make a block the data of the parameter: an optimiser, for one, still has the same object."""
         old = self.tensor
-        new = block
+        new = block  # a buffer is simply replaced
         if isinstance(old, nn.Parameter):
             # `.data` cannot lead to another device, nor be set on a tensor made in inference mode.
             is_reused = old.device == block.device and not old.is_inference()
@@ -161,6 +162,7 @@ def shard_all(
     sums: dict[str, Tensor] = {}
     for parameter in parameters:
         x = parameter.tensor
+        # A tensor on the meta device without `init` becomes a block on the meta device.
         if x.is_meta and isinstance(init, Mapping):
             x = _initial(init, parameter, x, device)
         elif x.is_meta and callable(init):
@@ -205,6 +207,7 @@ def _initial(
     init: Mapping[str, Tensor], parameter: ShardedParameter, x: Tensor, device: Any
 ) -> Tensor:
     """Return the whole value of a tensor from a state dict. Raises XshardError if it does not fit."""
+    # A state dict may have a tied parameter under one of its names alone.
     names = [name for name in parameter.names if name in init]
     if not names:
         hint = "a buffer that a state dict lacks needs init= as a function, or a real device"
@@ -223,6 +226,7 @@ def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
     # One reduction finds both ends: the minimum is minus the maximum of the negative.
     both = torch.stack([own_sums, -own_sums])
     largest, minus_smallest = redistribute(both, f"a b | max({axes}) -> a b", context.mesh)
+    # Processes may add up in another order: a sum of equal values differs by rounding.
     size = torch.maximum(largest.abs(), minus_smallest.abs())
     is_different = (largest + minus_smallest).abs() > SAME_SEED * size
     if bool(is_different.any()):

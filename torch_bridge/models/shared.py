@@ -83,9 +83,11 @@ class SharedParameters:
 
     def take(self) -> dict[str, Tensor]:
         """Return the tensors for a forward pass by name; none if this pass shares with no other."""
+        # Modules have their blocks now, as no pass has begun.
         blocks = [parameter.tensor for parameter in self.parameters]
         if not blocks or (self._gradients.syncs and not self.is_held):
             return {}
+        # An optimiser's step, or another tensor in a parameter's place: what is held would be outdated.
         states = [_state_of(x) for x in blocks]
         if not self.is_held or states != self._block_states:
             self._blocks = blocks
@@ -104,7 +106,7 @@ class SharedParameters:
         with torch.no_grad():
             self._leaves = self._moves.gather(self.parameters, self._blocks)
         for i, leaf in enumerate(self._leaves):
-            if self._blocks[i].requires_grad:
+            if self._blocks[i].requires_grad:  # a frozen parameter is gathered, and that is all
                 leaf.requires_grad_()
                 leaf.register_hook(partial(self._before_gradient, i))
                 leaf.grad = earlier[i]
@@ -112,7 +114,7 @@ class SharedParameters:
     def _before_gradient(self, i: int, _: Tensor) -> None:
         """Mark `.grad` in storage, before autograd adds a gradient to a leaf; a hook of the leaf."""
         block = self._blocks[i]
-        if not self._is_mark_valid(i):
+        if not self._is_mark_valid(i):  # you have dropped the gradients so far
             self._leaves[i].grad = None
         if block.grad is None:
             block.grad = torch.zeros_like(block)
@@ -133,6 +135,7 @@ class SharedParameters:
 
         leaves: the gathered tensors of the last pass. last_gradients: their gradients by that pass.
         """
+        # The leaves of the pass, not those held now: it may have been gathered again since.
         trained = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         totals = []
         for i in trained:
@@ -165,6 +168,7 @@ class _LastPass(torch.autograd.Function):
     def forward(ctx: Any, shared: SharedParameters, *blocks: Tensor) -> tuple[Tensor, ...]:
         ctx.shared = shared
         ctx.leaves = shared._leaves
+        # New tensors of the same memory: a leaf is no result of a function.
         tensors = [leaf.detach() for leaf in ctx.leaves]
         frozen = [x for x, leaf in zip(tensors, ctx.leaves, strict=True) if not leaf.requires_grad]
         ctx.mark_non_differentiable(*frozen)

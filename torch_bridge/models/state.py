@@ -44,7 +44,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, x in model.state_dict(keep_vars=True).items():
         state[name] = x.detach() if isinstance(x, Tensor) else x
-    for parameter in parallel.sharded:
+    for parameter in parallel.sharded:  # which its own hook refuses to write as whole tensors
         x = _as_stored(parameter, parallel.context)
         for name in parameter.names:
             if name in state:  # some buffers are not saved
@@ -96,7 +96,7 @@ def _as_stored(parameter: ShardedParameter, context: ParallelContext) -> Tensor:
     mesh = context.mesh
     if not isinstance(mesh, DeviceMesh):
         mesh = _device_mesh(mesh, block.device.type)
-    try:
+    try:  # some layouts have no placements
         to_placements(sharding.layout, mesh, sharding.shape)
     except PlanError:
         return parameter.gathered(context)
@@ -110,6 +110,7 @@ def _block_of(parameter: ShardedParameter, context: ParallelContext, value: Tens
     value = value.to(parameter.tensor.device)
     if not isinstance(value, DTensor):
         return parameter.cut(value, context)
+    # Placements have no names of dims: those of the parameter tell which dims are the same.
     src = from_placements(value.placements, value.device_mesh, value.ndim, shape)
     return context.moved(value.to_local(), src.named(layout.names), layout, shape)
 

@@ -65,7 +65,7 @@ def parameters_by_rules(
     buffers_with_rule = [name for name in buffers if rules.pattern_for(name) is not None]
     texts = rules.match([*parameters, *buffers_with_rule], what="parameter")
 
-    by_identity: dict[int, ShardedParameter] = {}
+    by_identity: dict[int, ShardedParameter] = {}  # a tied parameter is one object
     uses: dict[str, ParameterUse] = {}
     for name, x in {**parameters, **buffers}.items():
         is_buffer = name in buffers
@@ -73,22 +73,19 @@ def parameters_by_rules(
             _refuse_without_input_rule(name)
         place = Place(model.get_submodule(module_of(name)), name.rpartition(".")[2])
         with located(name):
-            use = _use_by_rule(name, x, texts.get(name, "..."), context, hooks)
-            if is_buffer:  # never gathered
-                use = use._replace(stored=use.used)
-            stored = Sharding(use.stored, context.axes, tuple(x.shape))
-            used = Sharding(use.used.in_order(use.stored.names), context.axes, tuple(x.shape))
-            _shard_embedding(place.module, name, used, context, hooks)
-        parameter = by_identity.setdefault(id(x), ShardedParameter([], [], stored))
-        _check_stored_alike(name, stored, parameter)
+            rule = _read_rule(name, x, texts.get(name, "..."), is_buffer, context, hooks)
+            _shard_embedding(place.module, name, rule.used, context, hooks)
+        parameter = by_identity.setdefault(id(x), ShardedParameter([], [], rule.stored))
+        _check_stored_alike(name, rule.stored, parameter)
         parameter.names.append(name)
         parameter.places.append(place)
         if not is_buffer:
-            uses[name] = use
-        if module_of(name) in hooks:
-            dims = models.dims_of_parameter(used, context.processes.device)
+            uses[name] = rule.use
+        if module_of(name) in hooks:  # its output may be as long as a dim of this parameter
+            dims = models.dims_of_parameter(rule.used, context.processes.device)
             hooks[module_of(name)].parameter_dims += dims
 
+    # Only now, when all uses are known: of a tied parameter, and of those beside it in a module.
     sharded = list(by_identity.values())
     _check_added_once(uses, sharded, hooks)
     for parameter in sharded:
@@ -114,13 +111,27 @@ def _refuse_without_input_rule(name: str) -> None:
     raise PlanError(f"{name}: no rule says how activations lie in '{where}'", hint=hint)
 
 
-def _use_by_rule(
-    name: str, x: Tensor, text: str, context: ParallelContext, hooks: Hooks
-) -> ParameterUse:
-    """Return the use of a tensor by its rule, inside a module whose activations vary along some axes."""
+class _ReadRule(NamedTuple):
+    """The rule of one tensor: its use, and how it is stored and used, with its global shape."""
+
+    use: ParameterUse
+    stored: Sharding
+    used: Sharding
+
+
+def _read_rule(
+    name: str, x: Tensor, text: str, is_buffer: bool, context: ParallelContext, hooks: Hooks
+) -> _ReadRule:
+    """Read the rule of a tensor, inside a module whose activations vary along some axes."""
     around = enclosing(module_of(name), hooks, "inputs")
     varying = around.varying if around is not None else frozenset[str]()
-    return use_of(text, x.ndim, context.axes, varying)
+    use = use_of(text, x.ndim, context.axes, varying)
+    if is_buffer:  # never gathered: it is stored as it is used
+        use = use._replace(stored=use.used)
+    shape = tuple(x.shape)
+    # Both sides may name dims in another order; a tensor has one.
+    used = Sharding(use.used.in_order(use.stored.names), context.axes, shape)
+    return _ReadRule(use, Sharding(use.stored, context.axes, shape), used)
 
 
 def _shard_embedding(
@@ -135,7 +146,7 @@ def _shard_embedding(
 
 def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter) -> None:
     """Raise PlanError if a tied parameter is stored in two ways; names of dims may differ."""
-    first = parameter.sharding.layout
+    first = parameter.sharding.layout  # of the first name
     if [dim.shards for dim in first.dims] != [dim.shards for dim in stored.layout.dims]:
         first_way = written(first)
         this_way = written(stored.layout)
@@ -156,7 +167,7 @@ def _gather_for_uses(
             check = partial(check_apart, name, use)
             place.module.register_forward_pre_hook(check, with_kwargs=True)
         move = use.move(parameter.later)
-        if move is None:
+        if move is None:  # used as it is stored
             continue
         stored, used = move
         gatherer = enclosing(module_of(name), hooks, "gathers")
@@ -185,6 +196,7 @@ def _check_added_once(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks)
     for name in sorted(uses, key=module_of):
         names_by_module.setdefault(module_of(name), []).append(name)
 
+    # Two signs that a parameter is an addend: its module's output is a sum, or a matrix is beside it.
     for path, names in names_by_module.items():
         summed = _axes_of_addends(path, uses, hooks)
         siblings = [(uses[name], shapes[name]) for name in names]

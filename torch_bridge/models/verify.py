@@ -114,6 +114,7 @@ def verify(
 
     def run(watch: Watch) -> _Results:
         wanted = _on_one_device(source, parallel, whole_call, loss, watch)
+        # After the copy, whose memory is free then; both begin with the same random numbers.
         with _unchanged(model, parallel), _same_random_numbers(parallel):
             with watch(model):
                 value = _run(model, call, loss, parallel).detach()
@@ -158,7 +159,7 @@ def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
         if not isinstance(x, Tensor):
             continue
         layout, shape = arrivals.get(key, (Layout("..."), None))
-        layout = layout.resolved(x.ndim)
+        layout = layout.resolved(x.ndim)  # a tensor without a rule is whole, and is compared
         name = f"argument {key!r} of the batch"
         with located(name):
             whole = context.moved(x, layout, unsharded(layout), shape)
@@ -204,6 +205,7 @@ def _on_one_device(
     """Run a copy on one device, and return the loss and this process's block of each gradient."""
     context = parallel.context
     copied = _copied(source, parallel)
+    # Inside, a loss function that redistributes does so on a mesh of one process: it sends nothing.
     with (
         alone(),
         _eager(),
@@ -220,6 +222,7 @@ def _on_one_device(
             what = "the model draws random numbers, which are others for blocks than for the whole"
             raise XshardError(what, hint="model.eval(), or a dropout of 0")
 
+    # The loss counts as an output, and as the first array: errors begin with it.
     scalar = Sharding(Layout("()"), context.axes, ())
     wanted = [Wanted("output", "loss", scalar, value, value.abs().item())]
     for parameter in parallel.trained:
@@ -258,7 +261,7 @@ class _Copy(NamedTuple):
 
 def _copied(source: Module, parallel: ParallelModel) -> _Copy:
     """Copy a model with whole tensors and without rules; replicated parameters share the model's memory."""
-    source_tensors = dict(source.named_parameters(remove_duplicate=False))
+    source_tensors: dict[str, Tensor] = dict(source.named_parameters(remove_duplicate=False))
     source_tensors.update(source.named_buffers())
     # `deepcopy` takes these instead of copying: whole tensors, and the state of the parallel model.
     memo: dict[int, Any] = {id(x): x for x in (parallel, *parallel.hooks.values())}
@@ -271,7 +274,7 @@ def _copied(source: Module, parallel: ParallelModel) -> _Copy:
                 raise XshardError(f"{name} is in the parallel model, and missing in original=")
             memo[id(source_tensors[name])] = whole
 
-    model: Module = copy.deepcopy(source, memo)
+    model: Module = copy.deepcopy(source, memo)  # notes in `memo` what became of each module
     model.__dict__.pop(ATTRIBUTE, None)
     for count in parallel.counts:
         if (
@@ -336,6 +339,7 @@ def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]
     def states() -> list[Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ordered_devices)]
 
+    # The call of the model draws on devices that have parameters; others are left alone.
     with torch.random.fork_rng(ordered_devices):
         before = states()
         yield lambda: not all(map(torch.equal, before, states()))
@@ -368,6 +372,7 @@ def differing(
         absolute = tol * max(one.largest, largest_of_kind[one.kind] / 100)
         is_close = torch.isclose(block.double(), one.block.double(), tol, absolute).all()
         flags.append(float(EQUAL if is_close else VALUES_DIFFER))
+    # The worst flag of all processes, so that all raise, and about the same arrays.
     text = f"n | max({','.join(context.axes.axes)}) -> n"
     own_flags = torch.tensor(flags, device=blocks[0].device)
     return [int(flag) for flag in redistribute(own_flags, text, context.mesh).tolist()]
@@ -396,9 +401,10 @@ def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run:
     first: WrongTensor | None = None
     if parallel.hooks:
         first = _first_wrong(wanted, numbers, parallel, tol, run)
+    # The first wrong module explains all that follows, unless the kit has found a cause of its own.
     cause = Cause("module", f"wrong already: {first.place}") if first is not None else None
     largest = largest_of(wanted)
-    mismatches = []
+    mismatches: list[Any] = []
     for i in numbers:
         one = wanted[i]
         mismatch = mismatch_of(one, blocks[i], largest[one.kind], tol, context)

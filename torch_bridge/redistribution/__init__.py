@@ -44,7 +44,7 @@ def redistribute(
 ) -> Tensor | PendingTensor: ...
 
 
-# mypy: the overloads leave its options open. ruff: one verb for all moves, of which most calls pass three.
+# The overloads leave its options open. It has many, as one verb for all moves: most calls pass three.
 def redistribute(  # type: ignore[misc]  # noqa: PLR0913
     x: Any,
     layouts: Any,

@@ -47,6 +47,7 @@ class RouteCall(NamedTuple):
         is_whole = not (to.is_floating_point() or to.is_complex() or to.dtype == torch.bool)
         check_rows(blocks[0].shape, to.shape, is_whole, capacity=self.capacity, sizes=self.sizes)
         check_device(to.device)
+        # Lengths of messages follow from values, which have to be known, and one for all.
         if _is_batched(to) or to.is_meta:
             what = "to says where rows go by its values: none are known, or there is one set for each batch"
             raise PlanError(
@@ -58,6 +59,7 @@ class RouteCall(NamedTuple):
             "options": str((self.groups, self.capacity, self.sizes)),
         }
         sent |= desync.derivatives_of(*blocks)
+        # Other processes of the mesh may have rows of another kind.
         ranks = process_mesh(self.mesh).along(self.axes).ranks
         return desync.CallFacts({"mesh": ranked(self.mesh)}, sent, ranks, {})
 
@@ -78,6 +80,7 @@ class RouteCall(NamedTuple):
         else:
             lengths = _fixed_lengths(self.sizes, groups.n_parts, chosen.shape[1])
 
+        # A linear map of blocks: autograd gets its adjoint, which brings gradients home.
         copies = _copies(selection, lengths, group, groups, is_padded=self.sizes is not None)
         moved: Any = Redistribute.apply(copies, *blocks)
         tensors = list(moved) if isinstance(moved, tuple) else [moved]
@@ -150,7 +153,7 @@ def _select(chosen: Tensor, groups: Groups, limit: int | None) -> _Selection:
     # One column more is for nowhere. Several choices of one process are one copy.
     needed = torch.zeros(len(chosen), n_processes + 1, dtype=torch.bool, device=chosen.device)
     needed = needed.scatter_(1, processes, True)[:, :n_processes]
-    numbers = needed.cumsum(0) - 1
+    numbers = needed.cumsum(0) - 1  # of rows before this one that go there, too
     is_sent = needed if limit is None else needed & (numbers < limit)
     n_copies = is_sent.sum(0)
     n_dropped = needed.sum() - n_copies.sum()
@@ -160,6 +163,7 @@ def _select(chosen: Tensor, groups: Groups, limit: int | None) -> _Selection:
 @lru_cache(maxsize=256)
 def _places_of_groups(groups: Groups, device: torch.device) -> Tensor:
     """Return `process * most + number there` of each group, and of one behind all processes."""
+    # Processes may have unlike numbers of groups: each gets room for the most, so that `// most` finds it.
     most = max(groups.sizes)
     places = []
     for process, number in zip(groups.parts, groups.numbers, strict=True):
@@ -203,6 +207,24 @@ def _exchange_lengths(
 
     Raises ShapeError, on all processes, for a group that is not there, or rows of other sizes.
     """
+    own_reports = _own_reports(selection, to, blocks)
+    sizes = [own_reports.shape[1]] * len(own_reports)
+    exchange = Collective("all_to_all", group, sizes, sizes, is_even=True)
+    arrived = exchange.run(own_reports.view(-1), own_reports.shape)
+    # The host waits here, and nowhere else.
+    own_numbers, arrived_numbers = torch.stack([own_reports, arrived]).tolist()
+    told = [_Report(*numbers) for numbers in own_numbers]
+    heard = [_Report(*numbers) for numbers in arrived_numbers]
+    _check_reports(heard, group.ranks, n_groups)
+    return _Lengths(
+        [report.n_copies for report in told],
+        [report.n_copies for report in heard],
+        sum(report.n_choices for report in heard),
+    )
+
+
+def _own_reports(selection: _Selection, to: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+    """Return the `_Report` for each process, on the device: `[processes, 5]`."""
     n_copies = selection.n_copies
     n_processes = len(n_copies)
     # A choice travels with the copy for its process; the column more, of nowhere, never does.
@@ -210,29 +232,13 @@ def _exchange_lengths(
     n_choices = n_copies.new_zeros(n_processes + 1)
     n_choices.scatter_add_(0, selection.processes.reshape(-1), travels.reshape(-1))
 
+    # On the device: `.item()` would make the host wait.
     highest = to.max().long() if to.numel() else n_copies.new_tensor(-1)
     row_bytes = sum(math.prod(x.shape[1:]) * x.element_size() for x in blocks)
     k = math.prod(to.shape[1:])
-    # [processes, 5]: a row is the `_Report` for one process; three of its numbers are the same for all.
-    about_rows = torch.stack(
-        [highest, highest.new_full((), row_bytes), highest.new_full((), k)]
-    ).expand(n_processes, 3)
+    about_rows = torch.stack([highest, highest.new_full((), row_bytes), highest.new_full((), k)])
     counts = torch.stack([n_copies, n_choices[:n_processes]], 1)
-    reports = torch.cat([counts, about_rows], 1)
-    sizes = [reports.shape[1]] * n_processes
-    exchange = Collective("all_to_all", group, sizes, sizes, is_even=True)
-    arrived = exchange.run(reports.view(-1), reports.shape)
-    sent, received = torch.stack(
-        [reports, arrived]
-    ).tolist()  # the host waits here, and nowhere else
-
-    told = [_Report(*numbers) for numbers in received]
-    _check_reports(told, group.ranks, n_groups)
-    return _Lengths(
-        [_Report(*numbers).n_copies for numbers in sent],
-        [report.n_copies for report in told],
-        sum(report.n_choices for report in told),
-    )
+    return torch.cat([counts, about_rows.expand(n_processes, 3)], 1)  # told to all alike
 
 
 def _check_reports(reports: Sequence[_Report], ranks: Sequence[int], n_groups: int) -> None:

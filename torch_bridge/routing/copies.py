@@ -71,6 +71,7 @@ class Copies:
         for x, shape in zip(blocks, element_shapes, strict=True):
             tables.append(x.movedim(d, 0).reshape(x.shape[d], math.prod(shape)))
         results = self._return(tables) if self.is_adjoint else self._send(tables)
+        # The rows go back to where they were among the dims.
         moved = []
         for x, shape in zip(results, element_shapes, strict=True):
             moved.append(x.view(len(x), *shape).movedim(0, d))
@@ -106,6 +107,7 @@ class Copies:
 
         sent: rows to each process. received: rows from each process.
         """
+        # Tables have several dtypes, as rows and their choices: bytes travel together.
         byte_tables = [_bytes(x) for x in tables]
         message = byte_tables[0] if len(byte_tables) == 1 else torch.cat(byte_tables, 1)
         width = message.shape[1]
@@ -173,6 +175,7 @@ class Routed:
     @cached_property
     def sizes(self) -> Tensor:
         """The number of rows of each group here: `[groups]`, int64, on the device."""
+        # Groups ascend: a group's rows lie between two bounds.
         bounds = torch.arange(self.n_groups + 1, device=self.groups.device)
         return torch.searchsorted(self.groups, bounds).diff()
 
@@ -212,12 +215,13 @@ class Routed:
         if table.shape != (self._there.n_rows, self.k):
             raise ShapeError(f"weights have shape {tuple(weights.shape)}", hint="the shape of to")
         arrived = Redistribute.apply(self._there.tangent, table)  # [copies, k]
+        # A copy came with the weights of all choices of its row: each row here takes its own.
         return arrived.reshape(-1).index_select(0, self.order)
 
     @property
     def beyond(self) -> tuple[int, int]:
         """How many copies came from other processes, and how many are at others."""
-        own = self._there.group.process_group.rank()
+        own = self._there.group.process_group.rank()  # what stays here does not travel
         received = self._there.received
         sent = self._there.sent
         return sum(received) - received[own], sum(sent) - sent[own]
