@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from torch_bridge.autodiff.blocks import array_of
 from torch_bridge.models.hooks import ModuleHooks, TensorRule
+from torch_bridge.models.names import is_inside, title_of
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ParallelModel
 from torch_bridge.models.parameters import ParallelContext, unsharded
-from torch_bridge.models.verify import SHAPES_DIFFER, Wanted, differing
+from torch_bridge.models.verify import SHAPES_DIFFER, Wanted, differing, largest_value, uncompiled
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
 from xshard.models import inside, placed, written
@@ -37,13 +38,12 @@ class Place(NamedTuple):
     call: int
 
     def __str__(self) -> str:
-        return f"the {self.side} of {self.module if self.module else 'the model'}"
+        return f"the {self.side} of {title_of(self.module)}"
 
     def is_around(self, other: Place) -> bool:
         """Return whether another tensor comes before this output: inside its module, or as its input."""
-        prefix = f"{self.module}." if self.module else ""
-        is_same_tensor = other.module == self.module and other.side == self.side
-        return other.module.startswith(prefix) and not is_same_tensor
+        is_same = other.module == self.module and other.side == self.side
+        return is_inside(other.module, self.module) and not is_same
 
 
 class _SeenTensor(NamedTuple):
@@ -121,7 +121,7 @@ def watching(
     seen: Seen = {}
     calls: Counter[Any] = Counter()
     runs.append(seen)
-    root = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    root = uncompiled(model)
     with ExitStack() as handles:
         for name, module_hooks in hooks.items():
             module = root.get_submodule(name)
@@ -215,9 +215,10 @@ def _pair(
         block = context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
     except XshardError:  # the layout does not fit
         return None
-    largest = whole.abs().max().item() if whole.numel() else 0.0
     sharding = Sharding(layout, context.axes, tuple(whole.shape))
-    wanted = Wanted("output", f"{place} as '{written(layout)}'", sharding, block, largest)
+    wanted = Wanted(
+        "output", f"{place} as '{written(layout)}'", sharding, block, largest_value(whole)
+    )
     return _Compared(wanted, _reduced(x, layout, context))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_bridge.models.module_parameters import ModuleParameters
+from torch_bridge.models.names import title_of
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.redistribution import redistribute
 from xshard import XshardError
@@ -126,7 +127,7 @@ class ModuleHooks:
     @property
     def title(self) -> str:
         """The module in errors."""
-        return self.name if self.name else "the model"
+        return title_of(self.name)
 
     @property
     def summed_axes(self) -> frozenset[str]:

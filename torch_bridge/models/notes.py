@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from torch_bridge.models.names import title_of
 from xshard.models import written
 
 if TYPE_CHECKING:
@@ -80,9 +81,8 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
     for module_path, module in zip(paths, modules, strict=True):
         counted = ", ".join(_counted(module, sharded_lengths)[:LISTED])
         if counted:
-            owner = module_path if module_path else "the model"
             hint = "whole lengths of sharded dims: counts= makes them local"
-            lines.append(f"{owner} has {counted}, {hint}")
+            lines.append(f"{title_of(module_path)} has {counted}, {hint}")
     return "\n  ".join(lines)
 
 

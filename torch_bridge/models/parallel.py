@@ -16,6 +16,7 @@ from torch_bridge.models.clip_guard import guard_clipping
 from torch_bridge.models.experts import Count
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
+from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import has_note, is_raised_in, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
@@ -117,10 +118,9 @@ class ParallelModel:
 
     def used_inside(self, path: str) -> dict[str, Sharding]:
         """Return how modules use the parameters inside a module, by name."""
-        inside = f"{path}." if path else ""
         shardings = {}
         for name, parameter in self.by_name.items():
-            if name in self.uses and name.startswith(inside):
+            if name in self.uses and is_inside(name, path):
                 use = self.uses[name]
                 used = use.used.in_order(use.stored.names)
                 shardings[name] = parameter.sharding.with_layout(used)

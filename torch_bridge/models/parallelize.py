@@ -17,9 +17,10 @@ from torch_bridge.models.experts import Count, route_experts
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks, TensorRule
 from torch_bridge.models.module_parameters import ModuleParameters
+from torch_bridge.models.names import module_of, title_of
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
 from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
-from torch_bridge.models.uses import enclosing, module_of, parameters_by_rules
+from torch_bridge.models.uses import enclosing, parameters_by_rules
 from torch_bridge.redistribution.blocks import tensor_device_of
 from xshard import Mesh, ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
@@ -325,5 +326,5 @@ def _tensor_rules(
         texts = {i: text for i, text in enumerate(value) if text is not None}
     else:
         texts = {None: value}
-    with located(name if name else "the model"):
+    with located(title_of(name)):
         return [TensorRule(key, rule_of(text, context.axes, routes)) for key, text in texts.items()]

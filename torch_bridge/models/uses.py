@@ -12,6 +12,7 @@ from torch_bridge.models.embedding import shard_embedding
 from torch_bridge.models.experts import Uses
 from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
+from torch_bridge.models.names import is_inside, module_of, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from xshard import Rules, Sharding, models
 from xshard.errors import PlanError, located
@@ -26,11 +27,6 @@ class ModelParameters(NamedTuple):
 
     sharded: list[ShardedParameter]
     uses: dict[str, ParameterUse]
-
-
-def module_of(name: str) -> str:
-    """Return the name of the module around a module or a parameter."""
-    return name.rpartition(".")[0]
 
 
 def enclosing(
@@ -105,8 +101,7 @@ def _keep_rules(keep: bool | Pattern) -> Rules:
 
 def _refuse_without_input_rule(name: str) -> None:
     """Raise PlanError for a parameter of a module whose activations no rule lays out."""
-    path = module_of(name)
-    where = path if path else "the model"
+    where = title_of(module_of(name))
     hint = 'inputs= has a rule for it, or for a module around it; "" is the model'
     raise PlanError(f"{name}: no rule says how activations lie in '{where}'", hint=hint)
 
@@ -213,10 +208,9 @@ def _axes_of_addends(path: str, uses: Uses, hooks: Hooks) -> set[str]:
     if path not in hooks:
         return set()
     summed = hooks[path].summed_axes
-    inside = f"{path}." if path else ""
     axes: set[str] = set()
     for name, use in uses.items():
-        if name.startswith(inside):
+        if is_inside(name, path):
             for dim in use.used.dims:
                 axes.update(summed.intersection(dim.axes))
     return axes

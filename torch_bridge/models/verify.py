@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from torch_bridge.mesh.process_mesh import alone
+from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter, unsharded
@@ -140,10 +141,10 @@ def _source_of(model: Module, parallel: ParallelModel, original: Module | None) 
         return original
     if parallel.original is not None:
         return parallel.original
-    return _uncompiled(model)
+    return uncompiled(model)
 
 
-def _uncompiled(model: Module) -> Module:
+def uncompiled(model: Module) -> Module:
     """Return the model that `torch.compile` wrapped, which keeps it in `_orig_mod`; or the model itself."""
     inner: Module = getattr(model, "_orig_mod", model)
     return inner
@@ -231,7 +232,7 @@ def _on_one_device(
         gradient = _gradient(whole)
         block = parameter.cut(gradient, context)
         wanted.append(
-            Wanted("gradient", parameter.name, parameter.sharding, block, _largest(gradient))
+            Wanted("gradient", parameter.name, parameter.sharding, block, largest_value(gradient))
         )
         whole.grad = None
     return wanted
@@ -248,7 +249,8 @@ def _gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def _largest(x: Tensor) -> float:
+def largest_value(x: Tensor) -> float:
+    """Return the largest absolute value; 0 of an empty tensor."""
     return x.abs().max().item() if x.numel() else 0.0
 
 
@@ -443,7 +445,7 @@ def _first_wrong(
     title = name if is_loss else f"gradient of {name}"
     place = f"the {title}, while outputs of modules with rules are right"
     text = place
-    inner = [path for path in parallel.hooks if name.startswith(f"{path}." if path else "")]
+    inner = [path for path in parallel.hooks if is_inside(name, path)]
     if inner:
         text = described(place, parallel, inner[-1])
     return WrongTensor(place, text)

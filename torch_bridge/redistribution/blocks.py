@@ -93,11 +93,14 @@ def compare(x: Tensor, options: Options) -> Compared | None:
         )
 
     mesh = x.device_mesh if is_dtensor(x) else options.mesh
-    if isinstance(options.layouts, Plan):
-        text = sides(options.layouts).text
-    else:
-        text = str(options.layouts)
-    return compare_call(mesh, text, facts)
+    return compare_call(mesh, _as_asked(options.layouts), facts)
+
+
+def _as_asked(layouts: Any) -> str:
+    """Write layouts as you passed them: a wrong text has no other form. A plan has both of its ends."""
+    if isinstance(layouts, Plan):
+        return f"{layouts.src} -> {layouts.dst}"
+    return str(layouts)
 
 
 def redistribute_between(x: Any, options: Options) -> Tensor | None:
@@ -200,9 +203,7 @@ def _compare_transfer(x: Any, options: Options) -> Compared | None:
             check_replicated=are_checked(options.check_replicated),
         )
 
-    layouts = options.layouts
-    text = f"{layouts.src} -> {layouts.dst}" if isinstance(layouts, Plan) else str(layouts)
-    return compare_call(None, text, facts)
+    return compare_call(None, _as_asked(options.layouts), facts)
 
 
 def _block_for_autograd(
@@ -225,9 +226,9 @@ def _replica_comparisons(
     """Return the checks of replicas before the move, and of their cotangents, if they are asked for."""
     if not are_checked(options.check_replicated) or device.type == "meta":
         return None, None
-    is_plan = isinstance(options.layouts, Plan)
-    text = f"{plan.src} -> {plan.dst}" if is_plan else sides(options.layouts).text
-    return comparisons_between(plan, text)
+    if isinstance(options.layouts, Plan):
+        return comparisons_between(plan, _as_asked(plan))
+    return comparisons_between(plan, sides(options.layouts).text)
 
 
 def tensor_device_of(x: Tensor | None, device: Any, dst_mesh: MeshLike | None) -> torch.device:
