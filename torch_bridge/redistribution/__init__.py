@@ -195,7 +195,8 @@ def _redistribute_now(x: Any, options: Options) -> Any:
     options = options._replace(bucket_bytes=None)  # one tensor has no buckets to compare
     x = as_tensor(x)
     compared = compare(x, options) if options.debug else None
-    y = move_one(x, call_of(x, options), options.async_op, options.check_replicated)
+    call = call_of(x, options.layouts, options.mesh, options.shape, options)
+    y = move_one(x, call, options.async_op, options.check_replicated)
     return watched(compared, y, x)
 
 

@@ -27,16 +27,19 @@ from xshard.plans.plan import Plan
 from xshard.replicas import are_checked
 
 
-def call_of(x: Tensor, options: Options) -> MoveCall:
-    """Return the call on one mesh; a DTensor brings its mesh and its global shape."""
-    mesh = options.mesh
-    shape = options.shape
+def call_of(
+    x: Tensor, layouts: Any, mesh: MeshLike | None, shape: Any, options: Options
+) -> MoveCall:
+    """Return the call on one mesh; a DTensor brings its mesh and its global shape.
+
+    options: the others; those of a tree are for all of its tensors.
+    """
     if is_dtensor(x):
         from torch_bridge.dtensor.placements import whole_of  # slow: it imports DTensor
 
         shape = whole_of(x, mesh, shape)  # raises if `mesh` or `shape` is another one
         mesh = x.device_mesh
-    return MoveCall.of(options.layouts, mesh, shape, options.profile, options.comm_dtype)
+    return MoveCall.of(layouts, mesh, shape, options.profile, options.comm_dtype)
 
 
 def move_one(
@@ -76,7 +79,7 @@ def compare(x: Tensor, options: Options) -> Compared | None:
     """Raise on all ranks of the mesh unless all of them are about to make this call, and can."""
 
     def facts() -> CallFacts:
-        call = call_of(x, options)
+        call = call_of(x, options.layouts, options.mesh, options.shape, options)
         block = x
         if is_dtensor(x):
             from torch_bridge.dtensor.function import local_block

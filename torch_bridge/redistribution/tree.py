@@ -15,7 +15,7 @@ from torch_bridge.autodiff.pending import watched
 from torch_bridge.calls.move import MoveCall
 from torch_bridge.lower.executable import BucketedExecutable, Executable
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call
-from torch_bridge.mesh.process_mesh import callers
+from torch_bridge.mesh.process_mesh import MeshLike, callers
 from torch_bridge.redistribution.blocks import call_of, compare, move_one, redistribute_between
 from torch_bridge.redistribution.options import Options
 from xshard.arguments import limit_of
@@ -29,7 +29,13 @@ class _Leaf(NamedTuple):
 
     place: str
     x: Any  # None between two meshes, on a process outside the source
-    options: Options
+    layouts: Any
+    shape: Any
+    mesh: MeshLike | None  # None for a DTensor, which brings its own
+
+    def options(self, of_tree: Options) -> Options:
+        """Return the options with which this leaf would be moved alone."""
+        return of_tree._replace(layouts=self.layouts, shape=self.shape, mesh=self.mesh)
 
 
 class _LeafMove(NamedTuple):
@@ -65,8 +71,9 @@ def share_collectives(
             if (is_recording and blocks[i].requires_grad) == is_recorded:
                 indices.append(i)
         if indices:
-            members = tuple(executables[i] for i in indices)
-            moves.append(SharedMove(tuple(indices), BucketedExecutable(members, bucket_bytes)))
+            members = [executables[i] for i in indices]
+            together = BucketedExecutable(tuple(members), bucket_bytes)
+            moves.append(SharedMove(tuple(indices), together))
     return moves
 
 
@@ -80,7 +87,7 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
     calls = []
     for leaf in leaves:
         with located(leaf.place):
-            calls.append(call_of(leaf.x, leaf.options))
+            calls.append(call_of(leaf.x, leaf.layouts, leaf.mesh, leaf.shape, options))
 
     # The comparison of replicas belongs to one tensor, whose name its error has.
     results: dict[int, Any] = {}
@@ -102,7 +109,7 @@ def transfer_tree(tree: Any, options: Options) -> Any:
     results = []
     for leaf in _leaves(tree, options, is_optional=True):
         with located(leaf.place):
-            results.append(redistribute_between(leaf.x, leaf.options))
+            results.append(redistribute_between(leaf.x, leaf.options(options)))
     return tree_unflatten(results, tree_structure(tree))
 
 
@@ -114,13 +121,12 @@ def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[
     layouts = _spread(options.layouts, tree, _is_expression, "layouts")
     shapes = _spread(options.shape, tree, _is_shape, "shapes")
     for leaf, whole in zip(layouts, shapes, strict=True):
+        place = leaf.place
         x = leaf.x
         if x is not None or not is_optional:
-            x = as_tensor(x, leaf.place if leaf.place else "x")
-        own_options = options._replace(layouts=leaf.given, shape=whole.given)
-        if is_dtensor(x):
-            own_options = own_options._replace(mesh=None)  # it brings its own
-        yield _Leaf(leaf.place, x, own_options)
+            x = as_tensor(x, place if place else "x")
+        mesh = None if is_dtensor(x) else options.mesh
+        yield _Leaf(place, x, leaf.given, whole.given, mesh)
 
 
 def _spread(values: Any, tree: Any, is_value: Callable[[Any], bool], what: str) -> list[Any]:
@@ -193,13 +199,14 @@ def _compare_tree(tree: Any, options: Options, bucket_bytes: int | None) -> list
     leaves: list[_Leaf] = []
 
     def facts() -> CallFacts:
-        leaves.extend(_leaves(tree, options._replace(bucket_bytes=bucket_bytes)))
+        leaves.extend(_leaves(tree, options))
         names = ", ".join(leaf.place for leaf in leaves)
         return CallFacts({"tensors": names}, {}, callers(mesh), {})
 
     compare_call(mesh, "redistribute of a tree", facts)
     compared = []
+    in_bytes = options._replace(bucket_bytes=bucket_bytes)  # 2**20 and "1MiB" are equal
     for leaf in leaves:
         with located(leaf.place):
-            compared.append(compare(leaf.x, leaf.options))
+            compared.append(compare(leaf.x, leaf.options(in_bytes)))
     return compared
