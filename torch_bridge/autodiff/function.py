@@ -15,7 +15,7 @@ from torch_bridge.lower.executable import Executable
 # arguments like this; without it `Redistribute.apply`, which skips that code, would pass dead wrappers on.
 _unwrap = torch._C._functorch.unwrap_if_dead
 # Whether a torch.func transform is active: `Function.apply` then has to see the call.
-_has_functorch_transforms = torch._C._are_functorch_transforms_active
+has_functorch_transforms = torch._C._are_functorch_transforms_active
 
 
 class Map(Protocol):
@@ -44,7 +44,7 @@ class Redistribute(torch.autograd.Function):
     @classmethod
     def apply(cls, executable: Any, *blocks: Tensor) -> Any:
         """Call `Function.apply` without binding arguments, which takes longer than the rest of it."""
-        if _has_functorch_transforms():
+        if has_functorch_transforms():
             return super().apply(executable, *blocks)
         # The implementation in C, which `Function.apply` calls after it has bound the arguments.
         plain: Any = super(torch.autograd.Function, cls)
@@ -127,4 +127,4 @@ def is_transformed() -> bool:
 
     Both names are torch's own: without them derivatives in these modes would be dropped in silence.
     """
-    return _has_functorch_transforms() or forward_ad._current_level >= 0
+    return has_functorch_transforms() or forward_ad._current_level >= 0

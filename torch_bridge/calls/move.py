@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_bridge.autodiff.function import has_functorch_transforms
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
@@ -217,7 +218,7 @@ named = between_graphs(with_maps)
 
 def check_no_transform() -> None:
     """Raise PlanError under torch.func: torch would drop its tangents in a recorded call."""
-    if torch._C._are_functorch_transforms_active():
+    if has_functorch_transforms():
         hint = "torch would drop tangents without a word: use torch.func on what is not compiled"
         raise PlanError(
             "torch.func inside torch.compile does not reach through a redistribution", hint=hint

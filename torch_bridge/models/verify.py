@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from torch_bridge.models.uses import check_apart
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances
 from xshard.errors import ShapeError, located
+
+if TYPE_CHECKING:
+    from torch_bridge.models.first_wrong import WrongTensor
 
 Call = dict[Any, Any]  # arguments by position or name
 Loss = Callable[[Any], Tensor] | None
@@ -396,7 +399,7 @@ def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run:
     if not numbers:
         return
     # Imported now, because they load the kit, which is slow.
-    from torch_bridge.models.first_wrong import WrongTensor, mismatch_of
+    from torch_bridge.models.first_wrong import mismatch_of
     from xshard.testing.diagnosis.causes import Cause
     from xshard.testing.mismatch import EquivalenceError
 
@@ -424,10 +427,10 @@ def _first_wrong(
     parallel: ParallelModel,
     tol: float,
     run: Run,
-) -> Any:
+) -> WrongTensor:
     """Run both models again, and find the first wrong output of a module; else the first wrong gradient.
 
-    numbers: of the arrays that are wrong. Returns a `WrongTensor`.
+    numbers: of the arrays that are wrong.
     """
     from torch_bridge.models.first_wrong import WrongTensor, first_wrong, watching
 
