@@ -1,4 +1,4 @@
-"""The guard that keeps torch's `clip_grad_norm_` from blocks: put in place when it is needed, never in silence."""
+"""The guard that keeps torch's `clip_grad_norm_` from blocks: late, and never missing in silence."""
 
 from __future__ import annotations
 
