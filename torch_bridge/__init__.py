@@ -53,17 +53,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a room or a function when it is first used; Python asks for names that are not here."""
     if name in ROOMS:
         return import_module(f"torch_bridge.{name}")
     for module, names in _MODULES.items():
         if name in names:
-            return globals().setdefault(
-                name, getattr(import_module(f"torch_bridge.{module}"), name)
-            )
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}; its rooms: {', '.join(ROOMS)}"
-    )
+            value = getattr(import_module(f"torch_bridge.{module}"), name)
+            return globals().setdefault(name, value)  # from now on found without this function
+    rooms = ", ".join(ROOMS)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its rooms: {rooms}")
 
 
 def __dir__() -> list[str]:
+    """List also the names that have not been imported yet, for completion in notebooks."""
     return sorted({*globals(), *__all__, *ROOMS})

@@ -21,8 +21,9 @@ CommDtypeLike = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | No
 
 
 def comm_dtypes(comm_dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """`comm_dtype=` -> a dtype for each direction. Raises DtypeError for another value."""
-    pair = tuple(comm_dtype) if isinstance(comm_dtype, list | tuple) else (comm_dtype, comm_dtype)
+    """Return a dtype for each direction from `comm_dtype=`. Raises DtypeError for another value."""
+    is_pair = isinstance(comm_dtype, list | tuple)
+    pair = tuple(comm_dtype) if is_pair else (comm_dtype, comm_dtype)
     if len(pair) != 2 or not all(d is None or isinstance(d, torch.dtype) for d in pair):
         hint = "a torch dtype, or two of them, forward and backward: (torch.bfloat16, None)"
         raise DtypeError(f"comm_dtype is {comm_dtype!r}", hint=hint)
@@ -31,7 +32,10 @@ def comm_dtypes(comm_dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None
 
 def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
     """Resolve `comm_dtype=` for blocks of a dtype. Raises DtypeError if values would change their kind."""
-    travels = CommDtype(*(block if d is None else d for d in comm_dtypes(comm_dtype)))
+    forward, backward = comm_dtypes(comm_dtype)
+    travels = CommDtype(
+        block if forward is None else forward, block if backward is None else backward
+    )
     for dtype in travels:
         if dtype != block and _kind(dtype) != _kind(block):
             hint = (
@@ -42,6 +46,11 @@ def comm_dtype_of(comm_dtype: CommDtypeLike, block: torch.dtype) -> CommDtype:
 
 
 def _kind(dtype: torch.dtype) -> object:
-    if dtype == torch.float4_e2m1fn_x2:  # an element is two numbers
+    """Return what a dtype may travel as: any float, any complex dtype, or itself alone."""
+    if dtype == torch.float4_e2m1fn_x2:  # an element is two numbers, which no cast takes apart
         return dtype
-    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else dtype
+    if dtype.is_floating_point:
+        return "float"
+    if dtype.is_complex:
+        return "complex"
+    return dtype

@@ -1,5 +1,6 @@
-"""`check_replicated=True`: checks that replicated blocks really are equal, forward and backward. It takes one
-collective of the block's size per axis, and every rank of the mesh raises or none.
+"""`check_replicated=True`: checks that replicated blocks really are equal, forward and backward.
+
+It takes one collective of the block's size per axis, and every rank of the mesh raises or none.
 """
 
 from __future__ import annotations
@@ -20,38 +21,53 @@ from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks, process_m
 from xshard import Mesh, Plan, replicas, trees
 from xshard.replicas import ReplicaCheck, checks_of
 
+Check = Callable[[Tensor], object]  # raises ReplicaError for a block that differs from its replicas
+
 
 def checked(
     x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str
 ) -> Tensor:
-    """Run an executable on a block, comparing the replicas of `x`, and of the result's cotangent. Raises
-    ReplicaError, with the user's expression `text`, on all ranks, here or backward.
+    """Run an executable on a block; compare the replicas of `x`, and of the result's cotangent.
+
+    text: the user's expression, and `name` the tensor's, for errors. Raises ReplicaError on all ranks, here
+    or in the backward pass.
     """
-    checks = checks_of(executable.plan, processes.mesh, text, name)
-    entering, returning = (check and comparison_of(check, processes) for check in checks)
-    x = Expect.apply(x, entering, None) if entering else x
+    # The cotangent's check is None for a result that is not linear, as a max: it has no dual layout.
+    before, after = checks_of(executable.plan, processes.mesh, text, name)
+    entering = comparison_of(before, processes)
+    if entering is not None:
+        x = Expect.apply(x, entering, None)
     y = apply(executable, x)
-    return Expect.apply(y, None, returning) if returning else y
+    returning = None if after is None else comparison_of(after, processes)
+    if returning is not None:
+        y = Expect.apply(y, None, returning)
+    return y
 
 
 def comparisons_between(plan: Plan, text: str) -> tuple[Comparison | None, Comparison | None]:
-    """Comparisons before and after a plan between two meshes, for all processes of the world."""
+    """Return comparisons before and after a plan between two meshes, for all processes of the world."""
     world = process_mesh(Mesh(world=dist.get_world_size()))
 
     def comparison(check: ReplicaCheck | None, ranks: tuple[int, ...]) -> Comparison | None:
         if check is None or not check.axes:
             return None
-        own = mesh_of_ranks(check.mesh, ranks) if dist.get_rank() in ranks else None
-        return Comparison(check, ranks, own, world)
+        own_mesh = mesh_of_ranks(check.mesh, ranks) if dist.get_rank() in ranks else None
+        return Comparison(check, ranks, own_mesh, world)
 
-    entering, returning = checks_of(plan, None, text)
-    return comparison(entering, plan.src_devices), comparison(returning, tuple(plan.dst_devices))
+    before, after = checks_of(plan, None, text)
+    entering = comparison(before, plan.src_devices)
+    return entering, comparison(after, tuple(plan.dst_devices))
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Call it on a block: raises ReplicaError on all `callers` if replicas differ. `ranks` have blocks;
-    `processes` is their mesh, None on a process without a block.
+    """Call it on a block: raises ReplicaError on all `callers` if replicas differ.
+
+    Attributes:
+        check: What is equal by contract, and the error to raise.
+        ranks: The processes with blocks.
+        processes: The mesh of these; None on a process without a block.
+        callers: All processes that call it.
     """
 
     check: ReplicaCheck
@@ -60,7 +76,8 @@ class Comparison:
     callers: ProcessMesh
 
     def __post_init__(self) -> None:
-        self.callers.group(self.callers.mesh.axes)  # made now, while all processes are here
+        # Groups are made now, while all processes are here: a backward pass may have others elsewhere.
+        self.callers.group(self.callers.mesh.axes)
         if self.processes is not None:
             for axis in self.check.axes:
                 self.processes.group((axis,))
@@ -72,60 +89,73 @@ class Comparison:
 def compare_all(
     pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None = None
 ) -> None:
-    """Compare blocks, all of the same callers, with few collectives; raises the first ReplicaError.
+    """Compare blocks, all of the same callers, with few collectives; raise the first ReplicaError.
+
     bucket_bytes: how much of the blocks is compared together; None for all.
     """
     keys = [(one.check.axes, one.processes, x.dtype, x.device) for one, x in pairs]
-    shape = len(pairs), len(pairs[0][0].ranks), max(len(axes) for axes, *_ in keys), 2
-    differences = torch.zeros(shape, dtype=torch.float64, device=pairs[0][1].device)
-    for group in trees.groups([x.nbytes for _, x in pairs], bucket_bytes, keys):
-        axes, processes, *_ = keys[group[0]]
-        if processes is None:
+    n_ranks = len(pairs[0][0].ranks)
+    most_axes = max(len(comparison.check.axes) for comparison, _ in pairs)
+    # [blocks, ranks, axes, 2]: the largest difference, and the largest value. Own findings first.
+    findings = torch.zeros(
+        (len(pairs), n_ranks, most_axes, 2), dtype=torch.float64, device=pairs[0][1].device
+    )
+    # Blocks of one dtype, compared along the same axes, share a collective per axis.
+    for members in trees.groups([x.nbytes for _, x in pairs], bucket_bytes, keys):
+        first, _ = pairs[members[0]]
+        if first.processes is None:  # without a block, only for the last collective
             continue
-        values = [_comparable(pairs[k][1].detach()) for k in group]
-        for i, axis in enumerate(axes):
-            differences[group, processes.device, i] = _differing(values, processes, axis).to(
-                differences
-            )
+        values = [_comparable(pairs[k][1].detach()) for k in members]
+        for i, axis in enumerate(first.check.axes):
+            differences = _differences(values, first.processes, axis)
+            findings[members, first.processes.device, i] = differences.to(findings)
+
+    # Everybody gets the findings of all, so that all raise or none.
     callers = pairs[0][0].callers
-    everywhere = _largest(differences, callers, callers.mesh.axes).cpu().numpy()
-    for (one, _), differs in zip(pairs, everywhere, strict=True):
-        if fault := one.check.fault(differs[:, : len(one.check.axes)], one.ranks):
+    everywhere = _largest(findings, callers, callers.mesh.axes).cpu().numpy()
+    for (comparison, _), found in zip(pairs, everywhere, strict=True):
+        n_axes = len(comparison.check.axes)
+        fault = comparison.check.fault(found[:, :n_axes], comparison.ranks)
+        if fault is not None:
             raise fault
 
 
-def _differing(values: Sequence[Tensor], processes: ProcessMesh, axis: str) -> Tensor:
-    """`[values, 2]`: by how much this process's blocks differ from others', and how large they are."""
+def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) -> Tensor:
+    """Return by how much blocks differ along an axis, and how large they are: `[values, 2]`."""
     flat = torch.cat([x.reshape(-1) for x in values])
-    flipped = flat.neg() if flat.is_floating_point() else flat.bitwise_not()
-    both = _largest(torch.stack([flat, flipped]), processes, (axis,))
-    most = both[0]
-    least = both[1].neg() if both.is_floating_point() else both[1].bitwise_not()
+    is_float = flat.is_floating_point()
+    # One maximum finds both ends: the minimum is that of the values in reversed order. For integers this
+    # is the complement, as the negative of the least one does not exist.
+    reversed_order = flat.neg() if is_float else flat.bitwise_not()
+    both = _largest(torch.stack([flat, reversed_order]), processes, (axis,))
+    largest = both[0]
+    smallest = both[1].neg() if is_float else both[1].bitwise_not()
+
     # Equal infinities do not differ. Differences of integers may wrap around, but not to 0.
-    apart = torch.where(most == least, torch.zeros_like(most), most - least).double().abs()
-    size = torch.maximum(most.double().abs(), least.double().abs())
+    difference = torch.where(largest == smallest, torch.zeros_like(largest), largest - smallest)
+    size = torch.maximum(largest.double().abs(), smallest.double().abs())
     size = torch.where(size.isfinite(), size, torch.zeros_like(size))
-    parts = torch.stack([apart, size]).split([x.numel() for x in values], 1)
-    return torch.stack([x.amax(1) if x.numel() else x.new_zeros(2) for x in parts])
+    findings = torch.stack([difference.double().abs(), size])
+    of_each = findings.split([x.numel() for x in values], 1)
+    return torch.stack([x.amax(1) if x.numel() else x.new_zeros(2) for x in of_each])
 
 
 def _largest(values: Tensor, processes: ProcessMesh, axes: Sequence[str]) -> Tensor:
-    """The maximum along some axes, element by element."""
-    n = (values.numel(),)
-    return Collective("all_reduce", processes.group(axes), n, n, "max").run(
-        values.reshape(-1), values.shape
-    )
+    """Return the maximum along some axes, element by element."""
+    sizes = (values.numel(),)
+    reduce = Collective("all_reduce", processes.group(axes), sizes, sizes, "max")
+    return reduce.run(values.reshape(-1), values.shape)
 
 
-def comparison_of(check: ReplicaCheck, processes: ProcessMesh) -> Callable[[Tensor], object] | None:
-    """The comparison to call on a block; None if nothing of it is replicated."""
+def comparison_of(check: ReplicaCheck, processes: ProcessMesh) -> Check | None:
+    """Return the comparison to call on a block; None if nothing of it is replicated."""
     if replicas.WATCH is not None:
         return partial(replicas.WATCH(check), dist.get_rank())
     return Comparison(check, processes.ranks, processes, processes) if check.axes else None
 
 
 def _comparable(block: Tensor) -> Tensor:
-    """The block in a dtype that has a maximum; NaN, which no maximum finds, becomes infinity."""
+    """Return the block in a dtype that has a maximum."""
     if block.dtype in FOUR_BITS:
         block = block.view(torch.uint8)
     if block.is_complex():
@@ -133,17 +163,18 @@ def _comparable(block: Tensor) -> Tensor:
     if not block.is_floating_point():
         return block.to(torch.int64)
     wide = block if block.dtype == torch.float64 else block.float()
+    # No maximum finds NaN: it becomes infinity, which differs from all else.
     return torch.where(wide.isnan(), torch.full_like(wide, torch.inf), wide)
 
 
 class Expect(torch.autograd.Function):
-    """`Expect.apply(block, entering, returning)`: a copy; they compare the block, and its cotangent."""
+    """`Expect.apply(block, entering, returning)` returns a copy; they compare the block and its cotangent."""
 
     @staticmethod
-    def forward(block: Tensor, entering: Comparison | None, returning: Comparison | None) -> Tensor:
+    def forward(block: Tensor, entering: Check | None, returning: Check | None) -> Tensor:
         if entering is not None:
             entering(block)
-        if block.dtype in FOUR_BITS:
+        if block.dtype in FOUR_BITS:  # which torch cannot clone
             return block.view(torch.uint8).clone().view(block.dtype)
         return block.clone()
 

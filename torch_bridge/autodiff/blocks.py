@@ -1,4 +1,4 @@
-"""Blocks and numpy arrays -> tensors; reentrant checkpoints inside `torch.func.functional_call` refused."""
+"""What users pass becomes tensors, and tensors become arrays; one kind of checkpoint is refused."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+CHECKPOINT_HINT = (
+    "its second pass, within the backward pass, has the module's own parameters: gradients would be wrong; "
+    "pass use_reentrant=False"
+)
+
+
 def as_tensor(
     x: Any,
     name: str = "x",
     usage: str = "the tensor comes first, as in redistribute(x, layouts, mesh)",
 ) -> Tensor:
-    """The tensor, or the result of one in flight. Raises XshardError with a hint, by default `usage`."""
+    """Return the tensor, or wait for one in flight. Raises XshardError with a hint, by default `usage`."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, PendingTensor):
@@ -43,51 +49,57 @@ def as_tensor(
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor. Does not import DTensor, which takes half a second."""
+    """Return whether a value is a DTensor, without importing DTensor, which takes half a second."""
+    # There are no DTensors before their module has been imported.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
-_HINT = (
-    "its second pass, within the backward pass, has the module's own parameters: gradients would be wrong; "
-    "pass use_reentrant=False"
-)
-
-
 def check_not_swapped() -> None:
-    """Raise XshardError in the first pass of a reentrant checkpoint inside `functional_call`."""
+    """Raise XshardError in the first pass of a reentrant checkpoint inside `functional_call`.
+
+    `functional_call` swaps the parameters of a module for the time of one call. A reentrant checkpoint runs
+    the module again in the backward pass, when they are swapped back. Hot: each verb calls this.
+    """
+    # Only the forward pass of an autograd.Function, as a reentrant checkpoint is one, disables forward
+    # mode. Without this private question each call would read the stack, which is slow.
     if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
-        return  # only the forward pass of an autograd.Function disables it: a stack is slow to read
+        return
     frame = sys._getframe(1)
     is_checkpointed = False
     while frame is not None:
         name = frame.f_code.co_qualname
-        is_checkpointed |= name == "CheckpointFunction.forward"  # also Megatron's and DeepSpeed's
+        # By its name, which Megatron's and DeepSpeed's checkpoints have, too.
+        is_checkpointed |= name == "CheckpointFunction.forward"
         if is_checkpointed and name == "functional_call":
             raise XshardError(
-                "a reentrant checkpoint inside torch.func.functional_call", hint=_HINT
+                "a reentrant checkpoint inside torch.func.functional_call", hint=CHECKPOINT_HINT
             )
         frame = frame.f_back  # type: ignore[assignment]
 
 
 def check_no_checkpoint(path: str, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
-    """Raise XshardError if a reentrant checkpoint made outputs of the module `path`, parameters swapped."""
+    """Raise XshardError if a reentrant checkpoint made outputs of the converted module `path`."""
     if any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes(outputs, inputs)):
-        raise XshardError(f"{path}: a reentrant checkpoint inside a converted module", hint=_HINT)
+        raise XshardError(
+            f"{path}: a reentrant checkpoint inside a converted module", hint=CHECKPOINT_HINT
+        )
 
 
 def tensor_of(block: Block) -> Tensor:
-    """An array -> a tensor of the same memory."""
+    """View an array as a tensor of the same memory."""
     array = np.asarray(block)
     if hasattr(np, array.dtype.name):
         return torch.from_numpy(array)
-    # bfloat16 and 8-bit floats, which numpy knows from ml_dtypes.
-    return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, array.dtype.name))
+    # bfloat16 and 8-bit floats, which numpy knows from ml_dtypes: by way of integers of their width.
+    bits = torch.from_numpy(array.view(f"u{array.itemsize}"))
+    return bits.view(getattr(torch, array.dtype.name))
 
 
 def array_of(tensor: Tensor) -> Block:
-    """A contiguous tensor on the CPU -> an array of the same memory."""
+    """View a contiguous tensor on the CPU as an array of the same memory."""
     name = str(tensor.dtype).removeprefix("torch.")
     if hasattr(np, name):
         return tensor.numpy()
-    return tensor.view(getattr(torch, f"uint{8 * tensor.itemsize}")).numpy().view(numpy_dtype(name))
+    bits = tensor.view(getattr(torch, f"uint{8 * tensor.itemsize}"))
+    return bits.numpy().view(numpy_dtype(name))

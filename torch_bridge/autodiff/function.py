@@ -11,11 +11,15 @@ from torch.autograd import forward_ad
 
 from torch_bridge.lower.executable import Executable
 
-_unwrap = torch._C._functorch.unwrap_if_dead  # a tensor that outlives its transform
+# A tensor that outlives its torch.func transform -> the plain one inside. `Function.apply` unwraps its
+# arguments like this; without it `Redistribute.apply`, which skips that code, would pass dead wrappers on.
+_unwrap = torch._C._functorch.unwrap_if_dead
+# Whether a torch.func transform is active: `Function.apply` then has to see the call.
+has_functorch_transforms = torch._C._are_functorch_transforms_active
 
 
 class Map(Protocol):
-    """A linear function of blocks with its derivatives; if not linear, an `Executable` with `winners`."""
+    """A linear function of blocks, with its derivatives; one that is not linear has `winners` instead."""
 
     def __call__(self, *blocks: Tensor) -> Tensor | tuple[Tensor, ...]: ...
 
@@ -32,13 +36,17 @@ class Map(Protocol):
 
 
 class Redistribute(torch.autograd.Function):
-    """`Redistribute.apply(executable, block, ...)`: the blocks after the plan, differentiable in any way."""
+    """`Redistribute.apply(executable, block, ...)` runs a plan on blocks, differentiable in any way.
+
+    The backward pass is the executable of the adjoint, under this same wrapper: so are its derivatives.
+    """
 
     @classmethod
     def apply(cls, executable: Any, *blocks: Tensor) -> Any:
-        """As `Function.apply`, without binding arguments, which takes longer than the rest of it."""
-        if torch._C._are_functorch_transforms_active():
+        """Call `Function.apply` without binding arguments, which takes longer than the rest of it."""
+        if has_functorch_transforms():
             return super().apply(executable, *blocks)
+        # The implementation in C, which `Function.apply` calls after it has bound the arguments.
         plain: Any = super(torch.autograd.Function, cls)
         return plain.apply(executable, *map(_unwrap, blocks))
 
@@ -56,22 +64,27 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         executable = ctx.executable
-        if executable.is_linear:
-            back = executable.backward
-            is_recorded = torch.is_grad_enabled() or is_transformed()
-            blocks = Redistribute.apply(back, *gradients) if is_recorded else back(*gradients)
-            return None, *((blocks,) if isinstance(blocks, Tensor) else blocks)
-        cotangent = executable.winners[2]
-        return None, Redistribute.apply(cotangent, *gradients) * winner_shares(
-            executable, *ctx.saved_tensors
-        )
+        if not executable.is_linear:
+            block, output = ctx.saved_tensors
+            cotangent = Redistribute.apply(executable.winners[2], *gradients)
+            return None, cotangent * winner_shares(executable, block, output)
+        adjoint = executable.backward
+        # Most backward passes record nothing: then autograd, as long as a small move, is left out.
+        if torch.is_grad_enabled() or is_transformed():
+            cotangents = Redistribute.apply(adjoint, *gradients)
+        else:
+            cotangents = adjoint(*gradients)
+        if isinstance(cotangents, Tensor):
+            return None, cotangents
+        return None, *cotangents
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor | tuple[Tensor, ...]:
         executable = ctx.executable
         if executable.is_linear:
             return Redistribute.apply(executable.tangent, *tangents)
-        shares = winner_shares(executable, *ctx.saved_tensors)
+        block, output = ctx.saved_tensors
+        shares = winner_shares(executable, block, output)
         return Redistribute.apply(executable.winners[3], tangents[0] * shares)
 
     @staticmethod
@@ -79,32 +92,39 @@ class Redistribute(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], executable: Map, *blocks: Tensor
     ) -> tuple[Any, Any]:
         n = info.batch_size
-        pairs = zip(blocks, in_dims[1:], strict=True)
-        leading = [x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in pairs]
-        results = Redistribute.apply(executable.batched(n), *leading)
-        return results, tuple(0 for _ in results) if isinstance(results, tuple) else 0
+        batched = []  # all with the mapped dim first
+        for x, dim in zip(blocks, in_dims[1:], strict=True):
+            batched.append(x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0))
+        results = Redistribute.apply(executable.batched(n), *batched)
+        if isinstance(results, tuple):
+            return results, (0,) * len(results)
+        return results, 0
 
 
 def winner_shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
-    """1 / (number of processes that hold the max or min) where the block holds it, else 0."""
+    """Share the gradient of a max or min: 1 / (number of winners) where the block holds it, else 0."""
     result, count, *_ = executable.winners
     best = Redistribute.apply(result, output if result.is_linear else block.detach())
-    won = (block == best).to(block.dtype)
-    return won / Redistribute.apply(count, won).clamp(
-        min=1
-    )  # rows that a boundary fills have no winner
+    has_won = (block == best).to(block.dtype)
+    n_winners = Redistribute.apply(count, has_won)
+    return has_won / n_winners.clamp(min=1)  # rows that a boundary fills have no winner
 
 
 def apply(executable: Executable, block: Tensor) -> Tensor:
-    """A plan on one block, differentiable. For max and min, winners are found in the communication dtype."""
-    if not (block.requires_grad and torch.is_grad_enabled()) and not is_transformed():
-        return executable(block)  # nothing to record; autograd takes as long as a small move
+    """Run a plan on one block, differentiably. Hot: every call on one mesh comes through here."""
+    is_recorded = block.requires_grad and torch.is_grad_enabled()
+    if not is_recorded and not is_transformed():
+        return executable(block)  # autograd would take as long as a small move
     if executable.is_linear or executable.casts is None:
         return Redistribute.apply(executable, block)
+    # The winners of a max or min are those in the communication dtype, where more values are equal.
     uncast = replace(executable, casts=None)
     return Redistribute.apply(uncast, block.to(executable.casts.forward)).to(block.dtype)
 
 
 def is_transformed() -> bool:
-    """Whether torch.func or forward mode is active; their tensors require no gradient."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Return whether torch.func or forward mode is active; their tensors require no gradient.
+
+    Both names are torch's own: without them derivatives in these modes would be dropped in silence.
+    """
+    return has_functorch_transforms() or forward_ad._current_level >= 0

@@ -1,4 +1,4 @@
-"""Redistributions in flight: one map for autograd begins a plan, and another ends it."""
+"""Redistributions in flight: one function for autograd begins a plan, and another ends it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,27 @@ from torch_bridge.mesh.desync import Compared
 
 @dataclass(eq=False)
 class InFlight:
-    """One execution of a plan."""
+    """One execution of a plan, between its beginning and its end."""
 
     executable: Executable
-    finish: Callable[[], Tensor] | None = None  # ends it
-    derivatives: dict[Any, InFlight] = field(default_factory=dict)  # executions of them, by kind
+    finish: Callable[[], Tensor] | None = None  # ends it; None before it begins, and afterwards
+    # Executions of its derivatives that one half has begun and the other has to end: "backward",
+    # "tangent", or the size of a batch.
+    derivatives: dict[str | int, InFlight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """One half of a plan: a block -> an empty tensor in its place (`begins`), or this one -> the result."""
+    """One half of a plan, as a linear function for autograd.
+
+    The first half (`begins`) maps a block to an empty token, the second one the token to the result. The
+    token is what ties them together in the graph: in the backward pass the second half comes first, and
+    begins the plan of the adjoint, which the first half ends.
+    """
 
     in_flight: InFlight
     begins: bool
-    batch: tuple[int, ...] = ()
+    batch: tuple[int, ...] = ()  # lengths of dims that vmap added
     is_linear: bool = True
 
     def __call__(self, block: Tensor) -> Tensor:
@@ -50,39 +57,47 @@ class Half:
 
     @property
     def backward(self) -> Half:
-        return self._half("backward", lambda plan: plan.backward, not self.begins, self.batch)
+        begins = not self.begins
+        if begins:
+            self._begin_derivative("backward", self.in_flight.executable.backward)
+        return Half(self._derivative("backward", begins), begins, self.batch)
 
     @property
     def tangent(self) -> Half:
-        return self._half("tangent", lambda plan: plan.tangent, self.begins, self.batch)
+        if self.begins:
+            self._begin_derivative("tangent", self.in_flight.executable.tangent)
+        return Half(self._derivative("tangent", self.begins), self.begins, self.batch)
 
     def batched(self, n: int) -> Half:
-        return self._half(n, lambda plan: plan.batched(n), self.begins, (n, *self.batch))
+        if self.begins:
+            self._begin_derivative(n, self.in_flight.executable.batched(n))
+        return Half(self._derivative(n, self.begins), self.begins, (n, *self.batch))
 
-    def _half(
-        self,
-        kind: Any,
-        derive: Callable[[Executable], Executable],
-        begins: bool,
-        batch: tuple[int, ...],
-    ) -> Half:
-        """A half of a derivative: the one that begins it leaves its execution for the one that ends it."""
+    def _begin_derivative(self, kind: str | int, executable: Executable) -> None:
+        """Leave an execution of a derivative for the half that ends it."""
+        self.in_flight.derivatives[kind] = InFlight(executable)
+
+    def _derivative(self, kind: str | int, begins: bool) -> InFlight:
+        """Return the execution of a derivative; the half that ends it takes it out."""
         derivatives = self.in_flight.derivatives
-        if begins:
-            derivatives[kind] = InFlight(derive(self.in_flight.executable))
-        return Half(derivatives[kind] if begins else derivatives.pop(kind), begins, batch)
+        return derivatives[kind] if begins else derivatives.pop(kind)
 
 
 class PendingTensor:
-    """The result of a redistribution in flight; any use as a tensor waits for it, and `wait()` returns the
-    tensor. Its shape, dtype and device are known at once.
+    """The result of a redistribution in flight.
+
+        y = xt.redistribute(x, "s/cp c -> s c", mesh, async_op=True)    # [s/4, c] -> [s, c], on its way
+        z = 2 * y                                                       # waits
+
+    Any use as a tensor waits for it, and `wait()` returns the tensor. Its shape, dtype and device are known
+    at once.
     """
 
     def __init__(
         self, result: Tensor | Callable[[], Tensor], shape: Sequence[int], like: Tensor
     ) -> None:
         self._result: Tensor | CollectiveError | Callable[[], Tensor] = result
-        self._records = torch.is_grad_enabled()
+        self._is_recording = torch.is_grad_enabled()
         self.shape = torch.Size(shape)
         self.dtype = like.dtype
         self.device = like.device
@@ -92,23 +107,30 @@ class PendingTensor:
         """Begin to move a block; all processes begin and end theirs in the same order."""
         in_flight = InFlight(executable)
         token = Redistribute.apply(Half(in_flight, begins=True), block)
-        return cls(
-            lambda: Redistribute.apply(Half(in_flight, begins=False), token),
-            executable.shape,
-            block,
-        )
+
+        def finish() -> Tensor:
+            result: Tensor = Redistribute.apply(Half(in_flight, begins=False), token)
+            return result
+
+        return cls(finish, executable.shape, block)
 
     def wait(self) -> Tensor:
-        """The result, a plain tensor. Raises CollectiveError."""
+        """Wait for the result and return it, a plain tensor.
+
+        Raises:
+            CollectiveError: A collective failed. Each later use raises it again.
+        """
         if isinstance(self._result, CollectiveError):
             raise self._result
-        if not isinstance(self._result, Tensor):
-            with torch.set_grad_enabled(self._records):  # as it was begun
-                try:
-                    self._result = self._result()
-                except CollectiveError as error:  # of every use, as there is no other result
-                    self._result = error
-                    raise
+        if isinstance(self._result, Tensor):
+            return self._result
+        # Both halves of a plan are recorded, or neither: as it was begun.
+        with torch.set_grad_enabled(self._is_recording):
+            try:
+                self._result = self._result()
+            except CollectiveError as error:
+                self._result = error
+                raise
         return self._result
 
     def __getattr__(self, name: str) -> Any:
@@ -122,50 +144,44 @@ class PendingTensor:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map(_waited, (tuple(args), kwargs or {}))
+        args = tree_map(_waited, tuple(args))
+        kwargs = tree_map(_waited, {} if kwargs is None else kwargs)
         return func(*args, **kwargs)
 
 
 def watched(compared: Compared | None, result: Any, *blocks: Tensor) -> Any:
-    """The result of a call, now or pending; ranks that have compared the call compare its gradients, too."""
+    """Return the result of a call, now or pending; its gradients are compared if the call was."""
     if compared is None:
         return result
-    arrives = result._result if isinstance(result, PendingTensor) else None
-    if not callable(arrives):
+    finish = result._result if isinstance(result, PendingTensor) else None
+    if not callable(finish):  # it has arrived
         return compared.watched(result, *blocks)
-    result._result = lambda: compared.watched(arrives(), *blocks)
+    result._result = lambda: compared.watched(finish(), *blocks)
     return result
 
 
 def _waited(value: Any) -> Any:
+    """Replace a tensor in flight by its result."""
     return value.wait() if isinstance(value, PendingTensor) else value
 
 
 def _operator(name: str) -> Callable[..., Any]:
+    """Make the method that waits for the result, and calls the tensor's method of this name."""
+
     def apply(self: PendingTensor, *operands: Any) -> Any:
-        return getattr(self.wait(), name)(*map(_waited, operands))
+        arrived = [_waited(operand) for operand in operands]
+        return getattr(self.wait(), name)(*arrived)
 
     return apply
 
 
-# Python looks operators up on the class, not on the instance.
+# Python looks operators up on the class, not on the instance: `__getattr__` does not reach them.
 _BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"]
-_OTHERS = [
-    "neg",
-    "pos",
-    "abs",
-    "invert",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "getitem",
-    "setitem",
-    "len",
-]
-_OTHERS += ["iter", "contains", "bool", "int", "float", "complex", "index", "array"]
-for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
+_REFLECTED = [f"r{name}" for name in _BINARY]
+_UNARY = ["neg", "pos", "abs", "invert", "bool", "int", "float", "complex", "index"]
+_COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge"]
+_CONTAINER = ["getitem", "setitem", "len", "iter", "contains", "array"]
+for _name in _BINARY + _REFLECTED + _UNARY + _COMPARISONS + _CONTAINER:
     setattr(PendingTensor, f"__{_name}__", _operator(f"__{_name}__"))
+# Python drops `__hash__` from a class that defines `__eq__`; tensors hash by identity.
 PendingTensor.__hash__ = object.__hash__  # type: ignore[method-assign]

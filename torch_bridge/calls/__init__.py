@@ -1,0 +1,1 @@
+"""One call of a verb as a value: what it plans, caches, compares and records."""

@@ -1,17 +1,18 @@
-"""Calls in torch.compile and torch.export, which record the plan's collectives and `torch.einsum` as
-functions of tensors. A redistribution is planned once for all lengths of a dim that no step shards.
+"""Calls that torch.compile and torch.export record.
+
+A graph gets the plan's collectives and `torch.einsum`, as functions of tensors. A redistribution is planned
+once for all lengths of a dim that no step shards.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
-import torch.distributed._functional_collectives
+import torch.distributed._functional_collectives  # registers the collectives that graphs call
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh
@@ -28,10 +29,9 @@ from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of
 from xshard import Mesh, Plan
 from xshard.errors import PlanError, XshardError
 
-if not hasattr(device_mesh, "_register_distributed_opaque_types"):  # before torch 2.13
-    register_constant(
-        DeviceMesh
-    )  # which Dynamo otherwise refuses as an argument of a recorded function
+# torch 2.13 registers this by itself; before, Dynamo refuses a DeviceMesh in a recorded function.
+if not hasattr(device_mesh, "_register_distributed_opaque_types"):
+    register_constant(DeviceMesh)
 
 
 @torch.compiler.disable(
@@ -44,12 +44,18 @@ def eagerly(function: Callable[..., Any], *arguments: Any, **options: Any) -> An
 
 
 def is_recorded(blocks: Sequence[Any], expression: Any, mesh: Any, profile: Any) -> bool:
-    """Whether a graph can hold the call; torch.export has no other way."""
+    """Return whether a graph can hold the call; torch.export has no other way."""
     if not torch.compiler.is_dynamo_compiling():
         return True
-    is_text = isinstance(expression, str) and isinstance(profile, str)
-    on_mesh = mesh is not None and not isinstance(mesh, ProcessMesh)
-    return is_text and on_mesh and all(isinstance(x, Tensor) and not is_dtensor(x) for x in blocks)
+    if not isinstance(expression, str) or not isinstance(profile, str):
+        return False
+    if mesh is None or isinstance(mesh, ProcessMesh):
+        return False
+    return _are_plain(blocks)
+
+
+def _are_plain(blocks: Sequence[Any]) -> bool:
+    return all(isinstance(x, Tensor) and not is_dtensor(x) for x in blocks)
 
 
 def recorded(
@@ -60,7 +66,7 @@ def recorded(
     options: dict[str, Any],
     async_op: bool,
 ) -> Any:
-    """A call that torch.compile or torch.export traces. options: keywords of `TRACED[verb]`."""
+    """Make a call that torch.compile or torch.export traces. options: keywords of `TRACED[verb]`."""
     if torch.compiler.is_dynamo_compiling():
         # Besides tensors, Dynamo passes on text, numbers, and tuples and dicts of them.
         constants = {name: value for name, value in options.items() if value is not None}
@@ -70,12 +76,14 @@ def recorded(
         constant_mesh = (mesh.axes, mesh.sizes) if isinstance(mesh, Mesh) else mesh
         y = _recorded(list(blocks), verb, expression, constant_mesh, constants)
         _raise_refusal()
-    elif not all(isinstance(x, Tensor) and not is_dtensor(x) for x in blocks):
+    elif not _are_plain(blocks):
         what = f"torch.export records {verb} of plain tensors on one mesh"
         raise PlanError(what, hint="export local tensors")
     else:
         y = TRACED[verb](list(blocks), expression, mesh, **options)
-    return PendingTensor(y, y.shape, y) if async_op else y
+    if async_op:  # a graph has no calls in flight: the result is there
+        return PendingTensor(y, y.shape, y)
+    return y
 
 
 # Dynamo replaces errors raised inside `nonstrict_trace` by its own: they are kept here and raised outside.
@@ -86,80 +94,128 @@ refusals: list[XshardError] = []
 def _recorded(
     blocks: list[Tensor], verb: str, expression: str, mesh: Any, options: dict[str, Any]
 ) -> Tensor:
-    if names := options.get("comm_dtype"):
-        options = {
-            **options,
-            "comm_dtype": [getattr(torch, name.removeprefix("torch.")) for name in names],
-        }
+    """Make a call with the constants that Dynamo passes on, turned back into what they were.
+
+    Dynamo does not look inside: it sees the tensors that the call makes, and records their operations.
+    """
+    if "comm_dtype" in options:
+        names = options["comm_dtype"]
+        comm_dtype = [getattr(torch, name.removeprefix("torch.")) for name in names]
+        options = {**options, "comm_dtype": comm_dtype}
     if isinstance(mesh, tuple):
-        mesh = Mesh(dict(zip(*mesh, strict=True)))
+        axes, sizes = mesh
+        mesh = Mesh(dict(zip(axes, sizes, strict=True)))
     mesh = getattr(mesh, "real_obj", mesh)  # Dynamo wraps a DeviceMesh
     try:
         return TRACED[verb](blocks, expression, mesh, **options)
     except XshardError as error:
         refusals.append(error)
-        return blocks[0]
+        return blocks[0]  # any tensor: `_raise_refusal` comes next
 
 
 @torch.compiler.assume_constant_result
 def _raise_refusal() -> None:
+    """Raise the error that `_recorded` kept; Dynamo calls this while it traces, and keeps None."""
     if refusals:
         raise refusals.pop()
 
 
+class _TracedPlan(NamedTuple):
+    """The plan of a recorded call, the processes that run it, and the plans of its derivatives."""
+
+    plan: Plan
+    processes: ProcessMesh
+    derivatives: Sequence[Plan]
+
+
 def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: Any) -> Tensor:
-    """A redistribution of one block; the length of a dim that no step shards, which affects only prices,
-    stays a symbol: the plan is made for a number near its first value that no step could divide evenly.
+    """Record the redistribution of one block, once for all lengths of a dim that no step shards.
+
+    Such a length affects only prices. It stays a symbol in the graph, and the plan is made for a number
+    near its first value that no step could divide evenly: a step that shards it after all shows.
     """
     check_no_transform()
-    (x,), shape = blocks, options.get("shape")
-    call = MoveCall.of(
-        expression, mesh, None, options.get("profile", "auto"), options.get("comm_dtype")
-    )
-    backward = comm_dtype_of(call.comm_dtype, x.dtype).backward
-    differentiated = x.requires_grad and torch.is_grad_enabled()
-    n_devices = mesh_of(call.mesh).n_devices
-    first = {d: n.node.hint for d, n in enumerate[Any](x.shape) if not isinstance(n, int)}
-    if shape is not None:  # a dim that is longer than its block is sharded
-        first = {d: n for d, n in first.items() if len(shape) == x.ndim and shape[d] == x.shape[d]}
-    # The first value of a symbol, or the next number that is coprime to the number of devices.
-    nearby = {
-        d: next(k for k in itertools.count(n) if math.gcd(n_devices, k) == 1)
-        for d, n in first.items()
-    }
-    free = {*first}
+    (x,) = blocks
+    profile = options.get("profile", "auto")
+    call = MoveCall.of(expression, mesh, None, profile, options.get("comm_dtype"))
+    backward_dtype = comm_dtype_of(call.comm_dtype, x.dtype).backward
+
+    shape = options.get("shape")
+    likely_lengths = _lengths_near_first(x, shape, mesh_of(call.mesh).n_devices)
+    free = set(likely_lengths)  # dims whose length stays a symbol
     while True:
-        lengths = tuple(nearby[d] if d in free else int(n) for d, n in enumerate(x.shape))
+        # `int` makes a symbol a constant of the graph: another length is compiled anew.
+        lengths = [likely_lengths[d] if d in free else int(n) for d, n in enumerate(x.shape)]
         if shape is not None:
-            whole = (lengths[d] if d in free else int(n) for d, n in enumerate(shape))
+            whole = [lengths[d] if d in free else int(n) for d, n in enumerate(shape)]
             call = call._replace(shape=tuple(whole))
-        with unset_fake_temporarily():  # groups and cached tensors must be real
-            plan, processes = call.plan((lengths, x.dtype, x.device))
-            executable = lower(plan, processes, x.device).casting(x.dtype, backward)
-            plans = [plan]
-            if differentiated:
-                derived = (executable.backward,) if executable.is_linear else executable.winners
-                plans += [each.plan for each in derived]
-        names = plan.source.layout.names
-        sharded = {d for d in free if not all(_is_unsharded(p, names[d]) for p in plans)}
+        traced = _plan_traced(call, x, tuple(lengths), backward_dtype)
+        names = traced.plan.source.layout.names
+        sharded = {d for d in free if not _is_unsharded(traced, names[d])}
         if not sharded:
             break
-        free -= sharded
+        free -= sharded  # planned again, for their first lengths alone
+
     symbols = {names[d]: x.shape[d] for d in free}
-    return apply(lower(plan, processes, x.device, symbols).casting(x.dtype, backward), x)
+    executable = lower(traced.plan, traced.processes, x.device, symbols)
+    return apply(executable.casting(x.dtype, backward_dtype), x)
 
 
 TRACED["redistribute"] = _redistribute
 
 
-def _is_unsharded(plan: Plan, name: str) -> bool:
-    """Whether no step shards a dim, widens it or reads it backwards."""
-    layouts = [
-        plan.source.layout,
-        plan.target.layout,
-        *(stage.after.layout for stage in plan.stages),
-    ]
-    if any("pole" in str(layout) for layout in layouts):  # rows beyond a pole depend on another dim
-        return False
-    dims = (layout.dim(name) for layout in layouts)
-    return all(not dim.shards and dim.overlap is None for dim in dims)
+def _lengths_near_first(x: Tensor, shape: Any, n_devices: int) -> dict[int, int]:
+    """Return, for each symbolic dim of a block, the number for which a plan is made.
+
+    It is the first value, or the next number that is coprime to the number of devices.
+    """
+    lengths = {}
+    for d, length in enumerate[Any](x.shape):
+        if isinstance(length, int):
+            continue
+        if shape is not None and (len(shape) != x.ndim or shape[d] != x.shape[d]):
+            continue  # a dim that is longer than its block is sharded
+        number = _first_value(length)
+        while math.gcd(n_devices, number) != 1:
+            number += 1
+        lengths[d] = number
+    return lengths
+
+
+def _first_value(symbol: Any) -> int:
+    """Return the length with which torch first traced a symbolic one: a plan needs some number.
+
+    `node.hint` is private; without it every length would have to be a constant of the graph.
+    """
+    first: int = symbol.node.hint
+    return first
+
+
+def _plan_traced(
+    call: MoveCall, x: Tensor, lengths: tuple[int, ...], backward_dtype: torch.dtype
+) -> _TracedPlan:
+    """Plan a call for a block of some lengths, with its derivatives if autograd records it."""
+    with unset_fake_temporarily():  # groups and cached tensors must be real
+        plan, processes = call.plan((lengths, x.dtype, x.device))
+        executable = lower(plan, processes, x.device).casting(x.dtype, backward_dtype)
+        derivatives: list[Plan] = []
+        if x.requires_grad and torch.is_grad_enabled():
+            if executable.is_linear:
+                derivatives.append(executable.backward.plan)
+            else:
+                derivatives += [winner.plan for winner in executable.winners]
+    return _TracedPlan(plan, processes, derivatives)
+
+
+def _is_unsharded(traced: _TracedPlan, name: str) -> bool:
+    """Return whether no step of these plans shards a dim, widens it or reads it backwards."""
+    for plan in (traced.plan, *traced.derivatives):
+        layouts = [plan.source.layout, plan.target.layout]
+        layouts += [stage.after.layout for stage in plan.stages]
+        for layout in layouts:
+            if "pole" in str(layout):  # rows beyond a pole depend on another dim
+                return False
+            dim = layout.dim(name)
+            if dim.shards or dim.overlap is not None:
+                return False
+    return True

@@ -1,4 +1,5 @@
-"""A redistribution on one mesh, or from one to another, as a value: its plan, and facts that ranks compare.
+"""A redistribution as a value, on one mesh or between two: its plan, and facts that ranks compare.
+
 What all processes have in common is checked first, so that all raise or none; then the local block.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_bridge.autodiff.function import has_functorch_transforms
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
@@ -33,11 +35,21 @@ from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import with_maps
 from xshard.planner import plan as find_plan
-from xshard.plans.expression import Expression, as_expression, check_block, check_given, sides
+from xshard.plans.expression import (
+    Expression,
+    LayoutPair,
+    as_expression,
+    check_block,
+    check_given,
+    sides,
+)
 from xshard.plans.plan import Plan
 
 Block = tuple[tuple[int, ...], torch.dtype, torch.device]  # a block without its values
-PLAIN = (Tensor, torch.nn.Parameter)  # the types of most blocks
+PLAIN = (
+    Tensor,
+    torch.nn.Parameter,
+)  # the types of most blocks; any other may have rules of its own
 F = TypeVar("F", bound=Callable[..., Any])
 
 # A verb -> a function of blocks, expression, mesh and options that makes the call while a compiler records.
@@ -45,11 +57,11 @@ TRACED: dict[str, Callable[..., Tensor]] = {}
 
 
 class MoveCall(NamedTuple):
-    """A redistribution on one mesh, without its block."""
+    """A redistribution on one mesh, without its block: a key of caches."""
 
     expression: Expression
     mesh: MeshLike
-    shape: tuple[int, ...] | None = None  # the global shape; None: inferred
+    shape: tuple[int, ...] | None = None  # the global shape; None: inferred from the block
     profile: ProfileLike = AUTO
     comm_dtype: CommDtypeLike = None
 
@@ -62,11 +74,18 @@ class MoveCall(NamedTuple):
         profile: Any,
         comm_dtype: Any,
     ) -> MoveCall:
-        """The call with the arguments of `redistribute`. Raises as `redistribute` does."""
-        expression = expression if type(expression) is str else as_expression(expression)
-        mesh = mesh if type(mesh) is DeviceMesh else meshes.as_mesh(mesh)
-        shape = None if shape is None else lengths_of(shape)
-        comm_dtype = None if comm_dtype is None else comm_dtypes(comm_dtype)
+        """Make a call from the arguments of `redistribute`. Raises as `redistribute` does.
+
+        Hot: what needs no conversion, as most arguments, is passed on without a call.
+        """
+        if type(expression) is not str:
+            expression = as_expression(expression)
+        if type(mesh) is not DeviceMesh:
+            mesh = meshes.as_mesh(mesh)
+        if shape is not None:
+            shape = lengths_of(shape)
+        if comm_dtype is not None:
+            comm_dtype = comm_dtypes(comm_dtype)
         return cls(expression, mesh, shape, asked_for(profile), comm_dtype)
 
     @property
@@ -75,11 +94,11 @@ class MoveCall(NamedTuple):
         return sides(self.expression).text
 
     def executable(self, block: Block) -> Executable:
-        """The executable of this process for a block, from the cache if it is there."""
+        """Return the executable of this process for a block, from the cache if it is there."""
         return _executable(self, block, world())
 
     def executable_for(self, x: Tensor) -> Executable:
-        """The same for the block `x`, with its gradient planned if autograd records it."""
+        """Return the executable for the block `x`, with its gradient planned if autograd records it."""
         if x.is_nested or x.layout is not torch.strided:
             check_dense(x)
         block = x.shape, x.dtype, x.device
@@ -88,45 +107,53 @@ class MoveCall(NamedTuple):
         else:
             executable = unless_fake(_executable, [x], self, block)
         if x.requires_grad and torch.is_grad_enabled():
-            executable.plan_gradient()  # errors come early, and all processes are here to make its groups
+            # Now, where errors come early and all processes are here to make the gradient's groups.
+            executable.plan_gradient()
         return executable
 
     def plan(self, block: Block) -> tuple[Plan, ProcessMesh]:
-        """The plan, and the processes that run it. Raises ShapeError unless the block fits."""
-        local_shape, block_dtype, tensor_device = block
+        """Return the plan and the processes that run it. Raises ShapeError unless the block fits."""
+        local_shape, block_dtype, device = block
         processes = process_mesh(self.mesh)
-        meshes.check_device(tensor_device)
+        meshes.check_device(device)
+        # The plan is for what travels: `casting` turns blocks into it and results back.
         dtype = name_of(comm_dtype_of(self.comm_dtype, block_dtype).forward)
-        src, dst, text = both = sides(self.expression)
-        for layout in (src, dst):
-            check_axes(layout, processes.mesh, text)
+        both = sides(self.expression)
+        for layout in (both.src, both.dst):
+            check_axes(layout, processes.mesh, both.text)
+
         if isinstance(self.expression, Plan):
             plan = self.expression
             check_given("the block is", plan, dtype, self.shape, processes.mesh)
         else:
-            axes = tuple(dict.fromkeys((*src.axes, *dst.axes)))
-            profile = links_along(machine(self.profile, tensor_device), axes, processes)
+            # Only these axes take part: others may have blocks of other sizes, and other plans.
+            axes = tuple(dict.fromkeys((*both.src.axes, *both.dst.axes)))
+            profile = links_along(machine(self.profile, device), axes, processes)
             processes = processes.along(axes)
             shape = self.shape
             if shape is None:
-                shape = global_shape(src, processes.mesh, local_shape, text)
+                shape = global_shape(both.src, processes.mesh, local_shape, both.text)
             plan = find_plan(both, processes.mesh, shape, dtype, profile=profile)
-        check_local(
-            "the block of", local_shape, plan.source, processes, text, inferred=self.shape is None
-        )
+
+        # Last, because other processes may not raise it.
+        is_inferred = self.shape is None
+        what = "the block of"
+        check_local(what, local_shape, plan.source, processes, both.text, inferred=is_inferred)
         return plan, processes
 
     def facts(self, block: Block, **sent: object) -> CallFacts:
-        """What ranks compare before this call with a block. sent: facts that the call itself lacks."""
+        """Return what ranks compare before this call with a block. sent: facts that the call lacks."""
         plan, processes = self.plan(block)
         local_shape, dtype, device = block
-        travels = ", ".join(map(str, comm_dtype_of(self.comm_dtype, dtype)))
-        sent |= {"dtype": name_of(dtype), "device": device.type, "comm_dtype": travels}
-        own = {"block": str(tuple(local_shape)), "of": str(plan.shape)}
+        comm_dtype = comm_dtype_of(self.comm_dtype, dtype)
+        # Sent to all, or only to the processes that this one talks to: others may have other blocks.
+        sent["dtype"] = name_of(dtype)
+        sent["device"] = device.type
+        sent["comm_dtype"] = ", ".join(map(str, comm_dtype))
+        everywhere = {"expression": self.text, "mesh": ranked(self.mesh)}
         within = sent_facts(plan, plan.steps, shape=plan.shape, **sent)
-        return CallFacts(
-            {"expression": self.text, "mesh": ranked(self.mesh)}, within, processes.ranks, own
-        )
+        own = {"block": str(tuple(local_shape)), "of": str(plan.shape)}
+        return CallFacts(everywhere, within, processes.ranks, own)
 
 
 def check_local(
@@ -137,9 +164,13 @@ def check_local(
     text: str,
     **options: Any,
 ) -> None:
-    """Raise ShapeError unless a block is this process's part of an array. options: as for `check_block`."""
+    """Raise ShapeError unless a block is this process's part of an array.
+
+    options: as for `check_block`.
+    """
     device = processes.device
     layout = array.layout
+    # The hint says which part of the array this process should have.
     part = f"under '{layout}' that is the part of device {device} of {array.mesh!r} of a {array.shape} array"
     what = f"{what} rank {processes.ranks[device]}"
     expected = array.local_shape(device)
@@ -148,28 +179,32 @@ def check_local(
 
 @layout_cache(maxsize=4096)
 def _executable(call: MoveCall, block: Block, world: object) -> Executable:
-    """Cached by the world too: an `xshard.Mesh` has other processes in another world."""
+    """Plan and lower a call for a block.
+
+    Cached by the world too: an `xshard.Mesh` has other processes in another world.
+    """
+    # Errors are not cached: a wrong call raises each time.
     plan, processes = call.plan(block)
     _, dtype, device = block
-    return lower(plan, processes, device).casting(
-        dtype, comm_dtype_of(call.comm_dtype, dtype).backward
-    )
+    backward_dtype = comm_dtype_of(call.comm_dtype, dtype).backward
+    return lower(plan, processes, device).casting(dtype, backward_dtype)
 
 
 def unless_fake(cached: Callable[..., Any], blocks: Sequence[Tensor], *key: Any) -> Any:
-    """`cached(*key, world())`, but not from the cache for fake tensors: an executable keeps tensors."""
-    mode = next((x.fake_mode for x in blocks if isinstance(x, FakeTensor)), None)
-    if mode is None:
-        return cached(*key, world())
-    with mode:
-        return cached.__wrapped__(*key, world())  # type: ignore[attr-defined]
+    """Call `cached(*key, world())`, without its cache for fake tensors: an executable keeps tensors."""
+    for x in blocks:
+        if isinstance(x, FakeTensor):
+            with x.fake_mode:
+                return cached.__wrapped__(*key, world())  # type: ignore[attr-defined]  # by lru_cache
+    return cached(*key, world())
 
 
 def between_graphs(function: F) -> F:
-    """A function that torch.compile calls between two graphs, and does not record."""
+    """Make torch.compile call a function between two graphs, instead of recording it."""
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
+        # Asked at each call: the decorator of torch would import Dynamo with this module.
         if not torch.compiler.is_dynamo_compiling():
             return function(*arguments, **options)
         from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
@@ -184,7 +219,7 @@ named = between_graphs(with_maps)
 
 def check_no_transform() -> None:
     """Raise PlanError under torch.func: torch would drop its tangents in a recorded call."""
-    if torch._C._are_functorch_transforms_active():
+    if has_functorch_transforms():
         hint = "torch would drop tangents without a word: use torch.func on what is not compiled"
         raise PlanError(
             "torch.func inside torch.compile does not reach through a redistribution", hint=hint
@@ -192,14 +227,16 @@ def check_no_transform() -> None:
 
 
 def links_along(profile: ProfileLike, axes: Sequence[str], processes: ProcessMesh) -> Profile:
-    """The profile for some axes of a mesh. Nodes are runs of ranks, wherever these are in the mesh."""
-    return located(load_profile(profile), processes.mesh, processes.ranks).along(
-        axes, processes.mesh
-    )
+    """Return the profile of the links along some axes of a mesh.
+
+    Nodes are runs of ranks, wherever these are in the mesh.
+    """
+    on_mesh = located(load_profile(profile), processes.mesh, processes.ranks)
+    return on_mesh.along(axes, processes.mesh)
 
 
 def ranked(mesh: MeshLike) -> str:
-    """A mesh with its ranks, for comparisons."""
+    """Write a mesh with its ranks, for comparisons."""
     processes = process_mesh(mesh)
     return f"{processes.mesh!r} of {processes.ranks}"
 
@@ -216,54 +253,72 @@ class TransferCall(NamedTuple):
     profile: ProfileLike = AUTO
 
     def plan(self) -> Plan:
-        """The plan; its device numbers are global ranks. Raises MeshError, ShapeError if one is missing."""
+        """Return the plan; its device numbers are global ranks.
+
+        Raises MeshError or ShapeError if a mesh, the shape or the dtype is missing.
+        """
         if isinstance(self.expression, Plan):
-            plan = self.expression
-            ranks = plan.src_devices if self.src_mesh is None else ranks_of(self.src_mesh)
-            plan = (
-                plan if plan.transfer or ranks == plan.src_devices else replace(plan, devices=ranks)
-            )
+            plan = self._given_plan(self.expression)
         else:
-            if self.src_mesh is None or self.dst_mesh is None:
-                hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
-                raise MeshError("two meshes are needed", hint=hint)
-            if self.shape is None or self.dtype is None:
-                missing = "shape" if self.shape is None else "dtype"
-                hint = (
-                    "shape= and dtype= of the global array: processes without a block know neither"
-                )
-                raise ShapeError(f"the global {missing} is missing", hint=hint)
-            src = self.src_mesh
-            dst = self.dst_mesh
-            options: dict[str, Any] = {"relabel": self.relabel, "profile": machine(self.profile)}
-            options |= {"src_mesh": mesh_of(src), "src_devices": ranks_of(src)}
-            options |= {"dst_mesh": mesh_of(dst), "dst_devices": ranks_of(dst)}
-            plan = find_plan(self.expression, shape=self.shape, dtype=self.dtype, **options)
-        last = max(*plan.src_devices, *plan.dst_devices)
-        n = dist.get_world_size()
-        if last >= n:
-            what = f"the meshes have a rank {last}, the world has {n} processes"
+            plan = self._found_plan(self.expression)
+        last_rank = max(*plan.src_devices, *plan.dst_devices)
+        n_processes = dist.get_world_size()
+        if last_rank >= n_processes:
+            what = f"the meshes have a rank {last_rank}, the world has {n_processes} processes"
             raise MeshError(what, hint="device numbers of a plan are global ranks")
         return plan
 
+    def _given_plan(self, plan: Plan) -> Plan:
+        """Return the plan that you passed, on the ranks of the source's mesh if there is one."""
+        if self.src_mesh is None or plan.transfer:
+            return plan
+        # A plan on one mesh counts devices from 0: here they are the ranks of your mesh.
+        ranks = ranks_of(self.src_mesh)
+        return plan if ranks == plan.src_devices else replace(plan, devices=ranks)
+
+    def _found_plan(self, layouts: LayoutPair) -> Plan:
+        """Find the plan between the two meshes. Raises MeshError or ShapeError if something is missing."""
+        if self.src_mesh is None or self.dst_mesh is None:
+            hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
+            raise MeshError("two meshes are needed", hint=hint)
+        if self.shape is None or self.dtype is None:
+            missing = "shape" if self.shape is None else "dtype"
+            hint = "shape= and dtype= of the global array: processes without a block know neither"
+            raise ShapeError(f"the global {missing} is missing", hint=hint)
+        return find_plan(
+            layouts,
+            shape=self.shape,
+            dtype=self.dtype,
+            src_mesh=mesh_of(self.src_mesh),
+            src_devices=ranks_of(self.src_mesh),
+            dst_mesh=mesh_of(self.dst_mesh),
+            dst_devices=ranks_of(self.dst_mesh),
+            relabel=self.relabel,
+            profile=machine(self.profile),
+        )
+
     def facts(self, x: Tensor | None, **sent: object) -> CallFacts:
-        """What ranks compare before this call with a block. Raises as `check_part` does."""
+        """Return what ranks compare before this call with a block. Raises as `check_part` does."""
         plan = self.plan()
         check_part(x, plan)
-        meshes = f"{plan.src_mesh!r} on {plan.src_devices}, {plan.dst_mesh!r} on {plan.dst_devices}"
-        everywhere = {"expression": f"{plan.src} -> {plan.dst}", "meshes": meshes}
+        src = f"{plan.src_mesh!r} on {plan.src_devices}"
+        dst = f"{plan.dst_mesh!r} on {plan.dst_devices}"
+        everywhere = {"expression": f"{plan.src} -> {plan.dst}", "meshes": f"{src}, {dst}"}
         everywhere |= sent_facts(plan, plan.steps, shape=plan.shape, dtype=plan.dtype, **sent)
         own = {"block": "none" if x is None else str(tuple(x.shape))}
         return CallFacts(everywhere, {}, tuple(range(dist.get_world_size())), own)
 
 
 def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
-    """The global rank of every device of a mesh, in its order."""
-    return tuple(range(mesh.n_devices)) if isinstance(mesh, Mesh) else meshes.callers(mesh)
+    """Return the global rank of every device of a mesh, in its order."""
+    if isinstance(mesh, Mesh):
+        return tuple(range(mesh.n_devices))
+    return meshes.callers(mesh)
 
 
 def check_part(x: Tensor | None, plan: Plan) -> None:
     """Raise ShapeError, DtypeError unless this process brings the block that the source gives it."""
+    # The plan's device numbers are ranks; a process outside the source has nothing to bring.
     rank = dist.get_rank()
     source = plan.source
     if rank not in plan.src_devices:

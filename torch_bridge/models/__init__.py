@@ -1,0 +1,1 @@
+"""Whole models under rules: blocks, activations and gradients of every module."""

@@ -14,55 +14,83 @@ from xshard.nn.cross_entropy import rows_of_classes
 
 
 class ShardedEmbedding(nn.Embedding):
-    """Ids -> this process's addend of their vectors. rows: `[v, 1]`, by `rows_of_classes`."""
+    """An embedding that returns this process's addend: vectors of ids whose rows it holds, else zeros.
+
+    Attributes:
+        rows: `[v, 1]`, the row of each id in this process's block; the block's length if it is elsewhere.
+        padding_row: The row of the padding id in the block, None if it is elsewhere or there is none.
+    """
 
     rows: Tensor
     padding_row: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        if (n := len(self.weight)) == len(self.rows):  # on one device
+        n_rows = len(self.weight)
+        if n_rows == len(self.rows):  # on one device
             return super().forward(input)
         if self.rows.device != input.device:
             self.rows = self.rows.to(input.device)
-        row = F.embedding(input, self.rows)
-        if not n:
+        row = F.embedding(input, self.rows)  # [..., 1]
+        if n_rows == 0:
+            # The empty sum ties the weight to the graph: its gradient is zeros, and not None.
             return self.weight.new_zeros(*input.shape, self.embedding_dim) + self.weight.sum()
-        return F.embedding(row[..., 0] % n, self.weight, self.padding_row).masked_fill(row == n, 0)
+        # Ids of rows that others hold look up row 0, and are set to zero afterwards.
+        vectors = F.embedding(row[..., 0] % n_rows, self.weight, self.padding_row)
+        return vectors.masked_fill(row == n_rows, 0)
 
 
 def shard_embedding(
-    module: nn.Module, path: str, used: Sharding, sums: Iterable[str], process: int
+    module: nn.Module, path: str, used: Sharding, summed_axes: Iterable[str], process: int
 ) -> None:
-    """Let an embedding with sharded rows look up its own; code around `super().forward` stays. sums: axes
-    over which the output of module `path` is a sum, by its rule. Raises PlanError.
+    """Let an embedding with sharded rows look up its own; do nothing for other modules.
+
+    The class becomes a subclass, so that code around `super().forward` stays.
+
+    path: the module's name. used: its weight as it is used. summed_axes: axes over which the output of the
+    module is a sum, by its rule. Raises PlanError for a lookup that sharded rows do not have.
     """
     axes = used.layout.dims[0].axes if used.shape else ()
-    kind = type(module)
     if not axes or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return
+    _check_embedding(module, path, used, summed_axes)
+    kind = type(module)
+    if not isinstance(module, ShardedEmbedding):
+        bases = (ShardedEmbedding,) if kind is nn.Embedding else (kind, ShardedEmbedding)
+        module.__class__ = type(kind.__name__, bases, {})
+
+    rows = rows_of_classes(used, 0, process)
+    n_rows = used.local_shape(process)[0]
+    module.rows = torch.as_tensor(rows)[:, None]  # type: ignore[assignment]  # of ShardedEmbedding
+    padding_row = None
+    if module.padding_idx is not None and int(rows[module.padding_idx]) != n_rows:
+        padding_row = int(rows[module.padding_idx])
+    module.padding_row = padding_row  # type: ignore[assignment]  # of ShardedEmbedding
+
+
+def _check_embedding(
+    module: nn.Embedding | nn.EmbeddingBag,
+    path: str,
+    used: Sharding,
+    summed_axes: Iterable[str],
+) -> None:
+    """Raise PlanError unless the module looks rows up by torch's lookup, and its output is a sum."""
     text = str(used.layout)
-    calls_torch = kind.forward is nn.Embedding.forward
-    reasons = [
-        option for option in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, option)
-    ]
-    if not calls_torch and "super" not in kind.forward.__code__.co_names:
-        reasons = ["a lookup of its own"]
-    if reasons:
-        what = f"the rows of an {kind.__name__} with {reasons[0]} are sharded"
+    kind = type(module)
+    reason = ""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            reason = option
+            break
+    is_torchs = kind.forward is nn.Embedding.forward
+    if not is_torchs and "super" not in kind.forward.__code__.co_names:
+        reason = "a lookup of its own"
+    if reason:
+        what = f"the rows of an {kind.__name__} with {reason} are sharded"
         raise PlanError(what, text=text, hint="shard its columns, as in 'v c/tp'")
-    if not {*axes} <= {*sums}:
+
+    axes = used.layout.dims[0].axes
+    if not set(axes) <= set(summed_axes):
         rule = f'outputs={{"{path}": "... c | sum({",".join(axes)}) -> ... c"}}'
         raise PlanError(
             "rows are sharded, so vectors are addends", text=text, hint=f"{rule} adds them up"
         )
-    if not isinstance(module, ShardedEmbedding):
-        kinds = (ShardedEmbedding,) if kind is nn.Embedding else (kind, ShardedEmbedding)
-        module.__class__ = type(kind.__name__, kinds, {})
-    rows = rows_of_classes(used, 0, process)
-    module.rows = torch.as_tensor(rows)[:, None]  # type: ignore[assignment]
-    row = (
-        used.local_shape(process)[0]
-        if module.padding_idx is None
-        else int(rows[module.padding_idx])
-    )
-    module.padding_row = None if row == used.local_shape(process)[0] else row  # type: ignore[assignment]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,55 +15,116 @@ from torch_bridge.routing import RouteCall, Routed
 from xshard.errors import PlanError, ShapeError, located
 from xshard.models import ParameterUse
 
+if TYPE_CHECKING:
+    from torch_bridge.models.hooks import ModuleHooks
+
 Values = dict[Any, Any]  # arguments by position or name
 Uses = Mapping[str, ParameterUse]
 
 
+class Count(NamedTuple):
+    """An integer attribute of a module that is the length of a sharded dim, as `num_experts` is."""
+
+    module: nn.Module
+    attribute: str
+    whole: int  # on one device
+    local: int  # on this process
+
+
+class _UnderWay(NamedTuple):
+    """Rows that came, and the bytes of what travelled for each copy of a row."""
+
+    routed: Routed
+    copy_bytes: int
+
+
 @dataclass(eq=False, repr=False)
 class RoutedExperts:
-    """A module's experts here; it gets rows by experts, a choice each. last: bytes received, both ways."""
+    """This process's experts of one module, which is called with the rows that chose them.
+
+    The module gets rows sorted by expert, `[n, c]`, one for each choice, with choices and weights `[n, 1]`.
+
+    Attributes:
+        module: The module of experts.
+        call: The options of `route`.
+        last: The bytes that the last pass received, forward and backward, for `explain`.
+    """
 
     module: nn.Module
     call: RouteCall
     last: tuple[int, int] | None = None
-    _under_way: list[tuple[Routed, int]] = field(default_factory=list)
+    _under_way: list[_UnderWay] = field(default_factory=list)  # one for each pass that has begun
 
     def enter(self, key: Any, values: Values) -> None:
-        """Send the rows, `values[key]`, with their choices and weights: all three become those that came."""
+        """Send rows to the processes of their experts; `values` then has what came from all processes.
+
+        key: where the rows `[t, c]` are among the arguments. Choices are whole numbers `[t, k]`, weights
+        floats of the same shape.
+        """
         rows = values[key]
-        tensors = {k: x for k, x in values.items() if isinstance(x, Tensor) and k != key}
-        chosen = next(
-            (k for k, x in tensors.items() if not x.is_floating_point() and x.ndim == 2), None
-        )
-        if chosen is None or len(tensors[chosen]) != len(rows):
-            hint = f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
-            raise ShapeError("experts are called without a choice for each row", hint=hint)
-        to = tensors[chosen]
-        weighted = [k for k, x in tensors.items() if x.is_floating_point() and x.shape == to.shape]
-        there, copies = self.call.send([rows, *(values[k] for k in weighted)], to)
-        values[key], values[chosen] = there.rows, there.groups[:, None].to(to.dtype)
-        for k, x in zip(weighted, copies[1:], strict=True):
-            values[k] = x.reshape(-1)[there.order][:, None]
-        self._under_way.append((there, sum(map(_row_bytes, copies))))
+        choices_key = _choices_key(key, values)
+        choices = values[choices_key]
+        weight_keys = []
+        for other_key, x in values.items():
+            if other_key != key and _is_float_tensor(x) and x.shape == choices.shape:
+                weight_keys.append(other_key)
+
+        # Weights travel as columns of the rows, in the same message.
+        weights = [values[weight_key] for weight_key in weight_keys]
+        routed, copies = self.call.send([rows, *weights], choices)
+        values[key] = routed.rows
+        # The module is called as before, with one choice per row: its experts here count from 0.
+        values[choices_key] = routed.groups[:, None].to(choices.dtype)
+        for weight_key, weight in zip(weight_keys, copies[1:], strict=True):
+            # A copy of a row has the weights of all its choices: each row gets that of its own.
+            values[weight_key] = weight.reshape(-1)[routed.order][:, None]
+        copy_bytes = sum(_row_bytes(x) for x in copies)
+        self._under_way.append(_UnderWay(routed, copy_bytes))
 
     def leave(self, result: Any) -> Any:
-        """The results of rows that came -> their sums at home; None of a call that failed -> None."""
-        if not self._under_way or result is None:
-            self._under_way = self._under_way[:-1]
+        """Bring the results of rows home and add them up; None, of a call that failed, stays None."""
+        if not self._under_way:
             return None
-        there, width = self._under_way.pop()
+        routed, copy_bytes = self._under_way.pop()  # the innermost pass, if a module calls itself
+        if result is None:
+            return None
         if not isinstance(result, Tensor):
             raise ShapeError(
                 f"experts return a {type(result).__name__}", hint="a tensor: a result per row"
             )
-        if not len(result):  # gradients of unused experts are zeros, as on one device
+        if not len(result):
+            # No row came. Gradients of unused experts are zeros, as on one device, and not None.
             for x in self.module.parameters():
                 result = result + x[:0].sum().to(result.dtype)
-        came, left = there.beyond
-        forward = came * (width + 4 * there.k) + left * _row_bytes(result)
-        has_gradient = torch.is_grad_enabled() and there.copies.requires_grad
-        self.last = forward, (left * width + came * _row_bytes(result)) * has_gradient
-        return there.back(result)
+
+        received, sent = routed.beyond
+        result_bytes = _row_bytes(result)
+        # Beside the rows travel 4 bytes for each choice; results return as one row for each copy.
+        forward_bytes = received * (copy_bytes + 4 * routed.k) + sent * result_bytes
+        backward_bytes = 0
+        if torch.is_grad_enabled() and routed.copies.requires_grad:
+            backward_bytes = sent * copy_bytes + received * result_bytes
+        self.last = (forward_bytes, backward_bytes)
+        return routed.back(result)
+
+
+def _choices_key(key: Any, values: Values) -> Any:
+    """Return where the choices are, a group of experts for each row. Raises ShapeError without any."""
+    rows = values[key]
+    for other_key, x in values.items():
+        is_table = other_key != key and isinstance(x, Tensor) and x.ndim == 2
+        if is_table and not x.is_floating_point():
+            if len(x) == len(rows):
+                return other_key
+            break  # the first table of whole numbers has to fit
+    hint = (
+        f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
+    )
+    raise ShapeError("experts are called without a choice for each row", hint=hint)
+
+
+def _is_float_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _row_bytes(x: Tensor) -> int:
@@ -71,58 +132,88 @@ def _row_bytes(x: Tensor) -> int:
 
 
 def route_experts(
-    hooks: Mapping[str, Any],
+    hooks: Mapping[str, ModuleHooks],
     context: ParallelContext,
-    parameters: list[ShardedParameter],
+    parameters: Sequence[ShardedParameter],
     uses: Uses,
-) -> list[tuple[nn.Module, str, int, int]]:
-    """Give modules with the rule their experts -> `num_experts` of each, the whole and this process's."""
+) -> list[Count]:
+    """Give modules whose rule routes rows their experts; return the `num_experts` that change."""
     counts = []
-    for name, each in hooks.items():
-        if axes := next((rule.rule.routed for rule in each.inputs if rule.rule.routed), None):
-            with located(name or "the model"):
-                owner, rows = _experts_of_each(name, axes, context, parameters, uses)
-                parts = {expert: part for part, experts in enumerate(rows) for expert in experts}
-                groups = tuple(part for _, part in sorted(parts.items()))
-                each.experts = RoutedExperts(owner, RouteCall(axes, context.mesh, groups))
-            if vars(owner).get("num_experts") == len(parts):
-                own = rows[context.processes.along(axes).device]
-                counts.append((owner, "num_experts", len(parts), len(own)))
+    for name, module_hooks in hooks.items():
+        axes = _routed_axes(module_hooks)
+        if not axes:
+            continue
+        with located(module_hooks.title):
+            module, experts_by_process = _experts_of(name, axes, context, parameters, uses)
+            # The number of the process that has each expert, in the order of experts.
+            process_of: dict[int, int] = {}
+            for process, experts in enumerate(experts_by_process):
+                process_of.update(dict.fromkeys(experts, process))
+            groups = tuple(process_of[expert] for expert in sorted(process_of))
+            module_hooks.experts = RoutedExperts(module, RouteCall(axes, context.mesh, groups))
+        # transformers' experts loop over them by this attribute.
+        if vars(module).get("num_experts") == len(groups):
+            own_experts = experts_by_process[context.processes.along(axes).device]
+            counts.append(Count(module, "num_experts", len(groups), len(own_experts)))
     return counts
 
 
-def _experts_of_each(
+def _routed_axes(hooks: ModuleHooks) -> tuple[str, ...]:
+    """Return the axes along which a module's rows go where they chose; none for most modules."""
+    for rule in hooks.inputs:
+        if rule.rule.routed:
+            return rule.rule.routed
+    return ()
+
+
+def _experts_of(
     name: str,
     axes: tuple[str, ...],
     context: ParallelContext,
-    parameters: list[ShardedParameter],
+    parameters: Sequence[ShardedParameter],
     uses: Uses,
 ) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
-    """A module of experts by its name, and the experts of each process along the axes."""
-    ranks = context.processes.ranks
-    mesh = context.axes
-    shares = set[Any]()
-    owner = None
-    devices = [ranks.index(rank) for rank in context.processes.along(axes).ranks]
-    for x in parameters:
-        for full, (module, _) in zip(x.names, x.owners, strict=True):
-            if full.rpartition(".")[0] == name and full in uses:
-                owner = module
-                layout = uses[full].used.in_order(uses[full].stored.names)
-                held = (
-                    layout.positions(mesh, x.sharding.shape, 0, device).tolist()
-                    for device in devices
-                )
-                shares.add((x.sharding.shape[0], *map(tuple, held)))
-    n, *rows = shares.pop() if len(shares) == 1 else (0,)
-    if (
-        owner is None
-        or sorted(sum(rows, ())) != [*range(n)]
-        or not all(list(r) == sorted(r) for r in rows)
-    ):
-        over = ",".join(axes)
-        hint = f"parameters: '{name and name + '.'}*' as 'e/{over} ...', each expert on one process"
-        raise PlanError(
-            f"the parameters of experts are not sharded over '{over}' by experts", hint=hint
-        )
-    return owner, tuple(rows)
+    """Return a module of experts by its name, and the experts of each process along the axes.
+
+    Raises PlanError unless all its parameters have whole experts, in ascending order, each on one process.
+    """
+    devices = [context.processes.ranks.index(r) for r in context.processes.along(axes).ranks]
+    module: nn.Module | None = None
+    # The experts of each process by each parameter: they have to agree.
+    splits: set[tuple[tuple[int, ...], ...]] = set()
+    for parameter in parameters:
+        for full_name, place in zip(parameter.names, parameter.places, strict=True):
+            if full_name.rpartition(".")[0] != name or full_name not in uses:
+                continue
+            module = place.module
+            layout = uses[full_name].used.in_order(uses[full_name].stored.names)
+            shape = parameter.sharding.shape
+            split = []
+            for device in devices:
+                experts = layout.positions(context.axes, shape, 0, device)
+                split.append(tuple(experts.tolist()))
+            splits.add((tuple(range(shape[0])), *split))
+
+    # Parameters that disagree, or none at all, have no experts to send rows to.
+    if module is not None and len(splits) == 1:
+        all_experts, *experts_by_process = splits.pop()
+        if _is_partition(experts_by_process, all_experts):
+            return module, tuple(experts_by_process)
+    over = ",".join(axes)
+    pattern = f"{name}.*" if name else "*"
+    hint = f"parameters: '{pattern}' as 'e/{over} ...', each expert on one process"
+    raise PlanError(
+        f"the parameters of experts are not sharded over '{over}' by experts", hint=hint
+    )
+
+
+def _is_partition(
+    experts_by_process: Sequence[tuple[int, ...]], all_experts: tuple[int, ...]
+) -> bool:
+    """Return whether each expert is on one process, and those of each process ascend."""
+    listed: list[int] = []
+    for experts in experts_by_process:
+        if list(experts) != sorted(experts):
+            return False
+        listed += experts
+    return sorted(listed) == list(all_experts)

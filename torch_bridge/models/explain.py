@@ -5,113 +5,244 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from torch_bridge.mesh.machine import machine
-from torch_bridge.models.parallel import parallel_of
+from torch_bridge.models.hooks import ModuleHooks, TensorFacts
+from torch_bridge.models.parallel import ParallelModel, parallel_of
+from torch_bridge.models.parameters import ShardedParameter
 from xshard import dtypes, load_profile, planner
+from xshard.cost.model import Profile
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh
-from xshard.models import ActivationRule, rule_of, written
+from xshard.models import ActivationRule, ParameterUse, rule_of, written
+
+
+class _ParameterRow(NamedTuple):
+    """A parameter in the first table."""
+
+    name: str
+    shape: str
+    stored: str
+    used: str
+    summed_over: str
+    block_bytes: int
+
+
+class _MoveRow(NamedTuple):
+    """A move in the second table: the bytes that the busiest process receives, None if it is not known."""
+
+    module: str
+    text: str
+    forward_bytes: int | None
+    backward_bytes: int | None
+
+
+class _Machine(NamedTuple):
+    """What the bytes of a move depend on, beside the move itself."""
+
+    axes: Mesh
+    profile: Profile
 
 
 def explain(model: nn.Module) -> str:
     """Return a parallel model as tables: its parameters, and the bytes that a step receives.
 
-    The bytes of the busiest process. Activations have theirs after the first forward pass.
+        print(xt.explain(model))
+        # parameter            shape  stored  used        gradient summed over  block
+        # blocks.*.up.weight   x 2 [10, 6]  o/tp i  as stored   dp               480 B
+        # ...
+
+    The bytes are those of the busiest process. Activations have theirs after the first forward pass.
+
+    Args:
+        model: A parallel model.
+
+    Returns:
+        Two tables, of parameters and of moves, with a sum below each.
+
+    Raises:
+        XshardError: The model is not parallel.
     """
     parallel = parallel_of(model)
     axes = parallel.context.axes
-    profile = machine(parallel.context.profile)
-    parameters = list[Any]()
-    moves = list[Any]()
-    sums = []
-    for name, use in parallel.uses.items():
-        each = parallel.by_name[name]
-        x = each.tensor
-        sharding = each.sharding
-        used = "as stored" if use.used == use.stored else written(use.used)
-        over = (
-            " ".join(axis for axis in axes.axes if axis in use.copied)
-            if x.requires_grad
-            else "frozen"
-        )
-        nbytes = sharding.max_local_size * x.element_size()
-        parameters.append(
-            (name, str(list(sharding.shape)), written(use.stored), used, over, nbytes)
-        )
-        if each.later and name == each.name and x.requires_grad:
-            text = f"n | sum({','.join(axis for axis in axes.axes if axis in each.later)}) -> n"
-            back = _received(rule_of(text, axes), axes, profile, (x.numel(),), x.dtype, False)[0]
-            sums.append(("gradients, in buckets", text, 0, back))
-    for hooks in parallel.hooks.values():
-        for part in hooks.gathered:
-            x = part.tensor
-            rule = rule_of(part.move, axes)
-            forward, back = _received(rule, axes, profile, part.shape, x.dtype, x.requires_grad)
-            moves.append(
-                (part.name, written(part.move), forward, back + (0 if part.keep else forward))
-            )
-    for name, hooks in parallel.hooks.items():
-        for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
-            for one in (one for one in rules if one.rule.moves):
-                received = (
-                    _received(one.rule, axes, profile, *one.last) if one.last else (None, None)
-                )
-                moves.append((f"{name or 'the model'}, {side}", one.rule.text, *received))
-        if each := hooks.experts:
-            text = next(one.rule.text for one in hooks.inputs if one.rule.routed)
-            moves.append(
-                (f"{name or 'the model'}, this process", text, *(each.last or (None, None)))
-            )
-    moves += sums
-    total = [sum(row[i] or 0 for row in moves) for i in (2, 3)]
-    rows = [(*row[:-1], format_bytes(row[-1])) for row in _grouped(parameters)]
-    lines = [(*row[:-2], *map(_bytes, row[-2:])) for row in _grouped(moves)]
-    sizes = [(each.sharding, each.tensor.element_size()) for each in parallel.parameters]
-    own = sum(n * sharding.max_local_size for sharding, n in sizes)
-    whole = sum(n * math.prod(sharding.shape) for sharding, n in sizes)
-    rows.append(("a process", *[""] * 5, f"{format_bytes(own)} of {format_bytes(whole)}"))
-    stored = [("parameter", "", "shape", "stored", "used", "gradient summed over", "block"), *rows]
-    sent = [("module", "", "moves", "forward", "backward"), *lines]
-    sent.append(("a step", "", "", *map(format_bytes, total)))
+    on_machine = _Machine(axes, load_profile(machine(parallel.context.profile)))
     title = f"{type(model).__name__} on {axes}"
-    return "\n".join([title, "", align_columns(stored), "", align_columns(sent)])
+    return "\n".join(
+        [title, "", _table_of_parameters(parallel), "", _table_of_moves(parallel, on_machine)]
+    )
 
 
-def _bytes(n: int | None) -> str:
-    return "not called yet" if n is None else format_bytes(n)
+def _table_of_parameters(parallel: ParallelModel) -> str:
+    """Write a row for each parameter, or for several that differ in a number, and the sum of all."""
+    by_name = parallel.by_name  # computed anew each time
+    rows = [
+        _parameter_row(name, use, by_name[name], parallel) for name, use in parallel.uses.items()
+    ]
+    lines: list[tuple[str, ...]] = [
+        ("parameter", "", "shape", "stored", "used", "gradient summed over", "block")
+    ]
+    for group in _alike([row.name for row in rows], [row[1:5] for row in rows]):
+        block_bytes = sum(rows[i].block_bytes for i in group.members)
+        texts = rows[group.members[0]][1:5]
+        lines.append((group.name, group.times, *texts, format_bytes(block_bytes)))
+
+    # Buffers count, and so do tied parameters, once.
+    stored_bytes = 0
+    whole_bytes = 0
+    for parameter in parallel.parameters:
+        itemsize = parameter.tensor.element_size()
+        stored_bytes += itemsize * parameter.sharding.max_local_size
+        whole_bytes += itemsize * math.prod(parameter.sharding.shape)
+    total = f"{format_bytes(stored_bytes)} of {format_bytes(whole_bytes)}"
+    lines.append(("a process", "", "", "", "", "", total))
+    return align_columns(lines)
 
 
-def _received(
-    rule: ActivationRule,
-    axes: Mesh,
-    profile: Any,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    gradient: bool,
+def _parameter_row(
+    name: str, use: ParameterUse, parameter: ShardedParameter, parallel: ParallelModel
+) -> _ParameterRow:
+    """Describe one parameter under one of its names."""
+    x = parameter.tensor
+    if x.requires_grad:
+        # Over these its gradient is summed, at once or after the backward pass.
+        axes = [axis for axis in parallel.context.axes.axes if axis in use.copied]
+        summed_over = " ".join(axes)
+    else:
+        summed_over = "frozen"
+    return _ParameterRow(
+        name,
+        str(list(parameter.sharding.shape)),
+        stored=written(use.stored),
+        used="as stored" if use.used == use.stored else written(use.used),
+        summed_over=summed_over,
+        block_bytes=parameter.sharding.max_local_size * x.element_size(),
+    )
+
+
+def _table_of_moves(parallel: ParallelModel, on_machine: _Machine) -> str:
+    """Write a row for each move, or for several that differ in a number, and the sum of all."""
+    rows = _gathers(parallel, on_machine)
+    for hooks in parallel.hooks.values():
+        rows += _activation_moves(hooks, on_machine)
+    rows += _gradient_sums(parallel, on_machine)
+
+    lines: list[tuple[str, ...]] = [("module", "", "moves", "forward", "backward")]
+    for group in _alike([row.module for row in rows], [row.text for row in rows]):
+        members = [rows[i] for i in group.members]
+        forward = _bytes_text([row.forward_bytes for row in members])
+        backward = _bytes_text([row.backward_bytes for row in members])
+        lines.append((group.name, group.times, members[0].text, forward, backward))
+    # What has not been called yet counts as nothing in the sum.
+    total_forward = sum(row.forward_bytes for row in rows if row.forward_bytes is not None)
+    total_backward = sum(row.backward_bytes for row in rows if row.backward_bytes is not None)
+    lines.append(("a step", "", "", format_bytes(total_forward), format_bytes(total_backward)))
+    return align_columns(lines)
+
+
+def _gathers(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
+    """Describe the gathers of parameters, and what their gradients send."""
+    rows = []
+    for hooks in parallel.hooks.values():
+        for parameter in hooks.parameters.parameters:
+            x = parameter.tensor
+            rule = rule_of(parameter.to_use, on_machine.axes)
+            facts = TensorFacts(parameter.shape, x.dtype, x.requires_grad)
+            forward, backward = _received_bytes(rule, on_machine, facts)
+            if not parameter.is_kept:  # the backward pass gathers it again
+                backward += forward
+            rows.append(_MoveRow(parameter.name, written(parameter.to_use), forward, backward))
+    return rows
+
+
+def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow]:
+    """Describe the moves of what goes into a module and comes out of it, as they last were."""
+    rows = []
+    for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
+        for rule in rules:
+            if not rule.rule.moves:
+                continue
+            row = _MoveRow(f"{hooks.title}, {side}", rule.rule.text, None, None)
+            if rule.last is not None:
+                forward, backward = _received_bytes(rule.rule, on_machine, rule.last)
+                row = row._replace(forward_bytes=forward, backward_bytes=backward)
+            rows.append(row)
+
+    if hooks.experts is not None:
+        texts = [rule.rule.text for rule in hooks.inputs if rule.rule.routed]
+        # What travels depends on the values: other processes may have received more.
+        row = _MoveRow(f"{hooks.title}, this process", texts[0], None, None)
+        if hooks.experts.last is not None:
+            forward, backward = hooks.experts.last
+            row = row._replace(forward_bytes=forward, backward_bytes=backward)
+        rows.append(row)
+    return rows
+
+
+def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
+    """Describe the sums of gradients after the backward pass, each parameter by itself."""
+    rows = []
+    for parameter in parallel.trained:
+        if not parameter.later:
+            continue
+        # Buckets join them without changing their bytes.
+        axes = [axis for axis in on_machine.axes.axes if axis in parameter.later]
+        text = f"n | sum({','.join(axes)}) -> n"
+        x = parameter.tensor
+        facts = TensorFacts((x.numel(),), x.dtype, requires_grad=False)
+        backward, _ = _received_bytes(rule_of(text, on_machine.axes), on_machine, facts)
+        rows.append(_MoveRow("gradients, in buckets", text, 0, backward))
+    return rows
+
+
+def _received_bytes(
+    rule: ActivationRule, on_machine: _Machine, tensor: TensorFacts
 ) -> tuple[int, int]:
+    """Return the bytes that the busiest process receives in a move, forward and backward."""
+    axes = on_machine.axes
+    # As `redistribute` plans it: on the sub-mesh of the axes that the rule names.
     named = [axis for axis in axes.axes if axis in rule.axes]
     mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
-    links = load_profile(profile).along(named, axes)
-    plan = planner.plan(rule[:2], mesh, tuple(shape), dtypes.name_of(dtype), profile=links)
-    return plan.bytes_received, plan.backward.bytes_received if gradient else 0
+    links = on_machine.profile.along(named, axes)
+    layouts = (rule.src, rule.dst)
+    dtype = dtypes.name_of(tensor.dtype)
+    plan = planner.plan(layouts, mesh, tensor.shape, dtype, profile=links)
+    backward = plan.backward.bytes_received if tensor.requires_grad else 0
+    return plan.bytes_received, backward
 
 
-def _grouped(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """One row for rows with names that differ only in numbers: their number comes second, bytes are added."""
-    groups: dict[Any, list[tuple[Any, ...]]] = {}
-    for row in rows:
-        key = re.sub(r"\b\d+\b", "*", row[0]), *(x for x in row[1:] if isinstance(x, str))
-        groups.setdefault(key, []).append(row)
-    grouped = []
-    for (name, *texts), members in groups.items():
-        columns = zip(*([x for x in row if not isinstance(x, str)] for row in members), strict=True)
-        first = (members[0][0], "") if len(members) == 1 else (name, f"x {len(members)}")
-        grouped.append(
-            (*first, *texts, *(None if None in column else sum(column) for column in columns))
-        )
-    return grouped
+def _bytes_text(sizes: Sequence[int | None]) -> str:
+    """Write the sum of bytes, if all of them are known."""
+    total = 0
+    for size in sizes:
+        if size is None:
+            return "not called yet"
+        total += size  # rows of a group add up
+    return format_bytes(total)
+
+
+class _Group(NamedTuple):
+    """Rows that differ only in numbers in their names: one row, with how many they are."""
+
+    name: str
+    times: str
+    members: list[int]
+
+
+def _alike(names: Sequence[str], texts: Iterable[object]) -> list[_Group]:
+    """Group rows of equal texts whose names differ only in numbers: layers.0.w, layers.1.w -> layers.*.w."""
+    members_by_key: dict[object, list[int]] = {}
+    for i, (name, text) in enumerate(zip(names, texts, strict=True)):
+        key = (re.sub(r"\b\d+\b", "*", name), text)
+        members_by_key.setdefault(key, []).append(i)
+    groups = []
+    for members in members_by_key.values():
+        first_name = names[members[0]]
+        if len(members) == 1:
+            groups.append(_Group(first_name, "", members))
+        else:
+            pattern = re.sub(r"\b\d+\b", "*", first_name)
+            groups.append(_Group(pattern, f"x {len(members)}", members))
+    return groups

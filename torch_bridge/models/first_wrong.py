@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -13,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_bridge.autodiff.blocks import array_of
-from torch_bridge.models.hooks import ModuleHooks
-from torch_bridge.models.parallel import ParallelModel, described
+from torch_bridge.models.hooks import ModuleHooks, TensorRule
+from torch_bridge.models.names import is_inside, title_of
+from torch_bridge.models.notes import described
+from torch_bridge.models.parallel import ParallelModel
 from torch_bridge.models.parameters import ParallelContext, unsharded
-from torch_bridge.models.verify import Wanted, differing
+from torch_bridge.models.verify import SHAPES_DIFFER, Wanted, differing, largest_value, uncompiled
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
 from xshard.models import inside, placed, written
@@ -26,7 +27,10 @@ from xshard.testing.mismatch import Mismatch, Subject, located, mismatch_text
 
 
 class Place(NamedTuple):
-    """The place of a tensor: its module, "input" or "output", the number of its rule, and of the call."""
+    """Where a tensor goes into a module, or comes out of it.
+
+    side: "input" or "output". rule: the number of its rule on that side. call: how many came before it there.
+    """
 
     module: str
     side: str
@@ -34,129 +38,227 @@ class Place(NamedTuple):
     call: int
 
     def __str__(self) -> str:
-        return f"the {self.side} of {self.module or 'the model'}"
+        return f"the {self.side} of {title_of(self.module)}"
 
     def is_around(self, other: Place) -> bool:
-        is_within = other.module.startswith(f"{self.module}." if self.module else "")
-        return is_within and (other.module != self.module or other.side != self.side)
+        """Return whether another tensor comes before this output: inside its module, or as its input."""
+        is_same = other.module == self.module and other.side == self.side
+        return is_inside(other.module, self.module) and not is_same
 
 
-# An input of a module before its rule, or an output after it; its layout, along the axes that the rule names.
-Seen = dict[Place, tuple[Tensor, Layout, Collection[str]]]
+class _SeenTensor(NamedTuple):
+    """An input of a module before its rule, or an output after it.
+
+    layout: its layout along the axes that the rule names, `named_axes`; others are as around the module.
+    """
+
+    value: Tensor
+    layout: Layout
+    named_axes: Collection[str]
+
+
+Seen = dict[Place, _SeenTensor]  # of one forward pass, in its order
+
+
+class WrongTensor(NamedTuple):
+    """The first wrong tensor: where it is in a sentence, and a text about it."""
+
+    place: str
+    text: str
+
+
+class _Watcher:
+    """Hooks of one module that note what goes in and out."""
+
+    def __init__(self, hooks: ModuleHooks, seen: Seen, calls: Counter[Any]) -> None:
+        self._hooks = hooks
+        self._seen = seen
+        self._calls = calls
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        tensors = [values.get(self._hooks.argument(r.key, values)) for r in self._hooks.inputs]
+        layouts = [(rule.rule.src, rule.rule.axes) for rule in self._hooks.inputs]
+        self._note("input", tensors, layouts)
+
+    def after_forward(self, module: nn.Module, args: Any, result: Any) -> None:
+        layouts = [(rule.rule.dst, rule.rule.axes) for rule in self._hooks.outputs]
+        if not layouts:
+            layouts = [self._default_layout()]
+        self._note("output", self._hooks.results(result), layouts)
+
+    def _default_layout(self) -> tuple[Layout, tuple[str, ...]]:
+        """Return the layout of an output without a rule: as the first input, with as many dims."""
+        if self._hooks.inputs:
+            first: TensorRule = self._hooks.inputs[0]
+            return unsharded(first.rule.dst), ()
+        return Layout("..."), ()
+
+    def _note(
+        self,
+        side: str,
+        tensors: Sequence[Any],
+        layouts: Sequence[tuple[Layout, tuple[str, ...]]],
+    ) -> None:
+        # A result may have fewer parts than rules, or more.
+        for number, (x, (layout, axes)) in enumerate(zip(tensors, layouts, strict=False)):
+            if isinstance(x, Tensor):
+                key = (self._hooks.name, side, number)
+                place = Place(self._hooks.name, side, number, self._calls[key])
+                self._calls[key] += 1
+                # A clone: modules may write to their inputs.
+                self._seen[place] = _SeenTensor(x.detach().clone(), layout, axes)
 
 
 @contextmanager
 def watching(
     model: nn.Module, hooks: Mapping[str, ModuleHooks], runs: list[Seen]
 ) -> Iterator[None]:
-    """Add a run: the tensors that go in and out of modules with rules, in the order of the forward pass."""
-    seen = Seen()
-    calls = Counter[Any]()
+    """Note the tensors that go in and out of modules with rules, in the order of the forward pass.
+
+    runs: gets what is seen inside, as its last item.
+    """
+    seen: Seen = {}
+    calls: Counter[Any] = Counter()
     runs.append(seen)
-
-    def see(own: ModuleHooks, side: str, tensors: Sequence[Any]) -> None:
-        # An output without a rule lies as the first input with as many dims.
-        default = [(unsharded(each.rule.dst), ()) for each in own.inputs[:1]] or [
-            (Layout("..."), ())
-        ]
-        rules = [each.rule for each in (own.inputs if side == "input" else own.outputs)]
-        ways = [(each.src if side == "input" else each.dst, each.axes) for each in rules] or default
-        for number, (x, way) in enumerate(zip(tensors, ways, strict=False)):
-            if isinstance(x, Tensor):
-                key = own.name, side, number
-                seen[Place(*key, calls[key])] = x.detach().clone(), *way
-                calls[key] += 1
-
-    def enter(own: ModuleHooks, module: nn.Module, args: Any, kwargs: Any) -> None:
-        values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        see(own, "input", [values.get(own.argument(each.key, values)) for each in own.inputs])
-
-    def leave(own: ModuleHooks, module: nn.Module, args: Any, result: Any) -> None:
-        see(own, "output", own.results(result))
-
+    root = uncompiled(model)
     with ExitStack() as handles:
-        for name, own in hooks.items():
-            module = getattr(model, "_orig_mod", model).get_submodule(name)
-            before = partial(enter, own)
-            after = partial(leave, own)
-            handles.enter_context(
-                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        for name, module_hooks in hooks.items():
+            module = root.get_submodule(name)
+            watcher = _Watcher(module_hooks, seen, calls)
+            # Before the rule's own hook, and after it: as tensors are outside of the module.
+            before = module.register_forward_pre_hook(
+                watcher.before_forward, prepend=True, with_kwargs=True
             )
-            handles.enter_context(module.register_forward_hook(after))
+            handles.enter_context(before)
+            handles.enter_context(module.register_forward_hook(watcher.after_forward))
         yield
 
 
-def first_wrong(one: Seen, many: Seen, parallel: ParallelModel, tol: float) -> tuple[str, str]:
-    """The first wrong tensor of a parallel run against one device's, and a text about it; "" if none is.
+class _Compared(NamedTuple):
+    """A tensor of both runs: what one device says of this process's block, and the block itself."""
+
+    wanted: Wanted
+    block: Tensor
+
+
+def first_wrong(
+    on_one_device: Seen, on_many: Seen, parallel: ParallelModel, tol: float
+) -> WrongTensor | None:
+    """Find the first tensor of a parallel run that differs from one device's; None if none does.
+
     Tensors inside a module do not count if its output is right. All processes call it.
     """
     context = parallel.context
-    called = _answers(set(many), parallel.context)
-    pairs: dict[Place, tuple[Wanted, Tensor]] = {}
-    for place, (x, layout, named) in many.items():
-        has_dims = len(layout.dims) == x.ndim or ELLIPSIS in layout.names
-        if not has_dims or place not in one or not all(place in each for each in called):
-            continue
-        own = parallel.hooks[place.module]
-        whole = one[place][0]
-        layout = placed(
-            layout.resolved(x.ndim), named, _inside(own.parent if place.side == "input" else own)
-        )
-        try:
-            block = context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
-        except XshardError:  # the layout does not fit
-            continue
-        largest = whole.abs().max().item() if whole.numel() else 0.0
-        name = f"{place} as '{written(layout)}'"
-        sharding = Sharding(layout, context.axes, tuple(whole.shape))
-        pairs[place] = (
-            Wanted("output", name, sharding, block, largest),
-            _reduced(x, layout, context),
-        )
-    wanted, blocks = zip(*pairs.values(), strict=True) if pairs else ((), ())
-    flags = differing(wanted, blocks, tol, context) if pairs else []
-    right = {place: not n for place, n in zip(pairs, flags, strict=True) if n < 2}
-    leaving = [place for place in right if place.side == "output" and right[place]]
-    wrong = [p for p in right if not right[p] and not any(each.is_around(p) for each in leaving)]
-    if not wrong:
-        return "", ""
-    place, (w, block) = wrong[0], pairs[wrong[0]]
-    before = [each for each in [*right][: [*right].index(place)] if right[each]]
-    w = w._replace(
-        name=f"{w.name}, after " + (f"{before[-1]}, which is right" if before else "none")
+    # Processes may call different modules: only what all of them have seen can be compared.
+    seen_by_process = _from_all_processes(set(on_many), context)
+    pairs: dict[Place, _Compared] = {}
+    for place, tensor in on_many.items():
+        is_everywhere = all(place in places for places in seen_by_process)
+        if place in on_one_device and is_everywhere:
+            pair = _pair(place, tensor, on_one_device[place].value, parallel)
+            if pair is not None:
+                pairs[place] = pair
+    if not pairs:
+        return None
+
+    # All in one collective: processes have the same places in the same order.
+    wanted = [pair.wanted for pair in pairs.values()]
+    blocks = [pair.block for pair in pairs.values()]
+    flags = differing(wanted, blocks, tol, context)
+    # A tensor of another shape is not what its rule says: it proves nothing.
+    is_right = {}
+    for place, flag in zip(pairs, flags, strict=True):
+        if flag != SHAPES_DIFFER:
+            is_right[place] = not flag
+    first_place = _first_wrong_place(is_right)
+    if first_place is None:
+        return None
+
+    wrong, block = pairs[first_place]
+    name = f"{wrong.name}, after {_last_right_before(first_place, is_right)}"
+    mismatch = mismatch_of(wrong._replace(name=name), block, wrong.largest, tol, context)
+    title = mismatch_text(mismatch).replace("\n", "\n  ")
+    return WrongTensor(str(first_place), described(title, parallel, first_place.module))
+
+
+def _first_wrong_place(is_right: Mapping[Place, bool]) -> Place | None:
+    """Return the first wrong tensor that does not lie inside a module whose output is right."""
+    right_outputs = [p for p, right in is_right.items() if right and p.side == "output"]
+    for place, right in is_right.items():
+        if not right and not any(output.is_around(place) for output in right_outputs):
+            return place
+    return None
+
+
+def _last_right_before(place: Place, is_right: Mapping[Place, bool]) -> str:
+    """Describe the last right tensor before a wrong one."""
+    places = list(is_right)
+    earlier = [p for p in places[: places.index(place)] if is_right[p]]
+    return f"{earlier[-1]}, which is right" if earlier else "none"
+
+
+def _pair(
+    place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelModel
+) -> _Compared | None:
+    """Cut one device's tensor as its rule says; None if the rule does not fit the tensor."""
+    context = parallel.context
+    x = tensor.value
+    if len(tensor.layout.dims) != x.ndim and ELLIPSIS not in tensor.layout.names:
+        return None  # the default layout of an output without a rule was a guess
+    hooks: ModuleHooks | None = parallel.hooks[place.module]
+    if place.side == "input":
+        hooks = parallel.hooks[place.module].parent
+    # Axes that the rule does not name are as in the module around an input, or in this one.
+    layout = placed(tensor.layout.resolved(x.ndim), tensor.named_axes, _layout_inside(hooks))
+    try:
+        block = context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
+    except XshardError:  # the layout does not fit
+        return None
+    sharding = Sharding(layout, context.axes, tuple(whole.shape))
+    wanted = Wanted(
+        "output", f"{place} as '{written(layout)}'", sharding, block, largest_value(whole)
     )
-    text = mismatch_text(mismatch_of(w, block, w.largest, tol, context)).replace("\n", "\n  ")
-    return str(place), described(text, parallel, place.module)
+    return _Compared(wanted, _reduced(x, layout, context))
 
 
 def mismatch_of(
-    w: Wanted, block: Tensor, largest: float, tol: float, context: ParallelContext
+    wanted: Wanted, block: Tensor, largest: float, tol: float, context: ParallelContext
 ) -> Mismatch:
-    """The report of an array that is wrong on some process. largest: the largest value of its kind."""
-    pair = [array_of(x.cpu().contiguous()) for x in (block, w.block)]
-    got, want = zip(*_answers(pair, context), strict=True)
-    case = Case.of(got, want, w.sharding, tol, largest, {})
-    return located(Subject(w.kind, w.name, "torch", context.axes, "one device"), case)
+    """Report an array that is wrong on some process. largest: the largest value of its kind."""
+    # The kit looks at numpy arrays of all processes together, and finds what kind of mistake it is.
+    arrays = (array_of(block.cpu().contiguous()), array_of(wanted.block.cpu().contiguous()))
+    from_all = _from_all_processes(arrays, context)
+    found = tuple(pair[0] for pair in from_all)
+    expected = tuple(pair[1] for pair in from_all)
+    case = Case.of(found, expected, wanted.sharding, tol, largest, {})
+    subject = Subject(wanted.kind, wanted.name, "torch", context.axes, "one device")
+    return located(subject, case)
 
 
-def _answers(own: Any, context: ParallelContext) -> list[Any]:
-    """The objects of all processes, by devices."""
+def _from_all_processes(own: Any, context: ParallelContext) -> list[Any]:
+    """Return the objects of all processes, in the order of devices."""
     answers: list[Any] = [None] * context.axes.n_devices
     group = context.processes.group(context.axes.axes).process_group
     dist.all_gather_object(answers, (context.processes.device, own), group)
+    # The group is in the order of ranks, which a mesh may permute.
     return [answer for _, answer in sorted(answers, key=itemgetter(0))]
 
 
-def _inside(hooks: ModuleHooks | None) -> Layout:
-    """The dims and tags of activations inside a module."""
-    layout = Layout("()") if hooks is None else _inside(hooks.parent)
-    for each in hooks.inputs if hooks else ():
-        layout = inside(each.rule, layout)
+def _layout_inside(hooks: ModuleHooks | None) -> Layout:
+    """Return the named dims and the tags of activations inside a module, by all rules around them."""
+    if hooks is None:
+        return Layout("()")
+    layout = _layout_inside(hooks.parent)
+    for rule in hooks.inputs:
+        layout = inside(rule.rule, layout)
     return layout
 
 
 def _reduced(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
-    """A block after the reductions that its layout names."""
-    dims = unsharded(layout).dims
+    """Add up the addends that a layout names, and so on for its other reductions."""
     tags = tuple(tag for tag in layout.tags if tag[0] != "copy")
-    return redistribute(x, (Layout(dims, tags), Layout(dims)), context.mesh) if tags else x
+    if not tags:
+        return x
+    dims = unsharded(layout).dims  # blocks as they are: nothing is gathered
+    return redistribute(x, (Layout(dims, tags), Layout(dims)), context.mesh)

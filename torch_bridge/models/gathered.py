@@ -1,192 +1,260 @@
-"""Parameters that modules use under another layout: gathered for one pass, again for its backward pass, or
-once for several passes.
-"""
+"""Parameters that modules use under another layout: how they move, and how autograd saves them."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from torch_bridge.comm_dtype import comm_dtypes
-from torch_bridge.models.gradients import Gradients
-from torch_bridge.models.parameters import ParallelContext
+from torch_bridge.autodiff.blocks import check_not_swapped
+from torch_bridge.calls.move import PLAIN, MoveCall
+from torch_bridge.comm_dtype import CommDtypeLike, comm_dtypes
+from torch_bridge.mesh import desync
+from torch_bridge.mesh.process_mesh import world
+from torch_bridge.models.parameters import ParallelContext, Place
+from torch_bridge.models.torch_private import writes_to
 from torch_bridge.redistribution import redistribute
+from torch_bridge.redistribution.tree import SharedMove, share_collectives
 from xshard import XshardError
+from xshard.cost.machine import asked_for
+from xshard.errors import located
+from xshard.replicas import are_checked
 
 
-class GatheredParameter(NamedTuple):
-    """A parameter that modules, its `owners`, use under another layout. back: the move of its gradient.
-    keep: until the backward pass. once: from a pass inside `no_sync` to the next one outside.
+@dataclass(eq=False)
+class GatheredParameter:
+    """A parameter that modules use under another layout than the one in which it is stored.
+
+    Attributes:
+        name: Its name in the model.
+        places: Where modules use it so; several for a tied parameter, which is gathered once.
+        to_use: The move of its block, as "o/dp i -> o i | copy(dp)".
+        to_storage: The move of its gradient, as "o i | sum(dp) -> o/dp i".
+        shape: Its global shape.
+        is_kept: Whether autograd keeps the gathered tensor until the backward pass, which gathers it again
+            otherwise.
+        is_shared: Whether passes inside `no_sync` and the next one outside gather it once.
     """
 
     name: str
-    owners: list[tuple[nn.Module, str]]
-    move: str
-    back: str
+    places: list[Place]
+    to_use: str
+    to_storage: str
     shape: tuple[int, ...]
-    keep: bool = True
-    once: bool = False
+    is_kept: bool = True
+    is_shared: bool = False
 
     @property
     def tensor(self) -> Any:
-        owner, attribute = self.owners[0]
-        return owner._parameters[attribute]
+        """The tensor that modules have: the block, or the gathered one in a forward pass."""
+        return self.places[0].get()
 
     def put(self, x: Any) -> None:
-        for owner, attribute in self.owners:
-            owner._parameters[attribute] = x
+        """Let all modules use another tensor."""
+        for place in self.places:
+            place.put(x)
 
 
-def gather_all(
-    parts: Sequence[GatheredParameter],
-    context: ParallelContext,
-    tensors: Sequence[Tensor],
-    back: bool = False,
-) -> list[Tensor]:
-    """Parameters under the layouts in which modules use them, gathered together, differentiable; or their
-    gradients `back` under the layouts in storage.
+class ParameterMoves:
+    """Moves parameters of a module between storage and use, several together.
+
+    Layouts are known when a model is parallelized, shapes and dtypes at the first pass. Later passes run
+    what was prepared then.
     """
-    comm_dtype = comm_dtypes(context.comm_dtype)[1] if back else context.comm_dtype
-    options: Any = {"mesh": context.mesh, "profile": context.profile, "comm_dtype": comm_dtype}
-    moves = [part.back if back else part.move for part in parts]
-    shapes = [part.shape for part in parts]
-    if torch.compiler.is_compiling():
-        rows = zip(tensors, moves, shapes, strict=True)
-        return [redistribute(x, move, shape=shape, **options) for x, move, shape in rows]
-    return redistribute(list(tensors), moves, shape=shapes, **options) if parts else []
+
+    def __init__(self, context: ParallelContext) -> None:
+        self.context = context
+        self._moves: dict[Hashable, _Move] = {}
+
+    def __reduce__(self) -> tuple[type, tuple[ParallelContext]]:
+        """Copy without what is prepared: executables hold process groups."""
+        return ParameterMoves, (self.context,)
+
+    def gather(
+        self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return parameters as modules use them, from their blocks in storage, differentiably."""
+        return self._move(parameters, blocks, is_gradient=False)
+
+    def reduce_gradients(
+        self, parameters: Sequence[GatheredParameter], gradients: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return gradients as parameters are stored, from those of the gathered tensors."""
+        return self._move(parameters, gradients, is_gradient=True)
+
+    def _move(
+        self, parameters: Sequence[GatheredParameter], tensors: Sequence[Tensor], is_gradient: bool
+    ) -> list[Tensor]:
+        if not parameters:
+            return []
+        if torch.compiler.is_compiling():  # a graph keeps what follows from layouts by itself
+            return _Move(parameters, self.context, is_gradient).record(tensors)
+        # A pass may gather all parameters, those that no other pass shares, or those that were dropped.
+        key = (tuple(parameters), is_gradient)
+        move = self._moves.get(key)
+        if move is None:
+            move = _Move(parameters, self.context, is_gradient)
+            self._moves[key] = move
+        return move(tensors)
 
 
-def regathered(
-    stored: Sequence[Tensor],
-    used: Sequence[Tensor],
-    gather: Callable[[Sequence[Tensor]], list[Tensor]],
-) -> Any:
-    """Gathered parameters that the backward pass gathers again: autograd saves only which one it was."""
-    versions = [x._version for x in stored]
-    dtypes = [x.dtype for x in used]
-    storages = {x.untyped_storage().data_ptr(): i for i, x in enumerate(used) if x.numel()}
-    again: list[Tensor] = []
+# What a plan depends on in a tensor, and what decides whether autograd records its move. It is read in C,
+# as a forward pass asks every parameter.
+_kind_of = attrgetter(
+    "shape", "dtype", "device", "requires_grad", "__class__", "layout", "is_nested"
+)
 
-    def pack(x: Tensor) -> Any:
-        i = storages.get(x.untyped_storage().data_ptr()) if x.layout is torch.strided else None
-        return (
-            x if i is None or x.dtype != dtypes[i] else (i, x.shape, x.stride(), x.storage_offset())
+
+class _Move:
+    """The move of some parameters, or of their gradients, prepared once for each kind of tensors.
+
+    `redistribute` would find out each time what is the same in every pass: the call of each tensor, its
+    executable, which executables share collectives, and their adjoints.
+    """
+
+    def __init__(
+        self, parameters: Sequence[GatheredParameter], context: ParallelContext, is_gradient: bool
+    ) -> None:
+        self._context = context
+        self._names = [parameter.name for parameter in parameters]
+        self._shapes = [parameter.shape for parameter in parameters]
+        # Read once: these never change for a parameter.
+        if is_gradient:
+            self._layouts = [parameter.to_storage for parameter in parameters]
+            # This is a forward move of its own, in the dtype in which gradients travel.
+            self._comm_dtype: CommDtypeLike = comm_dtypes(context.comm_dtype)[1]
+        else:
+            self._layouts = [parameter.to_use for parameter in parameters]
+            self._comm_dtype = context.comm_dtype
+        self._prepared: dict[Hashable, list[SharedMove]] = {}
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Move tensors together. Hot: each forward pass of a module, and each regathering."""
+        if desync.ALWAYS or are_checked(None):
+            return self._redistribute(tensors)  # which compares calls, or replicas, each time
+        check_not_swapped()
+        profile = asked_for(self._context.profile)
+        kinds = tuple(map(_kind_of, tensors))
+        # All that the prepared moves depend on, and that may change from pass to pass.
+        key = (profile, world(), torch.is_grad_enabled(), kinds)
+        moves = self._prepared.get(key)
+        if moves is None:
+            if any(type(x) not in PLAIN for x in tensors):
+                return self._redistribute(tensors)  # an executable would keep fake tensors
+            moves = self._prepare(tensors)
+            self._prepared[key] = moves
+
+        # One function for those with a gradient and one for those without.
+        results: dict[int, Tensor] = {}
+        for shared in moves:
+            results.update(zip(shared.indices, shared.run(tensors), strict=True))
+        return [results[i] for i in range(len(tensors))]
+
+    def _prepare(self, tensors: Sequence[Tensor]) -> list[SharedMove]:
+        """Plan the move of each tensor, and group those that share collectives."""
+        executables = {}
+        for i, x in enumerate(tensors):
+            with located(self._names[i]):
+                call = MoveCall.of(
+                    self._layouts[i],
+                    self._context.mesh,
+                    self._shapes[i],
+                    self._context.profile,
+                    self._comm_dtype,
+                )
+                # Linear, as only such moves share: rules of parameters shard, copy and sum.
+                executables[i] = call.executable_for(x)
+        return share_collectives(executables, dict(enumerate(tensors)), bucket_bytes=None)
+
+    def _redistribute(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Move tensors together by the public verb."""
+        return redistribute(
+            list(tensors),
+            self._layouts,
+            self._context.mesh,
+            shape=self._shapes,
+            profile=self._context.profile,
+            comm_dtype=self._comm_dtype,
         )
 
-    def unpack(packed: Any) -> Tensor:
+    def record(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Move tensors one by one, as a graph records them; the compiler joins their collectives."""
+        moved = []
+        for i, x in enumerate(tensors):
+            y = redistribute(
+                x,
+                self._layouts[i],
+                self._context.mesh,
+                shape=self._shapes[i],
+                profile=self._context.profile,
+                comm_dtype=self._comm_dtype,
+            )
+            moved.append(y)
+        return moved
+
+
+class _SavedView(NamedTuple):
+    """What autograd saves instead of a gathered parameter: which one, and the view of it that was used."""
+
+    number: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class Regathering:
+    """Lets autograd save gathered parameters as references; the backward pass gathers them again.
+
+    blocks: the parameters in storage, which stay in memory. gathered: the tensors that modules use. gather:
+    the function from the one to the other.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Tensor],
+        gathered: Sequence[Tensor],
+        gather: Callable[[Sequence[Tensor]], list[Tensor]],
+    ) -> None:
+        self._blocks = blocks
+        self._gather = gather
+        self._writes = [writes_to(x) for x in blocks]
+        self._dtypes = [x.dtype for x in gathered]
+        # Modules may save any view, as a transposed weight: it has the memory of the parameter.
+        self._index_of_memory: dict[int, int] = {}
+        for i, x in enumerate(gathered):
+            if x.numel():
+                self._index_of_memory[x.untyped_storage().data_ptr()] = i
+        self._gathered_again: list[Tensor] = []
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Return a context in which autograd saves references."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, x: Tensor) -> Tensor | _SavedView:
+        """Replace a view of a gathered parameter by a reference. Hot: for every tensor that is saved."""
+        if x.layout is not torch.strided:
+            return x
+        i = self._index_of_memory.get(x.untyped_storage().data_ptr())
+        if i is None or x.dtype != self._dtypes[i]:  # not a parameter, or one seen as another dtype
+            return x
+        return _SavedView(i, x.shape, x.stride(), x.storage_offset())
+
+    def _unpack(self, packed: Tensor | _SavedView) -> Tensor:
+        """Return a saved tensor; the first reference gathers all parameters again."""
         if isinstance(packed, Tensor):
             return packed
-        if not again:
-            if versions != [x._version for x in stored]:
+        if not self._gathered_again:
+            # An optimiser's step in between: other values would come back.
+            if self._writes != [writes_to(x) for x in self._blocks]:
                 raise XshardError(
                     "a parameter was written to between its forward and its backward pass"
                 )
             with torch.no_grad():
-                again.extend(gather(stored))
-        i, *view = packed
-        return again[i].as_strided(*view)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-@dataclass(eq=False, repr=False)
-class KeptParameters:
-    """Parameters of a module that are gathered by the first pass inside `no_sync`, for all up to the next
-    backward pass outside. Inside they are leaves, which add up their gradients; one move sums all of them.
-
-    stored, seen: the parameters that were gathered, and their state then. marks: `.grad` of these, as it was
-    when a gradient was added to a leaf: if it is another one now, or was written to, somebody has dropped it.
-    """
-
-    parts: Sequence[GatheredParameter]
-    context: ParallelContext
-    gradients: Gradients
-    leaves: list[Tensor] = field(default_factory=list)
-    stored: list[Tensor] = field(default_factory=list)
-    seen: list[tuple[Any, ...]] = field(default_factory=list)
-    marks: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeptParameters:
-        parts, gradients = copy.deepcopy((self.parts, self.gradients), memo)
-        return KeptParameters(parts, self.context, gradients)
-
-    def used(self) -> dict[str, Tensor]:
-        """Gathered parameters by name, if this pass is one of several that share them."""
-        stored = [part.tensor for part in self.parts]
-        if not stored or (self.gradients.syncs and not self.leaves):
-            return {}
-        seen = [(id(x), x.data_ptr(), x._version, x.requires_grad) for x in stored]
-        if not self.leaves or seen != self.seen:
-            self.stored = stored
-            self.seen = seen
-            self._gather()
-        is_last = self.gradients.syncs and torch.is_grad_enabled()
-        whole = _Last.apply(self, *stored) if is_last else self.leaves
-        return {part.name: x for part, x in zip(self.parts, whole, strict=True)}
-
-    def _gather(self) -> None:
-        waiting = [leaf.grad for leaf in self.leaves] or [None] * len(self.stored)
-        with torch.no_grad():
-            self.leaves = gather_all(self.parts, self.context, self.stored)
-        for i, (leaf, gradient) in enumerate(zip(self.leaves, waiting, strict=True)):
-            if self.stored[i].requires_grad:
-                leaf.requires_grad_().register_hook(partial(self._arrives, i))
-                leaf.grad = gradient
-
-    def _arrives(self, i: int, _: Tensor) -> None:
-        """Before a gradient is added to a leaf."""
-        stored = self.stored[i]
-        if not self._waits(i):
-            self.leaves[i].grad = None
-        if stored.grad is None:
-            stored.grad = torch.zeros_like(stored)
-        self.marks[i] = stored.grad, stored.grad._version
-
-    def _waits(self, i: int) -> bool:
-        now, (mark, version) = self.stored[i].grad, self.marks.get(i, (None, 0))
-        return now is not None and now is mark and now._version == version
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients have been added up that nothing has summed yet."""
-        return any(leaf.grad is not None and self._waits(i) for i, leaf in enumerate(self.leaves))
-
-    def summed(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of the last pass, and those that wait, under the layouts in storage."""
-        trained = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-        total = list[Tensor]()
-        for i in trained:
-            before = leaves[i].grad
-            leaves[i].grad = None
-            total.append(
-                gradients[i] if before is None or not self._waits(i) else before + gradients[i]
-            )
-        self.leaves = []
-        sums = gather_all([self.parts[i] for i in trained], self.context, total, back=True)
-        by_number = dict(zip(trained, sums, strict=True))
-        return [by_number.get(i) for i in range(len(leaves))]
-
-
-class _Last(torch.autograd.Function):
-    """Parameters in storage -> the gathered ones that are there already; the gradient is of all passes."""
-
-    @staticmethod
-    def forward(ctx: Any, kept: KeptParameters, *stored: Tensor) -> tuple[Tensor, ...]:
-        ctx.kept = kept
-        ctx.leaves = kept.leaves
-        whole = tuple(leaf.detach() for leaf in kept.leaves)
-        pairs = zip(whole, kept.leaves, strict=True)
-        ctx.mark_non_differentiable(*(x for x, leaf in pairs if not leaf.requires_grad))
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.kept.summed(ctx.leaves, gradients)
+                self._gathered_again.extend(self._gather(self._blocks))
+        whole = self._gathered_again[packed.number]
+        return whole.as_strided(packed.shape, packed.stride, packed.offset)

@@ -1,5 +1,6 @@
 """Gradients of a parallel model, summed over `ShardedParameter.later` in buckets during the backward pass.
-All processes send the same buckets in the same order: a parameter that a process did not use counts as zeros,
+
+All processes send the same buckets in the same order. A parameter that a process did not use counts as zeros,
 and a parameter that no process used keeps the gradient that it had.
 """
 
@@ -17,13 +18,18 @@ from torch import Tensor
 
 from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
+from torch_bridge.models.torch_private import call_after_backward, is_in_backward_pass
 from torch_bridge.redistribution import redistribute
 from xshard import XshardError, trees
 
 
 @dataclass(eq=False)
 class Gradient:
-    """The gradient of one parameter: `.grad` is a sum along `axes`, or `share`, and `earlier` was the sum."""
+    """The gradient of one parameter: what `.grad` of this process means now.
+
+    It is a sum along `axes`, or, while `share` is not None, this process's addend of one. `earlier` is then
+    the sum of earlier passes, to which that of the shares is added.
+    """
 
     parameter: Tensor
     axes: tuple[str, ...]
@@ -33,15 +39,28 @@ class Gradient:
     def has_share(self) -> bool:
         """Return whether `.grad` is this process's share; forget a share that somebody else took out."""
         if self.share is not None and self.parameter.grad is not self.share:
-            self.share = self.earlier = None
+            self.forget()
         return self.share is not None
 
+    def forget(self) -> None:
+        """Forget both the share and the sum of earlier passes."""
+        self.share = None
+        self.earlier = None
+
     def take_share(self) -> Tensor | None:
-        """Return this process's share, if there is one, which `.grad` no longer is."""
-        share = self.share if self.has_share() else None
-        if share is not None:
-            self.share = self.parameter.grad = None
+        """Return this process's share, if there is one, and take it out of `.grad`."""
+        if not self.has_share():
+            return None
+        share = self.share
+        self.share = None
+        self.parameter.grad = None
         return share
+
+    def put_aside_sum(self) -> None:
+        """Keep a sum of earlier passes while `.grad` adds up this process's share of the next one."""
+        if not self.has_share() and self.parameter.grad is not None:
+            self.earlier = self.parameter.grad
+            self.parameter.grad = None
 
     def add(self, total: Tensor) -> None:
         """Make `.grad` the sum of earlier passes and of this one."""
@@ -50,48 +69,74 @@ class Gradient:
         self.parameter.grad = total if earlier is None else earlier + total
         self.earlier = None
 
+    def undo(self) -> None:
+        """Make `.grad` the sum of earlier passes again."""
+        if self.has_share() or self.earlier is not None:
+            self.parameter.grad = self.earlier
+        self.forget()
+
 
 @torch.no_grad()
 def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callable[[], None]:
-    """Begin to sum shares over their axes, with a flag each -> a function that adds the sums to `.grad`."""
+    """Begin to sum the shares of a bucket, in one message -> a function that adds the sums to `.grad`.
+
+    The message ends with a flag per parameter, whose sum counts the processes that used it.
+    """
     shares = [gradient.take_share() for gradient in bucket]
-    used = [float(share is not None) for share in shares]
-    pairs = zip(bucket, shares, strict=True)
-    parts = [
-        (torch.zeros_like(each.parameter) if x is None else x).reshape(-1) for each, x in pairs
-    ]
-    lengths = [*map(len, parts), len(parts)]
-    flat = torch.cat([*parts, parts[0].new_tensor(used)])
-    del shares, pairs, parts  # while the bucket is on its way
-    travels = comm_dtype_of(context.comm_dtype, flat.dtype).backward
-    options: Any = {"profile": context.profile, "comm_dtype": travels, "async_op": True}
+    is_used = [share is not None for share in shares]
+    # A parameter without a share counts as zeros: all processes send messages of one size.
+    flat_shares = []
+    for gradient, share in zip(bucket, shares, strict=True):
+        addend = torch.zeros_like(gradient.parameter) if share is None else share
+        flat_shares.append(addend.reshape(-1))
+    lengths = [len(x) for x in flat_shares]
+    flags = flat_shares[0].new_tensor([float(used) for used in is_used])
+    message = torch.cat([*flat_shares, flags])
+    del share, shares, addend, flat_shares  # their memory is free while the bucket is on its way
+
+    # Begun only: the backward pass goes on beside it.
     pending: Any = redistribute(
-        flat, f"n | sum({','.join(bucket[0].axes)}) -> n", context.mesh, **options
+        message,
+        f"n | sum({','.join(bucket[0].axes)}) -> n",
+        context.mesh,
+        profile=context.profile,
+        comm_dtype=comm_dtype_of(context.comm_dtype, message.dtype).backward,
+        async_op=True,
     )
 
-    def end() -> None:
-        *sums, n_used = pending.wait().split(lengths)
-        for gradient, total, n, is_used in zip(bucket, sums, n_used, used, strict=True):
-            if is_used or n > 0:
+    def finish() -> None:
+        *sums, users = pending.wait().split([*lengths, len(lengths)])
+        for gradient, total, n_users, used in zip(bucket, sums, users, is_used, strict=True):
+            # Its own use is known without a look at the flags, which waits for a GPU.
+            if used or n_users > 0:
                 gradient.add(total)
 
-    return end
+    return finish
 
 
 @dataclass(eq=False)
 class BackwardPass:
-    """One backward pass. waiting: number of gradients that each bucket lacks. coming, ready: gradients that
-    autograd will add, or has added, to `.grad`. sent: functions that end the sums begun so far.
+    """What has come in one backward pass.
+
+    Attributes:
+        n_missing: How many gradients each bucket still lacks.
+        announced: Gradients that autograd is about to add to `.grad`.
+        arrived: Gradients that it has added, each counted once.
+        finish_sums: The functions that end the sums begun so far, of the first buckets.
     """
 
-    waiting: list[int]
-    coming: set[Gradient] = field(default_factory=set)
-    ready: set[Gradient] = field(default_factory=set)
-    sent: list[Callable[[], None]] = field(default_factory=list)
+    n_missing: list[int]
+    announced: set[Gradient] = field(default_factory=set)
+    arrived: set[Gradient] = field(default_factory=set)
+    finish_sums: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Gradients:
-    """Sums gradients in every backward pass, unless `syncs` is False; then once calls `after_first`."""
+    """Sums gradients in every backward pass, unless `syncs` is False; then once calls `after_first`.
+
+    There is a `BackwardPass` from the first gradient of a backward pass to its end. In between, full
+    buckets are sent, always in the order of `_buckets`: a later one waits for those before it.
+    """
 
     _pass: BackwardPass | None = None
 
@@ -104,115 +149,144 @@ class Gradients:
         self.context = context
         self.bucket_bytes = bucket_bytes
         self.syncs = True
+        # Axes of length 1 have nothing to sum.
         self.sharded = [each for each in sharded if context.axes.size(*each.later) > 1]
         self.after_first: Callable[[], None] | None = None
         self._handles: list[Any] = []
-        self._attach([each.tensor for each in self.sharded])
+        self._follow([parameter.tensor for parameter in self.sharded])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
         new = Gradients(self.context, (), self.bucket_bytes)
         memo[id(self)] = new
         new.sharded = copy.deepcopy(self.sharded, memo)
-        new._attach([copy.deepcopy(each.tensor, memo) for each in self.sharded])
+        # Modules of the copy may not have their parameters yet: these are the same objects as they get.
+        new._follow([copy.deepcopy(parameter.tensor, memo) for parameter in self.sharded])
         return new
 
     @property
     def unsummed(self) -> bool:
-        return any(gradient.has_share() for gradient in self._all)
+        """Whether `.grad` of some parameter is this process's share."""
+        return any(gradient.has_share() for gradient in self._gradients)
 
     def prepare(self) -> None:
-        """Before a forward pass: undo a backward pass that failed, and follow parameters that are new."""
-        if torch._C._current_graph_task_id() != -1:
-            return  # computed again, inside a backward pass
+        """Undo a backward pass that failed, and follow parameters that are new, before a forward pass."""
+        if is_in_backward_pass():
+            return  # a checkpoint computes the model again
         self._undo()
-        parameters = [each.tensor for each in self.sharded]
-        if [id(x) for x in parameters if x.requires_grad] != [
-            id(each.parameter) for each in self._all
-        ]:
-            self._attach(parameters)
+        parameters = [parameter.tensor for parameter in self.sharded]
+        trained = [id(x) for x in parameters if x.requires_grad]
+        if trained != [id(gradient.parameter) for gradient in self._gradients]:
+            self._follow(parameters)
 
     def _undo(self) -> None:
-        for each in self._all if self._pass is not None else ():
-            if each.has_share() or each.earlier is not None:
-                each.parameter.grad = each.earlier  # the sum of earlier passes
-            each.share = each.earlier = None
+        """Forget a backward pass that has not come to its end."""
+        if self._pass is not None:
+            for gradient in self._gradients:
+                gradient.undo()
         self._pass = None
 
-    def _attach(self, parameters: Sequence[Tensor]) -> None:
+    def _follow(self, parameters: Sequence[Tensor]) -> None:
         """Follow the gradients of these tensors, one for each of `sharded`."""
-        for handle in self._handles:
+        for handle in self._handles:  # of tensors that are parameters no more
             handle.remove()
-        rows = zip(parameters, self.sharded, strict=True)
-        trained = [(x, each.later) for x, each in rows if x.requires_grad]
-        order = self.context.axes.axes
-        self._all = [
-            Gradient(x, tuple(axis for axis in order if axis in later)) for x, later in trained
-        ]
-        self._handles = [x.parameter.register_hook(partial(self._arrives, x)) for x in self._all]
-        for each in self._all:
-            arrived = partial(self._arrived, each)
-            self._handles.append(each.parameter.register_post_accumulate_grad_hook(arrived))
-        last_first = self._all[::-1]  # as a backward pass fills the buckets
-        keys = [(each.axes, each.parameter.dtype, each.parameter.device) for each in last_first]
-        members = trees.groups(
-            [each.parameter.nbytes for each in last_first], self.bucket_bytes, keys
-        )
-        self._buckets = [
-            [last_first[i] for i in group] for group in sorted(members, key=itemgetter(-1))
-        ]
-        self._bucket_of = {each: i for i, bucket in enumerate(self._buckets) for each in bucket}
+        self._handles = []
+        self._gradients = []
+        for x, parameter in zip(parameters, self.sharded, strict=True):
+            if x.requires_grad:
+                # In the order of the mesh, as sums of equal axes share a bucket.
+                axes = [axis for axis in self.context.axes.axes if axis in parameter.later]
+                self._gradients.append(Gradient(x, tuple(axes)))
+        for gradient in self._gradients:
+            x = gradient.parameter
+            before = x.register_hook(partial(self._before_share, gradient))
+            after = x.register_post_accumulate_grad_hook(partial(self._after_share, gradient))
+            self._handles += [before, after]
+        self._buckets = self._make_buckets()
+        self._bucket_of: dict[Gradient, int] = {}
+        for i, bucket in enumerate(self._buckets):
+            self._bucket_of.update(dict.fromkeys(bucket, i))
         self._pass = None
 
-    def _arrives(self, gradient: Gradient, _: Tensor) -> None:
-        """Before a share is added to `.grad`."""
-        if self._pass is None:
-            self._pass = BackwardPass([*map(len, self._buckets)])
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        self._pass.coming.add(gradient)
-        if (
-            not gradient.has_share() and gradient.parameter.grad is not None
-        ):  # a sum, or an earlier share
-            gradient.earlier = gradient.parameter.grad
-            gradient.parameter.grad = None
+    def _make_buckets(self) -> list[list[Gradient]]:
+        """Group gradients that are summed alike, in the order in which a backward pass fills the groups."""
+        # A backward pass comes to the parameters of the last modules first.
+        last_first = self._gradients[::-1]
+        keys = [(one.axes, one.parameter.dtype, one.parameter.device) for one in last_first]
+        sizes = [one.parameter.nbytes for one in last_first]
+        groups = trees.groups(sizes, self.bucket_bytes, keys)
+        groups.sort(key=itemgetter(-1))  # a bucket is full with its last gradient
+        buckets = []
+        for group in groups:
+            buckets.append([last_first[i] for i in group])
+        return buckets
 
-    def _arrived(self, gradient: Gradient, x: Tensor) -> None:
-        """After a share has been added to `.grad`: send the buckets that are full."""
-        assert x.grad is not None and self._pass is not None
+    def _new_pass(self) -> BackwardPass:
+        return BackwardPass([len(bucket) for bucket in self._buckets])
+
+    def _before_share(self, gradient: Gradient, _: Tensor) -> None:
+        """Note that a share comes, before autograd adds it to `.grad`; a hook of the parameter."""
+        if self._pass is None:  # the first gradient of this backward pass
+            self._pass = self._new_pass()
+            call_after_backward(self._end)
+        self._pass.announced.add(gradient)
+        gradient.put_aside_sum()
+
+    def _after_share(self, gradient: Gradient, x: Tensor) -> None:
+        """Send the buckets that are full, after a share has been added to `.grad`; a hook."""
+        running = self._pass
+        assert x.grad is not None
+        assert running is not None
         if x.grad.requires_grad or x.grad.layout is not torch.strided:
             hint = "embedding(sparse=False), backward(create_graph=False)"
             raise XshardError(
                 "a gradient of a parallel model is sparse, or has a gradient itself", hint=hint
             )
+        # Autograd may have made a new tensor of two shares: `.grad` as it is now is the whole share.
         gradient.share = x.grad
-        now = self._pass
-        now.coming.discard(gradient)
-        if not self.syncs or gradient in now.ready:
+        running.announced.discard(gradient)
+        if not self.syncs or gradient in running.arrived:
             return
-        now.ready.add(gradient)
-        now.waiting[self._bucket_of[gradient]] -= 1
-        while len(now.sent) < len(self._buckets) and not now.waiting[len(now.sent)]:
-            now.sent.append(_begin_sums(self._buckets[len(now.sent)], self.context))
+        running.arrived.add(gradient)
+        running.n_missing[self._bucket_of[gradient]] -= 1
+        self._send_full_buckets(running)
+
+    def _send_full_buckets(self, running: BackwardPass) -> None:
+        """Begin the sums of the next buckets in order, up to the first one that is not full."""
+        # In order, as other processes may fill buckets in another one: all have to send alike.
+        for i in range(len(running.finish_sums), len(self._buckets)):
+            if running.n_missing[i]:
+                return
+            running.finish_sums.append(_begin_sums(self._buckets[i], self.context))
 
     @torch.no_grad()
     def _end(self) -> None:
-        """At the end of the backward pass: send the other buckets, wait, and put the sums into `.grad`."""
-        if (now := self._pass) is None:
+        """Send the other buckets, wait, and put the sums into `.grad`, at the end of the backward pass."""
+        running = self._pass
+        if running is None:
             return
-        if now.coming:
+        if running.announced:  # but never added to `.grad`
             self._undo()
             what = "torch.autograd.grad would give each process its share of a parameter's gradient"
             raise XshardError(what, hint="call backward(), after which .grad is the whole one")
-        while self.syncs:
-            now.sent += [
-                _begin_sums(bucket, self.context) for bucket in self._buckets[len(now.sent) :]
-            ]
-            for end in now.sent:
-                end()
-            now = self._pass = BackwardPass([*map(len, self._buckets)])
-            if not self.unsummed:  # a parameter may get a second share after its bucket has left
-                break
+        if self.syncs:
+            self._sum_rest(running)
         self._pass = None
         if self.syncs and self.after_first is not None:
             check = self.after_first
-            self.after_first = None
+            self.after_first = None  # first, as the check may raise: it is made once
             check()
+
+    def _sum_rest(self, running: BackwardPass) -> None:
+        """Sum the buckets that have not been sent, and again all of them while shares are left.
+
+        A parameter may get a second share after its bucket has left, as in a checkpoint.
+        """
+        while True:
+            for bucket in self._buckets[len(running.finish_sums) :]:
+                running.finish_sums.append(_begin_sums(bucket, self.context))
+            for finish in running.finish_sums:
+                finish()
+            running = self._new_pass()
+            self._pass = running
+            if not self.unsummed:
+                return

@@ -4,58 +4,111 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torch_bridge.models.gathered import GatheredParameter, KeptParameters, gather_all, regathered
+from torch_bridge.models.module_parameters import ModuleParameters
+from torch_bridge.models.names import title_of
 from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.redistribution import redistribute
 from xshard import XshardError
 from xshard.errors import ShapeError, with_path
 from xshard.models import ActivationRule, KnownDim, arriving_shape, known_inside
 
+if TYPE_CHECKING:
+    from torch_bridge.models.experts import RoutedExperts
+
 Key = str | int | None  # of an argument or of a part of a result; None: the first tensor
+KnownDims = tuple[KnownDim, ...]
+
+
+class _Arrival(NamedTuple):
+    """What follows from the shape of a block by a rule: the global shape, and the dims known then."""
+
+    shape: tuple[int, ...]
+    known: KnownDims
+
+
+class TensorFacts(NamedTuple):
+    """What the bytes of a move depend on: the global shape, the dtype, and whether a gradient returns."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class Moved(NamedTuple):
+    """A block after its rule, and the dims known then."""
+
+    block: Tensor
+    known: KnownDims
 
 
 @dataclass(eq=False, repr=False)
 class TensorRule:
-    """A rule for one tensor. last: the shape, dtype and gradient that it last had, for `explain`."""
+    """A rule for one tensor that goes into a module, or comes out of it.
+
+    Attributes:
+        key: Which tensor it is.
+        rule: Its layouts before and after.
+        last: The tensor that it last moved, for `explain`.
+    """
 
     key: Key
     rule: ActivationRule
-    last: tuple[tuple[int, ...], torch.dtype, bool] | None = None
-    seen: dict[Any, tuple[tuple[int, ...], tuple[KnownDim, ...]]] = field(default_factory=dict)
+    last: TensorFacts | None = None
+    _arrivals: dict[Any, _Arrival] = field(default_factory=dict)  # by block shape and known dims
 
-    def move(
-        self, x: Tensor, context: ParallelContext, outside: tuple[KnownDim, ...], where: str
-    ) -> tuple[Tensor, tuple[KnownDim, ...]]:
-        """A block -> the block after its rule, and the dims known then. where: its name in errors."""
-        rule = self.rule
+    def move(self, x: Tensor, context: ParallelContext, outside: KnownDims, where: str) -> Moved:
+        """Move a block by the rule.
+
+        outside: the dims known around the module. where: the name of the tensor in errors.
+        """
+        if torch.compiler.is_compiling():
+            # Without the cache, which would become a guard of the graph: blocks are equally long.
+            return Moved(self._redistributed(x, None, context), ())
+
         key = (x.shape, outside)
-        is_compiled = torch.compiler.is_compiling()
-        shape, known = (None, ()) if is_compiled else self.seen.get(key, (None, ()))
-        is_new = not is_compiled and shape is None
-        if is_new:
-            shape = arriving_shape(
-                rule, context.axes, context.processes.device, tuple(x.shape), outside
-            )
-        options: Any = {"shape": shape, "profile": context.profile}
-        y = redistribute(x, rule.text, context.mesh, **options) if rule.moves else x
-        if is_new and shape is not None:
-            known = known_inside(rule, shape, y.shape, outside, where)
-            self.seen[key] = (shape, known)
-            self.last = (shape, x.dtype, x.requires_grad)
-        return y, known
+        arrival = self._arrivals.get(key)
+        if arrival is not None:  # most passes: the rule has been checked for such a block
+            return Moved(self._redistributed(x, arrival.shape, context), arrival.known)
+
+        device = context.processes.device
+        shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outside)
+        y = self._redistributed(x, shape, context)
+        known = known_inside(self.rule, shape, y.shape, outside, where)
+        # Kept only now: what failed is checked, and raises, each time.
+        self._arrivals[key] = _Arrival(shape, known)
+        self.last = TensorFacts(shape, x.dtype, x.requires_grad)
+        return Moved(y, known)
+
+    def _redistributed(
+        self, x: Tensor, shape: tuple[int, ...] | None, context: ParallelContext
+    ) -> Tensor:
+        if not self.rule.moves:
+            return x
+        return redistribute(x, self.rule.text, context.mesh, shape=shape, profile=context.profile)
 
 
 @dataclass(eq=False, repr=False)
 class ModuleHooks:
-    """The rules of one module. parent: the hooks of the nearest module around it with a rule for its input.
-    varying: axes along which activations differ inside. gathers: the module gathers parameters inside it.
-    kept: parameters for several passes. own: sharded dims of its parameters. experts: its own.
+    """The rules of one module, and the hooks that carry them out.
+
+    Attributes:
+        name: The module's; "" is the model.
+        arguments: The names of the arguments of its `forward`.
+        context: The mesh and options.
+        parent: The hooks of the nearest module around it with a rule for its input.
+        inputs: Rules for its arguments.
+        outputs: Rules for its results.
+        varying: Axes along which activations differ inside.
+        gathers: Whether it gathers the parameters inside it.
+        parameters: What it gathers.
+        parameter_dims: Sharded dims of its own parameters, which its output may have, too.
+        experts: The routing of rows, if a rule sends them to experts.
+        known: The dims known inside, in the running forward pass.
     """
 
     name: str
@@ -66,122 +119,144 @@ class ModuleHooks:
     outputs: Sequence[TensorRule]
     varying: frozenset[str]
     gathers: bool
-    gathered: list[GatheredParameter] = field(default_factory=list)
-    kept: KeptParameters | None = None
-    known: tuple[KnownDim, ...] = ()
-    own: tuple[KnownDim, ...] = ()
-    experts: Any = None
-    _depth: int = 0
-    _stored: Sequence[Tensor] = ()
-    _saving: Any = None
+    parameters: ModuleParameters
+    parameter_dims: KnownDims = ()
+    experts: RoutedExperts | None = None
+    known: KnownDims = ()
 
     @property
-    def sums(self) -> frozenset[str]:
-        """Axes over which one of the outputs is a sum."""
-        return frozenset(axis for each in self.outputs for axis in each.rule.src.tagged("sum"))
+    def title(self) -> str:
+        """The module in errors."""
+        return title_of(self.name)
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @property
+    def summed_axes(self) -> frozenset[str]:
+        """Axes over which one of the outputs is a sum."""
+        axes: set[str] = set()
+        for output in self.outputs:
+            axes.update(output.rule.src.tagged("sum"))
+        return frozenset(axes)
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move the arguments and gather the parameters; a hook of the module."""
+        # A dim of one name has one length: the modules around tell what they know of it.
         known = self.parent.known if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
-            if (key := self.argument(rule.key, values)) is not None:
-                values[key], known = self._moved(rule, values[key], known, "input")
-                if rule.rule.routed:
-                    self.experts.enter(key, values)
+            key = self.argument(rule.key, values)
+            if key is None:  # absent in this call
+                continue
+            values[key], known = self._move(rule, values[key], known, "input")
+            if rule.rule.routed:
+                assert self.experts is not None
+                self.experts.enter(key, values)
         self.known = known
-        self._depth += 1
-        if self.gathered and self._depth == 1:
-            self._gather()
-        return tuple(values[i] for i in range(len(args))), {name: values[name] for name in kwargs}
+        # Last: after an error above there is nothing to put back.
+        self.parameters.begin_pass()
+        moved_args = tuple(values[i] for i in range(len(args)))
+        return moved_args, {name: values[name] for name in kwargs}
 
-    def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
-        if self._depth == 1 and self._stored:
-            for part, x in zip(self.gathered, self._stored, strict=True):
-                part.put(x)
-            self._stored = ()
-            if self._saving is not None:
-                self._saving = self._saving.__exit__(None, None, None)
-        self._depth = max(self._depth - 1, 0)
+    def after_forward(self, module: nn.Module, args: Any, result: Any) -> Any:
+        """Put the parameters back and move the results; a hook, always called, also after an error."""
+        self.parameters.end_pass()  # whatever happened inside
         if self.experts is not None:
             result = self.experts.leave(result)
         if result is None:  # an error is on its way
             return None
         for rule in self.outputs:
-            result = self._with_output(rule, result)
+            result = self._move_output(rule, result)
         return result
 
-    def _gather(self) -> None:
-        stored = [part.tensor for part in self.gathered]
-        there = self.kept.used() if self.kept and not torch.compiler.is_compiling() else {}
-        left = [part for part in self.gathered if part.name not in there]
-        fresh = gather_all(left, self.context, [part.tensor for part in left])
-        there |= zip((part.name for part in left), fresh, strict=True)
-        used = [there[part.name] for part in self.gathered]
-        rows = [each for each in zip(self.gathered, stored, used, strict=True) if not each[0].keep]
-        is_saved = torch.is_grad_enabled() and any(x.requires_grad for _, x, _ in rows)
-        if is_saved and not torch.compiler.is_compiling():
-            parts, own, gathered = zip(*rows, strict=True)
-            self._saving = regathered(own, gathered, partial(gather_all, parts, self.context))
-            self._saving.__enter__()
-        self._stored = stored
-        for part, x in zip(self.gathered, used, strict=True):
-            part.put(x)
-
-    def _moved(self, rule: TensorRule, x: Any, known: tuple[KnownDim, ...], what: str) -> Any:
-        where = f"{what} of {self.name or 'the model'}"
+    def _move(self, rule: TensorRule, x: Tensor, known: KnownDims, side: str) -> Moved:
+        """Move one tensor; an error names it. side: "input" or "output"."""
+        where = f"{side} of {self.title}"
         try:
-            if (
-                what == "output" and not torch.compiler.is_compiling()
-            ):  # parameters know how long dims are
-                rows = dict(zip(rule.rule.src.resolved(x.ndim).names, x.shape, strict=True))
-                known = (*(dim for dim in self.own if rows.get(dim.name) == dim.rows), *known)
+            if side == "output" and not torch.compiler.is_compiling():
+                known = self._with_parameter_dims(rule, x, known)
             return rule.move(x, self.context, known, where)
         except XshardError as error:
+            # The same error with its place in front; what caused it stays its cause.
             raise with_path(error, where) from error.__cause__
 
+    def _with_parameter_dims(self, rule: TensorRule, x: Tensor, known: KnownDims) -> KnownDims:
+        """Add the dims of an output that are as long as one of the parameters: its global length counts."""
+        names = rule.rule.src.resolved(x.ndim).names
+        rows = dict(zip(names, x.shape, strict=True))
+        dims = [dim for dim in self.parameter_dims if rows.get(dim.name) == dim.rows]
+        return (*dims, *known)
+
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
-        """The position or the name of the argument that a rule is for; None if it is not a tensor."""
+        """Return the position or the name of the argument that a rule is for; None if it is not a tensor.
+
+        values: all arguments of a call, by position or name as they were passed.
+        """
         if key is None:
-            if (first := _part(None, values)) is None:
-                what = f"input of {self.name or 'the model'}: none of the arguments is a tensor"
+            first = _first_tensor(values)
+            if first is None:
+                what = f"input of {self.title}: none of the arguments is a tensor"
                 hint = 'rules for several, or for some that may be absent, go by name: {"labels": "b s"}'
                 raise ShapeError(what, hint=hint)
-            return first
-        name = dict(enumerate(self.arguments)).get(key, "") if isinstance(key, int) else key
-        i = name if name in values else key if isinstance(key, int) else self.arguments.index(key)
-        return i if isinstance(values.get(i), Tensor) else None
+            return first  # type: ignore[no-any-return]  # a key of `values`
+        passed_as = self._passed_as(key, values)
+        return passed_as if isinstance(values.get(passed_as), Tensor) else None
+
+    def _passed_as(self, key: str | int, values: Mapping[Any, Any]) -> str | int:
+        """Return the key of an argument in a call: rules and calls may use positions or names."""
+        if isinstance(key, str):
+            return key if key in values else self.arguments.index(key)
+        if 0 <= key < len(self.arguments) and self.arguments[key] in values:
+            return self.arguments[key]
+        return key
 
     def results(self, result: Any) -> list[Any]:
-        """The parts of a result that rules are for; without rules the first tensor."""
-        parts = _parts_of(result) if isinstance(result, Tensor | Mapping | tuple | list) else {}
-        return [
-            parts.get(_part(key, parts)) for key in [each.key for each in self.outputs] or [None]
-        ]
+        """Return the parts of a result that rules are for; without rules the first tensor."""
+        parts: dict[Any, Any] = {}
+        if isinstance(result, Tensor | Mapping | tuple | list):
+            parts = _parts_of(result)
+        keys = [rule.key for rule in self.outputs] if self.outputs else [None]
+        return [parts.get(_part_key(key, parts)) for key in keys]
 
-    def _with_output(self, rule: TensorRule, result: Any) -> Any:
+    def _move_output(self, rule: TensorRule, result: Any) -> Any:
+        """Move the part of a result that a rule is for; return a result of the same type."""
         parts = _parts_of(result)
-        kind = type(result)
-        key = _part(rule.key, parts)
+        key = _part_key(rule.key, parts)
         if not isinstance(parts.get(key), Tensor):
             return result
-        parts[key] = self._moved(rule, parts[key], self.known, "output")[0]
+        parts[key] = self._move(rule, parts[key], self.known, "output").block
         if isinstance(result, Tensor):
             return parts[key]
-        if isinstance(result, Mapping):
-            result[key] = parts[key]  # type: ignore[index]
+        if isinstance(
+            result, Mapping
+        ):  # as of transformers: a dict with attributes, filled in place
+            result[key] = parts[key]  # type: ignore[index]  # it is mutable
             return result
-        return kind(*parts.values()) if hasattr(result, "_fields") else kind(parts.values())
+        make = type(result)
+        if hasattr(result, "_fields"):  # a NamedTuple takes its fields one by one
+            return make(*parts.values())
+        return make(parts.values())
 
 
 def _parts_of(result: Any) -> dict[Any, Any]:
-    """The parts of a module's result, by position or name; None is the key of a tensor by itself."""
+    """Return the parts of a module's result by position or name; a tensor by itself has the key None."""
     if isinstance(result, Tensor):
         return {None: result}
-    return dict(result) if isinstance(result, Mapping) else dict(enumerate(result))
+    if isinstance(result, Mapping):
+        return dict(result)
+    return dict(enumerate(result))
 
 
-def _part(key: Key, parts: Mapping[Any, Any]) -> Any:
-    """The key of the part that a rule is for; one without a key is for the first tensor, if there is any."""
+def _part_key(key: Key, parts: Mapping[Any, Any]) -> Any:
+    """Return the key of the part that a rule is for; a rule without one is for the first tensor."""
     if key is not None and None not in parts:
         return key
-    return next((key for key, x in parts.items() if isinstance(x, Tensor)), None)
+    return _first_tensor(parts)
+
+
+def _first_tensor(values: Mapping[Any, Any]) -> Any:
+    """Return the key of the first tensor; None if there is none, or if it is that of a tensor alone."""
+    for key, x in values.items():
+        if isinstance(x, Tensor):
+            return key
+    return None

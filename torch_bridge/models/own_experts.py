@@ -14,27 +14,44 @@ from xshard.ops import Axes
 def own_experts(module: nn.Module, axis: Axes, mesh: MeshLike, **options: Any) -> nn.Module:
     """Keep this process's experts of a module, in place, and route rows to the experts that they chose.
 
-    The module is as in transformers: its parameters have experts as their first dim, it is called with rows
-    `[t, c]`, their experts `[t, k]` and weights `[t, k]`, and returns `[t, c]`. Afterwards each process calls
-    it with rows of its own, any number of them. As the rule `"t/ep c -> t/to(ep) c"` of `parallelize`, which
-    is for whole models; here gradients are of all losses along the axis, and sums over
-    other axes are the caller's. options: as for `parallelize`. Raises as `parallelize` and `route` do.
+        module = xt.own_experts(module, "ep", mesh)     # parameters [e, ...] -> [e/ep, ...]
 
-    >>> import torch, torch_bridge as xt, xshard as xs
-    >>> class Scales(torch.nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.scale = torch.nn.Parameter(torch.arange(4.0))
-    ...
-    ...     def forward(self, x, chosen, weights):
-    ...         return (x[:, None] * (self.scale[chosen] * weights)[:, :, None]).sum(1)
-    >>> def step():
-    ...     module = xt.own_experts(Scales(), "ep", xs.Mesh(ep=2))
-    ...     x, chosen = torch.ones(1, 3), torch.tensor([[1, 3]])
-    ...     return module.scale.tolist(), module(x, chosen, torch.ones(1, 2)).tolist()
-    >>> xt.testing.run_ranks(2, step)
-    [([0.0, 1.0], [[4.0, 4.0, 4.0]]), ([2.0, 3.0], [[4.0, 4.0, 4.0]])]
+    The module is as in transformers: its parameters have experts as their first dim. It is called with rows
+    `[t, c]`, their experts `[t, k]` and weights `[t, k]`, and returns `[t, c]`. Afterwards each process calls
+    it with rows of its own, any number of them.
+
+    This is the rule `"t/ep c -> t/to(ep) c"` of `parallelize`, which is for whole models. Here gradients are
+    of all losses along the axis; you sum over other axes yourself.
+
+    Args:
+        module: The module of experts, whole.
+        axis: The mesh axis that shards experts, or several taken as one.
+        mesh: As for `redistribute`.
+        **options: As for `parallelize`.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        XshardError: As `parallelize` does; a call of the module raises as `route` does.
+
+    Examples:
+        >>> import torch, torch_bridge as xt, xshard as xs
+        >>> class Scales(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.scale = torch.nn.Parameter(torch.arange(4.0))
+        ...
+        ...     def forward(self, x, chosen, weights):
+        ...         return (x[:, None] * (self.scale[chosen] * weights)[:, :, None]).sum(1)
+        >>> def step():
+        ...     module = xt.own_experts(Scales(), "ep", xs.Mesh(ep=2))
+        ...     x, chosen = torch.ones(1, 3), torch.tensor([[1, 3]])
+        ...     return module.scale.tolist(), module(x, chosen, torch.ones(1, 2)).tolist()
+        >>> xt.testing.run_ranks(2, step)
+        [([0.0, 1.0], [[4.0, 4.0, 4.0]]), ([2.0, 3.0], [[4.0, 4.0, 4.0]])]
     """
     axes = axis if isinstance(axis, str) else ",".join(axis)
-    rules = {"*": f"e/({axes}) ..."}, {"": f"t/({axes}) ... -> t/to({axes}) ..."}
-    return parallelize(module, *rules, mesh, **options)
+    parameters = {"*": f"e/({axes}) ..."}
+    inputs = {"": f"t/({axes}) ... -> t/to({axes}) ..."}
+    return parallelize(module, parameters, inputs, mesh, **options)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
+from torch_bridge.models.torch_private import buffers_of, parameters_of, shape_in_graph
 from torch_bridge.redistribution import redistribute
 from torch_bridge.replicas import Comparison, compare_all
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
@@ -32,7 +33,7 @@ class ParallelContext:
     comm_dtype: CommDtypeLike = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
-        return self
+        return self  # process groups cannot be copied
 
     @property
     def axes(self) -> Mesh:
@@ -43,32 +44,66 @@ class ParallelContext:
         return process_mesh(self.mesh)
 
     def moved(self, x: Tensor, src: Layout, dst: Layout, shape: Sequence[int] | None) -> Tensor:
-        """A block without its history under another layout."""
+        """Move a block, without its history, to another layout."""
         return redistribute(x.detach(), (src, dst), self.mesh, shape=shape, profile=self.profile)
 
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
-        """Raise ReplicaError, on all processes, if blocks that should be equal are not; names for errors."""
-        pairs = list[tuple[Comparison, Tensor]]()
-        here = self.processes
+        """Raise ReplicaError, on all processes, if blocks that should be equal are not.
+
+        blocks: each with its name for errors, and how it is sharded.
+        """
+        processes = self.processes
+        pairs: list[tuple[Comparison, Tensor]] = []
         for name, block, sharding in blocks:
-            text = written(sharding.layout)
-            dtype = name_of(block.dtype)
-            check = ReplicaCheck(sharding, self.axes, dtype, text, False, name)
-            pairs += (
-                [(Comparison(check, here.ranks, here, here), block.detach())] if check.axes else []
+            check = ReplicaCheck(
+                sharding,
+                self.axes,
+                name_of(block.dtype),
+                written(sharding.layout),
+                cotangents=False,
+                name=name,
             )
+            if check.axes:
+                comparison = Comparison(check, processes.ranks, processes, processes)
+                pairs.append((comparison, block.detach()))
         if pairs:
             compare_all(pairs, COMPARED)
 
 
+class Place(NamedTuple):
+    """Where a tensor is: a module, and the name of the parameter or buffer."""
+
+    module: nn.Module
+    attribute: str
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The dict of torch that has the tensor."""
+        parameters = parameters_of(self.module)
+        return parameters if self.attribute in parameters else buffers_of(self.module)
+
+    def get(self) -> Any:
+        """Return the tensor that the module uses."""
+        return self.tensors[self.attribute]
+
+    def put(self, x: Any) -> None:
+        """Let the module use another tensor."""
+        self.tensors[self.attribute] = x
+
+
 @dataclass(eq=False)
 class ShardedParameter:
-    """A parameter or a buffer under one name or several. owners: modules that have it, and its name in each.
-    later: axes over which its gradient is summed after the backward pass of all its uses.
+    """A parameter or a buffer under one name or several, if it is tied.
+
+    Attributes:
+        names: Its names in the model; the first one is used in errors.
+        places: Where it is, a place for each name.
+        sharding: How it is stored, with its global shape.
+        later: Axes over which its gradient is summed after the backward pass of all its uses.
     """
 
     names: list[str]
-    owners: list[tuple[nn.Module, str]]
+    places: list[Place]
     sharding: Sharding
     later: frozenset[str] = frozenset()
 
@@ -78,36 +113,38 @@ class ShardedParameter:
 
     @property
     def tensor(self) -> Any:
-        """This process's block. In the forward pass modules have the tensor that they use in its place."""
-        owner, attribute = self.owners[0]
-        return _dict_with(owner, attribute)[attribute]
+        """This process's block. In a forward pass, modules have the gathered tensor in its place."""
+        return self.places[0].get()
 
     def cut(self, x: Tensor, context: ParallelContext) -> Tensor:
+        """Return this process's block of a whole tensor."""
         layout = self.sharding.layout
-        shape = self.sharding.shape
         if layout.axes:
-            return context.moved(x, unsharded(layout), layout, shape)
+            return context.moved(x, unsharded(layout), layout, self.sharding.shape)
+        # A whole tensor is its own block. One of inference mode could not be trained.
         return x.clone() if x.is_inference() else x.detach()
 
     def gathered(self, context: ParallelContext) -> Tensor:
+        """Return the whole tensor. All processes call it."""
         layout = self.sharding.layout
-        shape = self.sharding.shape
-        return context.moved(self.tensor, layout, unsharded(layout), shape)
+        return context.moved(self.tensor, layout, unsharded(layout), self.sharding.shape)
 
     def put(self, block: Tensor) -> None:
-        """Make a block the data of the parameter, which an optimiser, for one, still has."""
+        """Make a block the data of the parameter: an optimiser, for one, still has the same object."""
         old = self.tensor
-        new = block
+        new = block  # a buffer is simply replaced
         if isinstance(old, nn.Parameter):
-            stays = old.device == block.device and not old.is_inference()
-            new = old if stays else nn.Parameter(block, old.requires_grad)
+            # `.data` cannot lead to another device, nor be set on a tensor made in inference mode.
+            is_reused = old.device == block.device and not old.is_inference()
+            new = old if is_reused else nn.Parameter(block, old.requires_grad)
             new.data = block
             _check_no_graph(new, self.name)
-        for owner, attribute in self.owners:
-            _dict_with(owner, attribute)[attribute] = new
+        for place in self.places:
+            place.put(new)
 
 
 def unsharded(layout: Layout) -> Layout:
+    """Return the layout of the whole array, with the same dims."""
     return Layout(tuple(replace(dim, shards=(), overlap=None) for dim in layout.dims))
 
 
@@ -117,71 +154,82 @@ def shard_all(
     init: Init,
     device: torch.device | None,
 ) -> None:
-    """Replace every tensor by its block, on the meta device with values by `init`; all must begin equal."""
+    """Replace every tensor by its block; one on the meta device gets its values from `init` first.
+
+    Whole tensors come and go one by one: the memory of the largest one is needed beside the blocks.
+    Raises XshardError if processes begin with different values.
+    """
     sums: dict[str, Tensor] = {}
-    for each in parameters:
-        x = each.tensor
+    for parameter in parameters:
+        x = parameter.tensor
+        # A tensor on the meta device without `init` becomes a block on the meta device.
         if x.is_meta and isinstance(init, Mapping):
-            x = _initial(init, each, x, device)
+            x = _initial(init, parameter, x, device)
         elif x.is_meta and callable(init):
-            _initialise(each.owners[0][0], init, device)
-            x = each.tensor
+            _initialise(parameter.places[0].module, init, device)
+            x = parameter.tensor
         if not x.is_meta:
-            sums[each.name] = x.detach().double().sum()
-        each.put(each.cut(x, context))
+            sums[parameter.name] = x.detach().double().sum()
+        parameter.put(parameter.cut(x, context))
     if sums:
         _check_equal(sums, context)
 
 
 def _check_no_graph(x: nn.Parameter, name: str) -> None:
     """Raise XshardError if a graph of the whole tensor is alive: it expects the shape of that."""
-    if x.requires_grad:
-        with torch.enable_grad():
-            node = x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        if tuple(node._input_metadata[0].shape) != tuple(x.shape):  # type: ignore[union-attr]
-            hint = "parallelize first, or drop what was computed before, or compute that under no_grad()"
-            raise XshardError(
-                f"{name} is part of a graph that waits for its backward pass", hint=hint
-            )
-
-
-def _dict_with(owner: nn.Module, attribute: str) -> dict[str, Any]:
-    return owner._parameters if attribute in owner._parameters else owner._buffers
-
-
-def _initialise(owner: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
-    """Let one module make whole tensors for itself; tensors that have values keep them."""
-    tensors: tuple[dict[str, Any], dict[str, Any]] = owner._parameters, owner._buffers  # type: ignore[assignment]
-    values = [(own, name, x) for own in tensors for name, x in own.items() if x is not None]
-    for own, attribute, old in values:
-        new = torch.empty_like(old, device=device if old.is_meta else old.device)
-        own[attribute] = (
-            nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    if x.requires_grad and shape_in_graph(x) != tuple(x.shape):
+        hint = (
+            "parallelize first, or drop what was computed before, or compute that under no_grad()"
         )
-    init(owner)
-    for own, attribute, old in values:
+        raise XshardError(f"{name} is part of a graph that waits for its backward pass", hint=hint)
+
+
+def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
+    """Let `init` make whole tensors for one module; tensors that have values keep them."""
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for tensors in (parameters_of(module), buffers_of(module)):
+        before += [(tensors, name, x) for name, x in tensors.items() if x is not None]
+
+    for tensors, name, old in before:
+        new = torch.empty_like(old, device=device if old.is_meta else old.device)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, old.requires_grad)
+        tensors[name] = new
+    init(module)
+
+    # `init` writes to all tensors of the module, as `reset_parameters` does: blocks come back.
+    for tensors, name, old in before:
         if not old.is_meta:
-            own[attribute] = old
+            tensors[name] = old
 
 
-def _initial(init: Mapping[str, Tensor], each: ShardedParameter, x: Tensor, device: Any) -> Tensor:
-    name = next((name for name in each.names if name in init), None)
-    if name is None:
+def _initial(
+    init: Mapping[str, Tensor], parameter: ShardedParameter, x: Tensor, device: Any
+) -> Tensor:
+    """Return the whole value of a tensor from a state dict. Raises XshardError if it does not fit."""
+    # A state dict may have a tied parameter under one of its names alone.
+    names = [name for name in parameter.names if name in init]
+    if not names:
         hint = "a buffer that a state dict lacks needs init= as a function, or a real device"
-        raise XshardError(f"{each.name} is on the meta device, and init= lacks it", hint=hint)
-    value = init[name]
+        raise XshardError(f"{parameter.name} is on the meta device, and init= lacks it", hint=hint)
+    value = init[names[0]]
     if tuple(value.shape) != tuple(x.shape):
-        raise XshardError(f"{name} has shape {tuple(value.shape)} in init=, not {tuple(x.shape)}")
+        what = f"{names[0]} has shape {tuple(value.shape)} in init=, not {tuple(x.shape)}"
+        raise XshardError(what)
     return value.to(device=device, dtype=x.dtype)
 
 
 def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
     """Raise XshardError, on all processes, unless the sum of each tensor is the same on all of them."""
     axes = ",".join(context.axes.axes)
-    own = torch.stack([*sums.values()])
-    most, least = redistribute(torch.stack([own, -own]), f"a b | max({axes}) -> a b", context.mesh)
-    differ = (most + least).abs() > SAME_SEED * torch.maximum(most.abs(), least.abs())
-    if bool(differ.any()):
-        name = [*sums][int(differ.nonzero()[0])]
+    own_sums = torch.stack(list(sums.values()))
+    # One reduction finds both ends: the minimum is minus the maximum of the negative.
+    both = torch.stack([own_sums, -own_sums])
+    largest, minus_smallest = redistribute(both, f"a b | max({axes}) -> a b", context.mesh)
+    # Processes may add up in another order: a sum of equal values differs by rounding.
+    size = torch.maximum(largest.abs(), minus_smallest.abs())
+    is_different = (largest + minus_smallest).abs() > SAME_SEED * size
+    if bool(is_different.any()):
+        name = list(sums)[int(is_different.nonzero()[0])]
         hint = "torch.manual_seed(0) on all before the model is made, or load one state dict on all"
         raise XshardError(f"{name} differs between processes, before it is sharded", hint=hint)

@@ -24,16 +24,31 @@ from xshard.state.files.loading import in_both
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the state of a parallel model under its own names: a DTensor for each sharded tensor.
 
+        state = xt.state_dict(model)        # {"up.weight": DTensor [10, 6], ...}
+        dcp.save(state, checkpoint_id=folder)
+
     They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads into them;
     `load_state_dict` ends a loading. A block under a layout that DTensors cannot have, as zigzag, or some
     uneven ones, is gathered, and its tensor is a whole copy. All processes call it.
+
+    Args:
+        model: A parallel model.
+
+    Returns:
+        Tensors by name; those without a sharded dim are the model's own.
+
+    Raises:
+        XshardError: The model is not parallel.
     """
     parallel = parallel_of(model)
-    own = model.state_dict(keep_vars=True).items()
-    state = {name: x.detach() if isinstance(x, Tensor) else x for name, x in own}
-    for each in parallel.sharded:
-        x = _stored(each, parallel.context)
-        state.update((name, x) for name in each.names if name in state)
+    state: dict[str, Any] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        state[name] = x.detach() if isinstance(x, Tensor) else x
+    for parameter in parallel.sharded:  # which its own hook refuses to write as whole tensors
+        x = _as_stored(parameter, parallel.context)
+        for name in parameter.names:
+            if name in state:  # some buffers are not saved
+                state[name] = x
     return state
 
 
@@ -41,47 +56,66 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
 def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """Copy values into the blocks of a parallel model: whole tensors, or DTensors under any placements.
 
-    strict: require every name in both. Raises XshardError for a name in one of them only, and ShapeError.
+        xt.load_state_dict(model, {"up.weight": torch.ones(10, 6), ...})
+
+    All processes call it.
+
+    Args:
+        model: A parallel model.
+        state: Values by name.
+        strict: Require every name in both.
+
+    Raises:
+        XshardError: A name is in one of them only, with `strict`.
+        ShapeError: A value has another shape than the whole tensor.
     """
     parallel = parallel_of(model)
-    own = model.state_dict(keep_vars=True)
+    own_state = model.state_dict(keep_vars=True)
     by_name = parallel.by_name
-    for name in in_both(state, [[name] for name in own], strict, ("model", "state dict")):
-        if name is not None:
-            each = by_name.get(name)
-            block, shape = (
-                (each.tensor, each.sharding.shape) if each else (own[name], own[name].shape)
-            )
-            with located(name):
-                if (value := state[name]).shape != shape:
-                    raise ShapeError(f"a value of shape {tuple(value.shape)}, not {tuple(shape)}")
-                block.copy_(_block(each, parallel.context, value) if each else value)
+    names = in_both(state, [[name] for name in own_state], strict, ("model", "state dict"))
+    for name in names:
+        if name is None:  # in one of them only, and not strict
+            continue
+        value = state[name]
+        parameter = by_name.get(name)
+        whole_shape = own_state[name].shape if parameter is None else parameter.sharding.shape
+        with located(name):
+            if value.shape != whole_shape:
+                what = f"a value of shape {tuple(value.shape)}, not {tuple(whole_shape)}"
+                raise ShapeError(what)
+            if parameter is None:
+                own_state[name].copy_(value)
+            else:
+                parameter.tensor.copy_(_block_of(parameter, parallel.context, value))
 
 
-def _stored(each: ShardedParameter, context: ParallelContext) -> Tensor:
-    sharding = each.sharding
-    block = each.tensor.detach()
+def _as_stored(parameter: ShardedParameter, context: ParallelContext) -> Tensor:
+    """Return a block as a DTensor of the same memory; the whole tensor if there is no such DTensor."""
+    sharding = parameter.sharding
+    block = parameter.tensor.detach()
     mesh = context.mesh
-    mesh = mesh if isinstance(mesh, DeviceMesh) else _device_mesh(mesh, block.device.type)
-    try:
+    if not isinstance(mesh, DeviceMesh):
+        mesh = _device_mesh(mesh, block.device.type)
+    try:  # some layouts have no placements
         to_placements(sharding.layout, mesh, sharding.shape)
     except PlanError:
-        return each.gathered(context)
+        return parameter.gathered(context)
     return as_dtensor(block, sharding.layout, mesh, sharding.shape)
 
 
-def _block(each: ShardedParameter, context: ParallelContext, value: Tensor) -> Tensor:
-    layout = each.sharding.layout
-    shape = each.sharding.shape
-    value = value.to(each.tensor.device)
+def _block_of(parameter: ShardedParameter, context: ParallelContext, value: Tensor) -> Tensor:
+    """Return this process's block of a value, which is whole or a DTensor."""
+    layout = parameter.sharding.layout
+    shape = parameter.sharding.shape
+    value = value.to(parameter.tensor.device)
     if not isinstance(value, DTensor):
-        return each.cut(value, context)
-    src = from_placements(value.placements, value.device_mesh, value.ndim, shape).named(
-        layout.names
-    )
-    return context.moved(value.to_local(), src, layout, shape)
+        return parameter.cut(value, context)
+    # Placements have no names of dims: those of the parameter tell which dims are the same.
+    src = from_placements(value.placements, value.device_mesh, value.ndim, shape)
+    return context.moved(value.to_local(), src.named(layout.names), layout, shape)
 
 
 @lru_cache(maxsize=64)
 def _device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
+    """Make the torch mesh of an `xshard.Mesh` once: each one makes process groups."""
     return init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.axes)

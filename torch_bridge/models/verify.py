@@ -8,34 +8,49 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
 from torch_bridge.mesh.process_mesh import alone
-from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, described, parallel_of
-from torch_bridge.models.parallelize import check_apart
-from torch_bridge.models.parameters import ParallelContext, unsharded
+from torch_bridge.models.names import is_inside
+from torch_bridge.models.notes import described
+from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
+from torch_bridge.models.parameters import ParallelContext, ShardedParameter, unsharded
+from torch_bridge.models.torch_private import buffers_of, forward_hooks_of
+from torch_bridge.models.uses import check_apart
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances
 from xshard.errors import ShapeError, located
 
+if TYPE_CHECKING:
+    from torch_bridge.models.first_wrong import WrongTensor
+
 Call = dict[Any, Any]  # arguments by position or name
 Loss = Callable[[Any], Tensor] | None
-Watch = Callable[[Module], AbstractContextManager[Any]]
-Run = Callable[[Watch], Any]
+Watch = Callable[[Module], AbstractContextManager[Any]]  # around a forward pass
 
 
 class Wanted(NamedTuple):
-    """This process's block of an array on one device, and the largest value of the whole."""
+    """What one device computes: this process's block of an array, and the largest value of the whole."""
 
-    kind: str
+    kind: str  # "output" or "gradient"
     name: str
     sharding: Sharding
     block: Tensor
     largest: float
+
+
+class _Results(NamedTuple):
+    """The loss and the gradients of one device, and the blocks of the parallel model, in the same order."""
+
+    wanted: list[Wanted]
+    blocks: list[Tensor]
+
+
+Run = Callable[[Watch], _Results]
 
 
 def verify(
@@ -46,277 +61,394 @@ def verify(
     tol: float | None = None,
     original: Module | None = None,
 ) -> None:
-    """Raise EquivalenceError, on all processes, unless loss and gradients are as on one device.
+    """Check that loss and gradients of a parallel model are those of one device.
+
+        xt.verify(model, batch)     # None, or EquivalenceError on all processes
 
     All processes of the mesh call it, each with the arguments of its own call of the model. Every process
     runs the model, and a copy without its rules on the whole batch, in which each mesh has this process
-    alone; the copy takes the memory of the whole model and of its gradients. If they differ, both run once
+    alone. The copy takes the memory of the whole model and of its gradients. If they differ, both run once
     more, and the error names the first wrong output of a module with rules. The model stays as it is:
     `.grad`, buffers, and the state of random numbers are as before.
 
-    batch: a mapping of keyword arguments, a tuple, or one argument. A tensor that arrives sharded is gathered
-    by the rule for the input of the model; any other has to be the same on all processes.
-    loss: function of the model's result that returns the whole loss: on blocks it ends in a sum or a mean
-    over the axes that shard them, by `redistribute`. Default: the result's `.loss`, or the scalar result.
-    tol: tolerance relative to the largest value of an array; None goes by dtype.
-    original: the model as it was before changes beside its rules, as to count its own heads. Its values do
-    not matter, and may be on the meta device.
-    Raises XshardError if random numbers are drawn, as for dropout; ReplicaError for a batch that differs.
+    Args:
+        model: A parallel model.
+        batch: A mapping of keyword arguments, a tuple, or one argument. A tensor that arrives sharded is
+            gathered by the rule for the input of the model; any other has to be the same on all processes.
+        loss: A function of the model's result that returns the whole loss: on blocks it ends in a sum or a
+            mean over the axes that shard them, by `redistribute`. Default: the result's `.loss`, or the
+            scalar result.
+        tol: Tolerance relative to the largest value of an array; None goes by dtype.
+        original: The unmodified model, if you edited attributes, such as `num_heads`, before `parallelize`.
+            Its values do not matter, and may be on the meta device.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> def trained():
-    ...     mesh, model = Mesh(dp=2), torch.nn.Linear(2, 1)
-    ...     torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
-    ...     xt.parallelize(model, {"**": "..."}, {"": "b i -> b/dp i"}, mesh)
-    ...     x = torch.arange(8.0).view(4, 2)
-    ...     xt.verify(
-    ...         model, x, loss=lambda y: xt.redistribute(y.mean(), "() | mean(dp) -> ()", mesh)
-    ...     )
-    ...     try:
-    ...         xt.verify(
-    ...             model, x, loss=lambda y: xt.redistribute(y.mean(), "() | sum(dp) -> ()", mesh)
-    ...         )
-    ...     except AssertionError as error:
-    ...         return str(error).splitlines()[0]
-    >>> xt.testing.run_ranks(2, trained)[0]
-    '3 of 3 comparisons differ'
+    Raises:
+        EquivalenceError: On all processes: the loss or a gradient differs.
+        XshardError: Random numbers are drawn, as for dropout, or the call is inside `no_sync`.
+        ReplicaError: A part of the batch differs between processes.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def trained():
+        ...     mesh, model = Mesh(dp=2), torch.nn.Linear(2, 1)
+        ...     torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
+        ...     xt.parallelize(model, {"**": "..."}, {"": "b i -> b/dp i"}, mesh)
+        ...     x = torch.arange(8.0).view(4, 2)
+        ...     xt.verify(
+        ...         model, x, loss=lambda y: xt.redistribute(y.mean(), "() | mean(dp) -> ()", mesh)
+        ...     )
+        ...     try:
+        ...         xt.verify(
+        ...             model,
+        ...             x,
+        ...             loss=lambda y: xt.redistribute(y.mean(), "() | sum(dp) -> ()", mesh),
+        ...         )
+        ...     except AssertionError as error:
+        ...         return str(error).splitlines()[0]
+        >>> xt.testing.run_ranks(2, trained)[0]
+        '3 of 3 comparisons differ'
     """
     parallel = parallel_of(model)
     if parallel.unsummed or not parallel.gradients.syncs:
         raise XshardError("gradients are each process's share", hint="call it outside of no_sync")
-    arguments = batch if isinstance(batch, Mapping | tuple | list) else (batch,)
-    call = dict(arguments if isinstance(arguments, Mapping) else enumerate(arguments))
-    whole = _whole(call, parallel)
-    sources = (original, parallel.original, getattr(model, "_orig_mod", model))
-    source = next(module for module in sources if module is not None)
+    call = _call_of(batch)
+    whole_call = _gathered_call(call, parallel)
+    source = _source_of(model, parallel, original)
 
-    def run(watch: Watch) -> tuple[list[Wanted], list[Tensor]]:
-        wanted = _on_one_device(source, parallel, whole, loss, watch)
+    def run(watch: Watch) -> _Results:
+        wanted = _on_one_device(source, parallel, whole_call, loss, watch)
+        # After the copy, whose memory is free then; both begin with the same random numbers.
         with _unchanged(model, parallel), _same_random_numbers(parallel):
             with watch(model):
                 value = _run(model, call, loss, parallel).detach()
-            return wanted, [value, *(_gradient(each.tensor) for each in _with_gradients(parallel))]
+            gradients = [_gradient(parameter.tensor) for parameter in parallel.trained]
+        return _Results(wanted, [value, *gradients])
 
-    _compare(*run(nullcontext), parallel, tol, run)
+    results = run(nullcontext)
+    _compare(results, parallel, tol, run)
 
 
-def _whole(call: Call, parallel: ParallelModel) -> Call:
-    """The arguments of the call on one device."""
-    whole = dict(call)
+def _call_of(batch: Any) -> Call:
+    """Return the arguments of a call by position or name."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if isinstance(batch, tuple | list):
+        return dict(enumerate(batch))
+    return {0: batch}
+
+
+def _source_of(model: Module, parallel: ParallelModel, original: Module | None) -> Module:
+    """Return the module to copy: what you pass, what the parallel model was made from, or itself."""
+    if original is not None:
+        return original
+    if parallel.original is not None:
+        return parallel.original
+    return uncompiled(model)
+
+
+def uncompiled(model: Module) -> Module:
+    """Return the model that `torch.compile` wrapped, which keeps it in `_orig_mod`; or the model itself."""
+    inner: Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
+    """Return the arguments of the call on one device: sharded ones are gathered, all are compared."""
     context = parallel.context
     arrivals = parallel.arrivals(call)
-    blocks = list[tuple[str, Tensor, Sharding]]()
+    whole_call = dict(call)
+    blocks: list[tuple[str, Tensor, Sharding]] = []
     for key, x in call.items():
-        if isinstance(x, Tensor):
-            layout, shape = arrivals.get(key, (Layout("..."), None))
-            layout = layout.resolved(x.ndim)
-            name = f"argument {key!r} of the batch"
-            with located(name):
-                whole[key] = x = context.moved(x, layout, unsharded(layout), shape)
-            blocks.append((name, x, Sharding(unsharded(layout), context.axes, tuple(x.shape))))
+        if not isinstance(x, Tensor):
+            continue
+        layout, shape = arrivals.get(key, (Layout("..."), None))
+        layout = layout.resolved(x.ndim)  # a tensor without a rule is whole, and is compared
+        name = f"argument {key!r} of the batch"
+        with located(name):
+            whole = context.moved(x, layout, unsharded(layout), shape)
+        whole_call[key] = whole
+        blocks.append((name, whole, Sharding(unsharded(layout), context.axes, tuple(whole.shape))))
     context.compare(blocks)
-    return whole
+    return whole_call
 
 
 def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
-    """The loss, after its backward pass."""
+    """Run a model forward and backward, and return the loss.
+
+    parallel: the state of a parallel model, for a note on an error in `loss`.
+    """
+    args = [x for key, x in call.items() if not isinstance(key, str)]
+    named = {key: x for key, x in call.items() if isinstance(key, str)}
     with torch.enable_grad():
-        named = {key: x for key, x in call.items() if isinstance(key, str)}
-        result: Any = model(*(x for key, x in call.items() if key not in named), **named)
-        own = result if isinstance(result, Tensor) else getattr(result, "loss", None)
+        result: Any = model(*args, **named)
         try:
-            value: Any = own if loss is None else loss(result)
+            value = _default_loss(result) if loss is None else loss(result)
         except Exception as error:
-            if parallel and parallel.hooks:
+            if parallel is not None and parallel.hooks:
                 title = "in loss=, after the last parallel module"
-                error.add_note(described(title, parallel, [*parallel.hooks][-1]))
+                last_path = list(parallel.hooks)[-1]
+                error.add_note(described(title, parallel, last_path))
             raise
     if not isinstance(value, Tensor) or value.ndim:
-        what = (
-            f"shape {tuple(value.shape)}"
-            if isinstance(value, Tensor)
-            else f"a {type(value).__name__}"
-        )
+        is_tensor = isinstance(value, Tensor)
+        what = f"shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
         raise ShapeError(f"the loss is a scalar tensor, not {what}", hint="loss=lambda result: ...")
     value.backward()
     return value
 
 
+def _default_loss(result: Any) -> Any:
+    """Return the loss in a result, as of transformers, or the result that is one; None without any."""
+    return result if isinstance(result, Tensor) else getattr(result, "loss", None)
+
+
 def _on_one_device(
     source: Module, parallel: ParallelModel, call: Call, loss: Loss, watch: Watch
 ) -> list[Wanted]:
-    """The loss of a copy on one device, and this process's block of each of its gradients."""
+    """Run a copy on one device, and return the loss and this process's block of each gradient."""
     context = parallel.context
-    copied, wholes = _copied(source, parallel)
-    with alone(), _eager(), watch(copied), _same_random_numbers(parallel) as drawn:
+    copied = _copied(source, parallel)
+    # Inside, a loss function that redistributes does so on a mesh of one process: it sends nothing.
+    with (
+        alone(),
+        _eager(),
+        watch(copied.model),
+        _same_random_numbers(parallel) as has_drawn,
+    ):
         try:
-            value = _run(copied, call, loss).detach()
+            value = _run(copied.model, call, loss).detach()
         except Exception as error:
             note = "in the copy on one device; original= is the model before it was changed beside its rules"
             error.add_note(note)
             raise
-        if drawn():
+        if has_drawn():
             what = "the model draws random numbers, which are others for blocks than for the whole"
             raise XshardError(what, hint="model.eval(), or a dropout of 0")
-    wanted = [
-        Wanted(
-            "output", "loss", Sharding(Layout("()"), context.axes, ()), value, value.abs().item()
-        )
-    ]
-    for each in _with_gradients(parallel):
-        whole = wholes.pop(each.name)
+
+    # The loss counts as an output, and as the first array: errors begin with it.
+    scalar = Sharding(Layout("()"), context.axes, ())
+    wanted = [Wanted("output", "loss", scalar, value, value.abs().item())]
+    for parameter in parallel.trained:
+        # Whole gradients go one by one, as soon as they are cut.
+        whole = copied.tensors.pop(parameter.name)
         gradient = _gradient(whole)
-        largest = gradient.abs().max().item() if gradient.numel() else 0.0
+        block = parameter.cut(gradient, context)
         wanted.append(
-            Wanted("gradient", each.name, each.sharding, each.cut(gradient, context), largest)
+            Wanted("gradient", parameter.name, parameter.sharding, block, largest_value(gradient))
         )
         whole.grad = None
     return wanted
 
 
 def _eager() -> AbstractContextManager[Any]:
-    return (
-        torch.compiler.set_stance("force_eager")
-        if "torch._dynamo" in sys.modules
-        else nullcontext()
-    )
-
-
-def _with_gradients(parallel: ParallelModel) -> list[Any]:
-    return [each for each in parallel.parameters if each.tensor.requires_grad]
+    """Return a context in which compiled functions run as written, if anything has been compiled."""
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def _gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, Tensor]]:
-    """A copy without rules, and its tensors by name; replicated parameters share the model's memory."""
-    context = parallel.context
-    own = {**dict(source.named_parameters(remove_duplicate=False)), **dict(source.named_buffers())}
-    wholes: dict[str, Tensor] = {}
-    ours = (parallel, *parallel.hooks.values())
-    memo: dict[int, Any] = {id(x): x for x in ours}
-    for each in parallel.parameters:
-        block = each.tensor
-        whole = each.gathered(context) if each.sharding.layout.axes else block.detach()
-        whole = (
-            nn.Parameter(whole, block.requires_grad)
-            if isinstance(block, nn.Parameter)
-            else whole.clone()
-        )
-        wholes[each.name] = whole
-        if missing := [name for name in each.names if name not in own]:
-            raise XshardError(f"{missing[0]} is in the parallel model, and missing in original=")
-        memo |= {id(own[name]): whole for name in each.names}
-    copied: Module = copy.deepcopy(source, memo)
-    copied.__dict__.pop(ATTRIBUTE, None)
-    for owner, attribute, count in parallel.counts:
-        if id(owner) in memo:  # not in original=
-            setattr(memo[id(owner)], attribute, count)
-    for module in copied.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in [*hooks.items()]:
-                bound = getattr(hook, "__self__", None)
-                function = getattr(hook, "func", None)
-                if function is check_apart or any(bound is x for x in ours):
+def largest_value(x: Tensor) -> float:
+    """Return the largest absolute value; 0 of an empty tensor."""
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+class _Copy(NamedTuple):
+    """A copy of a model without rules, and its whole tensors by name."""
+
+    model: Module
+    tensors: dict[str, Tensor]
+
+
+def _copied(source: Module, parallel: ParallelModel) -> _Copy:
+    """Copy a model with whole tensors and without rules; replicated parameters share the model's memory."""
+    source_tensors: dict[str, Tensor] = dict(source.named_parameters(remove_duplicate=False))
+    source_tensors.update(source.named_buffers())
+    # `deepcopy` takes these instead of copying: whole tensors, and the state of the parallel model.
+    memo: dict[int, Any] = {id(x): x for x in (parallel, *parallel.hooks.values())}
+    tensors: dict[str, Tensor] = {}
+    for parameter in parallel.parameters:
+        whole = _whole_tensor(parameter, parallel.context)
+        tensors[parameter.name] = whole
+        for name in parameter.names:
+            if name not in source_tensors:
+                raise XshardError(f"{name} is in the parallel model, and missing in original=")
+            memo[id(source_tensors[name])] = whole
+
+    model: Module = copy.deepcopy(source, memo)  # notes in `memo` what became of each module
+    model.__dict__.pop(ATTRIBUTE, None)
+    for count in parallel.counts:
+        if (
+            id(count.module) in memo
+        ):  # it is not if the copy is of original=, which counts the whole
+            setattr(memo[id(count.module)], count.attribute, count.whole)
+    _remove_hooks(model, parallel)
+    return _Copy(model, tensors)
+
+
+def _whole_tensor(parameter: ShardedParameter, context: ParallelContext) -> Tensor:
+    """Gather one tensor of the parallel model, or share a replicated one."""
+    block = parameter.tensor
+    whole = parameter.gathered(context) if parameter.sharding.layout.axes else block.detach()
+    if isinstance(block, nn.Parameter):
+        return nn.Parameter(whole, block.requires_grad)
+    return whole.clone()  # a buffer is written to
+
+
+def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
+    """Remove the hooks of rules from the copy of a parallel model."""
+    states = {id(state) for state in (parallel, *parallel.hooks.values())}
+    for module in model.modules():
+        for hooks in forward_hooks_of(module):
+            for key, hook in list(hooks.items()):
+                is_method = id(getattr(hook, "__self__", None)) in states
+                is_check = getattr(hook, "func", None) is check_apart
+                if is_method or is_check:
                     del hooks[key]
-    return copied, wholes
 
 
 @contextmanager
 def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
-    """Gradients are None inside, and as before afterwards; so are buffers."""
-    gradients = [(each.tensor, each.tensor.grad) for each in _with_gradients(parallel)]
-    every = (
-        (own, name, x) for own in (m._buffers for m in model.modules()) for name, x in own.items()
-    )
-    buffers = [(own, name, x, x.clone()) for own, name, x in every if x is not None]
-    compare = parallel.gradients.after_first
-    parallel.gradients.after_first = None
+    """Set gradients to None inside; afterwards they are as before, and so are buffers."""
+    gradients = [(parameter.tensor, parameter.tensor.grad) for parameter in parallel.trained]
+    buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+    for module in model.modules():
+        tensors = buffers_of(module)
+        for name, x in tensors.items():
+            if x is not None:
+                buffers.append((tensors, name, x, x.clone()))
+    after_first = parallel.gradients.after_first
+    parallel.gradients.after_first = None  # the first pass of yours is checked, not this one
     for x, _ in gradients:
         x.grad = None
     try:
         yield
     finally:
-        parallel.gradients.after_first = compare
+        parallel.gradients.after_first = after_first
         for x, gradient in gradients:
             x.grad = gradient
-        for own, name, x, before in buffers:
-            own[name] = x.copy_(before)
+        for tensors, name, x, values in buffers:
+            tensors[name] = x.copy_(values)
 
 
 @contextmanager
 def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]]:
-    """Afterwards random numbers go on as before. Yields whether some have been drawn."""
-    devices = sorted(
-        {each.tensor.get_device() for each in parallel.parameters if each.tensor.is_cuda}
-    )
+    """Let random numbers go on afterwards as before; yield a function that tells if some were drawn."""
+    devices = {p.tensor.get_device() for p in parallel.parameters if p.tensor.is_cuda}
+    ordered_devices = sorted(devices)
 
     def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ordered_devices)]
 
-    with torch.random.fork_rng(devices):
+    # The call of the model draws on devices that have parameters; others are left alone.
+    with torch.random.fork_rng(ordered_devices):
         before = states()
         yield lambda: not all(map(torch.equal, before, states()))
 
 
 def largest_of(wanted: Sequence[Wanted]) -> dict[str, float]:
-    """The largest value of each kind."""
-    return {
-        kind: max(w.largest for w in wanted if w.kind == kind) for kind in {w.kind for w in wanted}
-    }
+    """Return the largest value of each kind."""
+    largest: dict[str, float] = {}
+    for one in wanted:
+        largest[one.kind] = max(one.largest, largest.get(one.kind, one.largest))
+    return largest
+
+
+EQUAL = 0
+VALUES_DIFFER = 1
+SHAPES_DIFFER = 2
 
 
 def differing(
     wanted: Sequence[Wanted], blocks: Sequence[Tensor], tol: float, context: ParallelContext
 ) -> list[int]:
-    """1 for blocks that differ on some process, 2 if their shapes do, else 0."""
-    flags = [2.0] * len(blocks)
-    most = largest_of(wanted)
-    for i, (w, x) in enumerate(zip(wanted, blocks, strict=True)):
-        if x.shape == w.block.shape:
-            slack = tol * max(w.largest, most[w.kind] / 100)
-            flags[i] = float(not torch.isclose(x.double(), w.block.double(), tol, slack).all())
+    """Compare blocks on all processes: EQUAL, VALUES_DIFFER or SHAPES_DIFFER for each, the worst of all."""
+    largest_of_kind = largest_of(wanted)
+    flags = []
+    for one, block in zip(wanted, blocks, strict=True):
+        if block.shape != one.block.shape:
+            flags.append(float(SHAPES_DIFFER))
+            continue
+        # Gradients near zero are compared with the largest of all: they are sums that cancel.
+        absolute = tol * max(one.largest, largest_of_kind[one.kind] / 100)
+        is_close = torch.isclose(block.double(), one.block.double(), tol, absolute).all()
+        flags.append(float(EQUAL if is_close else VALUES_DIFFER))
+    # The worst flag of all processes, so that all raise, and about the same arrays.
     text = f"n | max({','.join(context.axes.axes)}) -> n"
-    flags = redistribute(torch.tensor(flags, device=blocks[0].device), text, context.mesh).tolist()
-    return [int(n) for n in flags]
+    own_flags = torch.tensor(flags, device=blocks[0].device)
+    return [int(flag) for flag in redistribute(own_flags, text, context.mesh).tolist()]
 
 
 @torch.no_grad()
-def _compare(
-    wanted: list[Wanted], blocks: list[Tensor], parallel: ParallelModel, tol: float | None, run: Run
-) -> None:
-    """Raise EquivalenceError, on all processes, if blocks of some process differ. run: both runs again."""
+def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run: Run) -> None:
+    """Raise EquivalenceError, on all processes, if blocks of some process differ.
+
+    run: makes both runs again, to find the first module that is wrong.
+    """
     context = parallel.context
-    most = largest_of(wanted)
+    wanted = results.wanted
+    blocks = results.blocks
     if tol is None:
         tol = tolerances.rounding(dtypes.name_of(x.dtype) for x in blocks)
-    numbers = [i for i, differ in enumerate(differing(wanted, blocks, tol, context)) if differ]
+    flags = differing(wanted, blocks, tol, context)
+    numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
     if not numbers:
         return
-    from torch_bridge.models.first_wrong import first_wrong, mismatch_of, watching  # slow: the kit
+    # Imported now, because they load the kit, which is slow.
+    from torch_bridge.models.first_wrong import mismatch_of
     from xshard.testing.diagnosis.causes import Cause
     from xshard.testing.mismatch import EquivalenceError
 
-    place = text = ""
+    first: WrongTensor | None = None
     if parallel.hooks:
-        runs: list[Any] = []
-        with _eager(), torch.enable_grad():
-            run(partial(watching, hooks=parallel.hooks, runs=runs))
-        place, text = first_wrong(runs[0], runs[1], parallel, tol)
-        if not place:
-            name = wanted[
-                numbers[-1] if numbers[0] else 0
-            ].name  # the backward pass ends with the first
-            of = "gradient of " if numbers[0] else ""
-            place = text = f"the {of}{name}, while outputs of modules with rules are right"
-            if inner := [path for path in parallel.hooks if name.startswith(path and f"{path}.")]:
-                text = described(place, parallel, inner[-1])
-    cause = Cause("module", f"wrong already: {place}") if place else None
-    wrong = list[Any]()
+        first = _first_wrong(wanted, numbers, parallel, tol, run)
+    # The first wrong module explains all that follows, unless the kit has found a cause of its own.
+    cause = Cause("module", f"wrong already: {first.place}") if first is not None else None
+    largest = largest_of(wanted)
+    mismatches: list[Any] = []
     for i in numbers:
-        each = mismatch_of(wanted[i], blocks[i], most[wanted[i].kind], tol, context)
-        wrong.append(replace(each, cause=each.cause or cause, first="" if wrong else text))
-    raise EquivalenceError(wrong, len(wanted))
+        one = wanted[i]
+        mismatch = mismatch_of(one, blocks[i], largest[one.kind], tol, context)
+        if mismatch.cause is None:
+            mismatch = replace(mismatch, cause=cause)
+        is_first = not mismatches  # the text is long: once
+        text = first.text if first is not None and is_first else ""
+        mismatches.append(replace(mismatch, first=text))
+    raise EquivalenceError(mismatches, len(wanted))
+
+
+def _first_wrong(
+    wanted: Sequence[Wanted],
+    numbers: Sequence[int],
+    parallel: ParallelModel,
+    tol: float,
+    run: Run,
+) -> WrongTensor:
+    """Run both models again, and find the first wrong output of a module; else the first wrong gradient.
+
+    numbers: of the arrays that are wrong.
+    """
+    from torch_bridge.models.first_wrong import WrongTensor, first_wrong, watching
+
+    runs: list[Any] = []
+    with _eager(), torch.enable_grad():
+        run(partial(watching, hooks=parallel.hooks, runs=runs))
+    on_one_device, on_many = runs
+    found = first_wrong(on_one_device, on_many, parallel, tol)
+    if found is not None:
+        return found
+
+    # All outputs are right: number 0 is the loss, and the backward pass comes to the first gradient last.
+    is_loss = numbers[0] == 0
+    name = wanted[0].name if is_loss else wanted[numbers[-1]].name
+    title = name if is_loss else f"gradient of {name}"
+    place = f"the {title}, while outputs of modules with rules are right"
+    text = place
+    inner = [path for path in parallel.hooks if is_inside(name, path)]
+    if inner:
+        text = described(place, parallel, inner[-1])
+    return WrongTensor(place, text)

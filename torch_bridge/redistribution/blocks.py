@@ -16,8 +16,9 @@ from torch_bridge.calls.move import PLAIN, MoveCall, TransferCall, check_part, r
 from torch_bridge.lower.transfer import cross
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call, derivatives_of
 from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of, process_mesh
-from torch_bridge.replicas import Expect, checked, comparisons_between
-from xshard import ProfileLike, replicas
+from torch_bridge.redistribution.options import Options
+from torch_bridge.replicas import Comparison, Expect, checked, comparisons_between
+from xshard import replicas
 from xshard.arguments import lengths_of
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, PlanError
@@ -26,114 +27,19 @@ from xshard.plans.plan import Plan
 from xshard.replicas import are_checked
 
 
-class Endpoints(NamedTuple):
-    """The arguments of `redistribute` that only two meshes have, and the profile."""
+def call_of(
+    x: Tensor, layouts: Any, mesh: MeshLike | None, shape: Any, options: Options
+) -> MoveCall:
+    """Return the call on one mesh; a DTensor brings its mesh and its global shape.
 
-    src_mesh: MeshLike | None
-    dst_mesh: MeshLike | None
-    dtype: torch.dtype | None
-    device: torch.device | str | None
-    requires_grad: bool
-    relabel: bool
-    profile: ProfileLike
-
-
-def redistribute_between(
-    x: Any,
-    layouts: Expression,
-    shape: Any,
-    endpoints: Endpoints,
-    debug: bool,
-    check_replicated: bool | None,
-) -> Tensor | None:
-    """`redistribute` of a block, of a DTensor, or of None on a process outside the source."""
-    check_world()
-    src_mesh, dst_mesh, dtype, device, requires_grad, relabel, profile = endpoints
-
-    def prepared() -> tuple[Tensor | None, TransferCall]:
-        """This process's block, and the call; a DTensor brings the source's mesh and the global shape."""
-        block = None if x is None else as_tensor(x)
-        source = src_mesh
-        lengths = shape
-        if is_dtensor(block):
-            from torch_bridge.dtensor.placements import local_of, whole_of
-
-            source = block.device_mesh
-            lengths = whole_of(block, None, shape)
-            if src_mesh and (mesh_of(src_mesh), ranks_of(src_mesh)) != (
-                mesh_of(source),
-                ranks_of(source),
-            ):
-                what = f"the DTensor is on {source!r}, not on {src_mesh!r}"
-                raise MeshError(what, hint="leave src_mesh out")
-            both = layouts if isinstance(layouts, Plan) else sides(layouts)
-            text = f"{both.src} -> {both.dst}"
-            has_block = dist.get_rank() in callers(source)
-            block = local_of(block, both.src, text) if has_block else None
-        block_dtype = dtype if block is None else block.dtype
-        name = None if block_dtype is None else name_of(block_dtype)
-        lengths = None if lengths is None else lengths_of(lengths)
-        return block, TransferCall(layouts, source, dst_mesh, lengths, name, relabel, profile)
-
-    compared = None
-    if debug and not torch.compiler.is_compiling():
-        text = f"{layouts.src} -> {layouts.dst}" if isinstance(layouts, Plan) else str(layouts)
-
-        def facts() -> CallFacts:
-            block, call = prepared()
-            flags = {
-                "requires_grad": requires_grad,
-                "check_replicated": are_checked(check_replicated),
-            }
-            return call.facts(block, **flags)
-
-        compared = compare_call(None, text, facts)
-    block, call = prepared()
-    plan = call.plan()
-    plan_dtype = getattr(torch, plan.dtype)
-    if requires_grad and not (plan_dtype.is_floating_point or plan_dtype.is_complex):
-        raise DtypeError(
-            f"{plan.dtype} cannot have a gradient", hint="floats and complex numbers can"
-        )
-    tensor_device = tensor_device_of(block, device, dst_mesh)
-    executable = cross(plan, tensor_device, dist.group.WORLD)
-    if requires_grad:
-        _ = executable.backward  # errors come early
-    check_part(block, plan)
-    block = torch.empty(0, dtype=plan_dtype, device=tensor_device) if block is None else block
-    # Every process has a node in the graph, or none has: in the backward pass they wait for each other.
-    if not requires_grad or not block.requires_grad:
-        block = block.detach().requires_grad_(requires_grad)
-    entering = returning = None
-    if are_checked(check_replicated) and tensor_device.type != "meta":
-        text = f"{plan.src} -> {plan.dst}" if isinstance(layouts, Plan) else sides(layouts).text
-        entering, returning = comparisons_between(plan, text)
-    y = Redistribute.apply(executable, Expect.apply(block, entering, None) if entering else block)
-    y = watched(
-        compared, Expect.apply(y, None, returning) if returning and requires_grad else y, block
-    )
-    return y if requires_grad or dist.get_rank() in plan.dst_devices else None
-
-
-def tensor_device_of(x: Tensor | None, device: Any, dst_mesh: MeshLike | None) -> torch.device:
-    """The device of this process's tensors: its block's, the given one, or the backend's own."""
-    if x is not None or device is not None:
-        return torch.device(device) if x is None else x.device
-    uses_cuda = "nccl" in dist.get_backend_config() and "gloo" not in dist.get_backend_config()
-    kind = (
-        dst_mesh.device_type if isinstance(dst_mesh, DeviceMesh) else "cuda" if uses_cuda else "cpu"
-    )
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
-def call_of(x: Tensor, layouts: Any, mesh: MeshLike | None, shape: Any, *options: Any) -> MoveCall:
-    """The call with the arguments of `redistribute`; a DTensor brings its mesh and its shape."""
+    options: the others; those of a tree are for all of its tensors.
+    """
     if is_dtensor(x):
-        from torch_bridge.dtensor.placements import whole_of
+        from torch_bridge.dtensor.placements import whole_of  # slow: it imports DTensor
 
-        shape = whole_of(x, mesh, shape)
+        shape = whole_of(x, mesh, shape)  # raises if `mesh` or `shape` is another one
         mesh = x.device_mesh
-    return MoveCall.of(layouts, mesh, shape, *options)
+    return MoveCall.of(layouts, mesh, shape, options.profile, options.comm_dtype)
 
 
 def move_one(
@@ -143,7 +49,10 @@ def move_one(
     check_replicated: bool | None = None,
     name: str = "",
 ) -> Tensor | PendingTensor:
-    """The result of a call. name: the tensor's, for errors about its replicas."""
+    """Make a call on one mesh. `name` is the tensor's, for errors about its replicas.
+
+    Hot: every cached `redistribute` comes through here.
+    """
     compares = replicas.are_checked(check_replicated) and not x.is_meta
     if type(x) not in PLAIN and is_dtensor(x):
         if async_op:
@@ -153,38 +62,190 @@ def move_one(
         from torch_bridge.dtensor.redistribution import redistribute_by_layouts
 
         return redistribute_by_layouts(x, call, compares, name)
+
     executable = call.executable_for(x)
     if compares:
         y = checked(x, executable, process_mesh(call.mesh), call.text, name)
-    elif async_op and executable.is_linear:
+    elif async_op and executable.is_linear:  # of a max or min, autograd needs the result
         return PendingTensor.begin(x, executable)
     else:
         y = apply(executable, x)
-    return PendingTensor(y, y.shape, y) if async_op else y
+    if async_op:  # it has arrived already
+        return PendingTensor(y, y.shape, y)
+    return y
 
 
-def compare(
-    x: Tensor,
-    arguments: Any,
-    async_op: bool,
-    check_replicated: bool | None,
-    bucket_bytes: int | None = None,
-) -> Compared | None:
+def compare(x: Tensor, options: Options) -> Compared | None:
     """Raise on all ranks of the mesh unless all of them are about to make this call, and can."""
-    layouts, mesh, *options = arguments
 
     def facts() -> CallFacts:
-        call = call_of(x, layouts, mesh, *options)
+        call = call_of(x, options.layouts, options.mesh, options.shape, options)
         block = x
         if is_dtensor(x):
             from torch_bridge.dtensor.function import local_block
             from torch_bridge.dtensor.redistribution import move_by_layouts
 
-            move_by_layouts(x, call)
+            move_by_layouts(x, call)  # raises what the call would raise
             block = local_block(x)
-        sent = {"async_op": async_op, "bucket_bytes": bucket_bytes, **derivatives_of(x)}
-        sent["check_replicated"] = are_checked(check_replicated)
-        return call.facts((block.shape, block.dtype, block.device), **sent)
+        return call.facts(
+            (block.shape, block.dtype, block.device),
+            async_op=options.async_op,
+            bucket_bytes=options.bucket_bytes,
+            check_replicated=are_checked(options.check_replicated),
+            **derivatives_of(x),
+        )
 
-    text = sides(layouts).text if isinstance(layouts, Plan) else str(layouts)
-    return compare_call(x.device_mesh if is_dtensor(x) else mesh, text, facts)
+    mesh = x.device_mesh if is_dtensor(x) else options.mesh
+    return compare_call(mesh, _as_asked(options.layouts), facts)
+
+
+def _as_asked(layouts: Any) -> str:
+    """Write layouts as you passed them: a wrong text has no other form. A plan has both of its ends."""
+    if isinstance(layouts, Plan):
+        return f"{layouts.src} -> {layouts.dst}"
+    return str(layouts)
+
+
+def redistribute_between(x: Any, options: Options) -> Tensor | None:
+    """Move a block from one mesh to another; `x` is None on a process outside the source."""
+    check_world()
+    requires_grad = options.transfer.requires_grad
+    compared = None
+    if options.debug and not torch.compiler.is_compiling():
+        compared = _compare_transfer(x, options)
+
+    source, call = _transfer_call(x, options)
+    plan = call.plan()
+    dtype = getattr(torch, plan.dtype)
+    if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
+        raise DtypeError(
+            f"{plan.dtype} cannot have a gradient", hint="floats and complex numbers can"
+        )
+    # Processes without a block take part, too: each has an executable, for which it needs a device.
+    device = tensor_device_of(source, options.transfer.device, options.transfer.dst_mesh)
+    executable = cross(plan, device, dist.group.WORLD)
+    if requires_grad:
+        _ = executable.backward  # errors come early
+    check_part(source, plan)  # last: other processes may not raise it
+
+    block = _block_for_autograd(source, dtype, device, requires_grad)
+    entering, returning = _replica_comparisons(plan, options, device)
+    if entering is not None:
+        y = Redistribute.apply(executable, Expect.apply(block, entering, None))
+    else:
+        y = Redistribute.apply(executable, block)
+    if returning is not None and requires_grad:
+        y = Expect.apply(y, None, returning)
+    y = watched(compared, y, block)
+    # Outside the destination an empty tensor is returned only if you have to call `backward` on it.
+    if requires_grad or dist.get_rank() in plan.dst_devices:
+        return y
+    return None
+
+
+class _Source(NamedTuple):
+    """A DTensor as the source of a move: its local block, mesh and global shape."""
+
+    block: Tensor | None
+    mesh: DeviceMesh
+    shape: Any
+
+
+def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCall]:
+    """Return this process's block and the call; a DTensor brings the source's mesh and global shape."""
+    block = None if x is None else as_tensor(x)
+    src_mesh = options.transfer.src_mesh
+    shape = options.shape
+    if is_dtensor(block):
+        source = _dtensor_source(block, options)
+        block = source.block
+        src_mesh = source.mesh
+        shape = source.shape
+    dtype = options.transfer.dtype if block is None else block.dtype
+    call = TransferCall(
+        options.layouts,
+        src_mesh,
+        options.transfer.dst_mesh,
+        None if shape is None else lengths_of(shape),
+        None if dtype is None else name_of(dtype),
+        options.transfer.relabel,
+        options.profile,
+    )
+    return block, call
+
+
+def _dtensor_source(x: Any, options: Options) -> _Source:
+    """Read block, mesh and shape of a DTensor. Raises MeshError if `src_mesh` is another one."""
+    from torch_bridge.dtensor.placements import local_of, whole_of
+
+    mesh = x.device_mesh
+    shape = whole_of(x, None, options.shape)
+    src_mesh = options.transfer.src_mesh
+    if src_mesh:
+        is_same = mesh_of(src_mesh) == mesh_of(mesh) and ranks_of(src_mesh) == ranks_of(mesh)
+        if not is_same:
+            what = f"the DTensor is on {mesh!r}, not on {src_mesh!r}"
+            raise MeshError(what, hint="leave src_mesh out")
+    layouts: Expression = options.layouts
+    # `sides` refuses a plan between two meshes, as it is meant for one.
+    both = layouts if isinstance(layouts, Plan) else sides(layouts)
+    block = None
+    if dist.get_rank() in callers(mesh):
+        block = local_of(x, both.src, f"{both.src} -> {both.dst}")
+    return _Source(block, mesh, shape)
+
+
+def _compare_transfer(x: Any, options: Options) -> Compared | None:
+    """Raise on all ranks of the world unless all of them are about to make this move, and can."""
+
+    def facts() -> CallFacts:
+        block, call = _transfer_call(x, options)
+        return call.facts(
+            block,
+            requires_grad=options.transfer.requires_grad,
+            check_replicated=are_checked(options.check_replicated),
+        )
+
+    return compare_call(None, _as_asked(options.layouts), facts)
+
+
+def _block_for_autograd(
+    block: Tensor | None, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> Tensor:
+    """Return the block, or an empty tensor in its place, that autograd records as on all processes.
+
+    Every process has a node in the graph, or none has: in the backward pass they wait for each other.
+    """
+    if block is None:
+        block = torch.empty(0, dtype=dtype, device=device)
+    if requires_grad and block.requires_grad:
+        return block
+    return block.detach().requires_grad_(requires_grad)
+
+
+def _replica_comparisons(
+    plan: Plan, options: Options, device: torch.device
+) -> tuple[Comparison | None, Comparison | None]:
+    """Return the checks of replicas before the move, and of their cotangents, if they are asked for."""
+    if not are_checked(options.check_replicated) or device.type == "meta":
+        return None, None
+    if isinstance(options.layouts, Plan):
+        return comparisons_between(plan, _as_asked(plan))
+    return comparisons_between(plan, sides(options.layouts).text)
+
+
+def tensor_device_of(x: Tensor | None, device: Any, dst_mesh: MeshLike | None) -> torch.device:
+    """Return the device of this process's tensors: its block's, the given one, or the backend's own."""
+    if x is not None:
+        return x.device
+    if device is not None:
+        return torch.device(device)
+    if isinstance(dst_mesh, DeviceMesh):
+        kind = dst_mesh.device_type
+    else:
+        # A world with both backends has no one kind of device: the CPU's tensors always travel.
+        backends = dist.get_backend_config()
+        kind = "cuda" if "nccl" in backends and "gloo" not in backends else "cpu"
+    if kind == "cuda":
+        return torch.device(kind, torch.cuda.current_device())
+    return torch.device(kind)

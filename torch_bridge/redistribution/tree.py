@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,8 @@ from torch_bridge.calls.move import MoveCall
 from torch_bridge.lower.executable import BucketedExecutable, Executable
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call
 from torch_bridge.mesh.process_mesh import MeshLike, callers
-from torch_bridge.redistribution.blocks import (
-    Endpoints,
-    call_of,
-    compare,
-    move_one,
-    redistribute_between,
-)
+from torch_bridge.redistribution.blocks import call_of, compare, move_one, redistribute_between
+from torch_bridge.redistribution.options import Options
 from xshard.arguments import limit_of
 from xshard.errors import located
 from xshard.replicas import are_checked
@@ -30,141 +25,188 @@ from xshard.trees import leaf_name, prefix_branches, spread
 
 
 class _Leaf(NamedTuple):
-    """A tensor of the tree, its place, for errors, and its arguments of `redistribute`."""
+    """A tensor of a tree, with its name in errors and its own layouts and shape."""
 
     place: str
-    x: Tensor
-    arguments: tuple[Any, ...]
+    x: Any  # None between two meshes, on a process outside the source
+    layouts: Any
+    shape: Any
+    mesh: MeshLike | None  # None for a DTensor, which brings its own
+
+    def options(self, of_tree: Options) -> Options:
+        """Return the options with which this leaf would be moved alone."""
+        return of_tree._replace(layouts=self.layouts, shape=self.shape, mesh=self.mesh)
 
 
-def redistribute_tree(
-    tree: Any,
-    arguments: tuple,
-    bucket_bytes: int | str | None,
-    debug: bool,
-    check_replicated: bool | None,
-) -> Any:
-    """`redistribute` of every tensor of a tree, with fewer collectives: each result is the same as alone."""
-    layouts, mesh, shape, *options = arguments
+class _LeafMove(NamedTuple):
+    """A leaf's local block, its executable, and the function from its result to the leaf's."""
 
-    def leaves() -> list[_Leaf]:
-        return [
-            _Leaf(place, x, (expression, None if is_dtensor(x) else mesh, whole, *options))
-            for place, x, expression, whole in _spread(tree, layouts, shape)
-        ]
+    block: Tensor
+    executable: Executable
+    finish: Callable[[Tensor], Tensor] | None = None  # None: the result as it is
 
-    limit = limit_of(bucket_bytes)
-    compared = _compare(tree, mesh, leaves, check_replicated, limit) if debug else []
+
+class SharedMove(NamedTuple):
+    """Moves of several tensors as one function for autograd: they share collectives."""
+
+    indices: tuple[int, ...]  # of its tensors, in a longer list
+    executable: BucketedExecutable
+
+    def run(self, blocks: Sequence[Tensor] | Mapping[int, Tensor]) -> tuple[Tensor, ...]:
+        """Move the blocks at `indices`, differentiably."""
+        own_blocks = [blocks[i] for i in self.indices]
+        moved: tuple[Tensor, ...] = Redistribute.apply(self.executable, *own_blocks)
+        return moved
+
+
+def share_collectives(
+    executables: Mapping[int, Executable], blocks: Mapping[int, Tensor], bucket_bytes: int | None
+) -> list[SharedMove]:
+    """Group linear moves, by index: those without a gradient apart, as nothing is sent back for them."""
+    is_recording = torch.is_grad_enabled()
+    moves = []
+    for is_recorded in (False, True):
+        indices = []
+        for i in executables:
+            if (is_recording and blocks[i].requires_grad) == is_recorded:
+                indices.append(i)
+        if indices:
+            members = [executables[i] for i in indices]
+            together = BucketedExecutable(tuple(members), bucket_bytes)
+            moves.append(SharedMove(tuple(indices), together))
+    return moves
+
+
+def redistribute_tree(tree: Any, options: Options) -> Any:
+    """Move every tensor of a tree with few collectives; each result is the same as alone."""
+    bucket_bytes = limit_of(options.bucket_bytes)
+    compared = _compare_tree(tree, options, bucket_bytes) if options.debug else []
+
+    # All calls are checked before any tensor moves: an error leaves nothing half done.
+    leaves = list(_leaves(tree, options))
     calls = []
-    results = dict[int, Any]()
-    for leaf in (tensors := leaves()):
+    for leaf in leaves:
         with located(leaf.place):
-            calls.append(call_of(leaf.x, *leaf.arguments))
-    if not are_checked(check_replicated):
-        results = _in_buckets(tensors, calls, limit)
-    for i, (leaf, call) in enumerate(zip(tensors, calls, strict=True)):
+            calls.append(call_of(leaf.x, leaf.layouts, leaf.mesh, leaf.shape, options))
+
+    # The comparison of replicas belongs to one tensor, whose name its error has.
+    results: dict[int, Any] = {}
+    if not are_checked(options.check_replicated):
+        results = _move_together(leaves, calls, bucket_bytes)
+    for i, (leaf, call) in enumerate(zip(leaves, calls, strict=True)):
         if i not in results:
             with located(leaf.place):
-                results[i] = move_one(leaf.x, call, False, check_replicated, leaf.place)
-    for i, (one, leaf) in enumerate(zip(compared, tensors, strict=False)):
-        watched(one, results[i], leaf.x)
-    return tree_unflatten([results[i] for i in range(len(tensors))], tree_structure(tree))
+                results[i] = move_one(leaf.x, call, False, options.check_replicated, leaf.place)
+
+    # Now, when the tensors of a bucket have their one node in the graph: the first of them compares it.
+    for i, one in enumerate(compared):
+        watched(one, results[i], leaves[i].x)
+    return tree_unflatten([results[i] for i in range(len(leaves))], tree_structure(tree))
 
 
-def transfer_tree(
-    tree: Any,
-    layouts: Any,
-    shape: Any,
-    endpoints: Endpoints,
-    debug: bool,
-    check_replicated: bool | None,
-) -> Any:
-    """`redistribute` of every tensor of a tree between two meshes, one after the other."""
+def transfer_tree(tree: Any, options: Options) -> Any:
+    """Move every tensor of a tree between two meshes, one after the other."""
     results = []
-    for place, x, expression, whole in _spread(tree, layouts, shape, is_optional=True):
-        with located(place):
-            results.append(
-                redistribute_between(x, expression, whole, endpoints, debug, check_replicated)
-            )
+    for leaf in _leaves(tree, options, is_optional=True):
+        with located(leaf.place):
+            results.append(redistribute_between(leaf.x, leaf.options(options)))
     return tree_unflatten(results, tree_structure(tree))
 
 
-def _spread(
-    tree: Any, layouts: Any, shape: Any, is_optional: bool = False
-) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Place, tensor (None if optional), expression and shape of leaves. Raises PlanError if trees differ."""
-    trees = (
-        (layouts, lambda e: not isinstance(e, Mapping | list), "layouts"),
-        (shape, _is_shape, "shapes"),
-    )
-    expressions, shapes = (
-        spread(prefix_branches(values, tree, is_value, ("tensors", what)), _named_leaves)
-        for values, is_value, what in trees
-    )
-    for leaf, whole in zip(expressions, shapes, strict=True):
-        x = None if leaf.x is None and is_optional else as_tensor(leaf.x, leaf.place or "x")
-        yield leaf.place, x, leaf.given, whole.given
+def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[_Leaf]:
+    """Yield the leaves with their own layouts and shapes; a leaf may be None if `is_optional`.
+
+    Raises PlanError if the trees of layouts and shapes have other branches than the tensors.
+    """
+    layouts = _spread(options.layouts, tree, _is_expression, "layouts")
+    shapes = _spread(options.shape, tree, _is_shape, "shapes")
+    for leaf, whole in zip(layouts, shapes, strict=True):
+        place = leaf.place
+        x = leaf.x
+        if x is not None or not is_optional:
+            x = as_tensor(x, place if place else "x")
+        mesh = None if is_dtensor(x) else options.mesh
+        yield _Leaf(place, x, leaf.given, whole.given, mesh)
+
+
+def _spread(values: Any, tree: Any, is_value: Callable[[Any], bool], what: str) -> list[Any]:
+    """Give each leaf of a tree its value; values are nested like the tree, or its first branches."""
+    branches = prefix_branches(values, tree, is_value, ("tensors", what))
+    return spread(branches, _named_leaves)
 
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
 
 
+def _is_expression(value: Any) -> bool:
+    """Return whether a value is the layouts of one tensor; a tuple is a pair of them."""
+    return not isinstance(value, Mapping | list)
+
+
 def _is_shape(value: Any) -> bool:
-    nested = Mapping | list | tuple | None
-    inner = value if isinstance(value, list | tuple) else ()
-    return not isinstance(value, Mapping) and not any(isinstance(n, nested) for n in inner)
+    """Return whether a value is the shape of one tensor: None, a number, or a flat list of numbers."""
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list | tuple):
+        return True
+    return not any(isinstance(length, Mapping | list | tuple | None) for length in value)
 
 
-def _in_buckets(tensors: list[_Leaf], calls: list[MoveCall], limit: int | None) -> dict[int, Any]:
-    """The results of the tensors that may share collectives, by index, once all are checked: linear ones."""
-    # The gradient of a max or min is not a plan, and a DTensor's may have any placements: these travel alone.
-    # The block, its executable, and the function from its result to the tensor's.
-    parts: dict[int, tuple[Tensor, Executable, Callable[[Tensor], Tensor]]] = {}
-    for i, (leaf, call) in enumerate(zip(tensors, calls, strict=True)):
+def _move_together(
+    leaves: list[_Leaf], calls: list[MoveCall], bucket_bytes: int | None
+) -> dict[int, Any]:
+    """Move the leaves that may share collectives, once all are checked -> results by index."""
+    moves: dict[int, _LeafMove] = {}
+    for i, (leaf, call) in enumerate(zip(leaves, calls, strict=True)):
         with located(leaf.place):
-            if is_dtensor(leaf.x):
-                from torch_bridge.dtensor.redistribution import local_part
+            move = _leaf_move(leaf.x, call)
+        # The gradient of a max or min is not a plan, and a DTensor's may have any placements:
+        # these travel alone.
+        if move is not None and move.executable.is_linear:
+            moves[i] = move
 
-                prepared = local_part(leaf.x, call)
-            else:
-                prepared = leaf.x, call.executable_for(leaf.x), lambda y: y
-        if prepared is not None and prepared[1].is_linear:
-            parts[i] = prepared
+    executables = {i: move.executable for i, move in moves.items()}
+    blocks = {i: move.block for i, move in moves.items()}
     results: dict[int, Any] = {}
-    for records in (False, True):
-        # Tensors without a gradient are apart: nothing is sent back for them.
-        some = [
-            i
-            for i, (x, *_) in parts.items()
-            if (x.requires_grad and torch.is_grad_enabled()) == records
-        ]
-        if some:
-            blocks, executables, finish = zip(*(parts[i] for i in some), strict=True)
-            moved = Redistribute.apply(BucketedExecutable(executables, limit), *blocks)
-            results |= {i: end(y) for i, end, y in zip(some, finish, moved, strict=True)}
+    for shared in share_collectives(executables, blocks, bucket_bytes):
+        for i, y in zip(shared.indices, shared.run(blocks), strict=True):
+            finish = moves[i].finish
+            results[i] = y if finish is None else finish(y)
     return results
 
 
-def _compare(
-    tree: Any, mesh: MeshLike | None, leaves: Callable[[], list[_Leaf]], *options: Any
-) -> list[Compared | None]:
+def _leaf_move(x: Tensor, call: MoveCall) -> _LeafMove | None:
+    """Prepare the move of one leaf; None for a DTensor that has to move alone."""
+    if not is_dtensor(x):
+        return _LeafMove(x, call.executable_for(x))
+    from torch_bridge.dtensor.redistribution import local_part
+
+    part = local_part(x, call)
+    return None if part is None else _LeafMove(*part)
+
+
+def _compare_tree(tree: Any, options: Options, bucket_bytes: int | None) -> list[Compared | None]:
     """Raise on all ranks of the mesh unless all of them are about to move the same tensors, and can."""
+    mesh = options.mesh
     if mesh is None:
-        mesh = next((x.device_mesh for x in tree_leaves(tree) if is_dtensor(x)), None)
-    if mesh is None:
-        return []
-    tensors: list[_Leaf] = []
+        for x in tree_leaves(tree):
+            if is_dtensor(x):
+                mesh = x.device_mesh
+                break
+        else:
+            return []  # the call fails on every rank: nothing says which mesh it is for
+    leaves: list[_Leaf] = []
 
     def facts() -> CallFacts:
-        tensors.extend(leaves())
-        return CallFacts(
-            {"tensors": ", ".join(leaf.place for leaf in tensors)}, {}, callers(mesh), {}
-        )
+        leaves.extend(_leaves(tree, options))
+        names = ", ".join(leaf.place for leaf in leaves)
+        return CallFacts({"tensors": names}, {}, callers(mesh), {})
 
     compare_call(mesh, "redistribute of a tree", facts)
     compared = []
-    for leaf in tensors:
+    in_bytes = options._replace(bucket_bytes=bucket_bytes)  # 2**20 and "1MiB" are equal
+    for leaf in leaves:
         with located(leaf.place):
-            compared.append(compare(leaf.x, leaf.arguments, False, *options))
+            compared.append(compare(leaf.x, leaf.options(in_bytes)))
     return compared

@@ -21,93 +21,137 @@ from xshard.errors import ShapeError
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The rows of this process -> the copies of rows that others and itself send here; a linear map. index:
-    the row of each copy sent, by parts, if `padded` also `rows`. sent, received: copies per part. home: the
-    adjoint: copies go back, and are added up by row. batches: dims before the rows. beside: numbers of each
-    copy sent, which travel with the rows; `arrived` has them then.
+    """A linear map: send each local row to every process that needs a copy, and return the copies received.
+
+    `rows [n_rows, ...] -> copies [sum(received), ...]`. Its adjoint returns copies and adds them up by row:
+    `[sum(received), ...] -> [n_rows, ...]`, with senders and receivers exchanged.
+
+    Attributes:
+        group: The processes.
+        index: The row of each copy that is sent, by process: `[sum(sent)]`. `n_rows` is padding.
+        n_rows: How many rows this process has.
+        sent: Copies to each process.
+        received: Copies from each process.
+        is_padded: Whether `index` has padding.
+        is_adjoint: Whether copies return.
+        n_batch_dims: Dims before the rows, which `vmap` added.
+        beside: Numbers of each copy, `[sum(sent), k]`, that travel with the rows.
+        arrived: What came of `beside`, after the call.
     """
 
     group: Group
     index: Tensor
-    rows: int
+    n_rows: int
     sent: Sequence[int]
     received: Sequence[int]
-    padded: bool
-    home: bool = False
-    batches: int = 0
+    is_padded: bool
+    is_adjoint: bool = False
+    n_batch_dims: int = 0
     beside: Tensor | None = None
     arrived: list[Tensor] = field(default_factory=list)
-    is_linear = sends_gradient = True
+    is_linear = True
+    sends_gradient = True
 
     @property
     def backward(self) -> Copies:
-        return replace(self, home=not self.home, beside=None)
+        return replace(self, is_adjoint=not self.is_adjoint, beside=None)
 
     @property
     def tangent(self) -> Copies:
         return replace(self, beside=None)
 
     def batched(self, n: int) -> Copies:
-        return replace(self, batches=self.batches + 1)
+        return replace(self, n_batch_dims=self.n_batch_dims + 1)
 
     def __call__(self, *blocks: Tensor) -> Any:
-        d = self.batches
-        shapes = [(*x.shape[:d], *x.shape[d + 1 :]) for x in blocks]
-        pairs = zip(blocks, shapes, strict=True)
-        tables = [x.movedim(d, 0).reshape(x.shape[d], math.prod(shape)) for x, shape in pairs]
-        if self.home:
-            results = [self._summed(x) for x in self._sent_on(tables, self.received, self.sent)]
-        else:
-            if self.padded:
-                tables = [torch.cat([x, x.new_zeros(1, x.shape[1])]) for x in tables]
-            messages = [x.index_select(0, self.index) for x in tables]
-            beside = [] if self.beside is None else [self.beside]
-            results = self._sent_on(messages + beside, self.sent, self.received)
-            self.arrived.extend(results[len(messages) :])
-        pairs = zip(results, shapes, strict=False)
-        moved = [x.view(len(x), *shape).movedim(0, self.batches) for x, shape in pairs]
+        # All dims but the rows become one: a table [rows, elements] for each tensor.
+        d = self.n_batch_dims
+        element_shapes = [(*x.shape[:d], *x.shape[d + 1 :]) for x in blocks]
+        tables = []
+        for x, shape in zip(blocks, element_shapes, strict=True):
+            tables.append(x.movedim(d, 0).reshape(x.shape[d], math.prod(shape)))
+        results = self._return(tables) if self.is_adjoint else self._send(tables)
+        # The rows go back to where they were among the dims.
+        moved = []
+        for x, shape in zip(results, element_shapes, strict=True):
+            moved.append(x.view(len(x), *shape).movedim(0, d))
         return moved[0] if len(moved) == 1 else tuple(moved)
 
-    def _summed(self, copies: Tensor) -> Tensor:
-        result = copies.new_zeros(self.rows + self.padded, copies.shape[1])
-        result.index_add_(0, self.index, copies)
-        return result[:-1].clone() if self.padded else result
+    def _send(self, tables: list[Tensor]) -> list[Tensor]:
+        """Send the copies of rows, and `beside` with them."""
+        messages = []
+        for table in tables:
+            if self.is_padded:  # one row of zeros more
+                table = torch.cat([table, table.new_zeros(1, table.shape[1])])
+            messages.append(table.index_select(0, self.index))
+        if self.beside is None:
+            return self._exchange(messages, self.sent, self.received)
+        *results, arrived = self._exchange([*messages, self.beside], self.sent, self.received)
+        self.arrived.append(arrived)
+        return results
 
-    def _sent_on(
+    def _return(self, tables: list[Tensor]) -> list[Tensor]:
+        """Return copies to the processes of their rows, and add them up by row."""
+        sums = []
+        for copies in self._exchange(tables, self.received, self.sent):
+            total = copies.new_zeros(self.n_rows + self.is_padded, copies.shape[1])
+            total.index_add_(0, self.index, copies)
+            # The last row has what padding returned. A clone, as a view would hold its memory.
+            sums.append(total[:-1].clone() if self.is_padded else total)
+        return sums
+
+    def _exchange(
         self, tables: list[Tensor], sent: Sequence[int], received: Sequence[int]
     ) -> list[Tensor]:
-        """Tables with a row per copy -> the rows that arrive. All travel in one all-to-all, as bytes."""
-        parts = [_bytes(x) for x in tables]
-        message = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        widths = [x.shape[1] for x in parts]
+        """Exchange tables with a row per copy, all in one all-to-all, as bytes.
+
+        sent: rows to each process. received: rows from each process.
+        """
+        # Tables have several dtypes, as rows and their choices: bytes travel together.
+        byte_tables = [_bytes(x) for x in tables]
+        message = byte_tables[0] if len(byte_tables) == 1 else torch.cat(byte_tables, 1)
         width = message.shape[1]
-        messages, arriving = ([n * width for n in numbers] for numbers in (sent, received))
-        sends = Collective("all_to_all", self.group, messages, arriving)
-        arrived = sends.run(message.view(-1), (sum(received), width))
+        n_rows = sum(received)
+        exchange = Collective(
+            "all_to_all", self.group, [n * width for n in sent], [n * width for n in received]
+        )
+        arrived = exchange.run(message.view(-1), (n_rows, width))
         if len(tables) == 1:
-            split = [arrived]
-        else:  # each begins at an address of its own, as its dtype may need
-            split = [
+            columns = [arrived]
+        else:
+            # Each table begins at an address of its own, as its dtype may need.
+            widths = [x.shape[1] for x in byte_tables]
+            columns = [
                 x.clone(memory_format=torch.contiguous_format) for x in arrived.split(widths, 1)
             ]
-        rows = sum(received)
-        return [
-            x.view(-1).view(t.dtype).view(rows, t.shape[1])
-            for x, t in zip(split, tables, strict=True)
-        ]
+        results = []
+        for column, table in zip(columns, tables, strict=True):
+            results.append(column.view(-1).view(table.dtype).view(n_rows, table.shape[1]))
+        return results
 
 
-def _bytes(x: Tensor) -> Tensor:
-    rows, width = x.shape
-    return x.contiguous().view(-1).view(torch.uint8).view(rows, width * x.element_size())
+def _bytes(table: Tensor) -> Tensor:
+    """View a table as bytes: [rows, n] -> [rows, n * itemsize]."""
+    n_rows, width = table.shape
+    return table.contiguous().view(-1).view(torch.uint8).view(n_rows, width * table.element_size())
 
 
 @dataclass(eq=False)
 class Routed:
-    """Rows that came, by group, and the way back. copies: a row for each row of a process with a choice here,
-    by processes. groups: the group of each of `rows`, by its number here. order: its number among all choices
-    of all copies, `k` for each. dropped: how many copies of this process's rows were not sent for a capacity,
-    on the device.
+    """Rows that came to this process's groups, and the way back.
+
+        routed = xt.route(x, to, "ep", mesh, groups=8)
+        routed.rows         # [n, ...]: those of group 0, then those of group 1, ...
+        routed.sizes        # [groups here]: how many each group has
+        routed.back(y)      # [n, ...] -> [rows, ...]: one result per row that was sent
+
+    Attributes:
+        copies: A row for each row of a process with a choice here, by processes.
+        groups: The group of each of `rows`, by its number here.
+        order: The number of each of `rows` among all choices of all copies, `k` for each.
+        n_groups: How many groups this process has.
+        k: How many choices each row has.
+        dropped: How many copies of this process's rows were not sent for a capacity, on the device.
     """
 
     copies: Tensor
@@ -120,60 +164,73 @@ class Routed:
     _compared: Compared | None
 
     @property
-    def _of_copy(self) -> Tensor:
+    def _copy_of_row(self) -> Tensor:
         return self.order // self.k
 
     @cached_property
     def rows(self) -> Tensor:
         """A row per choice, by groups: `[n, ...]`. With `sizes=`, those beyond their sum are padding."""
-        return self.copies.index_select(0, self._of_copy)
+        return self.copies.index_select(0, self._copy_of_row)
 
     @cached_property
     def sizes(self) -> Tensor:
         """The number of rows of each group here: `[groups]`, int64, on the device."""
+        # Groups ascend: a group's rows lie between two bounds.
         bounds = torch.arange(self.n_groups + 1, device=self.groups.device)
         return torch.searchsorted(self.groups, bounds).diff()
 
     @between_graphs
     def back(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """A result per row of `rows` -> the sum of results of each row at home: `[n, ...] -> [rows, ...]`.
+        """Bring results home, and add up those of each row: `[n, ...] -> [rows, ...]`.
 
-        weights: factors of results, with the shape of `to`. Products are added up before one row returns for
-        each copy. All processes call it. Raises ShapeError.
+        Products are added up before one row returns for each copy. All processes call it.
+
+        Args:
+            y: A result for each of `rows`, in their order.
+            weights: Factors of results, with the shape of `to`.
+
+        Returns:
+            The sum of results for each row of this process.
+
+        Raises:
+            ShapeError: Results or weights have another shape.
         """
         if y.ndim < 1 or len(y) != len(self.order):
             hint = f"a result for each of {len(self.order)} rows, in their order"
             raise ShapeError(f"results of shape {tuple(y.shape)}", hint=hint)
-        ones = [1] * (y.ndim - 1)
-        if self._there.padded:  # with any values
-            known = torch.arange(len(y), device=y.device) < self.sizes.sum()
-            y = y.where(known.view(-1, *ones), 0)
+        column = (-1, *[1] * (y.ndim - 1))  # the shape of one number for each row of y
+        if self._there.is_padded:  # results of padding may have any values, as NaN
+            is_row = torch.arange(len(y), device=y.device) < self.sizes.sum()
+            y = y.where(is_row.view(column), 0)
         products = y
         if weights is not None:
-            table = weights if weights.ndim == 2 else weights[:, None]
-            if table.shape != (self._there.rows, self.k):
-                raise ShapeError(
-                    f"weights have shape {tuple(weights.shape)}", hint="the shape of to"
-                )
-            there = Redistribute.apply(self._there.tangent, table)
-            products = y * there.reshape(-1).index_select(0, self.order).view(-1, *ones)
-        shares = products.new_zeros(len(self.copies), *y.shape[1:]).index_add(
-            0, self._of_copy, products
-        )
-        return self.home(shares.to(y.dtype))
+            products = y * self._weights_here(weights).view(column)
+        sums = products.new_zeros(len(self.copies), *y.shape[1:])
+        sums = sums.index_add(0, self._copy_of_row, products)
+        return self.home(sums.to(y.dtype))
+
+    def _weights_here(self, weights: Tensor) -> Tensor:
+        """Send the weights of choices where their rows went: `[rows, k] -> [n]`. Raises ShapeError."""
+        table = weights if weights.ndim == 2 else weights[:, None]
+        if table.shape != (self._there.n_rows, self.k):
+            raise ShapeError(f"weights have shape {tuple(weights.shape)}", hint="the shape of to")
+        arrived = Redistribute.apply(self._there.tangent, table)  # [copies, k]
+        # A copy came with the weights of all choices of its row: each row here takes its own.
+        return arrived.reshape(-1).index_select(0, self.order)
 
     @property
     def beyond(self) -> tuple[int, int]:
         """How many copies came from other processes, and how many are at others."""
-        own = self._there.group.process_group.rank()
-        received, sent = (sum(n) - n[own] for n in (self._there.received, self._there.sent))
-        return received, sent
+        own = self._there.group.process_group.rank()  # what stays here does not travel
+        received = self._there.received
+        sent = self._there.sent
+        return sum(received) - received[own], sum(sent) - sent[own]
 
     @between_graphs
     def home(self, y: Tensor) -> Tensor:
-        """A result per copy -> their sum for each row of this process. All processes call it."""
-        tied = y + self.copies[:0].sum().to(
-            y.dtype
-        )  # without rows too, the backward pass sends to others
+        """Bring a result per copy home: their sum for each row of this process. All processes call it."""
+        # The empty sum ties the result to the rows where none came, too: in the backward pass this process
+        # then sends to others, which wait for it.
+        tied = y + self.copies[:0].sum().to(y.dtype)
         result = Redistribute.apply(self._there.backward, tied)
         return self._compared.watched(result, self.copies) if self._compared else result

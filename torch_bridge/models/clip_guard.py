@@ -1,0 +1,57 @@
+"""Keeps torch's own `clip_grad_norm_` from taking the blocks of a parallel model for whole gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from torch_bridge.models.parameters import ShardedParameter
+from xshard import XshardError
+
+# The private function in which `torch.nn.utils.clip_grad_norm_` ends: it scales, when the norm is known.
+# Without it nothing stops the norm of blocks, which is too small and differs between processes.
+TARGET = "_clip_grads_with_norm_"
+
+
+class HasBlocks(Protocol):
+    """A model of which some parameters are blocks."""
+
+    @property
+    def sharded(self) -> Sequence[ShardedParameter]: ...
+
+
+_GUARDED: WeakSet[Any] = WeakSet()
+
+
+def guard_clipping(model: HasBlocks) -> None:
+    """Let torch's `clip_grad_norm_` refuse the blocks of a model.
+
+    The first call replaces a function of torch. Raises XshardError if torch no longer has it.
+    """
+    if getattr(clip_grad, TARGET, None) is not _scale_unless_blocks:
+        if not hasattr(clip_grad, TARGET):
+            what = f"torch {torch.__version__} has no torch.nn.utils.clip_grad.{TARGET}, by which xshard "
+            what += "keeps clip_grad_norm_ from taking blocks for whole gradients"
+            hint = "install a release of torch that xshard is tested with, as torch==2.13, or a newer xshard"
+            raise XshardError(what, hint=hint)
+        setattr(clip_grad, TARGET, _scale_unless_blocks)
+    _GUARDED.add(model)
+
+
+def _scale_unless_blocks(parameters: Any, *args: Any, **options: Any) -> None:
+    """Scale gradients as torch does. Raises XshardError for blocks: their norm was not that of the whole."""
+    tensors: Iterable[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    names = {}
+    for model in _GUARDED:
+        names.update({id(block.tensor): block.name for block in model.sharded})
+    for x in tensors:
+        if id(x) in names:
+            name = names[id(x)]
+            what = f"torch.nn.utils.clip_grad_norm_ would take the block of {name} for the whole"
+            raise XshardError(what, hint="xt.clip_grad_norm_(model, max_norm)")
+    torch.nn.utils.clip_grads_with_norm_(tensors, *args, **options)

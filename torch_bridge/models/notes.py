@@ -1,0 +1,119 @@
+"""Texts about modules of a parallel model: their rules and blocks, as errors have them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import traceback
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from torch_bridge.models.names import title_of
+from xshard.models import written
+
+if TYPE_CHECKING:
+    from torch_bridge.models.hooks import ModuleHooks
+    from torch_bridge.models.parallel import ParallelModel
+
+NOTE = "in the parallel module "
+LISTED = 8  # most parameters, and most attributes, in a note
+
+
+def described(title: str, parallel: ParallelModel, path: str, ruled: str | None = None) -> str:
+    """Describe a module under a title: its rules, and the parameters inside it with their blocks.
+
+    path: the module whose parameters are listed. ruled: the one whose rules are; by default the same.
+    """
+    lines = [title]
+    hooks = parallel.hooks.get(path if ruled is None else ruled)
+    if hooks is not None:
+        lines += _rule_lines(hooks)
+    parameters = list(parallel.used_inside(path).items())
+    for name, sharding in parameters[:LISTED]:
+        block_shape = sharding.local_shape(parallel.context.processes.device)
+        lines.append(f"{name}: {written(sharding.layout)}, block {block_shape} of {sharding.shape}")
+    return "\n  ".join(lines)
+
+
+def _rule_lines(hooks: ModuleHooks) -> list[str]:
+    """Write a line for each rule of a module, and one for each side that has none."""
+    lines = []
+    for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
+        texts = [rule.rule.text for rule in rules] if rules else ["no rule"]
+        lines += [f"{side} of {hooks.title}: {text}" for text in texts]
+    return lines
+
+
+def is_raised_in(error: BaseException, depth: int) -> bool:
+    """Return whether an error leaves the frame `depth` calls up, and not some frame outside of it.
+
+    An error may be handled around the call of a model: `sys.exc_info()` then has it, too.
+    """
+    if error.__traceback__ is None:
+        return False
+    return error.__traceback__.tb_frame is sys._getframe(depth + 1)
+
+
+def has_note(error: BaseException) -> bool:
+    """Return whether an inner module has described the error already."""
+    return any(note.startswith(NOTE) for note in getattr(error, "__notes__", ()))
+
+
+def note_on(error: BaseException, parallel: ParallelModel) -> str:
+    """Write a note on an error in one of the modules: its rules and blocks, and what it counts by itself."""
+    # At least the module whose hook this is: its call is in the traceback.
+    modules = _modules_inner_first(error, parallel)
+    paths = [parallel.names[module] for module in modules]
+    where = paths[0] if paths[0] else "(the model)"
+    title = f"{NOTE}{where}, a {type(modules[0]).__name__}"
+
+    # The innermost module with a rule, and the innermost one that has parameters.
+    ruled_paths = [path for path in paths if path in parallel.hooks]
+    paths_with_parameters = [path for path in paths if parallel.used_inside(path)]
+    ruled = ruled_paths[0] if ruled_paths else paths[0]
+    path = paths_with_parameters[0] if paths_with_parameters else ""
+    lines = [described(title, parallel, path, ruled)]
+
+    # The most common mistake: a module reshapes by a length that is now sharded, as a number of heads.
+    sharded_lengths = _sharded_lengths(parallel, paths[-1])
+    for module_path, module in zip(paths, modules, strict=True):
+        counted = ", ".join(_counted(module, sharded_lengths)[:LISTED])
+        if counted:
+            hint = "whole lengths of sharded dims: counts= makes them local"
+            lines.append(f"{title_of(module_path)} has {counted}, {hint}")
+    return "\n  ".join(lines)
+
+
+def _modules_inner_first(error: BaseException, parallel: ParallelModel) -> list[nn.Module]:
+    """Return the modules of the model whose methods an error has come through, each once."""
+    modules: dict[nn.Module, None] = {}
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # outer frames first
+        called = frame.f_locals.get("self")
+        if isinstance(called, nn.Module) and called in parallel.names:
+            modules[called] = None
+    return list(modules)[::-1]
+
+
+def _sharded_lengths(parallel: ParallelModel, path: str) -> set[int]:
+    """Return the whole lengths of all sharded dims of parameters inside a module."""
+    lengths = set()
+    for sharding in parallel.used_inside(path).values():
+        for length, dim in zip(sharding.shape, sharding.layout.dims, strict=True):
+            if dim.axes:
+                lengths.add(length)
+    return lengths
+
+
+def _counted(module: nn.Module, lengths: Collection[int]) -> list[str]:
+    """Write the attributes of a module, and products of two, that are equal to one of the lengths."""
+    if isinstance(module, nn.Linear | nn.Embedding):  # which do not read theirs
+        return []
+    numbers = [(name, n) for name, n in vars(module).items() if type(n) is int and n > 1]
+    counted = [f"{name}={n}" for name, n in numbers if n in lengths]
+    # A view may have the product of two lengths, as heads * head_dim.
+    for (first, m), (second, n) in itertools.combinations(numbers, 2):
+        if m * n in lengths:
+            counted.append(f"{first}={m} * {second}={n}")
+    return counted

@@ -1,0 +1,242 @@
+"""Every parameter of a model by its rules: how it is stored, used and gathered, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from torch_bridge.models.embedding import shard_embedding
+from torch_bridge.models.experts import Uses
+from torch_bridge.models.gathered import GatheredParameter
+from torch_bridge.models.hooks import ModuleHooks
+from torch_bridge.models.names import is_inside, module_of, title_of
+from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
+from xshard import Rules, Sharding, models
+from xshard.errors import PlanError, located
+from xshard.models import ParameterUse, use_of, written
+from xshard.rules import Pattern
+
+Hooks = Mapping[str, ModuleHooks]  # by the name of the module, outer ones first
+
+
+class ModelParameters(NamedTuple):
+    """Every parameter and buffer, tied ones once, and the use of each parameter by name."""
+
+    sharded: list[ShardedParameter]
+    uses: dict[str, ParameterUse]
+
+
+def enclosing(
+    path: str, hooks: Hooks, has: Literal["inputs", "outputs", "gathers"]
+) -> ModuleHooks | None:
+    """Return the hooks of this module, or of the nearest around it, that have rules of a kind, or gather."""
+    while True:
+        candidate = hooks.get(path)
+        if candidate is not None and getattr(candidate, has):
+            return candidate
+        if not path:
+            return None
+        path = module_of(path)
+
+
+def parameters_by_rules(
+    model: nn.Module,
+    context: ParallelContext,
+    rules: Rules,
+    hooks: Hooks,
+    keep: bool | Pattern = True,
+) -> ModelParameters:
+    """Find the layouts of every parameter and buffer, and let modules gather what is used otherwise.
+
+    keep: as for `parallelize`. Raises XshardError for rules that do not fit the model.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers())
+    keep_rules = _keep_rules(keep)
+    keep_rules.match(list(parameters), partial=True, what="parameter")
+    # A buffer without a rule is replicated; a parameter without one is an error.
+    buffers_with_rule = [name for name in buffers if rules.pattern_for(name) is not None]
+    texts = rules.match([*parameters, *buffers_with_rule], what="parameter")
+
+    by_identity: dict[int, ShardedParameter] = {}  # a tied parameter is one object
+    uses: dict[str, ParameterUse] = {}
+    for name, x in {**parameters, **buffers}.items():
+        is_buffer = name in buffers
+        if not is_buffer and enclosing(module_of(name), hooks, "inputs") is None:
+            _refuse_without_input_rule(name)
+        place = Place(model.get_submodule(module_of(name)), name.rpartition(".")[2])
+        with located(name):
+            rule = _read_rule(name, x, texts.get(name, "..."), is_buffer, context, hooks)
+            _shard_embedding(place.module, name, rule.used, context, hooks)
+        parameter = by_identity.setdefault(id(x), ShardedParameter([], [], rule.stored))
+        _check_stored_alike(name, rule.stored, parameter)
+        parameter.names.append(name)
+        parameter.places.append(place)
+        if not is_buffer:
+            uses[name] = rule.use
+        if module_of(name) in hooks:  # its output may be as long as a dim of this parameter
+            dims = models.dims_of_parameter(rule.used, context.processes.device)
+            hooks[module_of(name)].parameter_dims += dims
+
+    # Only now, when all uses are known: of a tied parameter, and of those beside it in a module.
+    sharded = list(by_identity.values())
+    _check_added_once(uses, sharded, hooks)
+    for parameter in sharded:
+        if parameter.name in uses:
+            _gather_for_uses(parameter, uses, hooks, keep_rules)
+    return ModelParameters(sharded, uses)
+
+
+def _keep_rules(keep: bool | Pattern) -> Rules:
+    """Return rules that match the parameters to keep: all, none, or those of a pattern."""
+    if keep is True:
+        return Rules({"**": "..."})
+    if keep is False or keep == "":
+        return Rules({})
+    return Rules({keep: "..."})
+
+
+def _refuse_without_input_rule(name: str) -> None:
+    """Raise PlanError for a parameter of a module whose activations no rule lays out."""
+    where = title_of(module_of(name))
+    hint = 'inputs= has a rule for it, or for a module around it; "" is the model'
+    raise PlanError(f"{name}: no rule says how activations lie in '{where}'", hint=hint)
+
+
+class _ReadRule(NamedTuple):
+    """The rule of one tensor: its use, and how it is stored and used, with its global shape."""
+
+    use: ParameterUse
+    stored: Sharding
+    used: Sharding
+
+
+def _read_rule(
+    name: str, x: Tensor, text: str, is_buffer: bool, context: ParallelContext, hooks: Hooks
+) -> _ReadRule:
+    """Read the rule of a tensor, inside a module whose activations vary along some axes."""
+    around = enclosing(module_of(name), hooks, "inputs")
+    varying = around.varying if around is not None else frozenset[str]()
+    use = use_of(text, x.ndim, context.axes, varying)
+    if is_buffer:  # never gathered: it is stored as it is used
+        use = use._replace(stored=use.used)
+    shape = tuple(x.shape)
+    # Both sides may name dims in another order; a tensor has one.
+    used = Sharding(use.used.in_order(use.stored.names), context.axes, shape)
+    return _ReadRule(use, Sharding(use.stored, context.axes, shape), used)
+
+
+def _shard_embedding(
+    module: nn.Module, name: str, used: Sharding, context: ParallelContext, hooks: Hooks
+) -> None:
+    """Let the module look rows up in its block, if it is an embedding and this is its sharded weight."""
+    path = module_of(name)
+    around = enclosing(path, hooks, "outputs")
+    summed_axes = around.summed_axes if around is not None else frozenset[str]()
+    shard_embedding(module, path, used, summed_axes, context.processes.device)
+
+
+def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter) -> None:
+    """Raise PlanError if a tied parameter is stored in two ways; names of dims may differ."""
+    first = parameter.sharding.layout  # of the first name
+    if [dim.shards for dim in first.dims] != [dim.shards for dim in stored.layout.dims]:
+        first_way = written(first)
+        this_way = written(stored.layout)
+        hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
+        raise PlanError(
+            f"{name} is {parameter.name}, stored as '{this_way}', not '{first_way}'", hint=hint
+        )
+
+
+def _gather_for_uses(
+    parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules
+) -> None:
+    """Let the nearest modules that gather gather the parameter for its uses."""
+    parameter.later = models.summed_later([uses[name] for name in parameter.names])
+    for name, place in zip(parameter.names, parameter.places, strict=True):
+        use = uses[name]
+        if use.unsummed:
+            check = partial(check_apart, name, use)
+            place.module.register_forward_pre_hook(check, with_kwargs=True)
+        move = use.move(parameter.later)
+        if move is None:  # used as it is stored
+            continue
+        stored, used = move
+        gatherer = enclosing(module_of(name), hooks, "gathers")
+        assert gatherer is not None  # the nearest one with a rule, or the model
+        is_named = keep_rules.pattern_for(name) is not None
+        gathered = GatheredParameter(
+            name,
+            [place],
+            to_use=f"{stored} -> {used}",
+            to_storage=f"{used.dual} -> {stored.dual}",
+            shape=parameter.sharding.shape,
+            # The model's own would be gathered again at once: its backward pass begins with them.
+            is_kept=gatherer.parent is None or is_named,
+            # The leaf of a tied parameter would need the gradients of its other uses.
+            is_shared=is_named and len(parameter.names) == 1,
+        )
+        gatherer.parameters.add(gathered)
+
+
+def _check_added_once(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks) -> None:
+    """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for parameter in sharded:
+        shapes.update(dict.fromkeys(parameter.names, parameter.sharding.shape))
+    names_by_module: dict[str, list[str]] = {}
+    for name in sorted(uses, key=module_of):
+        names_by_module.setdefault(module_of(name), []).append(name)
+
+    # Two signs that a parameter is an addend: its module's output is a sum, or a matrix is beside it.
+    for path, names in names_by_module.items():
+        summed = _axes_of_addends(path, uses, hooks)
+        siblings = [(uses[name], shapes[name]) for name in names]
+        for name in names:
+            # A weight beside it that has its dims, and more, is a matrix whose result it is added to.
+            axes = summed | models.repeated(shapes[name], siblings)
+            repeated = axes - set(uses[name].used.axes) - uses[name].whole
+            if repeated:
+                _refuse_added(name, uses[name], repeated)
+
+
+def _axes_of_addends(path: str, uses: Uses, hooks: Hooks) -> set[str]:
+    """Return the axes over which a module's output is a sum, and that shard a parameter inside it."""
+    if path not in hooks:
+        return set()
+    summed = hooks[path].summed_axes
+    axes: set[str] = set()
+    for name, use in uses.items():
+        if is_inside(name, path):
+            for dim in use.used.dims:
+                axes.update(summed.intersection(dim.axes))
+    return axes
+
+
+def _refuse_added(name: str, use: ParameterUse, axes: set[str]) -> None:
+    """Raise PlanError for a parameter that is whole where its module is sharded, and say what to write."""
+    over = ",".join(sorted(axes))
+    used = written(use.used)
+    what = f"{name} is whole along '{over}', which shards its module: each process would add it"
+    hint = f"shard it too; or, where the output is a sum, write '{used} -> {used} | sum({over})'"
+    hint += f", which adds it once; or '{used} -> {used} | copy({over})' if it is meant"
+    raise PlanError(what, text=used, hint=hint)
+
+
+def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raise PlanError if activations need a gradient, which would lack the parts of other processes.
+
+    A hook of the module that has the parameter, before its forward pass.
+    """
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
+        return
+    axes = ",".join(sorted(use.unsummed))
+    what = f"{name} is sharded over '{axes}', and its module's input is equal along it"
+    hint = (
+        f"their gradient would lack other processes' parts: write copy({axes}) on the right side "
+    )
+    hint += "of the rule for the input of this module, or of one around it"
+    raise PlanError(what, text=written(use.used), hint=hint)

@@ -1,0 +1,68 @@
+"""The options of `redistribute` as one frozen value, built once and handed on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_bridge.autodiff.blocks import is_dtensor
+from torch_bridge.comm_dtype import CommDtypeLike
+from torch_bridge.mesh.process_mesh import MeshLike
+from xshard.cost.machine import AUTO
+from xshard.cost.model import ProfileLike
+from xshard.errors import MeshError
+from xshard.plans.plan import Plan
+
+
+class TwoMeshOptions(NamedTuple):
+    """The options that only a move between two meshes has."""
+
+    src_mesh: MeshLike | None = None
+    dst_mesh: MeshLike | None = None
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    requires_grad: bool = False
+    relabel: bool = False
+
+    @property
+    def is_given(self) -> bool:
+        """Whether you passed any of them."""
+        return self != TwoMeshOptions()
+
+
+class Options(NamedTuple):
+    """All options of `redistribute`; `layouts` and `shape` are those of one tensor, or of a tree."""
+
+    layouts: Any
+    mesh: MeshLike | None = None
+    shape: Any = None
+    profile: ProfileLike = AUTO
+    comm_dtype: CommDtypeLike = None
+    bucket_bytes: int | str | None = None
+    async_op: bool = False
+    debug: bool = False
+    check_replicated: bool | None = None
+    transfer: TwoMeshOptions = TwoMeshOptions()
+
+    def is_transfer(self, x: Any) -> bool:
+        """Return whether moving `x` leads from one mesh to another."""
+        if self.transfer.is_given or x is None:
+            return True
+        if type(self.layouts) is not Plan:  # layouts need two meshes to lead from one to another
+            return False
+        # Without a mesh, the device numbers of a plan have to be ranks: two sets of ranks.
+        is_plain_block = isinstance(x, Tensor) and not is_dtensor(x)
+        return bool(self.layouts.transfer) or (self.mesh is None and is_plain_block)
+
+    def check_transfer(self) -> None:
+        """Raise MeshError for options that a move between two meshes does not have."""
+        if self.mesh is None and not self.async_op and self.comm_dtype is None:
+            return
+        reason = (
+            "mesh=, async_op= and comm_dtype= are for one mesh; dtype=, device=, requires_grad= "
+        )
+        reason += "and relabel= are for two"
+        hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=..., shape=..., dtype=...)"
+        raise MeshError(reason, hint=hint)
