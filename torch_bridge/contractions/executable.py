@@ -190,7 +190,7 @@ class Lowering:
             self.travels.forward if plan.bytes_received else self.block
         )  # no cast without a message
         move = self.lower(in_dtype(plan, forward), self.processes, self.tensor_device)
-        move = replace(move.casting(self.block, self.travels.backward), lends=lends, whole=text)
+        move = replace(move.casting(self.block, self.travels.backward), may_return_input=lends, contraction=text)
         if self.differentiated:
             move.plan_gradient()
         return move
