@@ -72,7 +72,9 @@ class TileMask(NamedTuple):
     def as_bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return the mask as one bias, -inf where scores do not count; None if all count alike."""
         if self.visible is None:
-            return None if self.bias is None else self.bias.to(dtype)
+            if self.bias is None:
+                return None
+            return self.bias.to(dtype)
         bias = self.bias
         if bias is None:
             bias = torch.zeros((), device=self.visible.device)
@@ -258,7 +260,9 @@ class ProcessAttention(AttentionCall):
             return ""
         if device.type == "cpu":
             return "cpu"
-        return device.type if self.like.is_cuda and self.like.dtype in _GPU_KERNEL_DTYPES else ""
+        if self.like.is_cuda and self.like.dtype in _GPU_KERNEL_DTYPES:
+            return device.type
+        return ""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> TileResult:
         """Return the result of a tile; a row that sees nothing has 0, and a log-sum-exp of -inf."""
@@ -519,7 +523,9 @@ def _attention(
     )
     results = call.run(q, k, v, layout)
     y = results[0].to(q.dtype)
-    return (y, results[1].squeeze(-1)) if call.return_lse else y
+    if call.return_lse:
+        return (y, results[1].squeeze(-1))
+    return y
 
 
 attention = Verb[Tensor, MeshLike](_attention).attention

@@ -64,7 +64,9 @@ def rank_of(layer: Any) -> int:
 
 def per_dim(value: Any, rank: int) -> tuple[Any, ...]:
     """Return an option of a layer for each spatial dim: 3 -> (3, 3), (1, 2) -> (1, 2)."""
-    return tuple(value) if isinstance(value, Sequence) else (value,) * rank
+    if isinstance(value, Sequence):
+        return tuple(value)
+    return (value,) * rank
 
 
 def conv(
@@ -118,7 +120,10 @@ def _check_padding(placement: Placement, pads: Pairs, mode: str) -> None:
 def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -> Outputs:
     """Return the block of the array that `F.pad` pads along its last dims."""
     _check_padding(placement, pads, mode)
-    boundary = Boundary("constant", value) if mode == "constant" else Boundary(BOUNDARIES[mode])
+    if mode == "constant":
+        boundary = Boundary("constant", value)
+    else:
+        boundary = Boundary(BOUNDARIES[mode])
     windows = [Window(1, 1, 1, pair, "", boundary, boundary) for pair in pads]
     geometry = geometry_of(placement, window_frames(placement, windows))
     local_padding = _local_padding(placement, pads)
@@ -177,7 +182,9 @@ def conv_transpose(
         else:
             full = spread(rows, weight, None, layer.stride, 0, 0, layer.groups, layer.dilation)
             y = F.pad(full, _crop(runs, windows, full.shape[-len(windows) :]))
-        return y if bias is None else y + bias.view(-1, *(1,) * len(windows))
+        if bias is None:
+            return y
+        return y + bias.view(-1, *(1,) * len(windows))
 
     return apply_windows(x, placement, geometry, spread_rows, layer.weight, layer.bias)
 

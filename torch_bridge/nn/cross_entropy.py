@@ -81,7 +81,9 @@ def _cross_entropy(
         return losses
     count = (~is_ignored).sum().to(losses)
     total, count = reduce(torch.stack([losses.sum(), count]), "sum", token_axes)
-    return total / count if options.reduction == "mean" else total
+    if options.reduction == "mean":
+        return total / count
+    return total
 
 
 def _reduced(

@@ -69,7 +69,9 @@ class Layer:
 
     def extra_repr(self) -> str:
         options = super().extra_repr()  # type: ignore[misc]  # of the torch class
-        return f"{options}, '{self.layout}'" if options else f"'{self.layout}'"
+        if options:
+            return f"{options}, '{self.layout}'"
+        return f"'{self.layout}'"
 
 
 def unfollowed() -> Any:

@@ -152,7 +152,9 @@ def record(x: Tensor, placement: Placement) -> Tensor:
 
 def recorded(x: object) -> Placement | None:
     """Return the placement of a block, or None if nothing is recorded."""
-    return getattr(x, _RECORD, None) if isinstance(x, Tensor) else None
+    if isinstance(x, Tensor):
+        return getattr(x, _RECORD, None)
+    return None
 
 
 def recorded_placements(values: Iterable[object]) -> list[Placement]:

@@ -198,7 +198,10 @@ def _along_dims(func: Function, args: Args, kwargs: Kwargs) -> Any:
     dims = [d for d in candidates if isinstance(d, int) and not isinstance(d, bool)]
     if not dims:
         default = _ALONG_DIMS[name].default
-        dims = list(range(len(placement.shape))) if default is None else [default]
+        if default is None:
+            dims = list(range(len(placement.shape)))
+        else:
+            dims = [default]
     numbers = {_dim_number(d, placement) for d in dims}
     check_whole(placement, sorted(numbers), f"{name}()")
     y = func(*args, **kwargs)
@@ -441,7 +444,9 @@ _RULES: dict[str, Rule] = {
 def _rule_of(name: str) -> Rule | None:
     if name in _RULES:
         return _RULES[name]
-    return _pointwise if _is_pointwise(name) else None
+    if _is_pointwise(name):
+        return _pointwise
+    return None
 
 
 def _is_pointwise(name: str) -> bool:

@@ -74,7 +74,9 @@ def _check_index(index: Any) -> None:
 
 
 def _as_tensors(y: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return (y,) if isinstance(y, Tensor) else y
+    if isinstance(y, Tensor):
+        return (y,)
+    return y
 
 
 def new_dims(layout: Layout) -> Iterator[Dim]:
@@ -142,7 +144,9 @@ def _viewed_dim(placement: Placement, source: Tensor, target: Tensor, d: int) ->
         number = after[before.index(d)]
         global_length = placement.shape[d] if is_sharded else target.shape[number]
         return ViewedDim(number, placement.layout.dims[d], global_length)
-    return _grouped_dim(placement, source, target, d) if is_sharded else None
+    if is_sharded:
+        return _grouped_dim(placement, source, target, d)
+    return None
 
 
 def _dims_with(x: Tensor, stride: int, length: int | None) -> list[int]:

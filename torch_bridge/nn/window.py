@@ -208,7 +208,10 @@ def _resampled_lengths(
     factors: Factors = (None,) * rank
     if scale_factor is not None:
         scales: Sequence[float]
-        scales = (scale_factor,) * rank if isinstance(scale_factor, int | float) else scale_factor
+        if isinstance(scale_factor, int | float):
+            scales = (scale_factor,) * rank
+        else:
+            scales = scale_factor
         outputs = tuple(math.floor(n * scale) for n, scale in zip(lengths, scales, strict=True))
         if uses_scale:
             factors = tuple(float(scale) for scale in scales)
