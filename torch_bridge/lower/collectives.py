@@ -37,7 +37,10 @@ _METHODS = {
 }
 
 # Torch cannot convert or compute in these dtypes: it can only view them as others.
-FOUR_BITS = (torch.float4_e2m1fn_x2, torch.int4, torch.uint4)
+# mypy does not know all of them.
+FOUR_BITS: tuple[torch.dtype, ...] = tuple(
+    getattr(torch, name) for name in ("float4_e2m1fn_x2", "int4", "uint4")
+)
 
 # Dtypes that no backend knows -> a dtype of the same size, as which their bits travel.
 CARRIERS: dict[torch.dtype, torch.dtype] = {

@@ -68,7 +68,7 @@ class WinnerExecutables(NamedTuple):
     """What the derivatives of a max or min need: its result, the count of equal values, and two maps."""
 
     result: Executable
-    count: Executable
+    winner_count: Executable
     cotangent: Executable
     tangent: Executable
 
@@ -267,7 +267,7 @@ class Executable:
         # All ranks lower them in this order: groups may be made.
         return WinnerExecutables(
             result=self.lower(plans.result),
-            count=self.lower(plans.count),
+            winner_count=self.lower(plans.count),
             cotangent=self.lower(plans.cotangent),
             tangent=self.lower(plans.tangent),
         )

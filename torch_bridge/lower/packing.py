@@ -35,7 +35,7 @@ _SCATTERED = Interval(-1, -1)  # rows that are not one interval
 class Chunks(NamedTuple):
     """Equal parts of a block along a dim."""
 
-    count: int
+    chunk_count: int
     dim: int
 
 
@@ -96,7 +96,7 @@ class Packing:
         # Of parts in another memory format `cat` and `stack` make a tensor in that format, which is not flat.
         if block.is_contiguous():
             if self._chunks is not None:
-                chunks = block.chunk(self._chunks.count, self._chunks.dim)
+                chunks = block.chunk(self._chunks.chunk_count, self._chunks.dim)
                 return torch.cat(chunks).view(-1)
             if self._can_stack:
                 return torch.stack([message.read(block) for message in self.messages]).view(-1)

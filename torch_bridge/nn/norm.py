@@ -41,9 +41,9 @@ def _standardise(
 
     Without `is_centred` the mean is taken to be 0.
     """
-    axes: list[str] = []
+    axes: tuple[str, ...] = ()
     for d in array_dims:
-        axes.extend(placement.layout.dims[d].axes)
+        axes += placement.layout.dims[d].axes
 
     def global_mean(addends: Tensor) -> Tensor:
         total = addends.sum(tuple(dims), keepdim=True)
