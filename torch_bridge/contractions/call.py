@@ -102,6 +102,7 @@ class EinsumCall(NamedTuple):
 
     def plan(self, blocks: Sequence[calls.Block]) -> tuple[ContractionPlan, ProcessMesh]:
         """Return the plan, and the processes that run it. Raises ShapeError unless the blocks fit."""
+        # First what all processes have in common: all raise or none.
         processes = process_mesh(as_mesh(self.mesh, HINT))
         contraction = self.contraction
         for layout in contraction.arrays:
@@ -124,6 +125,7 @@ class EinsumCall(NamedTuple):
         else:
             plan, processes = self._planned(contraction, processes, blocks, dtype_name)
         _check_product(plan, dtype, tensor_device)
+        # Last, as it may raise on some processes only.
         self._check_blocks(plan, processes, contraction, blocks)
         return plan, processes
 

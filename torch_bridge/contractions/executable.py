@@ -44,6 +44,7 @@ class Stages:
 
     # Hot: called for every cached einsum.
     def __call__(self, blocks: Sequence[Tensor], async_op: bool = False) -> Any:
+        """Move the operands, contract them, and move the result, or begin to."""
         y = self.contract(*map(_move, self.moves, blocks))
         if self.result is not None:
             return PendingTensor.begin(y, self.result) if async_op else apply(self.result, y)
@@ -67,6 +68,7 @@ class PartExecutable:
         """Contract; keeps: keep operands as they were contracted, else gradients move them again."""
         if keeps or not self.receives or not _are_kept_for_gradients(blocks):
             return self.stages(blocks, async_op)
+        # As in ZeRO-3: the given blocks are kept, which are smaller, and moved once more.
         y = MoveAgain.apply(self, *blocks)
         return PendingTensor(y, y.shape, y) if async_op else y
 
@@ -105,6 +107,7 @@ class MoveAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        """Move the operands again, and contract them with the cotangent."""
         stages: Stages = ctx.stages
         operands = ctx.saved_tensors
         needs_gradient = ctx.needs_input_grad[1:]
@@ -150,10 +153,12 @@ class ContractionExecutable:
 
     # Hot: called for every cached einsum.
     def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
+        """Contract part by part; the result of each is an operand of a later one."""
         remaining = list(blocks)
         for i, view in self.views:
             remaining[i] = view(remaining[i])
         for part in self.parts:
+            # As in opt_einsum: a part takes some blocks, and its result comes last.
             operands = [remaining[i] for i in part.takes]
             remaining = [block for i, block in enumerate(remaining) if i not in part.takes]
             remaining.append(part(operands, keeps, async_op and part.stages.is_last))
@@ -178,6 +183,7 @@ class Lowering:
 
     def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
         """Return the executable of a plan."""
+        # On all processes in this order: groups may be made.
         parts = tuple(self._part(part, plan.text, part is plan.parts[-1]) for part in plan.parts)
         views = []
         for i, move in enumerate(plan.moves):

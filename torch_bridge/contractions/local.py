@@ -62,6 +62,7 @@ class LocalContraction:
 
     # Hot: called for every cached einsum.
     def __call__(self, *blocks: Tensor) -> Tensor:
+        """Contract blocks in their own dtype, and repeat the result along dims of its own."""
         dtype = blocks[0].dtype
         if dtype in _NARROW:  # torch sums them into int64, and has no product of both
             blocks = tuple(x.long() for x in blocks)
@@ -89,6 +90,7 @@ class LocalContraction:
 
     @cached_property
     def _repeated_dims(self) -> list[RepeatedDim]:
+        """Dims that only the result has."""
         names_of_operands = set[str]().union(*self.operands)
         lengths = dict(self.lengths)
         return [
@@ -159,6 +161,7 @@ class Rounds:
         for k in range(len(self.order)):
             piece = in_flight.popleft()
             block = piece.wait() if isinstance(piece, PendingTensor) else piece
+            # Passed on before the product, so that it travels meanwhile; the last pieces stay.
             if k + self.ring.pieces < len(self.order):
                 in_flight.append(PendingTensor.begin(block, self.rotation))
             operands = [block if i == travelling else pieces[i][k] for i in range(len(pieces))]

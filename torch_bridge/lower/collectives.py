@@ -133,6 +133,7 @@ class Collective:
         """Send a flat tensor of messages -> the received messages, in a new tensor of `shape`."""
         if self.group.graph_name:
             return self.begin(messages, shape)()
+        # In its final shape: of a view, the caller could not write to the result under autograd.
         out = messages.new_empty(shape)
         self._issue(out.view(-1), messages, async_op=False)
         return out
@@ -173,6 +174,7 @@ class Collective:
             # Backends reduce in place: into a copy, so that the argument stays as it is.
             out.copy_(messages)
         if messages.dtype.is_complex:
+            # Not every backend sends complex numbers; pairs of numbers do as well, also for sums.
             out = torch.view_as_real(out)
             messages = torch.view_as_real(messages)
         try:
@@ -180,6 +182,7 @@ class Collective:
             if work is not None and not async_op:
                 work.wait()  # some backends return before the end
         except RuntimeError as error:
+            # A CollectiveError with a hint, if a peer is lost; else the error as it is.
             raise_lost_peer(error, self.kind, self.group.ranks)
             raise
         return work
@@ -189,7 +192,7 @@ class Collective:
         if self.kind == "permute" or (self._is_a_pair and self._is_better_as_messages(messages)):
             return self._send_directly(out, messages)
         process_group = self.group.process_group
-        options = self._options[async_op]
+        options = self._options[async_op]  # blocking, asynchronous
         if self.kind == "all_reduce":
             return process_group.allreduce([out], options)
         method = getattr(process_group, _METHODS[self.kind])
@@ -225,6 +228,7 @@ class Collective:
             for peer in others:
                 if peer.sent.stop > peer.sent.start:
                     works.append(process_group.send([messages[peer.sent]], peer.rank, TAG))
+        # Its own message does not travel: copied while the others do.
         if me.arriving.stop > me.arriving.start:
             out[me.arriving] = messages[me.sent]
         return Works(works)
@@ -234,6 +238,7 @@ class Collective:
         """Every rank, from this one on: each rank begins with another receiver."""
         rank_count = len(self.received)
         if self.kind == "all_gather":
+            # Every rank gets all of it.
             sent = [slice(0, sum(self.sent))] * rank_count
         else:
             sent = _consecutive_slices(self.sent)
@@ -249,6 +254,8 @@ class Collective:
 
     @cached_property
     def _options(self) -> CallOptions:
+        """Options of this collective: the reduction, and whether the call waits for its end."""
+        # Made once: all calls of a collective have equal options, except for `asyncOp`.
         options = CallOptions(_OPTIONS[self.kind](), _OPTIONS[self.kind]())
         options.blocking.asyncOp = False
         options.asynchronous.asyncOp = True

@@ -34,12 +34,13 @@ class Part(NamedTuple):
 
 def exchange(step: steps.Exchange, site: Site) -> Move:
     """Return this process's part of an exchange: its messages, and the rows that it keeps."""
-    op = step.op(site.before)
+    op = step.op(site.before)  # by which partial values of one row combine
     axes = _communicating_axes(step, site)
     group = site.group(axes)
     me = group.devices.index(site.device)
     outgoing = _outgoing(step, site, group)
     incoming = _incoming(step, site, group)
+    # Rows of this process's own block do not travel.
     kept = tuple(part.rows for part in outgoing if part.peer == me)
 
     ordered = _in_order_of_addition(incoming, axes, site, me)
@@ -145,6 +146,7 @@ class _Assembly:
     def unpack(self, block: Tensor, arrived: Tensor) -> Tensor:
         """Assemble the block of one tensor with all messages."""
         if not self.kept and not self.whole.fills:
+            # Only messages of others: they may be the block as it lies in memory, without a copy.
             return self.received.unpack(arrived)
         return self._assembled(block, self.received.split(arrived))
 
@@ -153,6 +155,7 @@ class _Assembly:
         return self._assembled(block, self.received.split_each(parts))
 
     def _assembled(self, block: Tensor, messages: Sequence[Tensor]) -> Tensor:
+        # Merge kept rows and messages in the order of `whole`, in which they add.
         arrived = iter(messages)
         own = iter(self.kept)
         parts = [next(own).read(block) if is_kept else next(arrived) for is_kept in self.is_kept]

@@ -127,10 +127,12 @@ class Executable:
 
     # Hot: every cached call comes through here.
     def __call__(self, block: Tensor) -> Tensor:
+        """Run all moves on this process's block; errors name the step in which they arise."""
         if self.is_new:
             compare_new([self], block.device)
         start = self.enter(block)
         out = start
+        # One handler for all moves, which costs nothing unless a move raises.
         try:
             for move in self.moves:
                 out = move(out)
@@ -157,6 +159,7 @@ class Executable:
         block = dense(block)
         if self.casts and block.dtype != self.casts.forward:
             block = block.to(self.casts.forward, memory_format=torch.contiguous_format)
+        # Backends do not know some dtypes: their bits travel as another.
         dtype, carrier = self.dtypes
         if carrier is dtype:
             return block
@@ -255,6 +258,7 @@ class Executable:
     @computed_once
     def tangent(self) -> Executable:
         """Return the executable for tangents: constants beyond the ends of the array are zeros."""
+        # Another plan only where a boundary is constant: a constant has no tangent.
         tangent = self.plan.tangent
         if tangent is self.plan:
             return self
@@ -286,6 +290,8 @@ class BucketedExecutable:
     is_linear: ClassVar[bool] = True
 
     def __call__(self, *blocks: Tensor) -> tuple[Tensor, ...]:
+        """Run the executables in buckets: the collectives of one bucket are shared."""
+        # Buckets are not in the order of the blocks.
         results: list[Any] = [None] * len(blocks)
         for bucket in self._buckets:
             executables = [self.executables[i] for i in bucket]
@@ -343,6 +349,7 @@ def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor
     new = [executable for executable in executables if executable.is_new]
     if new:
         compare_new(new, blocks[0].device)
+    # Local moves run up to the next collective of each; then all run that one together.
     remaining_moves = [iter(executable.moves) for executable in executables]
     outs = [executable.enter(block) for executable, block in zip(executables, blocks, strict=True)]
     while True:
@@ -352,7 +359,7 @@ def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor
         ]
         outs = [stop.block for stop in stops]
         collectives = [stop.collective for stop in stops if stop.collective is not None]
-        if not collectives:
+        if not collectives:  # of any: all have as many
             break
         outs = executables[0].guarded(collectives[0], run_together, collectives, outs)
     return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]

@@ -116,6 +116,7 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
     """
     sent = [move.collective.sent for move in packed]
     received = [move.collective.received for move in packed]
+    # Ranks and kinds are equal; only the sizes add up.
     joint = replace(
         packed[0].collective,
         sent=_sums_by_rank(sent),
@@ -124,6 +125,7 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
     )
     # The messages are an argument only, so that nothing here keeps them once they have been sent.
     arrived = joint.run(_joint_messages(packed, blocks, sent), (sum(joint.received),))
+    # `place`, not `unpack`: the messages of one move are no longer beside each other.
     parts_by_move = _messages_by_move(arrived, received)
     return [
         move.place(block, parts)
@@ -149,6 +151,7 @@ def _joint_messages(
 def _messages_by_move(joint: Tensor, sizes: MessageSizes) -> list[Sequence[Tensor]]:
     """Split one tensor with the messages of several moves, rank by rank -> the messages of each move."""
     move_count = len(sizes)
+    # Rank by rank, and for each rank move by move: the order of an all-to-all.
     rank_major_sizes: list[int] = []
     for sizes_of_moves in zip(*sizes, strict=True):
         rank_major_sizes.extend(sizes_of_moves)
@@ -168,6 +171,7 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
     Raises DesyncError on all ranks to which these executables send, unless all are about to run the same.
     """
     compared = _compared_plans(dist.group.WORLD)
+    # By what ranks must have in common; the device, because each kind has groups of its own.
     by_hash = {}
     for executable in executables:
         processes = executable.processes

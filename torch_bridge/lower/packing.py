@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_bridge.lower.subarray import Fill, Index, Subarray, is_symbolic, put, scattered, take
 from xshard.layout.runs import Runs, common_segments, interval
 
+# How a message combines with rows that an earlier one has put into the block.
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -104,7 +105,9 @@ class Packing:
                 pieces = [take(block, index) for index in self._boxes]
                 return torch.cat(pieces, self._buffer_dim).view(-1)
         if is_symbolic(self.shape):
+            # A compiler does not record writes to parts of a tensor.
             return torch.cat([message.read(block).reshape(-1) for message in self.messages])
+        # One copy of each piece into its place.
         out = block.new_empty(sum(self.sizes))
         self.write(block, self.split(out))
         return out
@@ -126,6 +129,7 @@ class Packing:
     def split(self, received: Tensor) -> Sequence[Tensor]:
         """Split one tensor with all messages -> each message in its shape."""
         if self._is_uniform:
+            # One view and one `unbind` cost the host less than a view of each message.
             return received.view(len(self.messages), *self.messages[0].shape).unbind()
         parts = received.view(-1).split_with_sizes(self.sizes)
         return self._in_their_shapes(parts)
@@ -146,11 +150,15 @@ class Packing:
         ]
 
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Assemble the block of its messages: new, contiguous, on the device of `like`, else zeros."""
+        """Assemble the block of its messages: new and contiguous, with zeros where none is put.
+
+        like: a tensor of the device and dtype.
+        """
         is_contiguous = like.is_contiguous()  # as in `pack`
         if is_contiguous and self._plain_dim is not None:
             return torch.cat(list(parts), self._plain_dim)
         if self._has_negative:
+            # Rows from beyond a pole may be negated.
             parts = [
                 -part if message.sign < 0 else part
                 for part, message in zip(parts, self.messages, strict=True)
@@ -160,6 +168,7 @@ class Packing:
             for message, part in zip(self.messages, parts, strict=True):
                 pieces.extend(message.parts(part))
             pieces.extend(self._filling(fill) for fill in self.fills)
+            # One `cat` writes the block once; zeros and pieces would write it twice.
             dim, order = self._concatenation
             return torch.cat([pieces[i] for i in order], dim)
         return self._place_one_by_one(like, parts)
@@ -171,6 +180,7 @@ class Packing:
         for fill in self.fills:
             out = write(out, fill.box, self._filling(fill), None)
         for message, part, shares in zip(self.messages, parts, self._shares_rows, strict=True):
+            # Without an earlier message, the rows hold zeros or nothing: they are overwritten.
             combine = _COMBINE[str(self.op)] if shares else None
             for box, piece in zip(message.boxes, message.parts(part), strict=True):
                 out = write(out, box.block, piece, combine)
@@ -222,9 +232,8 @@ class Packing:
         dim, _ = self._boxes[0][0]
         rows = self.messages[0].shape[dim]
         count = len(self._boxes)
-        if (
-            rows == 0 or count * rows != self.shape[dim]
-        ):  # of no rows, `chunk` would make fewer parts
+        # Without rows, `chunk` would make fewer parts.
+        if rows == 0 or count * rows != self.shape[dim]:
             return None
         intervals = [_intervals(index, self.shape)[dim] for index in self._boxes]
         expected = [Interval(i * rows, (i + 1) * rows) for i in range(count)]
@@ -249,12 +258,14 @@ class Packing:
         if not boxes or not self.shape:
             return None
         intervals = [_intervals(index, self.shape) for index in boxes]  # [boxes][dims]
+        # Pieces of several dims are no row: `cat` takes one dim.
         cut_dims: set[int] = set()
         for of_box in intervals:
             cut_dims.update(d for d, length in enumerate(self.shape) if of_box[d] != (0, length))
         if len(cut_dims) > 1:
             return None
         dim = cut_dims.pop() if cut_dims else 0
+        # Empty pieces first among pieces that begin at one row.
         order = sorted(range(len(boxes)), key=lambda i: (intervals[i][dim], i))
         offset = 0
         for i in order:
@@ -296,9 +307,8 @@ def _is_always_equal(a: int, b: int) -> bool:
     """Return whether two lengths are equal. A symbol that equals a number now may differ later."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    from torch.fx.experimental.symbolic_shapes import (
-        statically_known_true,
-    )  # slow: it imports sympy
+    # Imported here because it imports sympy, which is slow.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(a == b)
 

@@ -25,7 +25,7 @@ def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> l
     parts: the rows of `dim` of each device of the group.
     """
     groups = _groups(phases, site)
-    groups.reverse()
+    groups.reverse()  # the slowest first
     fastest = groups[-1]
     block_shape = site.shapes.before
     moves: list[Move] = []
@@ -36,6 +36,7 @@ def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> l
             sent = _stacked_blocks(site, 1, block_count, block_shape)
         else:
             sent = site.whole(0)
+        # The last phase brings all blocks; only there they are put where they belong.
         if group is fastest:
             received = _parts_by_rank(phases, site, site.shapes.after, dim, parts, group)
         else:
@@ -59,6 +60,7 @@ def reduce_scatter(
     for group in _groups(phases, site):
         rank_count = len(group.devices)
         piece_count //= rank_count
+        # The first phase sends parts of the block; later ones send the sums of the phase before.
         if moves:
             sent = _stacked_blocks(site, rank_count, piece_count, piece_shape)
         else:
@@ -76,6 +78,7 @@ def all_reduce(phases: Phases, site: Site, op: str) -> list[Move]:
     groups = _groups(phases, site)
     slowest = groups.pop()
     piece_count = math.prod(len(group.devices) for group in groups)
+    # Rounded up: the last piece is filled up with zeros.
     piece_size = -(-math.prod(site.shapes.before) // piece_count)
     down: list[Move] = []
     up: list[Move] = []

@@ -53,6 +53,7 @@ def _is_faking() -> bool:
 def _lowered(
     plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths | None = None
 ) -> Executable:
+    """Lower all steps of a plan, in order, as all ranks do."""
     moves: list[Move] = []
     step_of_move: list[int] = []
     for i in range(len(plan.steps)):
@@ -127,6 +128,7 @@ def _computes(step: steps.Step, before: Sharding) -> bool:
 
 
 def _all_gather(step: steps.AllGather, site: Site) -> Moves:
+    """Send the whole block; put what arrives together along the dim."""
     axes = axes_of(step.shards)
     dim = site.before.dim_index(step.dim)
     parts = even_parts(site.before, step.dim, step.shards)
@@ -146,6 +148,8 @@ def _slice(step: steps.Slice, site: Site) -> Move:
 
 
 def _all_reduce(step: steps.AllReduce, site: Site) -> Moves:
+    """Send the whole block; receive the sum, max or min of all blocks."""
+    # Pieces of a block with symbols for lengths have no sizes yet.
     phases = site.phases(step.axes)
     if phases.are_several and not site.lengths:
         return phased.all_reduce(phases, site, step.op)
@@ -157,6 +161,7 @@ def _all_reduce(step: steps.AllReduce, site: Site) -> Moves:
 
 
 def _reduce_scatter(step: steps.ReduceScatter, site: Site) -> Moves:
+    """Send each rank its part of the dim; receive the reduction of this process's part."""
     axes = axes_of(step.shards)
     dim = site.before.dim_index(step.dim)
     parts = even_parts(site.before, step.dim, step.shards)
@@ -170,6 +175,7 @@ def _reduce_scatter(step: steps.ReduceScatter, site: Site) -> Moves:
 
 
 def _all_to_all(step: steps.AllToAll, site: Site) -> Move:
+    """Send parts of one dim, and put what arrives together along another: "n/a d" -> "n d/a"."""
     before = site.before
     group = site.group(axes_of(step.src_shards))
     sent = site.cut(
@@ -191,6 +197,7 @@ def _all_to_all(step: steps.AllToAll, site: Site) -> Move:
 
 
 def _permute(step: steps.Permute, site: Site) -> Move:
+    """Send the whole block to one device; receive the block of another, or keep the own one."""
     sender = senders(site.before, site.after)  # of every device
     group = site.group(moving_axes(site.before, site.after))
     # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
@@ -205,6 +212,7 @@ def _permute(step: steps.Permute, site: Site) -> Move:
     collective = Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank)
     if sender[me] != me:
         return packed(collective, sent, received)
+    # Its block stays; but if other devices exchange theirs, this one calls the collective too.
     keep = site.subarray(site.shapes.before, {}).copied
     if sender == tuple(range(len(sender))):  # no device moves: no collective
         return keep
@@ -225,6 +233,7 @@ def _whole_block_with(peer: int, end: int, site: Site, group: Group) -> Packing:
 
 
 def _embed(step: steps.Embed, site: Site) -> Move:
+    """Put the block into zeros of the whole dim: an addend of a sum."""
     rows = site.own_part((step.dim, step.shards))
     part = site.subarray(site.shapes.after, rows)
     whole = Packing(site.shapes.after, (part,))
@@ -237,6 +246,7 @@ def _embed(step: steps.Embed, site: Site) -> Move:
 
 
 def _mask(step: steps.Mask, site: Site) -> Move:
+    # The sum has the value once: on the first device along the axes.
     is_first = site.before.mesh.index(site.device, step.axes) == 0
     return _unchanged if is_first else _zeros
 
@@ -254,9 +264,11 @@ def _zeros(block: Tensor) -> Tensor:
 
 
 def _transpose(step: steps.Transpose, site: Site) -> Move:
+    """Permute the dims of the block."""
     order = step.order(site.before)
 
     def transpose(block: Tensor) -> Tensor:
+        """Return the permuted block as a tensor of its own, not as a view."""
         # The result is the caller's to write to: no view of what was given, and none to autograd.
         own = block.clone(memory_format=torch.contiguous_format) if site.is_given else block
         view = own.permute(order)
@@ -269,6 +281,7 @@ def _transpose(step: steps.Transpose, site: Site) -> Move:
 
 
 def _scale(step: steps.Scale, site: Site) -> Move:
+    """Multiply by a fraction, as a mean does with a sum."""
     numerator = step.factor.numerator
     denominator = step.factor.denominator
 

@@ -76,6 +76,7 @@ class Subarray:
         if self.is_view:
             return take(block, self.boxes[0].block).clone(memory_format=torch.contiguous_format)
         out = block.new_empty(self.shape)
+        # A compiler does not record writes to parts of a tensor with symbols for lengths.
         if len(self.boxes) > 1 and is_symbolic(self.shape):
             for box in self.boxes:
                 out = scattered(out, box.own, take(block, box.block), None)
@@ -127,9 +128,10 @@ def subarray(
     for d, length in enumerate(block_shape):
         runs = rows.get(d)
         if runs == (Run(0, length),):
-            runs = None  # all rows
+            runs = None  # all rows: then boxes have no index along this dim, and stay whole
         runs_by_dim.append(runs)
         shape.append(length if runs is None else n_rows(runs))
+    # A piece along each dim is a box.
     spans_by_dim = [_spans(runs, device) for runs in runs_by_dim]
     boxes = [
         Box(_index(span.own for span in spans), _index(span.block for span in spans))
@@ -169,11 +171,13 @@ def _spans(runs: Runs | None, device: torch.device) -> list[Span]:
     if len(starts) == 1:
         return [Span(None, slice(int(starts[0]), int(stops[0])))]
 
+    # Single rows at equal distances are one slice: a view.
     steps = np.diff(starts)
     if (lengths == 1).all() and (steps == steps[0]).all() and steps[0] > 0:
         return [Span(None, slice(int(starts[0]), int(stops[-1]), int(steps[0])))]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     if len(starts) > MAX_SLICES:
+        # Row i of a run is its start, plus i minus the rows of the runs before it.
         listed = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
         return [Span(None, torch.tensor(listed, device=device))]
     return [
@@ -197,6 +201,7 @@ def take(block: Tensor, index: Index) -> Tensor:
 
 def put(out: Tensor, index: Index, value: Tensor, combine: Combine | None) -> Tensor:
     """Write a value to some rows of a block, or combine it with them, in place -> the block."""
+    # Slices make a view of the block, which can be written to; lists of rows cannot.
     target = take(out, tuple((d, rows) for d, rows in index if isinstance(rows, slice)))
     lists = [(d, rows) for d, rows in index if isinstance(rows, Tensor)]
     if not lists:
@@ -225,6 +230,7 @@ def scattered(out: Tensor, index: Index, value: Tensor, combine: Combine | None)
         if combine is None:
             return value
         return combine(out, value)
+    # From outside to inside: take the rows, change them along the other dims, and put them back.
     d, rows = index[0]
     inner = scattered(take(out, index[:1]), index[1:], value, combine)
     if isinstance(rows, Tensor):

@@ -80,7 +80,7 @@ def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> 
 
     Raises DtypeError for a reduction without arithmetic, MeshError for ranks that are threads.
     """
-    transfer = plan.transfer
+    transfer = plan.transfer  # the step from mesh to mesh; None if the blocks stay where they are
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
         raise no_arithmetic(transfer.op, plan.dtype)
     number = plan.steps.index(transfer) if transfer else len(plan.steps)
@@ -160,11 +160,13 @@ def _target_block(plan: Plan, received: Sequence[Part], rank: int) -> Packing | 
 def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
     """Run several crossings of one group, each on its block, with one message per pair of processes."""
     dtypes = [block.dtype for block in blocks]
+    # Between the meshes only bits travel; the steps on each mesh see values.
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
     outs = [
         _run_steps(crossing.on_source, start, dtype)
         for crossing, start, dtype in zip(crossings, starts, dtypes, strict=True)
     ]
+    # Of those in place, no process sends anything.
     sending = [i for i, crossing in enumerate(crossings) if _sends(crossing.plan)]
 
     def copy_unmoved() -> None:
@@ -275,6 +277,7 @@ def _buffers(
             if part.peer != me:
                 shape_of_part = block.new_empty(part.rows.shape, device="meta")
                 parts.setdefault(part.peer, {})[i] = shape_of_part
+    # Bytes: the parts of several crossings may have several dtypes.
     incoming = {}
     for rank, parts_of_rank in parts.items():
         shapes = list(parts_of_rank.values())
@@ -289,6 +292,7 @@ def _assembled(
 ) -> Tensor:
     """Return the block after the transfer of what has arrived, and of what this rank keeps."""
     if crossing.whole is None:
+        # An empty tensor for a process without a block: see the top of the file.
         return block.new_empty(0)
     me = rank_in(crossing.group)
     kept = {part.peer: part.rows for part in crossing.sent}.get(me)

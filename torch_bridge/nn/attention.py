@@ -146,6 +146,7 @@ class ProcessAttention(AttentionCall):
 
     def choose(self, attn: Attention, is_plain: bool) -> Attention:
         """Return the attention by the cheapest method. Raises XshardError for what torch.func refuses."""
+        # Ring and reduce have first derivatives in reverse mode only, and torch.func asks for others.
         methods: tuple[str, ...] = METHODS
         if is_transformed():
             self._check_transformed(is_plain)
@@ -154,6 +155,7 @@ class ProcessAttention(AttentionCall):
         return fastest_attention(attn, name_of(self.like.dtype), profile, methods)
 
     def _check_transformed(self, is_plain: bool) -> None:
+        """Raise XshardError for what has first derivatives in reverse mode only."""
         if self.how in FIRST_DERIVATIVES:
             what = f"a {self.how}"
         elif not is_plain:
@@ -196,6 +198,7 @@ class ProcessAttention(AttentionCall):
         for tile in tiles(self.attn, self.processes.device):
             rows = q[:, :, tile.q]
             keys = k[:, :, tile.k]
+            # A boolean mask stays one: torch has kernels for it.
             mask = self.mask(tile, any_length=True)
             bias = mask.visible if mask.bias is None else mask.as_bias(q.dtype)
             is_causal = mask.is_causal
@@ -305,7 +308,9 @@ class ProcessAttention(AttentionCall):
     def _plain_gradients(
         self, queries: Queries, k: Tensor, v: Tensor, mask: TileMask
     ) -> TileGradients:
+        """Differentiate `_plain_attention`: with softcap or dropout."""
         scores, slope = self.scores(queries.q, k, mask.rows, mask.keys)
+        # Weights of the softmax over all tiles.
         weights = (scores - queries.log_sum[..., None]).exp()
         dropout_factors = self.kept(mask.rows, mask.keys)
         cotangent = queries.cotangent.to(weights.dtype)
@@ -345,6 +350,7 @@ def _causal_bias(row_count: int, key_count: int) -> Any:
 def _cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileResult:
+    """Attend to one tile with the kernel for CPUs."""
     q, k, v = _padded_to_one_width(q, k, v)
     y, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, is_causal=mask.is_causal, attn_mask=mask.as_bias(q.dtype), scale=scale
@@ -355,6 +361,7 @@ def _cpu_attention(
 def _cpu_gradients(
     queries: Queries, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileGradients:
+    """Return the gradients of one tile from the kernel for CPUs."""
     q, k, v, cotangent, y = _padded_to_one_width(queries.q, k, v, queries.cotangent, queries.y)
     dropout = 0.0
     gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -367,6 +374,7 @@ def _cpu_gradients(
 def _gpu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileResult:
+    """Attend to one tile with the memory-efficient kernel for GPUs."""
     q, k, v = _padded_to_one_width(q, k, v, multiple=8)
     with_log_sum = True
     dropout = 0.0
@@ -380,6 +388,7 @@ def _gpu_attention(
 def _gpu_gradients(
     queries: Queries, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileGradients:
+    """Return the gradients of one tile from the memory-efficient kernel for GPUs."""
     q, k, v, cotangent, y = _padded_to_one_width(
         queries.q, k, v, queries.cotangent, queries.y, multiple=8
     )
@@ -413,6 +422,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ProcessAttention, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend to the blocks of keys of all rounds, and merge the results."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         y = q.new_zeros((*q.shape[:3], call.attn.value_width), dtype=dtype)
         log_sum = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
@@ -422,6 +432,7 @@ class BlockAttention(torch.autograd.Function):
                 k, v = call.read(block[:, :, tile.k])
                 part = call.attend(q[:, :, tile.q], k, v, call.mask(tile, turn))
                 _merge_tile(y[:, :, tile.q], log_sum[:, :, tile.q], part)
+        # Merged in float32 or wider; the log-sum-exps stay so.
         y = y.to(q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, kv, y, log_sum)
@@ -433,6 +444,7 @@ class BlockAttention(torch.autograd.Function):
     def backward(
         ctx: Any, cotangent: Tensor | None, log_sum_cotangent: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """Go through the rounds again: gradients of keys travel along the ring behind their blocks."""
         q, kv, y, log_sum = ctx.saved_tensors
         call: ProcessAttention = ctx.call
         if cotangent is None:

@@ -76,13 +76,15 @@ def conv(
 
     Raises NotationError and ShapeError before anything is sent.
     """
+    # By the number of spatial dims, from one on.
     convolve = _CONV[len(form.kernel) - 1]
     geometry = _conv_geometry(placement, form, weight.shape)
     local_padding = _local_padding(placement, form.padding)
     pad_mode = "constant" if form.padding_mode == "zeros" else form.padding_mode
 
+    # The rows bring the padding of sharded dims: torch pads none itself.
     def convolve_rows(rows: Tensor, _runs: Runs, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if any(local_padding):
+        if any(local_padding):  # a copy of the rows
             rows = F.pad(rows, local_padding, mode=pad_mode)
         return convolve(rows, weight, bias, form.stride, 0, form.dilation, form.groups)
 
@@ -91,6 +93,7 @@ def conv(
 
 @lru_cache(maxsize=4096)
 def _conv_geometry(placement: Placement, form: Convolution, weight_shape: torch.Size) -> Geometry:
+    """Return which rows this process reads, and where its outputs are. Raises ShapeError."""
     channel_dim = len(placement.shape) - len(form.kernel) - 1
     check_channels(placement, channel_dim, weight_shape[1] * form.groups)
     _check_padding(placement, form.padding, form.padding_mode)
@@ -124,6 +127,7 @@ def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -
         boundary = Boundary("constant", value)
     else:
         boundary = Boundary(BOUNDARIES[mode])
+    # Padding is a window of one row, with the padding of the boundary's kind.
     windows = [Window(1, 1, 1, pair, "", boundary, boundary) for pair in pads]
     geometry = geometry_of(placement, window_frames(placement, windows))
     local_padding = _local_padding(placement, pads)
@@ -177,10 +181,12 @@ def conv_transpose(
     spread = _CONV_TRANSPOSE[len(windows) - 1]
 
     def spread_rows(rows: Tensor, runs: Runs, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Add every row, times the kernel, to the outputs that it reaches, and leave the own ones."""
         if 0 in rows.shape:  # no input reaches these outputs
             y = no_outputs([0], rows, weight).sum().expand(geometry.result.local_shape)
         else:
             full = spread(rows, weight, None, layer.stride, 0, 0, layer.groups, layer.dilation)
+            # Rows that other processes have too give outputs beyond the own ones.
             y = F.pad(full, _crop(runs, windows, full.shape[-len(windows) :]))
         if bias is None:
             return y
@@ -232,6 +238,7 @@ def _transposed_geometry(
     weight_shape: torch.Size,
     groups: int,
 ) -> Geometry:
+    """Return which rows reach this process's outputs. Raises ShapeError."""
     first = len(placement.shape) - len(windows)
     check_channels(placement, first - 1, weight_shape[0])
     frames = [_transposed_frame(placement, d, window) for d, window in enumerate(windows, first)]
@@ -364,6 +371,7 @@ def _pool_windows(layer: Any, boundary: Boundary) -> PoolWindows:
 
 @lru_cache(maxsize=4096)
 def _pooling(placement: Placement, windows: PoolWindows, is_ceil: bool) -> Pooling:
+    """Return a pool as this process computes it. Raises ShapeError for too much padding."""
     wider_windows = []
     local_padding = []
     for d, window in enumerate(windows, len(placement.shape) - len(windows)):
@@ -390,7 +398,7 @@ def _counts(
     like: Like,
 ) -> int | Tensor:
     """Return the divisors of some outputs, `[outputs of each dim]`; a single number if they are equal."""
-    counts = np.ones((), np.int64)
+    counts = np.ones((), np.int64)  # the product of the counts along each dim
     for length, window, run, padding_after in zip(lengths, windows, runs, padding, strict=True):
         outputs = range(run.start, run.start + run.outputs)
         dim_counts = pool_counts(

@@ -65,6 +65,7 @@ def _cross_entropy(
     dim, class_axes, token_axes = class_dim(
         sharding, options.classes, logits.shape, labels.shape, options.reduction
     )
+    # Ignored labels may be no classes at all: they are looked up as class 0.
     is_ignored = labels == options.ignore_index
     rows = _rows_of_classes(sharding, dim, placement.processes.device, logits.device)
     tokens = labels.masked_fill(is_ignored, 0).long()
@@ -79,6 +80,7 @@ def _cross_entropy(
     losses = losses.masked_fill(is_ignored, 0)
     if options.reduction == "none":
         return losses
+    # One collective for both numbers, also where only the sum is asked for.
     count = (~is_ignored).sum().to(losses)
     total, count = reduce(torch.stack([losses.sum(), count]), "sum", token_axes)
     if options.reduction == "mean":

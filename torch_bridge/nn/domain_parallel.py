@@ -128,6 +128,7 @@ def domain_parallel(
         shares=() if sum_gradients else axes,
     )
     entrance.attach(root)
+    # What `xt.verify`, `xt.grad_norm` and others look for.
     if sum_gradients:
         parallel = replicated(root, ParallelContext(processes.along(axes)))
         parallel.original = model
@@ -154,12 +155,14 @@ class _Conversion:
         return self.done[id(module)]
 
     def _convert(self, module: nn.Module, path: str) -> nn.Module:
+        """Convert a module by the user's converters, as a layer, or as a followed module."""
         for kind, converter in self.converters.items():
             if isinstance(module, kind):
                 return _Converted(converter(module), path)
         if type(module) in LAYERS:
             layer: nn.Module = layer_of(module, self.layout, self.mesh, path, self.outputs)
             return layer
+        # Its own code runs on blocks; only its children are replaced.
         _check_followed(module, path)
         new: nn.Module = same_state(module, type(module))
         prefix = f"{path}." if path else ""
@@ -265,7 +268,7 @@ class _Entrance:
             name: self._with_record(x, first, is_model=is_model) for name, x in kwargs.items()
         }
         self._copy_parameters(module, first)
-        if not is_followed:
+        if not is_followed:  # else a mode is active already
             self.running[-1].enter_context(Propagation(self.paths))
         return args, kwargs
 
@@ -307,6 +310,7 @@ class _Entrance:
         return x.ndim == rank
 
     def _placed(self, x: Tensor, *, is_model: bool) -> Placement:
+        """Return the placement of an input under the layout of the call."""
         layout = self.layout.resolved(x.ndim)
         shape = self.shape
         if shape is not None and not is_model:
@@ -336,7 +340,10 @@ class _Converted(nn.Module):
             self.__dict__[name] = getattr(module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.module.training = self.training
+        """Run the module, with copies of its parameters, and record the placement of its outputs."""
+        self.module.training = (
+            self.training
+        )  # `train()` and `eval()` do not reach it: it is no child
         inputs = (*args, *kwargs.values())
         placements = recorded_placements(inputs)
         with unfollowed():

@@ -113,7 +113,7 @@ def _transformed(
     norm: str | None,
 ) -> Outputs:
     """Transform the sharded dims together, between two moves, and the whole dims together."""
-    last_dim = dims[-1]
+    last_dim = dims[-1]  # which real kinds halve or double
     transforms = _dim_transforms(kind, dims, lengths)
     # A real input is transformed along the last dim first, a real output last: in between all is complex.
     if kind.has_real_input:
@@ -168,6 +168,7 @@ def _transform_sharded_dims(
 def _transform_whole_dims(
     x: Tensor, placement: Placement, transforms: Sequence[DimTransform], norm: str | None
 ) -> Outputs:
+    """Transform dims that each process has whole; their lengths may change."""
     for step in transforms:
         x = step.transform(x, step.length, step.dim, norm)
         placement = placement.with_length(step.dim, x.shape[step.dim])
@@ -182,10 +183,11 @@ def _layout_with_whole(placement: Placement, whole: Sequence[int]) -> Layout:
     dims = list(placement.layout.dims)
     axes: list[str] = []
     for d in whole:
-        axes.extend(dims[d].axes)
+        axes.extend(dims[d].axes)  # free for another dim
         dims[d] = Dim(dims[d].name)
     others = [d for d in range(len(dims)) if d not in whole]
     if others:
+        # The longest has the most even parts; it may be sharded already, then by more axes.
         longest = max(others, key=lambda d: max(placement.sharding.local_sizes[d]))
         shards = (*dims[longest].shards, Shard(tuple(axes), "balanced"))
         dims[longest] = replace(dims[longest], shards=shards)

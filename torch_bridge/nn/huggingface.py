@@ -91,12 +91,13 @@ class _Implementation:
     ) -> tuple[Tensor, None]:
         """Return the result, `[batch, rows, heads, width]`, of blocks `[batch, heads, rows, width]`."""
         self._check_call(query, key, attention_mask, options)
-        order = self._order()
+        order = self._order()  # from transformers' order of dims to the layout's
         q = query.permute(order)
         documents = options.get("documents")
         if attention_mask is not None:
             documents = _with_padding(documents, attention_mask)
         elif documents is None:
+            # Without documents, masks follow from the layout: the model must agree on the positions.
             self._check_positions_once(q, options.get("position_ids"))
         if documents is not None and order.index(0) > order.index(2):
             documents = documents.mT  # batch after rows, as in the layout

@@ -51,6 +51,7 @@ class Layer:
         raise NotImplementedError
 
     def _forward(self, input: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """Compute the outputs of a block, with their record; errors name the layer."""
         try:
             if self.in_model and recorded(input) is None:
                 what = f"nothing is known of an input of shape {tuple(input.shape)}"

@@ -90,6 +90,7 @@ def _check_input_dim(layer: Any, x: Tensor) -> None:
 
 
 def _normalise_groups(layer: Any, x: Tensor, placement: Placement, group_count: int) -> Outputs:
+    """Normalise over groups of channels, and the dims after them. Raises ShapeError."""
     channels = placement.shape[1]
     check_channels(placement, 1, channels if layer.weight is None else len(layer.weight))
     if channels % group_count:
@@ -118,6 +119,7 @@ def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
         raise ShapeError(
             f"last dims of {placement.shape}, not {normalized_shape}", text=str(placement.layout)
         )
+    # The weight is replicated, and its gradient summed; only then it is cut as the block is.
     is_centred = isinstance(layer, nn.LayerNorm)  # RMSNorm has no mean, and no bias
     weight, bias = placement.parameter_copies([layer.weight, layer.bias if is_centred else None])
     weight = _sharded_like_last_dims(weight, placement, first)
@@ -192,6 +194,7 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 def _update_statistics(layer: Any, standardised: Standardised, count: int) -> None:
     """Move the running mean and variance towards those of a batch of `count` values per channel."""
     layer.num_batches_tracked.add_(1)
+    # In place: the running statistics are shared with the original model.
     momentum = layer.momentum
     if momentum is None:  # the average over all batches
         momentum = 1 / float(layer.num_batches_tracked)

@@ -99,7 +99,7 @@ class Placement:
         axes = self.axes
         if axes == self.shares or not torch.is_grad_enabled():
             return list(parameters)
-        copies = dict(COPIES.get({}))
+        copies = dict(COPIES.get({}))  # by ids: parameters are alive as long as their module runs
         missing = [
             parameter
             for parameter in parameters
@@ -195,6 +195,7 @@ def placed_as(x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Lengths = 
 
     shape: global lengths; None for the block's length times the number of parts.
     """
+    # A record prevails: layers change layouts and lengths, which the caller of the model does not know.
     placement = recorded(x)
     if placement is not None:
         return placement
@@ -209,8 +210,10 @@ def _placed_as(
     local_shape: tuple[int, ...],
     shape: tuple[int | None, ...] | None,
 ) -> Placement:
+    """Return the placement of a block of this shape. Raises NotationError, ShapeError."""
     text = str(layout)
     check_axes(layout, processes.mesh)
+    # Layers compute with values: partial sums are none, and rows that blocks share would count twice.
     if layout.tags or any(dim.overlap for dim in layout.dims):
         what = "layers work on blocks of values that do not overlap"
         raise NotationError(what, text=text, hint="as in b c h/sp w")

@@ -121,6 +121,7 @@ def _with_parameters(func: Function, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     name = func.__name__
     placement = recorded(x)
+    # Without a batch of their own: a block times a block would need rows that other processes have.
     others = list(tensors_in((*args[1:], *kwargs.values())))
     if placement is None or not all(_may_be_parameter(other) for other in others):
         raise _not_of_blocks(name)
@@ -172,6 +173,7 @@ def _cat(func: Function, args: Args, kwargs: Kwargs) -> Any:
     # The other dims broadcast, and the blocks may have other lengths along this one.
     one_row = _broadcast([placement.with_length(d, 1) for placement in placements])
     lengths = [placement.shape[d] for placement in placements]
+    # One placement for all, so that their other dims have the same rows.
     parts = [
         _fitted(x, one_row.with_length(d, length))
         for x, length in zip(tensors, lengths, strict=True)
@@ -202,6 +204,7 @@ def _along_dims(func: Function, args: Args, kwargs: Kwargs) -> Any:
             dims = list(range(len(placement.shape)))
         else:
             dims = [default]
+    # Of whole dims only: then no process needs the rows of another.
     numbers = {_dim_number(d, placement) for d in dims}
     check_whole(placement, sorted(numbers), f"{name}()")
     y = func(*args, **kwargs)
@@ -235,8 +238,10 @@ def _placement_along(placement: Placement, y: Tensor, dims: set[int]) -> Placeme
 
 
 def _index_select(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Select rows of a dim that is whole, by numbers that all processes have."""
     x, dim, index = _arguments(args, kwargs, ("input", "dim", "index"))
     placement = recorded(index)
+    # The numbers of rows that others select are needed too: the result has them all.
     if placement is not None and placement.axes:
         whole = Layout(tuple(Dim(dim.name) for dim in placement.layout.dims))
         index = placement.moved(index, whole)
@@ -295,6 +300,7 @@ def _pad(func: Function, args: Args, kwargs: Kwargs) -> Any:
     # torch's order is from the last dim on.
     pairs = tuple(zip(pads[::2], pads[1::2], strict=True))[::-1]
     first = x.ndim - len(pairs)
+    # Only the ends of the array are padded, which most processes do not have.
     if any(any(pair) and placement.is_sharded(d) for d, pair in enumerate(pairs, first)):
         y, result = pad(x, placement, pairs, mode, 0.0 if value is None else value)
         return record(y, result)
@@ -374,6 +380,7 @@ def _fitted(x: Any, result: Placement) -> Any:
         raise ShapeError(what, text=str(result.layout), hint="as many dims")
     target_dims = result.layout.dims[offset:]
     placement = recorded(x)
+    # A parameter or a constant: on all processes equal, if it broadcasts along sharded dims.
     if placement is None:
         _check_broadcasts(x, target_dims, result)
         return _used_beside(result, x)
@@ -385,6 +392,7 @@ def _fitted(x: Any, result: Placement) -> Any:
         )
     ]
     fitted = placement.with_dims(dims, placement.shape)
+    # Equal rows under another name or notation need no move.
     if not placement.sharding.means_the_same_as(fitted.sharding):
         x = record(placement.moved(x, fitted.layout), fitted)
     return _used_beside(result, x)
@@ -482,6 +490,7 @@ class Propagation(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Apply the rule of a function of blocks; leave others as they are."""
         if kwargs is None:
             kwargs = {}
         placements = recorded_placements(tensors_in((*args, *kwargs.values())))
@@ -496,6 +505,7 @@ class Propagation(TorchFunctionMode):
         self, func: Function, args: Args, kwargs: Kwargs, placements: Sequence[Placement]
     ) -> Any:
         """Apply the rule of a function. Raises XshardError if it has none."""
+        # On replicated values each process computes what one device would.
         if not any(placement.axes for placement in placements):
             return _of_replicated(func, args, kwargs, placements[0])
         name = function_name(func)

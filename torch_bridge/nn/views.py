@@ -90,6 +90,7 @@ def _without_data(shape: Sequence[int], dtype: torch.dtype, is_contiguous: bool)
     """Return a tensor in which strides tell the dims apart, also dims of length 1, unless contiguous."""
     if is_contiguous:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    # The strides of longer dims, which differ also where a length is 1 or 0.
     strides = torch.empty([length + 2 for length in shape], device="meta").stride()
     return torch.empty_strided(tuple(shape), strides, dtype=dtype, device="meta")
 
@@ -110,6 +111,7 @@ def _view_placement(
     source, target: the array without data and its view. may_split: lengths of the block, which the code
     gives, may have split a dim.
     """
+    # Dims that the view adds, or that cannot be told, are new ones, whole.
     dims = list(itertools.islice(new_dims(placement.layout), target.ndim))
     lengths = list(target.shape)
     whole: list[ViewedDim] = []
@@ -140,6 +142,7 @@ def _viewed_dim(placement: Placement, source: Tensor, target: Tensor, d: int) ->
     length = source.shape[d] if is_sharded else None
     before = _dims_with(source, source.stride(d), length)
     after = _dims_with(target, source.stride(d), length)
+    # Dims of length 1 have strides of their neighbours: as many before and after are in the same order.
     if len(before) == len(after):
         number = after[before.index(d)]
         global_length = placement.shape[d] if is_sharded else target.shape[number]
@@ -174,6 +177,7 @@ def _grouped_dim(placement: Placement, source: Tensor, target: Tensor, d: int) -
 def _dim_of_groups(placement: Placement, d: int, rows_per_row: int) -> Dim:
     """Return a sharded dim with several rows in place of each row, on the same devices."""
     dim = placement.layout.dims[d]
+    # Equal consecutive blocks stay so; others have other rows, which intervals list.
     if placement.sharding.is_even and {shard.order for shard in dim.shards} == {"block"}:
         return dim
     intervals = []
@@ -192,6 +196,7 @@ def _has_more_ones_beside(target: Tensor, number: int, source: Tensor, d: int) -
 
 
 def _leading_ones(lengths: Sequence[int]) -> int:
+    """Count the lengths of 1 at the start."""
     count = 0
     for length in lengths:
         if length != 1:

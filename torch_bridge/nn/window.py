@@ -88,6 +88,7 @@ def apply_windows(
 
     op: takes rows, their runs, and copies of the parameters, which are replicated.
     """
+    # All processes make copies, also those without outputs: all take part in the sum of gradients.
     copies = placement.parameter_copies(parameters)
     block = placement.moved(x, geometry.source)
     if not all(geometry.runs):
@@ -113,6 +114,7 @@ def _apply_run_by_run(
     dim = len(chosen) - len(runs_by_dim)  # from the end
     if len(runs) == 1:
         return _apply_run_by_run(block, runs_by_dim, (*chosen, runs[0]), op, parameters)
+    # The block holds the rows of each run in turn; they are not neighbours in the array.
     parts = block.split([run.rows for run in runs], dim)
     outputs = [
         _apply_run_by_run(part, runs_by_dim, (*chosen, run), op, parameters)
@@ -213,6 +215,7 @@ def _resampled_lengths(
         else:
             scales = scale_factor
         outputs = tuple(math.floor(n * scale) for n, scale in zip(lengths, scales, strict=True))
+        # Else torch computes positions by the lengths, which were rounded.
         if uses_scale:
             factors = tuple(float(scale) for scale in scales)
     elif isinstance(size, int):
