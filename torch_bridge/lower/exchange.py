@@ -17,7 +17,7 @@ from torch_bridge.lower.collectives import Collective
 from torch_bridge.lower.executable import Move
 from torch_bridge.lower.packed_collective import PackedCollective
 from torch_bridge.lower.packing import Packing
-from torch_bridge.lower.site import Site
+from torch_bridge.lower.step_context import StepContext
 from torch_bridge.lower.subarray import Fill, Subarray, box_rows
 from torch_bridge.mesh.process_mesh import Group
 from xshard import steps
@@ -32,57 +32,57 @@ class Part(NamedTuple):
     rows: Subarray
 
 
-def exchange(step: steps.Exchange, site: Site) -> Move:
+def exchange(step: steps.Exchange, context: StepContext) -> Move:
     """Return this process's part of an exchange: its messages, and the rows that it keeps."""
-    op = step.op(site.before)  # by which partial values of one row combine
-    axes = _communicating_axes(step, site)
-    group = site.group(axes)
-    me = group.devices.index(site.device)
-    outgoing = _outgoing(step, site, group)
-    incoming = _incoming(step, site, group)
+    op = step.op(context.before)  # by which partial values of one row combine
+    axes = _communicating_axes(step, context)
+    group = context.group(axes)
+    me = group.devices.index(context.device)
+    outgoing = _outgoing(step, context, group)
+    incoming = _incoming(step, context, group)
     # Rows of this process's own block do not travel.
     kept = tuple(part.rows for part in outgoing if part.peer == me)
 
-    ordered = _in_order_of_addition(incoming, axes, site, me)
+    ordered = _in_order_of_addition(incoming, axes, context, me)
     messages = tuple(part.rows for part in ordered)
-    whole = Packing(site.shapes.after, messages, None, op, _fills(site))
+    whole = Packing(context.shapes.after, messages, None, op, _fills(context))
 
-    traffic = steps.Exchange(site.after.layout).traffic(site.before)
+    traffic = steps.Exchange(context.after.layout).traffic(context.before)
     if not traffic.received:  # by any device of the mesh: all or none call the collective
         return partial(_rearranged, whole, kept)
-    sent = _packing_of_others(site.shapes.before, outgoing, group, me, op)
-    received = _packing_of_others(site.shapes.after, incoming, group, me, op)
+    sent = _packing_of_others(context.shapes.before, outgoing, group, me, op)
+    received = _packing_of_others(context.shapes.after, incoming, group, me, op)
     is_kept = tuple(part.peer == me for part in ordered)
     assembly = _Assembly(kept, is_kept, received, whole)
     collective = Collective("all_to_all", group, sent.sizes_by_rank, received.sizes_by_rank)
     return PackedCollective(collective, sent, received.arriving, assembly.unpack, assembly.place)
 
 
-def _communicating_axes(step: steps.Exchange, site: Site) -> Sequence[str]:
+def _communicating_axes(step: steps.Exchange, context: StepContext) -> Sequence[str]:
     """Return the mesh axes along which a message's sender may differ from its receiver."""
     if step.node_devices is None:
-        return moving_axes(site.before, site.after)
+        return moving_axes(context.before, context.after)
     # Senders are chosen in the receiver's node: they may differ along any axis.
-    return site.after.mesh.axes
+    return context.after.mesh.axes
 
 
-def _outgoing(step: steps.Exchange, site: Site, group: Group) -> list[Part]:
+def _outgoing(step: steps.Exchange, context: StepContext, group: Group) -> list[Part]:
     """Return the messages of this process, to itself too, by their receivers' ranks."""
-    messages = messages_from(site.before, site.after, site.device, step.node_devices)
+    messages = messages_from(context.before, context.after, context.device, step.node_devices)
     parts = [
-        Part(group.devices.index(message.dst), _rows(site, message, 0)) for message in messages
+        Part(group.devices.index(message.dst), _rows(context, message, 0)) for message in messages
     ]
     return sorted(parts, key=_rank)
 
 
-def _incoming(step: steps.Exchange, site: Site, group: Group) -> list[Part]:
+def _incoming(step: steps.Exchange, context: StepContext, group: Group) -> list[Part]:
     """Return the messages for this process, from itself too, by their senders' ranks."""
-    messages = messages_to(site.before, site.after, site.device, step.node_devices)
+    messages = messages_to(context.before, context.after, context.device, step.node_devices)
     parts = [
         # The receiver multiplies by the sign: some dtypes that travel cannot be negated.
         Part(
             group.devices.index(message.src),
-            replace(_rows(site, message, 1), sign=message.sign),
+            replace(_rows(context, message, 1), sign=message.sign),
         )
         for message in messages
     ]
@@ -90,10 +90,10 @@ def _incoming(step: steps.Exchange, site: Site, group: Group) -> list[Part]:
 
 
 def _in_order_of_addition(
-    incoming: list[Part], axes: Sequence[str], site: Site, me: int
+    incoming: list[Part], axes: Sequence[str], context: StepContext, me: int
 ) -> list[Part]:
     """Return messages in the order of the ranks, so that replicas and copies add in one order."""
-    layout = site.after.layout
+    layout = context.after.layout
     are_results_unique = set(axes) <= set(layout.axes) - set(layout.tagged("copy"))
     if not are_results_unique:
         return incoming
@@ -101,11 +101,11 @@ def _in_order_of_addition(
     return sorted(incoming, key=lambda part: part.peer != me)
 
 
-def _fills(site: Site) -> tuple[Fill, ...]:
+def _fills(context: StepContext) -> tuple[Fill, ...]:
     """Return the constant rows of this process's block, which lie beyond the ends of the array."""
     return tuple(
-        site.fill(dim, start, stop, value)
-        for dim, start, stop, value in fill_boxes(site.after, site.device)
+        context.fill(dim, start, stop, value)
+        for dim, start, stop, value in fill_boxes(context.after, context.device)
     )
 
 
@@ -113,9 +113,9 @@ def _rank(part: Part) -> int:
     return part.peer
 
 
-def _rows(site: Site, message: Message, end: int) -> Subarray:
+def _rows(context: StepContext, message: Message, end: int) -> Subarray:
     """Return the rows of a message in this process's block before (0) or after (1) the step."""
-    return site.subarray(site.shapes[end], box_rows(message.box, end))
+    return context.subarray(context.shapes[end], box_rows(message.box, end))
 
 
 def _packing_of_others(

@@ -12,35 +12,35 @@ from torch_bridge.lower.collectives import Collective
 from torch_bridge.lower.executable import Move
 from torch_bridge.lower.packed_collective import packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
-from torch_bridge.lower.site import Site
+from torch_bridge.lower.step_context import StepContext
 from torch_bridge.lower.subarray import subarray
 from torch_bridge.mesh.process_mesh import Group
 from xshard.layout.runs import Run, Runs
 from xshard.steps.traffic import Phases
 
 
-def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> list[Move]:
+def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs]) -> list[Move]:
     """Gather over the slowest link first, while blocks are small.
 
     parts: the rows of `dim` of each device of the group.
     """
-    groups = _groups(phases, site)
+    groups = _groups(phases, context)
     groups.reverse()  # the slowest first
     fastest = groups[-1]
-    block_shape = site.shapes.before
+    block_shape = context.shapes.before
     moves: list[Move] = []
     block_count = 1  # gathered so far
     for group in groups:
         rank_count = len(group.devices)
         if moves:
-            sent = _stacked_blocks(site, 1, block_count, block_shape)
+            sent = _stacked_blocks(context, 1, block_count, block_shape)
         else:
-            sent = site.whole(0)
+            sent = context.whole(0)
         # The last phase brings all blocks; only there they are put where they belong.
         if group is fastest:
-            received = _parts_by_rank(phases, site, site.shapes.after, dim, parts, group)
+            received = _parts_by_rank(phases, context, context.shapes.after, dim, parts, group)
         else:
-            received = _stacked_blocks(site, rank_count, block_count, block_shape)
+            received = _stacked_blocks(context, rank_count, block_count, block_shape)
         collective = Collective("all_gather", group, sent.sizes, received.sizes_by_rank)
         moves.append(packed(collective, sent, received))
         block_count *= rank_count
@@ -48,38 +48,38 @@ def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> l
 
 
 def reduce_scatter(
-    phases: Phases, site: Site, dim: int, parts: Sequence[Runs], op: str
+    phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs], op: str
 ) -> list[Move]:
     """Reduce over the slowest link last, when pieces are small.
 
     parts: the rows of `dim` of each device of the group.
     """
-    piece_shape = site.shapes.after
+    piece_shape = context.shapes.after
     moves: list[Move] = []
     piece_count = len(parts)  # that this process still reduces
-    for group in _groups(phases, site):
+    for group in _groups(phases, context):
         rank_count = len(group.devices)
         piece_count //= rank_count
         # The first phase sends parts of the block; later ones send the sums of the phase before.
         if moves:
-            sent = _stacked_blocks(site, rank_count, piece_count, piece_shape)
+            sent = _stacked_blocks(context, rank_count, piece_count, piece_shape)
         else:
-            sent = _parts_by_rank(phases, site, site.shapes.before, dim, parts, group)
+            sent = _parts_by_rank(phases, context, context.shapes.before, dim, parts, group)
         if piece_count > 1:
-            received = _stacked_blocks(site, 1, piece_count, piece_shape)
+            received = _stacked_blocks(context, 1, piece_count, piece_shape)
         else:
-            received = site.whole(1)
-        moves.append(reduce_scattered(group, sent, received, op, site.tensor_device))
+            received = context.whole(1)
+        moves.append(reduce_scattered(group, sent, received, op, context.tensor_device))
     return moves
 
 
-def all_reduce(phases: Phases, site: Site, op: str) -> list[Move]:
+def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     """Reduce-scatter over fast links, reduce one piece per device over the slowest, and gather back."""
-    groups = _groups(phases, site)
+    groups = _groups(phases, context)
     slowest = groups.pop()
     piece_count = math.prod(len(group.devices) for group in groups)
     # Rounded up: the last piece is filled up with zeros.
-    piece_size = -(-math.prod(site.shapes.before) // piece_count)
+    piece_size = -(-math.prod(context.shapes.before) // piece_count)
     down: list[Move] = []
     up: list[Move] = []
     remaining = piece_count
@@ -88,20 +88,20 @@ def all_reduce(phases: Phases, site: Site, op: str) -> list[Move]:
         remaining //= rank_count
         # Devices that meet over the slow link have one piece: by their places, whatever their ranks are.
         places = [sorted(group.devices).index(device) for device in group.devices]
-        pieces = _stacked_blocks(site, rank_count, remaining, (piece_size,), places)
-        part = _stacked_blocks(site, 1, remaining, (piece_size,))
-        down.append(reduce_scattered(group, pieces, part, op, site.tensor_device))
+        pieces = _stacked_blocks(context, rank_count, remaining, (piece_size,), places)
+        part = _stacked_blocks(context, 1, remaining, (piece_size,))
+        down.append(reduce_scattered(group, pieces, part, op, context.tensor_device))
         gather = Collective("all_gather", group, part.sizes, pieces.sizes)
         up.insert(0, packed(gather, part, pieces))
-    whole = _stacked_blocks(site, 1, 1, (piece_size,))
+    whole = _stacked_blocks(context, 1, 1, (piece_size,))
     reduction = Collective("all_reduce", slowest, whole.sizes, whole.sizes, op)
-    flatten, unflatten = _flattening(site, piece_count, piece_size)
+    flatten, unflatten = _flattening(context, piece_count, piece_size)
     return [flatten, *down, packed(reduction, whole, whole), *up, unflatten]
 
 
-def _flattening(site: Site, piece_count: int, piece_size: int) -> tuple[Move, Move]:
+def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tuple[Move, Move]:
     """Return the move of a block to `[pieces, elements]`, filled up with zeros, and the move back."""
-    shape = site.shapes.before
+    shape = context.shapes.before
     size = math.prod(shape)
     filling = piece_count * piece_size - size
 
@@ -112,7 +112,7 @@ def _flattening(site: Site, piece_count: int, piece_size: int) -> tuple[Move, Mo
         return flat.view(piece_count, piece_size)
 
     def unflatten(pieces: Tensor) -> Tensor:
-        if filling or site.lengths is not None:
+        if filling or context.lengths is not None:
             return pieces.view(-1)[:size].view(shape).clone()
         x = pieces.view(shape)
         # The result must be no view, for autograd, and needs no copy: a new tensor of the same memory.
@@ -121,13 +121,15 @@ def _flattening(site: Site, piece_count: int, piece_size: int) -> tuple[Move, Mo
     return flatten, unflatten
 
 
-def _groups(phases: Phases, site: Site) -> list[Group]:
+def _groups(phases: Phases, context: StepContext) -> list[Group]:
     """Return the processes that this one meets in the phase of each level, the fastest first."""
-    return [site.among(phases.members(site.device, level)) for level in range(len(phases.levels))]
+    return [
+        context.among(phases.members(context.device, level)) for level in range(len(phases.levels))
+    ]
 
 
 def _stacked_blocks(
-    site: Site,
+    context: StepContext,
     message_count: int,
     block_count: int,
     block_shape: tuple[int, ...],
@@ -141,7 +143,7 @@ def _stacked_blocks(
     if not places:
         places = range(message_count)
     messages = [
-        subarray(shape, {0: (Run(place * block_count, block_count),)}, site.tensor_device)
+        subarray(shape, {0: (Run(place * block_count, block_count),)}, context.tensor_device)
         for place in places
     ]
     return Packing(shape, tuple(messages))
@@ -149,7 +151,7 @@ def _stacked_blocks(
 
 def _parts_by_rank(
     phases: Phases,
-    site: Site,
+    context: StepContext,
     shape: tuple[int, ...],
     dim: int,
     parts: Sequence[Runs],
@@ -160,9 +162,9 @@ def _parts_by_rank(
     A rank has the parts of all devices that it reaches by slower links.
     """
     rows_by_message = [
-        parts[phases.mesh.index(device, phases.axes)] for device in phases.reached(site.device)
+        parts[phases.mesh.index(device, phases.axes)] for device in phases.reached(context.device)
     ]
-    messages = tuple(site.subarray(shape, {dim: rows}) for rows in rows_by_message)
+    messages = tuple(context.subarray(shape, {dim: rows}) for rows in rows_by_message)
     rank_count = len(group.devices)
     messages_per_rank = len(messages) // rank_count
     return Packing(shape, messages, (messages_per_rank,) * rank_count)

@@ -16,7 +16,7 @@ from torch_bridge.lower.exchange import exchange
 from torch_bridge.lower.executable import Executable, Move, Moves, place_of
 from torch_bridge.lower.packed_collective import PackedCollective, packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
-from torch_bridge.lower.site import Lengths, Site
+from torch_bridge.lower.step_context import Lengths, StepContext
 from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from xshard import Plan, Sharding, steps
@@ -85,7 +85,7 @@ def _moves_of_step(
         )
     place = functools.partial(place_of, plan, number)
     earlier = plan.steps[:number]
-    site = Site(
+    context = StepContext(
         before=before,
         after=after,
         processes=processes.factored(plan.split),
@@ -97,7 +97,7 @@ def _moves_of_step(
         fabric=plan.profile.fabric(before.mesh),
         place=place,
     )
-    moves = during(place, rule, step, site)  # it may make groups, which can fail
+    moves = during(place, rule, step, context)  # it may make groups, which can fail
     return moves if isinstance(moves, list) else [moves]
 
 
@@ -127,66 +127,66 @@ def _computes(step: steps.Step, before: Sharding) -> bool:
     return any(view.sign < 0 for view in views)
 
 
-def _all_gather(step: steps.AllGather, site: Site) -> Moves:
+def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
     """Send the whole block; put what arrives together along the dim."""
     axes = axes_of(step.shards)
-    dim = site.before.dim_index(step.dim)
-    parts = even_parts(site.before, step.dim, step.shards)
-    phases = site.phases(axes)
+    dim = context.before.dim_index(step.dim)
+    parts = even_parts(context.before, step.dim, step.shards)
+    phases = context.phases(axes)
     if phases.are_several:
-        return phased.all_gather(phases, site, dim, parts)
-    group = site.group(axes)
-    sent = site.whole(0)
-    received = site.cut(site.shapes.after, dim, parts, axes, group)
+        return phased.all_gather(phases, context, dim, parts)
+    group = context.group(axes)
+    sent = context.whole(0)
+    received = context.cut(context.shapes.after, dim, parts, axes, group)
     return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
 
 
-def _slice(step: steps.Slice, site: Site) -> Move:
-    part = site.subarray(site.shapes.before, site.own_part(*step.cuts))
+def _slice(step: steps.Slice, context: StepContext) -> Move:
+    part = context.subarray(context.shapes.before, context.own_part(*step.cuts))
     # The result must be a new tensor; an input of another step may be a view.
-    return part.copied if site.is_last else part.read
+    return part.copied if context.is_last else part.read
 
 
-def _all_reduce(step: steps.AllReduce, site: Site) -> Moves:
+def _all_reduce(step: steps.AllReduce, context: StepContext) -> Moves:
     """Send the whole block; receive the sum, max or min of all blocks."""
     # Pieces of a block with symbols for lengths have no sizes yet.
-    phases = site.phases(step.axes)
-    if phases.are_several and not site.lengths:
-        return phased.all_reduce(phases, site, step.op)
-    sent = site.whole(0)
-    received = site.whole(1)
-    group = site.group(step.axes)
+    phases = context.phases(step.axes)
+    if phases.are_several and not context.lengths:
+        return phased.all_reduce(phases, context, step.op)
+    sent = context.whole(0)
+    received = context.whole(1)
+    group = context.group(step.axes)
     collective = Collective("all_reduce", group, sent.sizes, received.sizes, step.op)
     return packed(collective, sent, received)
 
 
-def _reduce_scatter(step: steps.ReduceScatter, site: Site) -> Moves:
+def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
     """Send each rank its part of the dim; receive the reduction of this process's part."""
     axes = axes_of(step.shards)
-    dim = site.before.dim_index(step.dim)
-    parts = even_parts(site.before, step.dim, step.shards)
-    phases = site.phases(axes)
+    dim = context.before.dim_index(step.dim)
+    parts = even_parts(context.before, step.dim, step.shards)
+    phases = context.phases(axes)
     if phases.are_several:
-        return phased.reduce_scatter(phases, site, dim, parts, step.op)
-    group = site.group(axes)
-    sent = site.cut(site.shapes.before, dim, parts, axes, group)
-    part = site.whole(1)
-    return reduce_scattered(group, sent, part, step.op, site.tensor_device)
+        return phased.reduce_scatter(phases, context, dim, parts, step.op)
+    group = context.group(axes)
+    sent = context.cut(context.shapes.before, dim, parts, axes, group)
+    part = context.whole(1)
+    return reduce_scattered(group, sent, part, step.op, context.tensor_device)
 
 
-def _all_to_all(step: steps.AllToAll, site: Site) -> Move:
+def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
     """Send parts of one dim, and put what arrives together along another: "n/a d" -> "n d/a"."""
-    before = site.before
-    group = site.group(axes_of(step.src_shards))
-    sent = site.cut(
-        site.shapes.before,
+    before = context.before
+    group = context.group(axes_of(step.src_shards))
+    sent = context.cut(
+        context.shapes.before,
         before.dim_index(step.dst_dim),
         even_parts(before, step.dst_dim, step.dst_shards),
         axes_of(step.dst_shards),
         group,
     )
-    received = site.cut(
-        site.shapes.after,
+    received = context.cut(
+        context.shapes.after,
         before.dim_index(step.src_dim),
         even_parts(before, step.src_dim, step.src_shards),
         axes_of(step.src_shards),
@@ -196,24 +196,24 @@ def _all_to_all(step: steps.AllToAll, site: Site) -> Move:
     return packed(collective, sent, received)
 
 
-def _permute(step: steps.Permute, site: Site) -> Move:
+def _permute(step: steps.Permute, context: StepContext) -> Move:
     """Send the whole block to one device; receive the block of another, or keep the own one."""
-    sender = senders(site.before, site.after)  # of every device
-    group = site.group(moving_axes(site.before, site.after))
+    sender = senders(context.before, context.after)  # of every device
+    group = context.group(moving_axes(context.before, context.after))
     # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
     # sends from rank to rank must be in the host's memory.
-    on_host = site.tensor_device.type == "cpu"
-    is_direct = on_host and group.serves(site.tensor_device, "gloo") and not group.graph_name
+    on_host = context.tensor_device.type == "cpu"
+    is_direct = on_host and group.serves(context.tensor_device, "gloo") and not group.graph_name
     kind = "permute" if is_direct else "all_to_all"
 
-    me = site.device
-    sent = _whole_block_with(sender.index(me), 0, site, group)
-    received = _whole_block_with(sender[me], 1, site, group)
+    me = context.device
+    sent = _whole_block_with(sender.index(me), 0, context, group)
+    received = _whole_block_with(sender[me], 1, context, group)
     collective = Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank)
     if sender[me] != me:
         return packed(collective, sent, received)
     # Its block stays; but if other devices exchange theirs, this one calls the collective too.
-    keep = site.subarray(site.shapes.before, {}).copied
+    keep = context.subarray(context.shapes.before, {}).copied
     if sender == tuple(range(len(sender))):  # no device moves: no collective
         return keep
 
@@ -223,20 +223,20 @@ def _permute(step: steps.Permute, site: Site) -> Move:
     return PackedCollective(collective, sent, received.arriving, unpack, unpack)
 
 
-def _whole_block_with(peer: int, end: int, site: Site, group: Group) -> Packing:
+def _whole_block_with(peer: int, end: int, context: StepContext, group: Group) -> Packing:
     """Return the block before (0) or after (1) the step as one message with a peer; none with itself."""
-    whole = site.whole(end)
-    if peer == site.device:
+    whole = context.whole(end)
+    if peer == context.device:
         return Packing(whole.shape, (), (0,) * len(group.devices))
     counts = tuple(1 if device == peer else 0 for device in group.devices)
     return Packing(whole.shape, whole.messages, counts)
 
 
-def _embed(step: steps.Embed, site: Site) -> Move:
+def _embed(step: steps.Embed, context: StepContext) -> Move:
     """Put the block into zeros of the whole dim: an addend of a sum."""
-    rows = site.own_part((step.dim, step.shards))
-    part = site.subarray(site.shapes.after, rows)
-    whole = Packing(site.shapes.after, (part,))
+    rows = context.own_part((step.dim, step.shards))
+    part = context.subarray(context.shapes.after, rows)
+    whole = Packing(context.shapes.after, (part,))
 
     def embed(block: Tensor) -> Tensor:
         """Put the block among zeros."""
@@ -245,13 +245,13 @@ def _embed(step: steps.Embed, site: Site) -> Move:
     return embed
 
 
-def _mask(step: steps.Mask, site: Site) -> Move:
+def _mask(step: steps.Mask, context: StepContext) -> Move:
     # The sum has the value once: on the first device along the axes.
-    is_first = site.before.mesh.index(site.device, step.axes) == 0
+    is_first = context.before.mesh.index(context.device, step.axes) == 0
     return _unchanged if is_first else _zeros
 
 
-def _retag(step: steps.Retag, site: Site) -> Move:
+def _retag(step: steps.Retag, context: StepContext) -> Move:
     return _unchanged
 
 
@@ -263,16 +263,16 @@ def _zeros(block: Tensor) -> Tensor:
     return block.new_zeros(block.shape)
 
 
-def _transpose(step: steps.Transpose, site: Site) -> Move:
+def _transpose(step: steps.Transpose, context: StepContext) -> Move:
     """Permute the dims of the block."""
-    order = step.order(site.before)
+    order = step.order(context.before)
 
     def transpose(block: Tensor) -> Tensor:
         """Return the permuted block as a tensor of its own, not as a view."""
         # The result is the caller's to write to: no view of what was given, and none to autograd.
-        own = block.clone(memory_format=torch.contiguous_format) if site.is_given else block
+        own = block.clone(memory_format=torch.contiguous_format) if context.is_given else block
         view = own.permute(order)
-        if site.lengths is not None:  # compilers cannot record `set_`
+        if context.lengths is not None:  # compilers cannot record `set_`
             return view
         out = own.new_empty(0)
         return out.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
@@ -280,7 +280,7 @@ def _transpose(step: steps.Transpose, site: Site) -> Move:
     return transpose
 
 
-def _scale(step: steps.Scale, site: Site) -> Move:
+def _scale(step: steps.Scale, context: StepContext) -> Move:
     """Multiply by a fraction, as a mean does with a sum."""
     numerator = step.factor.numerator
     denominator = step.factor.denominator
@@ -295,7 +295,7 @@ def _scale(step: steps.Scale, site: Site) -> Move:
 
 
 # mypy cannot tie a rule's step to its key.
-RULES: dict[type[steps.Step], Callable[[Any, Site], Moves]] = {
+RULES: dict[type[steps.Step], Callable[[Any, StepContext], Moves]] = {
     steps.AllGather: _all_gather,
     steps.AllReduce: _all_reduce,
     steps.AllToAll: _all_to_all,

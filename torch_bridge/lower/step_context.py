@@ -27,7 +27,7 @@ class BlockShapes(NamedTuple):
     after: tuple[int, ...]
 
 
-class Site(NamedTuple):
+class StepContext(NamedTuple):
     """The context of one step."""
 
     before: Sharding
