@@ -63,9 +63,8 @@ class TileMask(NamedTuple):
 
     rows: Any  # numbers of the queries, and of the keys
     keys: Any
-    visible: (
-        Tensor | None
-    )  # the scores that count, `[batch or 1, 1, rows, keys]`; None: all, or causal
+    # The scores that count, `[batch or 1, 1, rows, keys]`; None: all, or as `is_causal` says.
+    visible: Tensor | None
     is_causal: bool
     bias: Tensor | None  # added to scores, `[1, heads, rows, keys]`
 
@@ -247,6 +246,7 @@ class ProcessAttention(AttentionCall):
         is_causal = (
             tile.kind == CAUSAL and self.alibi is None and (any_length or len(rows) == len(keys))
         )
+        # A mask that kernels know by themselves.
         is_plain = self.documents[0] is None and (is_causal or tile.kind == ALL)
         if is_plain and self.alibi is None and self.kernel:
             return TileMask(rows, keys, None, is_causal, None)  # nothing to send to a GPU
@@ -275,6 +275,7 @@ class ProcessAttention(AttentionCall):
             y, log_sum = _gpu_attention(q, k, v, mask, self.scale)
         else:
             y, log_sum = self._plain_attention(q, k, v, mask)
+        # Kernels disagree on the log-sum-exp of a row that sees nothing.
         if mask.visible is not None:
             log_sum = log_sum.masked_fill(~mask.visible.any(-1), float("-inf"))
         return TileResult(y[..., : v.shape[-1]], log_sum)
@@ -299,6 +300,7 @@ class ProcessAttention(AttentionCall):
             gradients = _gpu_gradients(queries, k, v, mask, self.scale)
         else:
             gradients = self._plain_gradients(queries, k, v, mask)
+        # Without the columns that made all blocks one width.
         return TileGradients(
             gradients.q[..., : queries.q.shape[-1]],
             gradients.k[..., : k.shape[-1]],

@@ -341,9 +341,8 @@ class _Converted(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with copies of its parameters, and record the placement of its outputs."""
-        self.module.training = (
-            self.training
-        )  # `train()` and `eval()` do not reach it: it is no child
+        # `train()` and `eval()` do not reach the module: it is no child.
+        self.module.training = self.training
         inputs = (*args, *kwargs.values())
         placements = recorded_placements(inputs)
         with unfollowed():

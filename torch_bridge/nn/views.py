@@ -153,7 +153,7 @@ def _viewed_dim(placement: Placement, source: Tensor, target: Tensor, d: int) ->
 
 
 def _dims_with(x: Tensor, stride: int, length: int | None) -> list[int]:
-    """Return the dims of a stride and a length (None: any); several only if the lengths are 1."""
+    """Return the dims of a stride and a length (None: any); several only if some are of length 1."""
     return [i for i in range(x.ndim) if x.stride(i) == stride and length in (None, x.shape[i])]
 
 
