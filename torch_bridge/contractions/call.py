@@ -73,7 +73,7 @@ class EinsumCall(NamedTuple):
         comm_dtype: Any = None,
     ) -> EinsumCall:
         """Return the call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
-        if mesh is not None:
+        if mesh is not None:  # raises for anything but a mesh; DTensors bring theirs later
             as_mesh(mesh)
         call = cls(
             expression=expression,
@@ -109,6 +109,7 @@ class EinsumCall(NamedTuple):
             check_axes(layout, processes.mesh, contraction.text)
         contraction = _for_operands(contraction, blocks)
         _, dtype, tensor_device = blocks[0]
+        # Moves are planned, and priced, in the dtype in which operands travel.
         dtype_name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
         if isinstance(self.expression, ContractionPlan):
             plan = self.expression
@@ -143,6 +144,7 @@ class EinsumCall(NamedTuple):
         axes = tuple(names)
         _, _, tensor_device = blocks[0]
         profile = calls.links_along(machine(self.profile, tensor_device), axes, processes)
+        # Links of the whole mesh first: how the axes lie on nodes shows only there.
         processes = processes.along(axes)
         shapes = self.shapes
         if not shapes:
@@ -169,6 +171,7 @@ class EinsumCall(NamedTuple):
         blocks: Sequence[calls.Block],
     ) -> None:
         """Raise ShapeError unless each block is this process's part of its array."""
+        # Lengths that were inferred from blocks can be wrong by them: the hint says so.
         is_inferred = self.shapes is None and self.expression is not plan
         spans = text_spans(contraction.text).layouts
         for i, (shape, *_) in enumerate(blocks):
@@ -196,6 +199,7 @@ class EinsumCall(NamedTuple):
             async_op=async_op,
             **derivatives_of(*blocks),
         )
+        # Shapes of blocks may differ between ranks; they are part of the error only.
         own = {"blocks": str([tuple(x.shape) for x in blocks])}
         everywhere = {"expression": plan.text, "mesh": calls.ranked(as_mesh(self.mesh, HINT))}
         return CallFacts(everywhere, within, processes.ranks, own)
@@ -235,6 +239,7 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
     with unset_fake_temporarily(), disable_proxy_modes_tracing():
         call = EinsumCall.of(expression, mesh, **options)
         executable = _executable(call, block_types, differentiated, world())
+    # Lowered again: what the graph records must not come from the cache, with its tensors.
     lowering = replace(executable.lowering, lower=partial(lower, lengths={}))
     return lowering.contraction(executable.plan)(blocks, save == "used", False)
 
@@ -270,6 +275,7 @@ def check_number(given: Contraction, tensors: Sequence[object]) -> None:
 def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:
     """Raise DtypeError where torch cannot multiply such a dtype: it is tried on small blocks."""
     for part in plan.parts:
+        # The dims of any device will do.
         local = LocalContraction.of(part, 0)
         blocks = [
             torch.zeros((2,) * len(names), dtype=dtype, device=device) for names in local.operands

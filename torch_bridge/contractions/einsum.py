@@ -176,6 +176,7 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     dtensors: list[Any] = [x for x in operands if is_dtensor(x)]
     mesh = dtensors[0].device_mesh
     check_number(contraction, operands)
+    # A plain tensor beside them could be a block or a whole array.
     if len(dtensors) < len(operands) or any(x.device_mesh != mesh for x in dtensors):
         what = "not all operands are DTensors of one mesh"
         raise MeshError(what, text=contraction.text, hint="all or none are")
@@ -185,6 +186,7 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     if shapes is None:
         _, shapes = shapes_of(contraction, None, global_shapes)
     *arrays, result = written(contraction, mesh_of(mesh), shapes)
+    # Only sizes= or shape= can ask for others.
     needed_shapes = tuple(array.shape for array in arrays)
     if needed_shapes != global_shapes:
         what = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"

@@ -115,6 +115,7 @@ class Rounds:
     ) -> Rounds:
         """Return `whole`, the contraction of the gathered operands, in the rounds of a ring."""
         assert rotation is not None, "a ring has two devices or more"
+        # Each product has an equal part of the dim that travels.
         lengths = tuple(
             (name, length // ring.products if name == ring.dim else length)
             for name, length in whole.lengths

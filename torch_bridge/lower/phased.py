@@ -76,7 +76,7 @@ def reduce_scatter(
 def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     """Reduce-scatter over fast links, reduce one piece per device over the slowest, and gather back."""
     groups = _groups(phases, context)
-    slowest = groups.pop()
+    slowest = groups.pop()  # over it a device meets those that hold the same piece
     piece_count = math.prod(len(group.devices) for group in groups)
     # Rounded up: the last piece is filled up with zeros.
     piece_size = -(-math.prod(context.shapes.before) // piece_count)
@@ -161,6 +161,7 @@ def _parts_by_rank(
 
     A rank has the parts of all devices that it reaches by slower links.
     """
+    # `reached` goes through the group's ranks, and for each through what it reaches.
     rows_by_message = [
         parts[phases.mesh.index(device, phases.axes)] for device in phases.reached(context.device)
     ]

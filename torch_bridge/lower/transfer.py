@@ -133,6 +133,7 @@ def _parts(
     """Return what a rank sends, and what it receives."""
     transfer = plan.transfer
     assert transfer is not None
+    # Messages name devices of the two meshes; the group knows ranks.
     sent: list[Part] = []
     received: list[Part] = []
     for message in transfer.messages:
@@ -192,6 +193,7 @@ def _finished(
     crossing: TransferExecutable, start: Tensor, out: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Run the steps on the target mesh. The result is the caller's to write to, even if nothing moves."""
+    # Processes outside the target mesh have an empty tensor here, and no steps.
     out = _run_steps(crossing.on_target, out, dtype)
     if out is start:
         out = _copied(start)
@@ -275,6 +277,7 @@ def _buffers(
     for i, (crossing, block) in enumerate(zip(crossings, blocks, strict=True)):
         for part in crossing.received:
             if part.peer != me:
+                # A tensor without data, for its shape and dtype.
                 shape_of_part = block.new_empty(part.rows.shape, device="meta")
                 parts.setdefault(part.peer, {})[i] = shape_of_part
     # Bytes: the parts of several crossings may have several dtypes.
@@ -294,6 +297,7 @@ def _assembled(
     if crossing.whole is None:
         # An empty tensor for a process without a block: see the top of the file.
         return block.new_empty(0)
+    # In the order of `received`, in which messages that share rows add.
     me = rank_in(crossing.group)
     kept = {part.peer: part.rows for part in crossing.sent}.get(me)
     parts = []

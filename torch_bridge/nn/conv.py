@@ -97,6 +97,7 @@ def _conv_geometry(placement: Placement, form: Convolution, weight_shape: torch.
     channel_dim = len(placement.shape) - len(form.kernel) - 1
     check_channels(placement, channel_dim, weight_shape[1] * form.groups)
     _check_padding(placement, form.padding, form.padding_mode)
+    # Beyond the ends of the array, the exchange brings what torch's padding would.
     boundary = Boundary(BOUNDARIES[form.padding_mode])
     windows = [
         Window(kernel, stride, dilation, padding, form.outputs, boundary, boundary)
@@ -144,13 +145,14 @@ def _local_padding(placement: Placement, pads: Pairs) -> list[int]:
     first = len(placement.shape) - len(pads)
     local_padding: list[int] = []
     for d, pair in reversed(list(enumerate(pads, first))):
+        # Sharded dims get their padding with the rows of neighbours.
         local_padding.extend((0, 0) if placement.is_sharded(d) else pair)
     return local_padding
 
 
 def check_channels(placement: Placement, dim: int, channels: int) -> None:
     """Raise NotationError if the channels are sharded, ShapeError if their number is wrong."""
-    if dim < 0:
+    if dim < 0:  # the layer has more dims than the block
         what = f"a block with {len(placement.shape)} dims"
         raise ShapeError(what, text=str(placement.layout), hint="as in b c h w")
     check_whole(placement, (dim,), "this layer")
@@ -203,6 +205,7 @@ def _transposed_windows(
     options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding, layer.output_padding)
     windows = list(map(TransposedWindow, *options))
     if output_size is not None:
+        # As torch's own layer: the output padding is what is missing to these lengths.
         lengths = zip(windows, output_size[-rank:], placement.shape[-rank:], strict=True)
         windows = [
             window._replace(output_padding=length - _unpadded_length(window, rows))
@@ -224,6 +227,7 @@ def _crop(runs: Runs, windows: Sequence[TransposedWindow], lengths: Sequence[int
     array before its padding is cut off.
     """
     crop: list[int] = []
+    # `F.pad` takes the last dim first.
     for run, window, length in reversed(list(zip(runs, windows, lengths, strict=True))):
         offset = run.start + window.padding - run.first * window.stride
         crop.append(-offset)
@@ -295,6 +299,7 @@ class Pooling(NamedTuple):
 
 def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Return the block of the maxima of a block `(..., *spatial)`."""
+    # Padding never is the largest.
     windows = _pool_windows(layer, Boundary("constant", float("-inf")))
     pooling = _pooling(placement, windows, layer.ceil_mode)
     take_maxima = _MAX_POOL[len(windows) - 1]
@@ -322,6 +327,7 @@ def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
     def pool_rows(rows: Tensor, runs: Runs) -> Tensor:
         sums = _window_sums(rows, pooling, is_ceil=layer.ceil_mode)
+        # Near the ends of the array windows have fewer rows, and blocks do not show where these are.
         divisor = getattr(layer, "divisor_override", None)  # 1-D pools have none
         if not divisor:
             divisor = _counts(
@@ -380,6 +386,7 @@ def _pooling(placement: Placement, windows: PoolWindows, is_ceil: bool) -> Pooli
         if not 0 <= padding <= span // 2:
             what = f"padding {padding} of a pool with kernel {window.k}"
             raise ShapeError(what, hint="at most half the kernel")
+        # `ceil_mode` may add a last window, which begins in the array and reads beyond it.
         wider_windows.append(pool_window(placement.shape[d], window, ceil=is_ceil))
         local_padding.append(0 if placement.is_sharded(d) else padding)
     geometry = geometry_of(placement, window_frames(placement, wider_windows))
@@ -422,6 +429,7 @@ def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     dims[first:] = [Dim(dim.name) for dim in dims[first:]]
     result = placement.with_dims(dims, (*placement.shape[:first], *(1 for _ in spatial_dims)))
 
+    # Partial sums of the blocks, added over the axes that sharded the spatial dims.
     total = x.sum(spatial_dims, keepdim=True)
     if axes:
         partial_sums = replace(result.layout, tags=(("sum", tuple(axes)),))

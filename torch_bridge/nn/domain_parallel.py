@@ -156,6 +156,7 @@ class _Conversion:
 
     def _convert(self, module: nn.Module, path: str) -> nn.Module:
         """Convert a module by the user's converters, as a layer, or as a followed module."""
+        # The user's own converters come first, also for classes that have layers.
         for kind, converter in self.converters.items():
             if isinstance(module, kind):
                 return _Converted(converter(module), path)
@@ -262,6 +263,7 @@ class _Entrance:
         blocks = [x for x in inputs if recorded(x) is not None or self._has_layout(x)]
         if not blocks:
             raise XshardError(f"no input has the dims of '{self.layout}'")
+        # Replicated inputs, and parameters, are on the processes of the first block.
         first = self._placed(blocks[0], is_model=is_model)
         args = tuple(self._with_record(x, first, is_model=is_model) for x in args)
         kwargs = {
@@ -357,6 +359,7 @@ class _Converted(nn.Module):
 
     def _copies_by_name(self, placement: Placement) -> dict[str, Any]:
         """Return copies of its parameters, except parameters of layers, which copy their own."""
+        # Buffers are used as they are: they have no gradients.
         parameters: dict[str, Tensor] = {}
         for prefix, module in self.module.named_modules():
             if not isinstance(module, Layer):

@@ -91,6 +91,7 @@ def fft(
         >>> xt.testing.run_ranks(2, turn)
         [True, True]
     """
+    # All checks come before the first move: all processes raise, or none.
     placement = placed_as(as_tensor(x, "x"), layout, mesh, shape)
     if kind not in KINDS:
         raise XshardError(f"kind={kind!r}", hint=f"there are: {', '.join(KINDS)}")
@@ -157,6 +158,7 @@ def _transform_sharded_dims(
     x = placement.moved(x, layout)
     placement = placement.with_dims(layout.dims, placement.shape)
     y, placement = _transform_whole_dims(x, placement, transforms, norm)
+    # Real kinds change the length of a dim, and lengths= of any.
     for d in (step.dim for step in transforms):
         has_sizes = any(shard.numbers for shard in dims[d].shards)
         if has_sizes and y.shape[d] != x.shape[d]:  # they are of the old length

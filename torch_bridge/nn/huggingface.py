@@ -187,6 +187,7 @@ def _mask_parts(mask: Callable[..., Any]) -> Iterator[str]:
 
 def _check_positions(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int]) -> None:
     """Raise ShapeError on all processes if position ids `[batch or 1, rows]` of one are not of its rows."""
+    # A wrong process must not raise alone, while others wait in attention: all compare, and all raise.
     rows = positions(layout, mesh, shape=shape, dim="s", device=ids.device)
     is_wrong = (ids != rows).any().long()
     is_wrong_somewhere = redistribute(is_wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh)

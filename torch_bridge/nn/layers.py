@@ -297,6 +297,8 @@ def layer_of(
     layer.mesh = mesh
     layer.path = path if path else type(module).__name__
     layer.outputs = outputs
+    # Alone, a layer takes any block under its layout; in a model, a block without a record comes from code
+    # that cannot be followed.
     layer.in_model = path is not None
     only = layer.only_option
     if only is not None:

@@ -48,6 +48,7 @@ def _standardise(
     def global_mean(addends: Tensor) -> Tensor:
         total = addends.sum(tuple(dims), keepdim=True)
         if axes:
+            # Replicas as copies: each process uses the mean, so that their gradients are summed.
             expression = move(total.shape, tag("sum", axes), tag("copy", axes))
             total = redistribute(total, expression, placement.processes)
         return total / count
@@ -180,6 +181,7 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
             eps=layer.eps,
         )
         return y, placement
+    # Values of the whole array in each channel, as torch's check has them for one device.
     count = math.prod(placement.shape) // max(1, placement.shape[1])
     if count <= 1:
         what = f"one value per channel of a {placement.shape} array"
@@ -199,6 +201,7 @@ def _update_statistics(layer: Any, standardised: Standardised, count: int) -> No
     if momentum is None:  # the average over all batches
         momentum = 1 / float(layer.num_batches_tracked)
     mean = standardised.mean.detach().flatten()
+    # As torch: the running variance is unbiased, the one that normalises is not.
     unbiased = (standardised.variance.detach() * (count / (count - 1))).flatten()
     layer.running_mean.lerp_(mean.to(layer.running_mean), momentum)
     layer.running_var.lerp_(unbiased.to(layer.running_var), momentum)

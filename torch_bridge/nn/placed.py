@@ -97,6 +97,7 @@ class Placement:
         Copies made at the entrance of the model are used again, so that one collective sums all gradients.
         """
         axes = self.axes
+        # Without axes, or where each process keeps its share, a parameter is used as it is.
         if axes == self.shares or not torch.is_grad_enabled():
             return list(parameters)
         copies = dict(COPIES.get({}))  # by ids: parameters are alive as long as their module runs
@@ -114,6 +115,7 @@ class Placement:
 
     def make_copies(self, parameters: Sequence[Tensor], axes: Axes) -> Sequence[Tensor]:
         """Return copies along the axes: one collective sums the gradients of all."""
+        # Forward nothing moves; backward a copy's gradients are summed.
         src = "..." + _copy_tag(self.shares)
         dst = "..." + _copy_tag(axes)
         return redistribute(list(parameters), f"{src} -> {dst}", self.processes)
@@ -146,7 +148,7 @@ def check_whole(placement: Placement, dims: Iterable[int], operation: str) -> No
 
 def record(x: Tensor, placement: Placement) -> Tensor:
     """Record the placement of a tensor -> the same tensor."""
-    setattr(x, _RECORD, placement)
+    setattr(x, _RECORD, placement)  # on the tensor itself: a new result of torch has none
     return x
 
 
@@ -225,6 +227,7 @@ def _placed_as(
         known_lengths = dict(zip(names, shape, strict=True))
     whole_shape = global_shape(layout, processes.mesh, local_shape, text, known_lengths)
     placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole_shape), processes)
+    # Uneven parts without shape= show here, on some processes at least.
     if placement.local_shape != local_shape:
         what = f"the block has shape {local_shape}, not {placement.local_shape}"
         hint = (
