@@ -200,9 +200,9 @@ class EinsumCall(NamedTuple):
             **derivatives_of(*blocks),
         )
         # Shapes of blocks may differ between ranks; they are part of the error only.
-        own = {"blocks": str([tuple(x.shape) for x in blocks])}
+        local_facts = {"blocks": str([tuple(x.shape) for x in blocks])}
         everywhere = {"expression": plan.text, "mesh": calls.ranked(as_mesh(self.mesh, HINT))}
-        return CallFacts(everywhere, within, processes.ranks, own)
+        return CallFacts(everywhere, within, processes.ranks, local_facts)
 
 
 def _executed_steps(plan: ContractionPlan) -> list[object]:
@@ -257,19 +257,19 @@ def _for_operands(given: Contraction, blocks: Sequence[calls.Block]) -> Contract
     ):
         hint = "x.to(...): they are multiplied as they are"
         if dtype != other_dtype:
-            what = f"one operand is {dtype}, another {other_dtype}"
-            raise DtypeError(what, text=given.text, span=span, hint=hint)
+            message = f"one operand is {dtype}, another {other_dtype}"
+            raise DtypeError(message, text=given.text, span=span, hint=hint)
         if device != other_device:
-            what = f"one operand is {device}, another {other_device}"
-            raise MeshError(what, text=given.text, span=span, hint=hint)
+            message = f"one operand is {device}, another {other_device}"
+            raise MeshError(message, text=given.text, span=span, hint=hint)
     return for_operands(given, tuple(tuple(shape) for shape, *_ in blocks))
 
 
 def check_number(given: Contraction, tensors: Sequence[object]) -> None:
     """Raise NotationError unless there is one tensor per operand."""
     if len(tensors) != len(given.operands):
-        what = f"{len(tensors)} tensors for {len(given.operands)} operands"
-        raise NotationError(what, text=given.text, hint=HINT)
+        message = f"{len(tensors)} tensors for {len(given.operands)} operands"
+        raise NotationError(message, text=given.text, hint=HINT)
 
 
 def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:

@@ -178,8 +178,8 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     check_number(contraction, operands)
     # A plain tensor beside them could be a block or a whole array.
     if len(dtensors) < len(operands) or any(x.device_mesh != mesh for x in dtensors):
-        what = "not all operands are DTensors of one mesh"
-        raise MeshError(what, text=contraction.text, hint="all or none are")
+        message = "not all operands are DTensors of one mesh"
+        raise MeshError(message, text=contraction.text, hint="all or none are")
     global_shapes = tuple(whole_of(x, call.mesh, None) for x in dtensors)
     contraction = for_operands(contraction, global_shapes)
     shapes = call.shapes
@@ -189,8 +189,8 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     # Only sizes= or shape= can ask for others.
     needed_shapes = tuple(array.shape for array in arrays)
     if needed_shapes != global_shapes:
-        what = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"
-        raise ShapeError(what, text=contraction.text, hint="leave sizes= and shape= out")
+        message = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"
+        raise ShapeError(message, text=contraction.text, hint="leave sizes= and shape= out")
     to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
     spans = text_spans(contraction.text).layouts
     blocks = [

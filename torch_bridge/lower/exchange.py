@@ -157,6 +157,8 @@ class _Assembly:
     def _assembled(self, block: Tensor, messages: Sequence[Tensor]) -> Tensor:
         # Merge kept rows and messages in the order of `whole`, in which they add.
         arrived = iter(messages)
-        own = iter(self.kept)
-        parts = [next(own).read(block) if is_kept else next(arrived) for is_kept in self.is_kept]
+        kept_rows = iter(self.kept)
+        parts = [
+            next(kept_rows).read(block) if is_kept else next(arrived) for is_kept in self.is_kept
+        ]
         return self.whole.place(block, parts)

@@ -220,10 +220,10 @@ class Executable:
         """
         forward = self.dtypes.values
         if not self.is_linear and forward != backward:
-            what = (
+            message = (
                 f"the gradient of '{self.plan.src}' goes to the values that are equal to the result"
             )
-            raise DtypeError(what, hint=f"it travels in the same dtype: comm_dtype={forward}")
+            raise DtypeError(message, hint=f"it travels in the same dtype: comm_dtype={forward}")
         if block == forward == backward:
             return self
         return replace(self, casts=Casts(block, forward, backward))

@@ -273,11 +273,11 @@ def _transpose(step: steps.Transpose, context: StepContext) -> Move:
     def transpose(block: Tensor) -> Tensor:
         """Return the permuted block as a tensor of its own, not as a view."""
         # The result is the caller's to write to: no view of what was given, and none to autograd.
-        own = block.clone(memory_format=torch.contiguous_format) if context.is_given else block
-        view = own.permute(order)
+        source = block.clone(memory_format=torch.contiguous_format) if context.is_given else block
+        view = source.permute(order)
         if context.lengths is not None:  # compilers cannot record `set_`
             return view
-        out = own.new_empty(0)
+        out = source.new_empty(0)
         return out.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
     return transpose

@@ -119,8 +119,9 @@ def _sends(plan: Plan) -> bool:
 def _prepare_to_send(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> None:
     """Connect all processes of the group. Raises MeshError if they are threads."""
     if "threaded" in dist.get_backend_config(group):
-        what = "ranks that are threads cannot send messages to each other, which a move between meshes needs"
-        raise MeshError(what, hint="run them as processes: torch_bridge.run_ranks, or torchrun")
+        message = "ranks that are threads cannot send messages to each other, "
+        message += "which a move between meshes needs"
+        raise MeshError(message, hint="run them as processes: torch_bridge.run_ranks, or torchrun")
     if tensor_device.type != "meta":
         place = functools.partial(_place, plan)
         ranks = sorted({*plan.src_devices, *plan.dst_devices})

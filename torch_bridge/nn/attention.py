@@ -156,13 +156,13 @@ class ProcessAttention(AttentionCall):
     def _check_transformed(self, is_plain: bool) -> None:
         """Raise XshardError for what has first derivatives in reverse mode only."""
         if self.how in FIRST_DERIVATIVES:
-            what = f"a {self.how}"
+            message = f"a {self.how}"
         elif not is_plain:
-            what = "softcap, dropout, return_lse, blind rows"
+            message = "softcap, dropout, return_lse, blind rows"
         else:
             return
         hint = 'how="gather" or "ulysses", without these options'
-        raise XshardError(f"{what} under torch.func", hint=hint)
+        raise XshardError(f"{message} under torch.func", hint=hint)
 
     def compute(self, q: Tensor, kv: Tensor, is_plain: bool) -> tuple[Tensor, Tensor]:
         """Return the result and the log-sum-exps of queries, by the keys of all rounds."""
@@ -236,13 +236,13 @@ class ProcessAttention(AttentionCall):
         else:
             total.index_add_(1, self._heads_read, gradient.to(total.dtype))
 
-    def mask(self, tile: Tile, turn: int = 0, *, any_length: bool = False) -> TileMask:
+    def mask(self, tile: Tile, round_index: int = 0, *, any_length: bool = False) -> TileMask:
         """Return the mask of a tile.
 
         any_length: a causal mask may have other numbers of queries than of keys.
         """
         rows: Any = self.attn.query_rows(self.processes.device)[tile.q]
-        keys: Any = self.attn.key_rows(self.processes.device, turn)[tile.k]
+        keys: Any = self.attn.key_rows(self.processes.device, round_index)[tile.k]
         is_causal = (
             tile.kind == CAUSAL and self.alibi is None and (any_length or len(rows) == len(keys))
         )
@@ -429,10 +429,10 @@ class BlockAttention(torch.autograd.Function):
         y = q.new_zeros((*q.shape[:3], call.attn.value_width), dtype=dtype)
         log_sum = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
         # All processes send all blocks on, also those that they do not read: no other waits.
-        for turn, block in call.attn.in_turn(kv, call.send):
-            for tile in tiles(call.attn, call.processes.device, turn):
+        for round_index, block in call.attn.in_turn(kv, call.send):
+            for tile in tiles(call.attn, call.processes.device, round_index):
                 k, v = call.read(block[:, :, tile.k])
-                part = call.attend(q[:, :, tile.q], k, v, call.mask(tile, turn))
+                part = call.attend(q[:, :, tile.q], k, v, call.mask(tile, round_index))
                 _merge_tile(y[:, :, tile.q], log_sum[:, :, tile.q], part)
         # Merged in float32 or wider; the log-sum-exps stay so.
         y = y.to(q.dtype)
@@ -460,14 +460,14 @@ class BlockAttention(torch.autograd.Function):
         wait: Callable[[], Tensor] | None = (
             None  # for the gradient of a block, which travels with it
         )
-        for turn, block in call.attn.in_turn(kv, call.send):
-            kv_gradient = _add_gradients_of_block(call, queries, block, turn, q_gradient)
+        for round_index, block in call.attn.in_turn(kv, call.send):
+            kv_gradient = _add_gradients_of_block(call, queries, block, round_index, q_gradient)
             if wait is not None:
                 kv_gradient = wait() + kv_gradient
             if call.attn.how == RING:
-                is_last = turn + 1 == call.attn.rounds
+                is_last = round_index + 1 == call.attn.rounds
                 # The last one goes home, all the way back.
-                wait = call.send(kv_gradient, -turn if is_last else 1)
+                wait = call.send(kv_gradient, -round_index if is_last else 1)
         if wait is not None:
             kv_gradient = wait()
         return None, q_gradient.to(q.dtype), kv_gradient.to(kv.dtype)
@@ -498,16 +498,16 @@ def _with_log_sum_column(queries: Queries, log_sum_cotangent: Tensor) -> Queries
 
 
 def _add_gradients_of_block(
-    call: ProcessAttention, queries: Queries, block: Tensor, turn: int, q_gradient: Tensor
+    call: ProcessAttention, queries: Queries, block: Tensor, round_index: int, q_gradient: Tensor
 ) -> Tensor:
     """Add to the gradient of the queries, in place -> the gradient of a block of keys and values."""
     kv_gradient = torch.zeros_like(block, dtype=queries.log_sum.dtype)
-    for tile in tiles(call.attn, call.processes.device, turn):
+    for tile in tiles(call.attn, call.processes.device, round_index):
         k, v = call.read(block[:, :, tile.k])
         width = v.shape[-1]
         if queries.has_extra_column:
             v = F.pad(v, (0, 1))
-        mask = call.mask(tile, turn)
+        mask = call.mask(tile, round_index)
         addends = call.tile_gradients(queries.rows(tile.q), k, v, mask)
         q_gradient[:, :, tile.q] += addends.q
         kv_addend = torch.cat((addends.k, addends.v[..., :width]), -1)
@@ -530,8 +530,8 @@ def _attention(
         raise XshardError(f"implementation={implementation!r}", hint=hint)
     q, k, v = (as_tensor(x, name) for x, name in zip(qkv, "qkv", strict=True))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        what = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
-        raise DtypeError(what, hint="one floating dtype")
+        message = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
+        raise DtypeError(message, hint="one floating dtype")
     call = ProcessAttention(
         *options, processes=process_mesh(mesh), profile=profile, like=q.new_empty(0)
     )

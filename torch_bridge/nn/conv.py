@@ -115,10 +115,12 @@ def _check_padding(placement: Placement, pads: Pairs, mode: str) -> None:
     if repeated_rows is None:
         return
     for length, pair in zip(placement.shape[-len(pads) :], pads, strict=True):
-        most = length - repeated_rows
-        if not 0 <= min(pair) <= max(pair) <= most:
-            what = f"{mode} padding {pair} of {length} rows"
-            raise ShapeError(what, text=str(placement.layout), hint=f"from 0 to {most}")
+        longest_padding = length - repeated_rows
+        if not 0 <= min(pair) <= max(pair) <= longest_padding:
+            message = f"{mode} padding {pair} of {length} rows"
+            raise ShapeError(
+                message, text=str(placement.layout), hint=f"from 0 to {longest_padding}"
+            )
 
 
 def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -> Outputs:
@@ -153,12 +155,12 @@ def _local_padding(placement: Placement, pads: Pairs) -> list[int]:
 def check_channels(placement: Placement, dim: int, channels: int) -> None:
     """Raise NotationError if the channels are sharded, ShapeError if their number is wrong."""
     if dim < 0:  # the layer has more dims than the block
-        what = f"a block with {len(placement.shape)} dims"
-        raise ShapeError(what, text=str(placement.layout), hint="as in b c h w")
+        message = f"a block with {len(placement.shape)} dims"
+        raise ShapeError(message, text=str(placement.layout), hint="as in b c h w")
     check_whole(placement, (dim,), "this layer")
     if placement.shape[dim] != channels:
-        what = f"{placement.shape[dim]} channels, the layer has {channels}"
-        raise ShapeError(what, text=str(placement.layout))
+        message = f"{placement.shape[dim]} channels, the layer has {channels}"
+        raise ShapeError(message, text=str(placement.layout))
 
 
 class TransposedWindow(NamedTuple):
@@ -253,8 +255,10 @@ def _transposed_frame(placement: Placement, d: int, window: TransposedWindow) ->
     """Return the frame of one dim. Raises ShapeError for a wrong output padding, or without outputs."""
     extra = window.output_padding
     if not 0 <= extra < max(window.stride, window.dilation):
-        what = f"output_padding {extra} with stride {window.stride} and dilation {window.dilation}"
-        raise ShapeError(what, hint="output_padding must be smaller than stride or dilation")
+        message = (
+            f"output_padding {extra} with stride {window.stride} and dilation {window.dilation}"
+        )
+        raise ShapeError(message, hint="output_padding must be smaller than stride or dilation")
     dim = placement.layout.dims[d]
     frame = transposed_frame(
         dim,
@@ -267,8 +271,10 @@ def _transposed_frame(placement: Placement, d: int, window: TransposedWindow) ->
         extra=extra,
     )
     if frame.length < 1:
-        what = f"no output: {placement.shape[d]} rows of dim {dim.name!r}, padding {window.padding}"
-        raise ShapeError(what, text=str(placement.layout))
+        message = (
+            f"no output: {placement.shape[d]} rows of dim {dim.name!r}, padding {window.padding}"
+        )
+        raise ShapeError(message, text=str(placement.layout))
     return frame
 
 
@@ -384,8 +390,8 @@ def _pooling(placement: Placement, windows: PoolWindows, is_ceil: bool) -> Pooli
         padding = window.padding[0]
         span = window.d * (window.k - 1) + 1
         if not 0 <= padding <= span // 2:
-            what = f"padding {padding} of a pool with kernel {window.k}"
-            raise ShapeError(what, hint="at most half the kernel")
+            message = f"padding {padding} of a pool with kernel {window.k}"
+            raise ShapeError(message, hint="at most half the kernel")
         # `ceil_mode` may add a last window, which begins in the array and reads beyond it.
         wider_windows.append(pool_window(placement.shape[d], window, ceil=is_ceil))
         local_padding.append(0 if placement.is_sharded(d) else padding)

@@ -58,8 +58,8 @@ def _cross_entropy(
     logits = as_tensor(logits, "logits")
     labels = as_tensor(labels, "labels")
     if labels.is_floating_point() or not logits.is_floating_point():
-        what = f"logits {logits.dtype}, labels {labels.dtype}"
-        raise DtypeError(what, text=str(layout), hint="labels are numbers of classes")
+        message = f"logits {logits.dtype}, labels {labels.dtype}"
+        raise DtypeError(message, text=str(layout), hint="labels are numbers of classes")
     placement = placed_as(logits, layout, mesh, options.shape)
     sharding = placement.sharding
     dim, class_axes, token_axes = class_dim(

@@ -183,21 +183,21 @@ def _check_followed(module: nn.Module, path: str) -> None:
         return
     torch_class = torch_class_with_layer(kind)
     if isinstance(module, Layer):
-        what = "is domain-parallel already"
+        message = "is domain-parallel already"
         hint = "pass the ordinary model"
     elif torch_class is not None and kind.forward is torch_class.forward:
-        what = f"is a subclass of {torch_class.__name__}"
+        message = f"is a subclass of {torch_class.__name__}"
         hint = "its effect on blocks is not known: converters="
     elif kind.__module__.startswith("torch.nn."):
-        what = "lacks an exact form on blocks"
+        message = "lacks an exact form on blocks"
         hint = "converters=, or redistribute what it needs whole"
     elif any(nn.parameter.is_lazy(x) for x in module.parameters(recurse=False)):
-        what = "is lazy"
+        message = "is lazy"
         hint = "run the ordinary model once first"
     else:
         return  # the user's own code, which is followed as it runs
     name = path if path else "the model"
-    raise XshardError(f"{name} ({kind.__name__}) {what}", hint=hint)
+    raise XshardError(f"{name} ({kind.__name__}) {message}", hint=hint)
 
 
 def _is_followed() -> bool:
@@ -377,9 +377,9 @@ class _Converted(nn.Module):
         if not isinstance(y, Tensor) or recorded(y) is not None:
             return y
         if not _keeps_lengths(y.shape, placement):
-            what = f"{self.path}: a block of shape {placement.local_shape} became one of {tuple(y.shape)}"
+            message = f"{self.path}: a block of shape {placement.local_shape} became one of {tuple(y.shape)}"
             hint = "sharded dims keep their lengths, unless a layer returns them"
-            raise ShapeError(what, text=str(placement.layout), hint=hint)
+            raise ShapeError(message, text=str(placement.layout), hint=hint)
         shape = placement.global_lengths(y.shape)
         return record(y, placement.with_dims(placement.layout.dims, shape))
 

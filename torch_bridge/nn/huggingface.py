@@ -133,16 +133,16 @@ class _Implementation:
                     f"{self.name!r} with {option}", hint="attention over sharded sequences lacks it"
                 )
         if attention_mask is not None and attention_mask.ndim != 2:
-            what = f"{self.name!r} with an attention_mask of {attention_mask.ndim} dims"
+            message = f"{self.name!r} with an attention_mask of {attention_mask.ndim} dims"
             hint = "a mask of tokens, [batch, rows]; documents= of packed tokens"
-            raise XshardError(what, hint=hint)
+            raise XshardError(message, hint=hint)
         dropout = options.get("dropout")
         if dropout:
             hint = "attention_dropout=0.0 in the model's configuration"
             raise XshardError(f"dropout={dropout}", hint=hint)
         if query.shape[2] != key.shape[2]:
-            what = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
-            raise ShapeError(what, hint="use_cache=False: keys of earlier calls are not here")
+            message = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
+            raise ShapeError(message, hint="use_cache=False: keys of earlier calls are not here")
 
     def _check_positions_once(self, q: Tensor, position_ids: Tensor | None) -> None:
         """Compare position ids at the first call with a shape: it takes a collective."""
@@ -160,8 +160,8 @@ class _Implementation:
         """Return the padding alone: `attend` knows causal masks and windows by its options."""
         for part in _mask_parts(mask_function):
             if part not in _MASKS:
-                what = f"{self.name!r} with a mask of {part}"
-                raise XshardError(what, hint=f"it has: {', '.join(_MASKS)}")
+                message = f"{self.name!r} with a mask of {part}"
+                raise XshardError(message, hint=f"it has: {', '.join(_MASKS)}")
         return attention_mask
 
 
@@ -192,8 +192,8 @@ def _check_positions(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequenc
     is_wrong = (ids != rows).any().long()
     is_wrong_somewhere = redistribute(is_wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh)
     if is_wrong_somewhere:
-        what = "elsewhere"
+        message = "elsewhere"
         if is_wrong:
-            what = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}"
+            message = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}"
         hint = f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; or documents="
-        raise ShapeError(f"position_ids {what}", text=str(layout), hint=hint)
+        raise ShapeError(f"position_ids {message}", text=str(layout), hint=hint)

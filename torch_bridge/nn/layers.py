@@ -54,10 +54,10 @@ class Layer:
         """Compute the outputs of a block, with their record; errors name the layer."""
         try:
             if self.in_model and recorded(input) is None:
-                what = f"nothing is known of an input of shape {tuple(input.shape)}"
+                message = f"nothing is known of an input of shape {tuple(input.shape)}"
                 hint = "it comes from a function that cannot be followed, or not from the model's inputs; "
                 hint += "activations are checkpointed by xt.nn.checkpoint"
-                raise ShapeError(what, hint=hint)
+                raise ShapeError(message, hint=hint)
             placement = placed_as(input, self.layout, self.mesh)
             with unfollowed():
                 y, result = self.compute(input, placement, *arguments, **named)

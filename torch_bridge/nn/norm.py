@@ -184,8 +184,8 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     # Values of the whole array in each channel, as torch's check has them for one device.
     count = math.prod(placement.shape) // max(1, placement.shape[1])
     if count <= 1:
-        what = f"one value per channel of a {placement.shape} array"
-        raise ShapeError(what, hint="normalise over more, or call eval()")
+        message = f"one value per channel of a {placement.shape} array"
+        raise ShapeError(message, hint="normalise over more, or call eval()")
     dims = [d for d in range(x.ndim) if d != 1]
     standardised = _standardise(x, placement, dims, dims, count, layer.eps)
     if has_statistics:

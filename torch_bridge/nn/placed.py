@@ -217,8 +217,8 @@ def _placed_as(
     check_axes(layout, processes.mesh)
     # Layers compute with values: partial sums are none, and rows that blocks share would count twice.
     if layout.tags or any(dim.overlap for dim in layout.dims):
-        what = "layers work on blocks of values that do not overlap"
-        raise NotationError(what, text=text, hint="as in b c h/sp w")
+        message = "layers work on blocks of values that do not overlap"
+        raise NotationError(message, text=text, hint="as in b c h/sp w")
     known_lengths: dict[str, int | None] = {}
     if shape is not None:
         if len(shape) != len(local_shape):
@@ -229,9 +229,9 @@ def _placed_as(
     placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole_shape), processes)
     # Uneven parts without shape= show here, on some processes at least.
     if placement.local_shape != local_shape:
-        what = f"the block has shape {local_shape}, not {placement.local_shape}"
+        message = f"the block has shape {local_shape}, not {placement.local_shape}"
         hint = (
             f"this process's part of a {whole_shape} array; pass shape= where blocks differ in size"
         )
-        raise ShapeError(what, text=text, hint=hint)
+        raise ShapeError(message, text=text, hint=hint)
     return placement

@@ -106,8 +106,8 @@ def _pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     fitted_args = tuple(_fitted(x, result) for x in args)
     is_in_place = name.endswith("_") and not name.endswith("__")
     if is_in_place and fitted_args[0] is not args[0]:
-        what = f"{name}() on a tensor that is not sharded like its result"
-        raise XshardError(what, hint="not in place")
+        message = f"{name}() on a tensor that is not sharded like its result"
+        raise XshardError(message, hint="not in place")
     fitted_kwargs = {key: _fitted(x, result) for key, x in kwargs.items()}
     y = func(*fitted_args, **fitted_kwargs)
     for part in tensors_in((y,)):  # frexp returns two
@@ -286,8 +286,8 @@ def _global_fft_lengths(
         if placement.is_sharded(d) and lengths[i] != -1:
             if not placement.sharding.is_even or lengths[i] != placement.local_shape[d]:
                 function = name.removeprefix("fft_")
-                what = f"{function}() of {lengths[i]} rows of dim '{placement.layout.dims[d]}'"
-                raise XshardError(what, hint="sharded dims keep the length that they have")
+                message = f"{function}() of {lengths[i]} rows of dim '{placement.layout.dims[d]}'"
+                raise XshardError(message, hint="sharded dims keep the length that they have")
             result[i] = -1
     return result
 
@@ -327,18 +327,18 @@ def _check_not_random(name: str, args: Args, kwargs: Kwargs) -> None:
         return
     _, p, training = _arguments(args, kwargs, ("input", "p", "training"), 0.5, True)
     if training and p > 0:
-        what = f"{name}() of a whole tensor in training: devices would draw different numbers"
-        raise XshardError(what, hint="use it on blocks, or after the model")
+        message = f"{name}() of a whole tensor in training: devices would draw different numbers"
+        raise XshardError(message, hint="use it on blocks, or after the model")
 
 
 def _used_beside(placement: Placement, x: Tensor) -> Tensor:
     """Return a tensor for use with a block: its gradient is summed over axes that shard only the block."""
-    own = recorded(x)
-    if own is None:  # a parameter, or a constant
+    placement_of_x = recorded(x)
+    if placement_of_x is None:  # a parameter, or a constant
         (copy,) = placement.parameter_copies([x])
         assert copy is not None
         return copy
-    missing_axes = tuple(axis for axis in placement.axes if axis not in own.axes)
+    missing_axes = tuple(axis for axis in placement.axes if axis not in placement_of_x.axes)
     if missing_axes and x.requires_grad and torch.is_grad_enabled():
         return copy_to(x, missing_axes, placement.processes)
     return x
@@ -363,8 +363,8 @@ def _broadcast(placements: Sequence[Placement]) -> Placement:
                 dims[d] = replace(dim, name=dims[d].name)
                 shape[d] = length
             elif length not in (1, shape[d]):
-                what = f"{length} rows of dim {dim.name!r} meet {shape[d]}"
-                raise ShapeError(what, text=str(placement.layout))
+                message = f"{length} rows of dim {dim.name!r} meet {shape[d]}"
+                raise ShapeError(message, text=str(placement.layout))
     return base.with_dims(dims, shape)
 
 
@@ -376,8 +376,8 @@ def _fitted(x: Any, result: Placement) -> Any:
         return x
     offset = len(result.shape) - x.ndim
     if offset < 0:
-        what = f"{x.ndim} dims meet {len(result.shape)}"
-        raise ShapeError(what, text=str(result.layout), hint="as many dims")
+        message = f"{x.ndim} dims meet {len(result.shape)}"
+        raise ShapeError(message, text=str(result.layout), hint="as many dims")
     target_dims = result.layout.dims[offset:]
     placement = recorded(x)
     # A parameter or a constant: on all processes equal, if it broadcasts along sharded dims.
@@ -402,9 +402,9 @@ def _check_broadcasts(x: Tensor, dims: Sequence[Dim], result: Placement) -> None
     """Raise ShapeError if a tensor without a record has several rows where the result is sharded."""
     for length, dim in zip(x.shape, dims, strict=True):
         if length > 1 and dim.axes:
-            what = f"{length} rows without a recorded sharding meet dim '{dim}'"
+            message = f"{length} rows without a recorded sharding meet dim '{dim}'"
             hint = "slice it first, or make it an input of the model"
-            raise ShapeError(what, text=str(result.layout), hint=hint)
+            raise ShapeError(message, text=str(result.layout), hint=hint)
 
 
 def _dim_number(dim: int, placement: Placement) -> int:
@@ -474,9 +474,9 @@ def _is_pointwise(name: str) -> bool:
 
 
 def _not_of_blocks(name: str) -> XshardError:
-    what = f"{name}() of a block is not a block of {name}() of the array"
+    message = f"{name}() of a block is not a block of {name}() of the array"
     hint = "use a module, which becomes a layer, or redistribute what it needs whole"
-    return XshardError(what, hint=hint)
+    return XshardError(message, hint=hint)
 
 
 class Propagation(TorchFunctionMode):

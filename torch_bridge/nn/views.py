@@ -126,8 +126,8 @@ def _view_placement(
             raise needs_whole(placement, d, operation)
         if may_split and _has_more_ones_beside(target, viewed.number, source, d):
             # Rows in groups of a block's number look like the rows of the block beside a dim of length 1.
-            what = f"{operation} puts a dim of length 1 beside '{dim}'"
-            raise XshardError(what, hint="unsqueeze() does")
+            message = f"{operation} puts a dim of length 1 beside '{dim}'"
+            raise XshardError(message, hint="unsqueeze() does")
         sharded[viewed.number] = viewed
     for viewed in (*whole, *sharded.values()):  # a sharded dim prevails
         dims[viewed.number] = viewed.dim

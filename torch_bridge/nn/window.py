@@ -76,8 +76,10 @@ def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame
         frames.append(frame if dim.axes else replace(frame, source=dim))
     if any(frame.length < 1 for frame in frames):
         kernel = tuple(window.k for window in windows)
-        what = f"no output: kernel {kernel} over {placement.shape[first:]}"
-        raise ShapeError(what, text=str(placement.layout), hint="a smaller kernel, or more padding")
+        message = f"no output: kernel {kernel} over {placement.shape[first:]}"
+        raise ShapeError(
+            message, text=str(placement.layout), hint="a smaller kernel, or more padding"
+        )
     return frames
 
 
