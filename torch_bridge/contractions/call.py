@@ -1,4 +1,5 @@
 """A contraction as a value: its plan, its executable, and the facts that ranks compare.
+
 It checks first the values that all processes have in common, so that all raise or none; then local blocks.
 """
 
@@ -64,22 +65,31 @@ class EinsumCall(NamedTuple):
         cls,
         expression: str | ContractionPlan,
         mesh: Any,
+        *,
+        profile: Any,
+        overlap: str,
         shape: Any = None,
         sizes: Any = None,
-        **rest: Any,
+        memory_limit: Any = None,
+        comm_dtype: Any = None,
     ) -> EinsumCall:
-        """The call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
-        if mesh is not None:
+        """Return the call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
+        if mesh is not None:  # raises for anything but a mesh; DTensors bring theirs later
             as_mesh(mesh)
-        travels = rest.get("comm_dtype")
-        limit = limit_of(rest.get("memory_limit"))
-        travels = None if travels is None else comm_dtypes(travels)
         call = cls(
-            expression, mesh, None, asked_for(rest["profile"]), limit, travels, rest["overlap"]
+            expression=expression,
+            mesh=mesh,
+            shapes=None,
+            profile=asked_for(profile),
+            memory_limit=limit_of(memory_limit),
+            comm_dtype=None if comm_dtype is None else comm_dtypes(comm_dtype),
+            overlap=overlap,
         )
         if shape is None and sizes is None:
             return call
-        return call._replace(shapes=shapes_of(call.contraction, *whole_lengths(sizes, shape))[1])
+        lengths, whole = whole_lengths(sizes, shape)
+        _, shapes = shapes_of(call.contraction, lengths, whole)
+        return call._replace(shapes=shapes)
 
     @property
     def contraction(self) -> Contraction:
@@ -87,63 +97,126 @@ class EinsumCall(NamedTuple):
         return contraction_of(self.expression)
 
     def executable(self, blocks: Sequence[Tensor]) -> ContractionExecutable:
-        """The executable of this process, from the cache if it is there. Raises as `einsum` does."""
+        """Return the executable of this process, from the cache if it is there. Raises as `einsum` does."""
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
-        return calls.unless_fake(_executable, blocks, self, _facts(blocks), differentiated)
+        return calls.unless_fake(_executable, blocks, self, _block_types(blocks), differentiated)
 
     def plan(self, blocks: Sequence[calls.Block]) -> tuple[ContractionPlan, ProcessMesh]:
-        """The plan, and the processes that run it. Raises ShapeError unless the blocks fit."""
-        call = self.contraction
+        """Return the plan, and the processes that run it. Raises ShapeError unless the blocks fit."""
+        # First what all processes have in common: all raise or none.
         processes = process_mesh(as_mesh(self.mesh, HINT))
-        for layout in call.arrays:
-            check_axes(layout, processes.mesh, call.text)
-        call = _for_operands(call, blocks)
+        contraction = self.contraction
+        for layout in contraction.arrays:
+            check_axes(layout, processes.mesh, contraction.text)
+        contraction = _for_operands(contraction, blocks)
         _, dtype, tensor_device = blocks[0]
-        name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
+        # Moves are planned, and priced, in the dtype in which operands travel.
+        dtype_name = name_of(comm_dtype_of(self.comm_dtype, dtype).forward)
         if isinstance(self.expression, ContractionPlan):
             plan = self.expression
-            about = {"text": plan.text, "hint": "pass the expression, or a plan made for them"}
-            check_given("the operands are", plan, name, self.shapes, processes.mesh, **about)
+            hint = "pass the expression, or a plan made for them"
+            check_given(
+                "the operands are",
+                plan,
+                dtype_name,
+                self.shapes,
+                processes.mesh,
+                text=plan.text,
+                hint=hint,
+            )
         else:
-            axes = tuple(dict.fromkeys(axis for layout in call.arrays for axis in layout.axes))
-            links = calls.links_along(machine(self.profile, tensor_device), axes, processes)
-            processes = processes.along(axes)
-            shapes = self.shapes or whole_shapes(
-                call, processes.mesh, tuple(shape for shape, *_ in blocks)
-            )
-            limit = self.memory_limit
-            overlap = self.overlap
-            plan = plan_contraction(
-                call, processes.mesh, shapes, name, links, limit, None, None, overlap
-            )
+            plan, processes = self._planned(contraction, processes, blocks, dtype_name)
         _check_product(plan, dtype, tensor_device)
-        inferred = self.shapes is None and self.expression is not plan
-        starts = text_spans(call.text).layouts
-        for i, (array, (block, *_)) in enumerate(zip(plan.arrays, blocks, strict=False)):
-            what = f"the block of operand {i + 1} on"
-            options = {"inferred": inferred, "start": starts[i][0]}
-            calls.check_local(what, block, array, processes, call.text, **options)
+        # Last, as it may raise on some processes only.
+        self._check_blocks(plan, processes, contraction, blocks)
         return plan, processes
 
+    def _planned(
+        self,
+        contraction: Contraction,
+        processes: ProcessMesh,
+        blocks: Sequence[calls.Block],
+        dtype_name: str,
+    ) -> tuple[ContractionPlan, ProcessMesh]:
+        """Plan on the axes that the contraction names: blocks may differ along the others."""
+        names: dict[str, None] = {}  # in their order
+        for layout in contraction.arrays:
+            names.update(dict.fromkeys(layout.axes))
+        axes = tuple(names)
+        _, _, tensor_device = blocks[0]
+        profile = calls.links_along(machine(self.profile, tensor_device), axes, processes)
+        # Links of the whole mesh first: how the axes lie on nodes shows only there.
+        processes = processes.along(axes)
+        shapes = self.shapes
+        if not shapes:
+            local_shapes = tuple(shape for shape, *_ in blocks)
+            shapes = whole_shapes(contraction, processes.mesh, local_shapes)
+        plan = plan_contraction(
+            contraction,
+            processes.mesh,
+            shapes,
+            dtype_name,
+            profile,
+            self.memory_limit,
+            flops_limit=None,
+            objective=None,
+            overlap=self.overlap,
+        )
+        return plan, processes
+
+    def _check_blocks(
+        self,
+        plan: ContractionPlan,
+        processes: ProcessMesh,
+        contraction: Contraction,
+        blocks: Sequence[calls.Block],
+    ) -> None:
+        """Raise ShapeError unless each block is this process's part of its array."""
+        # Lengths that were inferred from blocks can be wrong by them: the hint says so.
+        is_inferred = self.shapes is None and self.expression is not plan
+        spans = text_spans(contraction.text).layouts
+        for i, (shape, *_) in enumerate(blocks):
+            calls.check_local(
+                f"the block of operand {i + 1} on",
+                shape,
+                plan.arrays[i],
+                processes,
+                contraction.text,
+                inferred=is_inferred,
+                start=spans[i][0],
+            )
+
     def facts(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> CallFacts:
-        """What ranks compare before this call with blocks."""
-        plan, processes = self.plan(_facts(blocks))
-        moves = (move for part in plan.parts for move in (*part.moves, part.result))
-        rounds = (f"rounds {part.ring.key}" for part in plan.parts if part.ring)
-        steps = (plan.local, *(step for move in moves for step in move.steps), *rounds)
-        sent = {"shape": plan.shapes, "dtype": blocks[0].dtype, "device": blocks[0].device.type}
-        sent |= {
-            "comm_dtype": self.comm_dtype,
-            "save": "used" if keeps else "given",
-            "async_op": async_op,
-        }
-        within = sent_facts(plan, steps, **sent, **derivatives_of(*blocks))
-        own = {"blocks": str([tuple(x.shape) for x in blocks])}
+        """Return what ranks compare before this call with blocks."""
+        plan, processes = self.plan(_block_types(blocks))
+        within = sent_facts(
+            plan,
+            _executed_steps(plan),
+            shape=plan.shapes,
+            dtype=blocks[0].dtype,
+            device=blocks[0].device.type,
+            comm_dtype=self.comm_dtype,
+            save="used" if keeps else "given",
+            async_op=async_op,
+            **derivatives_of(*blocks),
+        )
+        # Shapes of blocks may differ between ranks; they are part of the error only.
+        local_facts = {"blocks": str([tuple(x.shape) for x in blocks])}
         everywhere = {"expression": plan.text, "mesh": calls.ranked(as_mesh(self.mesh, HINT))}
-        return CallFacts(everywhere, within, processes.ranks, own)
+        return CallFacts(everywhere, within, processes.ranks, local_facts)
 
 
-def _facts(blocks: Sequence[Tensor]) -> tuple[calls.Block, ...]:
+def _executed_steps(plan: ContractionPlan) -> list[object]:
+    """Return what the plan does on every rank, in an order that is the same on all."""
+    steps: list[object] = [plan.local]
+    for part in plan.parts:
+        for move in (*part.moves, part.result):
+            steps.extend(move.steps)
+    steps.extend(f"rounds {part.ring.key}" for part in plan.parts if part.ring)
+    return steps
+
+
+def _block_types(blocks: Sequence[Tensor]) -> tuple[calls.Block, ...]:
     return tuple((x.shape, x.dtype, x.device) for x in blocks)
 
 
@@ -151,7 +224,7 @@ def _facts(blocks: Sequence[Tensor]) -> tuple[calls.Block, ...]:
 def _executable(
     call: EinsumCall, blocks: tuple[calls.Block, ...], differentiated: bool, world: object
 ) -> ContractionExecutable:
-    """Cached by the world too: an `xshard.Mesh` has other processes in another world."""
+    """Lower a call. Cached by the world too: an `xshard.Mesh` has other processes in another world."""
     plan, processes = call.plan(blocks)
     _, dtype, device = blocks[0]
     travels = comm_dtype_of(call.comm_dtype, dtype)
@@ -159,16 +232,15 @@ def _executable(
 
 
 def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **options: Any) -> Tensor:
-    """`einsum` while a compiler records; all lengths are compiled for."""
+    """Run `einsum` while a compiler records; all lengths are compiled for."""
     calls.check_no_transform()
-    lengths = tuple((tuple(map(int, x.shape)), x.dtype, x.device) for x in blocks)
+    block_types = tuple((tuple(map(int, x.shape)), x.dtype, x.device) for x in blocks)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
-    with (
-        unset_fake_temporarily(),
-        disable_proxy_modes_tracing(),
-    ):  # groups and cached tensors must be real
+    # Private names of torch: without them, groups and cached tensors would be fake, or a part of the graph.
+    with unset_fake_temporarily(), disable_proxy_modes_tracing():
         call = EinsumCall.of(expression, mesh, **options)
-        executable = _executable(call, lengths, differentiated, world())
+        executable = _executable(call, block_types, differentiated, world())
+    # Lowered again: what the graph records must not come from the cache, with its tensors.
     lowering = replace(executable.lowering, lower=partial(lower, lengths={}))
     return lowering.contraction(executable.plan)(blocks, save == "used", False)
 
@@ -177,38 +249,44 @@ calls.TRACED["einsum"] = _traced
 
 
 def _for_operands(given: Contraction, blocks: Sequence[calls.Block]) -> Contraction:
-    """The contraction of such blocks. Raises XshardError unless each operand has one, all of one kind."""
+    """Return the contraction of such blocks. Raises XshardError unless all operands have one, alike."""
     check_number(given, blocks)
-    check_device(blocks[0][2])
-    for (_, *kind), span in zip(blocks, text_spans(given.text).layouts, strict=False):
-        for error, one, other in zip((DtypeError, MeshError), blocks[0][1:], kind, strict=True):
-            if one != other:
-                what = f"one operand is {one}, another {other}"
-                hint = "x.to(...): they are multiplied as they are"
-                raise error(what, text=given.text, span=span, hint=hint)
+    _, dtype, device = blocks[0]
+    check_device(device)
+    for (_, other_dtype, other_device), span in zip(
+        blocks, text_spans(given.text).layouts, strict=False
+    ):
+        hint = "x.to(...): they are multiplied as they are"
+        if dtype != other_dtype:
+            message = f"one operand is {dtype}, another {other_dtype}"
+            raise DtypeError(message, text=given.text, span=span, hint=hint)
+        if device != other_device:
+            message = f"one operand is {device}, another {other_device}"
+            raise MeshError(message, text=given.text, span=span, hint=hint)
     return for_operands(given, tuple(tuple(shape) for shape, *_ in blocks))
 
 
 def check_number(given: Contraction, tensors: Sequence[object]) -> None:
     """Raise NotationError unless there is one tensor per operand."""
     if len(tensors) != len(given.operands):
-        what = f"{len(tensors)} tensors for {len(given.operands)} operands"
-        raise NotationError(what, text=given.text, hint=HINT)
+        message = f"{len(tensors)} tensors for {len(given.operands)} operands"
+        raise NotationError(message, text=given.text, hint=HINT)
 
 
 def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise DtypeError where torch cannot multiply such a dtype."""
+    """Raise DtypeError where torch cannot multiply such a dtype: it is tried on small blocks."""
     for part in plan.parts:
+        # The dims of any device will do.
         local = LocalContraction.of(part, 0)
+        blocks = [
+            torch.zeros((2,) * len(names), dtype=dtype, device=device) for names in local.operands
+        ]
         try:
-            local(
-                *(
-                    torch.zeros((2,) * len(dims), dtype=dtype, device=device)
-                    for dims in local.operands
-                )
-            )
+            local(*blocks)
         except RuntimeError as error:
-            what = f"torch cannot multiply {dtype}: {str(error).partition(chr(10))[0]}"
+            reason = str(error).partition("\n")[0]
             raise DtypeError(
-                what, text=plan.text, hint="cast the operands first: x.to(...)"
+                f"torch cannot multiply {dtype}: {reason}",
+                text=plan.text,
+                hint="cast the operands first: x.to(...)",
             ) from None

@@ -26,7 +26,7 @@ from xshard.notation.maps import Maps
 from xshard.notation.parser import text_spans
 
 
-def einsum(
+def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
     expression: str | ContractionPlan,
     *operands: Tensor,
     mesh: MeshLike | None = None,
@@ -40,39 +40,55 @@ def einsum(
     async_op: bool = False,
     maps: Maps | None = None,
 ) -> Tensor | PendingTensor:
-    """This process's blocks of the operands -> its block of their contraction, differentiable.
+    """Contract sharded operands, differentiably: this process's blocks -> its block of the result.
 
-    `"b s/tp d, d f/tp -> b s f/tp"`: every operand under its layout, and the result, in which dims that it
-    lacks are summed; `...`, composed dims, `(h d)/tp`, and diagonals, `i i`, are as in numpy and einops.
-    Operands are moved as the plan says, each process contracts its blocks, and the result is moved: a new
-    tensor, contiguous. All processes of the mesh call it, with equal arguments except the values of blocks,
-    and with equal `requires_grad`.
+        y = xt.einsum("b s/tp d, d f/tp -> b s f/tp", x, w, mesh=mesh)  # [b, s/4, d], [d, f/4] -> [b, s, f/4]
 
-    expression: text, or a plan (`xshard.plan`), which is run as it is. Axes that it does not name are left
-    alone: blocks may differ along them.
-    mesh: a `DeviceMesh` with named dims, or an `xshard.Mesh` over the world; DTensors bring their own.
-    shape, sizes: the global shape of every operand, or the length of every dim by name, if blocks
-    differ in size. Without them a dim is as long as an operand says that has it whole, else blocks are equal.
-    profile: the machine to plan for. memory_limit: bytes, or "2GiB", that no device may exceed, forward.
-    save: the operands to keep for the gradients: as they were "used", or as they were "given", to be
-    moved once more, as in ZeRO-3.
-    overlap: whether a gather or a reduce-scatter may run in rounds, in which one part is contracted while the
-    next travels: "never", "auto" where the profile predicts a gain, "always" where it can.
-    comm_dtype, maps: as in `redistribute`; products are in the operands' dtype, as by `torch.einsum`.
-    async_op: return at once, with a `PendingTensor`; the move of the result is under way.
-    DTensors must be placed as their layouts say, and the result is a DTensor.
+    Operands are moved as the plan says, each process contracts its blocks, and the result is moved. All
+    processes of the mesh call it, with equal arguments except the values of blocks, and with equal
+    `requires_grad`. Products are in the operands' dtype, as by `torch.einsum`.
 
-    Raises, before anything is sent, MeshError, NotationError, DtypeError, PlanError, on all processes;
-    ShapeError for a block that does not fit, on its own process; with XSHARD_DEBUG=1 DesyncError on all.
+    Args:
+        expression: Every operand under its layout, and the result, in which dims that it lacks are summed;
+            `...`, composed dims, `(h d)/tp`, and diagonals, `i i`, are as in numpy and einops. Or a plan
+            (`xshard.plan`), which is run as it is. Axes that it does not name are left alone: blocks may
+            differ along them.
+        *operands: This process's blocks. DTensors must be placed as their layouts say, and the result is a
+            DTensor.
+        mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world; DTensors bring their own.
+        shape: The global shape of every operand, if blocks differ in size.
+        sizes: Or the length of every dim by name. Without both, a dim is as long as an operand says that has
+            it whole, else blocks are equal.
+        profile: The machine to plan for.
+        memory_limit: Bytes, or "2GiB", that no device may exceed, forward.
+        save: The operands to keep for the gradients: as they were "used", or as they were "given", to be
+            moved once more, as in ZeRO-3.
+        overlap: Whether a gather or a reduce-scatter may run in rounds, in which one part is contracted while
+            the next travels: "never", "auto" where the profile predicts a gain, "always" where it can.
+        comm_dtype: As in `redistribute`.
+        async_op: Return at once, with a `PendingTensor`; the move of the result is under way.
+        maps: As in `redistribute`.
 
-    >>> import torch, torch.distributed as dist, torch_bridge as xt, xshard as xs
-    >>> def layer():
-    ...     x, w = torch.ones(1, 4), torch.full((4, 1), dist.get_rank())
-    ...     return xt.einsum("s/tp d, d f/tp -> s f/tp", x.long(), w, mesh=xs.Mesh(tp=2)).tolist()
-    >>> xt.testing.run_ranks(2, layer)
-    [[[0], [0]], [[4], [4]]]
+    Returns:
+        This process's block of the result: a new tensor, contiguous.
+
+    Raises:
+        MeshError, NotationError, DtypeError, PlanError: Before anything is sent, on all processes.
+        ShapeError: For a block that does not fit, on its own process.
+        DesyncError: With XSHARD_DEBUG=1, on all processes, if their calls differ.
+
+    Examples:
+        >>> import torch, torch.distributed as dist, torch_bridge as xt, xshard as xs
+        >>> def layer():
+        ...     x, w = torch.ones(1, 4), torch.full((4, 1), dist.get_rank())
+        ...     return xt.einsum(
+        ...         "s/tp d, d f/tp -> s f/tp", x.long(), w, mesh=xs.Mesh(tp=2)
+        ...     ).tolist()
+        >>> xt.testing.run_ranks(2, layer)
+        [[[0], [0]], [[4], [4]]]
     """
-    expression = expression if maps is None else named(expression, maps)
+    if maps is not None:
+        expression = named(expression, maps)
     if save not in ("used", "given"):
         raise PlanError(
             f"save is {save!r}", hint='"used": operands where they are contracted, or "given"'
@@ -84,82 +100,102 @@ def einsum(
         "sizes": sizes,
         "profile": profile,
         "overlap": overlap,
+        "memory_limit": memory_limit,
+        "comm_dtype": comm_dtype,
     }
-    options |= {"memory_limit": memory_limit, "comm_dtype": comm_dtype}
     if torch.compiler.is_compiling():
-        from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
-
-        blocks = list(map(_autocast, operands))
-        if compiled.is_recorded(blocks, expression, mesh, profile):
-            return compiled.recorded(
-                "einsum", blocks, expression, mesh, options | {"save": save}, async_op
-            )
-        options |= {"mesh": mesh, "save": save, "async_op": async_op}
-        return compiled.eagerly(einsum, expression, *operands, **options)
+        return _compiled(expression, operands, mesh, save, async_op, options)
     check_not_swapped()
     call = EinsumCall.of(expression, mesh, **options)
     blocks = list(operands)
     if not all(isinstance(x, Tensor) for x in blocks):
         check_number(call.contraction, blocks)
         blocks = [as_tensor(x, f"tensor {i + 1}", HINT) for i, x in enumerate(blocks)]
-    if any(map(is_dtensor, blocks)):
-        if async_op:
-            raise PlanError(
-                "async_op is for tensors", hint="a DTensor waits for its local block at once"
-            )
-        return _of_dtensors(call, blocks, save == "used")
-    return _of_blocks(call, blocks, save == "used", async_op)
+    keeps = save == "used"
+    if not any(map(is_dtensor, blocks)):
+        return _of_blocks(call, blocks, keeps, async_op)
+    if async_op:
+        hint = "a DTensor waits for its local block at once"
+        raise PlanError("async_op is for tensors", hint=hint)
+    return _of_dtensors(call, blocks, keeps)
 
 
+def _compiled(
+    expression: str | ContractionPlan,
+    operands: Sequence[Tensor],
+    mesh: MeshLike | None,
+    save: str,
+    async_op: bool,
+    options: dict[str, Any],
+) -> Any:
+    """Record the call in the graph of a compiler; what a graph cannot hold runs between two graphs."""
+    from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
+
+    blocks = [_autocast(x) for x in operands]
+    if compiled.is_recorded(blocks, expression, mesh, options["profile"]):
+        recorded_options = {**options, "save": save}
+        return compiled.recorded("einsum", blocks, expression, mesh, recorded_options, async_op)
+    return compiled.eagerly(
+        einsum, expression, *operands, mesh=mesh, save=save, async_op=async_op, **options
+    )
+
+
+# Hot: every cached call comes through here.
 def _of_blocks(
     call: EinsumCall, blocks: list[Tensor], keeps: bool, async_op: bool = False
 ) -> Tensor | PendingTensor:
+    """Compare the call with other ranks, if asked for, and run its executable."""
     for x in blocks:
         check_dense(x)
+    # Private name of torch: without it, every call would ask for the dtype of each of its blocks.
     if torch._C._is_any_autocast_enabled():
-        blocks = list(map(_autocast, blocks))
-    prepare = partial(call.facts, blocks, keeps, async_op)
-    compared = (
-        desync.compare_call(call.mesh, call.contraction.text, prepare) if desync.ALWAYS else None
-    )
+        blocks = [_autocast(x) for x in blocks]
+    compared = None
+    if desync.ALWAYS:
+        prepare = partial(call.facts, blocks, keeps, async_op)
+        compared = desync.compare_call(call.mesh, call.contraction.text, prepare)
     return watched(compared, call.executable(blocks)(blocks, keeps, async_op), *blocks)
 
 
 def _autocast(x: Any) -> Any:
-    """The block in the dtype in which autocast multiplies, cast before it travels."""
-    if (
-        not isinstance(x, Tensor)
-        or not x.is_floating_point()
-        or x.dtype == torch.float64
-        or x.is_meta
-    ):
+    """Return the block in the dtype in which autocast multiplies, cast before it travels."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    if x.dtype == torch.float64 or x.is_meta:  # autocast leaves them as they are
         return x
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tensor:
+    """Contract DTensors, which must be placed as their layouts say -> a DTensor."""
     from torch_bridge.dtensor.function import as_dtensor
     from torch_bridge.dtensor.placements import local_of, to_placements, whole_of
 
     contraction = call.contraction
-    dtensors: list[Any] = list(filter(is_dtensor, operands))
+    dtensors: list[Any] = [x for x in operands if is_dtensor(x)]
     mesh = dtensors[0].device_mesh
     check_number(contraction, operands)
+    # A plain tensor beside them could be a block or a whole array.
     if len(dtensors) < len(operands) or any(x.device_mesh != mesh for x in dtensors):
-        what = "not all operands are DTensors of one mesh"
-        raise MeshError(what, text=contraction.text, hint="all or none are")
-    own = tuple(whole_of(x, call.mesh, None) for x in dtensors)
-    contraction = for_operands(contraction, own)
+        message = "not all operands are DTensors of one mesh"
+        raise MeshError(message, text=contraction.text, hint="all or none are")
+    global_shapes = tuple(whole_of(x, call.mesh, None) for x in dtensors)
+    contraction = for_operands(contraction, global_shapes)
     shapes = call.shapes
     if shapes is None:
-        shapes = shapes_of(contraction, None, own)[1]
+        _, shapes = shapes_of(contraction, None, global_shapes)
     *arrays, result = written(contraction, mesh_of(mesh), shapes)
-    if (needed := tuple(array.shape for array in arrays)) != own:
-        what = f"the DTensors have shapes {own}, not {needed}"
-        raise ShapeError(what, text=contraction.text, hint="leave sizes= and shape= out")
+    # Only sizes= or shape= can ask for others.
+    needed_shapes = tuple(array.shape for array in arrays)
+    if needed_shapes != global_shapes:
+        message = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"
+        raise ShapeError(message, text=contraction.text, hint="leave sizes= and shape= out")
     to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
-    placed = zip(dtensors, contraction.arrays, text_spans(contraction.text).layouts, strict=False)
-    blocks = [local_of(x, layout, contraction.text, span) for x, layout, span in placed]
+    spans = text_spans(contraction.text).layouts
+    blocks = [
+        local_of(x, layout, contraction.text, span)
+        for x, layout, span in zip(dtensors, contraction.arrays, spans, strict=False)
+    ]
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
     return as_dtensor(as_tensor(y), result.layout, mesh, result.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,14 @@ from xshard.contractions.shapes import named_block
 from xshard.layout import Sharding
 
 Move = Executable | None  # None: neither the block moves nor its gradient
+View = Callable[[Tensor], Tensor]
 
 
-def _moved(move: Move, block: Any) -> Tensor:
+def _move(move: Move, block: Any) -> Tensor:
     """Run a move on a block, differentiable."""
-    return block if move is None else apply(move, block)
+    if move is None:
+        return block
+    return apply(move, block)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +42,10 @@ class Stages:
     result: Move
     is_last: bool  # its result is contiguous
 
+    # Hot: called for every cached einsum.
     def __call__(self, blocks: Sequence[Tensor], async_op: bool = False) -> Any:
-        y = self.contract(*map(_moved, self.moves, blocks))
+        """Move the operands, contract them, and move the result, or begin to."""
+        y = self.contract(*map(_move, self.moves, blocks))
         if self.result is not None:
             return PendingTensor.begin(y, self.result) if async_op else apply(self.result, y)
         if len(self.moves) == 1:
@@ -52,26 +57,37 @@ class Stages:
 
 @dataclass(frozen=True, eq=False)
 class PartExecutable:
-    """The blocks of operands -> the block of one part. stages: as `plain`, or in rounds."""
+    """The blocks of operands -> the block of one part of the contraction."""
 
-    takes: tuple[int, ...]
+    takes: tuple[int, ...]  # which of the blocks that are left
     plain: Stages
-    stages: Stages
+    stages: Stages  # as `plain`, or in rounds
     receives: bool
 
     def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
-        """keeps: keep operands as they were contracted; else gradients move them again."""
-        if keeps or not self.receives or not _records(blocks):
+        """Contract; keeps: keep operands as they were contracted, else gradients move them again."""
+        if keeps or not self.receives or not _are_kept_for_gradients(blocks):
             return self.stages(blocks, async_op)
+        # As in ZeRO-3: the given blocks are kept, which are smaller, and moved once more.
         y = MoveAgain.apply(self, *blocks)
         return PendingTensor(y, y.shape, y) if async_op else y
 
 
-def _records(blocks: Sequence[Tensor]) -> bool:
-    """Whether operands are kept for gradients. Tangents need them now."""
-    if forward_ad._current_level >= 0:
+def _are_kept_for_gradients(blocks: Sequence[Tensor]) -> bool:
+    """Return whether operands are kept for gradients. Tangents need them now."""
+    if _is_forward_mode():
         return False
-    return is_transformed() or (torch.is_grad_enabled() and any(x.requires_grad for x in blocks))
+    if is_transformed():
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
+
+
+def _is_forward_mode() -> bool:
+    """Return whether tangents are computed.
+
+    Private name of torch: without it, `MoveAgain`, which has no rule for tangents, would raise.
+    """
+    return forward_ad._current_level >= 0
 
 
 class MoveAgain(torch.autograd.Function):
@@ -81,33 +97,48 @@ class MoveAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(part: PartExecutable, *operands: Tensor) -> Tensor:
-        return part.stages(
-            operands
-        ).detach()  # callers may write to it, which autograd refuses for views
+        # Detached: callers may write to it, which autograd refuses for views.
+        return part.stages(operands).detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.plain = inputs[0].plain
+        ctx.stages = inputs[0].plain
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        plain, (_, *needed), operands = ctx.plain, ctx.needs_input_grad, ctx.saved_tensors
-        backward = [
-            None if move is None else move.backward for move in (*plain.moves, plain.result)
-        ]
-        local = _moved(backward[-1], cotangent)
-        others = [[j for j in range(len(operands)) if j != i] for i in range(len(operands))]
-        contracted = [
-            _moved(move, x).conj() if any(needed[i] for i in others[j]) else None
-            for j, (move, x) in enumerate(zip(plain.moves, operands, strict=True))
-        ]
+        """Move the operands again, and contract them with the cotangent."""
+        stages: Stages = ctx.stages
+        operands = ctx.saved_tensors
+        needs_gradient = ctx.needs_input_grad[1:]
+        local_cotangent = _move(_adjoint(stages.result), cotangent)
+        # An operand is needed for the gradients of the others. All processes move the same ones.
+        contracted: list[Tensor | None] = []
+        for i, operand in enumerate(operands):
+            is_needed = any((*needs_gradient[:i], *needs_gradient[i + 1 :]))
+            contracted.append(_move(stages.moves[i], operand).conj() if is_needed else None)
+        gradients: list[Tensor | None] = []
+        for i in range(len(operands)):
+            if not needs_gradient[i]:
+                gradients.append(None)
+                continue
+            others = (*contracted[:i], *contracted[i + 1 :])
+            local_gradient = stages.contract.gradient(i)(local_cotangent, *others)  # type: ignore[attr-defined]  # of `plain`
+            gradients.append(_move(_adjoint(stages.moves[i]), local_gradient))
+        return None, *gradients
 
-        def gradient(i: int) -> Tensor:
-            rest = (contracted[j] for j in others[i])
-            return _moved(backward[i], plain.contract.gradient(i)(local, *rest))
 
-        return None, *(gradient(i) if needed[i] else None for i in range(len(operands)))
+def _adjoint(move: Move) -> Move:
+    if move is None:
+        return None
+    return move.backward
+
+
+class OperandView(NamedTuple):
+    """The view of an operand's block with one dim for every name, where it has diagonals or composed dims."""
+
+    operand: int
+    view: View
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,23 +148,26 @@ class ContractionExecutable:
     plan: ContractionPlan
     lowering: Lowering  # which made it of the plan
     parts: tuple[PartExecutable, ...]
-    views: tuple[
-        tuple[int, Callable[[Tensor], Tensor]], ...
-    ]  # to one dim per name, of operands without
+    views: tuple[OperandView, ...]
     shape: torch.Size
 
+    # Hot: called for every cached einsum.
     def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
-        left = list(blocks)
+        """Contract part by part; the result of each is an operand of a later one."""
+        remaining = list(blocks)
         for i, view in self.views:
-            left[i] = view(left[i])
+            remaining[i] = view(remaining[i])
         for part in self.parts:
-            operands = [left[i] for i in part.takes]
-            left = [block for i, block in enumerate(left) if i not in part.takes]
-            left.append(part(operands, keeps, async_op and part.stages.is_last))
-        [y] = left
-        if isinstance(y, PendingTensor) and y.shape != self.shape:
+            # As in opt_einsum: a part takes some blocks, and its result comes last.
+            operands = [remaining[i] for i in part.takes]
+            remaining = [block for i, block in enumerate(remaining) if i not in part.takes]
+            remaining.append(part(operands, keeps, async_op and part.stages.is_last))
+        [y] = remaining
+        if y.shape == self.shape:
+            return y
+        if isinstance(y, PendingTensor):
             return PendingTensor(lambda: y.wait().reshape(self.shape), self.shape, y)
-        return y if y.shape == self.shape else y.reshape(self.shape)
+        return y.reshape(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,49 +182,59 @@ class Lowering:
     lower: Callable[[Plan, ProcessMesh, torch.device], Executable] = lower
 
     def contraction(self, plan: ContractionPlan) -> ContractionExecutable:
-        """The executable of a plan."""
+        """Return the executable of a plan."""
+        # On all processes in this order: groups may be made.
         parts = tuple(self._part(part, plan.text, part is plan.parts[-1]) for part in plan.parts)
-        arrays = enumerate(zip(plan.arrays, (move.source for move in plan.moves), strict=False))
-        views = tuple(
-            (i, self._view(array, named)) for i, (array, named) in arrays if array != named
-        )
+        views = []
+        for i, move in enumerate(plan.moves):
+            if plan.arrays[i] != move.source:
+                views.append(OperandView(i, self._view(plan.arrays[i], move.source)))
         shape = torch.Size(plan.arrays[-1].local_shape(self.processes.device))
-        return ContractionExecutable(plan, self, parts, views, shape)
+        return ContractionExecutable(plan, self, parts, tuple(views), shape)
 
-    def _view(self, array: Sharding, named: Sharding) -> Callable[[Tensor], Tensor]:
-        """An operand's block as it is written -> the one with a dim for every name."""
+    def _view(self, array: Sharding, named: Sharding) -> View:
+        """Return the view of an operand's block, as it is written, with a dim for every name."""
+        device = self.processes.device
+        block_shape = named.local_shape(device)
 
-        def rows(name: str) -> Tensor:
-            numbers = named.layout.positions(named.mesh, named.shape, name, self.processes.device)
+        def positions(name: str) -> Tensor:
+            numbers = named.layout.positions(named.mesh, named.shape, name, device)
             return torch.from_numpy(numbers).to(self.tensor_device)
 
-        block = named.local_shape(self.processes.device)
-        return lambda x: named_block(x, array.layout, named, block, rows)
+        def view(block: Tensor) -> Tensor:
+            return named_block(block, array.layout, named, block_shape, positions)
+
+        return view
 
     def _part(self, part: Part, text: str, is_last: bool) -> PartExecutable:
-        """text: the contraction, for errors."""
-        moves = tuple(self._move(move, text, lends=True) for move in part.moves)
+        """Return the executable of a part. text: the contraction, for errors."""
+        moves = tuple(self._lowered(move, text, may_return_input=True) for move in part.moves)
         receives = any(move.plan.bytes_received for move in moves if move is not None)
         local = LocalContraction.of(part, self.processes.device)
-        result = part.result
-        ring = part.ring
-        plain = stages = Stages(moves, local, self._move(result, text), is_last)
+        plain = Stages(moves, local, self._lowered(part.result, text), is_last)
         # Sums that travel in another dtype would be added in it.
-        if ring is not None and self.travels == (self.block, self.block):
-            rest = self._move(ring.rest, text, lends=ring.operand is not None)
-            rounds = Rounds.of(local, ring, self._move(ring.rotation, text))
-            moves = tuple(rest if i == ring.operand else move for i, move in enumerate(moves))
-            stages = Stages(moves, rounds, rest if ring.operand is None else plain.result, is_last)
+        if part.ring is None or self.travels != (self.block, self.block):
+            return PartExecutable(part.takes, plain, plain, receives)
+        ring = part.ring
+        # The steps that the rounds leave: of the operand that travels, or of the result.
+        rest = self._lowered(ring.rest, text, may_return_input=ring.operand is not None)
+        rounds = Rounds.of(local, ring, self._lowered(ring.rotation, text))
+        if ring.operand is None:
+            stages = Stages(moves, rounds, rest, is_last)
+        else:
+            moves = (*moves[: ring.operand], rest, *moves[ring.operand + 1 :])
+            stages = Stages(moves, rounds, plain.result, is_last)
         return PartExecutable(part.takes, plain, stages, receives)
 
-    def _move(self, plan: Plan, text: str, *, lends: bool = False) -> Move:
+    def _lowered(self, plan: Plan, text: str, *, may_return_input: bool = False) -> Move:
+        """Return the move of a plan for these blocks; None if it has no steps."""
         if not plan.steps:
             return None
-        forward = (
-            self.travels.forward if plan.bytes_received else self.block
-        )  # no cast without a message
-        move = self.lower(in_dtype(plan, forward), self.processes, self.tensor_device)
-        move = replace(move.casting(self.block, self.travels.backward), lends=lends, whole=text)
+        # No cast without a message.
+        dtype = self.travels.forward if plan.bytes_received else self.block
+        move = self.lower(in_dtype(plan, dtype), self.processes, self.tensor_device)
+        move = move.casting(self.block, self.travels.backward)
+        move = replace(move, may_return_input=may_return_input, contraction=text)
         if self.differentiated:
             move.plan_gradient()
         return move

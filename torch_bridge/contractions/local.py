@@ -1,5 +1,7 @@
-"""The contraction of one device's blocks by `torch.einsum`, and in rounds: one part while the next, a
-redistribution in flight, travels; so autograd runs the rounds backwards.
+"""The contraction of one device's blocks by `torch.einsum`, whole or in rounds.
+
+In rounds, one part is contracted while the next, a redistribution in flight, travels; so autograd runs the
+rounds backwards.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +28,13 @@ Names = tuple[str, ...]
 _NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 
+class RepeatedDim(NamedTuple):
+    """A dim that only the result has: its values are repeated along it."""
+
+    number: int
+    length: int
+
+
 @dataclass(frozen=True)
 class LocalContraction:
     """`torch.einsum` of blocks with named dims. A dim that only the result has is repeated."""
@@ -35,110 +45,133 @@ class LocalContraction:
 
     @classmethod
     def of(cls, part: Part, device: int) -> LocalContraction:
-        """The local contraction of a part on a device."""
-        names = tuple(x.layout.names for x in part.used)
-        lengths = dim_lengths(
-            (x.layout for x in part.used), (x.local_shape(device) for x in part.used)
-        )
+        """Return the local contraction of a part of a plan on a device."""
+        layouts = [array.layout for array in part.used]
+        lengths = dim_lengths(layouts, (array.local_shape(device) for array in part.used))
+        names = tuple(layout.names for layout in layouts)
         return cls(names, part.result.src.names, tuple(lengths.items()))
 
     @lru_cache(maxsize=256)  # noqa: B019 (a value, as its results)
     def gradient(self, i: int) -> LocalContraction:
-        """The gradient of operand `i`: the contraction of the cotangent and the other operands."""
-        rest = (*self.operands[:i], *self.operands[i + 1 :])
-        return LocalContraction((self.result, *rest), self.operands[i], self.lengths)
+        """Return the gradient of operand `i`: the contraction of the cotangent and the other operands.
 
+        "ij, jk -> ik" has "ik, jk -> ij" for operand 0.
+        """
+        others = (*self.operands[:i], *self.operands[i + 1 :])
+        return LocalContraction((self.result, *others), self.operands[i], self.lengths)
+
+    # Hot: called for every cached einsum.
     def __call__(self, *blocks: Tensor) -> Tensor:
-        kind = blocks[0].dtype
-        if kind in _NARROW:  # torch sums them into int64, and has no product of both
+        """Contract blocks in their own dtype, and repeat the result along dims of its own."""
+        dtype = blocks[0].dtype
+        if dtype in _NARROW:  # torch sums them into int64, and has no product of both
             blocks = tuple(x.long() for x in blocks)
-        y = torch.einsum(self._equation, *blocks).to(kind)
-        for d, length in self._repeated:
+        y = torch.einsum(self._equation, *blocks).to(dtype)
+        for d, length in self._repeated_dims:
             y = y.unsqueeze(d).expand(*y.shape[:d], length, *y.shape[d:])
         return y
 
     @cached_property
     def _equation(self) -> str:
+        """The text for `torch.einsum`, as in "ab,bc->ac"."""
         # torch sums dims in the order of their letters. In the order of the largest block it is not copied.
         # Torch itself decides which block comes first.
         lengths = dict(self.lengths)
-        largest = sorted(self.operands, key=lambda dims: -math.prod(lengths[name] for name in dims))
-        names = dict.fromkeys(name for dims in largest for name in dims)
-        letters = dict(zip(names, string.ascii_letters, strict=False))
-        left = ",".join("".join(letters[name] for name in dims) for dims in self.operands)
-        return f"{left}->{''.join(letters[name] for name in self.result if name in letters)}"
+        largest_first = sorted(
+            self.operands, key=lambda names: -math.prod(lengths[name] for name in names)
+        )
+        letters: dict[str, str] = {}
+        for names in largest_first:
+            for name in names:
+                letters.setdefault(name, string.ascii_letters[len(letters)])
+        operands = ["".join(letters[name] for name in names) for names in self.operands]
+        result = "".join(letters[name] for name in self.result if name in letters)
+        return f"{','.join(operands)}->{result}"
 
     @cached_property
-    def _repeated(self) -> tuple[tuple[int, int], ...]:
-        known = {name for dims in self.operands for name in dims}
-        return tuple(
-            (d, dict(self.lengths)[n]) for d, n in enumerate(self.result) if n not in known
-        )
+    def _repeated_dims(self) -> list[RepeatedDim]:
+        """Dims that only the result has."""
+        names_of_operands = set[str]().union(*self.operands)
+        lengths = dict(self.lengths)
+        return [
+            RepeatedDim(d, lengths[name])
+            for d, name in enumerate(self.result)
+            if name not in names_of_operands
+        ]
 
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The blocks of operands -> the local result. order: the pieces in the order of the products."""
+    """The blocks of operands -> the local result, one piece after the other."""
 
-    local: LocalContraction
+    local: LocalContraction  # of one piece
     ring: ContractionRing
-    rotation: Executable
-    order: tuple[int, ...]
+    rotation: Executable  # passes a piece on to the next device
+    order: tuple[int, ...]  # the pieces in the order of the products
 
     @classmethod
     def of(
         cls, whole: LocalContraction, ring: ContractionRing, rotation: Executable | None
     ) -> Rounds:
-        """`whole`, the contraction of the gathered operands, in the rounds of a ring."""
+        """Return `whole`, the contraction of the gathered operands, in the rounds of a ring."""
         assert rotation is not None, "a ring has two devices or more"
+        # Each product has an equal part of the dim that travels.
         lengths = tuple(
-            (name, k // ring.products if name == ring.dim else k) for name, k in whole.lengths
+            (name, length // ring.products if name == ring.dim else length)
+            for name, length in whole.lengths
         )
-        order = ring.order(ring.rotation.mesh.index(rotation.processes.device, (ring.axis,)))
-        return cls(replace(whole, lengths=lengths), ring, rotation, tuple(order))
+        position = ring.rotation.mesh.index(rotation.processes.device, (ring.axis,))
+        order = tuple(ring.order(position))
+        return cls(replace(whole, lengths=lengths), ring, rotation, order)
 
     def __call__(self, *blocks: Tensor) -> Tensor:
-        parts = [self._parts(i, block) for i, block in enumerate(blocks)]
-        i = self.ring.operand
-        return self._scattered(parts) if i is None else self._gathered(parts, i)
+        pieces = [self._pieces(i, block) for i, block in enumerate(blocks)]
+        if self.ring.operand is None:
+            return self._scattered(pieces)
+        return self._gathered(pieces, self.ring.operand)
 
-    def _parts(self, i: int, block: Tensor) -> Sequence[Tensor]:
-        """The block for each product, of an operand that stays; the own pieces of the one that travels."""
+    def _pieces(self, i: int, block: Tensor) -> Sequence[Tensor]:
+        """Return the block of operand `i` for each product; of the one that travels, its own pieces."""
         names = self.local.operands[i]
         if self.ring.dim not in names:
             return [block] * len(self.order)
+        dim = names.index(self.ring.dim)
         if i == self.ring.operand:
-            return block.chunk(self.ring.pieces, names.index(self.ring.dim))
-        parts = block.chunk(len(self.order), names.index(self.ring.dim))
-        return [parts[j] for j in self.order]
+            return block.chunk(self.ring.pieces, dim)
+        pieces = block.chunk(len(self.order), dim)
+        return [pieces[j] for j in self.order]
 
-    def _scattered(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        under_way = deque[PendingTensor]()
-        sums = list[Tensor]()
-        for k, blocks in enumerate(zip(*parts, strict=True)):
-            y = self.local(*blocks)
-            y = under_way.popleft().wait() + y if k >= self.ring.pieces else y
+    def _scattered(self, pieces: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return this process's sums: sums of pieces travel, and each device adds its product."""
+        in_flight = deque[PendingTensor]()
+        sums: list[Tensor] = []
+        for k, blocks in enumerate(zip(*pieces, strict=True)):
+            product = self.local(*blocks)
+            if k >= self.ring.pieces:  # the sums of the first pieces begin here
+                product = in_flight.popleft().wait() + product
             if k + self.ring.pieces < len(self.order):
-                under_way.append(PendingTensor.begin(y, self.rotation))
+                in_flight.append(PendingTensor.begin(product, self.rotation))
             else:
-                sums.append(y)
+                sums.append(product)
         return self._concatenated(sums)
 
-    def _gathered(self, parts: Sequence[Sequence[Tensor]], operand: int) -> Tensor:
-        under_way = deque[Tensor | PendingTensor](parts[operand])
-        results = list[Tensor]()
+    def _gathered(self, pieces: Sequence[Sequence[Tensor]], travelling: int) -> Tensor:
+        """Return the products with the pieces of one operand, which travel, put together."""
+        in_flight = deque[Tensor | PendingTensor](pieces[travelling])
+        products: list[Tensor] = []
         for k in range(len(self.order)):
-            block = under_way.popleft()
-            block = block.wait() if isinstance(block, PendingTensor) else block
+            piece = in_flight.popleft()
+            block = piece.wait() if isinstance(piece, PendingTensor) else piece
+            # Passed on before the product, so that it travels meanwhile; the last pieces stay.
             if k + self.ring.pieces < len(self.order):
-                under_way.append(PendingTensor.begin(block, self.rotation))
-            results.append(
-                self.local(*(block if i == operand else each[k] for i, each in enumerate(parts)))
-            )
+                in_flight.append(PendingTensor.begin(block, self.rotation))
+            operands = [block if i == travelling else pieces[i][k] for i in range(len(pieces))]
+            products.append(self.local(*operands))
         if self.ring.dim not in self.local.result:
-            return sum(results[1:], start=results[0])
-        return self._concatenated([results[self.order.index(j)] for j in range(len(self.order))])
+            return sum(products[1:], start=products[0])
+        return self._concatenated([products[self.order.index(j)] for j in range(len(self.order))])
 
     def _concatenated(self, pieces: Sequence[Tensor]) -> Tensor:
-        d = self.local.result.index(self.ring.dim)
-        return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), d)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(tuple(pieces), self.local.result.index(self.ring.dim))

@@ -1,0 +1,1 @@
+"""How this process executes a plan: messages, collectives and local steps."""

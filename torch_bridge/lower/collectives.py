@@ -1,5 +1,7 @@
-"""Collectives of one group of processes on flat dense tensors, on any backend and torch version. No argument
-is written to, and every result is a new tensor: autograd forbids writing to views that a Function returns.
+"""Collectives of one group of processes on flat dense tensors, on any backend and torch version.
+
+No argument is written to, and every result is a new tensor: autograd forbids writing to views that a
+Function returns.
 """
 
 from __future__ import annotations
@@ -19,30 +21,42 @@ from torch._C import _distributed_c10d as c10d
 from torch_bridge.mesh.failures import call_backend, raise_lost_peer
 from torch_bridge.mesh.process_mesh import Group
 
+
+def _method_name(kind: str, old_name: str) -> str:
+    """Return the name of a process group's method: torch 2.13 has new names, 2.11 only the old ones."""
+    new_name = f"{kind}_single"
+    return new_name if hasattr(dist.ProcessGroup, new_name) else old_name
+
+
 # Methods of a process group, called directly: the checks of `dist` take as long as the rest of a small call.
-# torch 2.13 has new names for them; torch 2.11 has only the old ones. They are looked up on the group itself,
-# which may be of a subclass: ranks as threads have another.
-_OLD = (("all_gather", "_allgather_base"), ("all_to_all", "alltoall_base"))
+# They are looked up on the group itself, which may be of a subclass: ranks as threads have another.
 _METHODS = {
-    kind: new if hasattr(dist.ProcessGroup, new := f"{kind}_single") else old
-    for kind, old in (*_OLD, ("reduce_scatter", "_reduce_scatter_base"))
+    "all_gather": _method_name("all_gather", "_allgather_base"),
+    "all_to_all": _method_name("all_to_all", "alltoall_base"),
+    "reduce_scatter": _method_name("reduce_scatter", "_reduce_scatter_base"),
 }
 
-# What torch can only see as other dtypes.
-FOUR_BITS = tuple(getattr(torch, name) for name in ("float4_e2m1fn_x2", "int4", "uint4"))
+# Torch cannot convert or compute in these dtypes: it can only view them as others.
+# mypy does not know all of them.
+FOUR_BITS: tuple[torch.dtype, ...] = tuple(
+    getattr(torch, name) for name in ("float4_e2m1fn_x2", "int4", "uint4")
+)
 
 # Dtypes that no backend knows -> a dtype of the same size, as which their bits travel.
-_FLOATS = "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"
-CARRIERS = {
-    **dict.fromkeys(
-        (*(getattr(torch, f"float8_{name}") for name in _FLOATS), *FOUR_BITS), torch.uint8
-    ),
-    **dict.fromkeys((torch.int16, torch.uint16), torch.float16),
+CARRIERS: dict[torch.dtype, torch.dtype] = {
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
+    **dict.fromkeys(FOUR_BITS, torch.uint8),
+    torch.int16: torch.float16,
+    torch.uint16: torch.float16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 _OPTIONS: dict[str, Any] = {
     "all_gather": c10d.AllgatherOptions,
@@ -51,19 +65,25 @@ _OPTIONS: dict[str, Any] = {
     "reduce_scatter": c10d.ReduceScatterOptions,
 }
 
-# For messages from rank to rank: a tag that keeps them apart from others between the same ranks, the name of
-# all of one collective in profiles and byte counters, and from how many bytes on they are faster than gloo's.
+# Point-to-point messages: a tag that keeps them apart from other messages between the same ranks, and the
+# name in profiles and byte counters of all messages of one collective.
 TAG = 7011
 MESSAGES = "xshard.messages"
-_LARGE = 1 << 17
 
+# Bytes from which on two messages are faster than gloo's collective of two ranks.
+_LARGE_BYTES = 1 << 17
 
-_UNWATCHED = nullcontext()  # recording a name takes 6 us
-Pending = Callable[[], Tensor]  # waits for a result that is under way and returns it
+# Private names of torch, bound once because calling them through a function of ours would cost more than they
+# do. Without them, messages have no name in profiles, or every call records one, which takes 6 us.
+_dispatch_mode_count = torch._C._len_torch_dispatch_stack
+_is_profiling = torch._C._autograd._profiler_enabled
+_UNRECORDED = nullcontext()
+
+Pending = Callable[[], Tensor]  # waits for a result that is under way, and returns it
 
 
 class Works(NamedTuple):
-    """Several operations under way that are waited for as one."""
+    """Several operations under way that are waited for together."""
 
     works: Sequence[dist.Work]
 
@@ -72,30 +92,48 @@ class Works(NamedTuple):
             work.wait()
 
 
-def _in_turn(sizes: Sequence[int]) -> list[slice]:
-    """The positions of messages, one after the other."""
-    return [slice(*rows) for rows in pairwise(accumulate(sizes, initial=0))]
+class Peer(NamedTuple):
+    """One rank of the group, and the elements of the two flat tensors that concern it."""
+
+    rank: int
+    sent: slice
+    arriving: slice
+
+
+class SplitSizes(NamedTuple):
+    """Elements from and for every rank, as an all-to-all takes them; empty if all are the same."""
+
+    received: list[int]
+    sent: list[int]
+
+
+class CallOptions(NamedTuple):
+    """The backend's options of a call that waits for its end, and of one that does not."""
+
+    blocking: Any
+    asynchronous: Any
 
 
 @dataclass(frozen=True)
 class Collective:
     """One collective of a group: every rank sends one flat tensor and receives another."""
 
-    kind: (
-        str  # as in `_OPTIONS`, or permute: at most one message from every rank, not for compilers
-    )
+    # One of `_OPTIONS`; or "permute": at most one message from every rank, which compilers cannot record.
+    kind: str
     group: Group
-    sent: Sequence[int] = field(
-        compare=False
-    )  # elements per rank, or one number if all are the same
+    # Elements per rank, or one number if all ranks have the same.
+    sent: Sequence[int] = field(compare=False)
     received: Sequence[int] = field(compare=False)
     op: str | None = None
-    is_even: bool = field(default=False, compare=False)  # messages have one size everywhere
+    is_even: bool = field(default=False, compare=False)  # all messages of all ranks have one size
+
+    # Hot: `run` and what it calls are executed for every cached collective, in a straight line.
 
     def run(self, messages: Tensor, shape: Sequence[int]) -> Tensor:
-        """A flat tensor of the messages to send -> the messages received, in a tensor of `shape`."""
+        """Send a flat tensor of messages -> the received messages, in a new tensor of `shape`."""
         if self.group.graph_name:
             return self.begin(messages, shape)()
+        # In its final shape: of a view, the caller could not write to the result under autograd.
         out = messages.new_empty(shape)
         self._issue(out.view(-1), messages, async_op=False)
         return out
@@ -108,110 +146,140 @@ class Collective:
         out = messages.new_empty(shape)
         work = self._issue(out.view(-1), messages, async_op=True)
 
-        def end(
-            _messages: Tensor = messages,
-        ) -> Tensor:  # keeps the messages alive until they have been sent
+        def end() -> Tensor:
+            """Wait; until then this closure keeps the messages alive, which are still being sent."""
             if work is not None:
                 call_backend(self.kind, self.group.ranks, work.wait)
-            if out.is_cuda:  # the stream that waits may not be the one on which they were allocated
-                for x in (out, _messages):
+            if out.is_cuda:
+                # The stream that waits may not be the one on which the tensors were allocated.
+                for x in (out, messages):
                     x.record_stream(torch.cuda.current_stream(x.device))
             return out
 
         return end
 
     @cached_property
-    def _splits(self) -> tuple[list[int], list[int]]:
-        """The split sizes of an all-to-all: none where all messages have one size, which is faster."""
+    def _splits(self) -> SplitSizes:
+        """The split sizes of an all-to-all; none where all messages have one size, which is faster."""
         # All ranks give them or none: NCCL's call without them skips a rank with nothing to send.
-        return ([], []) if self.is_even else (list(self.received), list(self.sent))
+        if self.is_even:
+            return SplitSizes([], [])
+        return SplitSizes(list(self.received), list(self.sent))
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
-        """Begin it -> the work to wait for, or None where it has ended."""
-        if messages.is_meta:  # shapes alone are asked for
+        """Begin the collective -> the work to wait for, or None where there is nothing to wait for."""
+        if messages.is_meta:  # only shapes are asked for
             return None
         if self.kind == "all_reduce":
+            # Backends reduce in place: into a copy, so that the argument stays as it is.
             out.copy_(messages)
         if messages.dtype.is_complex:
+            # Not every backend sends complex numbers; pairs of numbers do as well, also for sums.
             out = torch.view_as_real(out)
             messages = torch.view_as_real(messages)
         try:
-            work = self._started(out, messages, async_op)
+            work = self._start(out, messages, async_op)
             if work is not None and not async_op:
                 work.wait()  # some backends return before the end
         except RuntimeError as error:
+            # A CollectiveError with a hint, if a peer is lost; else the error as it is.
             raise_lost_peer(error, self.kind, self.group.ranks)
             raise
         return work
 
-    def _started(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
+    def _start(self, out: Tensor, messages: Tensor, async_op: bool) -> Any:
+        """Call the backend."""
         if self.kind == "permute" or (self._is_a_pair and self._is_better_as_messages(messages)):
-            return self._sent_directly(out, messages)
-        group = self.group.process_group
-        options = self._options[async_op]
+            return self._send_directly(out, messages)
+        process_group = self.group.process_group
+        options = self._options[async_op]  # blocking, asynchronous
         if self.kind == "all_reduce":
-            return group.allreduce([out], options)
-        splits = self._splits if self.kind == "all_to_all" else ()
-        return getattr(group, _METHODS[self.kind])(out, messages, *splits, options)
+            return process_group.allreduce([out], options)
+        method = getattr(process_group, _METHODS[self.kind])
+        if self.kind == "all_to_all":
+            splits = self._splits
+            return method(out, messages, splits.received, splits.sent, options)
+        return method(out, messages, options)
 
     @cached_property
     def _is_a_pair(self) -> bool:
+        """Whether two ranks could exchange one message each instead."""
         return len(self.group.devices) == 2 and self.kind in ("all_gather", "all_to_all")
 
     def _is_better_as_messages(self, messages: Tensor) -> bool:
-        """Whether a collective of two ranks is large, and on gloo, which sends before it receives."""
+        """Return whether a collective of two ranks is large, and on gloo, which sends before it receives."""
         if messages.device.type != "cpu" or not self.group.serves(messages.device, "gloo"):
             return False
-        _, (_, sent, arrives) = self._peers
-        return sum(rows.stop - rows.start for rows in (sent, arrives)) * messages.itemsize >= _LARGE
+        other = self._peers[1]
+        elements = other.sent.stop - other.sent.start + other.arriving.stop - other.arriving.start
+        return elements * messages.itemsize >= _LARGE_BYTES
 
-    def _sent_directly(self, out: Tensor, messages: Tensor) -> Works:
-        """Begin to receive, then to send: else gloo's word that one is ready comes too late."""
-        group, ((_, sent, arrives), *others) = self.group.process_group, self._peers
-        is_watched = (
-            torch._C._len_torch_dispatch_stack() > 0 or torch._C._autograd._profiler_enabled()
-        )
-        with torch.profiler.record_function(MESSAGES) if is_watched else _UNWATCHED:
-            works = [
-                group.recv([part], to, TAG) for to, _, rows in others if len(part := out[rows])
-            ]
-            works += [
-                group.send([part], to, TAG) for to, rows, _ in others if len(part := messages[rows])
-            ]
-        if arrives.stop > arrives.start:
-            out[arrives] = messages[sent]
+    def _send_directly(self, out: Tensor, messages: Tensor) -> Works:
+        """Begin messages from rank to rank."""
+        process_group = self.group.process_group
+        me, *others = self._peers
+        works = []
+        is_recorded = _dispatch_mode_count() > 0 or _is_profiling()
+        with torch.profiler.record_function(MESSAGES) if is_recorded else _UNRECORDED:
+            # Receives first: else gloo's word that a receiver is ready comes too late.
+            for peer in others:
+                if peer.arriving.stop > peer.arriving.start:
+                    works.append(process_group.recv([out[peer.arriving]], peer.rank, TAG))
+            for peer in others:
+                if peer.sent.stop > peer.sent.start:
+                    works.append(process_group.send([messages[peer.sent]], peer.rank, TAG))
+        # Its own message does not travel: copied while the others do.
+        if me.arriving.stop > me.arriving.start:
+            out[me.arriving] = messages[me.sent]
         return Works(works)
 
     @cached_property
-    def _peers(self) -> list[tuple[int, slice, slice]]:
-        """Every rank, what is sent there, and where what it sends arrives; from this rank on."""
-        n = len(self.received)
+    def _peers(self) -> list[Peer]:
+        """Every rank, from this one on: each rank begins with another receiver."""
+        rank_count = len(self.received)
+        if self.kind == "all_gather":
+            # Every rank gets all of it.
+            sent = [slice(0, sum(self.sent))] * rank_count
+        else:
+            sent = _consecutive_slices(self.sent)
+        arriving = _consecutive_slices(self.received)
+        peers = [
+            Peer(rank, sent_rows, arriving_rows)
+            for rank, sent_rows, arriving_rows in zip(
+                range(rank_count), sent, arriving, strict=True
+            )
+        ]
         me = self.group.process_group.rank()
-        sent = (
-            _in_turn([*self.sent]) if self.kind != "all_gather" else [slice(0, sum(self.sent))] * n
-        )
-        peers = list(zip(range(n), sent, _in_turn(self.received), strict=True))
         return peers[me:] + peers[:me]
 
     @cached_property
-    def _options(self) -> tuple[Any, Any]:
-        """The options of a call that waits for its end, and of one that does not."""
-        options = waiting, _ = _OPTIONS[self.kind](), _OPTIONS[self.kind]()
-        for each in options:
-            each.asyncOp = each is not waiting
-            if self.op is not None:
-                each.reduceOp = _OPS[self.op]
+    def _options(self) -> CallOptions:
+        """Options of this collective: the reduction, and whether the call waits for its end."""
+        # Made once: all calls of a collective have equal options, except for `asyncOp`.
+        options = CallOptions(_OPTIONS[self.kind](), _OPTIONS[self.kind]())
+        options.blocking.asyncOp = False
+        options.asynchronous.asyncOp = True
+        if self.op is not None:
+            options.blocking.reduceOp = _REDUCE_OPS[self.op]
+            options.asynchronous.reduceOp = _REDUCE_OPS[self.op]
         return options
 
     def _functional(self, messages: Tensor) -> Tensor:
-        """The collective as a functional operator; wait for its result with `wait_tensor`."""
+        """Return the result of the operator that compilers record; `wait_tensor` waits for it."""
         functional = torch.ops._c10d_functional
         name = self.group.graph_name
-        n = len(self.group.devices)
+        rank_count = len(self.group.devices)
         if self.kind == "all_to_all":
-            return functional.all_to_all_single(messages, [*self.received], [*self.sent], name)
+            return functional.all_to_all_single(
+                messages, list(self.received), list(self.sent), name
+            )
         if self.kind == "all_gather":
-            return functional.all_gather_into_tensor(messages, n, name)
+            return functional.all_gather_into_tensor(messages, rank_count, name)
         if self.kind == "all_reduce":
             return functional.all_reduce(messages, self.op, name)
-        return functional.reduce_scatter_tensor(messages, self.op, n, name)
+        return functional.reduce_scatter_tensor(messages, self.op, rank_count, name)
+
+
+def _consecutive_slices(sizes: Sequence[int]) -> list[slice]:
+    """Return the positions of messages that lie one after the other: sizes (2, 3) -> 0:2, 2:5."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -28,8 +28,10 @@ T = TypeVar("T")
 
 
 class computed_once(Generic[T]):  # noqa: N801 (read as the decorator that it is)
-    """A property computed once without the lock of Python 3.11's `cached_property`, which all objects share:
-    a thread that makes a group would wait, holding it, for other ranks that wait for the lock.
+    """A property computed once, without the lock of Python 3.11's `cached_property`.
+
+    All objects share that lock: a thread that makes a group would hold it while it waits for other ranks,
+    which wait for the lock.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
@@ -39,19 +41,36 @@ class computed_once(Generic[T]):  # noqa: N801 (read as the decorator that it is
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, of: Any, owner: type) -> T:
-        if of is None:
-            return self  # type: ignore[return-value]
-        of.__dict__[self.name] = value = self.compute(of)
+    def __get__(self, instance: Any, owner: type) -> T:
+        if instance is None:
+            return self  # type: ignore[return-value]  # read on the class, by documentation tools
+        value = self.compute(instance)
+        instance.__dict__[self.name] = value  # found first from now on
         return value
 
 
 class Casts(NamedTuple):
-    """The dtype of blocks, and those in which they and their gradients travel."""
+    """The dtype of blocks, and the dtypes in which they and their gradients travel."""
 
     block: torch.dtype
     forward: torch.dtype
     backward: torch.dtype
+
+
+class Dtypes(NamedTuple):
+    """The dtype of a plan, and the one as which its bits travel."""
+
+    values: torch.dtype
+    carrier: torch.dtype
+
+
+class WinnerExecutables(NamedTuple):
+    """What the derivatives of a max or min need: its result, the count of equal values, and two maps."""
+
+    result: Executable
+    winner_count: Executable
+    cotangent: Executable
+    tangent: Executable
 
 
 def check_dense(block: Tensor) -> None:
@@ -64,24 +83,32 @@ def check_dense(block: Tensor) -> None:
 
 
 def dense(block: Tensor) -> Tensor:
-    """The block, copied if it conjugates or negates lazily. Raises ShapeError for a sparse tensor."""
-    if block.is_nested or block.layout is not torch.strided:
+    """Return the block, copied if it conjugates or negates lazily. Raises ShapeError if it is sparse."""
+    if block.is_nested or block.layout is not torch.strided:  # hot: no call for a dense one
         check_dense(block)
     return block.resolve_conj().resolve_neg()
 
 
 def in_dtype(plan: Plan, dtype: torch.dtype) -> Plan:
-    """The plan for values of another dtype."""
-    if plan.dtype == (name := name_of(dtype)):
+    """Return the plan for values of another dtype."""
+    name = name_of(dtype)
+    if plan.dtype == name:
         return plan
     return find_plan(replace(plan.request, dtype=name, memory_limit=None))
 
 
 def place_of(plan: Plan, step: int) -> str:
-    """A step of a plan, as errors have it."""
-    return (
-        f"step {step + 1} of {len(plan.steps)}, '{plan.steps[step]}', of '{plan.src} -> {plan.dst}'"
-    )
+    """Return the text by which errors name a step of a plan."""
+    text = str(plan.steps[step])
+    return f"step {step + 1} of {len(plan.steps)}, '{text}', of '{plan.src} -> {plan.dst}'"
+
+
+class _LastCollective(NamedTuple):
+    """The moves of a plan, divided at its last collective."""
+
+    before: Sequence[Move]
+    collective: PackedCollective
+    after: Sequence[Move]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,21 +121,25 @@ class Executable:
     steps: tuple[int, ...]  # the step of every move
     lower: Callable[[Plan], Executable]  # of another plan on these processes
     casts: Casts | None = None
-    lends: bool = False  # the result, which is only read, may be the block itself
-    whole: str = ""  # the contraction that it is a move of, for errors
+    may_return_input: bool = False  # the result is only read, so that it may be the block itself
+    contraction: str = ""  # the text of the contraction of which it is a move, for errors
     is_new: ClassVar[bool] = desync.NEW  # until ranks have compared the plan
 
+    # Hot: every cached call comes through here.
     def __call__(self, block: Tensor) -> Tensor:
+        """Run all moves on this process's block; errors name the step in which they arise."""
         if self.is_new:
             compare_new([self], block.device)
-        out = start = self.enter(block)
+        start = self.enter(block)
+        out = start
+        # One handler for all moves, which costs nothing unless a move raises.
         try:
             for move in self.moves:
                 out = move(out)
         except Exception as error:
             name_place(error, self._place(move))
             raise
-        if out is start and not self.lends:  # callers may write to the result
+        if out is start and not self.may_return_input:  # callers may write to the result
             out = start.clone(memory_format=torch.contiguous_format)
         return self.leave(out)
 
@@ -118,45 +149,54 @@ class Executable:
         return self.plan.target.local_shape(self.processes.device)
 
     @cached_property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+    def dtypes(self) -> Dtypes:
         """The dtype of the plan, and the one as which its bits travel."""
         dtype = getattr(torch, self.plan.dtype)
-        return dtype, CARRIERS.get(dtype, dtype)
+        return Dtypes(dtype, CARRIERS.get(dtype, dtype))
 
     def enter(self, block: Tensor) -> Tensor:
-        """A block -> the tensor that the first move takes. Raises ShapeError for one that is not dense."""
+        """Return a block as the first move takes it. Raises ShapeError if it is not dense."""
         block = dense(block)
         if self.casts and block.dtype != self.casts.forward:
             block = block.to(self.casts.forward, memory_format=torch.contiguous_format)
+        # Backends do not know some dtypes: their bits travel as another.
         dtype, carrier = self.dtypes
-        return block if carrier is dtype else block.view(carrier)
+        if carrier is dtype:
+            return block
+        return block.view(carrier)
 
     def leave(self, out: Tensor) -> Tensor:
-        """The tensor that the last move returns -> the block, contiguous."""
+        """Return what the last move returns as the block, contiguous, in its dtype."""
         dtype, carrier = self.dtypes
         if carrier is not dtype:
             out = out.view(dtype)
-        return out.to(self.casts.block) if self.casts else out
+        if self.casts:
+            return out.to(self.casts.block)
+        return out
+
+    @cached_property
+    def _last_collective(self) -> _LastCollective | None:
+        for i in reversed(range(len(self.moves))):
+            move = self.moves[i]
+            if isinstance(move, PackedCollective):
+                return _LastCollective(self.moves[:i], move, self.moves[i + 1 :])
+        return None
 
     def begin(self, block: Tensor) -> Pending:
         """Begin the plan up to its last collective -> a function that ends it and returns the result."""
-        last = max(
-            (i for i, move in enumerate(self.moves) if isinstance(move, PackedCollective)),
-            default=-1,
-        )
-        packed = self.moves[last] if last >= 0 else None
-        if not isinstance(packed, PackedCollective):
-            return lambda: self(block)
+        last = self._last_collective
+        if last is None:
+            return partial(self, block)
         if self.is_new:
             compare_new([self], block.device)
         out = self.enter(block)
-        for move in self.moves[:last]:
+        for move in last.before:
             out = self.guarded(move, move, out)
-        arrive = self.guarded(packed, packed.begin, out)
+        arrive = self.guarded(last.collective, last.collective.begin, out)
 
         def end() -> Tensor:
-            result = self.guarded(packed, arrive)
-            for move in self.moves[last + 1 :]:
+            result = self.guarded(last.collective, arrive)
+            for move in last.after:
                 result = self.guarded(move, move, result)
             return self.leave(result)
 
@@ -164,25 +204,29 @@ class Executable:
 
     def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
         """Run `act(*args)`, a part of a move; an error in it names the step."""
-        return during(lambda: self._place(move), act, *args)
+        return during(partial(self._place, move), act, *args)
 
     def _place(self, move: Move) -> str:
         step = place_of(self.plan, self.steps[self.moves.index(move)])
-        return f"{step}, for '{self.whole}'" if self.whole else step
+        if self.contraction:
+            return f"{step}, for '{self.contraction}'"
+        return step
 
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
-        """The same for blocks of another dtype, cast before and after. backward: the gradients'."""
-        forward = self.dtypes[0]
+        """Return the same for blocks of another dtype, cast before and after.
+
+        backward: the dtype in which gradients travel. Raises DtypeError for a max or min, whose gradient
+        travels as its values do.
+        """
+        forward = self.dtypes.values
         if not self.is_linear and forward != backward:
-            what = (
+            message = (
                 f"the gradient of '{self.plan.src}' goes to the values that are equal to the result"
             )
-            raise DtypeError(what, hint=f"it travels in the same dtype: comm_dtype={forward}")
-        return (
-            self
-            if block == forward == backward
-            else replace(self, casts=Casts(block, forward, backward))
-        )
+            raise DtypeError(message, hint=f"it travels in the same dtype: comm_dtype={forward}")
+        if block == forward == backward:
+            return self
+        return replace(self, casts=Casts(block, forward, backward))
 
     @cached_property
     def is_linear(self) -> bool:
@@ -191,13 +235,16 @@ class Executable:
 
     @computed_once
     def backward(self) -> Executable:
-        """The plan of the adjoint. Raises LinearityError, DtypeError."""
+        """Return the executable of the adjoint. Raises LinearityError, DtypeError."""
         if self.casts is None:
-            back = self.lower(self.plan.backward)
+            adjoint = self.lower(self.plan.backward)
         else:
+            # Cotangents travel in their own dtype, and their cotangents in the one of the blocks.
             block, forward, backward = self.casts
-            back = self.lower(in_dtype(self.plan, backward).backward).casting(block, forward)
-        return replace(back, whole=self.whole) if self.whole else back
+            adjoint = self.lower(in_dtype(self.plan, backward).backward).casting(block, forward)
+        if self.contraction:
+            return replace(adjoint, contraction=self.contraction)
+        return adjoint
 
     @property
     def sends_gradient(self) -> bool:
@@ -210,20 +257,27 @@ class Executable:
 
     @computed_once
     def tangent(self) -> Executable:
-        """The executable for tangents: the same, with zeros for constants beyond the ends of the array."""
+        """Return the executable for tangents: constants beyond the ends of the array are zeros."""
+        # Another plan only where a boundary is constant: a constant has no tangent.
         tangent = self.plan.tangent
-        return self if tangent is self.plan else replace(self.lower(tangent), casts=self.casts)
+        if tangent is self.plan:
+            return self
+        return replace(self.lower(tangent), casts=self.casts)
 
     @computed_once
-    def winners(self) -> tuple[Executable, Executable, Executable, Executable]:
-        """Executables for the derivatives of a max or min: result, count, cotangent, tangent."""
+    def winners(self) -> WinnerExecutables:
+        """Return the executables for the derivatives of a max or min."""
         plans = max_min_plans(self.plan)
-        result = self.lower(plans.result)
-        count = self.lower(plans.count)
-        return result, count, self.lower(plans.cotangent), self.lower(plans.tangent)
+        # All ranks lower them in this order: groups may be made.
+        return WinnerExecutables(
+            result=self.lower(plans.result),
+            winner_count=self.lower(plans.count),
+            cotangent=self.lower(plans.cotangent),
+            tangent=self.lower(plans.tangent),
+        )
 
     def batched(self, n: int) -> Executable:
-        """The same redistribution of a block with one more dim, whole and leading, of length `n`."""
+        """Return the same redistribution of a block with one more leading dim, whole, of length `n`."""
         return replace(self.lower(find_plan(self.plan.request.batched(n))), casts=self.casts)
 
 
@@ -236,12 +290,13 @@ class BucketedExecutable:
     is_linear: ClassVar[bool] = True
 
     def __call__(self, *blocks: Tensor) -> tuple[Tensor, ...]:
+        """Run the executables in buckets: the collectives of one bucket are shared."""
+        # Buckets are not in the order of the blocks.
         results: list[Any] = [None] * len(blocks)
-        for numbers in self._buckets:
-            outs = _in_lock_step(
-                [self.executables[i] for i in numbers], [blocks[i] for i in numbers]
-            )
-            for i, out in zip(numbers, outs, strict=True):
+        for bucket in self._buckets:
+            executables = [self.executables[i] for i in bucket]
+            outs = _run_in_lock_step(executables, [blocks[i] for i in bucket])
+            for i, out in zip(bucket, outs, strict=True):
                 results[i] = out
         return tuple(results)
 
@@ -251,60 +306,78 @@ class BucketedExecutable:
 
     @computed_once
     def backward(self) -> BucketedExecutable:
-        return self._of([executable.backward for executable in self.executables])
+        return self._with([executable.backward for executable in self.executables])
 
     @computed_once
     def tangent(self) -> BucketedExecutable:
-        return self._of([executable.tangent for executable in self.executables])
+        return self._with([executable.tangent for executable in self.executables])
 
     def batched(self, n: int) -> BucketedExecutable:
-        return self._of([executable.batched(n) for executable in self.executables])
+        return self._with([executable.batched(n) for executable in self.executables])
 
-    def _of(self, executables: Sequence[Executable]) -> BucketedExecutable:
+    def _with(self, executables: Sequence[Executable]) -> BucketedExecutable:
         return BucketedExecutable(tuple(executables), self.most_bytes)
 
     @cached_property
     def _buckets(self) -> list[list[int]]:
         """Numbers of the executables in each bucket, by collectives, dtype and largest block."""
-        sizes = []
-        keys = []
+        block_bytes = [
+            executable.plan.source.max_local_size * executable.plan.itemsize
+            for executable in self.executables
+        ]
+        keys: list[Any] = []
         for i, executable in enumerate(self.executables):
-            packed = [
-                move.collective for move in executable.moves if isinstance(move, PackedCollective)
-            ]
-            # Not the groups: meshes with more axes have others of the same processes.
-            collectives = tuple((each.kind, each.op, each.group.process_group) for each in packed)
+            signature = _collective_signature(executable)
             # An executable that sends nothing has a bucket of its own.
-            keys.append((collectives, executable.dtypes[1]) if collectives else i)
-            sizes.append(executable.plan.source.max_local_size * executable.plan.itemsize)
-        return groups(sizes, self.most_bytes, keys)
+            keys.append((signature, executable.dtypes.carrier) if signature else i)
+        return groups(block_bytes, self.most_bytes, keys)
 
 
-def _in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """The result of every executable; all have collectives of the same kinds in the same order."""
+def _collective_signature(executable: Executable) -> tuple[tuple[Any, ...], ...]:
+    """Return the collectives of an executable, in order: equal ones of several can run as one."""
+    collectives = [
+        move.collective for move in executable.moves if isinstance(move, PackedCollective)
+    ]
+    # Process groups, not groups: meshes with more axes have other groups of the same processes.
+    return tuple((each.kind, each.op, each.group.process_group) for each in collectives)
+
+
+def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -> list[Tensor]:
+    """Return the result of every executable; all have collectives of the same kinds in the same order."""
     if len(executables) == 1:
         return [executables[0](blocks[0])]
-    if new := [executable for executable in executables if executable.is_new]:
+    new = [executable for executable in executables if executable.is_new]
+    if new:
         compare_new(new, blocks[0].device)
-    moves = [iter(executable.moves) for executable in executables]
+    # Local moves run up to the next collective of each; then all run that one together.
+    remaining_moves = [iter(executable.moves) for executable in executables]
     outs = [executable.enter(block) for executable, block in zip(executables, blocks, strict=True)]
     while True:
-        stops = [_until_collective(*each) for each in zip(executables, moves, outs, strict=True)]
-        outs = [out for out, _ in stops]
-        packed = [move for _, move in stops if move is not None]
-        if not packed:
-            return [
-                executable.leave(out) for executable, out in zip(executables, outs, strict=True)
-            ]
-        outs = executables[0].guarded(packed[0], run_together, packed, outs)
+        stops = [
+            _run_until_collective(executable, moves, out)
+            for executable, moves, out in zip(executables, remaining_moves, outs, strict=True)
+        ]
+        outs = [stop.block for stop in stops]
+        collectives = [stop.collective for stop in stops if stop.collective is not None]
+        if not collectives:  # of any: all have as many
+            break
+        outs = executables[0].guarded(collectives[0], run_together, collectives, outs)
+    return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]
 
 
-def _until_collective(
-    executable: Executable, moves: Iterator[Move], out: Tensor
-) -> tuple[Tensor, PackedCollective | None]:
-    """Make local moves up to the next collective -> the block then, and that collective."""
-    for move in moves:
+class _Stop(NamedTuple):
+    """The block of an executable before its next collective, and that collective; None at the end."""
+
+    block: Tensor
+    collective: PackedCollective | None
+
+
+def _run_until_collective(
+    executable: Executable, remaining_moves: Iterator[Move], out: Tensor
+) -> _Stop:
+    """Make local moves up to the next collective."""
+    for move in remaining_moves:
         if isinstance(move, PackedCollective):
-            return out, move
+            return _Stop(out, move)
         out = executable.guarded(move, move, out)
-    return out, None
+    return _Stop(out, None)

@@ -1,11 +1,13 @@
-"""A move with communication in three parts: pack the messages, run the collective, unpack the result. Ranks
-compare a plan before its first use by a small reduction in its groups: all would ask a store at once.
+"""A move with communication in three parts: pack the messages, run the collective, unpack the result.
+
+Ranks compare a plan before its first use by a small reduction in its groups: all would ask a store at once.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +23,16 @@ from torch_bridge.lower.packing import Packing
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import Group
 
+MessageSizes = Sequence[Sequence[int]]  # elements of the message for each rank, for each move
+
 
 @dataclass(frozen=True, eq=False)
 class PackedCollective:
-    """A move by one collective. unpack takes the block and all messages, place a flat tensor per message."""
+    """A move by one collective: it packs the block into messages, and unpacks those that arrive.
+
+    `unpack` takes the block and one tensor of the shape `arriving` with all messages; `place` takes the
+    block and a flat tensor per rank. Both return the block after the move.
+    """
 
     collective: Collective
     sent: Packing
@@ -32,6 +40,7 @@ class PackedCollective:
     unpack: Callable[[Tensor, Tensor], Tensor]
     place: Callable[[Tensor, Sequence[Tensor]], Tensor]
 
+    # Hot: called for every cached collective.
     def __call__(self, block: Tensor) -> Tensor:
         return self.unpack(block, self.collective.run(self.sent.pack(block), self.arriving))
 
@@ -41,121 +50,176 @@ class PackedCollective:
         return lambda: self.unpack(block, arrive())
 
 
-# The messages of all ranks, stacked on a leading dim -> their reduction, rounded once.
-_REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-}
-_REDUCED["sum"] = lambda x: x.sum(0, dtype=x.dtype)
-
-
 def packed(collective: Collective, sent: Packing, received: Packing) -> PackedCollective:
-    """A collective that sends a block as messages, and assembles a block from those that it receives."""
+    """Return the move that sends a block as messages, and makes a block of the messages that arrive."""
+
+    def unpack(_block: Tensor, messages: Tensor) -> Tensor:
+        return received.unpack(messages)
 
     def place(block: Tensor, parts: Sequence[Tensor]) -> Tensor:
         return received.place(block, received.split_each(parts))
 
-    return PackedCollective(
-        collective, sent, received.arriving, lambda _, x: received.unpack(x), place
-    )
+    return PackedCollective(collective, sent, received.arriving, unpack, place)
+
+
+def _sum_of_ranks(messages: Tensor) -> Tensor:
+    # With a dtype, torch does not widen small integers to int64.
+    return messages.sum(0, dtype=messages.dtype)
+
+
+def _max_of_ranks(messages: Tensor) -> Tensor:
+    return messages.amax(0)
+
+
+def _min_of_ranks(messages: Tensor) -> Tensor:
+    return messages.amin(0)
+
+
+# The messages of all ranks, stacked on a leading dim -> their reduction, rounded once.
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": _max_of_ranks,
+    "min": _min_of_ranks,
+    "sum": _sum_of_ranks,
+}
 
 
 def reduce_scattered(
     group: Group, sent: Packing, part: Packing, op: str, tensor_device: torch.device
 ) -> PackedCollective:
-    """One message for every rank of a group -> the reduction of those for this one, all of one size."""
+    """Return the move that gives every rank of a group the reduction of the messages for it.
+
+    `sent` has one message per rank, all of the size of `part`.
+    """
     if not group.serves(tensor_device, "gloo", "threaded"):
-        return packed(
-            Collective("reduce_scatter", group, sent.sizes_by_rank, part.sizes, op), sent, part
-        )
+        collective = Collective("reduce_scatter", group, sent.sizes_by_rank, part.sizes, op)
+        return packed(collective, sent, part)
     # Exchange, then add locally: 1.7 to 2.8 times as fast as gloo's reduce_scatter (4 and 8 ranks, 16 MiB);
     # ranks as threads have only sums.
-    reduced = _REDUCED[op]
-    n = len(group.devices)
-    return PackedCollective(
-        Collective("all_to_all", group, sent.sizes_by_rank, part.sizes * n, is_even=True),
-        sent,
-        (n, *part.shape),
-        lambda block, arrived: reduced(arrived),
-        lambda block, parts: reduced(torch.stack([p.view(part.shape) for p in parts])),
-    )
+    reduction = _REDUCTIONS[op]
+    rank_count = len(group.devices)
+    received_sizes = part.sizes * rank_count
+    collective = Collective("all_to_all", group, sent.sizes_by_rank, received_sizes, is_even=True)
+
+    def unpack(_block: Tensor, messages: Tensor) -> Tensor:
+        return reduction(messages)
+
+    def place(_block: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        return reduction(torch.stack([message.view(part.shape) for message in parts]))
+
+    return PackedCollective(collective, sent, (rank_count, *part.shape), unpack, place)
 
 
 def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Several moves with equal collectives in one, messages for a rank side by side -> all results."""
-    collectives = [move.collective for move in packed]
-    sent = [c.sent for c in collectives]
-    received = [c.received for c in collectives]
-    all_sent, all_received = (
-        [sum(each) for each in zip(*n, strict=True)] for n in (sent, received)
+    """Run several moves with equal collectives as one collective -> the result of each move.
+
+    The messages of all moves for one rank lie side by side.
+    """
+    sent = [move.collective.sent for move in packed]
+    received = [move.collective.received for move in packed]
+    # Ranks and kinds are equal; only the sizes add up.
+    joint = replace(
+        packed[0].collective,
+        sent=_sums_by_rank(sent),
+        received=_sums_by_rank(received),
+        is_even=all(move.collective.is_even for move in packed),
     )
-    is_even = all(c.is_even for c in collectives)
-    joint = replace(collectives[0], sent=all_sent, received=all_received, is_even=is_even)
-    shares = _dealt(joint.run(_written(packed, blocks, sent), (sum(joint.received),)), received)
+    # The messages are an argument only, so that nothing here keeps them once they have been sent.
+    arrived = joint.run(_joint_messages(packed, blocks, sent), (sum(joint.received),))
+    # `place`, not `unpack`: the messages of one move are no longer beside each other.
+    parts_by_move = _messages_by_move(arrived, received)
     return [
-        move.place(block, parts) for move, block, parts in zip(packed, blocks, shares, strict=True)
+        move.place(block, parts)
+        for move, block, parts in zip(packed, blocks, parts_by_move, strict=True)
     ]
 
 
-Sizes = Sequence[Sequence[int]]  # elements per message, for every move
+def _sums_by_rank(sizes: MessageSizes) -> list[int]:
+    return [sum(sizes_of_moves) for sizes_of_moves in zip(*sizes, strict=True)]
 
 
-def _written(packed: Sequence[PackedCollective], blocks: Sequence[Tensor], sent: Sizes) -> Tensor:
-    """All messages of several moves in one tensor, which nothing here keeps once it has been sent."""
+def _joint_messages(
+    packed: Sequence[PackedCollective], blocks: Sequence[Tensor], sent: MessageSizes
+) -> Tensor:
+    """Write the messages of several moves into one tensor, rank by rank."""
     messages = blocks[0].new_empty(sum(map(sum, sent)))
-    for move, block, parts in zip(packed, blocks, _dealt(messages, sent), strict=True):
+    parts_by_move = _messages_by_move(messages, sent)
+    for move, block, parts in zip(packed, blocks, parts_by_move, strict=True):
         move.sent.write(block, move.sent.split_each(parts))
     return messages
 
 
-def _dealt(joint: Tensor, sizes: Sizes) -> list[Sequence[Tensor]]:
-    """One tensor with the messages of several moves, rank by rank -> the messages of every move."""
-    parts = joint.split([n for each in zip(*sizes, strict=True) for n in each])
-    return [parts[i :: len(sizes)] for i in range(len(sizes))]
+def _messages_by_move(joint: Tensor, sizes: MessageSizes) -> list[Sequence[Tensor]]:
+    """Split one tensor with the messages of several moves, rank by rank -> the messages of each move."""
+    move_count = len(sizes)
+    # Rank by rank, and for each rank move by move: the order of an all-to-all.
+    rank_major_sizes: list[int] = []
+    for sizes_of_moves in zip(*sizes, strict=True):
+        rank_major_sizes.extend(sizes_of_moves)
+    parts = joint.split(rank_major_sizes)
+    return [parts[i::move_count] for i in range(move_count)]
 
 
 @functools.cache
-def _agreed(world: object) -> set[int]:
-    """Hashes of plans that ranks have compared: executables may be made again."""
+def _compared_plans(world: object) -> set[int]:
+    """Return hashes of the plans that ranks of a world have compared: executables may be made again."""
     return set()
 
 
 def compare_new(executables: Sequence[Any], device: torch.device) -> None:
-    """Raise DesyncError on all ranks that these executables send to unless they are about to run the same."""
-    agreed = _agreed(dist.group.WORLD)
-    keyed = {
-        hash((e.plan, e.processes.ranks, e.processes.device, device.type)): e for e in executables
-    }
-    new = [executable for key, executable in keyed.items() if key not in agreed]
-    moves = [move for each in new for move in each.moves if isinstance(move, PackedCollective)]
+    """Compare plans with other ranks before their first use.
+
+    Raises DesyncError on all ranks to which these executables send, unless all are about to run the same.
+    """
+    compared = _compared_plans(dist.group.WORLD)
+    # By what ranks must have in common; the device, because each kind has groups of its own.
+    by_hash = {}
+    for executable in executables:
+        processes = executable.processes
+        key = hash((executable.plan, processes.ranks, processes.device, device.type))
+        by_hash[key] = executable
+    new = [executable for key, executable in by_hash.items() if key not in compared]
+    moves = [
+        move
+        for executable in new
+        for move in executable.moves
+        if isinstance(move, PackedCollective)
+    ]
     groups = list(dict.fromkeys(move.collective.group for move in moves))
+    # Shapes alone (meta) and compilers (a graph name) send nothing now.
     if groups and device.type != "meta" and not groups[0].graph_name:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return
-        new[0].guarded(moves[0], _compare, [each.plan for each in new], groups, device)
-    agreed.update(keyed)
+            return  # the comparison reads a number back, which a capture forbids
+        plans = [executable.plan for executable in new]
+        new[0].guarded(moves[0], _compare, plans, groups, device)
+    compared.update(by_hash)
     for executable in executables:
-        executable.__dict__["is_new"] = False
+        executable.__dict__["is_new"] = False  # it is frozen, and this is a cache
 
 
 def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device) -> None:
+    """Raise DesyncError unless all ranks of the groups run these plans."""
     text = ", ".join(f"{plan.src} -> {plan.dst}" for plan in plans)
     facts = {
-        name: ", ".join(str(getattr(plan, name)) for plan in plans) for name in ("shape", "dtype")
+        "shape": ", ".join(str(plan.shape) for plan in plans),
+        "dtype": ", ".join(str(plan.dtype) for plan in plans),
+        "plan": "; ".join(map(str, itertools.chain.from_iterable(plan.steps for plan in plans))),
     }
-    facts["plan"] = "; ".join(str(step) for plan in plans for step in plan.steps)
-    hashed = hashlib.sha1(f"{text} {facts}".encode(), usedforsecurity=False)
-    number = int.from_bytes(hashed.digest()[:7], "little")
+    digest = hashlib.sha1(f"{text} {facts}".encode(), usedforsecurity=False).digest()
+    number = int.from_bytes(digest[:7], "little")  # 56 bits: its negative fits int64 too
+    if _is_equal_on_all_ranks(number, groups, device):
+        return
+    for group in groups:
+        call_facts = functools.partial(CallFacts, facts, {}, group.ranks, {})
+        compare_ranks(group.ranks, text, call_facts)  # raises with what differs, if it can tell
+    raise DesyncError(f"other ranks run another plan than '{text}'", hint="all make the same calls")
+
+
+def _is_equal_on_all_ranks(number: int, groups: Sequence[Group], device: torch.device) -> bool:
+    """Return whether all ranks of the groups give the same number: its max is then minus its negative's."""
+    # Private name of torch: without it, fake tensors and other modes would take this for a part of the model.
     with _disable_current_modes(), torch.no_grad():
         values = torch.tensor([number, -number], device=device)
         for group in groups:
             values = Collective("all_reduce", group, (2,), (2,), "max").run(values, (2,))
-        most, least = values.tolist()
-    if most != -least:
-        for group in groups:
-            compare_ranks(
-                group.ranks, text, functools.partial(CallFacts, facts, {}, group.ranks, {})
-            )
-        raise DesyncError(
-            f"other ranks run another plan than '{text}'", hint="all make the same calls"
-        )
+        largest, largest_negative = values.tolist()
+    return bool(largest == -largest_negative)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch_bridge.lower.subarray import Fill, Index, Subarray, is_symbolic, put, scattered, take
 from xshard.layout.runs import Runs, common_segments, interval
 
+# How a message combines with rows that an earlier one has put into the block.
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -21,9 +23,37 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 }
 
 
+class Interval(NamedTuple):
+    """Rows [start, stop) of one dim."""
+
+    start: int
+    stop: int
+
+
+_SCATTERED = Interval(-1, -1)  # rows that are not one interval
+
+
+class Chunks(NamedTuple):
+    """Equal parts of a block along a dim."""
+
+    chunk_count: int
+    dim: int
+
+
+class Concatenation(NamedTuple):
+    """The dim and the order in which pieces, concatenated, are the block."""
+
+    dim: int
+    order: list[int]
+
+
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """A block of `shape` as messages in order."""
+    """A block of `shape` as messages in order.
+
+    The cached properties decide once, from shapes alone, which of torch's operations packs or assembles the
+    block with the fewest copies; the methods, called for every block, only look at their answers.
+    """
 
     shape: tuple[int, ...]
     messages: tuple[Subarray, ...]
@@ -34,51 +64,58 @@ class Packing:
     @cached_property
     def sizes(self) -> list[int]:
         """Elements of every message."""
-        return [math.prod(m.shape) for m in self.messages]
+        return [math.prod(message.shape) for message in self.messages]
 
     @cached_property
     def sizes_by_rank(self) -> list[int]:
         """Elements for, or from, every rank."""
+        if not self.counts:
+            return self.sizes
         sizes = iter(self.sizes)
-        counts = self.counts or (1,) * len(self.messages)
-        return [sum(itertools.islice(sizes, n)) for n in counts]
+        return [sum(itertools.islice(sizes, count)) for count in self.counts]
 
     @cached_property
     def is_flat(self) -> bool:
         """Whether the messages, one after the other, are the block as it lies in memory."""
         offset = 0
-        for m, n in zip(self.messages, self.sizes, strict=True):
-            start = _flat_start(m, self.shape)
-            if n and (m.sign < 0 or start is None or not _always_equal(start, offset)):
+        for message, size in zip(self.messages, self.sizes, strict=True):
+            start = _start_in_memory(message, self.shape)
+            is_next = start is not None and message.sign > 0 and _is_always_equal(start, offset)
+            if size and not is_next:
                 return False
-            offset += n
+            offset += size
         return offset == math.prod(self.shape)
 
+    # Hot: packing and assembling run for every cached collective.
+
     def pack(self, block: Tensor) -> Tensor:
-        """The block -> its messages in one flat buffer; the block itself where `is_flat`."""
+        """Return the messages of a block in one flat buffer; the block itself where `is_flat`."""
         if not self.messages:
             return block.new_empty(0)
         if self.is_flat:
             return block.contiguous().view(-1)
         # Of parts in another memory format `cat` and `stack` make a tensor in that format, which is not flat.
         if block.is_contiguous():
-            if self._tiles is not None:
-                return torch.cat(block.chunk(*self._tiles)).view(-1)
-            if self._stacks:
-                return torch.stack([m.read(block) for m in self.messages]).view(-1)
-            if self._line is not None:
-                boxes = (box for m in self.messages for box in m.boxes)
-                return torch.cat([take(block, box.block) for box in boxes], self._line).view(-1)
+            if self._chunks is not None:
+                chunks = block.chunk(self._chunks.chunk_count, self._chunks.dim)
+                return torch.cat(chunks).view(-1)
+            if self._can_stack:
+                return torch.stack([message.read(block) for message in self.messages]).view(-1)
+            if self._buffer_dim is not None:
+                pieces = [take(block, index) for index in self._boxes]
+                return torch.cat(pieces, self._buffer_dim).view(-1)
         if is_symbolic(self.shape):
-            return torch.cat([m.read(block).reshape(-1) for m in self.messages])
+            # A compiler does not record writes to parts of a tensor.
+            return torch.cat([message.read(block).reshape(-1) for message in self.messages])
+        # One copy of each piece into its place.
         out = block.new_empty(sum(self.sizes))
         self.write(block, self.split(out))
         return out
 
     def write(self, block: Tensor, parts: Sequence[Tensor]) -> None:
         """Copy the messages of the block into tensors of their shapes."""
-        for m, part in zip(self.messages, parts, strict=True):
-            m.write(block, part)
+        for message, part in zip(self.messages, parts, strict=True):
+            message.write(block, part)
 
     @cached_property
     def arriving(self) -> tuple[int, ...]:
@@ -86,175 +123,234 @@ class Packing:
         return self.shape if self.is_flat else (sum(self.sizes),)
 
     def unpack(self, received: Tensor) -> Tensor:
-        """All messages, in a tensor of the shape `arriving` -> the block."""
+        """Return the block of all messages, which are in a tensor of the shape `arriving`."""
         return received if self.is_flat else self.place(received, self.split(received))
 
     def split(self, received: Tensor) -> Sequence[Tensor]:
-        """All messages in one tensor -> a list, each message in its shape."""
+        """Split one tensor with all messages -> each message in its shape."""
         if self._is_uniform:
+            # One view and one `unbind` cost the host less than a view of each message.
             return received.view(len(self.messages), *self.messages[0].shape).unbind()
-        parts = zip(received.view(-1).split_with_sizes(self.sizes), self.messages, strict=True)
-        return [part.view(m.shape) for part, m in parts]
+        parts = received.view(-1).split_with_sizes(self.sizes)
+        return self._in_their_shapes(parts)
 
     def split_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """One flat tensor with the messages of each rank -> a list, each message in its shape."""
-        if self.counts is not None:
-            sizes = iter(self.sizes)
-            by_rank = zip(parts, self.counts, strict=True)
-            parts = [m for part, n in by_rank for m in part.split([next(sizes) for _ in range(n)])]
-        return [part.view(m.shape) for part, m in zip(parts, self.messages, strict=True)]
+        """Split one flat tensor per rank with the messages of that rank -> each message in its shape."""
+        if self.counts is None:
+            return self._in_their_shapes(parts)
+        sizes = iter(self.sizes)
+        messages: list[Tensor] = []
+        for part, count in zip(parts, self.counts, strict=True):
+            messages.extend(part.split(list(itertools.islice(sizes, count))))
+        return self._in_their_shapes(messages)
+
+    def _in_their_shapes(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            part.view(message.shape) for part, message in zip(parts, self.messages, strict=True)
+        ]
 
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """The messages -> the block, new and contiguous, like `like`; zeros where no message is put."""
+        """Assemble the block of its messages: new and contiguous, with zeros where none is put.
+
+        like: a tensor of the device and dtype.
+        """
         is_contiguous = like.is_contiguous()  # as in `pack`
-        if is_contiguous and self._row is not None:
-            return torch.cat([*parts], self._row)
-        if self._negates:
+        if is_contiguous and self._plain_dim is not None:
+            return torch.cat(list(parts), self._plain_dim)
+        if self._has_negative:
+            # Rows from beyond a pole may be negated.
             parts = [
-                -part if m.sign < 0 else part for part, m in zip(parts, self.messages, strict=True)
+                -part if message.sign < 0 else part
+                for part, message in zip(parts, self.messages, strict=True)
             ]
-        if is_contiguous and self._joined is not None:
-            dim, order = self._joined
-            pieces = [
-                piece
-                for part, m in zip(parts, self.messages, strict=True)
-                for piece in m.parts(part)
-            ]
-            pieces += [self._filling(fill) for fill in self.fills]
+        if is_contiguous and self._concatenation is not None:
+            pieces: list[Tensor] = []
+            for message, part in zip(self.messages, parts, strict=True):
+                pieces.extend(message.parts(part))
+            pieces.extend(self._filling(fill) for fill in self.fills)
+            # One `cat` writes the block once; zeros and pieces would write it twice.
+            dim, order = self._concatenation
             return torch.cat([pieces[i] for i in order], dim)
-        out = like.new_empty(self.shape) if self._covers else like.new_zeros(self.shape)
+        return self._place_one_by_one(like, parts)
+
+    def _place_one_by_one(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Write fills and messages, which may share rows, into an empty block or one of zeros."""
+        out = like.new_empty(self.shape) if self._is_covered else like.new_zeros(self.shape)
         write = scattered if is_symbolic(self.shape) else put
         for fill in self.fills:
             out = write(out, fill.box, self._filling(fill), None)
-        for part, m, met in zip(parts, self.messages, self._met, strict=True):
-            for box, piece in zip(m.boxes, m.parts(part), strict=True):
-                out = write(out, box.block, piece, _COMBINE[str(self.op)] if met else None)
+        for message, part, shares in zip(self.messages, parts, self._shares_rows, strict=True):
+            # Without an earlier message, the rows hold zeros or nothing: they are overwritten.
+            combine = _COMBINE[str(self.op)] if shares else None
+            for box, piece in zip(message.boxes, message.parts(part), strict=True):
+                out = write(out, box.block, piece, combine)
         return out
 
     def _filling(self, fill: Fill) -> Tensor:
-        shape = [*self.shape]
+        shape = list(self.shape)
         shape[fill.dim] = fill.stop - fill.start
         return fill.value.expand(shape)
 
     @cached_property
-    def _row(self) -> int | None:
-        """The dim along which the messages, concatenated in order, are the block, if there is one."""
-        several = any(len(m.boxes) > 1 for m in self.messages)
-        if self._joined is None or self._negates or self.fills or several:
+    def _plain_dim(self) -> int | None:
+        """The dim along which the messages, concatenated as they are, are the block, if there is one."""
+        has_pieces = any(len(message.boxes) > 1 for message in self.messages)
+        if self._concatenation is None or self._has_negative or self.fills or has_pieces:
             return None
-        dim, order = self._joined
+        dim, order = self._concatenation
         return dim if order == sorted(order) else None
 
     @cached_property
-    def _negates(self) -> bool:
-        return any(m.sign < 0 for m in self.messages)
+    def _boxes(self) -> list[Index]:
+        """The positions in the block of all pieces of all messages, in order."""
+        boxes: list[Index] = []
+        for message in self.messages:
+            boxes.extend(box.block for box in message.boxes)
+        return boxes
+
+    @cached_property
+    def _has_negative(self) -> bool:
+        return any(message.sign < 0 for message in self.messages)
 
     @cached_property
     def _is_uniform(self) -> bool:
-        return bool(self.messages) and all(m.shape == self.messages[0].shape for m in self.messages)
+        """Whether all messages have one shape."""
+        if not self.messages:
+            return False
+        return all(message.shape == self.messages[0].shape for message in self.messages)
 
     @cached_property
-    def _stacks(self) -> bool:
-        return self._is_uniform and all(m.is_view for m in self.messages)
+    def _can_stack(self) -> bool:
+        """Whether the messages are views of one shape, so that one `stack` copies them all."""
+        return self._is_uniform and all(message.is_view for message in self.messages)
 
     @cached_property
-    def _tiles(self) -> tuple[int, int] | None:
-        """(Number of messages, dim) if the messages are equal parts of the block along a dim."""
-        places = [box.block for m in self.messages for box in m.boxes]
-        if not self._stacks or any(len(index) != 1 for index in places):
+    def _chunks(self) -> Chunks | None:
+        """The parts, if the messages are equal parts of the block along a dim, in order."""
+        if not self._can_stack or any(len(index) != 1 for index in self._boxes):
             return None
-        (d, _) = places[0][0]
-        rows = self.messages[0].shape[d]
-        intervals = [_intervals(index, self.shape)[d] for index in places]
-        in_turn = [(i * rows, (i + 1) * rows) for i in range(len(places))]
-        return (
-            (len(places), d)
-            if rows and intervals == in_turn and in_turn[-1][1] == self.shape[d]
-            else None
-        )
+        dim, _ = self._boxes[0][0]
+        rows = self.messages[0].shape[dim]
+        count = len(self._boxes)
+        # Without rows, `chunk` would make fewer parts.
+        if rows == 0 or count * rows != self.shape[dim]:
+            return None
+        intervals = [_intervals(index, self.shape)[dim] for index in self._boxes]
+        expected = [Interval(i * rows, (i + 1) * rows) for i in range(count)]
+        return Chunks(count, dim) if intervals == expected else None
 
     @cached_property
-    def _line(self) -> int | None:
+    def _buffer_dim(self) -> int | None:
         """The dim along which the boxes of all messages, concatenated, are the buffer, if there is one."""
-        dims = {d for m in self.messages for box in m.boxes for d, _ in box.block}
-        if len(dims) != 1 or any(n != 1 for n in self.shape[: min(dims)]):
+        dims: set[int] = set()
+        for index in self._boxes:
+            dims.update(d for d, _ in index)
+        if len(dims) != 1:
             return None
-        return dims.pop()
+        dim = dims.pop()
+        # Only dims of length 1 before it: else rows of different messages would alternate in memory.
+        return dim if all(length == 1 for length in self.shape[:dim]) else None
 
     @cached_property
-    def _joined(self) -> tuple[int, list[int]] | None:
-        """The dim, and the order of boxes and then fills that, concatenated, are the block; None if none."""
-        boxes = [box.block for m in self.messages for box in m.boxes] + [
-            fill.box for fill in self.fills
-        ]
-        spans = [_intervals(index, self.shape) for index in boxes]
-        cut = [d for d, n in enumerate(self.shape) if any(s[d] != (0, n) for s in spans)] or [0]
-        if not spans or not self.shape or len(cut) > 1:
+    def _concatenation(self) -> Concatenation | None:
+        """The order of all boxes, then fills, that makes the block; None if they overlap or leave gaps."""
+        boxes = [*self._boxes, *(fill.box for fill in self.fills)]
+        if not boxes or not self.shape:
             return None
-        (dim,), offset, order = cut, 0, []
-        for start, stop, i in sorted((*span[dim], i) for i, span in enumerate(spans)):
+        intervals = [_intervals(index, self.shape) for index in boxes]  # [boxes][dims]
+        # Pieces of several dims are no row: `cat` takes one dim.
+        cut_dims: set[int] = set()
+        for of_box in intervals:
+            cut_dims.update(d for d, length in enumerate(self.shape) if of_box[d] != (0, length))
+        if len(cut_dims) > 1:
+            return None
+        dim = cut_dims.pop() if cut_dims else 0
+        # Empty pieces first among pieces that begin at one row.
+        order = sorted(range(len(boxes)), key=lambda i: (intervals[i][dim], i))
+        offset = 0
+        for i in order:
+            start, stop = intervals[i][dim]
             if start != offset:
                 return None
             offset = stop
-            order.append(i)
-        return (dim, order) if offset == self.shape[dim] else None
+        return Concatenation(dim, order) if offset == self.shape[dim] else None
 
     @cached_property
-    def _met(self) -> list[bool]:
-        """For every message, whether it shares rows with an earlier one."""
-        rows = [m.rows for m in self.messages]
-        return [any(_meet(r, earlier) for earlier in rows[:i]) for i, r in enumerate(rows)]
+    def _shares_rows(self) -> list[bool]:
+        """Whether each message shares rows with an earlier one, with which it is combined."""
+        rows = [message.rows for message in self.messages]
+        return [_meets_any(rows[i], rows[:i]) for i in range(len(rows))]
 
     @cached_property
-    def _covers(self) -> bool:
-        """Whether every element is written before any is added to it, by the rows of one dim."""
-        first = [n for n, met in zip(self.sizes, self._met, strict=True) if not met]
-        along = [
-            (m.rows[f.dim], interval(f.start, f.stop)) for m in self.messages for f in self.fills
-        ]
-        brought = any(rows is None or common_segments(rows, filled) for rows, filled in along)
-        if len({fill.dim for fill in self.fills}) == 1 and not brought:
-            rest = math.prod(n for d, n in enumerate(self.shape) if d != self.fills[0].dim)
-            first += [(fill.stop - fill.start) * rest for fill in self.fills]
-        return sum(first) == math.prod(self.shape)
+    def _is_covered(self) -> bool:
+        """Whether messages and fills write every element before one is added to it."""
+        sizes = zip(self.sizes, self._shares_rows, strict=True)
+        elements = sum(size for size, shares in sizes if not shares)
+        # Fills count only where they are along one dim and no message brings their rows: no element twice.
+        if len({fill.dim for fill in self.fills}) == 1 and not self._brings_filled_rows():
+            dim = self.fills[0].dim
+            others = math.prod(length for d, length in enumerate(self.shape) if d != dim)
+            elements += sum((fill.stop - fill.start) * others for fill in self.fills)
+        return elements == math.prod(self.shape)
+
+    def _brings_filled_rows(self) -> bool:
+        """Return whether a message has rows that a fill has too."""
+        for message in self.messages:
+            for fill in self.fills:
+                rows = message.rows[fill.dim]
+                if rows is None or common_segments(rows, interval(fill.start, fill.stop)):
+                    return True
+        return False
 
 
-def _always_equal(a: int, b: int) -> bool:
-    """Whether two lengths are equal. A symbol that equals a number now may differ later."""
+def _is_always_equal(a: int, b: int) -> bool:
+    """Return whether two lengths are equal. A symbol that equals a number now may differ later."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+    # Imported here because it imports sympy, which is slow.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(a == b)
 
 
-def _meet(a: tuple[Runs | None, ...], b: tuple[Runs | None, ...]) -> bool:
+def _meets_any(rows: Sequence[Runs | None], others: Sequence[Sequence[Runs | None]]) -> bool:
+    return any(_have_common_rows(rows, other) for other in others)
+
+
+def _have_common_rows(a: Sequence[Runs | None], b: Sequence[Runs | None]) -> bool:
+    """Return whether two parts of a block, given by their rows along each dim, meet."""
+    if a == b:
+        return True
     # None stands for all rows of a dim, which meet any others.
-    pairs = zip(a, b, strict=True)
-    return a == b or all(x is None or y is None or bool(common_segments(x, y)) for x, y in pairs)
+    return all(
+        x is None or y is None or bool(common_segments(x, y)) for x, y in zip(a, b, strict=True)
+    )
 
 
-def _intervals(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(start, stop) of the rows along every dim; (-1, -1) where they are not one run."""
-    intervals = [(0, n) for n in shape]
+def _intervals(index: Index, shape: tuple[int, ...]) -> list[Interval]:
+    """Return the rows along every dim as an interval; `_SCATTERED` where they are none."""
+    intervals = [Interval(0, length) for length in shape]
     for d, rows in index:
-        intervals[d] = (-1, -1)
         if isinstance(rows, slice) and rows.step is None:
-            intervals[d] = (rows.start, rows.stop)
+            intervals[d] = Interval(rows.start, rows.stop)
+        else:
+            intervals[d] = _SCATTERED
     return intervals
 
 
-def _flat_start(m: Subarray, shape: tuple[int, ...]) -> int | None:
-    """The start of a message in a contiguous block if it lies there in one piece, else None."""
-    if len(m.boxes) != 1:
+def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:
+    """Return the element at which a message begins in a contiguous block of `shape`.
+
+    Rows 2:4 of a 6 x 5 block begin at 10; columns 2:4 lie in six pieces, so that the result is None.
+    """
+    if len(message.boxes) != 1:
         return None
     start = 0
-    begun = False
-    for (first, _), length, whole in zip(
-        _intervals(m.boxes[0].block, shape), m.shape, shape, strict=True
-    ):
-        if first < 0 or (begun and length != whole):
+    has_begun = False  # whether an outer dim has several rows: then all inner dims must be whole
+    intervals = _intervals(message.boxes[0].block, shape)
+    for rows, length, whole_length in zip(intervals, message.shape, shape, strict=True):
+        if rows == _SCATTERED or (has_begun and length != whole_length):
             return None
-        begun = begun or length > 1
-        start = start * whole + first
+        has_begun = has_begun or length > 1
+        start = start * whole_length + rows.start
     return start

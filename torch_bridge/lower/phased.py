@@ -12,113 +12,160 @@ from torch_bridge.lower.collectives import Collective
 from torch_bridge.lower.executable import Move
 from torch_bridge.lower.packed_collective import packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
-from torch_bridge.lower.site import Site
+from torch_bridge.lower.step_context import StepContext
 from torch_bridge.lower.subarray import subarray
 from torch_bridge.mesh.process_mesh import Group
 from xshard.layout.runs import Run, Runs
 from xshard.steps.traffic import Phases
 
 
-def all_gather(phases: Phases, site: Site, dim: int, parts: Sequence[Runs]) -> list[Move]:
-    """The slowest link first, while blocks are small. parts: rows of `dim`, one per device of the group."""
-    have, want = site.shapes
-    *slow, last = _groups(phases, site)[::-1]
-    moves = list[Move]()
-    n = 1
-    for group in (*slow, last):
-        m = len(group.devices)
-        sent = _rows(site, 1, n, have) if moves else site.whole(0)
-        here = (
-            _parts(phases, site, want, dim, parts, last)
-            if group is last
-            else _rows(site, m, n, have)
-        )
-        moves.append(
-            packed(Collective("all_gather", group, sent.sizes, here.sizes_by_rank), sent, here)
-        )
-        n *= m
+def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs]) -> list[Move]:
+    """Gather over the slowest link first, while blocks are small.
+
+    parts: the rows of `dim` of each device of the group.
+    """
+    groups = _groups(phases, context)
+    groups.reverse()  # the slowest first
+    fastest = groups[-1]
+    block_shape = context.shapes.before
+    moves: list[Move] = []
+    block_count = 1  # gathered so far
+    for group in groups:
+        rank_count = len(group.devices)
+        if moves:
+            sent = _stacked_blocks(context, 1, block_count, block_shape)
+        else:
+            sent = context.whole(0)
+        # The last phase brings all blocks; only there they are put where they belong.
+        if group is fastest:
+            received = _parts_by_rank(phases, context, context.shapes.after, dim, parts, group)
+        else:
+            received = _stacked_blocks(context, rank_count, block_count, block_shape)
+        collective = Collective("all_gather", group, sent.sizes, received.sizes_by_rank)
+        moves.append(packed(collective, sent, received))
+        block_count *= rank_count
     return moves
 
 
 def reduce_scatter(
-    phases: Phases, site: Site, dim: int, parts: Sequence[Runs], op: str
+    phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs], op: str
 ) -> list[Move]:
-    """The slowest link last, when pieces are small. parts: rows of `dim`, one per device of the group."""
-    first, *slow = _groups(phases, site)
-    have, want = site.shapes
-    moves = list[Move]()
-    n = len(parts)
-    for group in (first, *slow):
-        m = len(group.devices)
-        n = n // len(group.devices)
-        sent = _rows(site, m, n, want) if moves else _parts(phases, site, have, dim, parts, first)
-        part = _rows(site, 1, n, want) if n > 1 else site.whole(1)
-        moves.append(reduce_scattered(group, sent, part, op, site.tensor_device))
+    """Reduce over the slowest link last, when pieces are small.
+
+    parts: the rows of `dim` of each device of the group.
+    """
+    piece_shape = context.shapes.after
+    moves: list[Move] = []
+    piece_count = len(parts)  # that this process still reduces
+    for group in _groups(phases, context):
+        rank_count = len(group.devices)
+        piece_count //= rank_count
+        # The first phase sends parts of the block; later ones send the sums of the phase before.
+        if moves:
+            sent = _stacked_blocks(context, rank_count, piece_count, piece_shape)
+        else:
+            sent = _parts_by_rank(phases, context, context.shapes.before, dim, parts, group)
+        if piece_count > 1:
+            received = _stacked_blocks(context, 1, piece_count, piece_shape)
+        else:
+            received = context.whole(1)
+        moves.append(reduce_scattered(group, sent, received, op, context.tensor_device))
     return moves
 
 
-def all_reduce(phases: Phases, site: Site, op: str) -> list[Move]:
-    """A reduce-scatter over fast links, so that the slowest reduces a piece for each device; and back."""
-    *near, far = _groups(phases, site)
-    shape = site.shapes[0]
-    n = math.prod(len(group.devices) for group in near)
-    size = math.prod(shape)
-    piece = (-(-size // n),)
-    filling = -size % n
-    all_pieces = n, *piece
-
-    def flat(block: Tensor) -> Tensor:
-        whole = block.reshape(-1)
-        return (torch.nn.functional.pad(whole, (0, filling)) if filling else whole).view(all_pieces)
-
-    def shaped(pieces: Tensor) -> Tensor:
-        if filling or site.lengths is not None:
-            return pieces.view(-1)[:size].view(shape).clone()
-        x = pieces.view(shape)  # the result is no view, and no copy
-        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), shape, x.stride())
-
-    down = list[Move]()
-    up = list[Move]()
-    for group in near:
-        m = len(group.devices)
-        n = n // len(group.devices)
+def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
+    """Reduce-scatter over fast links, reduce one piece per device over the slowest, and gather back."""
+    groups = _groups(phases, context)
+    slowest = groups.pop()  # over it a device meets those that hold the same piece
+    piece_count = math.prod(len(group.devices) for group in groups)
+    # Rounded up: the last piece is filled up with zeros.
+    piece_size = -(-math.prod(context.shapes.before) // piece_count)
+    down: list[Move] = []
+    up: list[Move] = []
+    remaining = piece_count
+    for group in groups:
+        rank_count = len(group.devices)
+        remaining //= rank_count
         # Devices that meet over the slow link have one piece: by their places, whatever their ranks are.
         places = [sorted(group.devices).index(device) for device in group.devices]
-        pieces = _rows(site, m, n, piece, places)
-        part = _rows(site, 1, n, piece)
-        down.append(reduce_scattered(group, pieces, part, op, site.tensor_device))
-        up.insert(
-            0, packed(Collective("all_gather", group, part.sizes, pieces.sizes), part, pieces)
-        )
-    whole = _rows(site, 1, 1, piece)
-    across = packed(Collective("all_reduce", far, whole.sizes, whole.sizes, op), whole, whole)
-    return [flat, *down, across, *up, shaped]
+        pieces = _stacked_blocks(context, rank_count, remaining, (piece_size,), places)
+        part = _stacked_blocks(context, 1, remaining, (piece_size,))
+        down.append(reduce_scattered(group, pieces, part, op, context.tensor_device))
+        gather = Collective("all_gather", group, part.sizes, pieces.sizes)
+        up.insert(0, packed(gather, part, pieces))
+    whole = _stacked_blocks(context, 1, 1, (piece_size,))
+    reduction = Collective("all_reduce", slowest, whole.sizes, whole.sizes, op)
+    flatten, unflatten = _flattening(context, piece_count, piece_size)
+    return [flatten, *down, packed(reduction, whole, whole), *up, unflatten]
 
 
-def _groups(phases: Phases, site: Site) -> list[Group]:
-    """The processes that this one meets in the phase of each level, the fastest first."""
-    return [site.among(phases.members(site.device, level)) for level in range(len(phases.levels))]
+def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tuple[Move, Move]:
+    """Return the move of a block to `[pieces, elements]`, filled up with zeros, and the move back."""
+    shape = context.shapes.before
+    size = math.prod(shape)
+    filling = piece_count * piece_size - size
+
+    def flatten(block: Tensor) -> Tensor:
+        flat = block.reshape(-1)
+        if filling:
+            flat = torch.nn.functional.pad(flat, (0, filling))
+        return flat.view(piece_count, piece_size)
+
+    def unflatten(pieces: Tensor) -> Tensor:
+        if filling or context.lengths is not None:
+            return pieces.view(-1)[:size].view(shape).clone()
+        x = pieces.view(shape)
+        # The result must be no view, for autograd, and needs no copy: a new tensor of the same memory.
+        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), shape, x.stride())
+
+    return flatten, unflatten
 
 
-def _rows(
-    site: Site, m: int, n: int, shape: tuple[int, ...], places: Sequence[int] = ()
+def _groups(phases: Phases, context: StepContext) -> list[Group]:
+    """Return the processes that this one meets in the phase of each level, the fastest first."""
+    return [
+        context.among(phases.members(context.device, level)) for level in range(len(phases.levels))
+    ]
+
+
+def _stacked_blocks(
+    context: StepContext,
+    message_count: int,
+    block_count: int,
+    block_shape: tuple[int, ...],
+    places: Sequence[int] = (),
 ) -> Packing:
-    """`m` messages of `n` blocks of a shape each, in their order or at the places given."""
-    whole = (m * n, *shape)
-    rows = ({0: (Run(i * n, n),)} for i in places or range(m))
-    return Packing(whole, tuple(subarray(whole, each, site.tensor_device) for each in rows))
+    """Return messages of `block_count` blocks each, stacked on a new leading dim.
+
+    places: the place of each message in the stack; without them, they lie in their order.
+    """
+    shape = (message_count * block_count, *block_shape)
+    if not places:
+        places = range(message_count)
+    messages = [
+        subarray(shape, {0: (Run(place * block_count, block_count),)}, context.tensor_device)
+        for place in places
+    ]
+    return Packing(shape, tuple(messages))
 
 
-def _parts(
+def _parts_by_rank(
     phases: Phases,
-    site: Site,
+    context: StepContext,
     shape: tuple[int, ...],
     dim: int,
     parts: Sequence[Runs],
     group: Group,
 ) -> Packing:
-    """A block as parts: for each process of a group, the parts of devices that it reaches by slower links."""
-    mine = [parts[phases.mesh.index(d, phases.axes)] for d in phases.reached(site.device)]
-    messages = tuple(site.subarray(shape, {dim: rows}) for rows in mine)
-    n = len(group.devices)
-    return Packing(shape, messages, (len(messages) // n,) * n)
+    """Return a block as its parts, by ranks of a group.
+
+    A rank has the parts of all devices that it reaches by slower links.
+    """
+    # `reached` goes through the group's ranks, and for each through what it reaches.
+    rows_by_message = [
+        parts[phases.mesh.index(device, phases.axes)] for device in phases.reached(context.device)
+    ]
+    messages = tuple(context.subarray(shape, {dim: rows}) for rows in rows_by_message)
+    rank_count = len(group.devices)
+    messages_per_rank = len(messages) // rank_count
+    return Packing(shape, messages, (messages_per_rank,) * rank_count)

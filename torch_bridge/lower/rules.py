@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,285 +12,302 @@ from torch import Tensor
 
 from torch_bridge.lower import phased
 from torch_bridge.lower.collectives import CARRIERS, Collective
+from torch_bridge.lower.exchange import exchange
 from torch_bridge.lower.executable import Executable, Move, Moves, place_of
 from torch_bridge.lower.packed_collective import PackedCollective, packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
-from torch_bridge.lower.site import Site
-from torch_bridge.lower.subarray import Subarray, box_rows
+from torch_bridge.lower.step_context import Lengths, StepContext
 from torch_bridge.mesh.failures import during
-from torch_bridge.mesh.process_mesh import ProcessMesh
+from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from xshard import Plan, Sharding, steps
-from xshard.caches import layout_cache
 from xshard.errors import DtypeError, PlanError
 from xshard.steps.base import axes_of, even_parts
-from xshard.steps.exchange.messages import Message, fill_boxes, messages_from, messages_to
 from xshard.steps.exchange.sources import view_pairs
 from xshard.steps.exchange.traffic import moving_axes
 from xshard.steps.permute import senders
 
-Lengths = Mapping[str, int] | None  # as in `Site`
-
 
 def lower(
-    plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths = None
+    plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths | None = None
 ) -> Executable:
-    """A plan -> its executable; all processes of the mesh call it. Raises DtypeError without arithmetic."""
-    if lengths is None and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
-        return _kept(plan, processes, device)
-    return _lowered(plan, processes, device, lengths or {})  # tensors made here are part of a trace
+    """Return the executable of a plan; all processes of the mesh call it.
+
+    lengths: symbols of a compiler for the lengths of dims that no step cuts; None if it records nothing.
+    Raises DtypeError for a reduction of a dtype without arithmetic.
+    """
+    if lengths is None and not _is_faking():
+        return _lowered_once(plan, processes, device)
+    # Tensors made here are part of a trace: nothing of it is kept.
+    return _lowered(plan, processes, device, {} if lengths is None else lengths)
+
+
+def _is_faking() -> bool:
+    """Return whether torch makes fake tensors now.
+
+    Private names of torch. Without them, an executable made during a trace would be kept with fake
+    constants, and used by ordinary calls.
+    """
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _lowered(
-    plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths = None
+    plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths | None = None
 ) -> Executable:
-    again = functools.partial(lower, processes=processes, device=device, lengths=lengths)
-    moves = list(_moves(plan, processes, device, lengths))
-    return Executable(
-        plan, processes, tuple(m for _, m in moves), tuple(i for i, _ in moves), again
+    """Lower all steps of a plan, in order, as all ranks do."""
+    moves: list[Move] = []
+    step_of_move: list[int] = []
+    for i in range(len(plan.steps)):
+        step_moves = _moves_of_step(plan, i, processes, device, lengths)
+        moves.extend(step_moves)
+        step_of_move.extend([i] * len(step_moves))
+    # For the plans of derivatives: on the same processes, under the same compiler.
+    lower_like = functools.partial(lower, processes=processes, device=device, lengths=lengths)
+    return Executable(plan, processes, tuple(moves), tuple(step_of_move), lower_like)
+
+
+_lowered_once = functools.lru_cache(maxsize=4096)(_lowered)
+
+
+def _moves_of_step(
+    plan: Plan,
+    number: int,
+    processes: ProcessMesh,
+    tensor_device: torch.device,
+    lengths: Lengths | None,
+) -> list[Move]:
+    """Return the moves of one step: one, or one per kind of link. Raises DtypeError, PlanError."""
+    step, before, after = plan.stages[number]
+    if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
+        raise no_arithmetic(f"'{step}'", plan.dtype)
+    rule = RULES.get(type(step))
+    if rule is None:
+        raise PlanError(
+            f"torch_bridge lacks a rule for '{step}'", hint="add it to lower.rules.RULES"
+        )
+    place = functools.partial(place_of, plan, number)
+    earlier = plan.steps[:number]
+    context = StepContext(
+        before=before,
+        after=after,
+        processes=processes.factored(plan.split),
+        tensor_device=tensor_device,
+        dtype=plan.dtype,
+        lengths=lengths,
+        is_last=number >= _last_computing_step(plan),
+        is_given=all(isinstance(step, steps.Retag | steps.Mask) for step in earlier),
+        fabric=plan.profile.fabric(before.mesh),
+        place=place,
     )
+    moves = during(place, rule, step, context)  # it may make groups, which can fail
+    return moves if isinstance(moves, list) else [moves]
 
 
-_kept = layout_cache(maxsize=4096)(_lowered)
-
-
-def _moves(
-    plan: Plan, processes: ProcessMesh, tensor_device: torch.device, lengths: Lengths
-) -> Iterable[tuple[int, Move]]:
-    """The number of the step and the move, for every move; a step takes one, or one per kind of link."""
-    on_sub_axes = processes.factored(plan.split)
+def _last_computing_step(plan: Plan) -> int:
+    """Return the number of the last step that makes a new tensor; -1 if all only look at the block."""
     views = steps.Slice | steps.Retag | steps.Mask | steps.Transpose
-    last = max((i for i, step in enumerate(plan.steps) if not isinstance(step, views)), default=-1)
-    for i, (step, before, after) in enumerate(plan.stages):
-        if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
-            raise no_arithmetic(f"'{step}'", plan.dtype)
-        if (rule := RULES.get(type(step))) is None:
-            raise PlanError(
-                f"torch_bridge lacks a rule for '{step}'", hint="add it to lower.rules.RULES"
-            )
-        context = on_sub_axes, tensor_device, plan.dtype, lengths
-        is_given = all(isinstance(s, steps.Retag | steps.Mask) for s in plan.steps[:i])
-        links = plan.profile.fabric(before.mesh)
-        place = functools.partial(place_of, plan, i)
-        site = Site(before, after, *context, i >= last, is_given, links, place)
-        moves = during(place, rule, step, site)  # groups may be made
-        yield from ((i, move) for move in (moves if isinstance(moves, list) else [moves]))
+    for number in reversed(range(len(plan.steps))):
+        if not isinstance(plan.steps[number], views):
+            return number
+    return -1
 
 
-def no_arithmetic(what: str, dtype: str) -> DtypeError:
-    """The error of a reduction of a dtype in which torch cannot compute."""
+def no_arithmetic(operation: str, dtype: str) -> DtypeError:
+    """Return the error of a reduction of a dtype in which torch cannot compute."""
     return DtypeError(
-        f"torch has no {what} of {dtype}", hint="it only moves: cast before the reduction"
+        f"torch has no {operation} of {dtype}", hint="it only moves: cast before the reduction"
     )
 
 
 def _computes(step: steps.Step, before: Sharding) -> bool:
-    if isinstance(step, steps.Exchange):
-        views = (view for pair in view_pairs(before, step.after(before)) for view in pair)
-        return step.op(before) is not None or any(view.sign < 0 for view in views)
-    return isinstance(step, steps.AllReduce | steps.ReduceScatter | steps.Scale)
+    """Return whether a step adds, scales or negates values."""
+    if not isinstance(step, steps.Exchange):
+        return isinstance(step, steps.AllReduce | steps.ReduceScatter | steps.Scale)
+    if step.op(before) is not None:
+        return True
+    views = itertools.chain.from_iterable(view_pairs(before, step.after(before)))
+    return any(view.sign < 0 for view in views)
 
 
-def _all_gather(step: steps.AllGather, site: Site) -> Moves:
+def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
+    """Send the whole block; put what arrives together along the dim."""
     axes = axes_of(step.shards)
-    dim = site.before.dim_index(step.dim)
-    parts = even_parts(site.before, step.dim, step.shards)
-    if (phases := site.phases(axes)).are_several:
-        return phased.all_gather(phases, site, dim, parts)
-    group = site.group(axes)
-    sent = site.whole(0)
-    received = site.cut(site.shapes[1], dim, parts, axes, group)
+    dim = context.before.dim_index(step.dim)
+    parts = even_parts(context.before, step.dim, step.shards)
+    phases = context.phases(axes)
+    if phases.are_several:
+        return phased.all_gather(phases, context, dim, parts)
+    group = context.group(axes)
+    sent = context.whole(0)
+    received = context.cut(context.shapes.after, dim, parts, axes, group)
     return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
 
 
-def _slice(step: steps.Slice, site: Site) -> Move:
-    part = site.subarray(site.shapes[0], site.own_part(*step.cuts))
+def _slice(step: steps.Slice, context: StepContext) -> Move:
+    part = context.subarray(context.shapes.before, context.own_part(*step.cuts))
     # The result must be a new tensor; an input of another step may be a view.
-    return part.copied if site.is_last else part.read
+    return part.copied if context.is_last else part.read
 
 
-def _all_reduce(step: steps.AllReduce, site: Site) -> Moves:
-    if (phases := site.phases(step.axes)).are_several and not site.lengths:
-        return phased.all_reduce(phases, site, step.op)
-    sent = site.whole(0)
-    received = site.whole(1)
-    group = site.group(step.axes)
-    return packed(
-        Collective("all_reduce", group, sent.sizes, received.sizes, step.op), sent, received
-    )
+def _all_reduce(step: steps.AllReduce, context: StepContext) -> Moves:
+    """Send the whole block; receive the sum, max or min of all blocks."""
+    # Pieces of a block with symbols for lengths have no sizes yet.
+    phases = context.phases(step.axes)
+    if phases.are_several and not context.lengths:
+        return phased.all_reduce(phases, context, step.op)
+    sent = context.whole(0)
+    received = context.whole(1)
+    group = context.group(step.axes)
+    collective = Collective("all_reduce", group, sent.sizes, received.sizes, step.op)
+    return packed(collective, sent, received)
 
 
-def _reduce_scatter(step: steps.ReduceScatter, site: Site) -> Moves:
+def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
+    """Send each rank its part of the dim; receive the reduction of this process's part."""
     axes = axes_of(step.shards)
-    dim = site.before.dim_index(step.dim)
-    parts = even_parts(site.before, step.dim, step.shards)
-    if (phases := site.phases(axes)).are_several:
-        return phased.reduce_scatter(phases, site, dim, parts, step.op)
-    group = site.group(axes)
-    sent = site.cut(site.shapes[0], dim, parts, axes, group)
-    part = site.whole(1)
-    return reduce_scattered(group, sent, part, step.op, site.tensor_device)
+    dim = context.before.dim_index(step.dim)
+    parts = even_parts(context.before, step.dim, step.shards)
+    phases = context.phases(axes)
+    if phases.are_several:
+        return phased.reduce_scatter(phases, context, dim, parts, step.op)
+    group = context.group(axes)
+    sent = context.cut(context.shapes.before, dim, parts, axes, group)
+    part = context.whole(1)
+    return reduce_scattered(group, sent, part, step.op, context.tensor_device)
 
 
-def _all_to_all(step: steps.AllToAll, site: Site) -> Move:
-    before, (have, want) = site.before, site.shapes
-    group = site.group(axes_of(step.src_shards))
-    sides = (have, step.dst_dim, step.dst_shards), (want, step.src_dim, step.src_shards)
-    sent, received = (
-        site.cut(
-            shape, before.dim_index(dim), even_parts(before, dim, shards), axes_of(shards), group
-        )
-        for shape, dim, shards in sides
+def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
+    """Send parts of one dim, and put what arrives together along another: "n/a d" -> "n d/a"."""
+    before = context.before
+    # Both sets of axes reach the same processes: the shards move from one dim to another.
+    group = context.group(axes_of(step.src_shards))
+    sent = context.cut(
+        context.shapes.before,
+        before.dim_index(step.dst_dim),
+        even_parts(before, step.dst_dim, step.dst_shards),
+        axes_of(step.dst_shards),
+        group,
     )
-    return packed(
-        Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True), sent, received
+    received = context.cut(
+        context.shapes.after,
+        before.dim_index(step.src_dim),
+        even_parts(before, step.src_dim, step.src_shards),
+        axes_of(step.src_shards),
+        group,
     )
+    collective = Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True)
+    return packed(collective, sent, received)
 
 
-def _permute(step: steps.Permute, site: Site) -> Move:
-    me = site.device
-    sender = senders(site.before, site.after)
-    group = site.group(moving_axes(site.before, site.after))
+def _permute(step: steps.Permute, context: StepContext) -> Move:
+    """Send the whole block to one device; receive the block of another, or keep the own one."""
+    # A device sends to one, and receives from one.
+    sender = senders(context.before, context.after)  # of every device
+    group = context.group(moving_axes(context.before, context.after))
     # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
     # sends from rank to rank must be in the host's memory.
-    on_host = site.tensor_device.type == "cpu"
-    directly = on_host and group.serves(site.tensor_device, "gloo") and not group.graph_name
+    on_host = context.tensor_device.type == "cpu"
+    is_direct = on_host and group.serves(context.tensor_device, "gloo") and not group.graph_name
+    kind = "permute" if is_direct else "all_to_all"
 
-    def packing(end: int, peer: int) -> Packing:
-        whole = site.whole(end)
-        moves = peer != me
-        counts = tuple(int(moves and device == peer) for device in group.devices)
-        return replace(whole, messages=whole.messages * moves, counts=counts)
-
-    sent = packing(0, sender.index(me))
-    received = packing(1, sender[me])
-    kind = "permute" if directly else "all_to_all"
+    me = context.device
+    sent = _whole_block_with(sender.index(me), 0, context, group)
+    received = _whole_block_with(sender[me], 1, context, group)
     collective = Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank)
     if sender[me] != me:
         return packed(collective, sent, received)
-    kept = site.subarray(site.shapes[0], {}).copied
-    if sender == tuple(range(len(sender))):
-        return kept
-    return PackedCollective(
-        collective,
-        sent,
-        received.arriving,
-        lambda block, _: kept(block),
-        lambda block, _: kept(block),
-    )
+    # Its block stays; but if other devices exchange theirs, this one calls the collective too.
+    keep = context.subarray(context.shapes.before, {}).copied
+    if sender == tuple(range(len(sender))):  # no device moves: no collective
+        return keep
+
+    def unpack(block: Tensor, _messages: Any) -> Tensor:
+        return keep(block)
+
+    return PackedCollective(collective, sent, received.arriving, unpack, unpack)
 
 
-def _exchange(step: steps.Exchange, site: Site) -> Move:
-    """Messages in one collective: some backends and torch.compile have no point-to-point calls."""
-    shardings = (site.before, site.after, site.device, step.node_devices)
-    op = step.op(site.before)
-    fills = tuple(site.fill(*fill) for fill in fill_boxes(site.after, site.device))
-    # Near senders may differ from their receiver along any axis.
-    axes = (
-        moving_axes(site.before, site.after) if step.node_devices is None else site.after.mesh.axes
-    )
-    group = site.group(axes)
-    rank = group.devices.index(site.device)
-    shapes = site.shapes
-
-    def by_rank(messages: Iterable[Message], end: int) -> list[tuple[int, Subarray]]:
-        """The rank at the other end of every message, and its part of the block at this end."""
-        parts = []
-        for m in messages:
-            peer, sign = (m.src, m.sign) if end else (m.dst, 1)
-            part = replace(site.subarray(shapes[end], box_rows(m.box, end)), sign=sign)
-            parts.append((group.devices.index(peer), part))
-        return sorted(parts, key=lambda message: message[0])
-
-    def packing(shape: tuple[int, ...], messages: Sequence[tuple[int, Subarray]]) -> Packing:
-        theirs = [(peer, m) for peer, m in messages if peer != rank]
-        counts = [sum(peer == r for peer, _ in theirs) for r in range(len(group.devices))]
-        return Packing(shape, tuple(m for _, m in theirs), tuple(counts), op)
-
-    outgoing = by_rank(messages_from(*shardings), 0)
-    incoming = by_rank(messages_to(*shardings), 1)
-    own = [m for peer, m in outgoing if peer == rank]
-    # In the order of the ranks, so that replicas and copies add in one order; own rows first where none are.
-    order = [*incoming]
-    layout = site.after.layout
-    if set(axes) <= set(layout.axes) - set(layout.tagged("copy")):
-        order.sort(key=lambda message: message[0] != rank)
-    whole = Packing(shapes[1], tuple(m for _, m in order), None, op, fills)
-    if not steps.Exchange(layout).traffic(site.before).received:  # of any device of the mesh
-        return lambda block: whole.place(block, [m.read(block) for m in own])
-    sent = packing(shapes[0], outgoing)
-    received = packing(shapes[1], incoming)
-
-    def put_together(block: Tensor, messages: Sequence[Tensor]) -> Tensor:
-        theirs = iter(messages)
-        mine = (m.read(block) for m in own)
-        return whole.place(block, [next(mine if peer == rank else theirs) for peer, _ in order])
-
-    def unpack(block: Tensor, arrived: Tensor) -> Tensor:
-        if not own and not fills:
-            return received.unpack(arrived)
-        return put_together(block, received.split(arrived))
-
-    def place(block: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        return put_together(block, received.split_each(parts))
-
-    collective = Collective("all_to_all", group, sent.sizes_by_rank, received.sizes_by_rank)
-    return PackedCollective(collective, sent, received.arriving, unpack, place)
+def _whole_block_with(peer: int, end: int, context: StepContext, group: Group) -> Packing:
+    """Return the block before (0) or after (1) the step as one message with a peer; none with itself."""
+    whole = context.whole(end)
+    if peer == context.device:
+        return Packing(whole.shape, (), (0,) * len(group.devices))
+    counts = tuple(1 if device == peer else 0 for device in group.devices)
+    return Packing(whole.shape, whole.messages, counts)
 
 
-def _embed(step: steps.Embed, site: Site) -> Move:
-    whole = Packing(
-        site.shapes[1], (site.subarray(site.shapes[1], site.own_part((step.dim, step.shards))),)
-    )
-    return lambda block: whole.place(block, [block])
+def _embed(step: steps.Embed, context: StepContext) -> Move:
+    """Put the block into zeros of the whole dim: an addend of a sum."""
+    rows = context.own_part((step.dim, step.shards))
+    part = context.subarray(context.shapes.after, rows)
+    whole = Packing(context.shapes.after, (part,))
+
+    def embed(block: Tensor) -> Tensor:
+        """Put the block among zeros."""
+        return whole.place(block, [block])
+
+    return embed
 
 
-def _mask(step: steps.Mask, site: Site) -> Move:
-    if site.before.mesh.index(site.device, step.axes):
-        return lambda block: block.new_zeros(block.shape)
-    return lambda block: block
+def _mask(step: steps.Mask, context: StepContext) -> Move:
+    # The sum has the value once: on the first device along the axes.
+    is_first = context.before.mesh.index(context.device, step.axes) == 0
+    return _unchanged if is_first else _zeros
 
 
-def _transpose(step: steps.Transpose, site: Site) -> Move:
-    order = step.order(site.before)
+def _retag(step: steps.Retag, context: StepContext) -> Move:
+    return _unchanged
 
-    def turned(block: Tensor) -> Tensor:
+
+def _unchanged(block: Tensor) -> Tensor:
+    return block
+
+
+def _zeros(block: Tensor) -> Tensor:
+    return block.new_zeros(block.shape)
+
+
+def _transpose(step: steps.Transpose, context: StepContext) -> Move:
+    """Permute the dims of the block."""
+    order = step.order(context.before)
+
+    def transpose(block: Tensor) -> Tensor:
+        """Return the permuted block as a tensor of its own, not as a view."""
         # The result is the caller's to write to: no view of what was given, and none to autograd.
-        own = block.clone(memory_format=torch.contiguous_format) if site.is_given else block
-        out = own.permute(order)
-        if site.lengths is not None:
-            return out
-        return own.new_empty(0).set_(
-            out.untyped_storage(), out.storage_offset(), out.shape, out.stride()
-        )
+        source = block.clone(memory_format=torch.contiguous_format) if context.is_given else block
+        view = source.permute(order)
+        if context.lengths is not None:  # compilers cannot record `set_`
+            return view
+        out = source.new_empty(0)
+        return out.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
-    return turned
+    return transpose
 
 
-def _scale(step: steps.Scale, site: Site) -> Move:
+def _scale(step: steps.Scale, context: StepContext) -> Move:
+    """Multiply by a fraction, as a mean does with a sum."""
     numerator = step.factor.numerator
     denominator = step.factor.denominator
 
-    def scaled(block: Tensor) -> Tensor:
-        out = torch.mul(
-            block, numerator, out=torch.empty_like(block, memory_format=torch.contiguous_format)
-        )
+    def scale(block: Tensor) -> Tensor:
+        out = torch.empty_like(block, memory_format=torch.contiguous_format)
+        torch.mul(block, numerator, out=out)
         # Division, not multiplication by a rounded reciprocal: exact where the result is representable.
         return out if denominator == 1 else out.div_(denominator)
 
-    return scaled
+    return scale
 
 
 # mypy cannot tie a rule's step to its key.
-RULES: dict[type[steps.Step], Callable[[Any, Site], Moves]] = {
+RULES: dict[type[steps.Step], Callable[[Any, StepContext], Moves]] = {
     steps.AllGather: _all_gather,
     steps.AllReduce: _all_reduce,
     steps.AllToAll: _all_to_all,
     steps.Embed: _embed,
-    steps.Exchange: _exchange,
+    steps.Exchange: exchange,
     steps.Mask: _mask,
     steps.Permute: _permute,
     steps.ReduceScatter: _reduce_scatter,
-    steps.Retag: lambda step, site: lambda block: block,
+    steps.Retag: _retag,
     steps.Scale: _scale,
     steps.Slice: _slice,
     steps.Transpose: _transpose,

@@ -20,12 +20,21 @@ MAX_SLICES = 16
 # Rows along some dims, all rows along the others: a slice makes a view, a tensor lists rows.
 Index = tuple[tuple[int, slice | Tensor], ...]
 
+Combine = Callable[..., Tensor]  # adds, or takes the larger or the smaller, of two tensors
+
 
 class Box(NamedTuple):
     """The position of one piece of a subarray: in the subarray, and in the block."""
 
     own: Index
     block: Index
+
+
+class Concatenation(NamedTuple):
+    """Pieces of these lengths along a dim, one after the other."""
+
+    dim: int
+    lengths: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,28 +49,34 @@ class Subarray:
     @cached_property
     def is_view(self) -> bool:
         """Whether it is one strided view of the block."""
-        return len(self.boxes) == 1 and all(
-            isinstance(rows, slice) for _, rows in self.boxes[0].block
-        )
+        if len(self.boxes) != 1:
+            return False
+        return all(isinstance(rows, slice) for _, rows in self.boxes[0].block)
 
     @cached_property
-    def line(self) -> tuple[int, list[int]] | None:
-        """(Dim, lengths) if boxes of these lengths, concatenated along the dim, are the subarray."""
-        dims = {d for box in self.boxes for d, _ in box.own}
-        if len(dims) != 1:
-            return None
-        spans = [rows for box in self.boxes for _, rows in box.own if isinstance(rows, slice)]
-        return dims.pop(), [rows.stop - rows.start for rows in spans]
+    def _concatenation(self) -> Concatenation | None:
+        """The dim along which the boxes, concatenated, are the subarray; None if there is no one dim."""
+        dims: set[int] = set()
+        lengths: list[int] = []
+        for box in self.boxes:
+            dims.update(d for d, _ in box.own)
+            for _, rows in box.own:
+                if isinstance(rows, slice):
+                    lengths.append(rows.stop - rows.start)
+        return Concatenation(dims.pop(), lengths) if len(dims) == 1 else None
 
     def read(self, block: Tensor) -> Tensor:
-        """The subarray of a block, as a view where `is_view`."""
-        return take(block, self.boxes[0].block) if self.is_view else self.copied(block)
+        """Return the subarray of a block, as a view where `is_view`."""
+        if self.is_view:
+            return take(block, self.boxes[0].block)
+        return self.copied(block)
 
     def copied(self, block: Tensor) -> Tensor:
-        """The subarray of a block, as a new tensor."""
+        """Return the subarray of a block as a new tensor."""
         if self.is_view:
             return take(block, self.boxes[0].block).clone(memory_format=torch.contiguous_format)
         out = block.new_empty(self.shape)
+        # A compiler does not record writes to parts of a tensor with symbols for lengths.
         if len(self.boxes) > 1 and is_symbolic(self.shape):
             for box in self.boxes:
                 out = scattered(out, box.own, take(block, box.block), None)
@@ -75,11 +90,11 @@ class Subarray:
             part.copy_(take(block, box.block))
 
     def parts(self, values: Tensor) -> Sequence[Tensor]:
-        """A tensor of its shape -> a view for every box."""
+        """Split a tensor of the subarray's shape -> a view for every box."""
         if len(self.boxes) == 1:
             return (values,)
-        if self.line is not None:
-            return values.split_with_sizes(self.line[1], self.line[0])
+        if self._concatenation is not None:
+            return values.split_with_sizes(self._concatenation.lengths, self._concatenation.dim)
         return [take(values, box.own) for box in self.boxes]
 
 
@@ -97,93 +112,128 @@ class Fill(NamedTuple):
         return ((self.dim, slice(self.start, self.stop)),)
 
 
+class Span(NamedTuple):
+    """Rows along one dim: in the subarray and in the block; None: all rows."""
+
+    own: slice | None
+    block: slice | Tensor | None
+
+
 def subarray(
     block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device
 ) -> Subarray:
-    """The rows `rows[d]` of a block along each dim d, in order. device: where lists of rows are."""
-    runs = tuple(
-        None if rows.get(d) == (Run(0, n),) else rows.get(d) for d, n in enumerate(block_shape)
-    )
-    boxes = itertools.product(*(_spans(r, device) for r in runs))
-    shape = tuple(n if r is None else n_rows(r) for r, n in zip(runs, block_shape, strict=True))
-    pairs = ((_index(own for own, _ in box), _index(rows for _, rows in box)) for box in boxes)
-    return Subarray(shape, runs, tuple(Box(own, block) for own, block in pairs))
+    """Return the rows `rows[d]` of a block along each dim d, in order. device: where lists of rows are."""
+    runs_by_dim: list[Runs | None] = []
+    shape = []
+    for d, length in enumerate(block_shape):
+        runs = rows.get(d)
+        if runs == (Run(0, length),):
+            runs = None  # all rows: then boxes have no index along this dim, and stay whole
+        runs_by_dim.append(runs)
+        shape.append(length if runs is None else n_rows(runs))
+    # A piece along each dim is a box.
+    spans_by_dim = [_spans(runs, device) for runs in runs_by_dim]
+    boxes = [
+        Box(_index(span.own for span in spans), _index(span.block for span in spans))
+        for spans in itertools.product(*spans_by_dim)
+    ]
+    return Subarray(tuple(shape), tuple(runs_by_dim), tuple(boxes))
 
 
 def box_rows(box: Sequence[Sequence[Segment]], end: int) -> dict[int, Runs]:
-    """The rows along each dim of a message's box, in the sender's (0) or the receiver's (1) block."""
-    return {d: tuple(Run(s[end], s.length) for s in segments) for d, segments in enumerate(box)}
+    """Return the rows along each dim of a message's box, in the sender's (0) or the receiver's (1) block."""
+    return {
+        d: tuple(Run(segment[end], segment.length) for segment in segments)
+        for d, segments in enumerate(box)
+    }
 
 
 def _index(rows: Iterable[slice | Tensor | None]) -> Index:
     return tuple((d, selected) for d, selected in enumerate(rows) if selected is not None)
 
 
-def _spans(
-    runs: Runs | None, device: torch.device
-) -> list[tuple[slice | None, slice | Tensor | None]]:
-    """Rows of a block, in order -> pairs (rows of the subarray, rows of the block); None: all rows."""
+def _spans(runs: Runs | None, device: torch.device) -> list[Span]:
+    """Return the rows of a block along one dim as few pieces, in order.
+
+    Rows 0:2 and 2:5 are one piece; 0, 4, 8 are one slice with a step; many short ones are one list of rows.
+    """
     if runs is None:
-        return [(None, None)]
-    intervals = as_intervals(runs)
+        return [Span(None, None)]
+    intervals = as_intervals(runs)  # [runs, (start, stop)]
     if len(intervals) == 0:
         return []
-    heads = np.flatnonzero(np.concatenate([[True], intervals[1:, 0] != intervals[:-1, 1]]))
+    # Intervals that touch are one.
+    is_head = np.concatenate([[True], intervals[1:, 0] != intervals[:-1, 1]])
+    heads = np.flatnonzero(is_head)
     starts = intervals[heads, 0]
     stops = intervals[np.append(heads[1:], len(intervals)) - 1, 1]
     lengths = stops - starts
+    if len(starts) == 1:
+        return [Span(None, slice(int(starts[0]), int(stops[0])))]
+
+    # Single rows at equal distances are one slice: a view.
     steps = np.diff(starts)
-    if len(starts) > 1 and (lengths == 1).all() and (steps == steps[0]).all() and steps[0] > 0:
-        return [(None, slice(int(starts[0]), int(stops[-1]), int(steps[0])))]
+    if (lengths == 1).all() and (steps == steps[0]).all() and steps[0] > 0:
+        return [Span(None, slice(int(starts[0]), int(stops[-1]), int(steps[0])))]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     if len(starts) > MAX_SLICES:
+        # Row i of a run is its start, plus i minus the rows of the runs before it.
         listed = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return [(None, torch.tensor(listed, device=device))]
-    if len(starts) == 1:
-        return [(None, slice(int(starts[0]), int(stops[0])))]
-    bounds = zip(*(x.tolist() for x in (offsets[:-1], offsets[1:], starts, stops)), strict=True)
-    return [(slice(a, b), slice(start, stop)) for a, b, start, stop in bounds]
+        return [Span(None, torch.tensor(listed, device=device))]
+    return [
+        Span(slice(int(offsets[i]), int(offsets[i + 1])), slice(int(starts[i]), int(stops[i])))
+        for i in range(len(starts))
+    ]
 
 
 def take(block: Tensor, index: Index) -> Tensor:
-    """The rows of a block: a view, or a copy where an index lists rows."""
+    """Return some rows of a block: a view, or a copy where an index lists rows."""
     for d, rows in index:
         if isinstance(rows, Tensor):
             block = block.index_select(d, rows)
-        elif rows.step is None:  # a narrow costs the host half of what an index costs
+        elif rows.step is None:
+            # Hot: a narrow costs the host half of what an index costs.
             block = block.narrow(d, rows.start, rows.stop - rows.start)
         else:
             block = block[(slice(None),) * d + (rows,)]
     return block
 
 
-def put(out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None) -> Tensor:
-    """Write a value to some rows of a block, or combine it with them -> the block."""
+def put(out: Tensor, index: Index, value: Tensor, combine: Combine | None) -> Tensor:
+    """Write a value to some rows of a block, or combine it with them, in place -> the block."""
+    # Slices make a view of the block, which can be written to; lists of rows cannot.
     target = take(out, tuple((d, rows) for d, rows in index if isinstance(rows, slice)))
     lists = [(d, rows) for d, rows in index if isinstance(rows, Tensor)]
     if not lists:
-        target.copy_(value) if combine is None else combine(target, value, out=target)
-    elif combine is None and len(lists) == 1:
-        target.index_copy_(*lists[0], value)
-    else:
-        (d, rows), *left = lists
-        target.index_copy_(d, rows, put(target.index_select(d, rows), tuple(left), value, combine))
+        if combine is None:
+            target.copy_(value)
+        else:
+            combine(target, value, out=target)
+        return out
+
+    d, rows = lists[0]
+    if combine is not None or len(lists) > 1:
+        # A list of rows takes a copy: change the copy along the other dims, then write it back.
+        value = put(target.index_select(d, rows), tuple(lists[1:]), value, combine)
+    target.index_copy_(d, rows, value)
     return out
 
 
 def is_symbolic(shape: Sequence[int]) -> bool:
-    """Whether a length is a symbol. Torch does not record writes to parts of such tensors."""
-    return not all(isinstance(n, int) for n in shape)
+    """Return whether a length is a symbol. Torch does not record writes to parts of such tensors."""
+    return not all(isinstance(length, int) for length in shape)
 
 
-def scattered(
-    out: Tensor, index: Index, value: Tensor, combine: Callable[..., Tensor] | None
-) -> Tensor:
-    """As `put`, but into a new tensor: the block is left as it is."""
+def scattered(out: Tensor, index: Index, value: Tensor, combine: Combine | None) -> Tensor:
+    """Return a new tensor with what `put` writes: the block is left as it is."""
     if not index:
-        return value if combine is None else combine(out, value)
-    (d, rows), *rest = index
-    inner = scattered(take(out, ((d, rows),)), tuple(rest), value, combine)
+        if combine is None:
+            return value
+        return combine(out, value)
+    # From outside to inside: take the rows, change them along the other dims, and put them back.
+    d, rows = index[0]
+    inner = scattered(take(out, index[:1]), index[1:], value, combine)
     if isinstance(rows, Tensor):
         return out.index_copy(d, rows, inner)
-    return torch.slice_scatter(out, inner, d, rows.start, rows.stop, rows.step or 1)
+    step = 1 if rows.step is None else rows.step
+    return torch.slice_scatter(out, inner, d, rows.start, rows.stop, step)

@@ -1,14 +1,15 @@
-"""A plan between two meshes as one process executes it: steps on its own mesh, and messages. An empty tensor
-stands for the block of a process that has none, so that autograd reaches every process.
+"""A plan between two meshes as one process executes it: steps on its own mesh, and messages.
+
+An empty tensor stands for the block of a process that has none, so that autograd reaches every process.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,23 +28,28 @@ from xshard.errors import MeshError, PlanError
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.plans.plan import Stage
 
-_ALIGNED = 16  # bytes of the largest element, a complex number
+_ALIGNMENT = 16  # bytes of the largest element, a complex number
+
+
+class Part(NamedTuple):
+    """The rows of a block that travel to or from a rank of the group."""
+
+    peer: int
+    rows: Subarray
 
 
 @dataclass(frozen=True, eq=False)
 class TransferExecutable:
-    """A plan between two meshes as this process executes it."""
+    """A plan between two meshes as this process executes it: steps, messages, steps."""
 
     plan: Plan
     tensor_device: torch.device
     group: dist.ProcessGroup
-    before: Executable | None  # on the source's mesh
-    sent: tuple[tuple[int, Subarray], ...]  # ranks, its own too, and the part of its block for each
-    received: tuple[
-        tuple[int, Subarray], ...
-    ]  # and the part of its new block from each, as in `whole`
-    whole: Packing | None
-    after: Executable | None  # on the destination's mesh
+    on_source: Executable | None  # the steps on the source's mesh
+    sent: tuple[Part, ...]  # of its block on the source's mesh; to itself too
+    received: tuple[Part, ...]  # of its block on the destination's mesh, in the order of `whole`
+    whole: Packing | None  # that block; None if this process has none
+    on_target: Executable | None  # the steps on the destination's mesh
 
     def __call__(self, block: Tensor) -> Tensor:
         return run_together([self], [block])[0]
@@ -54,12 +60,12 @@ class TransferExecutable:
 
     @computed_once
     def backward(self) -> TransferExecutable:
-        """The plan of the adjoint. Raises LinearityError, DtypeError."""
+        """Return the executable of the adjoint. Raises LinearityError, DtypeError."""
         return cross(self.plan.backward, self.tensor_device, self.group)
 
     @property
     def tangent(self) -> TransferExecutable:
-        """What tangents take: the same, as nothing overlaps between two meshes."""
+        """The executable for tangents: the same, as nothing overlaps between two meshes."""
         return self
 
     def batched(self, n: int) -> NoReturn:
@@ -68,166 +74,281 @@ class TransferExecutable:
         )
 
 
-def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """A block for each of several crossings of a group -> results, in one message per pair of processes."""
-    dtypes = [block.dtype for block in blocks]
-    starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
-    outs = [
-        _stepped(*each) for each in zip((c.before for c in crossings), starts, dtypes, strict=True)
-    ]
-    sending = [i for i, each in enumerate(crossings) if _sends(each.plan)]
-
-    def stay() -> None:  # what moves nowhere is copied while the others travel
-        for i, (each, start) in enumerate(zip(crossings, starts, strict=True)):
-            if i not in sending and outs[i] is start and each.after is None:
-                outs[i] = start.clone(memory_format=torch.contiguous_format)
-
-    if sending:
-        first = crossings[sending[0]].plan
-        several = [crossings[i] for i in sending], [outs[i] for i in sending], stay
-        for i, out in zip(
-            sending, during(lambda: _place(first), _transferred, *several), strict=True
-        ):
-            outs[i] = out
-    results = []
-    for each, start, out, dtype in zip(crossings, starts, outs, dtypes, strict=True):
-        done = _stepped(each.after, out, dtype)
-        # The result is the caller's own even if nothing moves, to write to as they like.
-        done = start.clone(memory_format=torch.contiguous_format) if done is start else done
-        results.append(_seen_as(dtype, done))
-    return results
-
-
-def _stepped(steps: Executable | None, block: Tensor, dtype: torch.dtype) -> Tensor:
-    return block if steps is None else _seen_as(block.dtype, steps(_seen_as(dtype, block)))
-
-
-def _transferred(
-    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor], meanwhile: Callable[[], None]
-) -> list[Tensor]:
-    group = crossings[0].group
-    me = rank_in(group)
-    kept = {}
-    leaving: dict[int, list[Tensor]] = {}
-    coming: dict[
-        int, list[tuple[int, Tensor]]
-    ] = {}  # of every giver the crossings, and what they get
-    for i, (each, block) in enumerate(zip(crossings, blocks, strict=True)):
-        for rank, part in each.sent:
-            if rank == me:
-                kept[i] = part.read(block)
-            else:
-                leaving.setdefault(rank, []).append(part.read(block))
-        for rank, part in each.received:
-            if rank != me:
-                coming.setdefault(rank, []).append((i, block.new_empty(part.shape, device="meta")))
-    work = []
-    arrived = {(i, me): part for i, part in kept.items()}
-    # Receives first: gloo's word that one is ready would come behind all that one sends.
-    for rank, parts in coming.items():
-        buffer = blocks[0].new_empty(_ends([part for _, part in parts])[-1], dtype=torch.uint8)
-        views = unpacked(buffer, [part for _, part in parts])
-        arrived |= {(i, rank): view for (i, _), view in zip(parts, views, strict=True)}
-        work.append(dist.P2POp(dist.irecv, buffer, rank, group))
-    if (leaving or coming) and not blocks[0].is_meta:  # else shapes alone are asked for
-        work += [
-            dist.P2POp(dist.isend, packed(parts), rank, group) for rank, parts in leaving.items()
-        ]
-        ranks = sorted(
-            {rank for c in crossings for rank in (*c.plan.src_devices, *c.plan.dst_devices)}
-        )
-        begun = call_backend("an exchange", ranks, dist.batch_isend_irecv, work)
-        meanwhile()
-        call_backend("an exchange", ranks, Works(begun).wait)
-    received = [[arrived[i, rank] for rank, _ in each.received] for i, each in enumerate(crossings)]
-    new = zip((each.whole for each in crossings), blocks, received, strict=True)
-    return [
-        block.new_empty(0) if whole is None else whole.place(block, own)
-        for whole, block, own in new
-    ]
-
-
-def packed(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors -> their bytes in one, or a view: not every backend sends booleans and complex numbers."""
-    if len(parts) == 1:
-        [x] = parts  # its strides count for nothing if it has one element, except in views
-        return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
-    out = parts[0].new_empty(_ends(parts)[-1], dtype=torch.uint8)
-    for view, part in zip(unpacked(out, parts), parts, strict=True):
-        view.copy_(part)
-    return out
-
-
-def unpacked(buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a buffer of `packed`, one per part; parts may be on `meta`."""
-    starts = zip((0, *_ends(parts)[:-1]), parts, strict=True)
-    return [buffer[start : start + x.nbytes].view(x.dtype).view(x.shape) for start, x in starts]
-
-
-def _ends(parts: Sequence[Tensor]) -> list[int]:
-    """The end of each part among their bytes: a view of a dtype begins at a multiple of its size."""
-    *sizes, last = (part.nbytes for part in parts)
-    return list(itertools.accumulate([*(-(-n // _ALIGNED) * _ALIGNED for n in sizes), last]))
-
-
 @functools.lru_cache(maxsize=1024)
 def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
-    """A plan between two meshes -> its executable; all of `group` call. Raises DtypeError, MeshError."""
-    rank = rank_in(group)
-    transfer = plan.transfer
+    """Return the executable of a plan between two meshes; all processes of `group` call this.
+
+    Raises DtypeError for a reduction without arithmetic, MeshError for ranks that are threads.
+    """
+    transfer = plan.transfer  # the step from mesh to mesh; None if the blocks stay where they are
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
         raise no_arithmetic(transfer.op, plan.dtype)
-    sending = plan.steps.index(transfer) if transfer else len(plan.steps)
-
-    def steps(stages: tuple[Stage, ...], ranks: tuple[int, ...]) -> Executable | None:
-        """The steps on one mesh as this process executes them; None where it has none."""
-        if not stages or rank not in ranks:
-            return None
-        part = plan.part(stages)
-        return lower(part, _processes(part.mesh, ranks, group), tensor_device)
-
-    before = steps(plan.stages[:sending], plan.src_devices)
-    after = steps(plan.stages[sending + 1 :], plan.dst_devices)
-    if transfer is None or not _sends(plan):
-        return TransferExecutable(plan, tensor_device, group, before, (), (), None, after)
-    if "threaded" in dist.get_backend_config(group):
-        what = "ranks that are threads cannot send messages to each other, which a move between meshes needs"
-        raise MeshError(what, hint="run them as processes: torch_bridge.run_ranks, or torchrun")
-    if tensor_device.type != "meta":
-        ranks = sorted({*plan.src_devices, *plan.dst_devices})
-        during(
-            lambda: _place(plan), call_backend, "an exchange", ranks, _connect, tensor_device, group
-        )
-    sent: list[tuple[int, Subarray]] = []
-    received: list[tuple[int, Subarray]] = []
-    for m in transfer.messages:
-        giver = plan.src_devices[m.src]
-        taker = plan.dst_devices[m.dst]
-        shapes = transfer.source.local_shape(m.src), transfer.target.local_shape(m.dst)
-        if giver == rank:
-            sent.append((taker, subarray(shapes[0], box_rows(m.box, 0), tensor_device)))
-        if taker == rank:
-            received.append((giver, subarray(shapes[1], box_rows(m.box, 1), tensor_device)))
-    whole = None
-    if rank in plan.dst_devices:
-        shape = transfer.target.local_shape(plan.dst_devices.index(rank))
-        whole = Packing(shape, tuple(part for _, part in received), op=transfer.op)
+    number = plan.steps.index(transfer) if transfer else len(plan.steps)
+    on_source = _lower_on_mesh(plan, plan.stages[:number], plan.src_devices, tensor_device, group)
+    on_target = _lower_on_mesh(
+        plan, plan.stages[number + 1 :], plan.dst_devices, tensor_device, group
+    )
+    if not _sends(plan):
+        return TransferExecutable(plan, tensor_device, group, on_source, (), (), None, on_target)
+    _prepare_to_send(plan, tensor_device, group)
+    sent, received = _parts(plan, tensor_device, rank_in(group))
+    whole = _target_block(plan, received, rank_in(group))
     return TransferExecutable(
-        plan, tensor_device, group, before, tuple(sent), tuple(received), whole, after
+        plan, tensor_device, group, on_source, sent, received, whole, on_target
     )
 
 
-def _place(plan: Plan) -> str:
-    return f"the messages between the meshes of '{plan.src} -> {plan.dst}'"
+def _lower_on_mesh(
+    plan: Plan,
+    stages: tuple[Stage, ...],
+    ranks: tuple[int, ...],
+    tensor_device: torch.device,
+    group: dist.ProcessGroup,
+) -> Executable | None:
+    """Return some steps on the mesh of `ranks`, as this process executes them; None if it has none."""
+    if not stages or rank_in(group) not in ranks:
+        return None
+    part = plan.part(stages)
+    return lower(part, _processes(part.mesh, ranks, group), tensor_device)
 
 
 def _sends(plan: Plan) -> bool:
     return plan.transfer is not None and not plan.transfer.is_in_place
 
 
+def _prepare_to_send(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> None:
+    """Connect all processes of the group. Raises MeshError if they are threads."""
+    if "threaded" in dist.get_backend_config(group):
+        message = "ranks that are threads cannot send messages to each other, "
+        message += "which a move between meshes needs"
+        raise MeshError(message, hint="run them as processes: torch_bridge.run_ranks, or torchrun")
+    if tensor_device.type != "meta":
+        place = functools.partial(_place, plan)
+        ranks = sorted({*plan.src_devices, *plan.dst_devices})
+        during(place, call_backend, "an exchange", ranks, _connect, tensor_device, group)
+
+
+def _parts(
+    plan: Plan, tensor_device: torch.device, rank: int
+) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """Return what a rank sends, and what it receives."""
+    transfer = plan.transfer
+    assert transfer is not None
+    # Messages name devices of the two meshes; the group knows ranks.
+    sent: list[Part] = []
+    received: list[Part] = []
+    for message in transfer.messages:
+        sender = plan.src_devices[message.src]
+        receiver = plan.dst_devices[message.dst]
+        if sender == rank:
+            shape = transfer.source.local_shape(message.src)
+            rows = subarray(shape, box_rows(message.box, 0), tensor_device)
+            sent.append(Part(receiver, rows))
+        if receiver == rank:
+            shape = transfer.target.local_shape(message.dst)
+            rows = subarray(shape, box_rows(message.box, 1), tensor_device)
+            received.append(Part(sender, rows))
+    return tuple(sent), tuple(received)
+
+
+def _target_block(plan: Plan, received: Sequence[Part], rank: int) -> Packing | None:
+    """Return how the messages become this rank's block after the transfer; None if it has none."""
+    if plan.transfer is None or rank not in plan.dst_devices:
+        return None
+    shape = plan.transfer.target.local_shape(plan.dst_devices.index(rank))
+    return Packing(shape, tuple(part.rows for part in received), op=plan.transfer.op)
+
+
+def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
+    """Run several crossings of one group, each on its block, with one message per pair of processes."""
+    dtypes = [block.dtype for block in blocks]
+    # Between the meshes only bits travel; the steps on each mesh see values.
+    starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
+    outs = [
+        _run_steps(crossing.on_source, start, dtype)
+        for crossing, start, dtype in zip(crossings, starts, dtypes, strict=True)
+    ]
+    # Of those in place, no process sends anything.
+    sending = [i for i, crossing in enumerate(crossings) if _sends(crossing.plan)]
+
+    def copy_unmoved() -> None:
+        """Copy what moves nowhere, while the others travel."""
+        for i, crossing in enumerate(crossings):
+            is_unmoved = i not in sending and outs[i] is starts[i]
+            if is_unmoved and crossing.on_target is None:
+                outs[i] = _copied(starts[i])
+
+    if sending:
+        place = functools.partial(_place, crossings[sending[0]].plan)
+        of_sending = [crossings[i] for i in sending]
+        results = during(place, _exchange, of_sending, [outs[i] for i in sending], copy_unmoved)
+        for i, result in zip(sending, results, strict=True):
+            outs[i] = result
+    return [
+        _finished(crossing, start, out, dtype)
+        for crossing, start, out, dtype in zip(crossings, starts, outs, dtypes, strict=True)
+    ]
+
+
+def _finished(
+    crossing: TransferExecutable, start: Tensor, out: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Run the steps on the target mesh. The result is the caller's to write to, even if nothing moves."""
+    # Processes outside the target mesh have an empty tensor here, and no steps.
+    out = _run_steps(crossing.on_target, out, dtype)
+    if out is start:
+        out = _copied(start)
+    return _seen_as(dtype, out)
+
+
+def _run_steps(steps: Executable | None, block: Tensor, dtype: torch.dtype) -> Tensor:
+    """Run steps on one mesh: they take and return values of `dtype`, the block is of its carrier."""
+    if steps is None:
+        return block
+    return _seen_as(block.dtype, steps(_seen_as(dtype, block)))
+
+
+def _copied(block: Tensor) -> Tensor:
+    return block.clone(memory_format=torch.contiguous_format)
+
+
+def _exchange(
+    crossings: Sequence[TransferExecutable],
+    blocks: Sequence[Tensor],
+    meanwhile: Callable[[], None],
+) -> list[Tensor]:
+    """Send and receive the messages of several crossings -> each one's block on its target mesh.
+
+    `meanwhile` is called while messages travel.
+    """
+    group = crossings[0].group
+    incoming = _buffers(crossings, blocks)
+    outgoing = _messages_by_peer(crossings, blocks)
+    # Only shapes are asked for on meta.
+    if (outgoing or incoming) and not blocks[0].is_meta:
+        # Receives first: gloo's word that a receiver is ready would come behind all that this rank sends.
+        operations = [
+            dist.P2POp(dist.irecv, incoming[rank].buffer, rank, group) for rank in incoming
+        ]
+        for rank, parts in outgoing.items():
+            operations.append(dist.P2POp(dist.isend, packed(parts), rank, group))
+        ranks = _ranks_of(crossings)
+        works = call_backend("an exchange", ranks, dist.batch_isend_irecv, operations)
+        meanwhile()
+        call_backend("an exchange", ranks, Works(works).wait)
+    return [
+        _assembled(i, crossing, block, incoming)
+        for i, (crossing, block) in enumerate(zip(crossings, blocks, strict=True))
+    ]
+
+
+def _ranks_of(crossings: Iterable[TransferExecutable]) -> list[int]:
+    ranks: set[int] = set()
+    for crossing in crossings:
+        ranks.update(crossing.plan.src_devices, crossing.plan.dst_devices)
+    return sorted(ranks)
+
+
+def _messages_by_peer(
+    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
+) -> dict[int, list[Tensor]]:
+    """Return what each other rank is sent, in the order of the crossings."""
+    me = rank_in(crossings[0].group)
+    messages: dict[int, list[Tensor]] = {}
+    for crossing, block in zip(crossings, blocks, strict=True):
+        for part in crossing.sent:
+            if part.peer != me:
+                messages.setdefault(part.peer, []).append(part.rows.read(block))
+    return messages
+
+
+class _Incoming(NamedTuple):
+    """The bytes that arrive from one rank, and a view of them for each crossing, by its number."""
+
+    buffer: Tensor
+    views: dict[int, Tensor]
+
+
+def _buffers(
+    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
+) -> dict[int, _Incoming]:
+    """Allocate what arrives from each other rank."""
+    me = rank_in(crossings[0].group)
+    parts: dict[int, dict[int, Tensor]] = {}  # rank -> crossing -> a tensor on meta
+    for i, (crossing, block) in enumerate(zip(crossings, blocks, strict=True)):
+        for part in crossing.received:
+            if part.peer != me:
+                # A tensor without data, for its shape and dtype.
+                shape_of_part = block.new_empty(part.rows.shape, device="meta")
+                parts.setdefault(part.peer, {})[i] = shape_of_part
+    # Bytes: the parts of several crossings may have several dtypes.
+    incoming = {}
+    for rank, parts_of_rank in parts.items():
+        shapes = list(parts_of_rank.values())
+        buffer = blocks[0].new_empty(_end_bytes(shapes)[-1], dtype=torch.uint8)
+        views = dict(zip(parts_of_rank, unpacked(buffer, shapes), strict=True))
+        incoming[rank] = _Incoming(buffer, views)
+    return incoming
+
+
+def _assembled(
+    number: int, crossing: TransferExecutable, block: Tensor, incoming: dict[int, _Incoming]
+) -> Tensor:
+    """Return the block after the transfer of what has arrived, and of what this rank keeps."""
+    if crossing.whole is None:
+        # An empty tensor for a process without a block: see the top of the file.
+        return block.new_empty(0)
+    # In the order of `received`, in which messages that share rows add.
+    me = rank_in(crossing.group)
+    kept = {part.peer: part.rows for part in crossing.sent}.get(me)
+    parts = []
+    for part in crossing.received:
+        if part.peer != me:
+            parts.append(incoming[part.peer].views[number])
+        elif kept is not None:
+            parts.append(kept.read(block))
+    return crossing.whole.place(block, parts)
+
+
+def packed(parts: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of tensors in one buffer: not every backend sends booleans and complex numbers.
+
+    A single tensor is viewed, not copied.
+    """
+    if len(parts) == 1:
+        x = parts[0].contiguous()
+        # The strides of a single element count for nothing, except when its bytes are viewed.
+        return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+    out = parts[0].new_empty(_end_bytes(parts)[-1], dtype=torch.uint8)
+    for view, part in zip(unpacked(out, parts), parts, strict=True):
+        view.copy_(part)
+    return out
+
+
+def unpacked(buffer: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a buffer of `packed`, one like each part; parts may be on `meta`."""
+    starts = [0, *_end_bytes(parts)[:-1]]
+    return [
+        buffer[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        for start, part in zip(starts, parts, strict=True)
+    ]
+
+
+def _end_bytes(parts: Sequence[Tensor]) -> list[int]:
+    """Return where each part ends in a buffer of all: sizes (3, 40) -> ends (16, 56)."""
+    sizes = [part.nbytes for part in parts]
+    # A view of a dtype begins at a multiple of its size; nothing begins after the last part.
+    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1]]
+    return list(itertools.accumulate([*padded, sizes[-1]]))
+
+
+def _place(plan: Plan) -> str:
+    return f"the messages between the meshes of '{plan.src} -> {plan.dst}'"
+
+
 @functools.lru_cache(maxsize=256)
 def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> ProcessMesh:
-    """Cached by the world too: its groups end with it."""
+    """Return the processes of a mesh. Cached by the world too: its groups end with it."""
     if isinstance(mesh, SubAxisMesh):
         return _processes(mesh.base, ranks, world).factored(mesh.split)
     return mesh_of_ranks(mesh, ranks, world=world)
@@ -235,10 +356,10 @@ def _processes(mesh: Mesh, ranks: tuple[int, ...], world: dist.ProcessGroup) -> 
 
 @functools.cache
 def _connect(tensor_device: torch.device, group: dist.ProcessGroup) -> None:
-    """NCCL wants the whole group in its first call; later some processes may have nothing to send."""
+    """Call the whole group once, which NCCL wants; later some processes may have nothing to send."""
     dist.all_reduce(torch.zeros(1, device=tensor_device), group=group)
 
 
 def _seen_as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """The same bits, as another dtype of the same size."""
+    """Return the same bits as another dtype of the same size."""
     return tensor if tensor.dtype == dtype else tensor.view(dtype)

@@ -52,44 +52,88 @@ from xshard.nn.attention import (
 )
 
 aten = torch.ops.aten
-_FUSED = (torch.float16, torch.bfloat16, torch.float32)  # on GPUs
+_GPU_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TileMask(NamedTuple):
-    """The scores of a tile that count, and a bias of these; rows, keys: their numbers."""
+    """Which scores of a tile count, and what is added to them.
 
-    rows: Any
+    A causal mask without anything else has no tensors: kernels make it themselves.
+    """
+
+    rows: Any  # numbers of the queries, and of the keys
     keys: Any
+    # The scores that count, `[batch or 1, 1, rows, keys]`; None: all, or as `is_causal` says.
     visible: Tensor | None
     is_causal: bool
-    bias: Tensor | None
+    bias: Tensor | None  # added to scores, `[1, heads, rows, keys]`
 
     def as_bias(self, dtype: torch.dtype) -> Tensor | None:
-        """The mask as a bias: -inf where scores do not count."""
+        """Return the mask as one bias, -inf where scores do not count; None if all count alike."""
+        if self.visible is None:
+            if self.bias is None:
+                return None
+            return self.bias.to(dtype)
         bias = self.bias
-        visible = self.visible
-        if visible is None:
-            return None if bias is None else bias.to(dtype)
-        bias = torch.zeros((), device=visible.device) if bias is None else bias
-        return torch.where(visible, bias, float("-inf")).to(dtype)
+        if bias is None:
+            bias = torch.zeros((), device=self.visible.device)
+        return torch.where(self.visible, bias, float("-inf")).to(dtype)
 
     def for_gpu(self, q: Tensor) -> Tensor | None:
-        """A bias for all heads; rows begin at multiples of 16 bytes or more, as the kernel reads them."""
-        if (bias := self.as_bias(q.dtype)) is None:
+        """Return a bias for all heads, as the kernel reads it: rows begin at multiples of 16 bytes."""
+        bias = self.as_bias(q.dtype)
+        if bias is None:
             return None
         keys = bias.shape[-1]
-        return F.pad(bias, (0, -keys % 8))[..., :keys].expand(*q.shape[:2], -1, -1)
+        aligned = F.pad(bias, (0, -keys % 8))[..., :keys]  # a view of wider rows
+        return aligned.expand(*q.shape[:2], -1, -1)
+
+
+class TileResult(NamedTuple):
+    """The result of queries by the keys of one tile, and the log-sum-exp of their scores."""
+
+    y: Tensor
+    log_sum: Tensor
+
+
+class TileGradients(NamedTuple):
+    """The addends of one tile to the gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Queries(NamedTuple):
+    """What the backward pass needs of queries, `[batch, heads, rows, ...]`."""
+
+    q: Tensor
+    cotangent: Tensor
+    y: Tensor
+    log_sum: Tensor
+    has_extra_column: bool = False  # see `_with_log_sum_column`
+
+    def rows(self, rows: slice) -> Queries:
+        """Return some of the queries."""
+        return self._replace(
+            q=self.q[:, :, rows],
+            cotangent=self.cotangent[:, :, rows],
+            y=self.y[:, :, rows],
+            log_sum=self.log_sum[:, :, rows],
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ProcessAttention(AttentionCall):
-    """A call in this process. like: an empty tensor of the queries' dtype and device."""
+    """A call of `attention` in this process. Blocks of keys have their values beside them, `kv`."""
 
     processes: ProcessMesh
     profile: ProfileLike
-    like: Tensor
+    like: Tensor  # an empty tensor of the queries' dtype and device
     xp = torch
     empty = float("-inf")
+
+    # What `AttentionCall` asks of a framework.
 
     def enter(
         self, x: Tensor, layout: Layout, shape: Sequence[int | None] | None
@@ -100,219 +144,299 @@ class ProcessAttention(AttentionCall):
         return redistribute(x, layouts, self.processes, shape=shape)
 
     def choose(self, attn: Attention, is_plain: bool) -> Attention:
+        """Return the attention by the cheapest method. Raises XshardError for what torch.func refuses."""
+        # Ring and reduce have first derivatives in reverse mode only, and torch.func asks for others.
         methods: tuple[str, ...] = METHODS
-        how = self.how
         if is_transformed():
-            methods = tuple(m for m in METHODS if m not in FIRST_DERIVATIVES)
-            if how in FIRST_DERIVATIVES or not is_plain:
-                what = (
-                    f"a {how}"
-                    if how in FIRST_DERIVATIVES
-                    else "softcap, dropout, return_lse, blind rows"
-                )
-                hint = 'how="gather" or "ulysses", without these options'
-                raise XshardError(f"{what} under torch.func", hint=hint)
+            self._check_transformed(is_plain)
+            methods = tuple(method for method in METHODS if method not in FIRST_DERIVATIVES)
         profile = load_profile(machine(self.profile, self.like.device))
         return fastest_attention(attn, name_of(self.like.dtype), profile, methods)
 
+    def _check_transformed(self, is_plain: bool) -> None:
+        """Raise XshardError for what has first derivatives in reverse mode only."""
+        if self.how in FIRST_DERIVATIVES:
+            message = f"a {self.how}"
+        elif not is_plain:
+            message = "softcap, dropout, return_lse, blind rows"
+        else:
+            return
+        hint = 'how="gather" or "ulysses", without these options'
+        raise XshardError(f"{message} under torch.func", hint=hint)
+
     def compute(self, q: Tensor, kv: Tensor, is_plain: bool) -> tuple[Tensor, Tensor]:
-        if self.attn.how == RING:  # every block is as long as the longest
+        """Return the result and the log-sum-exps of queries, by the keys of all rounds."""
+        if self.attn.how == RING:
+            # Every block is as long as the longest, so that all messages have one size.
             kv = F.pad(kv, (0, 0, 0, self.attn.block_rows - kv.shape[2]))
         elif is_plain and self.attn.how != REDUCE:
-            return self.fused(q, kv), q[..., 0]  # log-sum-exps are not returned
-        return BlockAttention.apply(self, q, kv)  # type: ignore[no-any-return]
-
-    def fused(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Queries and all keys that they may see -> the result."""
-        k, v = self.read(kv)
-        parts = []
-        for tile in tiles(self.attn, self.processes.device):
-            rows = q[:, :, tile.q]
-            keys = k[:, :, tile.k]
-            values = v[:, :, tile.k]
-            mask = self.mask(tile, any_length=True)
-            bias = mask.visible if mask.bias is None else mask.as_bias(q.dtype)
-            is_causal = mask.is_causal
-            if is_causal and rows.shape[2] != keys.shape[2]:
-                from torch.nn.attention.bias import (
-                    causal_lower_right,
-                )  # slow: it imports torch._dynamo
-
-                with _disable_current_modes():  # a mode makes a plain tensor of it
-                    bias = causal_lower_right(rows.shape[2], keys.shape[2])
-                    is_causal = False
-            options: Any = {"is_causal": is_causal, "scale": self.scale}
-            parts.append(F.scaled_dot_product_attention(rows, keys, values, bias, **options))
-        if not parts:  # without queries, too, the keys have a gradient, that other devices wait for
-            return q @ k.mT @ v
-        return torch.cat(parts, 2)
-
-    @cached_property
-    def heads_read(self) -> Tensor | None:
-        """The head of keys that each head of queries reads; None if there are as many of both."""
-        return (
-            None
-            if self.attn.group == 1
-            else self.whole(self.attn.heads_read(self.processes.device))
-        )
-
-    def read(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, for every head of queries."""
-        return self.attn.split(
-            kv if self.heads_read is None else kv.index_select(1, self.heads_read)
-        )
-
-    def add(self, total: Tensor, gradient: Tensor) -> None:
-        """Add the gradient of `read`'s result to the gradient of the block."""
-        if self.heads_read is None:
-            total += gradient
-        else:
-            total.index_add_(1, self.heads_read, gradient.to(total.dtype))
+            return self._fused(q, kv), q[..., 0]  # log-sum-exps are not returned
+        return BlockAttention.apply(self, q, kv)  # type: ignore[no-any-return]  # torch has no type for it
 
     def held(self, dim: int) -> Tensor:
         queries = self.attn.queries
-        return self.whole(
-            row_numbers(queries.held(dim % len(queries.shape), self.processes.device))
-        )
+        runs = queries.held(dim % len(queries.shape), self.processes.device)
+        return self.whole(row_numbers(runs))
 
     def whole(self, x: Any) -> Tensor:
         return torch.as_tensor(x, device=self.like.device)
 
     def wide(self, x: Tensor) -> Tensor:
-        return x.detach().to(self.like.device, torch.promote_types(self.like.dtype, torch.float32))
+        dtype = torch.promote_types(self.like.dtype, torch.float32)
+        return x.detach().to(self.like.device, dtype)
 
     def product(self, q: Tensor, k: Tensor) -> Tensor:
         return (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
 
-    def mask(self, tile: Tile, turn: int = 0, *, any_length: bool = False) -> TileMask:
-        """The mask of a tile. any_length: a causal one may have other numbers of queries than of keys."""
+    # Attention by torch's own function, which autograd and torch.func know.
+
+    def _fused(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Return the result of queries and all keys that they may see."""
+        k, v = self.read(kv)
+        parts = []
+        for tile in tiles(self.attn, self.processes.device):
+            rows = q[:, :, tile.q]
+            keys = k[:, :, tile.k]
+            # A boolean mask stays one: torch has kernels for it.
+            mask = self.mask(tile, any_length=True)
+            bias = mask.visible if mask.bias is None else mask.as_bias(q.dtype)
+            is_causal = mask.is_causal
+            if is_causal and rows.shape[2] != keys.shape[2]:
+                # torch's `is_causal` aligns the first row with the first key; here the last ones meet.
+                bias = _causal_bias(rows.shape[2], keys.shape[2])
+                is_causal = False
+            part = F.scaled_dot_product_attention(
+                rows, keys, v[:, :, tile.k], bias, is_causal=is_causal, scale=self.scale
+            )
+            parts.append(part)
+        if not parts:
+            # Without queries, too, the keys have a gradient, for which other devices wait.
+            return q @ k.mT @ v
+        return torch.cat(parts, 2)
+
+    # Attention by tiles, for `BlockAttention`.
+
+    @cached_property
+    def _heads_read(self) -> Tensor | None:
+        """The head of keys that each head of queries reads; None if there are as many of both."""
+        if self.attn.group == 1:
+            return None
+        return self.whole(self.attn.heads_read(self.processes.device))
+
+    def read(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, for every head of queries."""
+        if self._heads_read is not None:
+            kv = kv.index_select(1, self._heads_read)
+        return self.attn.split(kv)
+
+    def add_gradient(self, total: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of `read`'s result to the gradient of the block."""
+        if self._heads_read is None:
+            total += gradient
+        else:
+            total.index_add_(1, self._heads_read, gradient.to(total.dtype))
+
+    def mask(self, tile: Tile, round_index: int = 0, *, any_length: bool = False) -> TileMask:
+        """Return the mask of a tile.
+
+        any_length: a causal mask may have other numbers of queries than of keys.
+        """
         rows: Any = self.attn.query_rows(self.processes.device)[tile.q]
-        keys: Any = self.attn.key_rows(self.processes.device, turn)[tile.k]
-        causal = (
+        keys: Any = self.attn.key_rows(self.processes.device, round_index)[tile.k]
+        is_causal = (
             tile.kind == CAUSAL and self.alibi is None and (any_length or len(rows) == len(keys))
         )
-        is_plain = self.documents[0] is None and (causal or tile.kind == ALL)
-        if is_plain and self.alibi is None and self.kernel:  # nothing to send to a GPU
-            return TileMask(rows, keys, None, causal, None)
+        # A mask that kernels know by themselves.
+        is_plain = self.documents[0] is None and (is_causal or tile.kind == ALL)
+        if is_plain and self.alibi is None and self.kernel:
+            return TileMask(rows, keys, None, is_causal, None)  # nothing to send to a GPU
         rows = self.whole(rows)
         keys = self.whole(keys)
         visible = None if is_plain else self.visible(rows, keys)
-        return TileMask(rows, keys, visible, is_plain and causal, self.bias(rows, keys))
+        return TileMask(rows, keys, visible, is_plain and is_causal, self.bias(rows, keys))
 
     @cached_property
     def kernel(self) -> str:
         """The kind of device with a fused kernel for these scores, or empty."""
-        x = self.like
-        is_fused = x.device.type == "cpu" or (x.is_cuda and x.dtype in _FUSED)
-        return x.device.type if is_fused and self.softcap is None and not self.dropout else ""
+        device = self.like.device
+        if self.softcap is not None or self.dropout:
+            return ""
+        if device.type == "cpu":
+            return "cpu"
+        if self.like.is_cuda and self.like.dtype in _GPU_KERNEL_DTYPES:
+            return device.type
+        return ""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> tuple[Tensor, Tensor]:
-        """The result of a tile, and the log-sum-exp of its scores; a row that sees nothing has 0 and -inf."""
-        width = v.shape[-1]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> TileResult:
+        """Return the result of a tile; a row that sees nothing has 0, and a log-sum-exp of -inf."""
         if self.kernel == "cpu":
-            q, k, v = _one_width(q, k, v)
-            options = {
-                "is_causal": mask.is_causal,
-                "attn_mask": mask.as_bias(q.dtype),
-                "scale": self.scale,
-            }
-            y, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)
+            y, log_sum = _cpu_attention(q, k, v, mask, self.scale)
         elif self.kernel == "cuda":
-            q, k, v = _one_width(q, k, v, multiple=8)
-            y, log_sum, *_ = aten._scaled_dot_product_efficient_attention(
-                q, k, v, mask.for_gpu(q), True, 0.0, mask.is_causal, scale=self.scale
-            )
-            log_sum = log_sum[..., : q.shape[2]]  # padded to whole tiles
+            y, log_sum = _gpu_attention(q, k, v, mask, self.scale)
         else:
-            scores, _ = self.scores(q, k, mask.rows, mask.keys)
-            log_sum = scores.logsumexp(-1)
-            weights = (scores - log_sum.clamp(min=torch.finfo(scores.dtype).min)[..., None]).exp()
-            y = (weights * self.kept(mask.rows, mask.keys)).to(v.dtype) @ v
+            y, log_sum = self._plain_attention(q, k, v, mask)
+        # Kernels disagree on the log-sum-exp of a row that sees nothing.
         if mask.visible is not None:
             log_sum = log_sum.masked_fill(~mask.visible.any(-1), float("-inf"))
-        return y[..., :width], log_sum
+        return TileResult(y[..., : v.shape[-1]], log_sum)
 
-    def pull(
-        self,
-        dy: Tensor,
-        q: Tensor,
-        result: Tensor,
-        log_sum: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: TileMask,
-    ) -> tuple[Tensor, ...]:
-        """The tile's addends to the gradients of q, k and v; dy, result, log_sum are over all tiles."""
-        widths = q.shape[-1], k.shape[-1], v.shape[-1]
+    def _plain_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> TileResult:
+        """Compute a tile with softcap or dropout, which fused kernels lack."""
+        scores, _ = self.scores(q, k, mask.rows, mask.keys)
+        log_sum = scores.logsumexp(-1)
+        # -inf of a row that sees nothing would make NaN of its weights.
+        finite = log_sum.clamp(min=torch.finfo(scores.dtype).min)
+        weights = (scores - finite[..., None]).exp()
+        y = (weights * self.kept(mask.rows, mask.keys)).to(v.dtype) @ v
+        return TileResult(y, log_sum)
+
+    def tile_gradients(
+        self, queries: Queries, k: Tensor, v: Tensor, mask: TileMask
+    ) -> TileGradients:
+        """Return a tile's addends to the gradients; the results in `queries` are over all tiles."""
         if self.kernel == "cpu":
-            q, k, v, dy, result = _one_width(q, k, v, dy, result)
-            options = {"attn_mask": mask.as_bias(q.dtype), "scale": self.scale}
-            gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dy, q, k, v, result, log_sum, 0.0, mask.is_causal, **options
-            )
+            gradients = _cpu_gradients(queries, k, v, mask, self.scale)
         elif self.kernel == "cuda":
-            q, k, v, dy, result = _one_width(q, k, v, dy, result, multiple=8)
-            # The kernel takes the strides of its own result for granted.
-            result = result.transpose(1, 2).contiguous().transpose(1, 2)
-            # Dropout's state, which is not used, and log-sum-exps padded to whole tiles.
-            state = torch.zeros((), dtype=torch.int64, device=q.device)
-            padding = -q.shape[2] % 32
-            log_sum = F.pad(log_sum, (0, padding), value=float("inf"))
-            needed = [True, True, True, False]
-            *gradients, _ = aten._scaled_dot_product_efficient_attention_backward(
-                dy, q, k, v, mask.for_gpu(q), result, log_sum, state, state, 0.0, needed, mask.is_causal,
-                scale=self.scale,
-            )  # fmt: skip
+            gradients = _gpu_gradients(queries, k, v, mask, self.scale)
         else:
-            scores, slope = self.scores(q, k, mask.rows, mask.keys)
-            weights = (scores - log_sum[..., None]).exp()
-            kept = self.kept(mask.rows, mask.keys)
-            wide = dy.to(weights.dtype)
-            change = wide @ v.mT.to(wide.dtype) * kept - (wide * result).sum(-1, keepdim=True)
-            change = weights * change * slope
-            weights = weights * kept
-            gradients = (
-                change.to(k.dtype) @ k,
-                change.mT.to(q.dtype) @ q,
-                weights.mT.to(v.dtype) @ dy,
-            )
-        return tuple(x[..., :width] for x, width in zip(gradients, widths, strict=True))
+            gradients = self._plain_gradients(queries, k, v, mask)
+        # Without the columns that made all blocks one width.
+        return TileGradients(
+            gradients.q[..., : queries.q.shape[-1]],
+            gradients.k[..., : k.shape[-1]],
+            gradients.v[..., : v.shape[-1]],
+        )
 
-    def send(self, block: Tensor, by: int = 1) -> Callable[[], Tensor]:
-        """Begin to send a block to the device `by` further on -> waits for the block that arrives."""
-        layouts, shape = self.attn.rotation(block.shape, by)
-        return redistribute(block, layouts, self.processes, shape=shape, async_op=True).wait  # type: ignore[union-attr]
+    def _plain_gradients(
+        self, queries: Queries, k: Tensor, v: Tensor, mask: TileMask
+    ) -> TileGradients:
+        """Differentiate `_plain_attention`: with softcap or dropout."""
+        scores, slope = self.scores(queries.q, k, mask.rows, mask.keys)
+        # Weights of the softmax over all tiles.
+        weights = (scores - queries.log_sum[..., None]).exp()
+        dropout_factors = self.kept(mask.rows, mask.keys)
+        cotangent = queries.cotangent.to(weights.dtype)
+        # The derivative of a softmax, with the part of all tiles in the result.
+        change = cotangent @ v.mT.to(cotangent.dtype) * dropout_factors
+        change = change - (cotangent * queries.y).sum(-1, keepdim=True)
+        change = weights * change * slope
+        weights = weights * dropout_factors
+        return TileGradients(
+            change.to(k.dtype) @ k,
+            change.mT.to(queries.q.dtype) @ queries.q,
+            weights.mT.to(v.dtype) @ queries.cotangent,
+        )
+
+    def send(self, block: Tensor, distance: int = 1) -> Callable[[], Tensor]:
+        """Begin to send a block along the ring -> a function that waits for the block that arrives."""
+        layouts, shape = self.attn.rotation(block.shape, distance)
+        pending = redistribute(block, layouts, self.processes, shape=shape, async_op=True)
+        return pending.wait  # type: ignore[union-attr]  # it is pending: async_op
 
 
-def _one_width(*blocks: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
-    """Blocks padded with zeros to one width, which fused kernels need; zeros change nothing."""
+def _causal_bias(row_count: int, key_count: int) -> Any:
+    """Return torch's causal mask in which the last row sees the last key.
+
+    Private name of torch: without disabling modes, a mode makes a plain tensor of it.
+    """
+    from torch.nn.attention.bias import causal_lower_right  # slow: it imports torch._dynamo
+
+    with _disable_current_modes():
+        return causal_lower_right(row_count, key_count)
+
+
+# Private kernels of torch, with positional signatures. The public function returns no log-sum-exps, without
+# which results of several tiles cannot be merged, and their gradients cannot be computed.
+
+
+def _cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
+) -> TileResult:
+    """Attend to one tile with the kernel for CPUs."""
+    q, k, v = _padded_to_one_width(q, k, v)
+    y, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=mask.is_causal, attn_mask=mask.as_bias(q.dtype), scale=scale
+    )
+    return TileResult(y, log_sum)
+
+
+def _cpu_gradients(
+    queries: Queries, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
+) -> TileGradients:
+    """Return the gradients of one tile from the kernel for CPUs."""
+    q, k, v, cotangent, y = _padded_to_one_width(queries.q, k, v, queries.cotangent, queries.y)
+    dropout = 0.0
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        cotangent, q, k, v, y, queries.log_sum, dropout, mask.is_causal,
+        attn_mask=mask.as_bias(q.dtype), scale=scale,
+    )  # fmt: skip
+    return TileGradients(gradients[0], gradients[1], gradients[2])
+
+
+def _gpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
+) -> TileResult:
+    """Attend to one tile with the memory-efficient kernel for GPUs."""
+    q, k, v = _padded_to_one_width(q, k, v, multiple=8)
+    with_log_sum = True
+    dropout = 0.0
+    results = aten._scaled_dot_product_efficient_attention(
+        q, k, v, mask.for_gpu(q), with_log_sum, dropout, mask.is_causal, scale=scale
+    )
+    log_sum = results[1][..., : q.shape[2]]  # it is padded to whole tiles of the kernel
+    return TileResult(results[0], log_sum)
+
+
+def _gpu_gradients(
+    queries: Queries, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
+) -> TileGradients:
+    """Return the gradients of one tile from the memory-efficient kernel for GPUs."""
+    q, k, v, cotangent, y = _padded_to_one_width(
+        queries.q, k, v, queries.cotangent, queries.y, multiple=8
+    )
+    # The kernel takes the strides of its own result for granted.
+    y = y.transpose(1, 2).contiguous().transpose(1, 2)
+    # It reads log-sum-exps padded to whole tiles, and the state of dropout, which is not used.
+    padding = -q.shape[2] % 32
+    log_sum = F.pad(queries.log_sum, (0, padding), value=float("inf"))
+    dropout = 0.0
+    state = torch.zeros((), dtype=torch.int64, device=q.device)
+    is_needed = [True, True, True, False]  # the bias has no gradient
+    gradients = aten._scaled_dot_product_efficient_attention_backward(
+        cotangent, q, k, v, mask.for_gpu(q), y, log_sum, state, state, dropout, is_needed, mask.is_causal,
+        scale=scale,
+    )  # fmt: skip
+    return TileGradients(gradients[0], gradients[1], gradients[2])
+
+
+def _padded_to_one_width(*blocks: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
+    """Return blocks padded with zeros to one width, which fused kernels need; zeros change nothing."""
     width = max(x.shape[-1] for x in blocks)
     width += -width % multiple
     return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in blocks)
 
 
 class BlockAttention(torch.autograd.Function):
-    """A device's result and its log-sum-exps, over the keys of all rounds; kv: keys beside values."""
+    """Merge the results of all tiles of all rounds; the backward pass goes through the tiles again.
+
+    `BlockAttention.apply(call, q, kv)`: a device's result and its log-sum-exps.
+    """
 
     @staticmethod
-    def forward(ctx: Any, blocks: ProcessAttention, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        y = q.new_zeros((*q.shape[:3], blocks.attn.value_width), dtype=wide)
-        log_sum = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
-        for turn, block in blocks.attn.in_turn(kv, blocks.send):  # all send all blocks: none waits
-            for tile in tiles(blocks.attn, blocks.processes.device, turn):
-                k, v = blocks.read(block[:, :, tile.k])
-                part, added = blocks.attend(q[:, :, tile.q], k, v, blocks.mask(tile, turn))
-                before = log_sum[:, :, tile.q]
-                after = torch.logaddexp(before, added)
-                finite = after.clamp(
-                    min=torch.finfo(wide).min
-                )  # -inf for rows that have seen nothing so far
-                y[:, :, tile.q] *= (before - finite).exp()[..., None]
-                y[:, :, tile.q] += part * (added - finite).exp()[..., None]
-                log_sum[:, :, tile.q] = after
+    def forward(ctx: Any, call: ProcessAttention, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend to the blocks of keys of all rounds, and merge the results."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        y = q.new_zeros((*q.shape[:3], call.attn.value_width), dtype=dtype)
+        log_sum = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
+        # All processes send all blocks on, also those that they do not read: no other waits.
+        for round_index, block in call.attn.in_turn(kv, call.send):
+            for tile in tiles(call.attn, call.processes.device, round_index):
+                k, v = call.read(block[:, :, tile.k])
+                part = call.attend(q[:, :, tile.q], k, v, call.mask(tile, round_index))
+                _merge_tile(y[:, :, tile.q], log_sum[:, :, tile.q], part)
+        # Merged in float32 or wider; the log-sum-exps stay so.
         y = y.to(q.dtype)
-        ctx.blocks = blocks
+        ctx.call = call
         ctx.save_for_backward(q, kv, y, log_sum)
         ctx.set_materialize_grads(False)
         return y, log_sum
@@ -320,40 +444,75 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, cotangent: Tensor | None, of_log_sum: Tensor | None
+        ctx: Any, cotangent: Tensor | None, log_sum_cotangent: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """Go through the rounds again: gradients of keys travel along the ring behind their blocks."""
         q, kv, y, log_sum = ctx.saved_tensors
-        blocks: ProcessAttention = ctx.blocks
-        wait: Any = None
-        cotangent = torch.zeros_like(y) if cotangent is None else cotangent
-        if (
-            of_log_sum is not None
-        ):  # one more column adds it to `(cotangent * y).sum(-1)` in any kernel
-            cotangent = torch.cat((cotangent, -of_log_sum[..., None].to(y.dtype)), -1)
-            y = F.pad(y, (0, 1), value=1.0)
+        call: ProcessAttention = ctx.call
+        if cotangent is None:
+            cotangent = torch.zeros_like(y)
         # Weights are exp(score - log_sum): none for rows that see nothing.
         log_sum = log_sum.masked_fill(log_sum == float("-inf"), float("inf"))
+        queries = Queries(q, cotangent, y, log_sum)
+        if log_sum_cotangent is not None:
+            queries = _with_log_sum_column(queries, log_sum_cotangent)
         q_gradient = torch.zeros_like(q, dtype=log_sum.dtype)
-        for turn, block in blocks.attn.in_turn(kv, blocks.send):
-            kv_gradient = torch.zeros_like(block, dtype=log_sum.dtype)
-            for tile in tiles(blocks.attn, blocks.processes.device, turn):
-                dy, queries, result, sums = (x[:, :, tile.q] for x in (cotangent, q, y, log_sum))
-                (k, v), mask = blocks.read(block[:, :, tile.k]), blocks.mask(tile, turn)
-                wide_v = v if of_log_sum is None else F.pad(v, (0, 1))
-                of_q, of_k, of_v = blocks.pull(dy, queries, result, sums, k, wide_v, mask)
-                q_gradient[:, :, tile.q] += of_q
-                blocks.add(
-                    kv_gradient[:, :, tile.k], torch.cat((of_k, of_v[..., : v.shape[-1]]), -1)
-                )
-            kv_gradient = kv_gradient if wait is None else wait() + kv_gradient
-            is_last = turn + 1 == blocks.attn.rounds
-            wait = (
-                blocks.send(kv_gradient, -turn if is_last else 1)
-                if blocks.attn.how == RING
-                else None
-            )
-        kv_gradient = kv_gradient if wait is None else wait()
+        wait: Callable[[], Tensor] | None = (
+            None  # for the gradient of a block, which travels with it
+        )
+        for round_index, block in call.attn.in_turn(kv, call.send):
+            kv_gradient = _add_gradients_of_block(call, queries, block, round_index, q_gradient)
+            if wait is not None:
+                kv_gradient = wait() + kv_gradient
+            if call.attn.how == RING:
+                is_last = round_index + 1 == call.attn.rounds
+                # The last one goes home, all the way back.
+                wait = call.send(kv_gradient, -round_index if is_last else 1)
+        if wait is not None:
+            kv_gradient = wait()
         return None, q_gradient.to(q.dtype), kv_gradient.to(kv.dtype)
+
+
+def _merge_tile(y: Tensor, log_sum: Tensor, part: TileResult) -> None:
+    """Merge the result by some keys, in place, with the one by other keys: weights add up to 1 again."""
+    merged = torch.logaddexp(log_sum, part.log_sum)
+    # -inf for rows that have seen nothing so far.
+    finite = merged.clamp(min=torch.finfo(merged.dtype).min)
+    y *= (log_sum - finite).exp()[..., None]
+    y += part.y * (part.log_sum - finite).exp()[..., None]
+    log_sum.copy_(merged)
+
+
+def _with_log_sum_column(queries: Queries, log_sum_cotangent: Tensor) -> Queries:
+    """Add the cotangent of the log-sum-exps as one more column of results.
+
+    Every kernel subtracts `(cotangent * y).sum(-1)` from the gradients of scores: a column of ones in y, and
+    of minus the cotangent, adds it there. Values have zeros in this column.
+    """
+    column = -log_sum_cotangent[..., None].to(queries.y.dtype)
+    return queries._replace(
+        cotangent=torch.cat((queries.cotangent, column), -1),
+        y=F.pad(queries.y, (0, 1), value=1.0),
+        has_extra_column=True,
+    )
+
+
+def _add_gradients_of_block(
+    call: ProcessAttention, queries: Queries, block: Tensor, round_index: int, q_gradient: Tensor
+) -> Tensor:
+    """Add to the gradient of the queries, in place -> the gradient of a block of keys and values."""
+    kv_gradient = torch.zeros_like(block, dtype=queries.log_sum.dtype)
+    for tile in tiles(call.attn, call.processes.device, round_index):
+        k, v = call.read(block[:, :, tile.k])
+        width = v.shape[-1]
+        if queries.has_extra_column:
+            v = F.pad(v, (0, 1))
+        mask = call.mask(tile, round_index)
+        addends = call.tile_gradients(queries.rows(tile.q), k, v, mask)
+        q_gradient[:, :, tile.q] += addends.q
+        kv_addend = torch.cat((addends.k, addends.v[..., :width]), -1)
+        call.add_gradient(kv_gradient[:, :, tile.k], kv_addend)
+    return kv_gradient
 
 
 @between_graphs
@@ -362,20 +521,25 @@ def _attention(
     layout: Layout | str,
     mesh: Any,
     profile: Any,
-    kernel: str | None,
+    implementation: str | None,
     *options: Any,
 ) -> Any:
-    if kernel is not None:
+    """Return the result, or it and the log-sum-exps; options: the fields of `AttentionCall`, in order."""
+    if implementation is not None:
         hint = "it is JAX's: torch.nn.attention.sdpa_kernel() chooses torch's"
-        raise XshardError(f"implementation={kernel!r}", hint=hint)
+        raise XshardError(f"implementation={implementation!r}", hint=hint)
     q, k, v = (as_tensor(x, name) for x, name in zip(qkv, "qkv", strict=True))
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise DtypeError(
-            f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype"
-        )
-    where: Any = {"processes": process_mesh(mesh), "profile": profile, "like": q.new_empty(0)}
-    y, *lse = ProcessAttention(*options, **where).run(q, k, v, layout)
-    return (y.to(q.dtype), lse[0].squeeze(-1)) if lse else y.to(q.dtype)
+        message = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
+        raise DtypeError(message, hint="one floating dtype")
+    call = ProcessAttention(
+        *options, processes=process_mesh(mesh), profile=profile, like=q.new_empty(0)
+    )
+    results = call.run(q, k, v, layout)
+    y = results[0].to(q.dtype)
+    if call.return_lse:
+        return (y, results[1].squeeze(-1))
+    return y
 
 
 attention = Verb[Tensor, MeshLike](_attention).attention

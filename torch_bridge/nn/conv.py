@@ -1,13 +1,15 @@
-"""Convolutions, transposed convolutions and pools of blocks, with the values of the unsharded array."""
+"""Convolutions, transposed convolutions and pools of blocks, with the values of the unsharded array.
+
+Rows of sharded dims come from an exchange with their padding; torch's own kernels pad the other dims.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from torch_bridge.nn.window import (
     Geometry,
     Ints,
     Like,
+    Runs,
     apply_windows,
     geometry_of,
     no_outputs,
@@ -26,20 +29,18 @@ from torch_bridge.nn.window import (
 )
 from torch_bridge.redistribution import redistribute
 from xshard.errors import ShapeError, XshardError
-from xshard.nn.windows import OutputRun, pool_counts, pool_window, transposed_frame
+from xshard.nn.windows import Frame, OutputRun, pool_counts, pool_window, transposed_frame
 from xshard.notation.overlap import Boundary, Window
 from xshard.notation.parser import Dim
 
-Windows = tuple[Ints, ...]  # kernel, stride, dilation, padding and output padding, per spatial dim
 PoolWindows = tuple[Window, ...]
-Runs = tuple[OutputRun, ...]
 Pairs = tuple[tuple[int, int], ...]  # padding before and after, per spatial dim
 
 # torch's padding modes, as boundaries.
 BOUNDARIES = {"zeros": "zero", "circular": "periodic", "reflect": "reflect", "replicate": "edge"}
 
 _CONV = (F.conv1d, F.conv2d, F.conv3d)
-_MAX = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+_MAX_POOL = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 _CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
@@ -57,143 +58,233 @@ class Convolution:
 
 
 def rank_of(layer: Any) -> int:
-    """The number of spatial dims, as in `Conv2d`."""
+    """Return the number of spatial dims of a layer, which the name of its class says: 2 for `Conv2d`."""
     return int(type(layer).__name__[-2])
 
 
-def each(value: Any, rank: int) -> tuple[Any, ...]:
-    """A number per spatial dim."""
-    return tuple(value) if isinstance(value, Sequence) else (value,) * rank
+def per_dim(value: Any, rank: int) -> tuple[Any, ...]:
+    """Return an option of a layer for each spatial dim: 3 -> (3, 3), (1, 2) -> (1, 2)."""
+    if isinstance(value, Sequence):
+        return tuple(value)
+    return (value,) * rank
 
 
 def conv(
     x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, form: Convolution
 ) -> Outputs:
-    """A block `(..., c, *spatial)` -> the block of the outputs; raises before anything is sent."""
-    rank = len(form.kernel)
-    flat = _own_padding(placement, form.padding)
-    mode = "constant" if form.padding_mode == "zeros" else form.padding_mode
+    """Return the block of the outputs of a convolution of a block `(..., c, *spatial)`.
 
-    def convolve(
-        rows: Tensor, _: Sequence[OutputRun], weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        padded = F.pad(rows, flat, mode=mode) if any(flat) else rows
-        return _CONV[rank - 1](padded, weight, bias, form.stride, 0, form.dilation, form.groups)
+    Raises NotationError and ShapeError before anything is sent.
+    """
+    # By the number of spatial dims, from one on.
+    convolve = _CONV[len(form.kernel) - 1]
+    geometry = _conv_geometry(placement, form, weight.shape)
+    local_padding = _local_padding(placement, form.padding)
+    pad_mode = "constant" if form.padding_mode == "zeros" else form.padding_mode
 
-    return apply_windows(
-        x, placement, _conv_geometry(placement, form, weight.shape), convolve, weight, bias
-    )
+    # The rows bring the padding of sharded dims: torch pads none itself.
+    def convolve_rows(rows: Tensor, _runs: Runs, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if any(local_padding):  # a copy of the rows
+            rows = F.pad(rows, local_padding, mode=pad_mode)
+        return convolve(rows, weight, bias, form.stride, 0, form.dilation, form.groups)
+
+    return apply_windows(x, placement, geometry, convolve_rows, weight, bias)
 
 
 @lru_cache(maxsize=4096)
-def _conv_geometry(placement: Placement, form: Convolution, weights: torch.Size) -> Geometry:
-    check_channels(placement, len(placement.shape) - len(form.kernel) - 1, weights[1] * form.groups)
+def _conv_geometry(placement: Placement, form: Convolution, weight_shape: torch.Size) -> Geometry:
+    """Return which rows this process reads, and where its outputs are. Raises ShapeError."""
+    channel_dim = len(placement.shape) - len(form.kernel) - 1
+    check_channels(placement, channel_dim, weight_shape[1] * form.groups)
     _check_padding(placement, form.padding, form.padding_mode)
+    # Beyond the ends of the array, the exchange brings what torch's padding would.
     boundary = Boundary(BOUNDARIES[form.padding_mode])
-    numbers = zip(form.kernel, form.stride, form.dilation, form.padding, strict=True)
-    windows = [Window(*some, form.outputs, boundary, boundary) for some in numbers]
-    return geometry_of(placement, window_frames(placement, windows), weights[0])
+    windows = [
+        Window(kernel, stride, dilation, padding, form.outputs, boundary, boundary)
+        for kernel, stride, dilation, padding in zip(
+            form.kernel, form.stride, form.dilation, form.padding, strict=True
+        )
+    ]
+    return geometry_of(placement, window_frames(placement, windows), weight_shape[0])
 
 
 def _check_padding(placement: Placement, pads: Pairs, mode: str) -> None:
     """Raise ShapeError where torch would, on processes with nothing to pad too."""
-    most = {"circular": 0, "reflect": -1}.get(mode)
-    for n, pair in zip(placement.shape[-len(pads) :], pads, strict=True):
-        if most is not None and not 0 <= min(pair) <= max(pair) <= n + most:
-            what = f"{mode} padding {pair} of {n} rows"
-            raise ShapeError(what, text=str(placement.layout), hint=f"from 0 to {n + most}")
+    # A circular padding has at most all rows; a reflected one does not repeat the first row.
+    repeated_rows = {"circular": 0, "reflect": 1}.get(mode)
+    if repeated_rows is None:
+        return
+    for length, pair in zip(placement.shape[-len(pads) :], pads, strict=True):
+        longest_padding = length - repeated_rows
+        if not 0 <= min(pair) <= max(pair) <= longest_padding:
+            message = f"{mode} padding {pair} of {length} rows"
+            raise ShapeError(
+                message, text=str(placement.layout), hint=f"from 0 to {longest_padding}"
+            )
 
 
 def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -> Outputs:
-    """A block -> the block of the array padded by `F.pad` along its last dims, and its placement."""
+    """Return the block of the array that `F.pad` pads along its last dims."""
     _check_padding(placement, pads, mode)
-    boundary = Boundary("constant", value) if mode == "constant" else Boundary(BOUNDARIES[mode])
+    if mode == "constant":
+        boundary = Boundary("constant", value)
+    else:
+        boundary = Boundary(BOUNDARIES[mode])
+    # Padding is a window of one row, with the padding of the boundary's kind.
     windows = [Window(1, 1, 1, pair, "", boundary, boundary) for pair in pads]
     geometry = geometry_of(placement, window_frames(placement, windows))
-    options = _own_padding(placement, pads), mode, value or None
-    return apply_windows(x, placement, geometry, lambda rows, _: F.pad(rows, *options))
+    local_padding = _local_padding(placement, pads)
+
+    def pad_rows(rows: Tensor, _runs: Runs) -> Tensor:
+        # Modes other than "constant" refuse a value.
+        return F.pad(rows, local_padding, mode, value if value else None)
+
+    return apply_windows(x, placement, geometry, pad_rows)
 
 
-def _own_padding(placement: Placement, pads: Pairs) -> list[int]:
-    """The padding that torch adds, as `F.pad` takes it; the exchange brings the rows of sharded dims."""
-    dims = enumerate(pads, len(placement.shape) - len(pads))
-    own = [(0, 0) if placement.cuts(d) else pair for d, pair in dims]
-    return list(itertools.chain.from_iterable(reversed(own)))
+def _local_padding(placement: Placement, pads: Pairs) -> list[int]:
+    """Return the padding of dims that are not sharded, as `F.pad` takes it: the last dim first."""
+    first = len(placement.shape) - len(pads)
+    local_padding: list[int] = []
+    for d, pair in reversed(list(enumerate(pads, first))):
+        # Sharded dims get their padding with the rows of neighbours.
+        local_padding.extend((0, 0) if placement.is_sharded(d) else pair)
+    return local_padding
 
 
 def check_channels(placement: Placement, dim: int, channels: int) -> None:
     """Raise NotationError if the channels are sharded, ShapeError if their number is wrong."""
-    if dim < 0:
-        what = f"a block with {len(placement.shape)} dims"
-        raise ShapeError(what, text=str(placement.layout), hint="as in b c h w")
+    if dim < 0:  # the layer has more dims than the block
+        message = f"a block with {len(placement.shape)} dims"
+        raise ShapeError(message, text=str(placement.layout), hint="as in b c h w")
     check_whole(placement, (dim,), "this layer")
     if placement.shape[dim] != channels:
-        what = f"{placement.shape[dim]} channels, the layer has {channels}"
-        raise ShapeError(what, text=str(placement.layout))
+        message = f"{placement.shape[dim]} channels, the layer has {channels}"
+        raise ShapeError(message, text=str(placement.layout))
+
+
+class TransposedWindow(NamedTuple):
+    """One spatial dim of a transposed convolution, by torch's names."""
+
+    kernel: int
+    stride: int
+    dilation: int
+    padding: int
+    output_padding: int
 
 
 def conv_transpose(
     layer: Any, x: Tensor, placement: Placement, output_size: Ints | None = None
 ) -> Outputs:
-    """A block `(..., c, *spatial)` -> the block of the transposed convolution's outputs, as in `conv`."""
-    options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding)
-    extra = layer.output_padding
-    rank = len(layer.kernel_size)
-    groups = layer.groups
-    if output_size is not None:  # a global length
-        lengths = zip(output_size[-rank:], placement.shape[-rank:], *options, strict=True)
-        extra = tuple(
-            n - ((rows - 1) * s - 2 * p + d * (k - 1) + 1) for n, rows, k, s, d, p in lengths
-        )
-    windows = tuple(zip(*options, extra, strict=True))
-    transposed = _transposed(placement, windows, layer.weight.shape, groups)
+    """Return the block of the outputs of a transposed convolution of a block `(..., c, *spatial)`.
 
-    def spread(
-        rows: Tensor, runs: Sequence[OutputRun], weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        if 0 in rows.shape:  # outputs that no input reaches
-            y = no_outputs([0], rows, weight).sum().expand(transposed.result.local_shape)
+    output_size: the lengths of the whole result.
+    """
+    windows = _transposed_windows(layer, placement, output_size)
+    geometry = _transposed_geometry(placement, windows, layer.weight.shape, layer.groups)
+    spread = _CONV_TRANSPOSE[len(windows) - 1]
+
+    def spread_rows(rows: Tensor, runs: Runs, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Add every row, times the kernel, to the outputs that it reaches, and leave the own ones."""
+        if 0 in rows.shape:  # no input reaches these outputs
+            y = no_outputs([0], rows, weight).sum().expand(geometry.result.local_shape)
         else:
-            full = _CONV_TRANSPOSE[rank - 1](
-                rows, weight, None, layer.stride, 0, 0, groups, layer.dilation
-            )
-            crop: list[int] = []
-            for run, (_, s, _, p, _), n in reversed(
-                [*zip(runs, windows, full.shape[-rank:], strict=True)]
-            ):
-                offset = run.start + p - run.first * s
-                crop += [-offset, run.outputs + offset - n]
-            y = F.pad(full, crop)
-        return y if bias is None else y + bias.view(-1, *(1,) * rank)
+            full = spread(rows, weight, None, layer.stride, 0, 0, layer.groups, layer.dilation)
+            # Rows that other processes have too give outputs beyond the own ones.
+            y = F.pad(full, _crop(runs, windows, full.shape[-len(windows) :]))
+        if bias is None:
+            return y
+        return y + bias.view(-1, *(1,) * len(windows))
 
-    return apply_windows(x, placement, transposed, spread, layer.weight, layer.bias)
+    return apply_windows(x, placement, geometry, spread_rows, layer.weight, layer.bias)
+
+
+def _transposed_windows(
+    layer: Any, placement: Placement, output_size: Ints | None
+) -> tuple[TransposedWindow, ...]:
+    """Return the windows of a layer, with the output padding that makes the result of `output_size`."""
+    rank = len(layer.kernel_size)
+    options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding, layer.output_padding)
+    windows = list(map(TransposedWindow, *options))
+    if output_size is not None:
+        # As torch's own layer: the output padding is what is missing to these lengths.
+        lengths = zip(windows, output_size[-rank:], placement.shape[-rank:], strict=True)
+        windows = [
+            window._replace(output_padding=length - _unpadded_length(window, rows))
+            for window, length, rows in lengths
+        ]
+    return tuple(windows)
+
+
+def _unpadded_length(window: TransposedWindow, rows: int) -> int:
+    """Return the length of a transposed convolution of some rows, without output padding."""
+    span = window.dilation * (window.kernel - 1) + 1
+    return (rows - 1) * window.stride - 2 * window.padding + span
+
+
+def _crop(runs: Runs, windows: Sequence[TransposedWindow], lengths: Sequence[int]) -> list[int]:
+    """Return the (negative) padding that leaves this process's outputs, as `F.pad` takes it.
+
+    lengths: of the outputs of the rows that the process has, which begin at row `run.first * stride` of the
+    array before its padding is cut off.
+    """
+    crop: list[int] = []
+    # `F.pad` takes the last dim first.
+    for run, window, length in reversed(list(zip(runs, windows, lengths, strict=True))):
+        offset = run.start + window.padding - run.first * window.stride
+        crop.append(-offset)
+        crop.append(run.outputs + offset - length)
+    return crop
 
 
 @lru_cache(maxsize=4096)
-def _transposed(
-    placement: Placement, windows: Windows, weights: torch.Size, groups: int
+def _transposed_geometry(
+    placement: Placement,
+    windows: tuple[TransposedWindow, ...],
+    weight_shape: torch.Size,
+    groups: int,
 ) -> Geometry:
+    """Return which rows reach this process's outputs. Raises ShapeError."""
     first = len(placement.shape) - len(windows)
-    frames = []
-    check_channels(placement, first - 1, weights[0])
-    for d, (k, s, dilation, p, extra) in enumerate(windows, first):
-        if not 0 <= extra < max(s, dilation):
-            what = f"output_padding {extra} with stride {s} and dilation {dilation}"
-            raise ShapeError(what, hint="output_padding must be smaller than stride or dilation")
-        dim = placement.layout.dims[d]
-        length = placement.shape[d]
-        sizes = placement.sharding.mesh.sizes_of(dim.axes)
-        frames.append(transposed_frame(dim, length, sizes, k=k, s=s, d=dilation, p=p, extra=extra))
-        if frames[-1].length < 1:
-            what = f"no output: {length} rows of dim {dim.name!r}, padding {p}"
-            raise ShapeError(what, text=str(placement.layout))
-    return geometry_of(placement, frames, weights[1] * groups)
+    check_channels(placement, first - 1, weight_shape[0])
+    frames = [_transposed_frame(placement, d, window) for d, window in enumerate(windows, first)]
+    return geometry_of(placement, frames, weight_shape[1] * groups)
+
+
+def _transposed_frame(placement: Placement, d: int, window: TransposedWindow) -> Frame:
+    """Return the frame of one dim. Raises ShapeError for a wrong output padding, or without outputs."""
+    extra = window.output_padding
+    if not 0 <= extra < max(window.stride, window.dilation):
+        message = (
+            f"output_padding {extra} with stride {window.stride} and dilation {window.dilation}"
+        )
+        raise ShapeError(message, hint="output_padding must be smaller than stride or dilation")
+    dim = placement.layout.dims[d]
+    frame = transposed_frame(
+        dim,
+        placement.shape[d],
+        placement.sharding.mesh.sizes_of(dim.axes),
+        k=window.kernel,
+        s=window.stride,
+        d=window.dilation,
+        p=window.padding,
+        extra=extra,
+    )
+    if frame.length < 1:
+        message = (
+            f"no output: {placement.shape[d]} rows of dim {dim.name!r}, padding {window.padding}"
+        )
+        raise ShapeError(message, text=str(placement.layout))
+    return frame
 
 
 def padding_pairs(
     padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
 ) -> Pairs:
-    """A convolution's padding as torch writes it -> rows before and after, per spatial dim."""
+    """Return a convolution's padding as rows before and after, per spatial dim: (1, 2) -> ((1, 1), (2, 2)).
+
+    padding: as torch writes it; "same" and "valid" too.
+    """
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding == "same":
@@ -204,95 +295,150 @@ def padding_pairs(
     return tuple((p, p) for p in padding)
 
 
+class Pooling(NamedTuple):
+    """A pool as one process computes it."""
+
+    geometry: Geometry
+    windows: PoolWindows  # with the padding that `ceil_mode` adds
+    local_padding: Ints  # that torch adds, per spatial dim
+
+
 def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """A block `(..., *spatial)` -> the block of the maxima."""
-    pooled, windows, padding = _pooling(
-        placement, *_pool(layer, Boundary("constant", float("-inf")))
-    )
+    """Return the block of the maxima of a block `(..., *spatial)`."""
+    # Padding never is the largest.
+    windows = _pool_windows(layer, Boundary("constant", float("-inf")))
+    pooling = _pooling(placement, windows, layer.ceil_mode)
+    take_maxima = _MAX_POOL[len(windows) - 1]
 
-    def maxima(rows: Tensor, _: Sequence[OutputRun]) -> Tensor:
-        options = layer.kernel_size, layer.stride, padding, layer.dilation
-        return _MAX[len(windows) - 1](rows, *options, ceil_mode=layer.ceil_mode)
+    def pool_rows(rows: Tensor, _runs: Runs) -> Tensor:
+        return take_maxima(
+            rows,
+            layer.kernel_size,
+            layer.stride,
+            pooling.local_padding,
+            layer.dilation,
+            ceil_mode=layer.ceil_mode,
+        )
 
-    return apply_windows(x, placement, pooled, maxima)
+    return apply_windows(x, placement, pooling.geometry, pool_rows)
 
 
 def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """A block `(..., *spatial)` -> the block of the averages."""
-    own, ceil = _pool(layer, Boundary())
-    pooled, windows, padding = _pooling(placement, own, ceil)
-    options = placement.shape[-len(windows) :], windows, tuple(w.padding[0] for w in own)
-    kernel, stride = (tuple(getattr(w, name) for w in windows) for name in "ks")
+    """Return the block of the averages of a block `(..., *spatial)`.
 
-    def averages(rows: Tensor, runs: Sequence[OutputRun]) -> Tensor:
-        if len(windows) == 1:  # torch has no sums over windows of one dim
-            windows_2d = (1, *kernel), (1, *stride), (0, *padding)
-            y = F.avg_pool2d(rows.unsqueeze(-2), *windows_2d, ceil, divisor_override=1).squeeze(-2)
-        else:
-            sums = F.avg_pool2d if len(windows) == 2 else F.avg_pool3d
-            y = sums(rows, kernel, stride, padding, ceil, divisor_override=1)
-        divisor = getattr(layer, "divisor_override", None)  # one dim has none
-        return y / (
-            divisor or _counts(*options, tuple(runs), layer.count_include_pad, (y.dtype, y.device))
-        )
+    Torch sums the windows; they are divided by counts of the whole array, which the block does not show.
+    """
+    windows = _pool_windows(layer, Boundary())
+    pooling = _pooling(placement, windows, layer.ceil_mode)
 
-    return apply_windows(x, placement, pooled, averages)
+    def pool_rows(rows: Tensor, runs: Runs) -> Tensor:
+        sums = _window_sums(rows, pooling, is_ceil=layer.ceil_mode)
+        # Near the ends of the array windows have fewer rows, and blocks do not show where these are.
+        divisor = getattr(layer, "divisor_override", None)  # 1-D pools have none
+        if not divisor:
+            divisor = _counts(
+                placement.shape[-len(windows) :],
+                pooling.windows,
+                tuple(window.padding[0] for window in windows),
+                tuple(runs),
+                include_pad=layer.count_include_pad,
+                like=Like(sums.dtype, sums.device),
+            )
+        return sums / divisor
+
+    return apply_windows(x, placement, pooling.geometry, pool_rows)
 
 
-def _pool(layer: Any, beyond: Boundary) -> tuple[PoolWindows, bool]:
-    """The windows of a pool, without what `ceil_mode` adds, and this mode."""
-    options = (layer.kernel_size, layer.stride, getattr(layer, "dilation", 1), layer.padding)
-    numbers = zip(*(each(value, rank_of(layer)) for value in options), strict=True)
-    windows = (Window(k, s, d, (p, p), layer.outputs, beyond, beyond) for k, s, d, p in numbers)
-    return tuple(windows), layer.ceil_mode
+def _window_sums(rows: Tensor, pooling: Pooling, *, is_ceil: bool) -> Tensor:
+    """Return the sums of the rows of every window."""
+    kernel = tuple(window.k for window in pooling.windows)
+    stride = tuple(window.s for window in pooling.windows)
+    padding = pooling.local_padding
+    if len(kernel) == 1:
+        # torch has no sums over windows of one dim: they are windows of two, one row high.
+        kernel = (1, *kernel)
+        stride = (1, *stride)
+        padding = (0, *padding)
+        wide = rows.unsqueeze(-2)
+        return F.avg_pool2d(wide, kernel, stride, padding, is_ceil, divisor_override=1).squeeze(-2)
+    average = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
+    return average(rows, kernel, stride, padding, is_ceil, divisor_override=1)
+
+
+def _pool_windows(layer: Any, boundary: Boundary) -> PoolWindows:
+    """Return the windows of a pool, without what `ceil_mode` adds; boundary: the values of its padding."""
+    rank = rank_of(layer)
+    numbers = zip(
+        per_dim(layer.kernel_size, rank),
+        per_dim(layer.stride, rank),
+        per_dim(getattr(layer, "dilation", 1), rank),
+        per_dim(layer.padding, rank),
+        strict=True,
+    )
+    return tuple(
+        Window(kernel, stride, dilation, (padding, padding), layer.outputs, boundary, boundary)
+        for kernel, stride, dilation, padding in numbers
+    )
 
 
 @lru_cache(maxsize=4096)
-def _pooling(
-    placement: Placement, windows: PoolWindows, ceil: bool
-) -> tuple[Geometry, PoolWindows, Ints]:
-    """The geometry of a pool, its windows, and the rows that torch pads, per spatial dim."""
-    wider = []
-    padding = []
-    for i, window in enumerate(windows, len(placement.shape) - len(windows)):
-        if not 0 <= (p := window.padding[0]) <= (window.d * (window.k - 1) + 1) // 2:
-            raise ShapeError(
-                f"padding {p} of a pool with kernel {window.k}", hint="at most half the kernel"
-            )
-        wider.append(pool_window(placement.shape[i], window, ceil=ceil))
-        padding.append(0 if placement.cuts(i) else p)
-    return geometry_of(placement, window_frames(placement, wider)), tuple(wider), tuple(padding)
+def _pooling(placement: Placement, windows: PoolWindows, is_ceil: bool) -> Pooling:
+    """Return a pool as this process computes it. Raises ShapeError for too much padding."""
+    wider_windows = []
+    local_padding = []
+    for d, window in enumerate(windows, len(placement.shape) - len(windows)):
+        padding = window.padding[0]
+        span = window.d * (window.k - 1) + 1
+        if not 0 <= padding <= span // 2:
+            message = f"padding {padding} of a pool with kernel {window.k}"
+            raise ShapeError(message, hint="at most half the kernel")
+        # `ceil_mode` may add a last window, which begins in the array and reads beyond it.
+        wider_windows.append(pool_window(placement.shape[d], window, ceil=is_ceil))
+        local_padding.append(0 if placement.is_sharded(d) else padding)
+    geometry = geometry_of(placement, window_frames(placement, wider_windows))
+    return Pooling(geometry, tuple(wider_windows), tuple(local_padding))
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)  # a cached tensor may be used by a backward pass later
 def _counts(
-    lengths: Ints, windows: PoolWindows, padding: Ints, runs: Runs, include_pad: bool, like: Like
+    lengths: Ints,
+    windows: PoolWindows,
+    padding: Ints,
+    runs: tuple[OutputRun, ...],
+    *,
+    include_pad: bool,
+    like: Like,
 ) -> int | Tensor:
-    """The divisors of some outputs; a single number if they are equal."""
-    counts = np.ones((), np.int64)
-    for length, window, run, p in zip(lengths, windows, runs, padding, strict=True):
+    """Return the divisors of some outputs, `[outputs of each dim]`; a single number if they are equal."""
+    counts = np.ones((), np.int64)  # the product of the counts along each dim
+    for length, window, run, padding_after in zip(lengths, windows, runs, padding, strict=True):
         outputs = range(run.start, run.start + run.outputs)
-        counts = counts[..., None] * pool_counts(
-            length, window, outputs, padding=p, include_pad=include_pad
+        dim_counts = pool_counts(
+            length, window, outputs, padding=padding_after, include_pad=include_pad
         )
-    every = math.prod(window.k for window in windows)
-    return every if (counts == every).all() else torch.from_numpy(counts).to(like[1], like[0])
+        counts = counts[..., None] * dim_counts
+    kernel_size = math.prod(window.k for window in windows)
+    if (counts == kernel_size).all():
+        return kernel_size
+    return torch.from_numpy(counts).to(like.device, like.dtype)
 
 
 def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """A block `(..., *spatial)` -> the means over the spatial dims, which the result does not shard."""
+    """Return the means of a block `(..., *spatial)` over the spatial dims, which are whole afterwards."""
     first = len(placement.shape) - rank_of(layer)
-    over = range(first, len(placement.shape))
+    spatial_dims = tuple(range(first, len(placement.shape)))
+    axes: list[str] = []
+    for d in spatial_dims:
+        axes.extend(placement.layout.dims[d].axes)
     dims = list(placement.layout.dims)
-    n = math.prod(placement.shape[first:])
-    axes = tuple(axis for d in over for axis in dims[d].axes)
     dims[first:] = [Dim(dim.name) for dim in dims[first:]]
-    result = placement.remade(dims, (*placement.shape[:first], *(1 for _ in over)))
-    total = x.sum(tuple(over), keepdim=True)
+    result = placement.with_dims(dims, (*placement.shape[:first], *(1 for _ in spatial_dims)))
+
+    # Partial sums of the blocks, added over the axes that sharded the spatial dims.
+    total = x.sum(spatial_dims, keepdim=True)
     if axes:
-        partial = replace(result.layout, tags=(("sum", axes),))
-        total = redistribute(
-            total, (partial, result.layout), placement.processes, shape=result.shape
-        )
-    return total / n, result
+        partial_sums = replace(result.layout, tags=(("sum", tuple(axes)),))
+        layouts = (partial_sums, result.layout)
+        total = redistribute(total, layouts, placement.processes, shape=result.shape)
+    return total / math.prod(placement.shape[first:]), result

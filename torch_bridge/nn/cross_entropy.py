@@ -13,8 +13,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -22,66 +23,115 @@ from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.calls.move import between_graphs
-from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.nn.placed import placed_as
+from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
+from torch_bridge.nn.placed import Lengths, placed_as
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Sharding
+from xshard import Layout, ProfileLike, Sharding
 from xshard.contractions.attention import Verb
 from xshard.errors import DtypeError
 from xshard.nn.cross_entropy import class_dim, rows_of_classes
 from xshard.ops import move, tag
 
+Axes = tuple[str, ...]
+Reduce = Callable[
+    [Tensor, str, Axes], Tensor
+]  # a tensor, "sum" or "max", mesh axes -> on all devices
+
+
+class LossOptions(NamedTuple):
+    """The options of `Verb.cross_entropy`, in its order."""
+
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    shape: Lengths
+    classes: str
+    profile: ProfileLike
+
 
 @between_graphs
 def _cross_entropy(
-    logits: Any, labels: Any, layout: Layout | str, mesh: MeshLike, *options: Any
+    logits: Any, labels: Any, layout: Layout | str, mesh: MeshLike, *arguments: Any
 ) -> Tensor:
-    reduction, ignore_index, label_smoothing, shape, classes, profile = options
+    """Return the loss of this process's tokens, or of all tokens; arguments: of `LossOptions`."""
+    options = LossOptions(*arguments)
     logits = as_tensor(logits, "logits")
     labels = as_tensor(labels, "labels")
     if labels.is_floating_point() or not logits.is_floating_point():
-        hint = "labels are numbers of classes"
-        raise DtypeError(
-            f"logits {logits.dtype}, labels {labels.dtype}", text=str(layout), hint=hint
-        )
-    placement = placed_as(logits, layout, mesh, shape)
+        message = f"logits {logits.dtype}, labels {labels.dtype}"
+        raise DtypeError(message, text=str(layout), hint="labels are numbers of classes")
+    placement = placed_as(logits, layout, mesh, options.shape)
     sharding = placement.sharding
-    processes = placement.processes
-    d, axes, token_axes = class_dim(sharding, classes, logits.shape, labels.shape, reduction)
-
-    def reduced(x: Tensor, kind: str, axes: tuple[str, ...]) -> Tensor:
-        return (
-            redistribute(x, move(x.shape, tag(kind, axes), ""), processes, profile=profile)
-            if axes
-            else x
-        )
-
-    x = logits.movedim(d, -1)
-    x, n, ignored = (
-        x.to(torch.promote_types(x.dtype, torch.float32)),
-        x.shape[-1],
-        labels == ignore_index,
+    dim, class_axes, token_axes = class_dim(
+        sharding, options.classes, logits.shape, labels.shape, options.reduction
     )
-    rows = _rows_of_classes(sharding, d, processes.device, x.device)
-    row = F.embedding(labels.masked_fill(ignored, 0).long(), rows[:, None])[..., 0]
-    top = reduced(x.detach().logsumexp(-1), "max", axes)
-    chosen = x.gather(-1, row[..., None] % n)[..., 0].masked_fill(row == n, 0) if n else x.sum(-1)
-    addends = [
-        (x - top[..., None]).exp().sum(-1),
-        chosen,
-        *([x.sum(-1)] if label_smoothing else []),
-    ]
-    total, chosen, *sums = reduced(torch.stack(addends), "sum", axes)
-    losses = top + total.log() - (1 - label_smoothing) * chosen
-    if label_smoothing:
-        losses = losses - label_smoothing / sharding.shape[d] * sums[0]
-    losses = losses.masked_fill(ignored, 0)
-    if reduction == "none":
+    # Ignored labels may be no classes at all: they are looked up as class 0.
+    is_ignored = labels == options.ignore_index
+    rows = _rows_of_classes(sharding, dim, placement.processes.device, logits.device)
+    tokens = labels.masked_fill(is_ignored, 0).long()
+    row_of_label = F.embedding(tokens, rows[:, None])[..., 0]
+
+    reduce = partial(_reduced, processes=placement.processes, profile=options.profile)
+    class_count = sharding.shape[dim]
+    local_logits = logits.movedim(dim, -1)
+    losses = _losses(
+        local_logits, row_of_label, class_axes, reduce, options.label_smoothing, class_count
+    )
+    losses = losses.masked_fill(is_ignored, 0)
+    if options.reduction == "none":
         return losses
-    total, count = reduced(
-        torch.stack([losses.sum(), (~ignored).sum().to(losses)]), "sum", token_axes
-    )
-    return total / count if reduction == "mean" else total
+    # One collective for both numbers, also where only the sum is asked for.
+    count = (~is_ignored).sum().to(losses)
+    total, count = reduce(torch.stack([losses.sum(), count]), "sum", token_axes)
+    if options.reduction == "mean":
+        return total / count
+    return total
+
+
+def _reduced(
+    x: Tensor, operation: str, axes: Axes, *, processes: ProcessMesh, profile: ProfileLike
+) -> Tensor:
+    """Return the sum, or another reduction, of a tensor over mesh axes: on all devices."""
+    if not axes:
+        return x
+    return redistribute(x, move(x.shape, tag(operation, axes), ""), processes, profile=profile)
+
+
+def _losses(
+    logits: Tensor,
+    row_of_label: Tensor,
+    class_axes: Axes,
+    reduce: Reduce,
+    smoothing: float,
+    class_count: int,
+) -> Tensor:
+    """Return the loss of every token, by two reductions over the axes that shard the classes.
+
+    logits: `[tokens, this block's classes]`. row_of_label: `[tokens]`, the row of each label in the block, or
+    the number of rows if another process has it. class_count: of the whole array.
+    """
+    # Sums of many exponentials: in float32 or wider.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # The largest log-sum-exp of a block, which is a constant: with it no exponential overflows.
+    top = reduce(logits.detach().logsumexp(-1), "max", class_axes)
+    addends = [(logits - top[..., None]).exp().sum(-1), _chosen(logits, row_of_label)]
+    if smoothing:
+        addends.append(logits.sum(-1))
+    sums = reduce(torch.stack(addends), "sum", class_axes)
+    losses = top + sums[0].log() - (1 - smoothing) * sums[1]
+    if smoothing:
+        losses = losses - smoothing / class_count * sums[2]
+    return losses
+
+
+def _chosen(logits: Tensor, row_of_label: Tensor) -> Tensor:
+    """Return each token's logit of its label; 0 if another process has it."""
+    local_count = logits.shape[-1]
+    if not local_count:
+        return logits.sum(-1)  # zeros that depend on the logits, for autograd
+    # Any row stands in for a class that is elsewhere.
+    chosen = logits.gather(-1, row_of_label[..., None] % local_count)[..., 0]
+    return chosen.masked_fill(row_of_label == local_count, 0)
 
 
 cross_entropy = Verb[Tensor, MeshLike](_cross_entropy).cross_entropy
@@ -89,4 +139,5 @@ cross_entropy = Verb[Tensor, MeshLike](_cross_entropy).cross_entropy
 
 @lru_cache(maxsize=64)
 def _rows_of_classes(sharding: Sharding, dim: int, process: int, device: torch.device) -> Tensor:
+    """Return the row of each class in a process's block, as `rows_of_classes` does."""
     return torch.as_tensor(rows_of_classes(sharding, dim, process), device=device)

@@ -17,22 +17,41 @@ from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
 from torch_bridge.models.parallel import ATTRIBUTE
 from torch_bridge.models.parallelize import replicated
 from torch_bridge.models.parameters import ParallelContext
-from torch_bridge.nn.layers import LAYERS, Layer, layer_of, same_state
-from torch_bridge.nn.placed import COPIES, Placement, placed_as, record, recorded
+from torch_bridge.nn.layers import (
+    LAYERS,
+    Layer,
+    layer_of,
+    same_state,
+    torch_class_with_layer,
+    unfollowed,
+)
+from torch_bridge.nn.placed import (
+    COPIES,
+    Placement,
+    placed_as,
+    record,
+    recorded,
+    recorded_placements,
+)
 from torch_bridge.nn.propagation import Propagation, tensors_in
 from xshard import Layout, XshardError
 from xshard.errors import ShapeError
 from xshard.notation.parser import ELLIPSIS
 
-# Modules of torch that call functions with rules.
-_PADS = ("Constant", "Zero", "Circular", "Reflection", "Replication")
+Converters = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
+
+# Modules of torch that only call functions with rules: records follow blocks through them.
 FOLLOWED = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity,
     nn.Flatten, nn.Unflatten, nn.Linear, nn.Embedding, nn.Dropout, nn.AlphaDropout, nn.Softmax, nn.Softmax2d,
     nn.Softmin, nn.LogSoftmax, nn.GLU, nn.LocalResponseNorm, nn.ChannelShuffle, nn.ELU, nn.Hardshrink,
     nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU, nn.ReLU6,
     nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink, nn.Softsign,
-    nn.Tanh, nn.Tanhshrink, nn.Threshold, *(getattr(nn, f"{pad}Pad{n}d") for pad in _PADS for n in (1, 2, 3)),
+    nn.Tanh, nn.Tanhshrink, nn.Threshold,
+    nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d,
+    nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
+    nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d,
+    nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d,
 )  # fmt: skip
 
 
@@ -44,20 +63,16 @@ def domain_parallel(
     shape: Sequence[int | None] | None = None,
     outputs: str = "",
     sum_gradients: bool = True,
-    converters: Mapping[type[nn.Module], Callable[[Any], nn.Module]] | None = None,
+    converters: Converters | None = None,
 ) -> nn.Module:
     """Return a model of blocks with the outputs and gradients that `model` has on whole arrays.
+
+        parallel = xt.nn.domain_parallel(model, "b c h/sp w", mesh)
+        y = parallel(x)     # [b, c, h/2, w] -> this process's block of model(whole x), on 2 processes
 
     The result shares parameters and buffers with `model`, which is left as it is: one optimiser and one state
     dict serve both. Code between layers (skip connections, cat along channels, gates) is followed as it runs.
 
-    layout: layout of every input tensor with as many dims, as in "b c h/sp w"; other inputs are replicated.
-    shape: global shape of these inputs, if blocks differ in size; a length of None is the length of the block
-    times the number of parts. outputs: how the outputs of convolutions and pools are sharded: "" like the
-    input, "balanced" or "aligned". sum_gradients: sum gradients of parameters and of replicated inputs over
-    the axes of the layout, all in one collective per dtype; else each process keeps its share.
-    converters: class -> function that converts its modules. The result is called on local blocks, is not
-    inspected, and must keep the length of sharded dims.
     In the model's code `x.shape` is the shape of the block, and dropout draws separately for every block.
     Code that checkpoints activations must call `xt.nn.checkpoint`. The outputs' layout and global shape are
     `sharding_of(y)`. A loss over blocks is this process's share: the sum of all shares is the loss.
@@ -65,59 +80,141 @@ def domain_parallel(
     A part of the result may be called by itself, on outputs of other parts or on blocks under `layout`.
     `xt.verify`, `xt.grad_norm`, `xt.clip_grad_norm_`, `xt.check_replicas` and `xt.explain` take the result.
 
-    Raises XshardError, with the path, for a module or, in the forward pass, a function without an exact form.
+    Args:
+        model: The model of one device. Its class and code stay as they are.
+        layout: The layout of every input tensor with as many dims, as in "b c h/sp w"; other inputs are
+            replicated.
+        mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world.
+        shape: The global shape of these inputs, if blocks differ in size. A length of None is the length of
+            the block times the number of parts.
+        outputs: How the outputs of convolutions and pools are sharded: "" like the input, "balanced" or
+            "aligned".
+        sum_gradients: Sum gradients of parameters and of replicated inputs over the axes of the layout, all
+            in one collective per dtype. Otherwise each process keeps its share.
+        converters: Class -> function that converts its modules. The result is called on local blocks, is not
+            inspected, and must keep the length of sharded dims.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> def turn():
-    ...     torch.manual_seed(0)
-    ...     model = torch.nn.Sequential(
-    ...         torch.nn.Conv2d(1, 2, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2)
-    ...     )
-    ...     parallel = xt.nn.domain_parallel(model, "b c h/sp w", Mesh(sp=2))
-    ...     x = torch.arange(64.0).view(1, 1, 8, 8)
-    ...     y = parallel(x.chunk(2, 2)[torch.distributed.get_rank()])
-    ...     return torch.equal(y, model(x).split([2, 1], 2)[torch.distributed.get_rank()])
-    >>> xt.testing.run_ranks(2, turn)
-    [True, True]
+    Returns:
+        A module of the model's class, whose layers work on blocks.
+
+    Raises:
+        XshardError: With the path, for a module or, in the forward pass, a function without an exact form.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def turn():
+        ...     torch.manual_seed(0)
+        ...     model = torch.nn.Sequential(
+        ...         torch.nn.Conv2d(1, 2, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2)
+        ...     )
+        ...     parallel = xt.nn.domain_parallel(model, "b c h/sp w", Mesh(sp=2))
+        ...     x = torch.arange(64.0).view(1, 1, 8, 8)
+        ...     y = parallel(x.chunk(2, 2)[torch.distributed.get_rank()])
+        ...     return torch.equal(y, model(x).split([2, 1], 2)[torch.distributed.get_rank()])
+        >>> xt.testing.run_ranks(2, turn)
+        [True, True]
     """
     layout = Layout.parse(layout)
-    lengths = None if shape is None else tuple(shape)
-    paths: dict[int, str] = {}
-    swapped: dict[int, nn.Module] = {}
-
-    def swap(module: nn.Module, path: str) -> nn.Module:
-        if id(module) in swapped:
-            return swapped[id(module)]
-        converter = next(
-            (c for kind, c in (converters or {}).items() if isinstance(module, kind)), None
-        )
-        if converter is not None:
-            new: nn.Module = _Converted(converter(module), path)
-        elif type(module) in LAYERS:
-            new = layer_of(module, layout, mesh, path, outputs)
-        else:
-            _check_followed(module, path)
-            new = same_state(module, type(module))
-            inside = f"{path}." if path else ""
-            children = module._modules.items()
-            new._modules = {
-                name: None if x is None else swap(x, inside + name) for name, x in children
-            }
-            paths[id(new)] = path
-        swapped[id(module)] = new
-        return new
-
-    root = swap(model, "")
-    axes = tuple(axis for axis in process_mesh(mesh).mesh.axes if axis in layout.axes)
-    entrance = _Entrance(layout, mesh, lengths, paths, () if sum_gradients else axes)
+    conversion = _Conversion(layout, mesh, outputs, {} if converters is None else converters)
+    root = conversion.converted(model, "")
+    processes = process_mesh(mesh)
+    axes = tuple(axis for axis in processes.mesh.axes if axis in layout.axes)
+    entrance = _Entrance(
+        layout=layout,
+        mesh=mesh,
+        shape=None if shape is None else tuple(shape),
+        paths=conversion.paths,
+        shares=() if sum_gradients else axes,
+    )
     entrance.attach(root)
+    # What `xt.verify`, `xt.grad_norm` and others look for.
     if sum_gradients:
-        parallel = replicated(root, ParallelContext(process_mesh(mesh).along(axes)))
+        parallel = replicated(root, ParallelContext(processes.along(axes)))
         parallel.original = model
         parallel.arrives = entrance.arrivals
         setattr(root, ATTRIBUTE, parallel)
     return root
+
+
+@dataclass(eq=False, repr=False)
+class _Conversion:
+    """The modules of a model that have become modules of blocks."""
+
+    layout: Layout
+    mesh: MeshLike
+    outputs: str
+    converters: Converters
+    paths: dict[int, str] = field(default_factory=dict)  # of followed modules, by their ids
+    done: dict[int, nn.Module] = field(default_factory=dict)  # by the ids of the model's modules
+
+    def converted(self, module: nn.Module, path: str) -> nn.Module:
+        """Return the module of blocks; the same one again for a module that the model has twice."""
+        if id(module) not in self.done:
+            self.done[id(module)] = self._convert(module, path)
+        return self.done[id(module)]
+
+    def _convert(self, module: nn.Module, path: str) -> nn.Module:
+        """Convert a module by the user's converters, as a layer, or as a followed module."""
+        # The user's own converters come first, also for classes that have layers.
+        for kind, converter in self.converters.items():
+            if isinstance(module, kind):
+                return _Converted(converter(module), path)
+        if type(module) in LAYERS:
+            layer: nn.Module = layer_of(module, self.layout, self.mesh, path, self.outputs)
+            return layer
+        # Its own code runs on blocks; only its children are replaced.
+        _check_followed(module, path)
+        new: nn.Module = same_state(module, type(module))
+        prefix = f"{path}." if path else ""
+        # Private name of torch: setting children by name would run the model's own `__setattr__`.
+        new._modules = {
+            name: None if child is None else self.converted(child, prefix + name)
+            for name, child in module._modules.items()
+        }
+        self.paths[id(new)] = path
+        return new
+
+
+def _check_followed(module: nn.Module, path: str) -> None:
+    """Raise XshardError for a module through which records cannot follow blocks."""
+    kind = type(module)
+    if kind in FOLLOWED:
+        return
+    torch_class = torch_class_with_layer(kind)
+    if isinstance(module, Layer):
+        message = "is domain-parallel already"
+        hint = "pass the ordinary model"
+    elif torch_class is not None and kind.forward is torch_class.forward:
+        message = f"is a subclass of {torch_class.__name__}"
+        hint = "its effect on blocks is not known: converters="
+    elif kind.__module__.startswith("torch.nn."):
+        message = "lacks an exact form on blocks"
+        hint = "converters=, or redistribute what it needs whole"
+    elif any(nn.parameter.is_lazy(x) for x in module.parameters(recurse=False)):
+        message = "is lazy"
+        hint = "run the ordinary model once first"
+    else:
+        return  # the user's own code, which is followed as it runs
+    name = path if path else "the model"
+    raise XshardError(f"{name} ({kind.__name__}) {message}", hint=hint)
+
+
+def _is_followed() -> bool:
+    """Return whether records follow the functions that are called now.
+
+    Private name of torch: without it, every part of a running model would enter the model anew.
+    """
+    return any(isinstance(mode, Propagation) for mode in _get_current_function_mode_stack())
+
+
+def _in_backward() -> bool:
+    """Return whether a backward pass runs now.
+
+    Private name of torch: without it, a part that a checkpoint computes again would be taken for one that is
+    called by itself.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(eq=False, repr=False)
@@ -128,106 +225,107 @@ class _Entrance:
     mesh: MeshLike
     shape: tuple[int | None, ...] | None
     paths: dict[int, str]
-    shares: tuple[str, ...]
+    shares: tuple[str, ...]  # axes along which processes keep their shares of gradients
     running: list[ExitStack] = field(default_factory=list)  # one for each running module
 
     def attach(self, model: nn.Module) -> None:
+        """Add the hooks to all modules: parts may be called by themselves."""
         for module in model.modules():
             enter = partial(self._enter, is_model=module is model)
             module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
             module.register_forward_hook(self._leave, always_call=True)
 
     def arrivals(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        sharded = (
-            (key, x) for key, x in values.items() if isinstance(x, Tensor) and self._is_sharded(x)
-        )
-        placements = {key: self._placed(x, True) for key, x in sharded}
-        return {key: (placement.layout, placement.shape) for key, placement in placements.items()}
+        """Return the layout and global shape of every sharded input of the model."""
+        arrivals = {}
+        for key, x in values.items():
+            if isinstance(x, Tensor) and self._has_layout(x):
+                placement = self._placed(x, is_model=True)
+                arrivals[key] = (placement.layout, placement.shape)
+        return arrivals
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_model: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        follows = any(isinstance(mode, Propagation) for mode in _get_current_function_mode_stack())
-        knows = any(map(recorded, inputs))
+        """Record the placements of inputs, copy parameters and begin to follow functions.
+
+        Returns the inputs with records; None, to leave them, inside a model that is followed already.
+        """
         self.running.append(ExitStack())
-        # In a backward pass, a part that is given blocks of unknown origin is computed again by a checkpoint.
-        again = not knows and torch._C._current_graph_task_id() != -1
-        if (follows and knows) or (not is_model and (follows or again)):
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        has_record = bool(recorded_placements(inputs))
+        is_followed = _is_followed()
+        if is_followed and (has_record or not is_model):
             return None
-        blocks = [x for x in inputs if recorded(x) or self._is_sharded(x)]
+        # In a backward pass, a part that is given blocks of unknown origin is computed again by a checkpoint.
+        if not is_model and not has_record and _in_backward():
+            return None
+        blocks = [x for x in inputs if recorded(x) is not None or self._has_layout(x)]
         if not blocks:
             raise XshardError(f"no input has the dims of '{self.layout}'")
-        first = self._placed(blocks[0], is_model)
-
-        def known(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            placement = recorded(x)
-            if placement is None and self._is_sharded(x):
-                placement = self._placed(x, is_model)
-            elif placement is None:
-                placement = first.whole(x)
-                (x,) = placement.copied(x)
-            # The record is set on an alias: the caller's tensor is left as it is.
-            return record(x.view_as(x), placement)
-
-        args = tuple(map(known, args))
-        kwargs = {name: known(x) for name, x in kwargs.items()}
+        # Replicated inputs, and parameters, are on the processes of the first block.
+        first = self._placed(blocks[0], is_model=is_model)
+        args = tuple(self._with_record(x, first, is_model=is_model) for x in args)
+        kwargs = {
+            name: self._with_record(x, first, is_model=is_model) for name, x in kwargs.items()
+        }
         self._copy_parameters(module, first)
-        if not follows:
+        if not is_followed:  # else a mode is active already
             self.running[-1].enter_context(Propagation(self.paths))
         return args, kwargs
+
+    def _with_record(self, x: Any, first: Placement, *, is_model: bool) -> Any:
+        """Return an input with a record, on an alias: the caller's tensor is left as it is."""
+        if not isinstance(x, Tensor):
+            return x
+        placement = recorded(x)
+        if placement is None:
+            if self._has_layout(x):
+                placement = self._placed(x, is_model=is_model)
+            else:
+                # Replicated. Where processes keep their shares of gradients, they do of this input's too.
+                placement = first.replicated_like(x)
+                (copy,) = placement.parameter_copies([x])
+                assert copy is not None
+                x = copy
+        return record(x.view_as(x), placement)
 
     def _copy_parameters(self, module: nn.Module, placement: Placement) -> None:
         """Make copies of all parameters until the module ends: their gradients are summed together."""
         axes = placement.axes
-        own = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
-        if own and axes != placement.shares:
-            ready = {
-                (id(p), axes): copy
-                for p, copy in zip(own, placement.copies_of(own, axes), strict=True)
-            }
-            self.running[-1].callback(COPIES.reset, COPIES.set(ready))
+        if axes == placement.shares or not torch.is_grad_enabled():
+            return
+        parameters = [x for x in module.parameters() if x.requires_grad]
+        if not parameters:
+            return
+        copies = placement.make_copies(parameters, axes)
+        by_key = {
+            (id(parameter), axes): copy for parameter, copy in zip(parameters, copies, strict=True)
+        }
+        self.running[-1].callback(COPIES.reset, COPIES.set(by_key))
 
-    def _is_sharded(self, x: Tensor) -> bool:
+    def _has_layout(self, x: Tensor) -> bool:
+        """Return whether a tensor has as many dims as the layout: it is sharded, unless it has a record."""
         rank = len(self.layout.dims)
-        return x.ndim >= rank - 1 if ELLIPSIS in self.layout.names else x.ndim == rank
+        if ELLIPSIS in self.layout.names:
+            return x.ndim >= rank - 1
+        return x.ndim == rank
 
-    def _placed(self, x: Tensor, is_model: bool) -> Placement:
+    def _placed(self, x: Tensor, *, is_model: bool) -> Placement:
+        """Return the placement of an input under the layout of the call."""
         layout = self.layout.resolved(x.ndim)
         shape = self.shape
-        if shape is not None and not is_model:  # a part of the model has other channels
+        if shape is not None and not is_model:
+            # A part of the model has other channels: only the lengths of sharded dims are known.
             shape = tuple(
-                n if dim.axes else None for dim, n in zip(layout.dims, shape, strict=True)
+                length if dim.axes else None for dim, length in zip(layout.dims, shape, strict=True)
             )
         return replace(placed_as(x, layout, self.mesh, shape), shares=self.shares)
 
     def _leave(self, *_: Any) -> None:
+        # It is empty if a pre-hook before `_enter` has raised: torch calls this hook then too.
         if self.running:
             self.running.pop().close()
-
-
-def _check_followed(module: nn.Module, path: str) -> None:
-    kind = type(module)
-    known = next((c for c in kind.__mro__ if c in LAYERS), None)
-    what = hint = ""
-    if kind in FOLLOWED:
-        return
-    if isinstance(module, Layer):
-        what = "is domain-parallel already"
-        hint = "pass the ordinary model"
-    elif known is not None and kind.forward is known.forward:
-        what = f"is a subclass of {known.__name__}"
-        hint = "its effect on blocks is not known: converters="
-    elif kind.__module__.startswith("torch.nn."):
-        what = "lacks an exact form on blocks"
-        hint = "converters=, or redistribute what it needs whole"
-    elif any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
-        what = "is lazy"
-        hint = "run the ordinary model once first"
-    if what:
-        raise XshardError(f"{path or 'the model'} ({kind.__name__}) {what}", hint=hint)
 
 
 class _Converted(nn.Module):
@@ -244,42 +342,51 @@ class _Converted(nn.Module):
             self.__dict__[name] = getattr(module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, with copies of its parameters, and record the placement of its outputs."""
+        # `train()` and `eval()` do not reach the module: it is no child.
         self.module.training = self.training
-        placement = next(
-            (p for p in map(recorded, (*args, *kwargs.values())) if p is not None), None
-        )
-        with torch._C.DisableTorchFunction():  # `propagation` does not look inside
-            if placement is None:
+        inputs = (*args, *kwargs.values())
+        placements = recorded_placements(inputs)
+        with unfollowed():
+            if not placements:
                 return self.module(*args, **kwargs)
-            copies = self._copies(placement)
+            placement = placements[0]
+            copies = self._copies_by_name(placement)
             y = torch.func.functional_call(self.module, copies, args, kwargs)
             if copies:
-                check_no_checkpoint(
-                    self.path, tensors_in((y,)), tensors_in((*args, *kwargs.values()))
-                )
+                check_no_checkpoint(self.path, tensors_in((y,)), tensors_in(inputs))
+        return self._with_records(y, placement)
+
+    def _copies_by_name(self, placement: Placement) -> dict[str, Any]:
+        """Return copies of its parameters, except parameters of layers, which copy their own."""
+        # Buffers are used as they are: they have no gradients.
+        parameters: dict[str, Tensor] = {}
+        for prefix, module in self.module.named_modules():
+            if not isinstance(module, Layer):
+                parameters.update(module.named_parameters(prefix, recurse=False))
+        copies = placement.parameter_copies(list(parameters.values()))
+        return dict(zip(parameters, copies, strict=True))
+
+    def _with_records(self, y: Any, placement: Placement) -> Any:
         if isinstance(y, tuple | list):
-            return type(y)(self._recorded(part, placement) for part in y)
-        return self._recorded(y, placement)
+            return type(y)(self._with_record(part, placement) for part in y)
+        return self._with_record(y, placement)
 
-    def _copies(self, placement: Placement) -> dict[str, Any]:
-        """Copies of its parameters, except parameters of layers, which copy their own."""
-        own = {
-            name: parameter
-            for prefix, module in self.module.named_modules()
-            if not isinstance(module, Layer)
-            for name, parameter in module.named_parameters(prefix, recurse=False)
-        }
-        return dict(zip(own, placement.copied(*own.values()), strict=True))
-
-    def _recorded(self, y: Any, placement: Placement) -> Any:
+    def _with_record(self, y: Any, placement: Placement) -> Any:
+        """Record that an output is sharded like the first input. Raises ShapeError if it is not as long."""
         if not isinstance(y, Tensor) or recorded(y) is not None:
             return y
-        local = placement.local_shape
-        if y.ndim != len(local) or any(
-            n != local[d] for d, n in enumerate(y.shape) if placement.cuts(d)
-        ):
-            what = f"{self.path}: a block of shape {local} became one of {tuple(y.shape)}"
+        if not _keeps_lengths(y.shape, placement):
+            message = f"{self.path}: a block of shape {placement.local_shape} became one of {tuple(y.shape)}"
             hint = "sharded dims keep their lengths, unless a layer returns them"
-            raise ShapeError(what, text=str(placement.layout), hint=hint)
-        lengths = [placement.shape[d] if placement.cuts(d) else n for d, n in enumerate(y.shape)]
-        return record(y, placement.remade(placement.layout.dims, lengths))
+            raise ShapeError(message, text=str(placement.layout), hint=hint)
+        shape = placement.global_lengths(y.shape)
+        return record(y, placement.with_dims(placement.layout.dims, shape))
+
+
+def _keeps_lengths(shape: Sequence[int], placement: Placement) -> bool:
+    """Return whether a block has the dims of a placement, and as many rows of its sharded dims."""
+    local_shape = placement.local_shape
+    if len(shape) != len(local_shape):
+        return False
+    return all(shape[d] == local_shape[d] for d in range(len(shape)) if placement.is_sharded(d))

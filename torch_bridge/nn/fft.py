@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.mesh.process_mesh import MeshLike
-from torch_bridge.nn.placed import Lengths, Placement, placed_as, record
+from torch_bridge.nn.placed import Lengths, Outputs, Placement, placed_as, record
 from xshard import Layout, XshardError
 from xshard.notation.parser import Dim, Shard
 
-KINDS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+Transform = Callable[..., Tensor]
+
+
+class Kind(NamedTuple):
+    """How a transform of several dims is made of transforms of one dim each."""
+
+    last_dim: Transform  # of the last dim, which a real kind halves or doubles
+    other_dims: Transform
+    has_real_input: bool = False
+    has_real_output: bool = False
+
+
+KINDS = {
+    "fft": Kind(torch.fft.fft, torch.fft.fft),
+    "ifft": Kind(torch.fft.ifft, torch.fft.ifft),
+    "rfft": Kind(torch.fft.rfft, torch.fft.fft, has_real_input=True),
+    "irfft": Kind(torch.fft.irfft, torch.fft.ifft, has_real_output=True),
+    "hfft": Kind(torch.fft.hfft, torch.fft.fft, has_real_output=True),
+    "ihfft": Kind(torch.fft.ihfft, torch.fft.ifft, has_real_input=True),
+}
+
+
+class DimTransform(NamedTuple):
+    """The transform of one dim: to `length` rows; None: as many as it takes by itself."""
+
+    dim: int
+    length: int | None
+    transform: Transform
 
 
 def fft(
@@ -28,70 +56,141 @@ def fft(
     norm: str | None = None,
     shape: Lengths = None,
 ) -> Tensor:
-    """A block -> the block of the Fourier transform of the array, under the same layout.
+    """Return this process's block of the Fourier transform of an array, under the same layout.
+
+        y = xt.nn.fft(x, "h/sp w", mesh, "h w")     # [h/2, w] -> [h/2, w], complex, on 2 processes
 
     All processes of the mesh call it. Two moves: sharded dims are whole while they are transformed, and
-    another dim is sharded. dims: names, as in "h w"; real kinds halve the last. kind: "fft", "ifft", "rfft",
-    "irfft", "hfft", "ihfft". lengths: torch's `s`, global. norm: torch's. shape: global, if blocks differ in
-    size. If its sizes or intervals do not fit its new length, a dim is balanced (`sharding_of`).
+    another dim is sharded.
 
-    Raises XshardError for another kind or dim, ShapeError for a block that does not fit.
+    Args:
+        x: This process's block.
+        layout: The layout of the array.
+        mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world.
+        dims: Names of the dims to transform, as in "h w"; real kinds halve the last.
+        kind: "fft", "ifft", "rfft", "irfft", "hfft" or "ihfft".
+        lengths: Torch's `s`: a length for each of `dims`, in which the array is cut or padded. Global.
+        norm: Torch's `norm`.
+        shape: The global shape, if blocks differ in size.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> def turn():
-    ...     x = torch.arange(8.0).view(4, 2)
-    ...     block = x.chunk(2)[torch.distributed.get_rank()]
-    ...     y = xt.nn.fft(block, "h/sp w", Mesh(sp=2), "h w")
-    ...     return torch.allclose(y, torch.fft.fft2(x).chunk(2)[torch.distributed.get_rank()])
-    >>> xt.testing.run_ranks(2, turn)
-    [True, True]
+    Returns:
+        The block. If its sizes or intervals do not fit its new length, a dim is balanced (`sharding_of`).
+
+    Raises:
+        XshardError: For another kind or dim.
+        ShapeError: For a block that does not fit.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def turn():
+        ...     x = torch.arange(8.0).view(4, 2)
+        ...     block = x.chunk(2)[torch.distributed.get_rank()]
+        ...     y = xt.nn.fft(block, "h/sp w", Mesh(sp=2), "h w")
+        ...     return torch.allclose(y, torch.fft.fft2(x).chunk(2)[torch.distributed.get_rank()])
+        >>> xt.testing.run_ranks(2, turn)
+        [True, True]
     """
+    # All checks come before the first move: all processes raise, or none.
     placement = placed_as(as_tensor(x, "x"), layout, mesh, shape)
-    names = placement.layout.names
-    numbers = dims.split()
     if kind not in KINDS:
         raise XshardError(f"kind={kind!r}", hint=f"there are: {', '.join(KINDS)}")
-    if not numbers or not {*numbers} <= {*names}:
+    names = dims.split()
+    if not names or not set(names) <= set(placement.layout.names):
         raise XshardError(
             f"dims={dims!r}", text=str(placement.layout), hint='names of dims, as in "h w"'
         )
-    steps = [*zip(map(names.index, numbers), lengths or [-1] * len(numbers), strict=True)]
-    # The last dim is the first if its input is real, and the last if its output is.
-    (end, _), first, last = steps[-1], kind in ("rfft", "ihfft"), kind in ("irfft", "hfft")
-    steps = steps[:: -1 if first else 1]
-    sharded, whole = (
-        [step for step in steps if placement.cuts(step[0]) is cut] for cut in (True, False)
-    )
-    for group in (sharded, whole) if (first if placement.cuts(end) else last) else (whole, sharded):
-        home = [*placement.layout.dims]
-        moves = group is sharded and group
-        if moves:
-            away = _elsewhere(placement, [d for d, _ in group])
-            x = placement.moved(x, away)
-            placement = placement.remade(away.dims, placement.shape)
-        for d, n in group:
-            name = kind if d == end else "ifft" if kind in ("ifft", "irfft", "ihfft") else "fft"
-            y = getattr(torch.fft, name)(x, None if n == -1 else n, d, norm)
-            if y.shape[d] != x.shape[d] and any(shard.numbers for shard in home[d].shards):
-                home[d] = Dim(home[d].name, (Shard(home[d].axes, "balanced"),))
-            x = y
-            placement = placement.with_length(d, y.shape[d])
-        back = placement.remade(home, placement.shape)
-        x = placement.moved(x, back.layout) if moves else x
-        placement = back
-    return record(x, placement)
+    numbers = [placement.layout.names.index(name) for name in names]
+    y, result = _transformed(x, placement, KINDS[kind], numbers, lengths, norm)
+    return record(y, result)
 
 
-def _elsewhere(placement: Placement, dims: Sequence[int]) -> Layout:
-    """The layout in which some dims are whole, and the longest of the others is sharded instead."""
-    every = list(placement.layout.dims)
-    axes = [a for d in dims for a in placement.layout.dims[d].axes]
-    for d in dims:
-        every[d] = Dim(every[d].name)
-    if others := [d for d in range(len(every)) if d not in dims]:
-        host = max(others, key=lambda d: max(placement.sharding.local_sizes[d]))
-        every[host] = replace(
-            every[host], shards=(*every[host].shards, Shard(tuple(axes), "balanced"))
-        )
-    return Layout(tuple(every))
+def _transformed(
+    x: Tensor,
+    placement: Placement,
+    kind: Kind,
+    dims: Sequence[int],
+    lengths: Sequence[int] | None,
+    norm: str | None,
+) -> Outputs:
+    """Transform the sharded dims together, between two moves, and the whole dims together."""
+    last_dim = dims[-1]  # which real kinds halve or double
+    transforms = _dim_transforms(kind, dims, lengths)
+    # A real input is transformed along the last dim first, a real output last: in between all is complex.
+    if kind.has_real_input:
+        transforms.reverse()
+    sharded = [step for step in transforms if placement.is_sharded(step.dim)]
+    whole = [step for step in transforms if not placement.is_sharded(step.dim)]
+    if placement.is_sharded(last_dim):
+        begins_with_sharded = kind.has_real_input
+    else:
+        begins_with_sharded = kind.has_real_output
+
+    if begins_with_sharded:
+        x, placement = _transform_sharded_dims(x, placement, sharded, norm)
+        return _transform_whole_dims(x, placement, whole, norm)
+    x, placement = _transform_whole_dims(x, placement, whole, norm)
+    return _transform_sharded_dims(x, placement, sharded, norm)
+
+
+def _dim_transforms(
+    kind: Kind, dims: Sequence[int], lengths: Sequence[int] | None
+) -> list[DimTransform]:
+    """Return the transforms of single dims, in the order of `dims`."""
+    if not lengths:
+        lengths = [-1] * len(dims)
+    transforms = []
+    for dim, length in zip(dims, lengths, strict=True):
+        transform = kind.last_dim if dim == dims[-1] else kind.other_dims
+        # For the length that there is, torch's `s` has -1, and its `n` has None.
+        transforms.append(DimTransform(dim, None if length == -1 else length, transform))
+    return transforms
+
+
+def _transform_sharded_dims(
+    x: Tensor, placement: Placement, transforms: Sequence[DimTransform], norm: str | None
+) -> Outputs:
+    """Make the dims whole, transform them, and shard them as they were."""
+    if not transforms:
+        return x, placement
+    dims = list(placement.layout.dims)
+    layout = _layout_with_whole(placement, [step.dim for step in transforms])
+    x = placement.moved(x, layout)
+    placement = placement.with_dims(layout.dims, placement.shape)
+    y, placement = _transform_whole_dims(x, placement, transforms, norm)
+    # Real kinds change the length of a dim, and lengths= of any.
+    for d in (step.dim for step in transforms):
+        has_sizes = any(shard.numbers for shard in dims[d].shards)
+        if has_sizes and y.shape[d] != x.shape[d]:  # they are of the old length
+            dims[d] = Dim(dims[d].name, (Shard(dims[d].axes, "balanced"),))
+    result = placement.with_dims(dims, placement.shape)
+    return placement.moved(y, result.layout), result
+
+
+def _transform_whole_dims(
+    x: Tensor, placement: Placement, transforms: Sequence[DimTransform], norm: str | None
+) -> Outputs:
+    """Transform dims that each process has whole; their lengths may change."""
+    for step in transforms:
+        x = step.transform(x, step.length, step.dim, norm)
+        placement = placement.with_length(step.dim, x.shape[step.dim])
+    return x, placement
+
+
+def _layout_with_whole(placement: Placement, whole: Sequence[int]) -> Layout:
+    """Return the layout in which some dims are whole, and the longest of the others is sharded instead.
+
+    "h/sp w" with `h` whole -> "h w/balanced(sp)". Without another dim, the array is replicated.
+    """
+    dims = list(placement.layout.dims)
+    axes: list[str] = []
+    for d in whole:
+        axes.extend(dims[d].axes)  # free for another dim
+        dims[d] = Dim(dims[d].name)
+    others = [d for d in range(len(dims)) if d not in whole]
+    if others:
+        # The longest has the most even parts; it may be sharded already, then by more axes.
+        longest = max(others, key=lambda d: max(placement.sharding.local_sizes[d]))
+        shards = (*dims[longest].shards, Shard(tuple(axes), "balanced"))
+        dims[longest] = replace(dims[longest], shards=shards)
+    return Layout(tuple(dims))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,14 +19,15 @@ from xshard.nn.attention import AUTO
 
 # Parts of masks, by the functions of `transformers.masking_utils` that make them. Masks of packed sequences
 # stem from position ids with gaps, which sharded sequences have too: `_check_positions` checks these.
-_MASKS = [
+_MASKS = (
     "causal_mask_function",
     "bidirectional_mask_function",
     "sliding_window_overlay",
     "and_masks",
-]
-_MASKS += ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
-_REFUSED = ("s_aux", "position_bias", "cache", "head_mask")
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+)
+_REFUSED_OPTIONS = ("s_aux", "position_bias", "cache", "head_mask")
 
 
 def register_attention(
@@ -38,24 +40,48 @@ def register_attention(
 ) -> None:
     """Make `attn_implementation=name` of a model of `transformers` attention over a sharded sequence.
 
+        xt.nn.register_attention("b s/cp h k", mesh)
+        model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="xshard")
+        model(tokens, position_ids=xt.positions(...)[None])     # tokens: [batch, rows of this process]
+
     The model is called with this process's block of tokens, `[batch, rows]`, and `position_ids` of the
     rows, as `positions` returns them. An `attention_mask` `[batch, rows]` marks padding, `documents=` the
     documents of packed tokens.
-    layout: layout of queries, `[batch, rows, heads, width]` in any order, with `s` for rows and `h` for
-    heads. Other options are as in `attention`.
 
-    Raises XshardError, at the call of the model, for options that attention here lacks: dropout, caches of
-    keys, masks other than causal ones and windows, and biases; ShapeError for position ids of other
-    rows, which are compared at the first call with a shape.
+    Args:
+        layout: The layout of queries, `[batch, rows, heads, width]` in any order, with `s` for rows and `h`
+            for heads.
+        mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world.
+        name: The name by which models choose this attention.
+        how: The method, as in `attention`.
+        shape: The global shape of queries, if blocks differ in size, as in `attention`.
+
+    Raises:
+        XshardError: At the call of the model, for options that attention here lacks: dropout, caches of
+            keys, masks other than causal ones and windows, and biases.
+        ShapeError: At the call of the model, for position ids of other rows, which are compared at the first
+            call with a shape.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # slow: seconds
 
-    layout = Layout.parse(layout)
-    checked = set[tuple[int, ...]]()
-    roles = {"h": 1, "s": 2, layout.names[-1]: 3}
-    order = [roles.get(dim, 0) for dim in layout.names]  # dims of theirs: batch, heads, rows, width
+    implementation = _Implementation(Layout.parse(layout), mesh, name, how, shape)
+    AttentionInterface.register(name, implementation.attend)
+    AttentionMaskInterface.register(name, implementation.mask)
 
-    def computed(
+
+@dataclass(eq=False)
+class _Implementation:
+    """Attention and masks with the signatures that `transformers` calls."""
+
+    layout: Layout
+    mesh: MeshLike
+    name: str
+    how: str
+    shape: Lengths
+    checked_shapes: set[tuple[int, ...]] = field(default_factory=set)
+
+    def attend(
+        self,
         module: Any,
         query: Tensor,
         key: Tensor,
@@ -63,73 +89,111 @@ def register_attention(
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        documents, position_ids = (options.get(name) for name in ("documents", "position_ids"))
-        if refused := [option for option in _REFUSED if options.get(option) is not None]:
-            raise XshardError(
-                f"{name!r} with {refused[0]}", hint="attention over sharded sequences lacks it"
-            )
-        if attention_mask is not None and attention_mask.ndim != 2:
-            what = f"{name!r} with an attention_mask of {attention_mask.ndim} dims"
-            raise XshardError(
-                what, hint="a mask of tokens, [batch, rows]; documents= of packed tokens"
-            )
-        if dropout := options.get("dropout"):
-            raise XshardError(
-                f"dropout={dropout}", hint="attention_dropout=0.0 in the model's configuration"
-            )
-        if query.shape[2] != key.shape[2]:
-            what = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
-            raise ShapeError(what, hint="use_cache=False: keys of earlier calls are not here")
-        q, k, v = (x.permute(order) for x in (query, key, value))
-        if attention_mask is not None:  # padding sees padding: documents of their own
-            documents = (
-                attention_mask.long() if documents is None else documents.where(attention_mask, -1)
-            )
-        elif documents is None and position_ids is not None and not torch.compiler.is_compiling():
-            whole = placed_as(q, layout, mesh, shape).shape
-            if whole not in checked and position_ids.ndim == 2 and layout.axes:
-                _check_positions(position_ids, layout, mesh, whole)
-                checked.add(whole)
+        """Return the result, `[batch, rows, heads, width]`, of blocks `[batch, heads, rows, width]`."""
+        self._check_call(query, key, attention_mask, options)
+        order = self._order()  # from transformers' order of dims to the layout's
+        q = query.permute(order)
+        documents = options.get("documents")
+        if attention_mask is not None:
+            documents = _with_padding(documents, attention_mask)
+        elif documents is None:
+            # Without documents, masks follow from the layout: the model must agree on the positions.
+            self._check_positions_once(q, options.get("position_ids"))
         if documents is not None and order.index(0) > order.index(2):
-            documents = documents.mT
+            documents = documents.mT  # batch after rows, as in the layout
         is_causal = options.get("is_causal")
-        own = getattr(module, "is_causal", True)
         y = attention(
-            q, k, v, layout, mesh, how=how, documents=documents, window=options.get("sliding_window"),
-            scale=options.get("scaling"), causal=own if is_causal is None else is_causal,
-            softcap=options.get("softcap"), shape=shape,
-        )  # fmt: skip
+            q,
+            key.permute(order),
+            value.permute(order),
+            self.layout,
+            self.mesh,
+            how=self.how,
+            documents=documents,
+            window=options.get("sliding_window"),
+            scale=options.get("scaling"),
+            causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            softcap=options.get("softcap"),
+            shape=self.shape,
+        )
         return y.permute([order.index(dim) for dim in (0, 2, 1, 3)]), None
 
-    def padding(
-        *_: Any, mask_function: Any, attention_mask: Any = None, **__: Any
-    ) -> Tensor | None:
-        for part in _parts(mask_function):
-            if part not in _MASKS:
+    def _order(self) -> list[int]:
+        """Return which of transformers' dims (batch, heads, rows, width) each dim of the layout is."""
+        dims = {"h": 1, "s": 2, self.layout.names[-1]: 3}
+        return [dims.get(name, 0) for name in self.layout.names]
+
+    def _check_call(
+        self, query: Tensor, key: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+    ) -> None:
+        """Raise XshardError for what attention over sharded sequences lacks."""
+        for option in _REFUSED_OPTIONS:
+            if options.get(option) is not None:
                 raise XshardError(
-                    f"{name!r} with a mask of {part}", hint=f"it has: {', '.join(_MASKS)}"
+                    f"{self.name!r} with {option}", hint="attention over sharded sequences lacks it"
                 )
+        if attention_mask is not None and attention_mask.ndim != 2:
+            message = f"{self.name!r} with an attention_mask of {attention_mask.ndim} dims"
+            hint = "a mask of tokens, [batch, rows]; documents= of packed tokens"
+            raise XshardError(message, hint=hint)
+        dropout = options.get("dropout")
+        if dropout:
+            hint = "attention_dropout=0.0 in the model's configuration"
+            raise XshardError(f"dropout={dropout}", hint=hint)
+        if query.shape[2] != key.shape[2]:
+            message = f"{query.shape[2]} rows of queries, {key.shape[2]} of keys"
+            raise ShapeError(message, hint="use_cache=False: keys of earlier calls are not here")
+
+    def _check_positions_once(self, q: Tensor, position_ids: Tensor | None) -> None:
+        """Compare position ids at the first call with a shape: it takes a collective."""
+        if position_ids is None or torch.compiler.is_compiling():
+            return
+        shape = placed_as(q, self.layout, self.mesh, self.shape).shape
+        is_new = shape not in self.checked_shapes
+        if is_new and position_ids.ndim == 2 and self.layout.axes:
+            _check_positions(position_ids, self.layout, self.mesh, shape)
+            self.checked_shapes.add(shape)
+
+    def mask(
+        self, *_: Any, mask_function: Any, attention_mask: Any = None, **__: Any
+    ) -> Tensor | None:
+        """Return the padding alone: `attend` knows causal masks and windows by its options."""
+        for part in _mask_parts(mask_function):
+            if part not in _MASKS:
+                message = f"{self.name!r} with a mask of {part}"
+                raise XshardError(message, hint=f"it has: {', '.join(_MASKS)}")
         return attention_mask
 
-    AttentionInterface.register(name, computed)
-    AttentionMaskInterface.register(name, padding)
+
+def _with_padding(documents: Tensor | None, attention_mask: Tensor) -> Tensor:
+    """Return documents in which padding has a number of its own: only padding sees it."""
+    if documents is None:
+        return attention_mask.long()
+    return documents.where(attention_mask, -1)
 
 
-def _parts(mask: Callable[..., Any]) -> Iterator[str]:
-    """The names of the functions that made a mask, and the masks that it is made of."""
+def _mask_parts(mask: Callable[..., Any]) -> Iterator[str]:
+    """Generate the names of the functions that made a mask, and the masks that it is made of."""
     yield mask.__qualname__.partition(".")[0]
-    for cell in mask.__closure__ or ():
+    # A mask is a closure over its parts, or over a tuple of them.
+    cells = () if mask.__closure__ is None else mask.__closure__
+    for cell in cells:
         contents = cell.cell_contents
-        for part in contents if isinstance(contents, tuple) else (contents,):
+        parts = contents if isinstance(contents, tuple) else (contents,)
+        for part in parts:
             if callable(part):
-                yield from _parts(part)
+                yield from _mask_parts(part)
 
 
 def _check_positions(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequence[int]) -> None:
     """Raise ShapeError on all processes if position ids `[batch or 1, rows]` of one are not of its rows."""
+    # A wrong process must not raise alone, while others wait in attention: all compare, and all raise.
     rows = positions(layout, mesh, shape=shape, dim="s", device=ids.device)
-    wrong = (ids != rows).any().long()
-    if redistribute(wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh):
-        what = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}" if wrong else "elsewhere"
+    is_wrong = (ids != rows).any().long()
+    is_wrong_somewhere = redistribute(is_wrong, f"() | max({','.join(layout.axes)}) -> ()", mesh)
+    if is_wrong_somewhere:
+        message = "elsewhere"
+        if is_wrong:
+            message = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}"
         hint = f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; or documents="
-        raise ShapeError(f"position_ids {what}", text=str(layout), hint=hint)
+        raise ShapeError(f"position_ids {message}", text=str(layout), hint=hint)

@@ -1,9 +1,12 @@
-"""Layers: they share the state of a torch module, and compute this process's block of what it computes."""
+"""Layers: they share the state of a torch module, and compute this process's block of what it computes.
+
+Each class here has the name of the torch class that it stands for; sizes and `normalized_shape` are global.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
-from torch_bridge.nn.conv import Convolution, conv, each, padding_pairs
+from torch_bridge.nn.conv import Convolution, padding_pairs, per_dim
 from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded
 from torch_bridge.nn.window import interpolate
 from torch_bridge.ops import halo_exchange, trim_halo
@@ -20,50 +23,260 @@ from xshard import Layout, Mesh, XshardError
 from xshard.errors import MeshError, ShapeError, with_path
 from xshard.ops import Axes, HaloWidth
 
-HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called", "pre_hooks", "pre_hooks_with_kwargs")
 
+class OnlyOption(NamedTuple):
+    """The one value of an option of a torch class that has an exact form on blocks."""
 
-class Form(NamedTuple):
-    """How the modules of a class compute on blocks, and the one value of an option that has an exact form."""
-
-    compute: Callable[..., Outputs]
-    option: str = ""
-    only: int = 0
-    hint: str = ""
+    name: str
+    value: int
+    hint: str
 
 
 class Layer:
     """A mixin before the torch class of a layer: block -> block of the outputs, with their placement."""
 
-    form: Form
     layout: Layout
     mesh: MeshLike
-    path: str
-    outputs: str
-    in_model: bool
+    path: str  # its name in the model, or its class: for errors
+    outputs: str  # how the outputs of a convolution or a pool are sharded
+    in_model: bool  # inputs must have a record
+    only_option: ClassVar[OnlyOption | None] = None
 
     if TYPE_CHECKING:  # the attributes of the torch class
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def forward(self, input: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    def compute(self, x: Tensor, placement: Placement) -> Outputs:
+        """Return the outputs of a block, and their placement."""
+        raise NotImplementedError
+
+    def _forward(self, input: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        """Compute the outputs of a block, with their record; errors name the layer."""
         try:
             if self.in_model and recorded(input) is None:
-                what = f"nothing is known of an input of shape {tuple(input.shape)}"
+                message = f"nothing is known of an input of shape {tuple(input.shape)}"
                 hint = "it comes from a function that cannot be followed, or not from the model's inputs; "
-                raise ShapeError(
-                    what, hint=hint + "activations are checkpointed by xt.nn.checkpoint"
-                )
+                hint += "activations are checkpointed by xt.nn.checkpoint"
+                raise ShapeError(message, hint=hint)
             placement = placed_as(input, self.layout, self.mesh)
-            with torch._C.DisableTorchFunction():  # `propagation` does not look into layers
-                y, result = self.form.compute(self, input, placement, *arguments, **named)
+            with unfollowed():
+                y, result = self.compute(input, placement, *arguments, **named)
         except XshardError as error:
             raise with_path(error, self.path) from None
         return record(y, result)
 
+    # Declared like torch's own: the `forward` of each torch class has another signature.
+    forward: Callable[..., Any] = _forward
+
     def extra_repr(self) -> str:
-        ordinary = super().extra_repr()  # type: ignore[misc]
-        return f"{ordinary}, '{self.layout}'" if ordinary else f"'{self.layout}'"
+        options = super().extra_repr()  # type: ignore[misc]  # of the torch class
+        if options:
+            return f"{options}, '{self.layout}'"
+        return f"'{self.layout}'"
+
+
+def unfollowed() -> Any:
+    """Return a context in which `Propagation` does not see the functions that are called.
+
+    Private name of torch: without it, the functions inside a layer, which work on its block alone, would be
+    taken for functions of the array.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+class _ConvLayer(Layer):
+    def compute(self, x: Tensor, placement: Placement) -> Outputs:
+        form = Convolution(
+            self.kernel_size,
+            self.stride,
+            padding_pairs(self.padding, self.kernel_size, self.dilation),
+            self.dilation,
+            self.groups,
+            self.padding_mode,
+            self.outputs,
+        )
+        return convs.conv(x, placement, self.weight, self.bias, form)
+
+
+# The functions of `convs` and `norms` take a layer first: they are methods.
+
+
+class _ConvTransposeLayer(Layer):
+    compute = convs.conv_transpose
+
+
+class _AvgPoolLayer(Layer):
+    compute = convs.avg_pool
+
+
+class _GlobalAvgPoolLayer(Layer):
+    compute = convs.global_avg_pool
+    only_option = OnlyOption("output_size", 1, "1 has an exact form for sharded dims")
+
+
+class _MaxPoolLayer(Layer):
+    compute = convs.max_pool
+    only_option = OnlyOption(
+        "return_indices", False, "positions in the whole array are not computed"
+    )
+
+
+class _BatchNormLayer(Layer):
+    compute = norms.batch_norm
+
+
+class _InstanceNormLayer(Layer):
+    compute = norms.instance_norm
+    only_option = OnlyOption("track_running_stats", False, "statistics of one sample")
+
+
+class _LayerNormLayer(Layer):
+    compute = norms.layer_norm
+
+
+class _UpsampleLayer(Layer):
+    def compute(self, x: Tensor, placement: Placement) -> Outputs:
+        return interpolate(
+            x,
+            placement,
+            self.size,
+            self.scale_factor,
+            self.mode,
+            align_corners=self.align_corners,
+            recompute_scale_factor=self.recompute_scale_factor,
+        )
+
+
+class Conv1d(_ConvLayer, nn.Conv1d):
+    """Torch's layer on blocks `(b, c, w)`."""
+
+
+class Conv2d(_ConvLayer, nn.Conv2d):
+    """Torch's layer on blocks `(b, c, h, w)`."""
+
+
+class Conv3d(_ConvLayer, nn.Conv3d):
+    """Torch's layer on blocks `(b, c, d, h, w)`."""
+
+
+class ConvTranspose1d(_ConvTransposeLayer, nn.ConvTranspose1d):
+    """Torch's layer on blocks `(b, c, w)`."""
+
+
+class ConvTranspose2d(_ConvTransposeLayer, nn.ConvTranspose2d):
+    """Torch's layer on blocks `(b, c, h, w)`."""
+
+
+class ConvTranspose3d(_ConvTransposeLayer, nn.ConvTranspose3d):
+    """Torch's layer on blocks `(b, c, d, h, w)`."""
+
+
+class AvgPool1d(_AvgPoolLayer, nn.AvgPool1d):
+    """Torch's layer on blocks `(..., w)`."""
+
+
+class AvgPool2d(_AvgPoolLayer, nn.AvgPool2d):
+    """Torch's layer on blocks `(..., h, w)`."""
+
+
+class AvgPool3d(_AvgPoolLayer, nn.AvgPool3d):
+    """Torch's layer on blocks `(..., d, h, w)`."""
+
+
+class AdaptiveAvgPool1d(_GlobalAvgPoolLayer, nn.AdaptiveAvgPool1d):
+    """Torch's layer on blocks `(..., w)`, for an output of one row."""
+
+
+class AdaptiveAvgPool2d(_GlobalAvgPoolLayer, nn.AdaptiveAvgPool2d):
+    """Torch's layer on blocks `(..., h, w)`, for an output of one row along each dim."""
+
+
+class AdaptiveAvgPool3d(_GlobalAvgPoolLayer, nn.AdaptiveAvgPool3d):
+    """Torch's layer on blocks `(..., d, h, w)`, for an output of one row along each dim."""
+
+
+class MaxPool1d(_MaxPoolLayer, nn.MaxPool1d):
+    """Torch's layer on blocks `(..., w)`."""
+
+
+class MaxPool2d(_MaxPoolLayer, nn.MaxPool2d):
+    """Torch's layer on blocks `(..., h, w)`."""
+
+
+class MaxPool3d(_MaxPoolLayer, nn.MaxPool3d):
+    """Torch's layer on blocks `(..., d, h, w)`."""
+
+
+class BatchNorm1d(_BatchNormLayer, nn.BatchNorm1d):
+    """Torch's layer on blocks `(b, c)` or `(b, c, w)`."""
+
+
+class BatchNorm2d(_BatchNormLayer, nn.BatchNorm2d):
+    """Torch's layer on blocks `(b, c, h, w)`."""
+
+
+class BatchNorm3d(_BatchNormLayer, nn.BatchNorm3d):
+    """Torch's layer on blocks `(b, c, d, h, w)`."""
+
+
+class InstanceNorm1d(_InstanceNormLayer, nn.InstanceNorm1d):
+    """Torch's layer on blocks `(b, c, w)`."""
+
+
+class InstanceNorm2d(_InstanceNormLayer, nn.InstanceNorm2d):
+    """Torch's layer on blocks `(b, c, h, w)`."""
+
+
+class InstanceNorm3d(_InstanceNormLayer, nn.InstanceNorm3d):
+    """Torch's layer on blocks `(b, c, d, h, w)`."""
+
+
+class GroupNorm(Layer, nn.GroupNorm):
+    """Torch's layer on blocks `(b, c, ...)`."""
+
+    compute = norms.group_norm
+
+
+class LayerNorm(_LayerNormLayer, nn.LayerNorm):
+    """Torch's layer on blocks whose last dims may be sharded."""
+
+
+class RMSNorm(_LayerNormLayer, nn.RMSNorm):
+    """Torch's layer on blocks whose last dims may be sharded."""
+
+
+class Upsample(_UpsampleLayer, nn.Upsample):
+    """Torch's layer on blocks `(b, c, *spatial)`."""
+
+
+class UpsamplingNearest2d(_UpsampleLayer, nn.UpsamplingNearest2d):
+    """Torch's layer on blocks `(b, c, h, w)`."""
+
+
+class UpsamplingBilinear2d(_UpsampleLayer, nn.UpsamplingBilinear2d):
+    """Torch's layer on blocks `(b, c, h, w)`."""
+
+
+_LAYER_CLASSES: tuple[type[Any], ...] = (
+    Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d,
+    AvgPool1d, AvgPool2d, AvgPool3d, AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d,
+    MaxPool1d, MaxPool2d, MaxPool3d, BatchNorm1d, BatchNorm2d, BatchNorm3d,
+    InstanceNorm1d, InstanceNorm2d, InstanceNorm3d, GroupNorm, LayerNorm, RMSNorm,
+    Upsample, UpsamplingNearest2d, UpsamplingBilinear2d,
+)  # fmt: skip
+
+# Torch class -> its class of layers, whose second base it is.
+LAYERS: dict[type[nn.Module], type[Any]] = {
+    layer_class.__bases__[1]: layer_class for layer_class in _LAYER_CLASSES
+}
+
+
+def torch_class_with_layer(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the nearest class of `LAYERS` that a class is or inherits from."""
+    for ancestor in kind.__mro__:
+        if ancestor in LAYERS:
+            return ancestor
+    return None
 
 
 def layer_of(
@@ -73,92 +286,70 @@ def layer_of(
     path: str | None = None,
     outputs: str = "",
 ) -> Any:
-    """A module of a class in `LAYERS` -> the layer with its parameters; path: its name in a model, if any."""
-    layer = same_state(
-        module, next(LAYERS[kind] for kind in type(module).__mro__ if kind in LAYERS)
-    )
+    """Return the layer with the parameters of a module, whose class is in `LAYERS` or inherits from one.
+
+    path: the module's name in a model, if it is in one. Raises XshardError for an option without exact form.
+    """
+    kind = torch_class_with_layer(type(module))
+    assert kind is not None, f"{type(module)} has no layer"
+    layer = same_state(module, LAYERS[kind])
     layer.layout = Layout.parse(layout)
     layer.mesh = mesh
-    layer.path = path or type(module).__name__
+    layer.path = path if path else type(module).__name__
     layer.outputs = outputs
+    # Alone, a layer takes any block under its layout; in a model, a block without a record comes from code
+    # that cannot be followed.
     layer.in_model = path is not None
-    _, option, only, hint = layer.form
-    if option and {*each(value := getattr(module, option), 1)} != {only}:
-        raise with_path(XshardError(f"{option}={value}", hint=hint), layer.path)
+    only = layer.only_option
+    if only is not None:
+        value = getattr(module, only.name)
+        if set(per_dim(value, 1)) != {only.value}:
+            raise with_path(XshardError(f"{only.name}={value}", hint=only.hint), layer.path)
     return layer
 
 
 def same_state(module: nn.Module, kind: type[Any]) -> Any:
-    """A module of a class that shares the parameters and buffers of another; its hooks are copies."""
-    new = object.__new__(kind)
+    """Return a module of another class that shares parameters and buffers; its hooks are copies."""
+    new = object.__new__(kind)  # `__init__` would make parameters
     new.__dict__.update(module.__dict__)
-    for hooks in HOOKS:
-        new.__dict__[f"_forward_{hooks}"] = getattr(module, f"_forward_{hooks}").copy()
+    # Private names of torch: without copies, a hook added to the new module would run in the old one too.
+    for name in (
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    ):
+        new.__dict__[name] = getattr(module, name).copy()
     return new
 
 
-def _conv(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    padding = padding_pairs(layer.padding, layer.kernel_size, layer.dilation)
-    windows = (layer.kernel_size, layer.stride, padding, layer.dilation)
-    convolution = Convolution(*windows, layer.groups, layer.padding_mode, layer.outputs)
-    return conv(x, placement, layer.weight, layer.bias, convolution)
-
-
-def _upsample(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    options = {name: getattr(layer, name) for name in ("align_corners", "recompute_scale_factor")}
-    return interpolate(x, placement, layer.size, layer.scale_factor, layer.mode, **options)
-
-
-_BY_RANK = {
-    "AdaptiveAvgPool": Form(
-        convs.global_avg_pool, "output_size", 1, "1 has an exact form for sharded dims"
-    ),
-    "AvgPool": Form(convs.avg_pool),
-    "BatchNorm": Form(norms.batch_norm),
-    "Conv": Form(_conv),
-    "ConvTranspose": Form(convs.conv_transpose),
-    "InstanceNorm": Form(
-        norms.instance_norm, "track_running_stats", False, "statistics of one sample"
-    ),
-    "MaxPool": Form(
-        convs.max_pool, "return_indices", False, "positions in the whole array are not computed"
-    ),
-}
-# Every torch class with a layer -> its form; sizes and `normalized_shape` are global.
-FORMS: dict[type[nn.Module], Form] = {
-    nn.GroupNorm: Form(norms.group_norm),
-    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm), Form(norms.layer_norm)),
-    **dict.fromkeys(
-        (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), Form(_upsample)
-    ),
-    **{
-        getattr(nn, f"{name}{rank}d"): form for name, form in _BY_RANK.items() for rank in (1, 2, 3)
-    },
-}
-
-LAYERS: dict[type[nn.Module], type[Any]] = {
-    kind: type(kind.__name__, (Layer, kind), {"form": form, "__module__": __name__})
-    for kind, form in FORMS.items()
-}
-globals().update(
-    {layer.__name__: layer for layer in LAYERS.values()}
-)  # pickle looks them up by name
-
-
 class HaloExchange(nn.Module):
-    """Widens blocks by rows of their neighbours; `trim` drops them again.
+    """Widen blocks by rows of their neighbours; `trim` drops them again.
 
-    halo_width: rows at both sides, or before and after. dim: the dim that `axis` of `mesh` shards; without a
-    mesh, all processes of the world shard it, in their order. boundary: the values beyond the edges of the
-    array, as in a layout. shape: the global shape, if blocks differ in size.
+        halo = xt.nn.HaloExchange(halo_width=1, dim=-2)
+        y = halo(x)                 # [h/2, w] -> [h/2 + 2, w] on 2 processes
+        halo.trim(y)                # x again
 
-    >>> import torch, torch_bridge as xt
-    >>> def turn():
-    ...     halo = xt.nn.HaloExchange(halo_width=1, dim=-2, boundary="periodic")
-    ...     x = torch.tensor([[1], [2]]) + 2 * torch.distributed.get_rank()
-    ...     return halo(x).flatten().tolist(), torch.equal(halo.trim(halo(x)), x)
-    >>> xt.testing.run_ranks(2, turn)
-    [([4, 1, 2, 3], True), ([2, 3, 4, 1], True)]
+    Args:
+        halo_width: Rows at both sides, or a pair (before, after).
+        dim: The dim that `axis` of `mesh` shards.
+        axis: The mesh axis, or axes, that shard the dim.
+        mesh: A mesh that has the axis. Without one, all processes of the world shard the dim, in their order.
+        boundary: The values beyond the edges of the array, as in a layout: "zero", "periodic", ...
+        shape: The global shape, if blocks differ in size.
+
+    Raises:
+        MeshError: For several axes without a mesh.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> def turn():
+        ...     halo = xt.nn.HaloExchange(halo_width=1, dim=-2, boundary="periodic")
+        ...     x = torch.tensor([[1], [2]]) + 2 * torch.distributed.get_rank()
+        ...     return halo(x).flatten().tolist(), torch.equal(halo.trim(halo(x)), x)
+        >>> xt.testing.run_ranks(2, turn)
+        [([4, 1, 2, 3], True), ([2, 3, 4, 1], True)]
     """
 
     def __init__(
@@ -176,22 +367,41 @@ class HaloExchange(nn.Module):
         self.dim = dim
         self.axis = axis
         self.mesh = mesh
-        self.options: Any = {"boundary": boundary, "shape": shape}
+        self.boundary = boundary
+        self.shape = shape
         if mesh is None and not isinstance(axis, str):
             raise MeshError(
                 f"axes {axis} without a mesh", hint="pass mesh=, or one axis for all processes"
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """`n/axis -> n/axis:halo(...)`; the gradients of copied rows are added at their owner."""
-        return halo_exchange(x, self.halo_width, self.dim, self.axis, self._mesh(), **self.options)
+        """Exchange rows: `n/axis -> n/axis:halo(...)`; gradients of copied rows are added at their owner."""
+        return halo_exchange(
+            x,
+            self.halo_width,
+            self.dim,
+            self.axis,
+            self._mesh(),
+            boundary=self.boundary,
+            shape=self.shape,
+        )
 
     def trim(self, x: Tensor) -> Tensor:
-        """`n/axis:halo(...) -> n/axis`."""
-        return trim_halo(x, self.halo_width, self.dim, self.axis, self._mesh(), **self.options)
+        """Drop the rows of neighbours: `n/axis:halo(...) -> n/axis`."""
+        return trim_halo(
+            x,
+            self.halo_width,
+            self.dim,
+            self.axis,
+            self._mesh(),
+            boundary=self.boundary,
+            shape=self.shape,
+        )
 
     def _mesh(self) -> MeshLike:
-        return Mesh({str(self.axis): dist.get_world_size()}) if self.mesh is None else self.mesh
+        if self.mesh is not None:
+            return self.mesh
+        return Mesh({str(self.axis): dist.get_world_size()})
 
     def extra_repr(self) -> str:
-        return f"{self.halo_width}, dim={self.dim}, axis={self.axis!r}, boundary={self.options['boundary']!r}"
+        return f"{self.halo_width}, dim={self.dim}, axis={self.axis!r}, boundary={self.boundary!r}"

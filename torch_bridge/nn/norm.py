@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,116 +13,207 @@ from torch_bridge.nn.conv import check_channels
 from torch_bridge.nn.placed import Outputs, Placement
 from torch_bridge.redistribution import redistribute
 from xshard.errors import ShapeError
+from xshard.notation.parser import Dim
 from xshard.ops import move, tag
 
-Ints = Sequence[int]
+Dims = Sequence[int]
 
 
-def _standardised(
+class Standardised(NamedTuple):
+    """A block with mean 0 and variance 1, and the mean and biased variance that it had."""
+
+    block: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+def _standardise(
     x: Tensor,
     placement: Placement,
-    dims: Ints,
-    over: Ints,
-    n: int,
+    dims: Dims,
+    array_dims: Dims,
+    count: int,
     eps: float,
-    centred: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A block with mean 0 and variance 1 over `n` elements, `dims` of it; its mean and biased variance."""
-    axes = tuple(axis for d in over for axis in placement.layout.dims[d].axes)
+    *,
+    is_centred: bool = True,
+) -> Standardised:
+    """Standardise over `count` elements of the array: `dims` of the block, `array_dims` of its placement.
 
-    def mean(x: Tensor) -> Tensor:
-        total = x.sum(tuple(dims), keepdim=True)
+    Without `is_centred` the mean is taken to be 0.
+    """
+    axes: tuple[str, ...] = ()
+    for d in array_dims:
+        axes += placement.layout.dims[d].axes
+
+    def global_mean(addends: Tensor) -> Tensor:
+        total = addends.sum(tuple(dims), keepdim=True)
         if axes:
+            # Replicas as copies: each process uses the mean, so that their gradients are summed.
             expression = move(total.shape, tag("sum", axes), tag("copy", axes))
             total = redistribute(total, expression, placement.processes)
-        return total / n
+        return total / count
 
     # In a dtype that is wide enough for sums over many elements, as in torch's own norms.
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    centre = mean(wide) if centred else wide.new_zeros(())
-    wide = wide - centre if centred else wide
-    variance = mean(wide.square())  # the mean of squares minus the square of the mean would cancel
-    return (wide * (variance + eps).rsqrt()).to(x.dtype), centre, variance
+    mean = wide.new_zeros(())
+    if is_centred:
+        mean = global_mean(wide)
+        wide = wide - mean
+    # The mean of squares minus the square of the mean would cancel.
+    variance = global_mean(wide.square())
+    standardised = wide * (variance + eps).rsqrt()
+    return Standardised(standardised.to(x.dtype), mean, variance)
 
 
-def group_norm(layer: Any, x: Tensor, placement: Placement, groups: int | None = None) -> Outputs:
-    """A block `(b, c, ...)`, normalised over each group of channels and all dims after them."""
-    channels = placement.shape[1]
-    groups = layer.num_groups if groups is None else groups
-    check_channels(placement, 1, channels if layer.weight is None else len(layer.weight))
-    if channels % groups:
-        raise ShapeError(f"{channels} channels in {groups} groups", text=str(placement.layout))
-    n = channels // groups * math.prod(placement.shape[2:])
-    grouped = x.reshape(x.shape[0], groups, channels // groups, *x.shape[2:])
-    y, *_ = _standardised(
-        grouped, placement, range(2, grouped.ndim), range(2, x.ndim), n, layer.eps
-    )
-    return _scaled(
-        y.reshape(x.shape), placement.copied(layer.weight, layer.bias), x.ndim - 2
-    ), placement
+def group_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
+    """Normalise a block `(b, c, ...)` over each group of channels and all dims after them."""
+    return _normalise_groups(layer, x, placement, layer.num_groups)
 
 
 def instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    layer._check_input_dim(x)
-    if x.ndim == layer._get_no_batch_dim():
+    """Normalise a block `(b, c, ...)` over all dims after the channels."""
+    _check_input_dim(layer, x)
+    if (
+        x.ndim == layer._get_no_batch_dim()
+    ):  # private: without it, a batch of one sample is not told apart
         raise ShapeError(
             f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]"
         )
-    return group_norm(layer, x, placement, x.shape[1])
+    return _normalise_groups(layer, x, placement, x.shape[1])
+
+
+def _check_input_dim(layer: Any, x: Tensor) -> None:
+    """Raise torch's own error for a number of dims that the layer does not take.
+
+    Private name of torch: without it, `BatchNorm1d` would take a block of four dims.
+    """
+    layer._check_input_dim(x)
+
+
+def _normalise_groups(layer: Any, x: Tensor, placement: Placement, group_count: int) -> Outputs:
+    """Normalise over groups of channels, and the dims after them. Raises ShapeError."""
+    channels = placement.shape[1]
+    check_channels(placement, 1, channels if layer.weight is None else len(layer.weight))
+    if channels % group_count:
+        raise ShapeError(f"{channels} channels in {group_count} groups", text=str(placement.layout))
+    group_size = channels // group_count
+    grouped = x.reshape(x.shape[0], group_count, group_size, *x.shape[2:])
+    # The channels are whole: only the dims after them can be sharded.
+    standardised = _standardise(
+        grouped,
+        placement,
+        dims=range(2, grouped.ndim),
+        array_dims=range(2, x.ndim),
+        count=group_size * math.prod(placement.shape[2:]),
+        eps=layer.eps,
+    )
+    weight, bias = placement.parameter_copies([layer.weight, layer.bias])
+    y = standardised.block.reshape(x.shape)
+    return _scale_and_shift(y, weight, bias, dims_after=x.ndim - 2), placement
 
 
 def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """A block normalised over its last dims, which may be sharded, by parts of the weights; `RMSNorm` too."""
-    normalized = tuple(layer.normalized_shape)
-    centred = isinstance(layer, nn.LayerNorm)
-    first = len(placement.shape) - len(normalized)
-    eps = layer.eps
-    if placement.shape[first:] != normalized:
+    """Normalise a block over its last dims, which may be sharded; `RMSNorm` too."""
+    normalized_shape = tuple(layer.normalized_shape)
+    first = len(placement.shape) - len(normalized_shape)
+    if placement.shape[first:] != normalized_shape:
         raise ShapeError(
-            f"last dims of {placement.shape}, not {normalized}", text=str(placement.layout)
+            f"last dims of {placement.shape}, not {normalized_shape}", text=str(placement.layout)
         )
-    last = placement.layout.dims[first:]
-    over = range(first, len(placement.shape))
-    copies = placement.copied(layer.weight, layer.bias if centred else None)
-    if used := {axis for dim in last for axis in dim.axes}:
-        others = tuple(axis for axis in placement.axes if axis not in used)
-        names = " ".join(dim.name for dim in last) + (tag("copy", placement.axes))
-        part = " ".join(map(str, last)) + (tag("copy", others) if others else "")
-        options: Any = {"mesh": placement.processes, "shape": normalized}
-        copies = [
-            p if p is None else redistribute(p, f"{names} -> {part}", **options) for p in copies
-        ]
-    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
-    y, *_ = _standardised(x, placement, over, over, math.prod(normalized), eps, centred)
-    return _scaled(y, copies, 0), placement
+    # The weight is replicated, and its gradient summed; only then it is cut as the block is.
+    is_centred = isinstance(layer, nn.LayerNorm)  # RMSNorm has no mean, and no bias
+    weight, bias = placement.parameter_copies([layer.weight, layer.bias if is_centred else None])
+    weight = _sharded_like_last_dims(weight, placement, first)
+    bias = _sharded_like_last_dims(bias, placement, first)
+    eps = layer.eps
+    if eps is None:  # as in torch, by the dtype in which it computes
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    dims = range(first, len(placement.shape))
+    standardised = _standardise(
+        x, placement, dims, dims, math.prod(normalized_shape), eps, is_centred=is_centred
+    )
+    return _scale_and_shift(standardised.block, weight, bias, dims_after=0), placement
+
+
+def _sharded_like_last_dims(
+    parameter: Tensor | None, placement: Placement, first: int
+) -> Tensor | None:
+    """Return this process's part of a replicated parameter of the dims from `first` on."""
+    dims = placement.layout.dims[first:]
+    used_axes = _axes_of(dims)
+    if parameter is None or not used_axes:
+        return parameter
+    # The parameter is a copy along all axes; along the unused ones its part stays one.
+    unused_axes = tuple(axis for axis in placement.axes if axis not in used_axes)
+    src = " ".join(dim.name for dim in dims) + tag("copy", placement.axes)
+    dst = " ".join(str(dim) for dim in dims)
+    if unused_axes:
+        dst += tag("copy", unused_axes)
+    shape = placement.shape[first:]
+    return redistribute(parameter, f"{src} -> {dst}", placement.processes, shape=shape)
+
+
+def _axes_of(dims: Sequence[Dim]) -> set[str]:
+    axes: set[str] = set()
+    for dim in dims:
+        axes.update(dim.axes)
+    return axes
 
 
 def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """A block `(b, c, ...)`, normalised over all dims except c. All devices have equal running statistics."""
-    layer._check_input_dim(x)
+    """Normalise a block `(b, c, ...)` over all dims except c.
+
+    All devices update their running statistics in the same way, so that these stay equal.
+    """
+    _check_input_dim(layer, x)
     check_channels(placement, 1, layer.num_features)
-    weight, bias = copies = placement.copied(layer.weight, layer.bias)
-    if not layer.training and layer.running_mean is not None:
-        statistics = layer.running_mean, layer.running_var
-        return nn.functional.batch_norm(
-            x, *statistics, weight, bias, False, 0.0, layer.eps
-        ), placement
-    if (n := math.prod(placement.shape) // max(1, placement.shape[1])) <= 1:
-        what = f"one value per channel of a {placement.shape} array"
-        raise ShapeError(what, hint="normalise over more, or call eval()")
-    over = [d for d in range(x.ndim) if d != 1]
-    y, mean, variance = _standardised(x, placement, over, over, n, layer.eps)
-    if layer.training and layer.running_mean is not None:
-        layer.num_batches_tracked.add_(1)
-        part = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
-        unbiased = variance.detach() * (n / (n - 1))
-        for running, own in ((layer.running_mean, mean.detach()), (layer.running_var, unbiased)):
-            running.lerp_(own.flatten().to(running), part)
-    return _scaled(y, copies, x.ndim - 2), placement
+    weight, bias = placement.parameter_copies([layer.weight, layer.bias])
+    has_statistics = layer.running_mean is not None
+    if has_statistics and not layer.training:
+        y = nn.functional.batch_norm(
+            x,
+            layer.running_mean,
+            layer.running_var,
+            weight,
+            bias,
+            training=False,
+            momentum=0.0,
+            eps=layer.eps,
+        )
+        return y, placement
+    # Values of the whole array in each channel, as torch's check has them for one device.
+    count = math.prod(placement.shape) // max(1, placement.shape[1])
+    if count <= 1:
+        message = f"one value per channel of a {placement.shape} array"
+        raise ShapeError(message, hint="normalise over more, or call eval()")
+    dims = [d for d in range(x.ndim) if d != 1]
+    standardised = _standardise(x, placement, dims, dims, count, layer.eps)
+    if has_statistics:
+        _update_statistics(layer, standardised, count)
+    return _scale_and_shift(standardised.block, weight, bias, dims_after=x.ndim - 2), placement
 
 
-def _scaled(x: Tensor, parameters: Sequence[Tensor | None], dims_after: int) -> Tensor:
-    """A block times the weight plus the bias, which have `dims_after` dims less than it at its end."""
-    weight, bias = (p if p is None else p.view(*p.shape, *(1,) * dims_after) for p in parameters)
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
+def _update_statistics(layer: Any, standardised: Standardised, count: int) -> None:
+    """Move the running mean and variance towards those of a batch of `count` values per channel."""
+    layer.num_batches_tracked.add_(1)
+    # In place: the running statistics are shared with the original model.
+    momentum = layer.momentum
+    if momentum is None:  # the average over all batches
+        momentum = 1 / float(layer.num_batches_tracked)
+    mean = standardised.mean.detach().flatten()
+    # As torch: the running variance is unbiased, the one that normalises is not.
+    unbiased = (standardised.variance.detach() * (count / (count - 1))).flatten()
+    layer.running_mean.lerp_(mean.to(layer.running_mean), momentum)
+    layer.running_var.lerp_(unbiased.to(layer.running_var), momentum)
+
+
+def _scale_and_shift(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, dims_after: int
+) -> Tensor:
+    """Return `x * weight + bias`; `dims_after` dims of the block come after the ones of the parameters."""
+    ones = (1,) * dims_after
+    if weight is not None:
+        x = x * weight.view(*weight.shape, *ones)
+    if bias is not None:
+        x = x + bias.view(*bias.shape, *ones)
+    return x

@@ -22,9 +22,11 @@ from xshard.ops import tag
 
 _RECORD = "_xshard_placement"
 
-# The copies of parameters made where a model was entered, by id and by the axes of the copies.
-Copies = Mapping[tuple[int, tuple[str, ...]], Tensor]
-COPIES: ContextVar[Copies] = ContextVar("COPIES")
+Axes = tuple[str, ...]
+CopyKey = tuple[int, Axes]  # the id of a parameter, and the axes along which it is copied
+
+# The copies of parameters made where a model was entered; see `Placement.parameter_copies`.
+COPIES: ContextVar[Mapping[CopyKey, Tensor]] = ContextVar("COPIES")
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,10 @@ class Placement:
 
     sharding: Sharding
     processes: ProcessMesh
-    shares: tuple[str, ...] = ()  # axes along which processes keep their shares of gradients
+    shares: Axes = ()  # axes along which processes keep their shares of gradients
 
-    def __reduce__(
-        self,
-    ) -> tuple[Any, ...]:  # unpickled as None: the processes end with their program
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as None: the processes end with their program."""
         return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
@@ -49,127 +50,188 @@ class Placement:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
         return self.sharding.shape
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> Axes:
         """The mesh axes that shard the array, in the order of the mesh."""
         return tuple(axis for axis in self.sharding.mesh.axes if axis in self.layout.axes)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """The shape of this process's block."""
         return self.sharding.local_shape(self.processes.device)
 
-    def cuts(self, dim: int) -> bool:
+    def is_sharded(self, dim: int) -> bool:
         return bool(self.layout.dims[dim].axes)
 
-    def remade(self, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
-        return replace(
-            self, sharding=Sharding(Layout(tuple(dims)), self.sharding.mesh, tuple(shape))
-        )
+    def with_dims(self, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
+        """Return the placement of another array on the same processes."""
+        sharding = Sharding(Layout(tuple(dims)), self.sharding.mesh, tuple(shape))
+        return replace(self, sharding=sharding)
 
     def with_length(self, dim: int, length: int) -> Placement:
-        return self.remade(self.layout.dims, (*self.shape[:dim], length, *self.shape[dim + 1 :]))
+        """Return the placement of the array with another length of one dim."""
+        shape = list(self.shape)
+        shape[dim] = length
+        return self.with_dims(self.layout.dims, shape)
 
-    def whole(self, x: Tensor) -> Placement:
-        """The placement of a tensor that is replicated on the same processes."""
-        return self.remade([Dim(f"d{i}") for i in range(x.ndim)], x.shape)
+    def replicated_like(self, x: Tensor) -> Placement:
+        """Return the placement of a tensor that all of these processes have whole."""
+        return self.with_dims([Dim(f"d{i}") for i in range(x.ndim)], x.shape)
 
-    def moved(self, x: Tensor, to: Layout) -> Tensor:
-        return redistribute(x, (self.layout, to), self.processes, shape=self.shape)
+    def global_lengths(self, local_shape: Sequence[int]) -> list[int]:
+        """Return the shape of an array sharded like this one, whose blocks have other whole dims."""
+        return [
+            self.shape[d] if self.is_sharded(d) else length for d, length in enumerate(local_shape)
+        ]
 
-    def copied(self, *parameters: Tensor | None) -> list[Tensor | None]:
-        """Parameters as copies along the axes that shard the array, or the ones made at the entrance."""
+    def moved(self, x: Tensor, layout: Layout) -> Tensor:
+        """Redistribute a block with this placement."""
+        return redistribute(x, (self.layout, layout), self.processes, shape=self.shape)
+
+    def parameter_copies(self, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return copies of replicated parameters, whose gradients are summed over the axes of the array.
+
+        Copies made at the entrance of the model are used again, so that one collective sums all gradients.
+        """
         axes = self.axes
-        ready = COPIES.get({})
+        # Without axes, or where each process keeps its share, a parameter is used as it is.
         if axes == self.shares or not torch.is_grad_enabled():
             return list(parameters)
+        copies = dict(COPIES.get({}))  # by ids: parameters are alive as long as their module runs
         missing = [
-            p
-            for p in parameters
-            if p is not None and p.requires_grad and (id(p), axes) not in ready
+            parameter
+            for parameter in parameters
+            if parameter is not None
+            and parameter.requires_grad
+            and (id(parameter), axes) not in copies
         ]
         if missing:
-            copies = zip(missing, self.copies_of(missing, axes), strict=True)
-            ready = {**ready, **{(id(p), axes): x for p, x in copies}}
-        return [ready.get((id(p), axes), p) for p in parameters]
+            for parameter, copy in zip(missing, self.make_copies(missing, axes), strict=True):
+                copies[id(parameter), axes] = copy
+        return [copies.get((id(parameter), axes), parameter) for parameter in parameters]
 
-    def copies_of(self, parameters: Sequence[Tensor], axes: tuple[str, ...]) -> Sequence[Tensor]:
-        """Replicated parameters as copies along the axes: one collective sums the gradients of all."""
-        src, dst = ("..." + (tag("copy", names) if names else "") for names in (self.shares, axes))
+    def make_copies(self, parameters: Sequence[Tensor], axes: Axes) -> Sequence[Tensor]:
+        """Return copies along the axes: one collective sums the gradients of all."""
+        # Forward nothing moves; backward a copy's gradients are summed.
+        src = "..." + _copy_tag(self.shares)
+        dst = "..." + _copy_tag(axes)
         return redistribute(list(parameters), f"{src} -> {dst}", self.processes)
+
+
+def _copy_tag(axes: Axes) -> str:
+    return tag("copy", axes) if axes else ""
 
 
 Outputs = tuple[Tensor, Placement]
 Lengths = Sequence[int | None] | None  # of dims; None for the lengths of equal blocks
 
 
-def check_whole(placement: Placement, dims: Iterable[int], what: str) -> None:
+def needs_whole(placement: Placement, dim: int, operation: str) -> NotationError:
+    """Return the error of an operation that needs a sharded dim whole."""
+    sharded = placement.layout.dims[dim]
+    return NotationError(
+        f"{operation} needs dim {sharded.name!r} whole",
+        text=str(placement.layout),
+        hint=f"redistribute first, as in '{sharded} -> {sharded.name}'",
+    )
+
+
+def check_whole(placement: Placement, dims: Iterable[int], operation: str) -> None:
     """Raise NotationError if one of the dims is sharded."""
     for d in dims:
-        if placement.cuts(d):
-            dim = placement.layout.dims[d]
-            text = str(placement.layout)
-            hint = f"redistribute first, as in '{dim} -> {dim.name}'"
-            raise NotationError(f"{what} needs dim {dim.name!r} whole", text=text, hint=hint)
+        if placement.is_sharded(d):
+            raise needs_whole(placement, d, operation)
 
 
 def record(x: Tensor, placement: Placement) -> Tensor:
     """Record the placement of a tensor -> the same tensor."""
-    setattr(x, _RECORD, placement)
+    setattr(x, _RECORD, placement)  # on the tensor itself: a new result of torch has none
     return x
 
 
 def recorded(x: object) -> Placement | None:
-    """The placement of a block, or None if nothing is recorded."""
-    return getattr(x, _RECORD, None) if isinstance(x, Tensor) else None
+    """Return the placement of a block, or None if nothing is recorded."""
+    if isinstance(x, Tensor):
+        return getattr(x, _RECORD, None)
+    return None
+
+
+def recorded_placements(values: Iterable[object]) -> list[Placement]:
+    """Return the placements of all blocks among values."""
+    placements = map(recorded, values)
+    return [placement for placement in placements if placement is not None]
 
 
 def sharding_of(x: Tensor) -> Sharding:
     """Return the layout, mesh and global shape of a block that a domain-parallel model returned.
 
-    Raises ShapeError for any other tensor.
+        y = parallel_model(block)
+        sharding_of(y)            # [b, c, h/sp, w] on a mesh of 2, of a global shape such as (1, 2, 8, 8)
+
+    Args:
+        x: An output of a model of `domain_parallel`, or of a part of it.
+
+    Returns:
+        The sharding of the whole array, of which `x` is this process's block.
+
+    Raises:
+        ShapeError: For any other tensor.
     """
     return placement_of(x).sharding
 
 
 def placement_of(x: Tensor) -> Placement:
-    """The placement of a block. Raises ShapeError if nothing is recorded."""
-    if (placement := recorded(x)) is None:
+    """Return the placement of a block. Raises ShapeError if nothing is recorded."""
+    placement = recorded(x)
+    if placement is None:
         hint = "the outputs of domain-parallel layers and models have a sharding"
         raise ShapeError(f"nothing is known of a tensor of shape {tuple(x.shape)}", hint=hint)
     return placement
 
 
 def placed_as(x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Lengths = None) -> Placement:
-    """The placement of a block: recorded, else under `layout`; lengths of None are equal blocks' lengths."""
+    """Return the placement of a block: the recorded one, else under `layout`.
+
+    shape: global lengths; None for the block's length times the number of parts.
+    """
+    # A record prevails: layers change layouts and lengths, which the caller of the model does not know.
+    placement = recorded(x)
+    if placement is not None:
+        return placement
     lengths = None if shape is None else tuple(shape)
-    return recorded(x) or _placed_as(
-        Layout.parse(layout), process_mesh(mesh), tuple(x.shape), lengths
-    )
+    return _placed_as(Layout.parse(layout), process_mesh(mesh), tuple(x.shape), lengths)
 
 
 @lru_cache(maxsize=4096)
 def _placed_as(
     layout: Layout,
     processes: ProcessMesh,
-    local: tuple[int, ...],
+    local_shape: tuple[int, ...],
     shape: tuple[int | None, ...] | None,
 ) -> Placement:
+    """Return the placement of a block of this shape. Raises NotationError, ShapeError."""
     text = str(layout)
     check_axes(layout, processes.mesh)
+    # Layers compute with values: partial sums are none, and rows that blocks share would count twice.
     if layout.tags or any(dim.overlap for dim in layout.dims):
-        what = "layers work on blocks of values that do not overlap"
-        raise NotationError(what, text=text, hint="as in b c h/sp w")
-    if shape is not None and len(shape) != len(local):
-        raise ShapeError(f"shape {shape} of a block with {len(local)} dims", text=text)
-    known = (
-        {} if shape is None else dict(zip(layout.resolved(len(local)).names, shape, strict=True))
-    )
-    whole = global_shape(layout, processes.mesh, local, text, known)
-    placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole), processes)
-    if placement.local_shape != local:
-        what = f"the block has shape {local}, not {placement.local_shape}"
-        hint = f"this process's part of a {whole} array; pass shape= where blocks differ in size"
-        raise ShapeError(what, text=text, hint=hint)
+        message = "layers work on blocks of values that do not overlap"
+        raise NotationError(message, text=text, hint="as in b c h/sp w")
+    known_lengths: dict[str, int | None] = {}
+    if shape is not None:
+        if len(shape) != len(local_shape):
+            raise ShapeError(f"shape {shape} of a block with {len(local_shape)} dims", text=text)
+        names = layout.resolved(len(local_shape)).names
+        known_lengths = dict(zip(names, shape, strict=True))
+    whole_shape = global_shape(layout, processes.mesh, local_shape, text, known_lengths)
+    placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole_shape), processes)
+    # Uneven parts without shape= show here, on some processes at least.
+    if placement.local_shape != local_shape:
+        message = f"the block has shape {local_shape}, not {placement.local_shape}"
+        hint = (
+            f"this process's part of a {whole_shape} array; pass shape= where blocks differ in size"
+        )
+        raise ShapeError(message, text=text, hint=hint)
     return placement

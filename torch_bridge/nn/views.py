@@ -4,126 +4,202 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from operator import gt
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_bridge.nn.placed import Placement, check_whole, placement_of, record
+from torch_bridge.nn.placed import Placement, needs_whole, placement_of, record
 from xshard import Layout, XshardError
 from xshard.layout.runs import as_intervals
 from xshard.notation.parser import INTERVALS, Dim, Shard
 
 # They merge and split neighbouring dims, so that the array without data must be contiguous.
 _MERGING = frozenset(("flatten", "reshape", "unflatten", "view"))
-# Their arguments are lengths, and in a model's code those are the block's.
-_OF_LENGTHS = frozenset(("expand", "reshape", "unflatten", "view"))
-VIEWS = _MERGING | _OF_LENGTHS | frozenset((
+# Their arguments are lengths, and in a model's code these are the block's.
+_TAKES_LENGTHS = frozenset(("expand", "reshape", "unflatten", "view"))
+VIEWS = _MERGING | _TAKES_LENGTHS | frozenset((
     "H", "T", "__getitem__", "chunk", "mH", "mT", "moveaxis", "movedim", "narrow", "permute", "select",
     "split", "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unfold",
     "unsqueeze",
 ))  # fmt: skip
 
 
+def function_name(func: Callable[..., Any]) -> str:
+    """Return the name of a function, or of the property that it reads, as "mT" for `x.mT`."""
+    name: str = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        property_name: str = func.__self__.__name__  # type: ignore[attr-defined]  # the descriptor's
+        return property_name
+    return name
+
+
 def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view of an array without data shows where each dim goes: it keeps its stride and its length."""
-    x, *rest = args
-    name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__  # type: ignore[attr-defined]
+    """Call a function that returns views of a block, and record their placements.
+
+    The same view of an array without data shows where each dim goes: it keeps its stride and its length.
+    """
+    x, *options = args
+    name = function_name(func)
     placement = placement_of(x)
     if name == "__getitem__":
-        index = rest[0] if isinstance(rest[0], tuple) else rest
-        if any(
-            isinstance(i, bool) or not isinstance(i, slice | int | EllipsisType | None)
-            for i in index
-        ):
+        _check_index(options[0])
+    is_local = name in _TAKES_LENGTHS
+    is_merging = name in _MERGING
+    source = _without_data(x.shape if is_local else placement.shape, x.dtype, is_merging)
+    targets = func(source, *options, **kwargs)
+    operation = "a slice" if name == "__getitem__" else f"{name}()"
+    if name == "squeeze":
+        # A dim of one row in the block may have many in the array: not what torch would do to the block.
+        result = _view_placement(placement, source, targets, operation, may_split=False)
+        return record(x.reshape(result.local_shape), result)
+    y = func(*args, **kwargs)
+    for part, target in zip(_as_tensors(y), _as_tensors(targets), strict=True):
+        result = _view_placement(
+            placement, source, target, operation, may_split=is_local and is_merging
+        )
+        record(part, result)
+    return y
+
+
+def _check_index(index: Any) -> None:
+    """Raise XshardError unless it has slices and numbers only."""
+    for item in index if isinstance(index, tuple) else (index,):
+        is_plain = isinstance(item, slice | int | EllipsisType | None)
+        if isinstance(item, bool) or not is_plain:  # to Python, True is a number
             raise XshardError(
                 "a block indexed by more than slices and numbers", hint="as in x[:, :4]"
             )
-    local = name in _OF_LENGTHS
-    merging = name in _MERGING
-    empty = _without_data(x.shape if local else placement.shape, x.dtype, merging)
-    aims = func(empty, *rest, **kwargs)
-    what = "a slice" if name == "__getitem__" else f"{name}()"
-    if name == "squeeze":  # one row here may be one of many
-        seen = _seen(placement, empty, aims, what, splits=False)
-        return record(x.reshape(seen.local_shape), seen)
-    y = func(*args, **kwargs)
-    for part, aim in zip(*((z,) if isinstance(z, Tensor) else z for z in (y, aims)), strict=True):
-        record(part, _seen(placement, empty, aim, what, splits=local and merging))
+
+
+def _as_tensors(y: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    if isinstance(y, Tensor):
+        return (y,)
     return y
 
 
 def new_dims(layout: Layout) -> Iterator[Dim]:
-    return (Dim(name) for name in map("d{}".format, itertools.count()) if name not in layout.names)
+    """Generate dims with names that a layout does not have: d0, d1, ..."""
+    for i in itertools.count():
+        if f"d{i}" not in layout.names:
+            yield Dim(f"d{i}")
 
 
-def _without_data(shape: Sequence[int], dtype: torch.dtype, contiguous: bool) -> Tensor:
-    """A tensor in which strides tell the dims apart, also dims of length 1, unless it is contiguous."""
-    if contiguous:
+def _without_data(shape: Sequence[int], dtype: torch.dtype, is_contiguous: bool) -> Tensor:
+    """Return a tensor in which strides tell the dims apart, also dims of length 1, unless contiguous."""
+    if is_contiguous:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
-    strides = torch.empty([n + 2 for n in shape], device="meta").stride()
+    # The strides of longer dims, which differ also where a length is 1 or 0.
+    strides = torch.empty([length + 2 for length in shape], device="meta").stride()
     return torch.empty_strided(tuple(shape), strides, dtype=dtype, device="meta")
 
 
-def _seen(
-    placement: Placement, empty: Tensor, aim: Tensor, what: str, *, splits: bool
+class ViewedDim(NamedTuple):
+    """A dim of the array as a view has it: its number there, and its length in the array."""
+
+    number: int
+    dim: Dim
+    length: int
+
+
+def _view_placement(
+    placement: Placement, source: Tensor, target: Tensor, operation: str, *, may_split: bool
 ) -> Placement:
-    """The placement of a view of an array without data; splits: lengths of the block may have split a dim."""
-    dims = list(itertools.islice(new_dims(placement.layout), aim.ndim))
-    lengths = list(aim.shape)
-    whole = dict[int, tuple[Dim, int]]()
-    sharded = dict[int, tuple[Dim, int]]()
+    """Return the placement of a view. Raises NotationError if it needs a sharded dim whole.
+
+    source, target: the array without data and its view. may_split: lengths of the block, which the code
+    gives, may have split a dim.
+    """
+    # Dims that the view adds, or that cannot be told, are new ones, whole.
+    dims = list(itertools.islice(new_dims(placement.layout), target.ndim))
+    lengths = list(target.shape)
+    whole: list[ViewedDim] = []
+    sharded: dict[int, ViewedDim] = {}
     for d, dim in enumerate(placement.layout.dims):
-
-        def places(x: Tensor, d: int = d) -> list[int]:
-            """Dims that the dim may be; a whole one may have another length."""
-            n = empty.shape[d] if placement.cuts(d) else None
-            return [
-                i
-                for i in range(x.ndim)
-                if x.stride(i) == empty.stride(d) and n in (None, x.shape[i])
-            ]
-
-        before = places(empty)
-        after = places(aim)
-        e = after[before.index(d)] if len(before) == len(after) else None
-        if not placement.cuts(d):
-            whole |= {} if e is None else {e: (dim, aim.shape[e])}
+        viewed = _viewed_dim(placement, source, target, d)
+        if not placement.is_sharded(d):
+            if viewed is not None:
+                whole.append(viewed)
             continue
-        place = _grouped(placement, empty, d, aim) if e is None else {e: (dim, placement.shape[d])}
-        check_whole(placement, (d,) if place.keys() <= sharded.keys() else (), what)
-        # Rows in groups of a block's number look like the rows of the block beside a dim of length 1.
-        if splits and any(map(gt, _ones_beside(aim, *place), _ones_beside(empty, d))):
-            raise XshardError(
-                f"{what} puts a dim of length 1 beside '{dim}'", hint="unsqueeze() does"
-            )
-        sharded |= place
-    for i, (dim, length) in (whole | sharded).items():
-        dims[i] = dim
-        lengths[i] = length
-    return placement.remade(dims, lengths)
+        if viewed is None or viewed.number in sharded:
+            raise needs_whole(placement, d, operation)
+        if may_split and _has_more_ones_beside(target, viewed.number, source, d):
+            # Rows in groups of a block's number look like the rows of the block beside a dim of length 1.
+            message = f"{operation} puts a dim of length 1 beside '{dim}'"
+            raise XshardError(message, hint="unsqueeze() does")
+        sharded[viewed.number] = viewed
+    for viewed in (*whole, *sharded.values()):  # a sharded dim prevails
+        dims[viewed.number] = viewed.dim
+        lengths[viewed.number] = viewed.length
+    return placement.with_dims(dims, lengths)
 
 
-def _grouped(placement: Placement, x: Tensor, d: int, y: Tensor) -> dict[int, tuple[Dim, int]]:
-    """The dim of a view with some rows for each row of a sharded dim: its number, itself, its length."""
-    step = x.stride(d)
+def _viewed_dim(placement: Placement, source: Tensor, target: Tensor, d: int) -> ViewedDim | None:
+    """Return where a dim of the array is in a view; None if nowhere, or if it is unclear where."""
+    is_sharded = placement.is_sharded(d)
+    # A whole dim may have another length in the view, as by a slice.
+    length = source.shape[d] if is_sharded else None
+    before = _dims_with(source, source.stride(d), length)
+    after = _dims_with(target, source.stride(d), length)
+    # Dims of length 1 have strides of their neighbours: as many before and after are in the same order.
+    if len(before) == len(after):
+        number = after[before.index(d)]
+        global_length = placement.shape[d] if is_sharded else target.shape[number]
+        return ViewedDim(number, placement.layout.dims[d], global_length)
+    if is_sharded:
+        return _grouped_dim(placement, source, target, d)
+    return None
+
+
+def _dims_with(x: Tensor, stride: int, length: int | None) -> list[int]:
+    """Return the dims of a stride and a length (None: any); several only if some are of length 1."""
+    return [i for i in range(x.ndim) if x.stride(i) == stride and length in (None, x.shape[i])]
+
+
+def _grouped_dim(placement: Placement, source: Tensor, target: Tensor, d: int) -> ViewedDim | None:
+    """Return the dim of a view that has several rows for each row of a sharded dim; None if there is none.
+
+    `[h/2, w] -> [h/2 * w]`, as by `flatten`: w rows for each row of h.
+    """
+    if not source.is_contiguous():
+        return None
+    stride = source.stride(d)
+    for number, length in enumerate(target.shape):
+        rows_per_row = stride // target.stride(number)
+        is_multiple = rows_per_row * target.stride(number) == stride
+        if rows_per_row > 1 and is_multiple and length == rows_per_row * source.shape[d]:
+            dim = _dim_of_groups(placement, d, rows_per_row)
+            return ViewedDim(number, dim, rows_per_row * placement.shape[d])
+    return None
+
+
+def _dim_of_groups(placement: Placement, d: int, rows_per_row: int) -> Dim:
+    """Return a sharded dim with several rows in place of each row, on the same devices."""
     dim = placement.layout.dims[d]
-    owners = placement.sharding.owners(d)
-    for i, n in enumerate(y.shape if x.is_contiguous() else ()):
-        rows = step // y.stride(i)
-        if rows > 1 and rows * y.stride(i) == step and n == rows * x.shape[d]:
-            if not placement.sharding.is_even or {shard.order for shard in dim.shards} != {"block"}:
-                parts = tuple(
-                    tuple((rows * as_intervals(part)).ravel().tolist()) for part in owners
-                )
-                dim = Dim(dim.name, (Shard(dim.axes, INTERVALS, parts),))
-            return {i: (dim, rows * placement.shape[d])}
-    return {}
+    # Equal consecutive blocks stay so; others have other rows, which intervals list.
+    if placement.sharding.is_even and {shard.order for shard in dim.shards} == {"block"}:
+        return dim
+    intervals = []
+    for runs in placement.sharding.owners(d):
+        intervals.append(tuple((rows_per_row * as_intervals(runs)).ravel().tolist()))
+    return Dim(dim.name, (Shard(dim.axes, INTERVALS, tuple(intervals)),))
 
 
-def _ones_beside(x: Tensor, d: int) -> tuple[int, ...]:
-    """The number of dims of length 1 right before a dim, and right after it."""
-    sides = (reversed(x.shape[:d]), x.shape[d + 1 :])
-    return tuple(len(list(itertools.takewhile((1).__eq__, side))) for side in sides)
+def _has_more_ones_beside(target: Tensor, number: int, source: Tensor, d: int) -> bool:
+    """Return whether more dims of length 1 are right before or after a dim of a view than in the array."""
+    is_more_before = _leading_ones(target.shape[:number][::-1]) > _leading_ones(
+        source.shape[:d][::-1]
+    )
+    is_more_after = _leading_ones(target.shape[number + 1 :]) > _leading_ones(source.shape[d + 1 :])
+    return is_more_before or is_more_after
+
+
+def _leading_ones(lengths: Sequence[int]) -> int:
+    """Count the lengths of 1 at the start."""
+    count = 0
+    for length in lengths:
+        if length != 1:
+            break
+        count += 1
+    return count

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +19,22 @@ from xshard.notation.overlap import Window
 
 Ints = tuple[int, ...]
 Factors = tuple[float | None, ...]
-Like = tuple[torch.dtype, torch.device]
+Runs = Sequence[OutputRun]  # one run along each dim
+WindowOp = Callable[..., Tensor]  # rows of a block, their runs, copies of parameters -> outputs
+
+
+class Like(NamedTuple):
+    """Where, and in which dtype, constants are needed."""
+
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True)
 class Geometry:
     """An op over windows of the last dims, as one process computes it."""
 
-    source: Layout  # holds the rows
+    source: Layout  # holds the rows that the process reads
     result: Placement  # of the outputs
     runs: tuple[tuple[OutputRun, ...], ...]  # the process's own, along each dim
 
@@ -33,82 +42,118 @@ class Geometry:
 def geometry_of(
     placement: Placement, frames: Sequence[Frame], channels: int | None = None
 ) -> Geometry:
-    """The geometry of an op over the last dims; channels: output channels, if the op changes their number."""
+    """Return the geometry of an op over the last dims.
+
+    channels: the number of output channels, the dim before, if the op changes it.
+    """
     sharding = placement.sharding
     device = placement.processes.device
-    sources = [*placement.layout.dims]
-    results = [*placement.layout.dims]
-    shape = [*placement.shape]
+    source_dims = list(placement.layout.dims)
+    result_dims = list(placement.layout.dims)
+    shape = list(placement.shape)
     first = len(shape) - len(frames)
     runs = []
     for d, frame in enumerate(frames, first):
-        sources[d] = frame.source
-        results[d] = frame.result
+        source_dims[d] = frame.source
+        result_dims[d] = frame.result
         shape[d] = frame.length
         runs.append(frame.runs[sharding.dim_device(d, device)])
     if channels is not None:
         shape[first - 1] = channels
-    source = replace(placement.layout, dims=tuple(sources))
-    return Geometry(source, placement.remade(results, shape), tuple(runs))
+    source = replace(placement.layout, dims=tuple(source_dims))
+    return Geometry(source, placement.with_dims(result_dims, shape), tuple(runs))
 
 
 def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame]:
-    """The frames of windows over the last dims, or ShapeError without outputs; the op pads unsharded dims."""
+    """Return the frames of windows over the last dims. Raises ShapeError without outputs."""
     frames = []
-    for d, window in enumerate(windows, len(placement.shape) - len(windows)):
+    first = len(placement.shape) - len(windows)
+    for d, window in enumerate(windows, first):
         dim = placement.layout.dims[d]
-        frame = window_frame(
-            dim, placement.shape[d], placement.sharding.mesh.sizes_of(dim.axes), window
-        )
+        sizes = placement.sharding.mesh.sizes_of(dim.axes)
+        frame = window_frame(dim, placement.shape[d], sizes, window)
+        # A dim that is not sharded stays as it is: the op itself pads it.
         frames.append(frame if dim.axes else replace(frame, source=dim))
     if any(frame.length < 1 for frame in frames):
-        what = f"no output: kernel {tuple(w.k for w in windows)} over {placement.shape[-len(windows) :]}"
-        raise ShapeError(what, text=str(placement.layout), hint="a smaller kernel, or more padding")
+        kernel = tuple(window.k for window in windows)
+        message = f"no output: kernel {kernel} over {placement.shape[first:]}"
+        raise ShapeError(
+            message, text=str(placement.layout), hint="a smaller kernel, or more padding"
+        )
     return frames
 
 
 def apply_windows(
-    x: Tensor,
-    placement: Placement,
-    geometry: Geometry,
-    op: Callable[..., Tensor],
-    *parameters: Tensor | None,
+    x: Tensor, placement: Placement, geometry: Geometry, op: WindowOp, *parameters: Tensor | None
 ) -> Outputs:
-    """A block -> the block of a window op; op: rows, runs, and copies of unsharded parameters -> outputs."""
-    copies = placement.copied(*parameters)
+    """Fetch the rows that this process reads, and compute its outputs.
+
+    op: takes rows, their runs, and copies of the parameters, which are replicated.
+    """
+    # All processes make copies, also those without outputs: all take part in the sum of gradients.
+    copies = placement.parameter_copies(parameters)
     block = placement.moved(x, geometry.source)
     if not all(geometry.runs):
         return no_outputs(geometry.result.local_shape, block, *copies), geometry.result
-    return _run_by_run(
-        block, geometry.runs, lambda rows, *runs: op(rows, runs, *copies)
-    ), geometry.result
+    y = _apply_run_by_run(block, geometry.runs, (), op, copies)
+    return y, geometry.result
 
 
-def _run_by_run(
-    block: Tensor, runs: Sequence[Sequence[OutputRun]], op: Callable[..., Tensor]
+def _apply_run_by_run(
+    block: Tensor,
+    runs_by_dim: Sequence[Runs],
+    chosen: Runs,
+    op: WindowOp,
+    parameters: Sequence[Tensor | None],
 ) -> Tensor:
-    """The op on the rows of every combination of runs, the outputs concatenated in order."""
-    for d, several in enumerate(runs, -len(runs)):
-        if len(several) > 1:
-            i = d + len(runs)
-            parts = block.split([run.rows for run in several], d)
-            each = zip(parts, ([*runs[:i], (run,), *runs[i + 1 :]] for run in several), strict=True)
-            return torch.cat([_run_by_run(part, rest, op) for part, rest in each], d)
-    return op(block, *(run for (run,) in runs))
+    """Compute the outputs of every combination of runs, concatenated in their order.
+
+    chosen: the runs along the first dims of the windows, of which `block` has the rows already.
+    """
+    if len(chosen) == len(runs_by_dim):
+        return op(block, chosen, *parameters)
+    runs = runs_by_dim[len(chosen)]
+    dim = len(chosen) - len(runs_by_dim)  # from the end
+    if len(runs) == 1:
+        return _apply_run_by_run(block, runs_by_dim, (*chosen, runs[0]), op, parameters)
+    # The block holds the rows of each run in turn; they are not neighbours in the array.
+    parts = block.split([run.rows for run in runs], dim)
+    outputs = [
+        _apply_run_by_run(part, runs_by_dim, (*chosen, run), op, parameters)
+        for part, run in zip(parts, runs, strict=True)
+    ]
+    return torch.cat(outputs, dim)
 
 
 def no_outputs(shape: Sequence[int], *inputs: Tensor | None) -> Tensor:
-    """An empty tensor that depends on the inputs: all devices take part in the backward pass."""
-    return torch.cat([x.reshape(-1)[:0] for x in inputs if x is not None]).reshape(shape)
+    """Return an empty tensor that depends on the inputs: all devices take part in the backward pass."""
+    empty = [x.reshape(-1)[:0] for x in inputs if x is not None]
+    return torch.cat(empty).reshape(shape)
 
 
-# torch's modes, and how many dims they are for (None: any) -> how each dim is interpolated.
+class Mode(NamedTuple):
+    """How an interpolation works along each dim, and how many spatial dims it is for (None: any)."""
+
+    of_dim: str
+    rank: int | None = None
+
+
+# torch's modes.
 MODES = {
-    "nearest": (None, "nearest"),
-    "nearest-exact": (None, "nearest-exact"),
-    "linear": (1, "linear"),
+    "nearest": Mode("nearest"),
+    "nearest-exact": Mode("nearest-exact"),
+    "linear": Mode("linear", 1),
+    "bilinear": Mode("linear", 2),
+    "trilinear": Mode("linear", 3),
+    "bicubic": Mode("cubic", 2),
 }
-MODES |= {"bilinear": (2, "linear"), "trilinear": (3, "linear"), "bicubic": (2, "cubic")}
+
+
+class Tap(NamedTuple):
+    """One of the inputs of every output of a block along a dim: its row in the block, and its weight."""
+
+    rows: Tensor
+    weights: Tensor
 
 
 def interpolate(
@@ -121,71 +166,124 @@ def interpolate(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
 ) -> Outputs:
-    """A block `(b, c, *spatial)` -> the block of torch's `interpolate`, with its arguments, of the array."""
+    """Return the block `(b, c, *spatial)` of torch's `interpolate`, with its arguments, of the array.
+
+    Raises XshardError for a mode or arguments that torch does not take, ShapeError for lengths.
+    """
     rank = len(placement.shape) - 2
-    mode_rank, dim_mode = MODES.get(mode, (0, ""))
-    if mode_rank not in (None, rank):
+    if mode not in MODES or MODES[mode].rank not in (None, rank):
         raise XshardError(
             f"no interpolation {mode!r} of {rank} dims", hint=f"modes are: {', '.join(MODES)}"
         )
-    lengths = placement.shape[2:]
+    lengths, factors = _resampled_lengths(
+        placement.shape[2:], size, scale_factor, uses_scale=not recompute_scale_factor
+    )
+    resampled = _resampling(
+        placement,
+        lengths,
+        factors,
+        MODES[mode].of_dim,
+        is_aligned=bool(align_corners),
+        like=Like(x.dtype, x.device),
+    )
+
+    def weigh_rows(rows: Tensor, _runs: Runs) -> Tensor:
+        for d, local_taps in enumerate(resampled.taps, 2):
+            rows = _weighted_sum(rows, d, local_taps)
+        return rows
+
+    return apply_windows(x, placement, resampled.geometry, weigh_rows)
+
+
+def _resampled_lengths(
+    lengths: Ints,
+    size: int | Sequence[int] | None,
+    scale_factor: float | Sequence[float] | None,
+    *,
+    uses_scale: bool,
+) -> tuple[Ints, Factors]:
+    """Return the lengths of the result, and the scales by which positions are computed.
+
+    As in torch, a scale is None where the lengths give it: for a size, or without `uses_scale`.
+    """
     if (size is None) == (scale_factor is None):
         raise XshardError("one of size and scale_factor", hint="as in scale_factor=2")
+    rank = len(lengths)
     factors: Factors = (None,) * rank
-    if scale_factor is None:
-        outputs = (size,) * rank if isinstance(size, int) else tuple(size or ())
+    if scale_factor is not None:
+        scales: Sequence[float]
+        if isinstance(scale_factor, int | float):
+            scales = (scale_factor,) * rank
+        else:
+            scales = scale_factor
+        outputs = tuple(math.floor(n * scale) for n, scale in zip(lengths, scales, strict=True))
+        # Else torch computes positions by the lengths, which were rounded.
+        if uses_scale:
+            factors = tuple(float(scale) for scale in scales)
+    elif isinstance(size, int):
+        outputs = (size,) * rank
     else:
-        scales = (
-            (scale_factor,) * rank if isinstance(scale_factor, int | float) else tuple(scale_factor)
-        )
-        outputs = tuple(math.floor(n * f) for n, f in zip(lengths, scales, strict=True))
-        factors = (None,) * rank if recompute_scale_factor else tuple(map(float, scales))
+        outputs = () if size is None else tuple(size)
     if len(outputs) != rank or min(outputs, default=0) < 1:
         raise ShapeError(
             f"interpolation of {lengths} to {outputs}", hint="one length >= 1 per spatial dim"
         )
-    options = dim_mode, bool(align_corners), (x.dtype, x.device)
-    resampled, local_taps = _geometry(placement, outputs, factors, *options)
-
-    def interpolated(rows: Tensor, _: Sequence[OutputRun]) -> Tensor:
-        for d, some in enumerate(local_taps, 2):
-            parts = [rows.index_select(d, inputs) for inputs, _ in some]
-            if len(parts) > 1:  # a single input needs no weight
-                along = -1, *(1,) * (rows.ndim - d - 1)
-                parts = [
-                    part * weight.view(along) for part, (_, weight) in zip(parts, some, strict=True)
-                ]
-            rows = sum(parts[1:], start=parts[0])
-        return rows
-
-    return apply_windows(x, placement, resampled, interpolated)
+    return outputs, factors
 
 
-LocalTaps = tuple[
-    tuple[Tensor, Tensor], ...
-]  # the rows of the block and their weights, for each tap
+def _weighted_sum(rows: Tensor, dim: int, local_taps: Sequence[Tap]) -> Tensor:
+    """Return the outputs along one dim: the sum of rows times weights."""
+    if len(local_taps) == 1:  # a single input needs no weight
+        return rows.index_select(dim, local_taps[0].rows)
+    weight_shape = (-1, *(1,) * (rows.ndim - dim - 1))  # broadcasts along the dims after it
+    parts = [
+        rows.index_select(dim, tap.rows) * tap.weights.view(weight_shape) for tap in local_taps
+    ]
+    return sum(parts[1:], start=parts[0])
+
+
+class Resampling(NamedTuple):
+    """An interpolation as one process computes it: its taps along each spatial dim."""
+
+    geometry: Geometry
+    taps: tuple[tuple[Tap, ...], ...]
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)  # a cached tensor may be used by a backward pass later
-def _geometry(
-    placement: Placement, outputs: Ints, factors: Factors, mode: str, aligned: bool, like: Like
-) -> tuple[Geometry, tuple[LocalTaps, ...]]:
-    """The geometry of an interpolation, and the taps of this process's outputs per spatial dim."""
+def _resampling(
+    placement: Placement,
+    outputs: Ints,
+    factors: Factors,
+    mode: str,
+    *,
+    is_aligned: bool,
+    like: Like,
+) -> Resampling:
+    """Return how this process interpolates. Cached with its tensors, of `like`'s device and dtype."""
     global_taps = []
     frames = []
-    dims = placement.layout.dims[2:]
-    lengths = placement.shape[2:]
-    for dim, length, n, factor in zip(dims, lengths, outputs, factors, strict=True):
-        global_taps.append(taps(mode, length, n, align_corners=aligned, scale=factor))
+    for i in range(len(outputs)):
+        dim = placement.layout.dims[2 + i]
+        length = placement.shape[2 + i]
+        dim_taps = taps(mode, length, outputs[i], align_corners=is_aligned, scale=factors[i])
         sizes = placement.sharding.mesh.sizes_of(dim.axes)
-        frames.append(resampled_frame(dim, length, sizes, global_taps[-1]))
-    resampled = geometry_of(placement, frames)
+        global_taps.append(dim_taps)
+        frames.append(resampled_frame(dim, length, sizes, dim_taps))
+    geometry = geometry_of(placement, frames)
+    local_taps = [
+        _local_taps(dim_taps, runs, like)
+        for dim_taps, runs in zip(global_taps, geometry.runs, strict=True)
+    ]
+    return Resampling(geometry, tuple(local_taps))
 
-    def local(every: Taps, runs: tuple[OutputRun, ...]) -> LocalTaps:
-        ((first, _, start, n),) = runs or (OutputRun(0, 0, 0, 0),)
-        rows = torch.from_numpy(every.inputs[start : start + n] - first).to(like[1])
-        weights = torch.from_numpy(every.weights[start : start + n]).to(like[1], like[0])
-        return tuple(zip(rows.unbind(1), weights.unbind(1), strict=True))
 
-    return resampled, tuple(map(local, global_taps, resampled.runs))
+def _local_taps(dim_taps: Taps, runs: Runs, like: Like) -> tuple[Tap, ...]:
+    """Return the taps of this process's outputs along a dim, by rows of its block."""
+    run = OutputRun(0, 0, 0, 0)
+    if runs:
+        (run,) = runs  # an interpolation has one run of outputs at most
+    outputs = slice(run.start, run.start + run.outputs)
+    rows = torch.from_numpy(dim_taps.inputs[outputs] - run.first).to(like.device)
+    weights = torch.from_numpy(dim_taps.weights[outputs]).to(like.device, like.dtype)
+    return tuple(map(Tap, rows.unbind(1), weights.unbind(1)))

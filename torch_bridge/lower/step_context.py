@@ -1,0 +1,133 @@
+"""The context of one step as one process executes it, and rows of a dim as parts of its block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torch_bridge.lower.collectives import CARRIERS
+from torch_bridge.lower.packing import Packing
+from torch_bridge.lower.subarray import Fill, Subarray, subarray
+from torch_bridge.mesh.process_mesh import Group, ProcessMesh
+from xshard import Sharding
+from xshard.cost.model import Fabric
+from xshard.layout.runs import Runs
+from xshard.steps.base import DimCut, own_part
+from xshard.steps.traffic import Phases
+
+Lengths = Mapping[str, int]  # dim name -> its length, which may be a symbol of a compiler
+
+
+class BlockShapes(NamedTuple):
+    """The shapes of this process's block before and after a step."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+class StepContext(NamedTuple):
+    """The context of one step."""
+
+    before: Sharding
+    after: Sharding
+    processes: ProcessMesh
+    tensor_device: torch.device
+    dtype: str
+    lengths: Lengths | None = None  # symbols of dims that no step cuts; None if nothing is traced
+    is_last: bool = True  # the output of the step is the result
+    is_given: bool = True  # the input may be the plan's
+    fabric: Fabric | None = None
+    place: Callable[[], str] = str  # returns the name of the step and its plan
+
+    @property
+    def device(self) -> int:
+        return self.processes.device
+
+    @property
+    def shapes(self) -> BlockShapes:
+        return BlockShapes(self._local_shape(self.before), self._local_shape(self.after))
+
+    def _local_shape(self, sharding: Sharding) -> tuple[int, ...]:
+        """Return the shape of this process's block, with symbols where a compiler has them."""
+        shape = sharding.local_shape(self.device)
+        if self.lengths is None:
+            return shape
+        pairs = zip(sharding.layout.names, shape, strict=True)
+        return tuple(self.lengths.get(name, length) for name, length in pairs)
+
+    def group(self, axes: Sequence[str]) -> Group:
+        """Return the processes along some axes of the mesh."""
+        if self._needs_no_group:
+            return Group(None, self.processes.mesh.group(self.device, axes))
+        return self._traced(self.processes.group(axes))
+
+    def among(self, devices: Sequence[int]) -> Group:
+        """Return the processes of some devices along axes of the mesh, this one among them."""
+        if self._needs_no_group:
+            return Group(None, tuple(devices))
+        return self._traced(self.processes.among(tuple(devices)))
+
+    @property
+    def _needs_no_group(self) -> bool:
+        """Whether only shapes are asked for: nothing is sent."""
+        return self.tensor_device.type == "meta" and self.lengths is None
+
+    def _traced(self, group: Group) -> Group:
+        """Return the group as a compiler needs it, if one records."""
+        return group if self.lengths is None else group.traced(self.place(), self.tensor_device)
+
+    def phases(self, axes: Sequence[str]) -> Phases:
+        """Return the phases of a collective along some axes; one phase where several are no faster."""
+        ranks = self.processes.ranks
+        if self.fabric is None or not self.fabric.has_phases(axes):
+            return Phases.along(self.before.mesh, axes, (), ranks)
+        return Phases.along(self.before.mesh, axes, self.fabric.spans, ranks)
+
+    def subarray(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Subarray:
+        """Return some rows of a block. A dim with a symbol for its length is never cut: it is whole."""
+        if self.lengths is not None:
+            names = self.before.layout.names
+            rows = {d: runs for d, runs in rows.items() if names[d] not in self.lengths}
+        return subarray(shape, rows, self.tensor_device)
+
+    def whole(self, end: int) -> Packing:
+        """Return the whole block before (0) or after (1) the step as one message."""
+        shape = self.shapes[end]
+        return Packing(shape, (self.subarray(shape, {}),))
+
+    def fill(self, dim: int, start: int, stop: int, value: float) -> Fill:
+        """Return rows of this process's block that hold a constant, in the dtype of what travels."""
+        dtype = getattr(torch, self.dtype)
+        carrier = CARRIERS.get(dtype, dtype)
+        if not value:
+            # All bits are zero. Torch writes no other constant in 4 bits.
+            constant = torch.zeros((), dtype=carrier, device=self.tensor_device)
+            return Fill(dim, start, stop, constant)
+        is_inexact = dtype.is_floating_point or dtype.is_complex
+        number = value if is_inexact else int(value)  # torch writes only integers as integers
+        constant = torch.tensor(number, dtype=dtype, device=self.tensor_device)
+        return Fill(dim, start, stop, constant.view(carrier))
+
+    def own_part(self, *cuts: DimCut) -> dict[int, Runs]:
+        """Return this process's rows of the dims that a step cuts or gathers."""
+        return {
+            self.before.dim_index(dim): own_part(self.before, dim, shards, self.device)
+            for dim, shards in cuts
+        }
+
+    def cut(
+        self,
+        shape: tuple[int, ...],
+        dim: int,
+        parts: Sequence[Runs],
+        axes: tuple[str, ...],
+        group: Group,
+    ) -> Packing:
+        """Return a block as one message per rank: the part of `dim` at the rank's index along `axes`."""
+        mesh = self.before.mesh
+        messages = [
+            self.subarray(shape, {dim: parts[mesh.index(device, axes)]}) for device in group.devices
+        ]
+        return Packing(shape, tuple(messages))
