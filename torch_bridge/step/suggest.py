@@ -1,4 +1,4 @@
-"""`suggest` for modules: a forward pass, recorded without data, as the step that `xshard.suggest` takes."""
+"""`suggest` for modules: record a forward pass without data, and search layouts for that step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class TorchSuggestion(Suggestion):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.unused:
-            self.parameters = Rules({**self.parameters, "|".join(self.unused): "..."})
+            # `parallelize` needs a rule for every parameter.
+            unused = "|".join(self.unused)
+            self.parameters = Rules({**self.parameters, unused: "..."})
 
     @property
     def result(self) -> str:
@@ -30,23 +32,38 @@ class TorchSuggestion(Suggestion):
 
 
 def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> TorchSuggestion:
-    """The layouts of a model's parameters, inputs and activations that make a training step fastest.
+    """Find the layouts of parameters, inputs and activations that make a training step fastest.
 
-    The forward pass runs once on the meta device: nothing is allocated, and the model, which may be on the
-    meta device itself, stays as it is. Lengths that its code says, as numbers of heads, stay the
+        plan = xt.suggest(model, {"input_ids": ids}, Mesh(dp=4, tp=2), memory="80GiB")
+
+    The forward pass runs once on the meta device: nothing is allocated. The model may be on the meta device
+    itself, and stays as it is. Lengths that its code says, such as numbers of heads, stay the
     whole's; lengths that it reads from a tensor are sharded as that tensor is.
-    batch: examples of the arguments of `forward`: a tensor, a tuple, or a dict by name; only shapes and
-    dtypes matter, and the first dim of the first tensor is the batch. The loss is of the first tensor of the
-    result. options: as for `xshard.suggest`.
-    Raises PlanError for a model that reads numbers from its data, and as `xshard.suggest` does.
+    The loss is of the first tensor of the result.
 
-    >>> import torch, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> with torch.device("meta"):
-    ...     model, x = torch.nn.Linear(8192, 8192, dtype=torch.bfloat16), torch.empty(4096, 8192)
-    >>> plan = xt.suggest(model, x, Mesh(dp=4, tp=2), memory="80GiB", micro_batches=1)
-    >>> plan.parameters["weight"], plan.inputs[""], plan.result
-    ('o/dp/tp i', 'b s8192 -> b s8192 | copy(dp,tp)', 'b n8192/dp/tp')
+    Args:
+        model: Any module.
+        batch: Examples of the arguments of `forward`: a tensor, a tuple, or a dict by name. Only shapes and
+            dtypes matter. The first dim of the first tensor is the batch.
+        mesh: The devices: an `xshard.Mesh`, or a `DeviceMesh` with named dims.
+        **options: As for `xshard.suggest`.
+
+    Returns:
+        The rules of the fastest plan, which `parallelize` takes, and its seconds and bytes.
+
+    Raises:
+        PlanError: The model reads numbers from its data, or its batch or result has no tensor.
+        XshardError: As for `xshard.suggest`.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(8192, 8192, dtype=torch.bfloat16)
+        ...     x = torch.empty(4096, 8192)
+        >>> plan = xt.suggest(model, x, Mesh(dp=4, tp=2), memory="80GiB", micro_batches=1)
+        >>> plan.parameters["weight"], plan.inputs[""], plan.result
+        ('o/dp/tp i', 'b s8192 -> b s8192 | copy(dp,tp)', 'b n8192/dp/tp')
     """
     step, unused = recorded(model, batch)
     plan = suggest_step(fused(repeated(step)[0]), mesh_of(mesh), **options)
