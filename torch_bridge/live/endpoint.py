@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from torch_bridge.mesh import failures, process_mesh
 from torch_bridge.mesh.process_groups import group_of_programs
-from torch_bridge.state.facts import PROFILE, plan_described, rules_text, target_rules
+from torch_bridge.state.facts import PROFILE, Route, plan_described, rules_text, target_rules
 from torch_bridge.state.leaves import all_or_none
 from torch_bridge.state.transfer import execute
 from xshard import Mesh, XshardError
@@ -185,15 +185,15 @@ class Endpoint:
 
     def plan(self, facts: Mapping[str, str]) -> TreePlan:
         """The plan for a tree of the trainer; its ranks come first in the group of both programs."""
-        n = self.src_mesh.n_devices
-        devices = tuple(range(n)), tuple(range(n, n + self.dst_mesh.n_devices))
-        there = (
+        n_src = self.src_mesh.n_devices
+        route = Route(
             self.dst_mesh,
-            devices,
-            profile_of("of the trainer", facts[PROFILE]),
-            self.bucket_bytes,
+            src_devices=tuple(range(n_src)),
+            dst_devices=tuple(range(n_src, n_src + self.dst_mesh.n_devices)),
+            profile=profile_of("of the trainer", facts[PROFILE]),
+            bucket_bytes=self.bucket_bytes,
         )
-        return plan_described(tuple(facts.items()), target_rules(self.rules), self.names, *there)
+        return plan_described(tuple(facts.items()), target_rules(self.rules), self.names, route)
 
     def plan_text(self, plan: TreePlan) -> str:
         """The text that both programs compare."""
