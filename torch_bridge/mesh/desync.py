@@ -176,7 +176,10 @@ class Compared(NamedTuple):
     ranks: tuple[int, ...]
 
     def watched(self, result: Tensor, *blocks: Tensor) -> Tensor:
-        """Return the result; each part of the backward pass from it to the blocks is compared before it sends."""
+        """Compare each part of the backward pass, from the result to the blocks, before it sends.
+
+        Returns the result.
+        """
         part = 0
         for node in graph_nodes([result], blocks):
             # Tensors of a tree share a part: the first of them compares it.

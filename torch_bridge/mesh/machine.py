@@ -37,15 +37,12 @@ def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profil
 
     Processes that planned for different machines would send different messages, and hang.
     """
-    n_processes = 1
-    timeout = c10d.default_pg_timeout
-    if world:
-        n_processes = world.size()
-        timeout = timeout_of(world)
+    n_processes = 1 if world is None else world.size()
     found = json.dumps(_detected(device_type, n_processes))
     try:
         # The store of the world has no public name. `compare_set` keeps what the first process has set.
         compare_set = c10d._get_default_store().compare_set
+        timeout = c10d.default_pg_timeout if world is None else timeout_of(world)
         key = f"xshard/machine/{device_type}"
         found = within(timeout, compare_set, key, "", found).decode()
     except dist.DistError as error:
