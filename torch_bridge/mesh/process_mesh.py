@@ -154,9 +154,9 @@ def world() -> World:
 
     Hot: every call asks for it. Raises MeshError without a world.
     """
-    # `dist.group.WORLD` is the public name of this group: a property of a metaclass, which takes longer.
+    # The public name, `dist.group.WORLD`, is a property of a metaclass, which takes longer.
     group = c10d._world.default_pg
-    # `LocalTensorMode`, which `check_world` refuses, is among the dispatch modes; the length of their stack is
+    # `check_world` refuses `LocalTensorMode`, one of the dispatch modes. The length of their stack is
     # private, and saves a look at each of them.
     if group is None or torch._C._len_torch_dispatch_stack():
         check_world()

@@ -169,8 +169,8 @@ def _first_byte(tensor: Tensor) -> int:
     `_checkpoint_offset` is where its storage is; torch sets it when it loads to "meta", and has no other
     name for it.
     """
-    storage_byte: int = tensor.untyped_storage()._checkpoint_offset
-    return storage_byte + tensor.storage_offset() * tensor.itemsize
+    storage: Any = tensor.untyped_storage()
+    return int(storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize)
 
 
 class _Tensor(NamedTuple):
@@ -186,7 +186,7 @@ class _Tensor(NamedTuple):
         for part in self.parts:
             pairs = zip(wanted, part.box, strict=True)
             common = [_common(rows, part_rows) for rows, part_rows in pairs]
-            in_out = [rows.in_wanted for rows in common]
+            in_out: tuple[Any, ...] = tuple(rows.in_wanted for rows in common)
             if all(rows.start < rows.stop for rows in in_out):
                 in_part = tuple(rows.in_part for rows in common)
                 part.numbers.read(in_part, out[(*in_out, ...)])
