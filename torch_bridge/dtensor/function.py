@@ -239,6 +239,7 @@ def _executables(
     dst = dtensor_mesh(move.dst.mesh)
     is_same_mesh = move.src.mesh == move.dst.mesh
     result: list[AnyExecutable] = []
+    # On the source mesh a move is a plan; the last leg to another mesh is messages from rank to rank.
     layouts = _layouts_on_the_way(move.src.layout, move.dst.layout, is_same_mesh)
     for start, stop in itertools.pairwise(layouts):
         is_last = stop is layouts[-1]
@@ -314,7 +315,7 @@ def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape
     """
     axes = dtensor_axes(mesh)
     is_cut_alike = mesh == value.mesh and all(map(_cut_alike, placements, value.placements))
-    if not is_cut_alike:
+    if not is_cut_alike:  # cut as torch cuts
         return End(mesh, placements, layout_of(placements, axes, shape))
     uncut = tuple(p if isinstance(p, Partial) else Replicate() for p in placements)
     tags = layout_of(uncut, axes, shape).tags

@@ -105,7 +105,9 @@ def from_placements(
         raise PlanError(
             f"{len(placements)} placements for {axes!r}", hint="one placement per mesh axis"
         )
-    factors: list[dict[str, int]] = [{} for _ in range(ndim)]  # of each dim
+    factors: list[dict[str, int]] = [
+        {} for _ in range(ndim)
+    ]  # of each dim, as `cuts_of` takes them
     tags: dict[str, list[str]] = {}
     for axis, placement in zip(axes.axes, placements, strict=True):
         tag = tag_of(placement)
@@ -263,6 +265,7 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
         nested = tuple(Cut((axis,)) for axis in order)
     if length is None or order == list(factors):
         return nested
+    # Else pieces are dealt out in turn, if all have the same number of rows.
     strided: list[Cut] = []
     n_rows_left = length  # of a device, after the axes so far
     for axis, factor in factors.items():
@@ -270,7 +273,7 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
         if remainder:
             return _uneven_cuts(factors, mesh, length, order)
         cut = Cut((axis,))
-        if factor > 1 and piece_rows:
+        if factor > 1 and piece_rows:  # a piece without rows is a cut of nothing
             cut = Cut((axis,), "cyclic", (piece_rows,))
         strided.append(cut)
         n_rows_left //= mesh.size(axis)
@@ -322,7 +325,8 @@ def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
 def _nesting_order(factors: Factors, mesh: Mesh) -> list[str] | None:
     """Return the order in which axes cut, if they cut one after the other into contiguous blocks.
 
-    Then each factor is the number of parts that later axes of the mesh make first.
+    Then each factor is the number of parts that later axes of the mesh make first: {"dp": 4, "tp": 1} with
+    tp=4 -> ["tp", "dp"], since tp cuts the dim into 4 parts before dp does.
     """
     order: list[str] = []
     for axis, factor in reversed(list(factors.items())):
@@ -344,11 +348,12 @@ def _uneven_cuts(
     submesh = Mesh({axis: mesh.size(axis) for axis in factors})
     devices = range(submesh.n_devices)
     rows = [_rows_of_device(length, factors, submesh, device) for device in devices]
-    if order is None:
+    if order is None:  # no nesting: the layout lists the rows of each device
         intervals = tuple(_interval_ends(runs) for runs in rows)
         return (Cut(submesh.axes, INTERVALS, intervals),)
     nested = tuple(Cut((axis,)) for axis in order)
     blocks = Sharding(Layout((Dim("_", nested),)), submesh, (length,))
+    # torch cuts pieces of uneven sizes in another way than blocks: if the rows differ, it means both.
     return nested if rows == [blocks.owned(0, device) for device in devices] else None
 
 

@@ -137,6 +137,7 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
         _check_gradient_of_winners(move)
         return move
 
+    # A compiler records what is sent, and cannot ask a store.
     compares = (debug or desync.ALWAYS) and not torch.compiler.is_compiling()
     compared = None
     if compares and (takes_part(dtensor.device_mesh) or takes_part(mesh)):
@@ -172,6 +173,7 @@ def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> froz
         may_stay = is_unchanged or type(placement) is Partial
         if may_stay and placement == target and _has_no_tag(placement):
             kept.add(i)
+    # A sum of products is no product of sums: two reductions at once would depend on their order.
     kinds = {src[i] for i in kept}
     others = [p for p in (*src, *dst) if isinstance(p, Partial) and p not in kinds]
     if len(kinds) > 1 or (kinds and others):
@@ -342,6 +344,7 @@ def local_part(x: DTensor, call: MoveCall) -> LocalPart | None:
     move = move_by_layouts(x, call)
     block = moves.local_block(x)
     executables = moves.executables(move, x, block)
+    # The gradient of a DTensor may have any placements, so a recorded call needs its own node.
     is_recorded = x.requires_grad and torch.is_grad_enabled()
     if is_recorded or len(executables) != 1:
         return None

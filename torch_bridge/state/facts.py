@@ -73,9 +73,10 @@ def described(
         raise MeshError(
             f"rank {rank()} is not in {mesh!r} and brings a tree", hint="pass None there"
         )
+    # Either a pair, rules of the source and of the target, or rules with arrows for both.
     is_pair = isinstance(rules, list | tuple)
     src_rules = rules[0] if is_pair else rules
-    rule_of = {}
+    rule_of = {}  # DTensors may have none
     if src_rules is not None:
         rule_of = Rules(src_rules).match(list(tensors))
 
@@ -218,7 +219,7 @@ def _return_to_cpu(
 ) -> None:
     """Move arrays to the CPU that were there among others on accelerators: an optimizer's counters."""
     if len({leaf.device_type for leaf in leaves.values()}) <= 1:
-        return
+        return  # all are on the device that the caller chose
     for array in plan.arrays:
         x = received[array.name]
         source = leaves[array.moves[0].name]

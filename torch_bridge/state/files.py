@@ -171,7 +171,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
 
     leaves.agreed(ranks, f"load {path}", planned)
     tensors = loading.read(device)
-    if not isinstance(path, Checkpoint):
+    if not isinstance(path, Checkpoint):  # the caller's own stays open
         loading.checkpoint.close()
     loading.replace_meta(tensors)
     if like is None:
@@ -233,6 +233,7 @@ class _Loading:
         arrays = list(by_name.values())
         stored_names = in_both(stored, [array.names for array in arrays], strict)
         for array, name in zip(arrays, stored_names, strict=True):
+            # Only a parallel model knows how to replace its meta tensors.
             if array.is_meta and array.put is None:
                 hint = "xt.parallelize or model.to_empty(device=...) first"
                 raise XshardError(f"{array.names[0]} is on the meta device", hint=hint)
@@ -244,7 +245,7 @@ class _Loading:
                     self.checkpoint, stored[name], array_dtype, array.sharding, self.profile
                 )
                 self.loads[name] = _ArrayLoad(load, array)
-        if not isinstance(like, nn.Module):
+        if not isinstance(like, nn.Module):  # a module has no numbers or texts of its own
             for keys, x in tree_flatten_with_path(like)[0]:
                 if not isinstance(x, Tensor):
                     name = leaf_name(keys)
@@ -263,6 +264,7 @@ class _Loading:
         shared_bytes = [_shared_bytes(load) for load, _ in self.loads.values()]
         tensors: dict[str, Tensor] = {}
         with ThreadPoolExecutor(_n_threads(len(self.ranks))) as threads:
+            # Rows to share are in memory twice until they are sent: a bucket limits them.
             for group in groups(shared_bytes, BUCKET_BYTES):
                 group_names = [names[i] for i in group]
                 local = [name for name in group_names if rank() in self.loads[name].array.ranks]

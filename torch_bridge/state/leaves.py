@@ -239,7 +239,7 @@ def _array_of_dtensor(name: str, x: DTensor) -> LocalArray:
 
 def _check_block_shape(array: LocalArray, rule: Sides) -> None:
     """Raise ShapeError unless the block is this process's part of the array."""
-    assert array.block is not None
+    assert array.block is not None  # only arrays with a block come here
     sharding = array.sharding
     part = f"under '{rule.src}' on {sharding.mesh!r} that is its part of a {sharding.shape} array"
     check_block(

@@ -89,6 +89,7 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     check_world()
     blocks: dict[str, torch.Tensor] = {}
 
+    # Runs inside the comparison of ranks, so that all of them raise if one cannot describe its tree.
     def prepared() -> CallFacts:
         everywhere = {
             "destination": f"{mesh_of(dst_mesh)!r} on {ranks_of(dst_mesh)}",
@@ -159,6 +160,7 @@ def execute(
     with reporting(progress, plan.bytes_moved, group.rank() == 0) as report:
         for i, bucket in enumerate(plan.buckets):
             parts = _parts_to_send(bucket, blocks, src_device, tensor_device)
+            # All messages of a bucket travel together: small arrays cost little more than one.
             moves = [move for array in bucket for move in array.moves]
             exchanges = [cross(move.plan, tensor_device, group) for move in moves]
             arrived = iter(run_together(exchanges, parts))
@@ -167,6 +169,7 @@ def execute(
                 if dst_device is not None:
                     received[array.name] = _assembled(array, pieces, dst_device)
             if donate:
+                # A block may be read by several buckets, as `names` can split arrays.
                 for name in [name for name in blocks if last_bucket.get(name) == i]:
                     _free(blocks.pop(name))
             report(sum(array.traffic.total() for array in bucket))
@@ -197,7 +200,9 @@ def _parts_to_send(
     parts: list[Tensor] = []
     for array in bucket:
         for move in array.moves:
-            part = torch.empty(0, device=tensor_device)
+            part = torch.empty(
+                0, device=tensor_device
+            )  # the moves of a plan want one on every process
             if src_device is not None:
                 index = move.src.numpy_index(src_device)
                 part = _part(blocks[move.name], index)
@@ -211,6 +216,7 @@ def _assembled(array: ArrayPlan, parts: list[Tensor], device: int) -> Tensor:
     if len(parts) == 1 and not array.moves[0].dst.part.numpy_index:
         return parts[0].to(dtype)  # the part is the whole block
     out = parts[0].new_empty(array.sharding.local_shape(device), dtype=dtype)
+    # Several stored arrays make one array, or one makes a part of it.
     for move, part in zip(array.moves, parts, strict=True):
         index = _torch_index(move.dst.numpy_index(device))
         _bits(out)[index] = _bits(part.to(dtype))

@@ -107,6 +107,7 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
         call = DESCRIPTIONS[name](invocation)
         if call is not None:
             return call
+    # `x.new_zeros(x.shape)` is sharded like x; with any other shape it has nothing to do with x.
     if name.endswith("_like") or (name.startswith("new_") and invocation.first.shape == out.shape):
         return _filled_like(invocation)
     if not tensors or name.startswith("new_"):
@@ -148,7 +149,7 @@ def _matrix_product(call: Invocation) -> Call:
     )
 )
 def _reshaping(call: Invocation) -> Call:
-    """Describe an operation that keeps the order of elements: (6, 4) -> (2, 3, 4)."""
+    """Describe an operation that keeps the order of elements: [6, 4] -> [2, 3, 4]."""
     return Call([call.first], view(call.first.shape, call.out.shape))
 
 
@@ -220,13 +221,14 @@ def _dims_of_index(
 
 @describes(["convolution"])
 def _convolution(call: Invocation) -> Call | None:
+    """Describe a convolution "b c l, o c k -> b o m" over any number of spatial dims."""
     is_transposed = call.args["transposed"]
     if is_transposed and call.args["groups"] > 1:
         return None  # its kernel has the groups in another dim
     order = list(range(call.out.ndim))
     kernel_order = order
     if is_transposed:
-        kernel_order = [1, 0, *order[2:]]
+        kernel_order = [1, 0, *order[2:]]  # [in, out, ...] in place of [out, in, ...]
     orders = [order, kernel_order, order]
     op = convolution(call.shapes, call.out.shape, call.args["groups"], orders)
     return Call(call.tensors[:2], op, added=call.args.get("bias"))
@@ -305,11 +307,11 @@ def _by_traits(call: Invocation) -> Call:
 def _work(call: Invocation) -> Mapping[str, Any]:
     """Return what an operation does unlike others of its class: accesses, and operands it keeps."""
     if call.has_number:
-        return {"keeps": ()}
+        return {"keeps": ()}  # the gradient of x * 2 needs no array
     if call.name in GRADIENT_BY_RESULT:
         return {"keeps": (len(call.tensors),)}  # the result comes after the operands
     if call.name in PARTS:
-        return FREE
+        return FREE  # the next operation reads the operand's memory
     return {}
 
 
@@ -375,6 +377,7 @@ def attention_call(
         n_key_heads = key.shape[-3]
         lengths = {"g": n_key_heads, "r": query.shape[-3] // n_key_heads}
 
+    # One letter stands for one length: values may be wider than keys.
     depths = (query.shape[-1], value.shape[-1])
     value_depth = "d"
     if depths[0] != depths[1]:

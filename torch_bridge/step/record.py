@@ -85,7 +85,7 @@ class StepRecorder(TorchDispatchMode):
         self.stated_lengths: tuple[int, ...] = ()
         self.entered: dict[str, str] = {}
         self.left: dict[str, str] = {}
-        self._constants: set[str] = set()
+        self._constants: set[str] = set()  # operations that depend on no input and no parameter
         self._name_counts = Counter[str]()
         self._open_modules = [_OpenModule("", None, None, 0)]
 
@@ -104,6 +104,7 @@ class StepRecorder(TorchDispatchMode):
             self.values |= zip(results, tree_leaves(computed), strict=True)
         is_in_place = name.endswith("_")
         for x in results:
+            # Empty tensors are made and dropped by batch norms, and another tensor may get their identity.
             if not x.numel():
                 continue
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
@@ -171,7 +172,8 @@ class StepRecorder(TorchDispatchMode):
 
         operands = [self.name_of(x) for x in call.operands]
         op = call.op
-        if self._constants.issuperset(operands):  # or there are none
+        # Without inputs every device can make the numbers itself: nothing is moved for them.
+        if self._constants.issuperset(operands):
             op = op._replace(kind="source", work={**op.work, "accesses": None})
             self._constants.add(name)
 
@@ -239,6 +241,7 @@ class Functions(TorchFunctionMode):
         if name.removeprefix("new_") in SIZED:
             self.recorder.stated_lengths = _whole_numbers(args)
         result = func(*args, **kwargs)
+        # `x.shape` is a property, whose getter knows it by `__self__`; `x.size()` is a method.
         is_shape = getattr(func, "__self__", None) is Tensor.shape or name == "size"
         if not is_shape or args[0] not in self.recorder.names:
             return result
@@ -265,6 +268,7 @@ def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...
     n_examples = next(iter(tensors.values())).shape[0]
     trace = Trace(n_examples, name_of(dtypes[0]))
 
+    # Parameters get meta tensors of their own, so that the model stays as it is.
     recorder = StepRecorder(trace)
     for name, x in tensors.items():
         recorder.names[x] = trace.input(name, x.shape)
@@ -366,7 +370,12 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
 
 
 def _merge_input(ops: dict[str, Op], name: str, path: str, left: Mapping[str, str]) -> None:
-    """Merge the input operation of a module with its user, or leave it out, or keep it as a place."""
+    """Keep the input operation of a module, drop it, or merge it with its only user.
+
+    Plans may move an array where a module begins. If one operation alone reads the input, that operation
+    begins the module. Else the input operation stays where a move may pay: the array has users outside, or
+    the module is one of a list. Otherwise the module's operations read the array itself.
+    """
     (origin,) = ops[name].operands
     users = _users(ops, name)
     # One user begins the module itself, until a module inside says that it does.
