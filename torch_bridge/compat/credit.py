@@ -1,11 +1,11 @@
-"""Drop-ins for `credit.domain_parallel`: weather models with rows of latitude sharded over processes.
+"""Drop-ins for `credit.domain_parallel`: weather models with sharded rows of latitude.
 
 Also for `sync_domain_gradients` of `credit.parallel.domain`. One manager, any object with
-`domain_parallel_size` and `domain_rank`, serves the whole program, as there. Without one, or on one process,
-blocks stay as they are and layers are the ordinary modules.
-Better here: a halo may be wider than a block, have two widths, and be periodic, reflected or cross a pole;
-`gather_tensor` has a gradient; blocks may differ in size; derivatives of any order. Models and layers are
-exact, also at the poles; a module without an exact form is refused, with its path.
+`domain_parallel_size` and `domain_rank`, serves the whole program, as there. Without one, or on one
+process, blocks stay as they are and layers are the ordinary modules. Better here: a halo may be
+wider than a block, have two widths, and be periodic, reflected or cross a pole; `gather_tensor` has
+a gradient; blocks may differ in size; derivatives of any order. Models and layers are exact, also
+at the poles; a module without an exact form is refused, with its path.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AXIS = "domain"
 
 
 class DomainParallelManager:
-    """Groups of `domain_parallel_size` D processes, ranks [i D, (i+1) D), that each shard one sample.
+    """Groups of D processes, ranks [i D, (i+1) D), that each shard one sample.
 
     Args:
         world_size: The number of processes.
@@ -76,7 +76,7 @@ class DomainParallelManager:
         self.is_last_domain_rank = self.domain_rank == domain_parallel_size - 1
 
     def neighbor_ranks(self) -> tuple[int | None, int | None]:
-        """Return the global ranks with the rows before and after, None at the edges of the array."""
+        """Return the ranks with the rows before and after, None at the edges of the array."""
         rank = self.processes.ranks[self.processes.device]
         rank_before = None if self.is_first_domain_rank else rank - 1
         rank_after = None if self.is_last_domain_rank else rank + 1
@@ -162,7 +162,7 @@ class HaloExchange(nn.Module):
 def shard_tensor(
     x: Tensor, dim: int = -2, manager: Manager = None, *, uneven: bool = False
 ) -> Tensor:
-    """Return this process's part of a tensor replicated in its domain: [H, ...] -> [H/D, ...] along `dim`.
+    """Return this process's part of a replicated tensor: [H, ...] -> [H/D, ...] along `dim`.
 
     Nothing is sent. The gradient is this process's own, with zeros elsewhere.
 
@@ -201,8 +201,8 @@ def gather_tensor(
         dim: The dim that is sharded.
         manager: Default: the program's.
         shape: The global shape, if D does not divide H.
-        grad: What gradients of the results are, as in `torch_bridge.ops.all_gather`: addends ("sum": each
-            process has its own loss), or equal ("replicated").
+        grad: What gradients of the results are, as in `torch_bridge.ops.all_gather`: addends
+            ("sum": each process has its own loss), or equal ("replicated").
 
     Returns:
         The whole tensor; `x` itself without a manager.
@@ -248,14 +248,16 @@ def convert_to_domain_parallel(
 ) -> nn.Module:
     """Turn a model, in place, into one of blocks: outputs and gradients are as for the whole array.
 
-    Inputs that have `shard_dim` besides batch and channels are sharded along it. Gradients of parameters are
-    this process's share, until `sync_domain_gradients`. The rest is as in `torch_bridge.nn.domain_parallel`.
+    Inputs that have `shard_dim` besides batch and channels are sharded along it. Gradients of
+    parameters are this process's share, until `sync_domain_gradients`. The rest is as in
+    `torch_bridge.nn.domain_parallel`.
 
     Args:
         model: Any module.
         manager: Default: the program's.
         shard_dim: The dim of inputs that is sharded.
-        custom_converters: A class -> a function that converts its modules; the result is called on blocks.
+        custom_converters: A class -> a function that converts its modules; the result is called on
+            blocks.
         shape: The inputs' global shape, if blocks differ in size.
 
     Returns:
@@ -324,7 +326,10 @@ def _sharding_manager(manager: Manager) -> Manager:
 
 
 def _domain_of(manager: DomainParallelManager) -> ProcessMesh:
-    """Return the processes that shard this one's sample: its `domain_group`, or neighbours in the world."""
+    """Return the processes that shard this one's sample.
+
+    They are the manager's `domain_group`, or neighbours in the world.
+    """
     # CREDIT's own managers may keep something else under this name, or nothing.
     group = getattr(manager, "domain_group", None)
     if isinstance(group, dist.ProcessGroup):
@@ -367,8 +372,8 @@ def _placement(x: Tensor, shard_dim: int) -> Placement | None:
 class DomainParallelConv2d(nn.Module):
     """A convolution of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`.
 
-    Blocks have equal sizes, unless another layer returned them. Gradients of parameters are a process's
-    share, until `sync_domain_gradients`.
+    Blocks have equal sizes, unless another layer returned them. Gradients of parameters are a
+    process's share, until `sync_domain_gradients`.
     """
 
     default_dim: ClassVar[int] = -2
@@ -391,7 +396,10 @@ class DomainParallelConv2d(nn.Module):
 
     @property
     def halo_width(self) -> int:
-        """The rows that CREDIT exchanges at either side; here outputs get all the rows that they need."""
+        """The rows that CREDIT exchanges at either side.
+
+        Here outputs get all the rows that they need.
+        """
         # The dim among the spatial ones, from the front or from the end.
         spatial_dim = self.shard_dim - 2 if self.shard_dim >= 0 else self.shard_dim
         kernel_size: int = self.conv.kernel_size[spatial_dim]
@@ -426,7 +434,7 @@ class DomainParallelConvTranspose3d(DomainParallelConv3d):
 
 
 class DomainParallelPeriodicConv2d(DomainParallelConv2d):
-    """A `PeriodicConv2d` of blocks `(b, c, h, w)`: circular columns, rows that reflect at the poles.
+    """A `PeriodicConv2d` of blocks `(b, c, h, w)`, whose rows reflect at the poles.
 
     Args:
         periodic_conv: A module with a `conv` without padding, and the `padding` of both dims.
@@ -497,7 +505,7 @@ class DomainParallelGroupNorm(nn.GroupNorm):
 
 
 class DomainParallelInterpolate(nn.Module):
-    """Resizes blocks `(b, c, h, w)` to a size: the size of the block along `shard_dim`, as there."""
+    """Resizes blocks `(b, c, h, w)`: `size` is the block's along `shard_dim`, as there."""
 
     def __init__(
         self, size: int | Sequence[int], mode: str = "bilinear", shard_dim: int = -2

@@ -1,9 +1,9 @@
-"""Drop-ins for `ksuit.distributed`: gathers and reductions over all processes, in both gradient conventions.
+"""Drop-ins for `ksuit.distributed`: gathers and reductions, in both gradient conventions.
 
-Numbers and lists become tensors, scalars are gathered to one dim, tensors travel by way of a device that the
-backend serves, and without a process group every block is the whole.
-Better here: the gradient of a gather is a reduce-scatter in place of an all-reduce of P blocks; no input is
-written to; bfloat16 comes back as bfloat16; no warning of autograd, and derivatives of any order.
+Numbers and lists become tensors, scalars are gathered to one dim, tensors travel by way of a device
+that the backend serves, and without a process group every block is the whole. Better here: the
+gradient of a gather is a reduce-scatter in place of an all-reduce of P blocks; no input is written
+to; bfloat16 comes back as bfloat16; no warning of autograd, and derivatives of any order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class AllGatherGradAutograd:
 
 
 class AllGatherGradOverwrite:
-    """The blocks of all ranks; the gradient of a block is the cotangent of its own rank: nothing is sent.
+    """The blocks of all ranks.
+
+    The gradient of a block is the cotangent of its own rank: nothing is sent.
 
     Right if all ranks compute the same loss.
     """
@@ -66,10 +68,12 @@ class AllGatherGradOverwrite:
 def all_gather_grad(
     x: Values, batch_dim: int = 0, *, shape: Shape = None, sizes: Sizes = None
 ) -> Tensor:
-    """Gather the blocks of all ranks along a dim: [n_r, ...] -> [sum of n_r, ...]; gradients are summed.
+    """Gather the blocks of all ranks along a dim: [n_r, ...] -> [sum of n_r, ...].
 
-    Without `shape` and `sizes`, ranks on gloo first tell each other their rows; on other backends blocks are
-    equal, as in the original.
+    Gradients are summed.
+
+    Without `shape` and `sizes`, ranks on gloo first tell each other their rows; on other backends
+    blocks are equal, as in the original.
 
     Args:
         x: This rank's block.
@@ -99,7 +103,10 @@ def all_gather_grad_autograd(x: Values) -> Tensor:
 
 
 def all_gather_grad_overwrite(x: Values) -> Tensor:
-    """Gather blocks: [n, ...] -> [P n, ...]; the gradient of a block is its own rank's cotangent."""
+    """Gather blocks: [n, ...] -> [P n, ...].
+
+    The gradient of a block is its own rank's cotangent.
+    """
     return _gathered(x, 0, "replicated")
 
 
@@ -111,10 +118,10 @@ def all_gather_nograd(x: Values) -> Tensor:
 
 @torch.no_grad()
 def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
-    """Gather samples that a `DistributedSampler` dealt out, in their own order, without those that fill up.
+    """Gather samples that a `DistributedSampler` dealt out, in their own order.
 
-    [n, ...] -> [min(P n, max_length), ...]: rank r holds samples r, r + P, ... Without a process group
-    nothing was dealt out, and nothing is clipped.
+    [n, ...] -> [min(P n, max_length), ...]: rank r holds samples r, r + P, ... Without a process
+    group nothing was dealt out, and nothing is clipped.
 
     Args:
         x: This rank's samples.
@@ -138,7 +145,9 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
 
 
 def all_reduce_sum_grad(x: Values) -> Tensor:
-    """Sum over ranks, on every rank: [...] -> [...]; the gradient passes, as for a loss equal on all.
+    """Sum over ranks, on every rank: [...] -> [...].
+
+    The gradient passes, as for a loss equal on all.
 
     A bool becomes whether any is true.
     """
@@ -146,7 +155,10 @@ def all_reduce_sum_grad(x: Values) -> Tensor:
 
 
 def all_reduce_mean_grad(x: Values) -> Tensor:
-    """Average over ranks, as a float, on every rank: [...] -> [...]; the gradient is divided by P."""
+    """Average over ranks, as a float, on every rank: [...] -> [...].
+
+    The gradient is divided by P.
+    """
     return _reduced(x, mean=True)
 
 
@@ -167,7 +179,10 @@ def _world() -> MeshLike:
 
 
 def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes = None) -> Tensor:
-    """Gather blocks along a dim. grad: what gradients of the results are, as in `ops.all_gather`."""
+    """Gather blocks along a dim.
+
+    grad: what gradients of the results are, as in `ops.all_gather`.
+    """
     block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():
         return block
@@ -184,7 +199,8 @@ def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes
 
 def _told_sizes(sent: Tensor, dim: int, mesh: MeshLike) -> Sizes:
     """Return the rows of each rank, as ranks on gloo tell each other; None where they do not."""
-    # NCCL would wait for the numbers on the host; a compiler cannot record a size that depends on data.
+    # NCCL would wait for the numbers on the host; a compiler cannot record a size that depends on
+    # data.
     is_on_gloo = sent.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config()
     if not is_on_gloo or torch.compiler.is_compiling():
         return None

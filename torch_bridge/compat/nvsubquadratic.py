@@ -1,9 +1,10 @@
-"""Drop-ins for `nvsubquadratic.parallel`: exchange shards of sequence and channels, in zigzag order.
+"""Drop-ins for `nvsubquadratic.parallel`: exchange shards of sequence and channels.
 
-Also for the functions of these names in savanna, NeMo and BioNeMo. They follow the code there, not its
-docstrings: "split" and "full" refer to the sequence, and rank r of P holds chunks r and 2P-1-r.
-Better here: one copy before the collective and one after it; derivatives of any order, and forward mode;
-blocks of different sizes (`shape=`); any dims. Lengths that do not divide are refused before sending.
+Also for the functions of these names in savanna, NeMo and BioNeMo. They follow the code there, not
+its docstrings: "split" and "full" refer to the sequence, which is in zigzag order: rank r of P
+holds chunks r and 2P-1-r. Better here: one copy before the collective and one after it; derivatives
+of any order, and forward mode; blocks of different sizes (`shape=`); any dims. Lengths that do not
+divide are refused before sending.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def all_to_all_single_fn(  # noqa: PLR0913  the original's arguments, and three 
 ) -> Tensor:
     """Exchange a sharded sequence for sharded channels, or back, differentiably.
 
-    "split_to_full": [B, C, L/P, ...] -> [B, C/P, L, ...]; "full_to_split" is the way back. The gradient is
-    the move back, unscaled.
+    "split_to_full": [B, C, L/P, ...] -> [B, C/P, L, ...]; "full_to_split" is the way back. The
+    gradient is the move back, unscaled.
 
     Args:
         group: The processes. None: all.
@@ -49,8 +50,8 @@ def all_to_all_single_fn(  # noqa: PLR0913  the original's arguments, and three 
         shape: The global shape, [B, C, L, ...], if lengths do not divide.
         channel_dim: The dim of channels.
         sequence_dim: The dim of the sequence.
-        debug: First compare flags and shapes with the other ranks. If they differ or one of them fails, all
-            of them raise DesyncError. Also: `XSHARD_DEBUG=1`.
+        debug: First compare flags and shapes with the other ranks. If they differ or one of them
+            fails, all of them raise DesyncError. Also: `XSHARD_DEBUG=1`.
 
     Raises:
         XshardError: A ValueError: other types, dims and lengths, or a group without this process.

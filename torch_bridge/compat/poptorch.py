@@ -1,9 +1,9 @@
 """Drop-ins for `poptorch_experimental_addons.collectives`: a replica of a program is a process.
 
 A loss that all replicas compute equally counts once in `..._identical_grads_in` and
-`all_reduce_cross_replica_sum`; in the other functions the losses of all are added, as in the original.
-Better here: any backend and graph, any group (`group=`), derivatives of any order.
-All functions raise MeshError if the group has another number of processes than `replication_factor`.
+`all_reduce_cross_replica_sum`; in the other functions the losses of all are added, as in the
+original. Better here: any backend and graph, any group (`group=`), derivatives of any order. All
+functions raise MeshError if the group has another number of processes than `replication_factor`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def all_reduce_cross_replica_sum(
     Args:
         x: This replica's tensor.
         replication_factor: The number of replicas.
-        insert_in_grad_graph: Sum the gradients; values pass unchanged. Else values are summed, and gradients
-            pass unchanged.
+        insert_in_grad_graph: Sum the gradients; values pass unchanged. Else values are summed, and
+            gradients pass unchanged.
         group: The replicas. None: all processes.
 
     Examples:

@@ -1,9 +1,11 @@
 """Drop-in for `spmd_types.redistribute`, and layouts as types of spmd_types and back.
 
-Per mesh axis, R is a copy (its gradients are addends), I a replica (they are equal), P an addend, S(i) a
-shard along dim i, and V a value of each device, which is stacked. Types are objects of the package, or their
-names: "R", "S(0)". Better here: blocks of different sizes, forward mode and derivatives of any order; a
-layout moves along several axes at once, and has means, orders and halos, for which there are no types.
+Per mesh axis, R is a copy (its gradients are addends), I a replica (they are equal), P an addend,
+S(i) a shard along dim i, and V a value of each device, which is stacked. Types are objects of the
+package, or their
+names: "R", "S(0)". Better here: blocks of different sizes, forward mode and derivatives of any
+order; a layout moves along several axes at once, and has means, orders and halos, for which there
+are no types.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
 ) -> Tensor:
     """Move a block from type `src` along an axis to type `dst`, with the gradient of those types.
 
-    "S(0)" -> "R": [n/p, ...] -> [n, ...]. V on the left adds a leading dim as long as the axis; V on the
-    right takes it away: [n, ...] -> [...]. The checker of spmd_types takes this function inside
-    `no_typecheck(out_types=...)`.
+    "S(0)" -> "R": [n/p, ...] -> [n, ...]. V on the left adds a leading dim as long as the axis; V
+    on the right takes it away: [n, ...] -> [...]. The checker of spmd_types takes this function
+    inside `no_typecheck(out_types=...)`.
 
     Args:
         x: This process's block.
@@ -98,7 +100,10 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
 
 
 def _group_of_axis(axis: Any) -> Any:
-    """Return the process group of an axis of the current mesh, for which spmd_types has a private name."""
+    """Return the process group of an axis of the current mesh.
+
+    spmd_types has a private name for it alone.
+    """
     from spmd_types._mesh import _pg_for_axis
 
     return _pg_for_axis(axis)
@@ -108,9 +113,9 @@ def _group_of_axis(axis: Any) -> Any:
 def planned() -> Iterator[None]:
     """Plan moves of spmd_types over several axes as one; moves over one axis remain its own.
 
-    Inside, `spmd_types.redistribute(x, mesh, src=, dst=)` also takes types of several axes, as `from_types`
-    does, with the gradient of those types; `spmd_types.spmd_redistribute(x, src, dst)` plans all axes of a
-    DTensor together, also for dims that several axes shard.
+    Inside, `spmd_types.redistribute(x, mesh, src=, dst=)` also takes types of several axes, as
+    `from_types` does, with the gradient of those types; `spmd_types.spmd_redistribute(x, src, dst)`
+    plans all axes of a DTensor together, also for dims that several axes shard.
 
     Raises:
         XshardError: As for `redistribute` and `from_types`.
@@ -264,8 +269,8 @@ def _axes_of_dims(spec: Sequence[Any], ndim: int) -> list[list[str]]:
 def _add_shard(axes_of_dims: list[list[str]], axis: str, kind: str) -> None:
     """Add an axis to the dim that its type shards, if any.
 
-    Raises PlanError for a V, which says no dim, and for a dim that another axis shards too: types do not
-    say which one comes first.
+    Raises PlanError for a V, which says no dim, and for a dim that another axis shards too: types
+    do not say which one comes first.
     """
     d = compat.spmd_cut(kind)
     if d is None:
@@ -289,8 +294,8 @@ def _type_name(type_: Any) -> str:
 def _axis_name(axis: Any) -> str:
     """Return the name of an axis of the current mesh of spmd_types.
 
-    The package keeps the names of its current mesh in a private module. Raises PlanError for an axis
-    without a name there.
+    The package keeps the names of its current mesh in a private module. Raises PlanError for an
+    axis without a name there.
     """
     if isinstance(axis, str):
         return axis

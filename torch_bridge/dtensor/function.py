@@ -44,8 +44,8 @@ from xshard.steps.base import without_tags
 Placements = tuple[Placement, ...]
 Shape = tuple[int, ...]
 AnyExecutable = Executable | TransferExecutable
-# The nodes of autograd that make a DTensor of a block: its gradient is the block's, not the array's. torch
-# gives no other sign of it.
+# The nodes of autograd that make a DTensor of a block: its gradient is the block's, not the
+# array's. torch gives no other sign of it.
 _MAKERS = ("_FromTorchTensorBackward", "_OfCopiesBackward")
 
 
@@ -66,8 +66,8 @@ class End:
 class DTensorMove:
     """The move of a DTensor.
 
-    op_dtype: the dtype that travels. backward_dtype: the dtype in which the gradient travels; None: the
-    input's. gradient: the placements of the input's gradient; None: by default rules.
+    op_dtype: the dtype that travels. backward_dtype: the dtype in which the gradient travels; None:
+    the input's. gradient: the placements of the input's gradient; None: by default rules.
     by_block: the gradient is the blocks', because `DTensor.from_local` made the input.
     """
 
@@ -82,7 +82,10 @@ class DTensorMove:
 
 
 class RedistributeDTensor(torch.autograd.Function):
-    """`RedistributeDTensor.apply(x, move)`: a DTensor after a move, differentiable any number of times."""
+    """The move of a DTensor as a function of autograd, differentiable any number of times.
+
+    `RedistributeDTensor.apply(x, move)` is the DTensor after the move.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, move: DTensorMove) -> DTensor:
@@ -194,8 +197,8 @@ def local_block(x: DTensor) -> Tensor:
 def _check_shard_order(x: DTensor) -> None:
     """Raise PlanError unless mesh dims have cut each dim in the order of the mesh.
 
-    `shard_order` of newer releases of torch is private. Without this check, blocks in another order than
-    placements say would be moved as if they were in order.
+    `shard_order` of newer releases of torch is private. Without this check, blocks in another order
+    than placements say would be moved as if they were in order.
     """
     for entry in getattr(x._spec, "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
@@ -205,7 +208,7 @@ def _check_shard_order(x: DTensor) -> None:
 
 
 def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
-    """Raise MeshError unless both meshes have the same processes, ShapeError for another block shape."""
+    """Raise MeshError for meshes of different processes, ShapeError for another block shape."""
     if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
         hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...) moves tensors between any two"
         reason = f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes"
@@ -239,7 +242,8 @@ def _executables(
     dst = dtensor_mesh(move.dst.mesh)
     is_same_mesh = move.src.mesh == move.dst.mesh
     result: list[AnyExecutable] = []
-    # On the source mesh a move is a plan; the last leg to another mesh is messages from rank to rank.
+    # On the source mesh a move is a plan; the last leg to another mesh is messages from rank to
+    # rank.
     layouts = _layouts_on_the_way(move.src.layout, move.dst.layout, is_same_mesh)
     for start, stop in itertools.pairwise(layouts):
         is_last = stop is layouts[-1]
@@ -258,8 +262,8 @@ def _executables(
 def _layouts_on_the_way(src: Layout, dst: Layout, is_same_mesh: bool) -> list[Layout]:
     """Return the layouts that a move passes, both ends included: two, or three.
 
-    A max or min ends before anything else happens: "n | max(a)" -> "n | sum(a)" goes by "n". One begins
-    without a step: replicas are already the maximum of equal values.
+    A max or min ends before anything else happens: "n | max(a)" -> "n | sum(a)" goes by "n". One
+    begins without a step: replicas are already the maximum of equal values.
     """
     src_tags = _nonlinear_tags(src)
     dst_tags = _nonlinear_tags(dst)
@@ -295,10 +299,12 @@ def _gradient_end(move: DTensorMove, arrives: End, shape: Shape) -> End:
 
 
 def _gradient_placement(placement: Placement, gradient: Placement, by_block: bool) -> Placement:
-    """Return the default placement of an input's gradient on a mesh dim: the input's, replicas for addends.
+    """Return the default placement of an input's gradient on one mesh dim.
 
-    gradient: as it arrives. If the input has addends, addends of its gradient stay addends: the sum may
-    not be needed.
+    That is the input's, and replicas for addends.
+
+    gradient: as it arrives. If the input has addends, addends of its gradient stay addends: the sum
+    may not be needed.
     """
     if not isinstance(placement, Partial):
         return placement
@@ -311,7 +317,8 @@ def _gradient_placement(placement: Placement, gradient: Placement, by_block: boo
 def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
     """Return the end of a gradient that is placed so.
 
-    Placements lack the sizes of blocks: where they are the value's, the gradient has the value's cuts.
+    Placements lack the sizes of blocks: where they are the value's, the gradient has the value's
+    cuts.
     """
     axes = dtensor_axes(mesh)
     is_cut_alike = mesh == value.mesh and all(map(_cut_alike, placements, value.placements))

@@ -1,7 +1,8 @@
 """Layouts to and from the placements of a DTensor.
 
-Replicas and copies are both `Replicate`; they differ in gradients. A `_StridedShard` of factor f gives each
-device a share of f pieces of a dim; that is also what later mesh axes do when they cut the dim first.
+Replicas and copies are both `Replicate`; they differ in gradients. A `_StridedShard` of factor f
+gives each device a share of f pieces of a dim; that is also what later mesh axes do when they cut
+the dim first.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ def to_placements(
 ) -> tuple[Placement, ...]:
     """Convert a layout to DTensor placements, one per mesh axis.
 
-    "n/dp d" on a mesh (dp=2, tp=4) -> (Shard(0), Replicate()). A nesting that is not in mesh order, and rows
-    dealt out in turn, become `_StridedShard`.
+    "n/dp d" on a mesh (dp=2, tp=4) -> (Shard(0), Replicate()). A nesting that is not in mesh order,
+    and rows dealt out in turn, become `_StridedShard`.
 
     Args:
         layout: A layout or its text.
         mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh`.
-        shape: The global shape. It is needed for cuts that a DTensor makes of some lengths only, such as
-            `n/(dp,tp)` of an even one.
+        shape: The global shape. It is needed for cuts that a DTensor makes of some lengths only,
+            such as `n/(dp,tp)` of an even one.
 
     Raises:
         PlanError: A DTensor cannot have this layout (zigzag, halo, ...).
@@ -88,8 +89,8 @@ def from_placements(
         placements: One per mesh axis.
         mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh`.
         ndim: The number of dims of the array.
-        shape: The global shape. It is needed for a `_StridedShard` that is no nesting of cuts, as `flatten`
-            makes.
+        shape: The global shape. It is needed for a `_StridedShard` that is no nesting of cuts, as
+            `flatten` makes.
 
     Raises:
         PlanError: The placements are no layout.
@@ -146,7 +147,10 @@ def tag_of(placement: Placement) -> str | None:
 
 
 def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> None:
-    """Raise NotationError, at `span` or the left side, unless a DTensor is placed as `layout` says."""
+    """Raise NotationError unless a DTensor is placed as `layout` says.
+
+    span: the place in `text` that the error marks; default: the left side.
+    """
     mesh = mesh_of(x.device_mesh)
     shape = tuple(x.shape)
     stated = Sharding(layout, mesh, shape)
@@ -188,7 +192,10 @@ def positional(layout: Layout, ndim: int) -> Layout:
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of a block's gradient: the dual, with the operands of a max or min as addends."""
+    """Return the layout of a block's gradient: the dual.
+
+    Operands of a max or min count as addends: one of them gets the gradient.
+    """
     return with_kind(layout, "sum").dual
 
 
@@ -236,7 +243,10 @@ def _split_factors(
 
 
 def _hint_of_unplaceable(dim: Dim, normal: Dim, *, has_shape: bool) -> str:
-    """Return what a DTensor can hold instead of a dim. normal: the dim in the form for its length."""
+    """Return what a DTensor can hold instead of a dim.
+
+    normal: the dim in the form for its length.
+    """
     orders = {cut.order for cut in normal.shards}
     hint = "its placements cut into contiguous parts, or deal out rows in turn"
     if dim.overlap is not None:
@@ -256,8 +266,8 @@ def _is_nesting(dim: Dim) -> bool:
 def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...] | None:
     """Return the cuts of a dim that split factors make: {"dp": 4, "tp": 1} with tp=4 -> "n/tp/dp".
 
-    None if they are no nesting and the length is unknown, or if torch itself reads them in two ways: as an
-    order of axes, and as pieces of an uneven length.
+    None if they are no nesting and the length is unknown, or if torch itself reads them in two
+    ways: as an order of axes, and as pieces of an uneven length.
     """
     order = _nesting_order(factors, mesh)
     nested = None
@@ -283,7 +293,8 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
 def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | None:
     """Return the split factors that make the cuts of a dim, or None.
 
-    Without a length only a nesting of contiguous cuts has them. dim: in normal form unless it is one.
+    Without a length only a nesting of contiguous cuts has them. dim: in normal form unless it is
+    one.
     """
     is_nesting = _is_nesting(dim)
     if dim.overlap is not None or (length is None and not is_nesting):
@@ -315,7 +326,9 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
 def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
     """Return the number of pieces of which each device of a cut has a share."""
     if length is not None and cut.order == "cyclic":
-        piece_rows = int(cut.numbers[0]) if cut.numbers else 1  # type: ignore[arg-type]  # no map here
+        piece_rows = 1
+        if cut.numbers:
+            piece_rows = int(cut.numbers[0])  # type: ignore[arg-type]  # only intervals have pairs
         return max(length // (piece_rows * mesh.size(*cut.axes)), 1)
     if cut.order == INTERVALS:
         return len(interval_pairs(cut.numbers[0]))
@@ -325,8 +338,8 @@ def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
 def _nesting_order(factors: Factors, mesh: Mesh) -> list[str] | None:
     """Return the order in which axes cut, if they cut one after the other into contiguous blocks.
 
-    Then each factor is the number of parts that later axes of the mesh make first: {"dp": 4, "tp": 1} with
-    tp=4 -> ["tp", "dp"], since tp cuts the dim into 4 parts before dp does.
+    Then each factor is the number of parts that later axes of the mesh make first: {"dp": 4, "tp":
+    1} with tp=4 -> ["tp", "dp"], since tp cuts the dim into 4 parts before dp does.
     """
     order: list[str] = []
     for axis, factor in reversed(list(factors.items())):
@@ -341,7 +354,9 @@ def _nesting_order(factors: Factors, mesh: Mesh) -> list[str] | None:
 def _uneven_cuts(
     factors: Factors, mesh: Mesh, length: int, order: Sequence[str] | None
 ) -> tuple[Cut, ...] | None:
-    """Return cuts as `cuts_of` does, for pieces or shares of different sizes: from the rows of each device.
+    """Return cuts as `cuts_of` does, for pieces or shares of different sizes.
+
+    They are found from the rows of each device.
 
     order: as from `_nesting_order`.
     """
@@ -353,7 +368,8 @@ def _uneven_cuts(
         return (Cut(submesh.axes, INTERVALS, intervals),)
     nested = tuple(Cut((axis,)) for axis in order)
     blocks = Sharding(Layout((Dim("_", nested),)), submesh, (length,))
-    # torch cuts pieces of uneven sizes in another way than blocks: if the rows differ, it means both.
+    # torch cuts pieces of uneven sizes in another way than blocks: if the rows differ, it means
+    # both.
     return nested if rows == [blocks.owned(0, device) for device in devices] else None
 
 
@@ -366,7 +382,10 @@ def _interval_ends(runs: Runs) -> tuple[int, ...]:
 
 
 def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> Runs:
-    """Return the rows of a device as `_StridedShard` cuts: chunks of chunks, as `torch.chunk` makes them."""
+    """Return the rows of a device as `_StridedShard` cuts: chunks of chunks.
+
+    Chunks are as `torch.chunk` makes them.
+    """
     runs = interval(0, length)
     for (axis, factor), coordinate in zip(factors.items(), mesh.coords(device), strict=True):
         shares = _shares(n_rows(runs), mesh.size(axis), factor, coordinate)

@@ -62,24 +62,26 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
 
         y = xt.dtensor.redistribute(x, [Replicate()])      # [Shard(0)] -> [Replicate()]
 
-    Means the same as `DTensor.redistribute`, and takes more: any `Partial` as a destination, another mesh of
-    the same processes, blocks of any sizes. The result is a new tensor; its gradient has any placements.
+    Means the same as `DTensor.redistribute`, and takes more: any `Partial` as a destination,
+    another mesh of the same processes, blocks of any sizes. The result is a new tensor; its
+    gradient has any placements.
 
-    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout. If it stays, its blocks and
-    their gradient move like replicas; otherwise DTensor reduces it first, by its own rules and with its own
-    gradient. A process outside the mesh keeps its empty block, as in torch.
+    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout. If it stays, its
+    blocks and their gradient move like replicas; otherwise DTensor reduces it first, by its own
+    rules and with its own gradient. A process outside the mesh keeps its empty block, as in torch.
 
     Args:
         dtensor: The DTensor.
         placements: One per dim of the mesh; `Shard(-1)` is the last dim.
-        device_mesh: The mesh of the result, of the same processes in any order and shape. None: the same
-            mesh.
+        device_mesh: The mesh of the result, of the same processes in any order and shape. None: the
+            same mesh.
         forward_dtype: The dtype that travels, and the result's. Default: the input's.
-        backward_dtype: The dtype in which the gradient travels; it comes out in the input's dtype. Default:
-            the input's.
-        grad_placements: The placements of the input's gradient. Default: the input's, `Replicate` for
-            `Partial`. The gradient is the array's, as everywhere in DTensor. For a DTensor that `from_local`
-            made, it is the blocks': `Partial("avg")` divides it, `Partial("max")` gives it to the winners.
+        backward_dtype: The dtype in which the gradient travels; it comes out in the input's dtype.
+            Default: the input's.
+        grad_placements: The placements of the input's gradient. Default: the input's, `Replicate`
+            for `Partial`. The gradient is the array's, as everywhere in DTensor. For a DTensor that
+            `from_local` made, it is the blocks': `Partial("avg")` divides it, `Partial("max")`
+            gives it to the winners.
         src_layout: The layout of the blocks where placements do not determine it, such as
             `n/sizes(a,2,3) d`. Default: a `Shard` is cut as `torch.chunk` cuts.
         dst_layout: The same for the result.
@@ -151,7 +153,7 @@ def _has_no_tag(placement: Placement) -> bool:
 
 
 def _without_reductions(dtensor: DTensor, kept: frozenset[int]) -> DTensor:
-    """Return a DTensor after torch has done its reductions without a layout, all but the kept ones."""
+    """Let torch do the reductions of a DTensor that no layout has, all but the kept ones."""
     placements = list(dtensor.placements)
     for i, placement in enumerate(placements):
         if _has_no_tag(placement) and i not in kept:
@@ -166,7 +168,8 @@ def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> froz
 
     Raises PlanError beside another reduction.
     """
-    # Subclasses of `Partial` may depend on all placements: a `_MaskPartial` knows the rows of its block.
+    # Subclasses of `Partial` may depend on all placements: a `_MaskPartial` knows the rows of its
+    # block.
     is_unchanged = tuple(src) == tuple(dst)
     kept: set[int] = set()
     for i, (placement, target) in enumerate(zip(src, dst, strict=False)):
@@ -183,7 +186,7 @@ def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> froz
 
 
 def _check_gradient_of_winners(move: DTensorMove) -> None:
-    """Raise PlanError for addends as the gradient of blocks of a max or min: it goes to one block."""
+    """Raise PlanError for addends as the gradient of a max or min, which goes to one block."""
     if not move.by_block or move.gradient is None:
         return
     winner_axes = move.src.layout.tagged(*NONLINEAR)
@@ -206,8 +209,9 @@ def _end(
 ) -> End:
     """Return one end of a move, dims counted from 0.
 
-    layout: the layout of blocks if placements do not determine it. kept: mesh dims on which blocks differ
-    as no layout says; they count as replicas. Raises PlanError for a layout unlike the placements.
+    layout: the layout of blocks if placements do not determine it. kept: mesh dims on which blocks
+    differ as no layout says; they count as replicas. Raises PlanError for a layout unlike the
+    placements.
     """
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
     as_layout = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
@@ -295,7 +299,8 @@ def _compare_moves(
 def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: str) -> Tensor:
     """Return the DTensor after a call.
 
-    compares: whether replicas are compared, now and in the backward pass. name: the tensor's, for errors.
+    compares: whether replicas are compared, now and in the backward pass. name: the tensor's, for
+    errors.
     """
     if compares:
         _compare_replicas(x, call.text, name, cotangents=False)
@@ -310,7 +315,10 @@ def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: st
 
 
 def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
-    """Return the move of a call. Raises NotationError unless the DTensor is placed as the left side says."""
+    """Return the move of a call.
+
+    Raises NotationError unless the DTensor is placed as the left side says.
+    """
     left, right, text = sides(call.expression)
     check_placed(x, left, text)
     src = positional(left, x.ndim)
@@ -329,7 +337,7 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
 
 
 class LocalPart(NamedTuple):
-    """A DTensor's block, its executable on one mesh, and the function from its result to the DTensor's."""
+    """A DTensor's block, its executable, and the function from the executable's result."""
 
     block: Tensor
     executable: Executable
@@ -337,7 +345,7 @@ class LocalPart(NamedTuple):
 
 
 def local_part(x: DTensor, call: MoveCall) -> LocalPart | None:
-    """Return the part of a call that happens on blocks, so that blocks of many tensors travel together.
+    """Return the part of a call that happens on blocks: many of them travel together.
 
     None if autograd records the call, or if it needs several executables or two meshes.
     """

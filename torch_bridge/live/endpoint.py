@@ -1,4 +1,7 @@
-"""One of two programs that meet in a store: its processes act as one, and watch the other's heartbeats."""
+"""One of two programs that meet in a store.
+
+Its processes act as one, and watch the other's heartbeats.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ T = TypeVar("T")
 
 
 class LostVersionError(XshardError, RuntimeError):
-    """A version did not arrive whole: the other program has ended, failed, or did not come in time."""
+    """A version did not arrive whole: the other program has ended, failed, or is late."""
 
 
 class _Count(NamedTuple):
@@ -45,11 +48,12 @@ class _Count(NamedTuple):
 
 
 class Heartbeat:
-    """A count in the store that grows while this rank works, and a watch on the counts of the other program.
+    """A count in the store that grows while this rank works, and a watch on others' counts.
 
-    The first rank watches all ranks of the other program, and leaves a notice for the ranks of its own. It
-    counts looks, not seconds: if a whole machine stands still, no rank has stopped. Timeouts of a process
-    group would not do: NCCL ends the process that waits, and a server has to go on.
+    The first rank watches all ranks of the other program, and leaves a notice for the ranks of its
+    own. It counts looks, not seconds: if a whole machine stands still, no rank has stopped.
+    Timeouts of a process group would not do: NCCL ends the process that waits, and a server has to
+    go on.
     """
 
     def __init__(self, store_call: Callable[..., Any], key: Callable[..., str]) -> None:
@@ -84,12 +88,12 @@ class Heartbeat:
         }
 
     def check(self) -> None:
-        """Raise LostVersionError if a rank of the other program has stopped, or the store does not answer."""
+        """Raise LostVersionError if a rank of the other program has stopped, or the store."""
         if self._error:
             raise LostVersionError(self._error)
 
     def guarded(self, call: Callable[[], T]) -> T:
-        """Return the result of a call that waits for the other program, unless `check` raises first."""
+        """Call what waits for the other program, and return its result, or raise as `check`."""
         # In a thread, since a call that waits for a rank that has ended cannot be interrupted.
         future = failures.in_thread(call)
         while not wait([future], PAUSE_S).done:
@@ -133,8 +137,8 @@ class Endpoint:
         names: As in `transfer`, equal in both programs.
         bucket_bytes: As in `transfer`, equal in both programs.
         timeout_s: Seconds that one program waits for the other.
-        silent_s: Seconds without a sign of life from a rank of the other program, or without an answer of
-            the store, after which a version is lost.
+        silent_s: Seconds without a sign of life from a rank of the other program, or without an
+            answer of the store, after which a version is lost.
         name: The name of the stream, if a store has several.
 
     Raises:
@@ -216,7 +220,10 @@ class Endpoint:
         return all_or_none(range(dist.get_world_size()), self.key(), work, timeout=timeout)
 
     def plan(self, facts: Mapping[str, str]) -> TreePlan:
-        """Plan the transfer of a tree of the trainer; its ranks come first in the group of both programs."""
+        """Plan the transfer of a tree of the trainer.
+
+        Its ranks come first in the group of both programs.
+        """
         n_src = self.src_mesh.n_devices
         route = Route(
             self.dst_mesh,
@@ -232,7 +239,10 @@ class Endpoint:
         return "\n".join((str(plan), *rules_text(self.rules, self.names).values()))
 
     def recv(self, *parts: object) -> str | None:
-        """Return the text that the other program writes to a key; None if it does not come in time."""
+        """Return the text that the other program writes to a key.
+
+        None if it does not come in time.
+        """
         key = self.key(*parts)
         end_s = time.monotonic() + self.timeout_s
         # Short looks, not one long wait: a store that waits answers no other call of this process.
@@ -252,7 +262,10 @@ class Endpoint:
         return text
 
     def connect(self, sessions: str) -> dist.ProcessGroup | None:
-        """Return the group of these two sessions; the group of others is left first. "" only leaves it."""
+        """Return the group of these two sessions; the group of others is left first.
+
+        "" only leaves it.
+        """
         if sessions == self._sessions:
             return self._group
         if self._group is not None:
@@ -286,7 +299,10 @@ class Endpoint:
         device: torch.device,
         report: Progress,
     ) -> dict[str, Tensor]:
-        """Execute the plan in the group of both sessions; return the blocks that arrive on this rank."""
+        """Execute the plan in the group of both sessions.
+
+        Return the blocks that arrive on this rank.
+        """
         group = self.connect(sessions)
         assert group is not None
         # The guard runs it in a thread, which would have the default stream.

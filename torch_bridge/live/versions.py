@@ -1,8 +1,8 @@
-"""`Publisher` and `Subscriber`: versions of a trainer's weights reach a server, which is another program.
+"""`Publisher` and `Subscriber`: versions of a trainer's weights reach another program.
 
-The protocol, in keys of the store: the trainer writes an "offer" and its number as "latest"; a server writes
-"taken", plans the same transfer and writes its plan as the "answer"; both execute it; the server reports
-"done", with the text of its error, if any.
+The protocol, in keys of the store: the trainer writes an "offer" and its number as "latest"; a
+server writes "taken", plans the same transfer and writes its plan as the "answer"; both execute it;
+the server reports "done", with the text of its error, if any.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Publisher(Endpoint):
         version = publisher.publish(model.state_dict())
 
     Args:
-        profile: As in `transfer`. It goes to the server, which may run on another machine and plans for the
-            same.
+        profile: As in `transfer`. It goes to the server, which may run on another machine and plans
+            for the same.
 
     Examples:
         >>> import inspect
@@ -69,7 +69,8 @@ class Publisher(Endpoint):
             The number of the version.
 
         Raises:
-            DesyncError: The server plans another transfer; on all ranks of the trainer, as for all errors.
+            DesyncError: The server plans another transfer; on all ranks of the trainer, as for all
+                errors.
             LostVersionError: The server does not have the version whole.
             XshardError: As for `transfer`.
         """
@@ -138,7 +139,7 @@ class Publisher(Endpoint):
         return version
 
     def _offer(self, facts: Mapping[str, str], plan_text: str) -> tuple[int, str | None]:
-        """Write an offer -> the version's number, and the session of the server that takes it, if any."""
+        """Write an offer; return the version, and the session of the server that takes it."""
         version = self.store_call("add", self.key("versions"), 1)
         offer = {"facts": facts, "plan": plan_text, "session": self.session}
         self.store_call("set", self.key("offer", version), json.dumps(offer))
@@ -149,7 +150,9 @@ class Publisher(Endpoint):
 
 @dataclass(kw_only=True)
 class Subscriber(Endpoint):
-    """The server's endpoint: `receive` takes the next version; `tree` is the last whole one, or None.
+    """The server's endpoint: `receive` takes the next version.
+
+    `tree` is the last whole one, or None.
 
         while serving:
             if subscriber.receive(wait_s=1.0):
@@ -167,8 +170,8 @@ class Subscriber(Endpoint):
     def receive(self, wait_s: float = 0.0, progress: Progress = None) -> bool:
         """Take the latest version, if there is a new one. All ranks of the server call it.
 
-        `tree` and `version` change when all ranks of the server have all of it, and not before: a thread may
-        receive while others serve the old one.
+        `tree` and `version` change when all ranks of the server have all of it, and not before: a
+        thread may receive while others serve the old one.
 
         Args:
             wait_s: How long to wait for a new version.
@@ -178,9 +181,10 @@ class Subscriber(Endpoint):
             True if there is a new version, False if none comes within `wait_s`.
 
         Raises:
-            DesyncError: The trainer plans another transfer; on all ranks of the server, as for all errors.
-            LostVersionError: The trainer has ended in the middle. The old version stays, and later versions,
-                of a new trainer too, can be received.
+            DesyncError: The trainer plans another transfer; on all ranks of the server, as for all
+                errors.
+            LostVersionError: The trainer has ended in the middle. The old version stays, and later
+                versions, of a new trainer too, can be received.
         """
         self.start_session()
         offer = self.broadcast(lambda: self._offered(wait_s), wait_s)

@@ -1,7 +1,7 @@
 """`debug=True`: ranks compare what they are about to do, before any of them does it.
 
-They meet in the store of the world, under their ranks and a number. So they find each other even if they are
-about to call different collectives, where a collective would hang.
+They meet in the store of the world, under their ranks and a number. So they find each other even if
+they are about to call different collectives, where a collective would hang.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch_bridge.mesh.process_groups import ranks_digest
 from torch_bridge.mesh.process_mesh import callers
 from xshard.arguments import is_on
 
-# The environment is read once, at import: it has to be set before the program starts, and equal for all
-# ranks. A rank that turned comparisons on later would wait for others that do not come.
+# The environment is read once, at import: it has to be set before the program starts, and equal for
+# all ranks. A rank that turned comparisons on later would wait for others that do not come.
 # Whether every call is compared, as with `debug=True`.
 ALWAYS = is_on("XSHARD_DEBUG")
 # Whether each new plan is compared when it is first used.
@@ -75,9 +75,10 @@ def derivatives_of(*blocks: Tensor) -> dict[str, str]:
 
 
 def _function_transforms(blocks: Sequence[Tensor]) -> list[str]:
-    """Return the transforms of `torch.func` that are active, outermost first, and which blocks are batched.
+    """Return the active transforms of `torch.func`, and which blocks are batched.
 
-    torch has no public names for them. Without this, ranks inside different transforms would not be told.
+    torch has no public names for them. Without this, ranks inside different transforms would not be
+    told.
     """
     stack = torch._C._functorch.get_interpreter_stack()
     if not stack:
@@ -96,7 +97,10 @@ def _function_transforms(blocks: Sequence[Tensor]) -> list[str]:
 
 
 def _tangents(blocks: Sequence[Tensor]) -> list[str]:
-    """Return which blocks have a tangent, inside `forward_ad.dual_level`; torch says so in private alone."""
+    """Return which blocks have a tangent, inside `forward_ad.dual_level`.
+
+    Torch says so in private alone.
+    """
     if forward_ad._current_level < 0:
         return []
     return [f"tangent {forward_ad.unpack_dual(x).tangent is not None}" for x in blocks]
@@ -244,7 +248,8 @@ class _Channel:
     def exchange(self, mine: Mapping[str, object], timeout: timedelta) -> dict[int, Report]:
         """Return the reports of all ranks, in the first meeting that none has given up.
 
-        mine: this rank's. Raises DesyncError for ranks that do not come, and for a store without an answer.
+        mine: this rank's. Raises DesyncError for ranks that do not come, and for a store without an
+            answer.
         """
         store = _default_store()
         rank = dist.get_rank()
@@ -264,7 +269,10 @@ class _Channel:
     def _meet(
         self, store: Any, rank: int, number: int, mine: Mapping[str, object], timeout: timedelta
     ) -> dict[int, Report] | None:
-        """Return the reports of one meeting, by rank; None if the others have given it up already."""
+        """Return the reports of one meeting, by rank.
+
+        None if the others have given it up already.
+        """
         if number > 1:
             # All ranks that came to the last meeting have read the one before it.
             store.delete_key(self._key(number - 2, rank))
@@ -305,8 +313,8 @@ _channel = functools.cache(_Channel)
 def _default_store() -> Any:
     """Return the store of the world, in which its processes met when they began.
 
-    torch gives it no public name. Without it, ranks could compare only by a collective, which hangs if one of
-    them makes another call.
+    torch gives it no public name. Without it, ranks could compare only by a collective, which hangs
+    if one of them makes another call.
     """
     return c10d._get_default_store()
 

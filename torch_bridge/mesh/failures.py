@@ -20,7 +20,10 @@ _GRACE = timedelta(seconds=2)
 
 
 def name_place(error: Exception, place: str) -> None:
-    """Add the part of a plan to its error: to a CollectiveError, which is raised again, or as a note."""
+    """Name the part of a plan in its error.
+
+    A CollectiveError is raised again, with the place; any other error gets a note.
+    """
     if isinstance(error, CollectiveError):
         raise CollectiveError(_failed(place), hint=error.hint) from error.__cause__
     error.add_note(f"in {place}")
@@ -28,7 +31,8 @@ def name_place(error: Exception, place: str) -> None:
 
 def during(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any:
     """Call a part of a plan; its errors name the `place`, as in `name_place`."""
-    # On the way of every step: `place` is a function, since its text costs time and errors are rare.
+    # On the way of every step: `place` is a function, since its text costs time and errors are
+    # rare.
     try:
         return act(*args)
     except Exception as error:
@@ -45,8 +49,9 @@ def raise_lost_peer(error: RuntimeError, what: str, ranks: Sequence[int]) -> Non
     waited = ""
     if world is not None:
         waited = f" within {timeout_of(world).total_seconds():g} s"
+    ranks_text = ", ".join(map(str, ranks))
     lines = [
-        f"one of the ranks {', '.join(map(str, ranks))} has ended, has failed, did not come{waited},"
+        f"one of the ranks {ranks_text} has ended, has failed, did not come{waited},"
         " or made another call"
     ]
     backend_lines = str(error).strip().splitlines()
@@ -74,8 +79,8 @@ def _failed(what: str) -> str:
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return how long the collectives of a group wait: the longest of its backends.
 
-    torch has no public way to ask. Without it, ranks that compare their calls would give up before or
-    after the collectives that they announce.
+    torch has no public way to ask. Without it, ranks that compare their calls would give up before
+    or after the collectives that they announce.
     """
     timeouts: list[timedelta] = []
     for device in sorted(group._device_types, key=str):
@@ -114,7 +119,10 @@ def within(timeout: timedelta, call: Callable[..., T], *args: Any) -> T:
 
 
 def check_store(store: Any, timeout: timedelta) -> None:
-    """Raise DistStoreError unless a store answers in time. One that cannot be asked, a fake, passes."""
+    """Raise DistStoreError unless a store answers in time.
+
+    One that cannot be asked, a fake, passes.
+    """
     try:
         within(timeout, store.check, ["xshard"])
     except dist.DistError:

@@ -1,4 +1,7 @@
-"""The kind of a world's devices, and how many a node has, as the first process that asks tells the store."""
+"""The kind of a world's devices, and how many a node has.
+
+The first process that asks tells the store, and all others plan for the same.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profil
     n_processes = 1 if world is None else world.size()
     found = json.dumps(_detected(device_type, n_processes))
     try:
-        # The store of the world has no public name. `compare_set` keeps what the first process has set.
+        # The store of the world has no public name. `compare_set` keeps what the first process has
+        # set.
         compare_set = c10d._get_default_store().compare_set
         timeout = c10d.default_pg_timeout if world is None else timeout_of(world)
         key = f"xshard/machine/{device_type}"
@@ -54,7 +58,10 @@ def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profil
 
 
 def _detected(device_type: str, n_processes: int) -> tuple[str, int | None]:
-    """Return the kind of device, and the processes of a node: their common divisor, None for one node."""
+    """Return the kind of device, and the processes of a node.
+
+    The processes are the common divisor of those of all nodes, and None for one node.
+    """
     kind = "gloo"
     if device_type == "cuda" and torch.cuda.is_available():
         kind = torch.cuda.get_device_name()

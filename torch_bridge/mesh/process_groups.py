@@ -1,7 +1,7 @@
 """Process groups that only their members make, named by ranks.
 
-`dist.new_group` has to be called by all processes of the world, and names groups by a count that members
-would not share. So groups are made with c10d's own functions, which are private.
+`dist.new_group` has to be called by all processes of the world, and names groups by a count that
+members would not share. So groups are made with c10d's own functions, which are private.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch_bridge.mesh.failures import call_backend, check_store, timeout_of
 def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Return the process group of these ranks, ascending; its members alone call this.
 
-    The first call waits for them. world: the group that counts the ranks, which may have two programs.
-    Raises CollectiveError if a member does not come.
+    The first call waits for them. world: the group that counts the ranks, which may have two
+    programs. Raises CollectiveError if a member does not come.
     """
     if world is None:
         world = dist.group.WORLD
@@ -43,7 +43,10 @@ def rank_in(world: dist.ProcessGroup) -> int:
 def group_of_programs(
     store: Store, name: str, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Return the group of processes of several programs that meet in a store; all of them call this."""
+    """Return the group of processes of several programs that meet in a store.
+
+    All of them call this.
+    """
     world = dist.group.WORLD
     assert world is not None
     backend, _ = _backend_and_store(world)
@@ -68,7 +71,8 @@ def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessG
 def _backend_and_store(world: dist.ProcessGroup) -> tuple[str, Any]:
     """Return the backend of a group, by kind of device, and its store.
 
-    `_world` is c10d's private record of all groups; `dist.get_backend` lacks the store and the kinds.
+    `_world` is c10d's private record of all groups; `dist.get_backend` lacks the store and the
+    kinds.
     """
     backend, store = c10d._world.pg_map[world]
     return backend, store
@@ -84,8 +88,8 @@ def _new_group(
 ) -> dist.ProcessGroup:
     """Make a group, in which all members meet in the store under its name.
 
-    rank: this process's among `ranks`. `_new_process_group_helper` is what `dist.new_group` itself calls
-    on members; without it every group would take all processes of the world.
+    rank: this process's among `ranks`. `_new_process_group_helper` is what `dist.new_group` itself
+    calls on members; without it every group would take all processes of the world.
     """
     check_store(store, timeout)  # a store without an answer would hold this process for ever
     # torch must not take ranks of another program for global ones.
@@ -111,8 +115,8 @@ def _new_group(
 def _without_bound_device() -> Iterator[None]:
     """Inside, the world is bound to no device.
 
-    With a bound device, torch makes a group by splitting the world's NCCL communicator, for which it waits
-    for all ranks of the world.
+    With a bound device, torch makes a group by splitting the world's NCCL communicator, for which
+    it waits for all ranks of the world.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -153,12 +157,12 @@ class StepGroup(dist.ProcessGroup):
     def _register(self, tensor_device: torch.device) -> None:
         """Tell torch of the group's backend and of its name.
 
-        Both ways are private. Without the backend torch refuses tensors on the device; without the name a
-        compiled graph does not find the group.
+        Both ways are private. Without the backend torch refuses tensors on the device; without the
+        name a compiled graph does not find the group.
         """
         backend = self.group._get_backend(tensor_device)
         self._register_backend(tensor_device, dist.ProcessGroup.BackendType.GLOO, backend)
-        _register_process_group(self.graph_name, self)  # type: ignore[arg-type]  # stubs want a base
+        _register_process_group(self.graph_name, self)  # type: ignore[arg-type]  # stubs: a C class
 
     def _call(self, method: str, *args: Any) -> _Work:
         """Begin a collective of the other group."""
@@ -166,7 +170,8 @@ class StepGroup(dist.ProcessGroup):
         return _Work(work, self)
 
 
-# What functional collectives call, in old and new releases. Others run too; their errors do not say where.
+# What functional collectives call, in old and new releases. Others run too; their errors do not say
+# where.
 _COLLECTIVES = (
     "allreduce",
     "allreduce_coalesced",
@@ -178,5 +183,6 @@ for _method in _COLLECTIVES:
     setattr(StepGroup, _method, functools.partialmethod(StepGroup._call, _method))
 
 
-# A group for graphs, cached as long as graphs are: torch itself does not keep what it finds by name.
+# A group for graphs, cached as long as graphs are: torch itself does not keep what it finds by
+# name.
 step_group = functools.cache(StepGroup)

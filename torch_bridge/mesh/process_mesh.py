@@ -1,4 +1,4 @@
-"""A `DeviceMesh` or an `xshard.Mesh` as processes: devices with global ranks, and groups along the axes.
+"""A `DeviceMesh` or an `xshard.Mesh` as processes: their ranks, and groups along axes.
 
 Meshes and groups are cached: making a group is a collective call.
 """
@@ -31,8 +31,8 @@ from xshard.notation.maps import Maps
 class Group:
     """Processes that communicate.
 
-    process_group: None for `meta` tensors, of which nothing is sent. devices: the mesh device of each
-    rank of the group. graph_name: the name by which a compiled graph finds the group.
+    process_group: None for `meta` tensors, of which nothing is sent. devices: the mesh device of
+    each rank of the group. graph_name: the name by which a compiled graph finds the group.
     """
 
     process_group: Any
@@ -66,8 +66,8 @@ class Group:
 class ProcessMesh:
     """A mesh of processes, seen by one of them.
 
-    ranks: the global rank of each device. device: this process's. process_group: axes in mesh order -> the
-    group along them that this process is in.
+    ranks: the global rank of each device. device: this process's. process_group: axes in mesh order
+    -> the group along them that this process is in.
     """
 
     mesh: Mesh
@@ -99,7 +99,7 @@ class ProcessMesh:
         return Group(group_of(tuple(self.ranks[d] for d in devices)), devices)
 
     def along(self, axes: Sequence[str]) -> ProcessMesh:
-        """Return the part of the mesh that this process reaches along `axes`, as a mesh of those alone."""
+        """Return the part of the mesh that this process reaches along `axes`, as a mesh."""
         axes = tuple(sorted(axes, key=self.mesh.position))
         if axes not in self._parts:
             mesh = Mesh(dict(zip(axes, self.mesh.sizes_of(axes), strict=True)))
@@ -109,7 +109,7 @@ class ProcessMesh:
         return self._parts[axes]
 
     def factored(self, split: Split) -> ProcessMesh:
-        """Return the same processes on a mesh with some axes split into sub-axes: dp=4 -> dp=2, dp=2.
+        """Return the same processes on a mesh with some axes split: dp=4 -> dp=2, dp=2.
 
         Without a split this is the mesh itself.
         """
@@ -133,13 +133,14 @@ class ProcessMesh:
 
 MeshLike = Mesh | DeviceMesh | ProcessMesh
 World = tuple[Any, bool]  # the group of the world, and whether `alone` is active
-# Whether `alone` is active, for all threads: threads of a backward pass have no context of their own.
+# Whether `alone` is active, for all threads: threads of a backward pass have no context of their
+# own.
 _ALONE = False
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Run a part of a program on this process by itself: all axes have size 1, and nothing is sent."""
+    """Run a part of a program on this process by itself: all axes have size 1."""
     global _ALONE
     was_alone = _ALONE
     _ALONE = True
@@ -156,17 +157,18 @@ def world() -> World:
     """
     # The public name, `dist.group.WORLD`, is a property of a metaclass, which takes longer.
     group = c10d._world.default_pg
-    # `check_world` refuses `LocalTensorMode`, one of the dispatch modes. The length of their stack is
-    # private, and saves a look at each of them.
+    # `check_world` refuses `LocalTensorMode`, one of the dispatch modes. The length of their stack
+    # is private, and saves a look at each of them.
     if group is None or torch._C._len_torch_dispatch_stack():
         check_world()
     return group, _ALONE
 
 
 def process_mesh(mesh: MeshLike) -> ProcessMesh:
-    """Return the processes of a `DeviceMesh` with named dims, or of an `xshard.Mesh` over the world.
+    """Return the processes of a named `DeviceMesh`, or of an `xshard.Mesh` over the world.
 
-    Raises MeshError without a world, names or this process, or if an `xshard.Mesh` does not cover the world.
+    Raises MeshError without a world, names or this process, or if an `xshard.Mesh` does not cover
+    the world.
     """
     if isinstance(mesh, ProcessMesh) and not _ALONE:
         return mesh
@@ -311,8 +313,8 @@ def _group_mesh(group: dist.ProcessGroup, axis: str) -> ProcessMesh:
 
 def check_world() -> None:
     """Raise MeshError unless this process, or this thread, is one rank of an initialised world."""
-    # A private module, slow to import: if nobody has imported it, its mode is not active. Without this check
-    # one process that plays all ranks would move rank 0's rows for all.
+    # A private module, slow to import: if nobody has imported it, its mode is not active. Without
+    # this check one process that plays all ranks would move rank 0's rows for all.
     local_tensor = sys.modules.get("torch.distributed._local_tensor")
     if local_tensor is not None and local_tensor.local_tensor_mode() is not None:
         hint = (
@@ -346,7 +348,8 @@ def positions(
         maps: The `Owners` and `Needs` that the layout names.
 
     Returns:
-        A tensor `[rows]`, int64. -1 stands for a row beyond the ends of the array, which holds a constant.
+        A tensor `[rows]`, int64. -1 stands for a row beyond the ends of the array, which holds a
+        constant.
 
     Raises:
         MeshError: As for `redistribute`.

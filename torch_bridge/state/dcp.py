@@ -1,7 +1,7 @@
 """Read checkpoints of `torch.distributed.checkpoint`: only the rows that are needed.
 
-Metadata is a pickle, so it is read with a list of allowed classes, and all that it says is checked against
-the files: a damaged or a hostile folder raises FileError.
+Metadata is a pickle, so it is read with a list of allowed classes, and all that it says is checked
+against the files: a damaged or a hostile folder raises FileError.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _RECORDS = {
 def open_dcp(path: str | Path) -> Checkpoint:
     """Open a folder that `torch.distributed.checkpoint.save` wrote; no tensor is read yet.
 
-    Raises FileError for metadata with anything but records of DCP, and for tensors with parts outside of the
-    folder or of their files, or parts that overlap or leave a gap.
+    Raises FileError for metadata with anything but records of DCP, and for tensors with parts
+    outside of the folder or of their files, or parts that overlap or leave a gap.
     """
     folder = Path(path)
     arrays: dict[str, _Tensor] = {}
@@ -91,7 +91,10 @@ class _Records(pickle.Unpickler):
 
 
 class _Item(NamedTuple):
-    """A tensor or a value that `torch.save` wrote into a part of a file. offset, length: in bytes."""
+    """A tensor or a value that `torch.save` wrote into a part of a file.
+
+    offset, length: in bytes.
+    """
 
     file: Path
     offset: int
@@ -166,8 +169,8 @@ class _Part:
 def _first_byte(tensor: Tensor) -> int:
     """Return the byte of its item at which a tensor on the meta device begins.
 
-    `_checkpoint_offset` is where its storage is; torch sets it when it loads to "meta", and has no other
-    name for it.
+    `_checkpoint_offset` is where its storage is; torch sets it when it loads to "meta", and has no
+    other name for it.
     """
     storage: Any = tensor.untyped_storage()
     return int(storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize)
@@ -209,7 +212,10 @@ def _common(wanted: range, part: slice) -> _CommonRows:
 
 
 def _item(folder: Path, info: Any) -> _Item:
-    """Return an item of the metadata. Raises FileError unless it is a part of a file in the folder."""
+    """Return an item of the metadata.
+
+    Raises FileError unless it is a part of a file in the folder.
+    """
     file = folder / info.relative_path
     stop = info.offset + info.length
     if file.parent != folder or file.is_symlink():
@@ -248,7 +254,7 @@ def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
 def _check_cover(
     name: str, shape: tuple[int, ...], starts: NDArray[Any], sizes: NDArray[Any]
 ) -> None:
-    """Raise FileError unless boxes cover an array once: all inside, as many elements, no overlap."""
+    """Raise FileError unless boxes cover an array once, without a gap or an overlap."""
     stops = starts + sizes
     is_inside = (starts >= 0).all() and (sizes >= 0).all() and (stops <= shape).all()
     has_elements = (sizes > 0).all(-1)

@@ -45,7 +45,9 @@ class LeafFact(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where a tree goes, and on which machine: all but the tree and its rules that a plan depends on.
+    """Where a tree goes, and on which machine.
+
+    A plan depends on this, on the tree, and on its rules.
 
     src_devices, dst_devices: the ranks of the devices of both meshes in one group of processes.
     """
@@ -60,10 +62,13 @@ class Route(NamedTuple):
 def described(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the local blocks of a tree by name, and its facts: its mesh, its structure, and each leaf.
+    """Return the local blocks of a tree by name, and its facts.
 
-    mesh: None for a tree of DTensors, which bring theirs. shapes: global, by name, if blocks differ in size.
-    Raises MeshError for a missing mesh and for a tensor on another one, and as `local_array` does.
+    Facts are its mesh, its structure, and what `LeafFact` has of each tensor.
+
+    mesh: None for a tree of DTensors, which bring theirs. shapes: global, by name, if blocks differ
+    in size. Raises MeshError for a missing mesh and for a tensor on another one, and as
+    `local_array` does.
     """
     tensors, constants = tensors_and_constants(tree)
     mesh = _source_mesh(tensors, mesh)
@@ -111,7 +116,10 @@ def _source_mesh(tensors: Mapping[str, Tensor], mesh: MeshLike | None) -> MeshLi
 
 
 def _block_on_mesh(local: LocalArray, axes: Mesh, ranks: Sequence[int]) -> Tensor:
-    """Return this process's block. Raises MeshError if the array is on another mesh than its tree."""
+    """Return this process's block.
+
+    Raises MeshError if the array is on another mesh than its tree.
+    """
     is_on_mesh = local.sharding.mesh == axes and local.ranks == ranks
     if not is_on_mesh or local.block is None:
         raise MeshError(f"it is on {local.mesh!r}, the tree on {axes!r} of ranks {ranks}")
@@ -217,7 +225,10 @@ def tree_of(received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Na
 def _return_to_cpu(
     received: dict[str, Tensor], plan: TreePlan, leaves: Mapping[str, LeafFact]
 ) -> None:
-    """Move arrays to the CPU that were there among others on accelerators: an optimizer's counters."""
+    """Move arrays back to the CPU that were there before, such as an optimizer's counters.
+
+    Only if others were on accelerators.
+    """
     if len({leaf.device_type for leaf in leaves.values()}) <= 1:
         return  # all are on the device that the caller chose
     for array in plan.arrays:

@@ -1,4 +1,7 @@
-"""`save` and `load`: trees of local blocks to and from files; all processes succeed or fail together."""
+"""`save` and `load`: trees of local blocks to and from files.
+
+All processes succeed or fail together.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +45,17 @@ def save(
     shard_bytes: int | str | None = "5GiB",
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Save local blocks as safetensors files and an index, in a folder that all processes can reach.
+    """Save local blocks as safetensors files, in a folder that all processes can reach.
 
         xt.save({"w": block}, "checkpoint", {"w": "o/tp i"}, mesh)     # blocks of [o/tp, i]
 
-    Every element is written once, by one of the processes that have it; processes write at the same time. The
-    folder keeps the checkpoint that it had until the new one is complete. All processes of the mesh call it.
+    Every element is written once, by one of the processes that have it; processes write at the same
+    time. The folder keeps the checkpoint that it had until the new one is complete. All processes
+    of the mesh call it.
 
     Args:
-        tree: A model, a state dict, or any tree of tensors, numbers and texts. Parallel models and DTensors
-            bring their layouts.
+        tree: A model, a state dict, or any tree of tensors, numbers and texts. Parallel models and
+            DTensors bring their layouts.
         path: The folder.
         rules: Layouts of the other tensors by name. None: they are replicated.
         mesh: The processes. None: the world.
@@ -79,7 +83,8 @@ def save(
     path = Path(path)
     ranks = processes_of(mesh)
     arrays: dict[str, LocalArray] = {}
-    # `planned` runs inside the comparison of ranks, so that all raise if one fails, and leaves its plan here.
+    # `planned` runs inside the comparison of ranks, so that all raise if one fails, and leaves its
+    # plan here.
     plans: list[Saving] = []
 
     def planned() -> dict[str, Any]:
@@ -139,11 +144,12 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         rules: Layouts by the names in this program. None: all are replicated.
         mesh: The processes. None: the world.
         names: Maps stored names to this program's names.
-        like: A model or a tree, with tensors to fill in place, on their devices and in their dtypes.
-            Parallel models and DTensors bring their layouts.
+        like: A model or a tree, with tensors to fill in place, on their devices and in their
+            dtypes. Parallel models and DTensors bring their layouts.
         strict: Every name has to be in both `like` and the files.
         dtype: The dtype of all floats, without `like`.
-        device: For new tensors. Parameters of a parallel model on the meta device are made there, too.
+        device: For new tensors. Parameters of a parallel model on the meta device are made there,
+            too.
         profile: The machine. If it has a disk, processes that need the same rows may read a part
             each and share it.
         verify: Compare checksums, which reads everything once.
@@ -259,7 +265,7 @@ class _Loading:
         }
 
     def read(self, device: torch.device | str) -> dict[str, Tensor]:
-        """Read all arrays, bucket by bucket of shared rows -> the blocks of this process by name."""
+        """Read all arrays, bucket by bucket; return the blocks of this process by name."""
         names = list(self.loads)
         shared_bytes = [_shared_bytes(load) for load, _ in self.loads.values()]
         tensors: dict[str, Tensor] = {}
@@ -274,7 +280,7 @@ class _Loading:
         return tensors
 
     def _reader(self, tensors: Mapping[str, Tensor]) -> Callable[[str], Tensor | None]:
-        """Return a function for threads that reads one array into its tensor, or returns it to share."""
+        """Return a function that reads one array into its tensor, or returns it to share."""
 
         def read(name: str) -> Tensor | None:
             load, array = self.loads[name]
@@ -283,7 +289,7 @@ class _Loading:
         return read
 
     def _share(self, blocks: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
-        """Send blocks to the processes that need them too, mesh by mesh, one collective for many arrays."""
+        """Send blocks to the processes that need them too, many arrays in one collective."""
         by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
         for name, block in blocks.items():
             if block is not None:
@@ -317,7 +323,10 @@ def _n_threads(n_ranks: int) -> int:
 
 
 def _shared_bytes(load: Load) -> int:
-    """Return the most bytes that a process reads of an array for others; 0 if it reads for itself."""
+    """Return the most bytes that a process reads of an array for others.
+
+    0 if it reads for itself.
+    """
     if not load.is_shared:
         return 0
     return dtypes.n_bytes(load.source.max_local_shape, load.stored)

@@ -1,4 +1,4 @@
-"""Arrays of a model or a tree by name, with layouts and local blocks, and the processes that hold them."""
+"""Arrays of a model or a tree by name, with layouts, local blocks and processes."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def agreed(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) 
 class LocalArray:
     """An array of a tree, with the block of this process.
 
-    names: several if it is tied. block: None outside of its mesh. put: replaces the array in its model, for
-    parameters on the meta device.
+    names: several if it is tied. block: None outside of its mesh. put: replaces the array in its
+    model, for parameters on the meta device.
     """
 
     names: Sequence[str]
@@ -122,8 +122,8 @@ def local_arrays(
 ) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
     """Return the arrays of a model or any tree by name, and its other leaves.
 
-    Parallel models and DTensors have layouts of their own; rules have those of all other tensors, which are
-    replicated without rules. Raises as `local_array` does, with the name of the leaf.
+    Parallel models and DTensors have layouts of their own; rules have those of all other tensors,
+    which are replicated without rules. Raises as `local_array` does, with the name of the leaf.
     """
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
         return _arrays_of_parallel(tree), {}
@@ -197,7 +197,7 @@ def local_array(
     ranks: Sequence[int],
     shape: Any = None,
 ) -> LocalArray:
-    """Return a DTensor as an array with its own layout, or a local block under the left side of a rule.
+    """Return a DTensor as an array, or a local block under the left side of a rule.
 
     shape: global; None if all processes have blocks of one size. Raises XshardError for tensors
     without strides or without a layout, ShapeError for a block that is not as the layout says.
@@ -254,7 +254,10 @@ def _check_block_shape(array: LocalArray, rule: Sides) -> None:
 
 
 def _on_large_pages(x: Tensor) -> Tensor:
-    """Use large pages for new CPU memory: getting small ones takes four times as long as copying to them."""
+    """Use large pages for new CPU memory.
+
+    Getting small ones from the system takes four times as long as copying to them.
+    """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)  # only Linux has it
     if x.device.type == "cpu" and x.nbytes >= _LARGE_BYTES and advice is not None:
         # madvise takes whole pages: start at the next one.

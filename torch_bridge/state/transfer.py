@@ -47,23 +47,23 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
 
         state = xt.transfer(state, {"w": "o/dp i -> o i/tp"}, serve_mesh, src_mesh=train_mesh)
 
-    All processes of the world call it, with equal arguments except for `tree` and `device`. Processes outside
-    of the source pass None; processes outside of the destination get None.
+    All processes of the world call it, with equal arguments except for `tree` and `device`.
+    Processes outside of the source pass None; processes outside of the destination get None.
 
     Args:
         tree: Nested dicts and lists of tensors, DTensors, numbers and text, such as the state of a
             module or an optimizer.
         rules: "layout -> layout" by patterns over names, or a pair of rules, as in
-            `xshard.state.plan_transfer`. A DTensor brings its source layout: a rule without an arrow is its
-            destination layout, and `rules=(None, there)` is enough with `names`.
+            `xshard.state.plan_transfer`. A DTensor brings its source layout: a rule without an
+            arrow is its destination layout, and `rules=(None, there)` is enough with `names`.
         dst_mesh: The mesh of the result.
         src_mesh: The mesh of a tree of other tensors than DTensors.
         names: As in `xshard.state.plan_transfer`.
         shapes: Global shapes by name, if blocks differ in size.
         bucket_bytes: As in `xshard.state.plan_transfer`.
         donate: Free the memory of the tree bucket by bucket.
-        progress: True for a bar, or a function called with the bytes done and the total. None shows a bar for
-            large trees on a terminal.
+        progress: True for a bar, or a function called with the bytes done and the total. None shows
+            a bar for large trees on a terminal.
         dry_run: Send nothing and return the plan, which prints as a table.
         profile: As in `xshard.state.plan_transfer`.
         device: For the result on a process that has no tree.
@@ -89,7 +89,8 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     check_world()
     blocks: dict[str, torch.Tensor] = {}
 
-    # Runs inside the comparison of ranks, so that all of them raise if one cannot describe its tree.
+    # Runs inside the comparison of ranks, so that all of them raise if one cannot describe its
+    # tree.
     def prepared() -> CallFacts:
         everywhere = {
             "destination": f"{mesh_of(dst_mesh)!r} on {ranks_of(dst_mesh)}",
@@ -121,7 +122,9 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
 
 
 def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the facts of the tree, equal on all that bring it. Raises MeshError unless all senders do.
+    """Return the facts of the tree, equal on all that bring it.
+
+    Raises MeshError unless all senders do.
 
     reports: by rank, as from `compare_ranks`.
     """
@@ -150,7 +153,8 @@ def execute(
 ) -> dict[str, Tensor] | None:
     """Execute a plan: source blocks by name -> destination blocks; None outside of that mesh.
 
-    All processes of `group` call it. donate: free source blocks after the last bucket that reads them.
+    All processes of `group` call it. donate: free source blocks after the last bucket that reads
+    them.
     """
     rank = rank_in(group)
     src_device = _position(plan.src_devices, rank)
@@ -196,7 +200,10 @@ def _parts_to_send(
     src_device: int | None,
     tensor_device: torch.device,
 ) -> list[Tensor]:
-    """Return the part of a source block that each move of a bucket takes; empty outside of the source."""
+    """Return the part of a source block that each move of a bucket takes.
+
+    Empty outside of the source.
+    """
     parts: list[Tensor] = []
     for array in bucket:
         for move in array.moves:

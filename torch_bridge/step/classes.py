@@ -1,9 +1,11 @@
-"""Describe operations of torch: the class of each, and the dims of its operands and result in letters.
+"""Describe operations of torch: the class of each, and its dims in letters.
 
-`mm` is a contraction "a b, b c -> a c". A description depends on the name of an operation, its arguments and
-shapes alone. A dim that occurs in several arrays has one letter; `r0 r1 ...` are the dims of the result.
+`mm` is a contraction "a b, b c -> a c". A description depends on the name of an operation, its
+arguments and shapes alone. A dim that occurs in several arrays has one letter; `r0 r1 ...` are the
+dims of the result.
 
-To add an operation, write one function under `@describes`, or add its name to one of the sets of traits.
+To add an operation, write one function under `@describes`, or add its name to one of the sets of
+traits.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ WINDOWS = re.compile(r"(?:pool|upsample_[a-z]+|pad)(\d)d")
 class Call(NamedTuple):
     """An operation on tensors, in letters.
 
-    added: a tensor that the operation also adds to its result, a bias: it is an operation of its own.
+    added: a tensor that the operation also adds to its result, a bias: it is an operation of its
+    own.
     """
 
     operands: Sequence[Tensor]
@@ -116,7 +119,10 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
 
 
 def describes(names: Iterable[str]) -> Callable[[Description], Description]:
-    """Register the description of some operations. It returns None to leave a call to the traits."""
+    """Register the description of some operations.
+
+    It returns None to leave a call to the traits.
+    """
 
     def register(describe: Description) -> Description:
         DESCRIPTIONS.update(dict.fromkeys(names, describe))
@@ -236,7 +242,10 @@ def _convolution(call: Invocation) -> Call | None:
 
 @describes(["nll_loss_forward"])
 def _nll_loss(call: Invocation) -> Call:
-    """Describe a loss of scores [rows, classes] and targets [rows]; without rows, of one example."""
+    """Describe a loss of scores [rows, classes] and targets [rows].
+
+    Without rows, of one example.
+    """
     rows = letters(call.args["target"].ndim)
     scores = [*rows[:1], "v", *rows[1:]]
     return Call(call.tensors[:2], Written([scores, rows, []], "loss"))
@@ -274,7 +283,7 @@ def _stack(call: Invocation) -> Call:
 
 
 def _filled_like(call: Invocation) -> Call:
-    """Describe numbers with the shape of another array: they are sharded like it and read nothing."""
+    """Describe numbers with the shape of another array, which are sharded like it."""
     op = aligned([call.first.shape], call.out.shape, "pointwise")
     return Call([call.first], op._replace(work={**FREE, "keeps": ()}))
 

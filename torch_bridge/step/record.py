@@ -1,7 +1,7 @@
 """Record one forward pass of a module, without data, operation by operation as a training step.
 
-All tensors are on the meta device. Numbers that depend on no input and no parameter have values too:
-models ask for some of them, such as the length of a mask.
+All tensors are on the meta device. Numbers that depend on no input and no parameter have values
+too: models ask for some of them, such as the length of a mask.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Length(int):
 class _OpenModule(NamedTuple):
     """A module whose forward pass runs.
 
-    first: the first tensor among its arguments. outer_name: that array's name outside of the module.
+    first: the first tensor among its arguments. outer_name: that array's name outside of the
+    module.
     n_ops_before: the number of operations recorded before the module.
     """
 
@@ -72,9 +73,9 @@ class _OpenModule(NamedTuple):
 class StepRecorder(TorchDispatchMode):
     """While this mode is active, operations on tensors become operations of `trace`.
 
-    names: of arrays. values: the numbers of arrays that depend on no input. stated_lengths: lengths that the
-    running function was called with. entered: operations that stand for the argument of a module -> its
-    path. left: operations whose result a module returns -> its path.
+    names: of arrays. values: the numbers of arrays that depend on no input. stated_lengths: lengths
+    that the running function was called with. entered: operations that stand for the argument of a
+    module -> its path. left: operations whose result a module returns -> its path.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -104,7 +105,8 @@ class StepRecorder(TorchDispatchMode):
             self.values |= zip(results, tree_leaves(computed), strict=True)
         is_in_place = name.endswith("_")
         for x in results:
-            # Empty tensors are made and dropped by batch norms, and another tensor may get their identity.
+            # Empty tensors are made and dropped by batch norms, and another tensor may get their
+            # identity.
             if not x.numel():
                 continue
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
@@ -144,7 +146,8 @@ class StepRecorder(TorchDispatchMode):
     ) -> tuple[Links, Iterable[str]]:
         """Link dims of a result to the arrays that their lengths were read from.
 
-        In `y.reshape(x.shape[0], 4, -1)` dim 0 is sharded as in x; dim 1 is whole, as the code says 4.
+        In `y.reshape(x.shape[0], 4, -1)` dim 0 is sharded as in x; dim 1 is whole, as the code says
+        4.
         """
         links = Links()
         whole: list[str] = []
@@ -254,9 +257,9 @@ class Functions(TorchFunctionMode):
 def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...]]:
     """Record a training step of a module -> the step, and the names of parameters it does not use.
 
-    A loss of the module's first result is part of the step. batch: examples of the arguments of `forward`: a
-    tensor, a tuple, or a dict by name; only their shapes and dtypes matter.
-    Raises PlanError for a batch or a result without a tensor, and for numbers read from data.
+    A loss of the module's first result is part of the step. batch: examples of the arguments of
+    `forward`: a tensor, a tuple, or a dict by name; only their shapes and dtypes matter. Raises
+    PlanError for a batch or a result without a tensor, and for numbers read from data.
     """
     inputs = _inputs_by_name(model, batch)
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
@@ -329,7 +332,10 @@ def _run(
 
 
 def _add_loss(recorder: StepRecorder, result: Any) -> str:
-    """End the trace with a loss of the first tensor of a result; return the last operation's name."""
+    """End the trace with a loss of the first tensor of a result.
+
+    Return the last operation's name.
+    """
     trace = recorder.trace
     name = recorder.names.get(first_tensor(result), "")
     if name not in trace.shapes:
@@ -342,7 +348,7 @@ def _add_loss(recorder: StepRecorder, result: Any) -> str:
 
 
 def first_tensor(values: Any) -> Tensor | None:
-    """Return the first tensor among a module's arguments or in its result: the one that rules move."""
+    """Return the first tensor of a module's arguments or result: the one that rules move."""
     if isinstance(values, Tensor):
         return values
     if isinstance(values, Mapping):
@@ -372,9 +378,10 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
 def _merge_input(ops: dict[str, Op], name: str, path: str, left: Mapping[str, str]) -> None:
     """Keep the input operation of a module, drop it, or merge it with its only user.
 
-    Plans may move an array where a module begins. If one operation alone reads the input, that operation
-    begins the module. Else the input operation stays where a move may pay: the array has users outside, or
-    the module is one of a list. Otherwise the module's operations read the array itself.
+    Plans may move an array where a module begins. If one operation alone reads the input, that
+    operation begins the module. Else the input operation stays where a move may pay: the array has
+    users outside, or the module is one of a list. Otherwise the module's operations read the array
+    itself.
     """
     (origin,) = ops[name].operands
     users = _users(ops, name)

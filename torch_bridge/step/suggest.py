@@ -26,7 +26,7 @@ class TorchSuggestion(Suggestion):
 
     @property
     def result(self) -> str:
-        """The layout of the model's result, as a loss takes it: the layout of logits, for example."""
+        """The layout of the model's result as a loss takes it, of logits for example."""
         (name,) = self.search.problem.step.ops[-1].operands
         return str(self.layouts[name][1])
 
@@ -36,15 +36,15 @@ def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> Tor
 
         plan = xt.suggest(model, {"input_ids": ids}, Mesh(dp=4, tp=2), memory="80GiB")
 
-    The forward pass runs once on the meta device: nothing is allocated. The model may be on the meta device
-    itself, and stays as it is. Lengths that its code says, such as numbers of heads, stay the
-    whole's; lengths that it reads from a tensor are sharded as that tensor is.
-    The loss is of the first tensor of the result.
+    The forward pass runs once on the meta device: nothing is allocated. The model may be on the
+    meta device itself, and stays as it is. Lengths that its code says, such as numbers of heads,
+    stay the whole's; lengths that it reads from a tensor are sharded as that tensor is. The loss is
+    of the first tensor of the result.
 
     Args:
         model: Any module.
-        batch: Examples of the arguments of `forward`: a tensor, a tuple, or a dict by name. Only shapes and
-            dtypes matter. The first dim of the first tensor is the batch.
+        batch: Examples of the arguments of `forward`: a tensor, a tuple, or a dict by name. Only
+            shapes and dtypes matter. The first dim of the first tensor is the batch.
         mesh: The devices: an `xshard.Mesh`, or a `DeviceMesh` with named dims.
         **options: As for `xshard.suggest`.
 

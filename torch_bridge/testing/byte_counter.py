@@ -1,4 +1,4 @@
-"""Bytes that a rank really receives, counted by the sizes of tensors, to check a plan's numbers against."""
+"""Count the bytes that a rank really receives, to check a plan's numbers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _COUNTS: dict[str, dict[str, Count | None]] = {
 
 
 class Meter(TorchDispatchMode):
-    """While active, `received` lists the bytes that reach this rank from others, one entry per collective.
+    """While active, `received` lists the bytes from other ranks, one entry per collective.
 
-    An all-reduce over n ranks counts 2(n-1)/n of its bytes, the least that a ring or tree needs, whatever
-    the backend does; a reduction to one rank counts its bytes there. Works around anything that calls
-    `torch.distributed`, DTensor, DDP and FSDP among them. Raises XshardError for a collective that it does
-    not know.
+    An all-reduce over n ranks counts 2(n-1)/n of its bytes, the least that a ring or tree needs,
+    whatever the backend does; a reduction to one rank counts its bytes there. Works around anything
+    that calls `torch.distributed`, DTensor, DDP and FSDP among them. Raises XshardError for a
+    collective that it does not know.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt
     >>> def count():
@@ -78,7 +78,7 @@ class Meter(TorchDispatchMode):
 
 
 def _counts(namespace: str, names: str) -> Callable[[Count], Count]:
-    """Register a function as the count of bytes of some operations, which it takes the arguments of."""
+    """Register a function of an operation's arguments that returns the bytes it receives."""
 
     def register(count: Count) -> Count:
         _COUNTS[namespace].update(dict.fromkeys(names.split(), count))

@@ -1,4 +1,7 @@
-"""Ranks on this machine: forked gloo processes, for tests and first steps; torchrun's, on one of several."""
+"""Ranks on this machine: forked gloo processes, for tests and first steps.
+
+Torchrun's, on one of several.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # a backward pass imports it: 0.4 s once, not on every rank
+
+# A backward pass imports it: 0.4 s once, not on every rank.
+import torch.fx.experimental.symbolic_shapes
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from xshard import XshardError
@@ -48,9 +53,10 @@ def run_ranks(
         n: The number of processes.
         function: Every process calls `function(*args)`.
         *args: Its arguments.
-        timeout_s: The longest time in which no rank makes progress; a slow machine is no reason to give up.
-        start_method: "fork" (0.2 s) from a process that has run no backward pass and has no threads of its
-            own, as JAX does; else "forkserver", for functions that can be imported.
+        timeout_s: The longest time in which no rank makes progress; a slow machine is no reason to
+            give up.
+        start_method: "fork" (0.2 s) from a process that has run no backward pass and has no threads
+            of its own, as JAX does; else "forkserver", for functions that can be imported.
 
     Returns:
         What the function returns on each rank, by rank.
@@ -65,7 +71,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         work = (n, folder, timeout_s, function, args)
         context = start_processes(_rank, work, n, join=False, start_method=start_method)
-        # Anybody may write to the files in the common folder of temporary ones that torch would unpickle.
+        # Anybody may write to the files in the common folder of temporary ones that torch would
+        # unpickle.
         context.error_files = [str(Path(folder, "no file"))] * n
         try:
             _wait(context, n, timeout_s)
@@ -83,7 +90,10 @@ def run_ranks(
 
 
 def _wait(context: ProcessContext, n: int, timeout_s: float) -> None:
-    """Wait for all ranks. Raises RankError if none of them makes progress, as torch does if one fails."""
+    """Wait for all ranks.
+
+    Raises RankError if none of them makes progress, as torch does if one fails.
+    """
     pids = [process.pid for process in context.processes]
     watch = Watch(lambda: processor_time(pids), timeout_s)
     while not context.join(watch.pause_s, grace_period=1.0):
@@ -125,8 +135,12 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Be one rank: write the function's result, or the time, rank and traceback of a failure, to a file."""
-    # torch sends SIGINT to a rank when its launcher ends; jobs in the background of a shell ignore it.
+    """Be one rank, and write the function's result to a file.
+
+    After a failure another file gets its time, rank and traceback.
+    """
+    # torch sends SIGINT to a rank when its launcher ends; jobs in the background of a shell ignore
+    # it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         # Measuring inside a rank measures these ranks, as after torchrun, and starts no others.
@@ -153,7 +167,10 @@ def _loopback() -> str:
 
 
 def _begin(timeout_s: float, **world: Any) -> None:
-    """Join a gloo world. world: arguments of `init_process_group`; none if the environment has them."""
+    """Join a gloo world.
+
+    world: arguments of `init_process_group`; none if the environment has them.
+    """
     gc.freeze()  # a collection would copy every page that the ranks share with their parent
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s), **world)
@@ -164,8 +181,8 @@ def run_node(
 ) -> None:
     """Be one of `n` nodes with `ranks` ranks until all end.
 
-    endpoint: where nodes meet. sent: a packed function, or a script with words. folder: gets a file per
-    rank, "3.result" or "3.error". Raises ChildFailedError.
+    endpoint: where nodes meet. sent: a packed function, or a script with words. folder: gets a file
+    per rank, "3.result" or "3.error". Raises ChildFailedError.
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # slow
 
@@ -193,7 +210,8 @@ def _node_rank(
 ) -> None:
     """Be one rank of a node, and write the function's result or error to a file.
 
-    Leaves without an error: torchrun would end the other ranks of the node before they can say theirs.
+    Leaves without an error: torchrun would end the other ranks of the node before they can say
+    theirs.
     """
     _begin(timeout_s)
     file = Path(folder, f"{dist.get_rank()}.part")  # the function may make another world

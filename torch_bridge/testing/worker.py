@@ -1,4 +1,7 @@
-"""The torch side of `xshard.testing` and `xshard calibrate`: user code runs in forked gloo ranks alone."""
+"""The torch side of `xshard.testing` and `xshard calibrate`.
+
+User code runs in forked gloo ranks alone.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,10 @@ def _as_errors_of_function(place: str = "") -> Iterator[None]:
 
 
 def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
-    """Answer every question, on a rank per device. Raises FunctionError, RankError, StructureError."""
+    """Answer every question, on a rank per device.
+
+    Raises FunctionError, RankError, StructureError.
+    """
     if any(_needs_dynamo(question) for question in questions):
         preload(["torch._dynamo"], timeout_s)  # optimisers and meters import it: 0.6 s in each rank
     place = ""
@@ -101,7 +107,7 @@ def _needs_dynamo(question: Question) -> bool:
 
 
 def seen(question: Question, timeout_s: float) -> list[Seen]:
-    """Return the inputs of the redistributions of a function, and the cotangents of their results."""
+    """Return inputs of the redistributions of a function, and cotangents of their results."""
     with _as_errors_of_function():
         return merged(run_ranks(question.mesh.n_devices, _seen, question, timeout_s=timeout_s))
 
@@ -123,7 +129,10 @@ def by_rank(
 
 
 def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
-    """Return the results of a function, by rank: on new ranks, or on a launcher's, which all call this."""
+    """Run a function on new ranks, or on a launcher's, which all call this.
+
+    Returns its results, by rank.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return run_ranks(n, function, *args, timeout_s=timeout_s)
     if not dist.is_initialized():
@@ -225,7 +234,10 @@ def _answer_plan(question: Question) -> RankAnswer:
 def _forward(
     plan: AnyPlan, blocks: list[Tensor]
 ) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
-    """Return the output, and its pullback: autograd, or the backward plan for dtypes without autograd."""
+    """Return the output, and its pullback.
+
+    That is autograd's, or the backward plan for dtypes without autograd.
+    """
 
     def run(*operands: Tensor) -> Tensor:
         if isinstance(plan, ContractionPlan):
@@ -274,7 +286,10 @@ def _answer(question: Question) -> RankAnswer | StructureError:
 
 
 def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Any]:
-    """Return leaves of autograd with the values of the blocks, and what the function returns for them."""
+    """Call the function on leaves of autograd with the values of the blocks.
+
+    Returns the leaves, and what the function returns.
+    """
     # Each rank has its own copy, which the function may write to.
     inputs = [tensor_of(block).clone() for block in blocks]
     for i in question.differentiable:
@@ -370,7 +385,7 @@ def _result_of(question: Question, name: str) -> Result | None:
 
 
 def _cotangents(outputs: dict[str, Tensor], question: Question, rank: int) -> dict[str, Block]:
-    """Return the cotangent of each output that has one: the question's, or drawn for a reference."""
+    """Return the cotangents of outputs: the question's, or drawn for a reference."""
     cotangents: dict[str, Block] = {}
     for i, (name, y) in enumerate(outputs.items()):
         dtype = array_of(y.detach()).dtype
@@ -413,7 +428,10 @@ def seconds_of_products(
 
 
 def _median(seconds_of_ranks: Sequence[Sequence[float]]) -> float:
-    """Return the median of seconds by rank and round; of a round the busiest rank counts, as in a plan."""
+    """Return the median of seconds by rank and round.
+
+    Of a round the busiest rank counts, as in a plan.
+    """
     return statistics.median(map(max, zip(*seconds_of_ranks, strict=True)))
 
 
