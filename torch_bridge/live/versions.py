@@ -24,7 +24,7 @@ from torch_bridge.live.endpoint import PAUSE_S, Endpoint, LostVersionError
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
 from torch_bridge.redistribution.blocks import tensor_device_of
-from torch_bridge.state.facts import PROFILE, described, first_on_device, tree_of
+from torch_bridge.state.facts import PROFILE, describe_tree, first_on_device, rebuild_tree
 from xshard import ProfileLike, XshardError, load_profile
 from xshard.state import TreePlan
 from xshard.state.progress import Progress
@@ -81,7 +81,7 @@ class Publisher(Endpoint):
         plans: list[TreePlan] = []
 
         def prepared() -> CallFacts:
-            local, described_facts = described(tree, self.rules, self.src_mesh, shapes)
+            local, described_facts = describe_tree(tree, self.rules, self.src_mesh, shapes)
             profile = load_profile(machine(self.profile))
             facts.update({**described_facts, PROFILE: profile.to_json()})
             plans.append(self.plan(facts))
@@ -218,7 +218,7 @@ class Subscriber(Endpoint):
             stays = f"version {self.version} stays" if self.version else "there was none before it"
             reason = f"version {version} did not arrive whole; {stays}"
             raise self.lost_version(reason, error) from error
-        return tree_of(blocks, plan, offer["facts"], self.names)
+        return rebuild_tree(blocks, plan, offer["facts"], self.names)
 
     def _answered_plan(self, offer: Mapping[str, Any]) -> TreePlan:
         """Plan an offered version, and tell the trainer the plan, or the error that there is none.

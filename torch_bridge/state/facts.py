@@ -59,7 +59,7 @@ class Route(NamedTuple):
     bucket_bytes: int | str | None
 
 
-def described(
+def describe_tree(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the local blocks of a tree by name, and its facts.
@@ -206,7 +206,9 @@ def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
     return first
 
 
-def tree_of(received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Names | None) -> Any:
+def rebuild_tree(
+    received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Names | None
+) -> Any:
     """Return received arrays as the described tree; by name if `names` changed the names."""
     _return_to_cpu(received, plan, leaf_facts(facts))
     if names:

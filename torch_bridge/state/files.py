@@ -105,7 +105,7 @@ def save(
         return _as_numpy(block.to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg())
 
     call = f"save to {path}"
-    leaves.agreed(ranks, call, planned)
+    leaves.compare_facts(ranks, call, planned)
     all_or_none = partial(leaves.all_or_none, ranks, call)
     save_blocks(plans[0], path, block_of, all_or_none, rank(), leads=rank() == ranks[0])
 
@@ -175,7 +175,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
             compare_checksums(loading.checkpoint, ranks.index(rank()), len(ranks))
         return loading.facts()
 
-    leaves.agreed(ranks, f"load {path}", planned)
+    leaves.compare_facts(ranks, f"load {path}", planned)
     tensors = loading.read(device)
     if not isinstance(path, Checkpoint):  # the caller's own stays open
         loading.checkpoint.close()

@@ -57,7 +57,7 @@ def all_or_none(
 ) -> list[Any]:
     """Do the work on all of these ranks -> the result of each, as JSON has it.
 
-    Raises on all of them if one fails, as `agreed` does. call: the call in the user's words.
+    Raises on all of them if one fails, as `compare_facts` does. call: the call in the user's words.
     """
     if len(ranks) == 1:
         return [work()]
@@ -70,7 +70,7 @@ def all_or_none(
     return [json.loads(reports[r]["own"][""]) for r in ranks]
 
 
-def agreed(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) -> None:
+def compare_facts(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) -> None:
     """Compare facts by name, which all of these ranks find. Raises as `compare_ranks` does."""
 
     def facts() -> CallFacts:

@@ -99,7 +99,7 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
         }
         if tree is None:
             return CallFacts(everywhere, within={}, part=(), own={})
-        local, facts = tree_facts.described(tree, rules, src_mesh, shapes)
+        local, facts = tree_facts.describe_tree(tree, rules, src_mesh, shapes)
         blocks.update(local)
         _, senders = tree_facts.mesh_in(facts)
         return CallFacts(everywhere, within=facts, part=senders, own={})
@@ -118,7 +118,7 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     group = dist.group.WORLD
     assert group is not None
     received = execute(plan, blocks, tensor_device, group, donate=donate, progress=progress)
-    return None if received is None else tree_facts.tree_of(received, plan, facts, names)
+    return None if received is None else tree_facts.rebuild_tree(received, plan, facts, names)
 
 
 def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:

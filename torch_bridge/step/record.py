@@ -254,7 +254,7 @@ class Functions(TorchFunctionMode):
         return torch.Size([Length(n, (array, d)) for d, n in enumerate(result)])
 
 
-def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...]]:
+def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...]]:
     """Record a training step of a module -> the step, and the names of parameters it does not use.
 
     A loss of the module's first result is part of the step. batch: examples of the arguments of

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
-from torch_bridge.step.record import recorded
+from torch_bridge.step.record import record_step
 from xshard import Rules, Suggestion
 from xshard import suggest as suggest_step
 from xshard.step.fuse import fused
@@ -65,6 +65,6 @@ def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> Tor
         >>> plan.parameters["weight"], plan.inputs[""], plan.result
         ('o/dp/tp i', 'b s8192 -> b s8192 | copy(dp,tp)', 'b n8192/dp/tp')
     """
-    step, unused = recorded(model, batch)
+    step, unused = record_step(model, batch)
     plan = suggest_step(fused(repeated(step)[0]), mesh_of(mesh), **options)
     return TorchSuggestion(plan.search, plan.assignment, plan.bound, plan.by_hand, unused=unused)
