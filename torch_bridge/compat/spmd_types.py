@@ -2,10 +2,9 @@
 
 Per mesh axis, R is a copy (its gradients are addends), I a replica (they are equal), P an addend,
 S(i) a shard along dim i, and V a value of each device, which is stacked. Types are objects of the
-package, or their
-names: "R", "S(0)". Better here: blocks of different sizes, forward mode and derivatives of any
-order; a layout moves along several axes at once, and has means, orders and halos, for which there
-are no types.
+package, or their names: "R", "S(0)". Better here: blocks of different sizes, forward mode and
+derivatives of any order; a layout moves along several axes at once, and has means, orders and
+halos, for which there are no types.
 """
 
 from __future__ import annotations

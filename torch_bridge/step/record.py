@@ -60,8 +60,7 @@ class _OpenModule(NamedTuple):
     """A module whose forward pass runs.
 
     first: the first tensor among its arguments. outer_name: that array's name outside of the
-    module.
-    n_ops_before: the number of operations recorded before the module.
+    module. n_ops_before: the number of operations recorded before the module.
     """
 
     path: str
