@@ -287,7 +287,9 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
             cut = Cut((axis,), "cyclic", (piece_rows,))
         strided.append(cut)
         n_rows_left //= mesh.size(axis)
-    return tuple(strided) if nested is None else nested
+    if nested is not None:
+        return nested
+    return tuple(strided)
 
 
 def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | None:
@@ -320,7 +322,9 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
         return None
     wanted = Sharding(Layout((Dim(dim.name, dim.shards),)), mesh, (length,))
     is_same = Sharding(Layout((Dim(dim.name, made),)), mesh, (length,)).means_the_same_as(wanted)
-    return factors if is_same else None
+    if not is_same:
+        return None
+    return factors
 
 
 def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
@@ -370,7 +374,9 @@ def _uneven_cuts(
     blocks = Sharding(Layout((Dim("_", nested),)), submesh, (length,))
     # torch cuts pieces of uneven sizes in another way than blocks: if the rows differ, it means
     # both.
-    return nested if rows == [blocks.owned(0, device) for device in devices] else None
+    if rows != [blocks.owned(0, device) for device in devices]:
+        return None
+    return nested
 
 
 def _interval_ends(runs: Runs) -> tuple[int, ...]:
@@ -378,7 +384,9 @@ def _interval_ends(runs: Runs) -> tuple[int, ...]:
     ends: list[int] = []
     for run in runs:
         ends += [run.start, run.start + run.length]
-    return tuple(ends) if ends else (0, 0)
+    if not ends:  # a device without rows
+        return (0, 0)
+    return tuple(ends)
 
 
 def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> Runs:

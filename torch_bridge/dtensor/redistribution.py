@@ -371,7 +371,9 @@ def _permuted(y: DTensor, call: MoveCall) -> Tensor:
     left, right, _ = sides(call.expression)
     names = left.resolved(y.ndim).names
     order = right.resolved(y.ndim).names
-    return y if names == order else y.permute([names.index(name) for name in order])
+    if names == order:
+        return y
+    return y.permute([names.index(name) for name in order])
 
 
 def _compare_replicas(x: DTensor, text: str, name: str, *, cotangents: bool) -> None:

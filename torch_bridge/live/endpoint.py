@@ -12,6 +12,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -174,7 +175,8 @@ class Endpoint:
     def start_session(self) -> None:
         """Get a new number for this program after a failure, when its connections are useless."""
         if not self.session:
-            self.session = self.broadcast(lambda: self.store_call("add", self.key("sessions"), 1))
+            next_number = partial(self.store_call, "add", self.key("sessions"), 1)
+            self.session = self.broadcast(next_number)
 
     def key(self, *parts: object) -> str:
         """Return a key of this stream in the store: ("offer", 3) -> "xshard/weights/offer/3"."""
@@ -206,8 +208,12 @@ class Endpoint:
         If one fails, all raise and disconnect: messages of the failed work may still be under way.
         """
         results: list[T] = []
+
+        def keep_result() -> None:  # the result itself does not travel between ranks
+            results.append(work())
+
         try:
-            self._all_or_none(lambda: results.append(work()))
+            self._all_or_none(keep_result)
         except Exception:
             self.connect("")
             self.session = 0
@@ -273,7 +279,7 @@ class Endpoint:
         self._group = None
         self._sessions = sessions
         if sessions:
-            self._group = self.heart.guarded(lambda: self._new_group(sessions))
+            self._group = self.heart.guarded(partial(self._new_group, sessions))
         return self._group
 
     def _new_group(self, sessions: str) -> dist.ProcessGroup:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ class Publisher(Endpoint):
     ) -> int:
         """Offer a version, and send it to the server that answers; return its number."""
         text = self.plan_text(plan)
-        version, server_session = self.broadcast(lambda: self._offer(facts, text))
+        version, server_session = self.broadcast(partial(self._offer, facts, text))
         if server_session is None:
             hint = "all its ranks call Subscriber.receive, on the same store and name"
             reason = f"no server took version {version} within {self.timeout_s:g} s"
@@ -118,7 +119,7 @@ class Publisher(Endpoint):
         device = tensor_device_of(first_on_device(blocks), None, None)
         failed = f"version {version} did not reach the server"
         try:
-            answer = self.broadcast(lambda: self.recv_or_raise("answer", version))
+            answer = self.broadcast(partial(self.recv_or_raise, "answer", version))
         except (DesyncError, LostVersionError) as error:
             raise self.lost_version(failed, error) from error
         if answer != text:
@@ -187,7 +188,7 @@ class Subscriber(Endpoint):
                 versions, of a new trainer too, can be received.
         """
         self.start_session()
-        offer = self.broadcast(lambda: self._offered(wait_s), wait_s)
+        offer = self.broadcast(partial(self._offered, wait_s), wait_s)
         if not offer:
             return False
         self._latest = offer["version"]
@@ -207,9 +208,8 @@ class Subscriber(Endpoint):
         error: Exception | None = None
         blocks: dict[str, Tensor] = {}
         try:
-            blocks = self.all_or_disconnect(
-                lambda: self.execute(plan, {}, sessions, device, progress)
-            )
+            received = partial(self.execute, plan, {}, sessions, device, progress)
+            blocks = self.all_or_disconnect(received)
         except Exception as raised:
             error = raised
         with suppress(LostVersionError):  # the version is whole even if nobody can be told

@@ -80,7 +80,11 @@ def describe_tree(
         )
     # Either a pair, rules of the source and of the target, or rules with arrows for both.
     is_pair = isinstance(rules, list | tuple)
-    src_rules = rules[0] if is_pair else rules
+    src_rules = rules
+    if is_pair:
+        src_rules = rules[0]
+    if shapes is None:
+        shapes = {}
     rule_of = {}  # DTensors may have none
     if src_rules is not None:
         rule_of = Rules(src_rules).match(list(tensors))
@@ -94,8 +98,7 @@ def describe_tree(
     for name, x in tensors.items():
         with located(trees.place_of(name)):
             rule = sides_or_one(rule_of[name]) if name in rule_of else None
-            shape = None if shapes is None else shapes.get(name)
-            local = local_array(name, x, rule, mesh, ranks, shape)
+            local = local_array(name, x, rule, mesh, ranks, shapes.get(name))
             blocks[name] = _block_on_mesh(local, axes, ranks)
             layout = _layout_text(x, rule, local.sharding.layout, has_arrows=not is_pair)
             device_type = blocks[name].device.type
@@ -167,7 +170,9 @@ def plan_described(
     src_mesh, _ = mesh_in(dict(facts))
     # A pattern for each name, as names may have signs of patterns in them.
     src_rules = {re.compile(re.escape(name)): leaf.layout for name, leaf in leaves.items()}
-    rules: Any = src_rules if dst_rules is None else (src_rules, dict(dst_rules))
+    rules: Any = src_rules
+    if dst_rules is not None:
+        rules = (src_rules, dict(dst_rules))
     return plan_transfer(
         {name: leaf.shape for name, leaf in leaves.items()},
         rules,
@@ -184,14 +189,20 @@ def plan_described(
 
 def target_rules(rules: Any) -> Pairs | None:
     """Return the second of a pair of rules, hashable; None for rules with arrows."""
-    return tuple(Rules(rules[1]).items()) if isinstance(rules, list | tuple) else None
+    if not isinstance(rules, list | tuple):
+        return None
+    return tuple(Rules(rules[1]).items())
 
 
 def rules_text(rules: Any, names: Names | None) -> dict[str, str]:
     """Return rules and names as text, which processes compare."""
     sides = rules if isinstance(rules, list | tuple) else (rules,)
-    texts = [str(None if side is None else dict(Rules(side))) for side in sides]
-    names_text = "" if names is None else str(names.relations)
+    texts: list[str] = []
+    for side in sides:  # None stands for the layouts of DTensors
+        texts.append(str(None if side is None else dict(Rules(side))))
+    names_text = ""
+    if names is not None:
+        names_text = str(names.relations)
     return {"rules": " -> ".join(texts), "names": names_text}
 
 

@@ -137,12 +137,13 @@ def local_arrays(
     ranks = processes_of(mesh)
     if mesh is None:
         mesh = axes_of(None)
+    if shapes is None:
+        shapes = {}
     arrays: dict[str, LocalArray] = {}
     for name, x in tensors.items():
         with errors.located(trees.place_of(name)):
             rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
-            shape = None if shapes is None else shapes.get(name)
-            arrays[name] = local_array(name, x, rule, mesh, ranks, shape)
+            arrays[name] = local_array(name, x, rule, mesh, ranks, shapes.get(name))
     return arrays, constants
 
 

@@ -118,7 +118,9 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     group = dist.group.WORLD
     assert group is not None
     received = execute(plan, blocks, tensor_device, group, donate=donate, progress=progress)
-    return None if received is None else tree_facts.rebuild_tree(received, plan, facts, names)
+    if received is None:  # this process is outside of the destination
+        return None
+    return tree_facts.rebuild_tree(received, plan, facts, names)
 
 
 def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
@@ -232,7 +234,9 @@ def _assembled(array: ArrayPlan, parts: list[Tensor], device: int) -> Tensor:
 
 def _part(block: Tensor, index: tuple[Any, ...]) -> Tensor:
     """Return some rows of a block; an empty index is the whole block."""
-    return _bits(block)[_torch_index(index)].view(block.dtype) if index else block
+    if not index:
+        return block
+    return _bits(block)[_torch_index(index)].view(block.dtype)
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -199,7 +199,11 @@ def answer_all(questions: Sequence[Question]) -> list[RankAnswer | StructureErro
 
 def _seen(question: Question) -> list[Seen]:
     """Return what redistributions of this rank are called with."""
-    recorder = Recorder(lambda x: array_of(x.detach().clone().contiguous()))
+
+    def copied(x: Tensor) -> Block:
+        return array_of(x.detach().clone().contiguous())  # the function may write to x later
+
+    recorder = Recorder(copied)
     with replicas.watched(recorder):
         _answer(question)
     return recorder.seen
@@ -247,11 +251,20 @@ def _forward(
     dtype = blocks[0].dtype
     has_autograd = dtype.is_floating_point or dtype.is_complex
     if isinstance(plan, Plan) and not has_autograd:
-        pull = lower(plan.backward, process_mesh(plan.mesh), blocks[0].device)
-        return run(*blocks), lambda cotangent: [pull(cotangent)]
+        backward = lower(plan.backward, process_mesh(plan.mesh), blocks[0].device)
+
+        def pull_by_plan(cotangent: Tensor) -> Sequence[Tensor]:
+            return [backward(cotangent)]
+
+        return run(*blocks), pull_by_plan
+
     leaves = [x.clone().requires_grad_() for x in blocks]
     y = run(*leaves)
-    return y.detach(), lambda cotangent: torch.autograd.grad(y, leaves, cotangent)
+
+    def pull_by_autograd(cotangent: Tensor) -> Sequence[Tensor]:
+        return torch.autograd.grad(y, leaves, cotangent)
+
+    return y.detach(), pull_by_autograd
 
 
 def _answer(question: Question) -> RankAnswer | StructureError:
