@@ -169,16 +169,13 @@ def move_of(
     gradient: Placements | None = None,
 ) -> DTensorMove:
     """Return the move of a DTensor, in its own dtype unless the arguments say otherwise."""
-    return DTensorMove(
-        src,
-        dst,
-        op_dtype=x.dtype if op_dtype is None else op_dtype,
-        out_dtype=x.dtype if out_dtype is None else out_dtype,
-        profile=asked_for(profile),
-        backward_dtype=backward_dtype,
-        gradient=gradient,
-        by_block=x.grad_fn is not None and x.grad_fn.name() in _MAKERS,
-    )
+    if op_dtype is None:
+        op_dtype = x.dtype
+    if out_dtype is None:
+        out_dtype = x.dtype
+    by_block = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
+    profile = asked_for(profile)
+    return DTensorMove(src, dst, op_dtype, out_dtype, profile, backward_dtype, gradient, by_block)
 
 
 def local_block(x: DTensor) -> Tensor:

@@ -135,7 +135,8 @@ def from_placements(
             reason = f"the split factors of {tuple(placements)} are not a nesting of cuts"
             raise PlanError(reason, hint=hint)
         dims.append(Dim(f"d{d}", cuts))
-    return Layout(tuple(dims), tuple((kind, tuple(tagged)) for kind, tagged in tags.items()))
+    tagged_axes = [(kind, tuple(axes_of_kind)) for kind, axes_of_kind in tags.items()]
+    return Layout(tuple(dims), tuple(tagged_axes))
 
 
 def tag_of(placement: Placement) -> str | None:
@@ -181,8 +182,8 @@ def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
     """Return the contiguous DTensor of global `shape` that has this local block."""
-    stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    return DTensor.from_local(local, mesh, placements, shape=Size(shape), stride=stride)
+    stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return DTensor.from_local(local, mesh, placements, shape=Size(shape), stride=tuple(stride))
 
 
 def positional(layout: Layout, ndim: int) -> Layout:
@@ -320,11 +321,15 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
     made = cuts_of(in_mesh_order, mesh, length)
     if made is None:
         return None
-    wanted = Sharding(Layout((Dim(dim.name, dim.shards),)), mesh, (length,))
-    is_same = Sharding(Layout((Dim(dim.name, made),)), mesh, (length,)).means_the_same_as(wanted)
-    if not is_same:
+    wanted = _sharding_of_dim(dim.shards, mesh, length)
+    if not _sharding_of_dim(made, mesh, length).means_the_same_as(wanted):
         return None
     return factors
+
+
+def _sharding_of_dim(cuts: tuple[Cut, ...], mesh: Mesh, length: int) -> Sharding:
+    """Return the sharding of an array of one dim that is cut so."""
+    return Sharding(Layout((Dim("d", cuts),)), mesh, (length,))
 
 
 def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
@@ -347,11 +352,13 @@ def _nesting_order(factors: Factors, mesh: Mesh) -> list[str] | None:
     """
     order: list[str] = []
     for axis, factor in reversed(list(factors.items())):
-        # The places in the order at which the axes before have `factor` devices.
-        places = [i for i in range(len(order) + 1) if mesh.size(*order[:i]) == factor]
-        if not places:
-            return None
-        order.insert(places[0], axis)
+        # The axis cuts after others that make `factor` parts together.
+        place = 0
+        while mesh.size(*order[:place]) != factor:
+            place += 1
+            if place > len(order):
+                return None
+        order.insert(place, axis)
     return order
 
 
@@ -371,7 +378,7 @@ def _uneven_cuts(
         intervals = tuple(_interval_ends(runs) for runs in rows)
         return (Cut(submesh.axes, INTERVALS, intervals),)
     nested = tuple(Cut((axis,)) for axis in order)
-    blocks = Sharding(Layout((Dim("_", nested),)), submesh, (length,))
+    blocks = _sharding_of_dim(nested, submesh, length)
     # torch cuts pieces of uneven sizes in another way than blocks: if the rows differ, it means
     # both.
     if rows != [blocks.owned(0, device) for device in devices]:

@@ -325,14 +325,16 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     dst = positional(right.in_order(left.names), x.ndim)
     dtypes = comm_dtype_of(call.comm_dtype, x.dtype)
     mesh = x.device_mesh
+    gradient = to_placements(gradient_layout(src), mesh, x.shape)
+    target = End(mesh, to_placements(dst, mesh, x.shape), dst)
     return moves.move_of(
         x,
         End(mesh, x.placements, src),
-        End(mesh, to_placements(dst, mesh, x.shape), dst),
+        target,
         call.profile,
         op_dtype=dtypes.forward,
         backward_dtype=dtypes.backward,
-        gradient=to_placements(gradient_layout(src), mesh, x.shape),
+        gradient=gradient,
     )
 
 

@@ -93,10 +93,12 @@ def save(
         sources = {name: _source_of(name, array) for name, array in arrays.items()}
         plan = plan_save(sources, names, shard_bytes=shard_bytes, constants=constants)
         plans.append(plan)
-        facts: dict[str, Any] = {name: source.sharding for name, source in sources.items()}
-        facts |= constants
-        texts = {place_of(name): repr(fact) for name, fact in facts.items()}
-        return {"folder": str(path), "files": plan.digest, **texts}
+        facts = {"folder": str(path), "files": plan.digest}
+        for name, source in sources.items():
+            facts[place_of(name)] = repr(source.sharding)
+        for name, constant in constants.items():
+            facts[place_of(name)] = repr(constant)
+        return facts
 
     def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
         block = arrays[name].block
@@ -259,10 +261,10 @@ class _Loading:
 
     def facts(self) -> dict[str, Any]:
         """Return the shape and the layout in which each array is read: all ranks have to agree."""
-        return {
-            name: (load.array.shape, str(load.source.layout))
-            for name, (load, _) in self.loads.items()
-        }
+        facts: dict[str, Any] = {}
+        for name, (load, _) in self.loads.items():
+            facts[name] = (load.array.shape, str(load.source.layout))
+        return facts
 
     def read(self, device: torch.device | str) -> dict[str, Tensor]:
         """Read all arrays, bucket by bucket; return the blocks of this process by name."""
@@ -295,12 +297,12 @@ class _Loading:
             if block is not None:
                 by_mesh.setdefault(self.loads[name].array.mesh, {})[name] = block
         for mesh, on_mesh in by_mesh.items():
-            loads = {name: self.loads[name].load for name in on_mesh}
-            moves = {
-                name: f"{load.source.layout} -> {load.target.layout}"
-                for name, load in loads.items()
-            }
-            shapes = {name: load.array.shape for name, load in loads.items()}
+            moves: dict[str, str] = {}
+            shapes: dict[str, tuple[int, ...]] = {}
+            for name in on_mesh:
+                load = self.loads[name].load
+                moves[name] = f"{load.source.layout} -> {load.target.layout}"
+                shapes[name] = load.array.shape
             moved = redistribute(on_mesh, moves, mesh, shape=shapes, profile=self.profile)
             for name, block in moved.items():
                 tensors[name].copy_(block)

@@ -242,16 +242,13 @@ def _check_block_shape(array: LocalArray, rule: Sides) -> None:
     """Raise ShapeError unless the block is this process's part of the array."""
     assert array.block is not None  # only arrays with a block come here
     sharding = array.sharding
+    what = f"the block of rank {rank()}"
     part = f"under '{rule.src}' on {sharding.mesh!r} that is its part of a {sharding.shape} array"
-    check_block(
-        f"the block of rank {rank()}",
-        tuple(array.block.shape),
-        sharding.local_shape(array.device),
-        sharding.layout.names,
-        rule.text,
-        f"{part} (shapes= has others)",
-        inferred=False,
-    )
+    hint = f"{part} (shapes= has others)"
+    shape = tuple(array.block.shape)
+    expected = sharding.local_shape(array.device)
+    names = sharding.layout.names
+    check_block(what, shape, expected, names, rule.text, hint, inferred=False)
 
 
 def _on_large_pages(x: Tensor) -> Tensor:

@@ -176,7 +176,8 @@ def _transposition(call: Invocation) -> Call:
 def _reordering(call: Invocation, order: Sequence[int]) -> Call:
     """Describe a result whose dim i is dim `order[i]` of the operand."""
     dims = call.result_dims  # as many as the operand has, which has them in order here
-    return Call([call.first], Written([dims, [dims[d] for d in order]], "linear", work=FREE))
+    reordered = [dims[d] for d in order]
+    return Call([call.first], Written([dims, reordered], "linear", work=FREE))
 
 
 @describes(["embedding"])
@@ -204,7 +205,10 @@ def _indexing(call: Invocation) -> Call:
     picked_dims = call.result_dims[start:stop]
     kept_dims = iter(call.result_dims[:start] + call.result_dims[stop:])
     replaced_dims = [f"u{d}" for d in index_of]
-    arrays = [[f"u{d}" if d in index_of else next(kept_dims) for d in range(x.ndim)]]
+    array_dims: list[str] = []
+    for d in range(x.ndim):
+        array_dims.append(f"u{d}" if d in index_of else next(kept_dims))
+    arrays = [array_dims]
     for d, index in index_of.items():
         arrays.append(_dims_of_index(index, d, picked_dims, call.out.shape))
     arrays.append(call.result_dims)
@@ -278,7 +282,8 @@ def _stack(call: Invocation) -> Call:
     new_dim = call.args["dim"] % call.out.ndim
     places = [d for d in range(call.out.ndim) if d != new_dim]
     whole = [call.result_dims[new_dim]]
-    op = placed(call.shapes, call.out.shape, [places] * len(call.tensors), whole=whole)
+    places_of_operands = [places] * len(call.tensors)
+    op = placed(call.shapes, call.out.shape, places_of_operands, whole=whole)
     return Call(call.tensors, op)
 
 

@@ -183,9 +183,12 @@ class StepRecorder(TorchDispatchMode):
         for array, letter_of in (links or {}).items():
             if array in operands:  # its dims say it already
                 continue
-            shape = self.trace.shapes[array]
-            dims = [letter_of.get(d, f"w{len(linked)}_{d}") for d in range(len(shape))]
-            op = op._replace(arrays=[*op.arrays[:-1], dims, op.arrays[-1]])
+            prefix = f"w{len(linked)}_"  # of dims that have nothing to do with the result
+            dims: list[str] = []
+            for d in range(len(self.trace.shapes[array])):
+                dims.append(letter_of.get(d, f"{prefix}{d}"))
+            *operand_dims, result_dims = op.arrays
+            op = op._replace(arrays=[*operand_dims, dims, result_dims])
             linked.append(array)
         op = op._replace(links=len(linked))
         self.trace.add(name, op, [*operands, *linked], out.shape)
@@ -205,9 +208,9 @@ class StepRecorder(TorchDispatchMode):
         """
         arguments = (*args, *kwargs.values())
         x = first_tensor(arguments)
-        self._open_modules.append(
-            _OpenModule(path, x, self.names.get(x), n_ops_before=len(self.trace.ops))
-        )
+        n_ops_before = len(self.trace.ops)
+        opened = _OpenModule(path, x, self.names.get(x), n_ops_before)
+        self._open_modules.append(opened)
         n_uses = sum(y is x for y in arguments)
         if path and x is not None and x in self.names and n_uses == 1:
             self.add("input", call_of("alias", {"self": x}, x, False), x)
@@ -293,7 +296,11 @@ def _inputs_by_name(model: nn.Module, batch: Any) -> dict[str, Any]:
         values = batch if isinstance(batch, tuple) else (batch,)
         names = inspect.signature(model.forward).parameters
         batch = dict(zip(names, values, strict=False))
-    return {name: _to_meta(x) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    inputs = dict(batch)
+    for name, x in batch.items():
+        if isinstance(x, Tensor):
+            inputs[name] = _to_meta(x)
+    return inputs
 
 
 def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -364,7 +371,9 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
 
     The input operations of modules stay only where a rule may move an array that others use too.
     """
-    ops = {op.name: replace(op, leaves=recorder.left.get(op.name, "")) for op in step.ops}
+    ops: dict[str, Op] = {}
+    for op in step.ops:
+        ops[op.name] = replace(op, leaves=recorder.left.get(op.name, ""))
     for name, path in recorder.entered.items():  # outer modules first
         if name in ops:
             _merge_input(ops, name, path, recorder.left)
@@ -414,7 +423,10 @@ def _fits(lengths: Sequence[int], shape: torch.Size) -> bool:
     """Return whether stated lengths are those of a result, and not of one on the way to it."""
     if len(lengths) != len(shape):
         return False
-    return all(length in (-1, n) for length, n in zip(lengths, shape, strict=True))
+    for length, actual in zip(lengths, shape, strict=True):
+        if length not in (-1, actual):
+            return False
+    return True
 
 
 def _whole_numbers(args: Iterable[Any]) -> tuple[int, ...]:
