@@ -84,9 +84,10 @@ class Heartbeat:
     def watch(self, program: str, session: int, n_ranks: int, version: int) -> None:
         """Watch the ranks of the other program from now on, while this version is on its way."""
         self._notice = self._key("stopped", session, version)
-        self._watched = {
-            self._key("beats", session, r): f"rank {r} of the {program}" for r in range(n_ranks)
-        }
+        watched: dict[str, str] = {}
+        for rank in range(n_ranks):
+            watched[self._key("beats", session, rank)] = f"rank {rank} of the {program}"
+        self._watched = watched  # at once, as the thread of `_beat` reads it
 
     def check(self) -> None:
         """Raise LostVersionError if a rank of the other program has stopped, or the store."""
@@ -231,10 +232,11 @@ class Endpoint:
         Its ranks come first in the group of both programs.
         """
         n_src = self.src_mesh.n_devices
+        n_all = n_src + self.dst_mesh.n_devices
         route = Route(
             self.dst_mesh,
             src_devices=tuple(range(n_src)),
-            dst_devices=tuple(range(n_src, n_src + self.dst_mesh.n_devices)),
+            dst_devices=tuple(range(n_src, n_all)),
             profile=profile_of("of the trainer", facts[PROFILE]),
             bucket_bytes=self.bucket_bytes,
         )

@@ -387,10 +387,14 @@ def _ranks_text(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     texts: list[str] = []
+    n_ranks = 0
     for first, last in runs:
+        n_ranks += last - first + 1
         if first == last:
             texts.append(str(first))
+        elif last == first + 1:
+            texts.append(f"{first}, {last}")
         else:
-            texts.append(f"{first}, {last}" if last == first + 1 else f"{first} to {last}")
-    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"{'rank' if is_one else 'ranks'} {', '.join(texts)}"
+            texts.append(f"{first} to {last}")
+    noun = "rank" if n_ranks == 1 else "ranks"
+    return f"{noun} {', '.join(texts)}"

@@ -103,7 +103,8 @@ class ProcessMesh:
         axes = tuple(sorted(axes, key=self.mesh.position))
         if axes not in self._parts:
             mesh = Mesh(dict(zip(axes, self.mesh.sizes_of(axes), strict=True)))
-            ranks = tuple(self.ranks[d] for d in self.mesh.group(self.device, axes))
+            devices = self.mesh.group(self.device, axes)
+            ranks = tuple(self.ranks[d] for d in devices)
             device = self.mesh.index(self.device, axes)
             self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
         return self._parts[axes]

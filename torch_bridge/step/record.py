@@ -423,10 +423,7 @@ def _fits(lengths: Sequence[int], shape: torch.Size) -> bool:
     """Return whether stated lengths are those of a result, and not of one on the way to it."""
     if len(lengths) != len(shape):
         return False
-    for length, actual in zip(lengths, shape, strict=True):
-        if length not in (-1, actual):
-            return False
-    return True
+    return all(length in (-1, actual) for length, actual in zip(lengths, shape, strict=True))
 
 
 def _whole_numbers(args: Iterable[Any]) -> tuple[int, ...]:

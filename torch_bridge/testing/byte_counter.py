@@ -121,7 +121,11 @@ def _all_reduce(tensors: Any, group: Any, *_: Any) -> int:
     n = _group(group).size()
     if isinstance(tensors, Tensor):
         tensors = [tensors]
-    return sum(-(-2 * (n - 1) * t.numel() // n) * t.element_size() for t in tensors)
+    n_bytes = 0
+    for x in tensors:
+        n_elements = -(-2 * (n - 1) * x.numel() // n)
+        n_bytes += n_elements * x.element_size()
+    return n_bytes
 
 
 @_counts("c10d", "alltoall_")

@@ -153,13 +153,10 @@ def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
             raise part
         rank_answers.append(part)
     answers = [part.answer for part in rank_answers]
-    merged_answer = replace(
-        answers[0],
-        outputs=_by_device([answer.outputs for answer in answers]),
-        gradients=_by_device([answer.gradients for answer in answers]),
-        updated=_by_device([answer.updated for answer in answers]),
-        cotangents=_by_device([answer.cotangents for answer in answers]),
-    )
+    merged_answer = answers[0]
+    for kind in ("outputs", "gradients", "updated", "cotangents"):
+        arrays = _by_device([getattr(answer, kind) for answer in answers])
+        merged_answer = replace(merged_answer, **{kind: arrays})
     seconds = [answer.seconds for answer in answers if answer.seconds is not None]
     if not seconds:  # not measured
         return merged_answer
