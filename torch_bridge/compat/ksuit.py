@@ -192,6 +192,7 @@ def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes
         sizes = _told_sizes(sent, dim, mesh)
     if sizes is None or len(set(sizes)) == 1:
         return all_gather(sent, dim, AXIS, mesh, grad=grad, shape=shape).to(block.device)
+    # Blocks of different sizes: a layout says the rows of each rank.
     cut = ops.dims(sent.shape, {dim: f"sizes({AXIS},{','.join(map(str, sizes))})"})
     text = f"{cut} -> {ops.dims(sent.shape)}{ops.gradient_tag(AXIS, grad)}"
     return redistribute(sent, text, mesh, shape=shape).to(block.device)

@@ -90,6 +90,7 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
     if backward_options is not None:
         backward_dtype = backward_options.get("op_dtype")
     comm_dtype = (op_dtype, backward_dtype) if op_dtype or backward_dtype else None
+    # A value of each device is a row of a stacked array.
     if src_type == "V":
         x = x.unsqueeze(0)
     y = moved(x, text, mesh, shape=shape, comm_dtype=comm_dtype)

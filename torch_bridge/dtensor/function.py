@@ -96,6 +96,7 @@ class RedistributeDTensor(torch.autograd.Function):
         if move.by_block and move.src.layout.tagged(*NONLINEAR) and takes_part(move.src.mesh):
             ctx.save_for_backward(block)  # the backward pass asks which blocks were the largest
         block = block.to(move.op_dtype)
+        # None outside of the mesh: there the empty block stays as it is.
         for executable in executables(move, x, block):
             block = executable(block)
         return move.dst.dtensor(block.to(move.out_dtype), x.shape)
@@ -247,6 +248,7 @@ def _executables(
         if is_same_mesh or not is_last:
             call = MoveCall((start, stop), src, shape, move.profile)
             result.append(call.executable((local_shape, move.op_dtype, device)))
+            # The next leg begins with the result of this one.
             local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
         else:
             dtype = dtypes.name_of(move.op_dtype)
@@ -289,6 +291,7 @@ def _gradient_end(move: DTensorMove, arrives: End, shape: Shape) -> End:
     if placements is None:
         arriving: Sequence[Placement] = arrives.placements
         if arrives.mesh != src.mesh:
+            # Addends on another mesh are summed before they come here.
             arriving = [Replicate()] * len(src.placements)
         pairs = zip(src.placements, arriving, strict=True)
         placements = tuple(_gradient_placement(p, g, move.by_block) for p, g in pairs)

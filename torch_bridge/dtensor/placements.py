@@ -68,6 +68,7 @@ def to_placements(
     if shape is not None:
         layout = layout.resolved(len(shape))
     check_axes(layout, axes)
+    # Axes that nothing is said of hold replicas; copies are placed like them.
     placements: dict[str, Placement] = dict.fromkeys(axes.axes, Replicate())
     for d in range(len(layout.dims)):
         for axis, factor in _split_factors(layout, d, axes, shape).items():
@@ -287,6 +288,7 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
         if factor > 1 and piece_rows:  # a piece without rows is a cut of nothing
             cut = Cut((axis,), "cyclic", (piece_rows,))
         strided.append(cut)
+        # The next axis cuts the rows that one device of this axis has.
         n_rows_left //= mesh.size(axis)
     if nested is not None:
         return nested

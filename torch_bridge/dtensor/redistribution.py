@@ -121,6 +121,7 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
 
     def prepared() -> DTensorMove:
         shape = tuple(dtensor.shape)
+        # Everything that can be refused is, before anything is sent.
         src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout, kept)
         dst = _end(mesh, tuple(placements), shape, dst_layout, kept)
         gradient = None

@@ -165,6 +165,7 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         process_mesh.check_world()
+        # A mesh has all processes of its program: device i is rank i.
         mesh = self.src_mesh if self.is_trainer else self.dst_mesh
         n_processes = dist.get_world_size()
         if mesh.n_devices != n_processes:
@@ -277,6 +278,7 @@ class Endpoint:
         if sessions == self._sessions:
             return self._group
         if self._group is not None:
+            # After a failure messages may be under way in it: it is of no use any more.
             dist.destroy_process_group(self._group)
         self._group = None
         self._sessions = sessions

@@ -84,6 +84,7 @@ class Publisher(Endpoint):
         def prepared() -> CallFacts:
             local, described_facts = describe_tree(tree, self.rules, self.src_mesh, shapes)
             profile = load_profile(machine(self.profile))
+            # The server may be another machine: it plans for the trainer's.
             facts.update({**described_facts, PROFILE: profile.to_json()})
             plans.append(self.plan(facts))
             blocks.update(local)
@@ -122,6 +123,7 @@ class Publisher(Endpoint):
             answer = self.broadcast(partial(self.recv_or_raise, "answer", version))
         except (DesyncError, LostVersionError) as error:
             raise self.lost_version(failed, error) from error
+        # Both programs plan on their own. Unequal plans would send messages that nobody takes.
         if answer != text:
             raise _differing(text, answer)
 
@@ -191,6 +193,7 @@ class Subscriber(Endpoint):
         offer = self.broadcast(partial(self._offered, wait_s), wait_s)
         if not offer:
             return False
+        # Also if it gets lost: the same offer is not taken twice.
         self._latest = offer["version"]
         with self.heart.beating(self.session, self.silent_s):
             self.tree = self._take(offer, progress)

@@ -72,6 +72,7 @@ def describe_tree(
     """
     tensors, constants = tensors_and_constants(tree)
     mesh = _source_mesh(tensors, mesh)
+    # All leaves are on one mesh, as a plan has one source.
     axes = mesh_of(mesh)
     ranks = ranks_of(mesh)
     if rank() not in ranks:
@@ -90,6 +91,7 @@ def describe_tree(
         rule_of = Rules(src_rules).match(list(tensors))
 
     blocks: dict[str, Tensor] = {}
+    # Numbers and texts travel here; blocks travel as messages.
     structure = pytree.treespec_dumps(pytree.tree_structure(tree))
     facts = {
         "mesh": json.dumps([str(axes), ranks]),

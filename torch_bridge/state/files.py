@@ -174,6 +174,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         else:
             loading.plan_into(like, rules, mesh, names, strict)
         if verify:
+            # Each process checks a part of the files.
             compare_checksums(loading.checkpoint, ranks.index(rank()), len(ranks))
         return loading.facts()
 
@@ -221,6 +222,7 @@ class _Loading:
         axes = axes_of(mesh)
         planned = plan_load(self.checkpoint, rules, axes, names, dtype=dtype, profile=self.profile)
         for name, load in planned.items():
+            # Without a tree, blocks have the stored dtype, or `dtype` if they are floats.
             array_dtype = getattr(torch, load.array.dtype)
             on_mesh = axes if mesh is None else mesh
             array = LocalArray([name], None, array_dtype, load.target, on_mesh, self.ranks)
@@ -237,6 +239,7 @@ class _Loading:
         """Plan the load of the arrays that a model or a tree has."""
         stored = stored_as(self.checkpoint, names)
         shapes = {name: array.shape for name, array in stored.items()}
+        # The files have global shapes, so blocks may have any sizes.
         by_name, _ = leaves.local_arrays(like, rules, mesh, shapes)
         arrays = list(by_name.values())
         stored_names = in_both(stored, [array.names for array in arrays], strict)
@@ -275,6 +278,7 @@ class _Loading:
             # Rows to share are in memory twice until they are sent: a bucket limits them.
             for group in groups(shared_bytes, BUCKET_BYTES):
                 group_names = [names[i] for i in group]
+                # A DTensor's mesh may be a part of the world: others read nothing for it.
                 local = [name for name in group_names if rank() in self.loads[name].array.ranks]
                 tensors |= {name: self.loads[name].array.target(device) for name in local}
                 blocks = threads.map(self._reader(tensors), local)

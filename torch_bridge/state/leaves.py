@@ -217,6 +217,7 @@ def local_array(
     else:
         shape = lengths_of(shape)
     sharding = Sharding(rule.src, axes, tuple(shape))
+    # Detached: a copy into the block is no operation of autograd.
     array = LocalArray([name], x.detach(), x.dtype, sharding, mesh, ranks)
     _check_block_shape(array, rule)
     return array
@@ -231,6 +232,7 @@ def _array_of_dtensor(name: str, x: DTensor) -> LocalArray:
     ranks = meshes.callers(device_mesh)
     sharding = Sharding(rule.src, axes, shape)
     if rank() not in ranks:
+        # In place of a block torch has an empty tensor here.
         return LocalArray([name], None, x.dtype, sharding, device_mesh, ranks)
     mesh = meshes.dtensor_mesh(device_mesh)
     array = LocalArray([name], local_block(x), x.dtype, sharding, mesh, ranks)

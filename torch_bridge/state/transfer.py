@@ -111,6 +111,7 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
         mesh_of(dst_mesh), senders, ranks_of(dst_mesh), machine(profile), bucket_bytes
     )
     dst_rules = tree_facts.target_rules(rules)
+    # All ranks plan from the same text, and so reach the same plan.
     plan = tree_facts.plan_described(tuple(facts.items()), dst_rules, names, route)
     if dry_run:
         return plan
@@ -136,6 +137,7 @@ def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str
         raise MeshError("no rank brings a tree", hint=hint)
     facts: dict[str, str] = reports[bring_tree[0]]["within"]
     _, senders = tree_facts.mesh_in(facts)
+    # Each sender's block is needed: nobody can stand in for it.
     missing = [rank for rank in senders if rank not in bring_tree]
     if missing:
         hint = f"all of {senders} pass theirs"

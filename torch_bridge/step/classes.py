@@ -145,6 +145,7 @@ MATRIX_PRODUCTS = {
 def _matrix_product(call: Invocation) -> Call:
     op = Written(MATRIX_PRODUCTS[call.name], "contraction")
     if "add" in call.name:  # addmm(bias, a, b)
+        # The bias is broadcast, so it is an operation with a rule of its own.
         return Call(call.tensors[1:], op, added=call.first)
     return Call(call.tensors, op)
 
@@ -184,16 +185,17 @@ def _reordering(call: Invocation, order: Sequence[int]) -> Call:
 def _embedding(call: Invocation) -> Call:
     """Describe a table of rows, looked up by number: "rows, vocabulary width -> rows width"."""
     *row_dims, width = call.result_dims
+    # The vocabulary is a dim of the table alone.
     arrays = [row_dims, ["v", width], call.result_dims]
     return Call([call.args["indices"], call.args["weight"]], Written(arrays, "lookup"))
 
 
 @describes(["index"])
 def _indexing(call: Invocation) -> Call:
-    """Describe x[i, :, j] with arrays of numbers i, j: the dims that these replace are whole.
+    """Describe x[i, :, j] with arrays of numbers i, j: dims that these replace cannot be sharded.
 
     The dims of the arrays, broadcast, replace them: in place if they are neighbours, else in front.
-    `x[:, i]` with x [8, 9, 5] and i [3] is "r0 u1 r2, r1 -> r0 r1 r2".
+    `x[:, i]` with x [8, 9, 5] and i [3] is "r0 u1 r2, r1 -> r0 r1 r2", and no axis shards u1.
     """
     x = call.args["self"]
     index_of = {d: index for d, index in enumerate(call.args["indices"]) if index is not None}
@@ -202,8 +204,10 @@ def _indexing(call: Invocation) -> Call:
         start = 0
     stop = start + max(index.ndim for index in index_of.values())
 
+    # As in numpy: the dims of the arrays of numbers are neighbours in the result.
     picked_dims = call.result_dims[start:stop]
     kept_dims = iter(call.result_dims[:start] + call.result_dims[stop:])
+    # Any row may be asked for, so every device needs all rows of these dims.
     replaced_dims = [f"u{d}" for d in index_of]
     array_dims: list[str] = []
     for d in range(x.ndim):
@@ -259,15 +263,16 @@ def _nll_loss(call: Invocation) -> Call:
 def _group_norm(call: Invocation) -> Call | None:
     if call.out.shape != call.first.shape:
         return None  # the mean or the deviation of each group
+    # Statistics are over all dims but the batch: only the batch can be sharded.
     places = [range(call.out.ndim), [1], [1]]  # scale and bias have the channels
-    whole = call.result_dims[1:]
-    op = placed(call.shapes, call.out.shape, places, "pointwise", whole)
+    unsharded = call.result_dims[1:]
+    op = placed(call.shapes, call.out.shape, places, "pointwise", whole=unsharded)
     return Call(call.tensors, op)
 
 
 @describes(["written"])  # by `StepRecorder`: torch says `copy_` of a view
 def _written_into(call: Invocation) -> Call | None:
-    """Describe an array after something was written into a slice of it: cut dims are whole."""
+    """Describe an array after a write into a slice of it, whose cut dims cannot be sharded."""
     array, part = call.tensors
     if array.stride() != part.stride():
         return None  # the part may be transposed or have steps
@@ -278,12 +283,13 @@ def _written_into(call: Invocation) -> Call | None:
 
 @describes(["stack"])
 def _stack(call: Invocation) -> Call:
-    """Describe arrays along a new dim, which is whole."""
+    """Describe arrays stacked along a new dim, which cannot be sharded."""
+    # Operands lie one behind another along it, each on all devices.
     new_dim = call.args["dim"] % call.out.ndim
     places = [d for d in range(call.out.ndim) if d != new_dim]
-    whole = [call.result_dims[new_dim]]
+    unsharded = [call.result_dims[new_dim]]
     places_of_operands = [places] * len(call.tensors)
-    op = placed(call.shapes, call.out.shape, places_of_operands, whole=whole)
+    op = placed(call.shapes, call.out.shape, places_of_operands, whole=unsharded)
     return Call(call.tensors, op)
 
 
@@ -311,8 +317,8 @@ def _by_traits(call: Invocation) -> Call:
     if "dim" in call.args or "dims" in call.args:
         op = along(call.shapes, shape, _reduced_dims(call), kind, sums=call.name == "sum")
     elif call.is_pointwise or call.name in ALIGNED or WINDOWS.search(call.name):
-        first_whole = call.out.ndim - _n_whole_last_dims(call)
-        op = aligned(call.shapes, shape, kind, call.result_dims[first_whole:])
+        first_unsharded = call.out.ndim - _n_unsharded_last_dims(call)
+        op = aligned(call.shapes, shape, kind, call.result_dims[first_unsharded:])
     else:
         op = _leading_dims(call)
     return Call(call.tensors, op._replace(work=_work(call)))
@@ -341,8 +347,8 @@ def _reduced_dims(call: Invocation) -> int | Sequence[int]:
     return dims
 
 
-def _n_whole_last_dims(call: Invocation) -> int:
-    """Return how many last dims of an aligned operation are whole: windows, triangles, norms."""
+def _n_unsharded_last_dims(call: Invocation) -> int:
+    """Return how many last dims of an operation cannot be sharded: windows, triangles, norms."""
     windows = WINDOWS.search(call.name)
     if windows is not None:
         return int(windows[1])
@@ -354,10 +360,12 @@ def _n_whole_last_dims(call: Invocation) -> int:
 def _leading_dims(call: Invocation) -> Written:
     """Describe views as complex numbers or pairs; any other operation has no rule: `opaque`.
 
-    The first dims are the result's; the last dim of the real array has pairs, and is whole.
+    The first dims are the result's. The last dim of the real array has pairs of real and imaginary
+    part, and cannot be sharded.
     """
     kind = "linear" if call.name in PARTS else "opaque"
     out_ndim = call.out.ndim
+    # A dim behind the result's has no place in it: real and imaginary part become one number.
     places = [_places_of_leading_dims(x.ndim, out_ndim) for x in call.tensors]
     pairs = [*call.result_dims[call.first.ndim :], f"u0_{out_ndim}"]
     return placed(call.shapes, call.out.shape, places, kind, pairs)
@@ -406,11 +414,12 @@ def attention_call(
 
     # A multiplication and an addition in both products, per element of the space of all dims.
     flops = 2.0 * sum(depths) / math.prod(set(depths))
-    whole = {"d", "t", value_depth}
+    # Every query sees all keys, and a score is a sum over the whole depth.
+    unsharded = {"d", "t", value_depth}
     if is_causal:
-        whole.add("s")  # blocks of queries see different numbers of keys
+        unsharded.add("s")  # blocks of queries see different numbers of keys
         flops /= 2  # only scores below the diagonal
-    op = Written(arrays, "attention", whole, {"flops": flops}, lengths)
+    op = Written(arrays, "attention", unsharded, {"flops": flops}, lengths)
     return Call(operands, op), out
 
 

@@ -94,6 +94,7 @@ class StepRecorder(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
             return self._number(args[0])
+        # Numbers made on the CPU, as by a literal, become shapes too.
         out = func(*tree_map_only(Tensor, _to_meta, args), **_on_device(kwargs, "meta"))
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         arguments = _arguments_by_name(func, args, kwargs)
@@ -133,9 +134,10 @@ class StepRecorder(TorchDispatchMode):
 
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
         """Record one result of an operation, and the bias that is added to it, if there is one."""
+        # An operation with several results is several operations, one per result.
         call = call_of(name, args, out, is_pointwise)
-        links, whole = self._linked_dims(call.op.arrays[-1], out.shape)
-        op = call.op._replace(whole={*call.op.whole, *whole})
+        links, unsharded = self._linked_dims(call.op.arrays[-1], out.shape)
+        op = call.op._replace(whole={*call.op.whole, *unsharded})
         self.add(name, call._replace(op=op), out, links)
         if call.added is not None:
             self.add("bias", bias_call(out, call.added, name == "convolution"), out)
@@ -145,13 +147,13 @@ class StepRecorder(TorchDispatchMode):
     ) -> tuple[Links, Iterable[str]]:
         """Link dims of a result to the arrays that their lengths were read from.
 
-        In `y.reshape(x.shape[0], 4, -1)` dim 0 is sharded as in x; dim 1 is whole, as the code says
-        4.
+        In `y.reshape(x.shape[0], 4, -1)` dim 0 is sharded as in x. Dim 1 cannot be sharded, as the
+        code says 4. Returns the links, and the letters of dims that cannot be sharded.
         """
         links = Links()
-        whole: list[str] = []
+        unsharded: list[str] = []
         if not _fits(self.stated_lengths, shape):
-            return links, whole
+            return links, unsharded
         for dim, length in zip(result_dims, self.stated_lengths, strict=True):
             dim_letters = dim.strip("()").split()
             origins = getattr(length, "origins", ())
@@ -159,8 +161,8 @@ class StepRecorder(TorchDispatchMode):
                 for letter, (array, d) in zip(dim_letters, origins, strict=True):
                     links.setdefault(array, {})[d] = letter
             elif length != -1:
-                whole.extend(dim_letters)
-        return links, whole
+                unsharded.extend(dim_letters)
+        return links, unsharded
 
     def add(self, name: str, call: Call, out: Tensor, links: Links | None = None) -> None:
         """Add an operation to the trace, named after the module that runs.
@@ -271,6 +273,7 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     names_of_parameters = _names_of_parameters(model)
     dtypes = [parameter.dtype for parameter in names_of_parameters] or [torch.float32]
     n_examples = next(iter(tensors.values())).shape[0]
+    # The first dim of inputs is the batch if it has the first one's length.
     trace = Trace(n_examples, name_of(dtypes[0]))
 
     # Parameters get meta tensors of their own, so that the model stays as it is.
@@ -326,8 +329,10 @@ def _run(
     model: nn.Module, state: dict[str, Tensor], inputs: dict[str, Any], recorder: StepRecorder
 ) -> Any:
     """Run the forward pass under the recorder, with a hook before and after each module."""
+    # The stack removes the hooks, also after an error: the model stays as it is.
     with torch.no_grad(), torch.device("meta"), ExitStack() as stack:
         for path, module in model.named_modules():
+            # A module that is used twice has one path, and its operations get numbers.
             enter = partial(recorder.enter, path)
             leave = partial(recorder.leave, path)
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)

@@ -38,7 +38,7 @@ def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> Tor
 
     The forward pass runs once on the meta device: nothing is allocated. The model may be on the
     meta device itself, and stays as it is. Lengths that its code says, such as numbers of heads,
-    stay the whole's; lengths that it reads from a tensor are sharded as that tensor is. The loss is
+    stay global lengths; lengths that it reads from a tensor are sharded as that tensor is. The loss is
     of the first tensor of the result.
 
     Args:

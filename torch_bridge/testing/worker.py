@@ -120,6 +120,7 @@ def by_rank(
     function: gets the items of a world and `args`, and returns a result for each.
     """
     results: dict[int, tuple[Any, ...]] = {}
+    # One world for all items of a size: making ranks takes longer than most items.
     for n in sorted({item.mesh.n_devices for item in items}):
         numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]
         world_items = [items[i] for i in numbers]
@@ -133,6 +134,7 @@ def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float)
 
     Returns its results, by rank.
     """
+    # A launcher such as torchrun has set it, and runs this function on every rank.
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return run_ranks(n, function, *args, timeout_s=timeout_s)
     if not dist.is_initialized():
@@ -267,6 +269,7 @@ def _forward(
 def _answer(question: Question) -> RankAnswer | StructureError:
     """Run a user's function on this rank's blocks; an error on one rank is returned on all."""
     rank = dist.get_rank()
+    # Whether the function draws random numbers, as dropout does.
     rng_state = torch.get_rng_state()
     inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
     draws = not torch.equal(rng_state, torch.get_rng_state())
@@ -326,6 +329,7 @@ def _gradients(
     with_gradient = [name for name in cotangents if outputs[name].requires_grad]
     if not with_gradient:
         return dict(zip(question.differentiable, map(torch.zeros_like, varied), strict=True))
+    # Inputs that no output depends on get zeros, as in JAX.
     gradients = torch.autograd.grad(
         [outputs[name] for name in with_gradient],
         varied,
@@ -477,6 +481,7 @@ class _PlanTimer:
     def __init__(self, plan: AnyPlan) -> None:
         processes = process_mesh(plan.mesh)
         dtype = getattr(torch, plan.dtype)
+        # The last array is the result.
         shapes = [source.local_shape(processes.device) for source in arrays_of(plan)[:-1]]
         self.blocks = [torch.ones(shape, dtype=dtype) for shape in shapes]
         self.run: Callable[..., Any]
