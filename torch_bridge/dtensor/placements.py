@@ -298,8 +298,7 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
 def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | None:
     """Return the split factors that make the cuts of a dim, or None.
 
-    Without a length only a nesting of contiguous cuts has them. dim: in normal form unless it is
-    one.
+    Without a length only a nesting of contiguous cuts has them. dim: a nesting, or in normal form.
     """
     is_nesting = _is_nesting(dim)
     if dim.overlap is not None or (length is None and not is_nesting):
@@ -349,8 +348,8 @@ def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
 def _nesting_order(factors: Factors, mesh: Mesh) -> list[str] | None:
     """Return the order in which axes cut, if they cut one after the other into contiguous blocks.
 
-    Then each factor is the number of parts that later axes of the mesh make first: {"dp": 4, "tp":
-    1} with tp=4 -> ["tp", "dp"], since tp cuts the dim into 4 parts before dp does.
+    Then each factor is the number of parts that later axes of the mesh make first.
+    {"dp": 4, "tp": 1} with tp=4 -> ["tp", "dp"]: tp cuts the dim into 4 parts before dp does.
     """
     order: list[str] = []
     for axis, factor in reversed(list(factors.items())):
@@ -369,9 +368,7 @@ def _uneven_cuts(
 ) -> tuple[Cut, ...] | None:
     """Return cuts as `cuts_of` does, for pieces or shares of different sizes.
 
-    They are found from the rows of each device.
-
-    order: as from `_nesting_order`.
+    They are found from the rows of each device. order: as from `_nesting_order`.
     """
     submesh = Mesh({axis: mesh.size(axis) for axis in factors})
     devices = range(submesh.n_devices)
@@ -381,8 +378,7 @@ def _uneven_cuts(
         return (Cut(submesh.axes, INTERVALS, intervals),)
     nested = tuple(Cut((axis,)) for axis in order)
     blocks = _sharding_of_dim(nested, submesh, length)
-    # torch cuts pieces of uneven sizes in another way than blocks: if the rows differ, it means
-    # both.
+    # If these rows are not blocks in that order, the placements mean two things to torch.
     if rows != [blocks.owned(0, device) for device in devices]:
         return None
     return nested
