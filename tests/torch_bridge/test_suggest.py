@@ -217,6 +217,39 @@ def test_an_array_that_is_two_arguments_of_a_module_does_not_move_there():
     assert [op.enters for op in step.ops if op.enters] == ["inner"]
 
 
+class Counted(torch.nn.Module):
+    """A module inside returns a number and no tensor."""
+
+    class Count(torch.nn.Module):
+        def forward(self, x):
+            return len(x)
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.count = torch.nn.Linear(4, 4), self.Count()
+
+    def forward(self, x):
+        return self.linear(x) * self.count(x)
+
+
+class OneExample(torch.nn.Linear):
+    """A loss of scores without a batch."""
+
+    def forward(self, x, target):
+        return F.nll_loss(super().forward(x)[0], target[0])
+
+
+def test_a_module_that_returns_no_tensor_is_recorded():
+    step, _ = record_step(Counted(), torch.empty(4, 4))
+    assert [op.name for op in step.ops][-3:] == ["linear", ":mul", ":loss"]
+
+
+def test_a_loss_of_one_example_is_recorded():
+    target = torch.zeros(4, dtype=torch.int64)
+    step, _ = record_step(OneExample(4, 4), (torch.empty(4, 4), target))
+    assert (step.ops[-1].kind, step.ops[-1].text) == ("loss", "n4, () ->")
+
+
 class Calls(TorchDispatchMode):
     """The operations of a forward pass, with their arguments: one of each kind. All arrays have elements."""
 
