@@ -81,14 +81,9 @@ def describe_tree(
         )
     # Either a pair, rules of the source and of the target, or rules with arrows for both.
     is_pair = isinstance(rules, list | tuple)
-    src_rules = rules
-    if is_pair:
-        src_rules = rules[0]
+    rule_of = _source_rules(rules, list(tensors))
     if shapes is None:
         shapes = {}
-    rule_of = {}  # DTensors may have none
-    if src_rules is not None:
-        rule_of = Rules(src_rules).match(list(tensors))
 
     blocks: dict[str, Tensor] = {}
     # Numbers and texts travel here; blocks travel as messages.
@@ -107,6 +102,17 @@ def describe_tree(
             fact = LeafFact(local.sharding.shape, name_of(x.dtype), layout, device_type)
         facts[LEAF + name] = json.dumps(fact)
     return blocks, facts
+
+
+def _source_rules(rules: Any, names: list[str]) -> Mapping[str, Any]:
+    """Return the rule of each tensor by name: layouts of the source, or expressions.
+
+    None of them has one if all are DTensors, whose placements say it.
+    """
+    src_rules = rules[0] if isinstance(rules, list | tuple) else rules
+    if src_rules is None:
+        return {}
+    return Rules(src_rules).match(names)
 
 
 def _source_mesh(tensors: Mapping[str, Tensor], mesh: MeshLike | None) -> MeshLike:
