@@ -1,11 +1,11 @@
-"""Drop-ins for `credit.domain_parallel`: weather models with rows of latitude sharded over processes.
+"""Drop-ins for `credit.domain_parallel`: weather models with sharded rows of latitude.
 
 Also for `sync_domain_gradients` of `credit.parallel.domain`. One manager, any object with
-`domain_parallel_size` and `domain_rank`, serves the whole program, as there. Without one, or on one process,
-blocks stay as they are and layers are the ordinary modules.
-Better here: a halo may be wider than a block, have two widths, and be periodic, reflected or cross a pole;
-`gather_tensor` has a gradient; blocks may differ in size; derivatives of any order. Models and layers are
-exact, also at the poles; a module without an exact form is refused, with its path.
+`domain_parallel_size` and `domain_rank`, serves the whole program, as there. Without one, or on one
+process, blocks stay as they are and layers are the ordinary modules. Better here: a halo may be
+wider than a block, have two widths, and be periodic, reflected or cross a pole; `gather_tensor` has
+a gradient; blocks may differ in size; derivatives of any order. Models and layers are exact, also
+at the poles; a module without an exact form is refused, with its path.
 """
 
 from __future__ import annotations
@@ -36,30 +36,36 @@ AXIS = "domain"
 
 
 class DomainParallelManager:
-    """Groups of `domain_parallel_size` D processes, ranks [i D, (i+1) D), that each shard one sample.
+    """Groups of D processes, ranks [i D, (i+1) D), that each shard one sample.
 
-    Raises MeshError, a ValueError, if D does not divide `world_size`, or that is not the world's size.
+    Args:
+        world_size: The number of processes.
+        domain_parallel_size: D.
+        shard_dim: The dim that is sharded.
 
-    >>> import torch_bridge as xt
-    >>> from torch_bridge.compat.credit import DomainParallelManager
-    >>> def turn():
-    ...     manager = DomainParallelManager(4, 2)
-    ...     return manager.dp_rank, manager.domain_rank, manager.neighbor_ranks()
-    >>> xt.testing.run_ranks(4, turn)
-    [(0, 0, (None, 1)), (0, 1, (0, None)), (1, 0, (None, 3)), (1, 1, (2, None))]
+    Raises:
+        MeshError: A ValueError: D does not divide `world_size`, or that is not the world's size.
+
+    Examples:
+        >>> import torch_bridge as xt
+        >>> from torch_bridge.compat.credit import DomainParallelManager
+        >>> def turn():
+        ...     manager = DomainParallelManager(4, 2)
+        ...     return manager.dp_rank, manager.domain_rank, manager.neighbor_ranks()
+        >>> xt.testing.run_ranks(4, turn)
+        [(0, 0, (None, 1)), (0, 1, (0, None)), (1, 0, (None, 3)), (1, 1, (2, None))]
     """
 
     def __init__(self, world_size: int, domain_parallel_size: int, shard_dim: int = -2) -> None:
         if world_size % domain_parallel_size:
-            what = f"{world_size} processes in domains of {domain_parallel_size}"
-            raise MeshError(what, hint="domain_parallel_size divides world_size")
+            reason = f"{world_size} processes in domains of {domain_parallel_size}"
+            raise MeshError(reason, hint="domain_parallel_size divides world_size")
         self.world_size = world_size
         self.domain_parallel_size = domain_parallel_size
         self.data_parallel_size = world_size // domain_parallel_size
         self.shard_dim = shard_dim
-        self.processes = process_mesh(
-            Mesh({"data": self.data_parallel_size, AXIS: domain_parallel_size})
-        )
+        mesh = Mesh({"data": self.data_parallel_size, AXIS: domain_parallel_size})
+        self.processes = process_mesh(mesh)
         # All processes make the groups together, here.
         self.domain_group: dist.ProcessGroup = self.processes.group((AXIS,)).process_group
         self.data_parallel_group: dist.ProcessGroup = self.processes.group(("data",)).process_group
@@ -70,45 +76,62 @@ class DomainParallelManager:
         self.is_last_domain_rank = self.domain_rank == domain_parallel_size - 1
 
     def neighbor_ranks(self) -> tuple[int | None, int | None]:
-        """The global ranks with the rows before and after, None at the edges of the array."""
+        """Return the ranks with the rows before and after, None at the edges of the array."""
         rank = self.processes.ranks[self.processes.device]
-        return (
-            None if self.is_first_domain_rank else rank - 1,
-            None if self.is_last_domain_rank else rank + 1,
-        )
+        rank_before = None if self.is_first_domain_rank else rank - 1
+        rank_after = None if self.is_last_domain_rank else rank + 1
+        return rank_before, rank_after
 
 
 Manager = DomainParallelManager | None
-_manager: Manager = None
+_manager: Manager = None  # of the whole program, as in CREDIT, whose functions take it by default
 
 
 def initialize_domain_parallel(
     world_size: int, domain_parallel_size: int, shard_dim: int = -2
 ) -> DomainParallelManager:
-    """Set the manager that functions of this module use by default. All processes call it."""
+    """Set the manager that functions of this module use by default. All processes call it.
+
+    Args:
+        world_size: As for `DomainParallelManager`.
+        domain_parallel_size: As there.
+        shard_dim: As there.
+
+    Returns:
+        The manager.
+
+    Raises:
+        MeshError: As for `DomainParallelManager`.
+    """
     global _manager
     _manager = DomainParallelManager(world_size, domain_parallel_size, shard_dim)
     return _manager
 
 
 def get_domain_parallel_manager() -> Manager:
-    """The manager set by `initialize_domain_parallel`, or None."""
+    """Return the manager set by `initialize_domain_parallel`, or None."""
     return _manager
 
 
 class HaloExchange(nn.Module):
     """Widens a block by rows of its neighbours: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
 
-    Options are as in `torch_bridge.ops.halo_exchange`; the rows beyond the edges are zeros by default.
+    Args:
+        halo_width: The number of rows at both sides, or a pair. Options are as in
+            `torch_bridge.ops.halo_exchange`.
+        dim: The dim that is sharded.
+        boundary: What the rows beyond the edges are; zeros by default.
+        shape: The global shape, if blocks differ in size.
 
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import credit
-    >>> def turn():
-    ...     credit.initialize_domain_parallel(2, 2)
-    ...     x = torch.arange(4).view(4, 1) + 100 * torch.distributed.get_rank()
-    ...     return credit.HaloExchange(2)(x).flatten().tolist()
-    >>> xt.testing.run_ranks(2, turn)
-    [[0, 0, 0, 1, 2, 3, 100, 101], [2, 3, 100, 101, 102, 103, 0, 0]]
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from torch_bridge.compat import credit
+        >>> def turn():
+        ...     credit.initialize_domain_parallel(2, 2)
+        ...     x = torch.arange(4).view(4, 1) + 100 * torch.distributed.get_rank()
+        ...     return credit.HaloExchange(2)(x).flatten().tolist()
+        >>> xt.testing.run_ranks(2, turn)
+        [[0, 0, 0, 1, 2, 3, 100, 101], [2, 3, 100, 101, 102, 103, 0, 0]]
     """
 
     def __init__(
@@ -121,10 +144,15 @@ class HaloExchange(nn.Module):
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (manager := _sharding_manager(None)) or self.halo_width == 0:
+        """Return the wider block; without a manager, or without a width, the block itself."""
+        manager = _sharding_manager(None)
+        if manager is None or self.halo_width == 0:
             return x
-        where: Any = self.halo_width, self.dim, AXIS, _domain_of(manager)
-        return halo_exchange(x, *where, boundary=self.boundary, shape=self.shape)
+        domain: Any = _domain_of(manager)
+        # Rows beyond one neighbour come from the next: the plan has as many messages as it needs.
+        return halo_exchange(
+            x, self.halo_width, self.dim, AXIS, domain, boundary=self.boundary, shape=self.shape
+        )
 
     @staticmethod
     def trim(x: Tensor, halo_before: int, halo_after: int, dim: int = -2) -> Tensor:
@@ -135,36 +163,55 @@ class HaloExchange(nn.Module):
 def shard_tensor(
     x: Tensor, dim: int = -2, manager: Manager = None, *, uneven: bool = False
 ) -> Tensor:
-    """This process's part of a tensor replicated in its domain: [H, ...] -> [H/D, ...] along `dim`.
+    """Return this process's part of a replicated tensor: [H, ...] -> [H/D, ...] along `dim`.
 
-    uneven: parts may differ in size. Nothing is sent; the gradient is this process's own, zeros elsewhere.
-    Raises ShapeError, a ValueError, for a length that D does not divide, unless `uneven`.
+    Nothing is sent. The gradient is this process's own, with zeros elsewhere.
+
+    Args:
+        x: The whole tensor.
+        dim: The dim to shard.
+        manager: Default: the program's.
+        uneven: Parts may differ in size.
+
+    Returns:
+        A new contiguous tensor; `x` itself without a manager.
+
+    Raises:
+        ShapeError: A ValueError: D does not divide the length, and `uneven` is False.
     """
-    if (manager := _sharding_manager(manager)) is None:
+    manager = _sharding_manager(manager)
+    if manager is None:
         return x
-    n = manager.domain_parallel_size
+    n_parts = manager.domain_parallel_size
     length = x.shape[dim]
-    compat.shard_whole(tuple(x.shape), dim, n, AXIS, uneven=uneven)  # raises for other lengths
-    start, stop = (
-        min(i * -(-length // n), length) for i in (manager.domain_rank, manager.domain_rank + 1)
-    )
+    compat.shard_whole(tuple(x.shape), dim, n_parts, AXIS, uneven=uneven)  # raises
+    part_rows = -(-length // n_parts)  # rounded up: the last parts are smaller
+    start = min(manager.domain_rank * part_rows, length)
+    stop = min(start + part_rows, length)
+    # A clone: the part must not keep the memory of the whole.
     return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 def gather_tensor(
     x: Tensor, dim: int = -2, manager: Manager = None, *, shape: Shape = None, grad: Grad = "sum"
 ) -> Tensor:
-    """All parts of a domain, on each of its processes: [H/D, ...] -> [H, ...] along `dim`.
+    """Gather all parts of a domain on each of its processes: [H/D, ...] -> [H, ...] along `dim`.
 
-    shape: the global shape, if D does not divide H. grad: the meaning of the results' gradients, as in
-    `torch_bridge.ops.all_gather`: addends ("sum": each process has its own loss), or equal ("replicated").
+    Args:
+        x: This process's part.
+        dim: The dim that is sharded.
+        manager: Default: the program's.
+        shape: The global shape, if D does not divide H.
+        grad: What gradients of the results are, as in `torch_bridge.ops.all_gather`: addends
+            ("sum": each process has its own loss), or equal ("replicated").
+
+    Returns:
+        The whole tensor; `x` itself without a manager.
     """
     manager = _sharding_manager(manager)
-    return (
-        x
-        if manager is None
-        else all_gather(x, dim, AXIS, _domain_of(manager), grad=grad, shape=shape)
-    )
+    if manager is None:
+        return x
+    return all_gather(x, dim, AXIS, _domain_of(manager), grad=grad, shape=shape)
 
 
 def shard_batch(
@@ -173,10 +220,23 @@ def shard_batch(
     spatial_dims_4d: int = -2,
     manager: Manager = None,
 ) -> Mapping[str, Any]:
-    """`shard_tensor` of the tensors with 4 or 5 dims; everything else is returned as it is."""
-    dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
-    tensors = {key: x for key, x in batch.items() if isinstance(x, Tensor) and x.ndim in dims}
-    return {**batch, **{key: shard_tensor(x, dims[x.ndim], manager) for key, x in tensors.items()}}
+    """Shard the tensors of a batch that have 4 or 5 dims; everything else is returned as it is.
+
+    Args:
+        batch: Tensors, or any values, by name.
+        spatial_dims_5d: The dim to shard of tensors with 5 dims.
+        spatial_dims_4d: The dim to shard of tensors with 4 dims.
+        manager: Default: the program's.
+
+    Returns:
+        A new dict; tensors as from `shard_tensor`.
+    """
+    shard_dims = {4: spatial_dims_4d, 5: spatial_dims_5d}
+    sharded = dict(batch)
+    for key, x in batch.items():
+        if isinstance(x, Tensor) and x.ndim in shard_dims:
+            sharded[key] = shard_tensor(x, shard_dims[x.ndim], manager)
+    return sharded
 
 
 def convert_to_domain_parallel(
@@ -189,84 +249,132 @@ def convert_to_domain_parallel(
 ) -> nn.Module:
     """Turn a model, in place, into one of blocks: outputs and gradients are as for the whole array.
 
-    Inputs that have `shard_dim` besides batch and channels are sharded along it. custom_converters: class ->
-    function that converts its modules; the result is called on blocks. shape: the inputs' global shape, if
-    blocks differ in size. Gradients of parameters are this process's share, until `sync_domain_gradients`.
-    The rest is as in `torch_bridge.nn.domain_parallel`. Raises XshardError for modules without an exact form.
+    Inputs that have `shard_dim` besides batch and channels are sharded along it. Gradients of
+    parameters are this process's share, until `sync_domain_gradients`. The rest is as in
+    `torch_bridge.nn.domain_parallel`.
 
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import credit
-    >>> def turn():
-    ...     manager = credit.initialize_domain_parallel(2, 2)
-    ...     conv = torch.nn.Conv2d(1, 1, 3, stride=2, padding=1, bias=False)
-    ...     torch.nn.init.ones_(conv.weight)
-    ...     model = credit.convert_to_domain_parallel(torch.nn.Sequential(conv), manager)
-    ...     return model(credit.shard_tensor(torch.ones(1, 1, 8, 2))).flatten().tolist()
-    >>> xt.testing.run_ranks(2, turn)
-    [[4.0, 6.0], [6.0, 6.0]]
+    Args:
+        model: Any module.
+        manager: Default: the program's.
+        shard_dim: The dim of inputs that is sharded.
+        custom_converters: A class -> a function that converts its modules; the result is called on
+            blocks.
+        shape: The inputs' global shape, if blocks differ in size.
+
+    Returns:
+        The model.
+
+    Raises:
+        MeshError: There is no manager.
+        XshardError: A module has no exact form.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from torch_bridge.compat import credit
+        >>> def turn():
+        ...     manager = credit.initialize_domain_parallel(2, 2)
+        ...     conv = torch.nn.Conv2d(1, 1, 3, stride=2, padding=1, bias=False)
+        ...     torch.nn.init.ones_(conv.weight)
+        ...     model = credit.convert_to_domain_parallel(torch.nn.Sequential(conv), manager)
+        ...     return model(credit.shard_tensor(torch.ones(1, 1, 8, 2))).flatten().tolist()
+        >>> xt.testing.run_ranks(2, turn)
+        [[4.0, 6.0], [6.0, 6.0]]
     """
-    if (manager := manager or _manager) is None:
-        raise MeshError(
-            "no manager", hint="initialize_domain_parallel(world_size, domain_parallel_size)"
-        )
-    options: Any = {"shape": shape, "sum_gradients": False, "converters": custom_converters}
-    parallel = domain_parallel(model, _layout_text(shard_dim), _domain_of(manager), **options)
+    if manager is None:
+        manager = _manager
+    if manager is None:
+        hint = "initialize_domain_parallel(world_size, domain_parallel_size)"
+        raise MeshError("no manager", hint=hint)
+    parallel = domain_parallel(
+        model,
+        _layout_text(shard_dim),
+        _domain_of(manager),
+        shape=shape,
+        sum_gradients=False,
+        converters=custom_converters,
+    )
+    # The caller's module becomes the parallel one.
+    model.__class__ = type(parallel)
     # A dict of its own: Python 3.13 empties a shared one when the other module is collected.
-    model.__class__, model.__dict__ = type(parallel), dict(parallel.__dict__)
+    model.__dict__ = dict(parallel.__dict__)
     return model
 
 
 @torch.no_grad()
 def sync_domain_gradients(model: nn.Module, manager: Manager = None) -> None:
-    """Average the gradients over the domain: the loss is the mean of its processes' losses."""
-    if manager := _sharding_manager(manager):
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        means = redistribute(gradients, f"... | mean({AXIS}) -> ...", _domain_of(manager))
-        for gradient, mean in zip(gradients, means, strict=True):
-            gradient.copy_(mean)
+    """Average the gradients over the domain: the loss is the mean of its processes' losses.
+
+    Args:
+        model: A model with gradients, which are changed in place.
+        manager: Default: the program's.
+    """
+    manager = _sharding_manager(manager)
+    if manager is None:
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    means = redistribute(gradients, f"... | mean({AXIS}) -> ...", _domain_of(manager))
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean)
 
 
 def _sharding_manager(manager: Manager) -> Manager:
-    """The manager, or the one of the program, if its domains have more than one process."""
-    manager = manager or _manager
-    return manager if manager and manager.domain_parallel_size > 1 else None
+    """Return the manager, or the program's, if its domains have more than one process."""
+    if manager is None:
+        manager = _manager
+    if manager is None or manager.domain_parallel_size <= 1:
+        return None
+    return manager
 
 
 def _domain_of(manager: DomainParallelManager) -> ProcessMesh:
-    """The processes that shard this one's sample: its `domain_group`, or neighbours in the world."""
+    """Return the processes that shard this one's sample.
+
+    They are the manager's `domain_group`, or neighbours in the world.
+    """
+    # CREDIT's own managers may keep something else under this name, or nothing.
     group = getattr(manager, "domain_group", None)
     if isinstance(group, dist.ProcessGroup):
         return process_mesh(group_mesh(group, AXIS))
-    first = process_mesh(group_mesh(None, AXIS)).device - manager.domain_rank
-    return _neighbours(first, manager.domain_parallel_size, dist.group.WORLD)
+    first_rank = process_mesh(group_mesh(None, AXIS)).device - manager.domain_rank
+    return _neighbours(first_rank, manager.domain_parallel_size, dist.group.WORLD)
 
 
+# Cached by the world too: its groups end with it.
 @lru_cache(maxsize=256)
-def _neighbours(first: int, size: int, world: dist.ProcessGroup) -> ProcessMesh:
-    return mesh_of_ranks(Mesh({AXIS: size}), range(first, first + size))
+def _neighbours(first_rank: int, size: int, world: dist.ProcessGroup) -> ProcessMesh:
+    return mesh_of_ranks(Mesh({AXIS: size}), range(first_rank, first_rank + size))
 
 
 def _layout_text(shard_dim: int) -> str:
-    """The layout with one sharded dim for any number of dims; counted from the end it is a spatial one."""
-    names = [f"x{d}" for d in range(-shard_dim if shard_dim < 0 else shard_dim + 1)]
+    """Return the layout with one sharded dim, for any number of dims: -2 -> "b c ... x0/domain x1".
+
+    A dim counted from the end is a spatial one, behind batch and channels; 1 -> "x0 x1/domain ...".
+    """
     if shard_dim < 0:
-        return " ".join(("b", "c", "...", f"{names[0]}/{AXIS}", *names[1:]))
-    return " ".join((*names[:-1], f"{names[-1]}/{AXIS}", "..."))
+        spatial = [f"x{d}" for d in range(-shard_dim)]
+        spatial[0] += f"/{AXIS}"
+        return " ".join(["b", "c", "...", *spatial])
+    leading = [f"x{d}" for d in range(shard_dim + 1)]
+    leading[-1] += f"/{AXIS}"
+    return " ".join([*leading, "..."])
 
 
 def _placement(x: Tensor, shard_dim: int) -> Placement | None:
-    """The placement of a block in the domain of the program's manager, if there is one."""
-    if (manager := _sharding_manager(None)) is None:
+    """Return the placement of a block in the domain of the program's manager, if there is one."""
+    manager = _sharding_manager(None)
+    if manager is None:
         return None
-    placement = placed_as(
-        x, Layout.parse(_layout_text(shard_dim)).resolved(x.ndim), _domain_of(manager)
-    )
+    layout = Layout.parse(_layout_text(shard_dim)).resolved(x.ndim)
+    placement = placed_as(x, layout, _domain_of(manager))
+    # Gradients of parameters stay shares: `sync_domain_gradients` ends them.
     return replace(placement, shares=placement.axes)
 
 
 class DomainParallelConv2d(nn.Module):
-    """A convolution of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`. Blocks have equal sizes, unless another
-    layer returned them. Gradients of parameters are a process's share, until `sync_domain_gradients`.
+    """A convolution of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`.
+
+    Blocks have equal sizes, unless another layer returned them. Gradients of parameters are a
+    process's share, until `sync_domain_gradients`.
     """
 
     default_dim: ClassVar[int] = -2
@@ -277,24 +385,39 @@ class DomainParallelConv2d(nn.Module):
         self.conv = conv
         self.shard_dim = self.default_dim if shard_dim is None else shard_dim
 
-    weight = property(lambda self: self.conv.weight)
-    bias = property(lambda self: self.conv.bias)
+    @property
+    def weight(self) -> Tensor:
+        """The kernel of the convolution."""
+        return self.conv.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the convolution."""
+        return self.conv.bias
 
     @property
     def halo_width(self) -> int:
-        """The rows that CREDIT exchanges at either side; here outputs get all the rows that they need."""
-        d = self.shard_dim - 2 if self.shard_dim >= 0 else self.shard_dim
-        k, s, p = (
-            numbers[d] for numbers in (self.conv.kernel_size, self.conv.stride, self.conv.padding)
-        )
-        return (p if k > s else 0) if self.conv.transposed else max(0, (k - s) // 2)
+        """The rows that CREDIT exchanges at either side.
+
+        Here outputs get all the rows that they need.
+        """
+        # The dim among the spatial ones, from the front or from the end.
+        spatial_dim = self.shard_dim - 2 if self.shard_dim >= 0 else self.shard_dim
+        kernel_size: int = self.conv.kernel_size[spatial_dim]
+        stride: int = self.conv.stride[spatial_dim]
+        if not self.conv.transposed:
+            return max(0, (kernel_size - stride) // 2)
+        padding: int = self.conv.padding[spatial_dim]
+        return padding if kernel_size > stride else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if (placement := _placement(x, self.shard_dim)) is None:
+        """Return the block of the result."""
+        placement = _placement(x, self.shard_dim)
+        if placement is None:
             return self.conv(x)
-        return layer_of(self.conv, placement.layout, placement.processes)(
-            record(x.view_as(x), placement)
-        )
+        layer = layer_of(self.conv, placement.layout, placement.processes)
+        # A view: the caller's tensor itself shall have no record.
+        return layer(record(x.view_as(x), placement))
 
 
 class DomainParallelConvTranspose2d(DomainParallelConv2d):
@@ -312,24 +435,31 @@ class DomainParallelConvTranspose3d(DomainParallelConv3d):
 
 
 class DomainParallelPeriodicConv2d(DomainParallelConv2d):
-    """A `PeriodicConv2d` of blocks: circular columns, rows that reflect at the poles: `(b, c, h, w)`. It has
-    a `conv` without padding, and the `padding` of both dims. Raises XshardError for sharded columns.
+    """A `PeriodicConv2d` of blocks `(b, c, h, w)`, whose rows reflect at the poles.
+
+    Args:
+        periodic_conv: A module with a `conv` without padding, and the `padding` of both dims.
+        shard_dim: The dim of rows.
+
+    Raises:
+        XshardError: Columns are sharded.
     """
 
     def __init__(self, periodic_conv: Any, shard_dim: int = -2) -> None:
         if shard_dim not in (2, -2):
-            raise XshardError(
-                f"shard_dim={shard_dim}", hint="2 or -2: rows are sharded, columns wrap"
-            )
+            hint = "2 or -2: rows are sharded, columns wrap"
+            raise XshardError(f"shard_dim={shard_dim}", hint=hint)
         super().__init__(periodic_conv.conv, shard_dim)
         self.padding = periodic_conv.padding
         self.halo_exchange = HaloExchange(self.padding, shard_dim, boundary="reflect")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block of the result: columns are whole, so they are padded on the spot."""
         p = self.padding
         wide = self.halo_exchange(F.pad(x, (p, p, 0, 0), mode="circular"))
-        whole = _sharding_manager(None) is None
-        return self.conv(F.pad(wide, (0, 0, p, p), mode="reflect") if whole else wide)
+        if _sharding_manager(None) is None:  # there was no exchange
+            wide = F.pad(wide, (0, 0, p, p), mode="reflect")
+        return self.conv(wide)
 
 
 class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
@@ -341,31 +471,42 @@ class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
         self.padding = ((top, bottom), (left, right))
 
     def forward(self, x: Tensor) -> Tensor:
-        c = self.conv
+        """Return the block of the result, as of one convolution with that padding."""
+        rows, columns = self.padding
         placement = _placement(x, self.shard_dim)
         if placement is None:
-            return c(F.pad(x, (*self.padding[1], *self.padding[0])))
-        convolution = Convolution(c.kernel_size, c.stride, self.padding, c.dilation, c.groups)
-        return record(*conv(x, placement, c.weight, c.bias, convolution))
+            return self.conv(F.pad(x, (*columns, *rows)))
+        convolution = Convolution(
+            self.conv.kernel_size,
+            self.conv.stride,
+            self.padding,
+            self.conv.dilation,
+            self.conv.groups,
+        )
+        y, y_placement = conv(x, placement, self.conv.weight, self.conv.bias, convolution)
+        return record(y, y_placement)
 
 
 class DomainParallelGroupNorm(nn.GroupNorm):
     """A `GroupNorm` of blocks, with the statistics of the whole array."""
 
     def __init__(self, norm: nn.GroupNorm) -> None:
+        # The norm's own parameters, not new ones: a state dict stays as it is.
         self.__dict__.update(same_state(norm, type(self)).__dict__)
 
     def forward(self, x: Tensor) -> Tensor:
-        if (placement := _placement(x, getattr(_sharding_manager(None), "shard_dim", -2))) is None:
+        """Return the block of the result."""
+        shard_dim = getattr(_sharding_manager(None), "shard_dim", -2)
+        placement = _placement(x, shard_dim)
+        if placement is None:
             return super().forward(x)
         layer = layer_of(self, placement.layout, placement.processes)
-        return layer.forward(
-            record(x.view_as(x), placement)
-        )  # a call would run this module's hooks twice
+        # `forward`: a call would run this module's hooks twice.
+        return layer.forward(record(x.view_as(x), placement))
 
 
 class DomainParallelInterpolate(nn.Module):
-    """Resizes blocks `(b, c, h, w)` to a size: the size of the block along `shard_dim`, as there."""
+    """Resizes blocks `(b, c, h, w)`: `size` is the block's along `shard_dim`, as there."""
 
     def __init__(
         self, size: int | Sequence[int], mode: str = "bilinear", shard_dim: int = -2
@@ -376,8 +517,15 @@ class DomainParallelInterpolate(nn.Module):
         self.shard_dim = shard_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        size = [self.size] * (x.ndim - 2) if isinstance(self.size, int) else list(self.size)
-        if (placement := _placement(x, self.shard_dim)) is None:
+        """Return the resized block."""
+        if isinstance(self.size, int):
+            size = [self.size] * (x.ndim - 2)
+        else:
+            size = list(self.size)
+        placement = _placement(x, self.shard_dim)
+        if placement is None:
             return F.interpolate(x, size=size, mode=self.mode, align_corners=False)
+        # From the size of a block to the size of the whole.
         size[self.shard_dim % x.ndim - 2] *= placement.processes.mesh.n_devices
-        return record(*interpolate(x, placement, size, None, self.mode, align_corners=False))
+        y, y_placement = interpolate(x, placement, size, None, self.mode, align_corners=False)
+        return record(y, y_placement)

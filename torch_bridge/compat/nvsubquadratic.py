@@ -1,9 +1,10 @@
-"""Drop-ins for `nvsubquadratic.parallel`: exchange shards of sequence and channels, in zigzag order.
+"""Drop-ins for `nvsubquadratic.parallel`: exchange shards of sequence and channels.
 
-Also for the functions of these names in savanna, NeMo and BioNeMo. They follow the code there, not its
-docstrings: "split" and "full" refer to the sequence, and rank r of P holds chunks r and 2P-1-r.
-Better here: one copy before the collective and one after it; derivatives of any order, and forward mode;
-blocks of different sizes (`shape=`); any dims. Lengths that do not divide are refused before sending.
+Also for the functions of these names in savanna, NeMo and BioNeMo. They follow the code there, not
+its docstrings: "split" and "full" refer to the sequence, which is in zigzag order: rank r of P
+holds chunks r and 2P-1-r. Better here: one copy before the collective and one after it; derivatives
+of any order, and forward mode; blocks of different sizes (`shape=`); any dims. Lengths that do not
+divide are refused before sending.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Group = dist.ProcessGroup | None
 Direction = Literal["split_to_full", "full_to_split"]
 
 
-def all_to_all_single_fn(
+def all_to_all_single_fn(  # noqa: PLR0913  the original's arguments, and three of our own
     group: Group,
     type: Direction,
     input: Tensor,
@@ -36,40 +37,60 @@ def all_to_all_single_fn(
     sequence_dim: int = 2,
     debug: bool = False,
 ) -> Tensor:
-    """[B, C, L/P, ...] -> [B, C/P, L, ...] ("split_to_full"), or back ("full_to_split"), differentiable.
+    """Exchange a sharded sequence for sharded channels, or back, differentiably.
 
-    input: block with 3, 4 or 5 dims, the sequence the first spatial one. with_zigzag_splitting: the sequence
-    is sharded in zigzag order, not in contiguous pieces. shape: the global shape, [B, C, L, ...], if lengths
-    do not divide. The gradient is the move back, unscaled. debug: first compare flags and shapes with the
-    other ranks: if they differ or one of them fails, all of them raise DesyncError. Also: `XSHARD_DEBUG=1`.
-    Raises XshardError, a ValueError, for other types, dims and lengths, and a group without this process.
+    "split_to_full": [B, C, L/P, ...] -> [B, C/P, L, ...]; "full_to_split" is the way back. The
+    gradient is the move back, unscaled.
 
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat.nvsubquadratic import all_to_all_single_fn
-    >>> def turn():
-    ...     channel = torch.arange(8).view(1, 1, 8) + 100 * torch.distributed.get_rank()
-    ...     return all_to_all_single_fn(None, "full_to_split", channel)[0].tolist()
-    >>> xt.testing.run_ranks(2, turn)[0]  # chunks 0 and 3 of both channels
-    [[0, 1, 6, 7], [100, 101, 106, 107]]
+    Args:
+        group: The processes. None: all.
+        type: The direction.
+        input: A block with 3, 4 or 5 dims, the sequence the first spatial one.
+        with_zigzag_splitting: The sequence is sharded in zigzag order, not in contiguous pieces.
+        shape: The global shape, [B, C, L, ...], if lengths do not divide.
+        channel_dim: The dim of channels.
+        sequence_dim: The dim of the sequence.
+        debug: First compare flags and shapes with the other ranks. If they differ or one of them
+            fails, all of them raise DesyncError. Also: `XSHARD_DEBUG=1`.
+
+    Raises:
+        XshardError: A ValueError: other types, dims and lengths, or a group without this process.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from torch_bridge.compat.nvsubquadratic import all_to_all_single_fn
+        >>> def turn():
+        ...     channel = torch.arange(8).view(1, 1, 8) + 100 * torch.distributed.get_rank()
+        ...     return all_to_all_single_fn(None, "full_to_split", channel)[0].tolist()
+        >>> xt.testing.run_ranks(2, turn)[0]  # chunks 0 and 3 of both channels
+        [[0, 1, 6, 7], [100, 101, 106, 107]]
     """
     mesh = group_mesh(group, AXIS)
-    dims = {"channel_dim": channel_dim, "sequence_dim": sequence_dim}
-    zigzag = with_zigzag_splitting
-    even = shape is None
 
     def expression() -> str:
-        n = mesh_of(mesh).n_devices
-        local = tuple(input.shape)
-        return compat.all_to_all_single(type, local, n, AXIS, zigzag=zigzag, even=even, **dims)
+        return compat.all_to_all_single(
+            type,
+            tuple(input.shape),
+            mesh_of(mesh).n_devices,
+            AXIS,
+            zigzag=with_zigzag_splitting,
+            even=shape is None,
+            channel_dim=channel_dim,
+            sequence_dim=sequence_dim,
+        )
+
+    def facts() -> CallFacts:
+        flags = {
+            "type": type,
+            "with_zigzag_splitting": str(with_zigzag_splitting),
+            "shape": str(shape),
+        }
+        block = {"input": str(tuple(input.shape))}
+        return CallFacts(flags, within={"means": expression()}, part=ranks, own=block)
 
     if debug or desync.ALWAYS:
-        flags = {"type": type, "with_zigzag_splitting": str(zigzag), "shape": str(shape)}
-        block = {"input": str(tuple(input.shape))}
         ranks = process_mesh(mesh).ranks
-        call = f"all_to_all_single_fn(.., {type!r}, ..)"
-        desync.compare_ranks(
-            ranks, call, lambda: CallFacts(flags, {"means": expression()}, ranks, block)
-        )
+        desync.compare_ranks(ranks, f"all_to_all_single_fn(.., {type!r}, ..)", facts)
     return redistribute(input, expression(), mesh, shape=shape, debug=debug)
 
 
@@ -84,33 +105,51 @@ class AllToAllSingleFunction:
         with_zigzag_splitting: bool,
         **options: Any,
     ) -> Tensor:
-        """[B, C, L/P, ...] -> [B, C/P, L, ...] or back; shape, debug, and errors are as there."""
+        """Exchange as `all_to_all_single_fn` does: [B, C, L/P, ...] -> [B, C/P, L, ...] or back.
+
+        options: shape, dims and debug, as there; errors are the same, too.
+        """
         return all_to_all_single_fn(group, type, input_tensor, with_zigzag_splitting, **options)
 
 
 def zigzag_split_across_group_ranks(data: Tensor, group: Group, seq_dim: int = 0) -> Tensor:
-    """A replicated tensor -> this rank's chunks r and 2P-1-r along `seq_dim`: [L, ...] -> [L/P, ...]. Nothing
-    is sent. The gradient is this rank's own, zeros elsewhere. Lengths are as under `l/zigzag(cp)`.
+    """Return this rank's chunks r and 2P-1-r of a replicated tensor: [L, ...] -> [L/P, ...].
+
+    Nothing is sent. The gradient is this rank's own, with zeros elsewhere. Lengths are as under
+    `l/zigzag(cp)`.
+
+    Args:
+        data: The whole tensor.
+        group: The processes. None: all.
+        seq_dim: The dim of the sequence.
     """
-    return redistribute(
-        data, compat.zigzag_split(data.shape, seq_dim, AXIS), group_mesh(group, AXIS)
-    )
+    expression = compat.zigzag_split(data.shape, seq_dim, AXIS)
+    return redistribute(data, expression, group_mesh(group, AXIS))
 
 
 def zigzag_gather_from_group_ranks(
     data: Tensor, group: Group, seq_dim: int = 0, *, shape: Shape = None
 ) -> Tensor:
-    """All ranks' chunks in their natural order, on every rank: [L/P, ...] -> [L, ...].
+    """Gather all ranks' chunks in their natural order, on every rank: [L/P, ...] -> [L, ...].
 
-    shape: the global shape, if L does not divide. Gradients are summed over ranks (reduce-scatter).
+    Gradients are summed over ranks (reduce-scatter).
 
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import nvsubquadratic
-    >>> def turn():
-    ...     mine = nvsubquadratic.zigzag_split_across_group_ranks(torch.arange(6), None)
-    ...     return nvsubquadratic.zigzag_gather_from_group_ranks(mine, None, shape=(6,)).tolist()
-    >>> xt.testing.run_ranks(2, turn)[1]
-    [0, 1, 2, 3, 4, 5]
+    Args:
+        data: This rank's chunks.
+        group: The processes. None: all.
+        seq_dim: The dim of the sequence.
+        shape: The global shape, if L does not divide.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from torch_bridge.compat import nvsubquadratic
+        >>> def turn():
+        ...     mine = nvsubquadratic.zigzag_split_across_group_ranks(torch.arange(6), None)
+        ...     return nvsubquadratic.zigzag_gather_from_group_ranks(
+        ...         mine, None, shape=(6,)
+        ...     ).tolist()
+        >>> xt.testing.run_ranks(2, turn)[1]
+        [0, 1, 2, 3, 4, 5]
     """
     expression = compat.zigzag_gather(data.shape, seq_dim, AXIS)
     return redistribute(data, expression, group_mesh(group, AXIS), shape=shape)

@@ -1,8 +1,9 @@
 """Drop-ins for `poptorch_experimental_addons.collectives`: a replica of a program is a process.
 
 A loss that all replicas compute equally counts once in `..._identical_grads_in` and
-`all_reduce_cross_replica_sum`; in the other functions the losses of all are added, as in the original.
-Better here: any backend and graph, any group (`group=`), derivatives of any order.
+`all_reduce_cross_replica_sum`; in the other functions the losses of all are added, as in the
+original. Better here: any backend and graph, any group (`group=`), derivatives of any order. All
+functions raise MeshError if the group has another number of processes than `replication_factor`.
 """
 
 from __future__ import annotations
@@ -20,57 +21,89 @@ Group = dist.ProcessGroup | None
 
 
 def all_gather_cross_replica(x: Tensor, replication_factor: int, *, group: Group = None) -> Tensor:
-    """Every replica's tensor: [...] -> [N, ...]; the gradient is the sum over replicas (reduce-scatter)."""
-    return all_gather(x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="sum")
+    """Gather every replica's tensor on all of them: [...] -> [N, ...].
+
+    The gradient is the sum over replicas (reduce-scatter).
+
+    Args:
+        x: This replica's tensor.
+        replication_factor: N.
+        group: The replicas. None: all processes.
+    """
+    mesh = _replicas(replication_factor, group)
+    return all_gather(x.unsqueeze(0), 0, AXIS, mesh, grad="sum")
 
 
 def all_gather_cross_replica_identical_grads_in(
     x: Tensor, replication_factor: int, *, group: Group = None
 ) -> Tensor:
-    """Every replica's tensor: [...] -> [N, ...]; the gradient is this replica's slice of equal cotangents."""
-    return all_gather(
-        x.unsqueeze(0), 0, AXIS, _replicas(replication_factor, group), grad="replicated"
-    )
+    """Gather every replica's tensor on all of them: [...] -> [N, ...].
+
+    The gradient is this replica's slice of equal cotangents: nothing is sent.
+
+    Args:
+        x: This replica's tensor.
+        replication_factor: N.
+        group: The replicas. None: all processes.
+    """
+    mesh = _replicas(replication_factor, group)
+    return all_gather(x.unsqueeze(0), 0, AXIS, mesh, grad="replicated")
 
 
 def all_reduce_cross_replica_sum(
     x: Tensor, replication_factor: int, insert_in_grad_graph: bool = False, *, group: Group = None
 ) -> Tensor:
-    """The sum over replicas, or of their gradients if `insert_in_grad_graph`; the other one passes unchanged.
+    """Sum over replicas, either tensors or their gradients: [...] -> [...].
 
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat.poptorch import all_reduce_cross_replica_sum
-    >>> def turn(where):
-    ...     x = torch.ones(2, requires_grad=True)
-    ...     y = all_reduce_cross_replica_sum(x, 2, insert_in_grad_graph=where)
-    ...     (y * (1 + torch.distributed.get_rank())).sum().backward()
-    ...     return y.tolist(), x.grad.tolist()
-    >>> [xt.testing.run_ranks(2, turn, where)[1] for where in (False, True)]
-    [([2.0, 2.0], [2.0, 2.0]), ([1.0, 1.0], [3.0, 3.0])]
+    Args:
+        x: This replica's tensor.
+        replication_factor: The number of replicas.
+        insert_in_grad_graph: Sum the gradients; values pass unchanged. Else values are summed, and
+            gradients pass unchanged.
+        group: The replicas. None: all processes.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from torch_bridge.compat.poptorch import all_reduce_cross_replica_sum
+        >>> def turn(where):
+        ...     x = torch.ones(2, requires_grad=True)
+        ...     y = all_reduce_cross_replica_sum(x, 2, insert_in_grad_graph=where)
+        ...     (y * (1 + torch.distributed.get_rank())).sum().backward()
+        ...     return y.tolist(), x.grad.tolist()
+        >>> [xt.testing.run_ranks(2, turn, where)[1] for where in (False, True)]
+        [([2.0, 2.0], [2.0, 2.0]), ([1.0, 1.0], [3.0, 3.0])]
     """
     mesh = _replicas(replication_factor, group)
-    return (
-        copy_to(x, AXIS, mesh)
-        if insert_in_grad_graph
-        else all_reduce(x, AXIS, mesh, grad="replicated")
-    )
+    if insert_in_grad_graph:
+        return copy_to(x, AXIS, mesh)
+    return all_reduce(x, AXIS, mesh, grad="replicated")
 
 
 def all_to_all_single_cross_replica(
     x: Tensor, replication_factor: int, *, group: Group = None
 ) -> Tensor:
-    """Part j of replica i's leading dim becomes part i of replica j's: [N k, ...] -> [N k, ...]. Its own
-    adjoint. Raises ShapeError if N does not divide the leading dim.
+    """Exchange parts of the leading dim: part j of replica i becomes part i of replica j.
+
+    [N k, ...] -> [N k, ...]; the gradient is the same exchange.
+
+    Args:
+        x: This replica's tensor.
+        replication_factor: N.
+        group: The replicas. None: all processes.
+
+    Raises:
+        ShapeError: N does not divide the leading dim.
     """
     mesh = _replicas(replication_factor, group)
-    parts = x.reshape(compat.equal_parts(tuple(x.shape), replication_factor))
+    parts = x.reshape(compat.equal_parts(tuple(x.shape), replication_factor))  # [N, k, ...]
     return all_to_all(parts, 1, 0, AXIS, mesh).reshape(x.shape)
 
 
-def _replicas(n: int, group: Group) -> MeshLike:
+def _replicas(replication_factor: int, group: Group) -> MeshLike:
+    """Return the processes of a group. Raises MeshError for another number of them."""
     mesh = group_mesh(group, AXIS)
-    if n != (processes := mesh_of(mesh).n_devices):
-        raise MeshError(
-            f"replication_factor {n}, the group has {processes} processes", hint="as many"
-        )
+    n_processes = mesh_of(mesh).n_devices
+    if replication_factor != n_processes:
+        reason = f"replication_factor {replication_factor}, the group has {n_processes} processes"
+        raise MeshError(reason, hint="as many")
     return mesh

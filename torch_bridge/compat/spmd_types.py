@@ -1,9 +1,10 @@
 """Drop-in for `spmd_types.redistribute`, and layouts as types of spmd_types and back.
 
-Per mesh axis, R is a copy (its gradients are addends), I a replica (they are equal), P an addend, S(i) a
-shard along dim i, and V a value of each device, which is stacked. Types are objects of the package, or their
-names: "R", "S(0)". Better here: blocks of different sizes, forward mode and derivatives of any order; a
-layout moves along several axes at once, and has means, orders and halos, for which there are no types.
+Per mesh axis, R is a copy (its gradients are addends), I a replica (they are equal), P an addend,
+S(i) a shard along dim i, and V a value of each device, which is stacked. Types are objects of the
+package, or their names: "R", "S(0)". Better here: blocks of different sizes, forward mode and
+derivatives of any order; a layout moves along several axes at once, and has means, orders and
+halos, for which there are no types.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from xshard.notation.parser import Shard as Cut
 from xshard.ops import Shape
 
 AXIS = "axis"
-_TAGS = {"sum": "P", "copy": "R"}
+_TYPE_OF_TAG = {"sum": "P", "copy": "R"}
 
 
-def redistribute(
+def redistribute(  # noqa: PLR0913  the original's arguments, and the global shape
     x: Tensor,
     axis: Any,
     *,
@@ -43,178 +44,259 @@ def redistribute(
     backward_options: Mapping[str, Any] | None = None,
     shape: Shape = None,
 ) -> Tensor:
-    """A block of type `src` along an axis -> the block of type `dst`, with the gradient of those types.
+    """Move a block from type `src` along an axis to type `dst`, with the gradient of those types.
 
-    axis: a process group, None for all processes, or an axis of the current mesh of spmd_types. V on the
-    left adds a leading dim as long as the axis; V on the right takes it away: [n, ...] -> [...]. op_dtype:
-    dtype in which blocks travel and, without `out_dtype`, arrive; in `backward_options`, dtype in which
-    gradients travel. async_op: accepted and not used. shape: the global shape, if shards differ in size. The
-    checker of spmd_types takes it inside `no_typecheck(out_types=...)`.
-    Raises XshardError for unknown types, ShapeError, MeshError.
+    "S(0)" -> "R": [n/p, ...] -> [n, ...]. V on the left adds a leading dim as long as the axis; V
+    on the right takes it away: [n, ...] -> [...]. The checker of spmd_types takes this function
+    inside `no_typecheck(out_types=...)`.
 
-    >>> import torch, torch_bridge as xt
-    >>> from torch_bridge.compat import spmd_types
-    >>> def turn():
-    ...     x = torch.ones(2, requires_grad=True)
-    ...     y = spmd_types.redistribute(x, None, src="S(0)", dst="R")
-    ...     y.sum().backward()
-    ...     return y.tolist(), x.grad.tolist()
-    >>> xt.testing.run_ranks(2, turn)[0]
-    ([1.0, 1.0, 1.0, 1.0], [2.0, 2.0])
+    Args:
+        x: This process's block.
+        axis: A process group, None for all processes, or an axis of the current mesh of spmd_types.
+        src: The type of the block.
+        dst: The type of the result.
+        op_dtype: The dtype in which blocks travel and, without `out_dtype`, arrive.
+        out_dtype: The dtype of the result.
+        async_op: Accepted and not used.
+        backward_options: Its `op_dtype` is the dtype in which gradients travel.
+        shape: The global shape, if shards differ in size.
+
+    Raises:
+        XshardError: A type is unknown.
+        ShapeError: The shape does not fit the types.
+        MeshError: As for `xt.redistribute`.
+
+    Examples:
+        >>> import torch, torch_bridge as xt
+        >>> from torch_bridge.compat import spmd_types
+        >>> def turn():
+        ...     x = torch.ones(2, requires_grad=True)
+        ...     y = spmd_types.redistribute(x, None, src="S(0)", dst="R")
+        ...     y.sum().backward()
+        ...     return y.tolist(), x.grad.tolist()
+        >>> xt.testing.run_ranks(2, turn)[0]
+        ([1.0, 1.0, 1.0, 1.0], [2.0, 2.0])
     """
     if not isinstance(axis, dist.ProcessGroup | None):
-        from spmd_types._mesh import _pg_for_axis
-
-        axis = _pg_for_axis(axis)
+        axis = _group_of_axis(axis)
     mesh = group_mesh(axis, AXIS)
-    before = _name(src)
-    after = _name(dst)
-    text = compat.spmd_transition(before, after, tuple(x.shape), mesh_of(mesh).n_devices, AXIS)
-    if text is not None:
-        back = (backward_options or {}).get("op_dtype")
-        travels = (op_dtype, back) if op_dtype or back else None
-        x = moved(
-            x.unsqueeze(0) if before == "V" else x, text, mesh, shape=shape, comm_dtype=travels
-        )
-        x = (x.squeeze(0) if after == "V" else x).to(out_dtype or op_dtype or x.dtype)
-    return x
+    src_type = _type_name(src)
+    dst_type = _type_name(dst)
+    n_devices = mesh_of(mesh).n_devices
+    text = compat.spmd_transition(src_type, dst_type, tuple(x.shape), n_devices, AXIS)
+    if text is None:  # the types have the same blocks and gradients
+        return x
+    backward_dtype = None
+    if backward_options is not None:
+        backward_dtype = backward_options.get("op_dtype")
+    comm_dtype = (op_dtype, backward_dtype) if op_dtype or backward_dtype else None
+    # A value of each device is a row of a stacked array.
+    if src_type == "V":
+        x = x.unsqueeze(0)
+    y = moved(x, text, mesh, shape=shape, comm_dtype=comm_dtype)
+    if dst_type == "V":
+        y = y.squeeze(0)
+    return y.to(out_dtype or op_dtype or y.dtype)
+
+
+def _group_of_axis(axis: Any) -> Any:
+    """Return the process group of an axis of the current mesh.
+
+    spmd_types has a private name for it alone.
+    """
+    from spmd_types._mesh import _pg_for_axis
+
+    return _pg_for_axis(axis)
 
 
 @contextmanager
 def planned() -> Iterator[None]:
-    """Inside, moves of spmd_types over several axes are one plan; moves over one axis remain its own.
+    """Plan moves of spmd_types over several axes as one; moves over one axis remain its own.
 
-    `spmd_types.redistribute(x, mesh, src=, dst=)` then also takes types of several axes, as `from_types`
-    does, with the gradient of those types; `spmd_types.spmd_redistribute(x, src, dst)` plans all axes of a
-    DTensor together, also for dims that several axes shard. Raises as `redistribute` and `from_types` do.
+    Inside, `spmd_types.redistribute(x, mesh, src=, dst=)` also takes types of several axes, as
+    `from_types` does, with the gradient of those types; `spmd_types.spmd_redistribute(x, src, dst)`
+    plans all axes of a DTensor together, also for dims that several axes shard.
 
-    >>> import spmd_types, torch, torch_bridge as xt
-    >>> from torch.distributed.device_mesh import init_device_mesh
-    >>> from torch_bridge.compat.spmd_types import planned
-    >>> def turn():
-    ...     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    ...     x = torch.full((1, 2), mesh.get_rank())
-    ...     with planned():
-    ...         y = spmd_types.redistribute(
-    ...             x, mesh, src={"dp": "S(0)", "tp": "P"}, dst={"dp": "S(1)"}
-    ...         )
-    ...     return y.tolist()
-    >>> xt.testing.run_ranks(2, turn)[0]
-    [[0], [1]]
+    Raises:
+        XshardError: As for `redistribute` and `from_types`.
+
+    Examples:
+        >>> import spmd_types, torch, torch_bridge as xt
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch_bridge.compat.spmd_types import planned
+        >>> def turn():
+        ...     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        ...     x = torch.full((1, 2), mesh.get_rank())
+        ...     with planned():
+        ...         y = spmd_types.redistribute(
+        ...             x, mesh, src={"dp": "S(0)", "tp": "P"}, dst={"dp": "S(1)"}
+        ...         )
+        ...     return y.tolist()
+        >>> xt.testing.run_ranks(2, turn)[0]
+        [[0], [1]]
     """
     from spmd_types import _dtensor
 
+    # Not `import spmd_types`, which is this module.
     spmd_types: Any = sys.modules["spmd_types"]
-    theirs = spmd_types.redistribute
-    dtensors = _dtensor.spmd_redistribute
+    their_redistribute = spmd_types.redistribute
+    their_spmd_redistribute = _dtensor.spmd_redistribute
 
-    def of_blocks(x: Any, axis: Any, *, src: Any, dst: Any, **options: Any) -> Any:
-        if not isinstance(getattr(src, "local_type", src), Mapping):
-            return theirs(x, axis, src=src, dst=dst, **options)
-        return moved(x, " -> ".join(str(from_types(types, x.ndim)) for types in (src, dst)), axis)
+    def redistribute_blocks(x: Any, axis: Any, *, src: Any, dst: Any, **options: Any) -> Any:
+        has_types_of_axes = isinstance(getattr(src, "local_type", src), Mapping)
+        if not has_types_of_axes:
+            return their_redistribute(x, axis, src=src, dst=dst, **options)
+        return moved(x, f"{from_types(src, x.ndim)} -> {from_types(dst, x.ndim)}", axis)
 
-    def of_dtensors(x: Any, src: Any, dst: Any) -> Any:
-        layouts = (from_types({}, x.ndim, spec) for spec in (src, dst))
-        before, after = (dtensor.to_placements(layout, x.device_mesh) for layout in layouts)
-        changed = zip(x.placements, before, after, strict=True)
-        return dtensor.redistribute(
-            x, [now if one == other else other for now, one, other in changed]
-        )
-
-    spmd_types.redistribute = of_blocks
-    spmd_types.spmd_redistribute = of_dtensors
-    _dtensor.spmd_redistribute = of_dtensors
+    spmd_types.redistribute = redistribute_blocks
+    # The package and its module have the function each under a name of their own.
+    spmd_types.spmd_redistribute = _redistribute_dtensor
+    _dtensor.spmd_redistribute = _redistribute_dtensor
     try:
         yield
     finally:
-        spmd_types.redistribute = theirs
-        spmd_types.spmd_redistribute = dtensors
-        _dtensor.spmd_redistribute = dtensors
+        spmd_types.redistribute = their_redistribute
+        spmd_types.spmd_redistribute = their_spmd_redistribute
+        _dtensor.spmd_redistribute = their_spmd_redistribute
+
+
+def _redistribute_dtensor(x: Any, src: Any, dst: Any) -> Any:
+    """Move a DTensor between two partition specs, all axes together.
+
+    The specs say nothing of addends: where they do not differ, the DTensor's own placement stays.
+    """
+    placements = list(x.placements)
+    src_placements = dtensor.to_placements(from_types({}, x.ndim, src), x.device_mesh)
+    dst_placements = dtensor.to_placements(from_types({}, x.ndim, dst), x.device_mesh)
+    for i, target in enumerate(dst_placements):
+        if target != src_placements[i]:
+            placements[i] = target
+    return dtensor.redistribute(x, placements)
 
 
 def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
-    """A layout -> the `SpmdType` of its blocks: a type per axis of the mesh, and the axes of each dim.
+    """Convert a layout to the `SpmdType` of its blocks: a type per axis, and the axes of each dim.
 
-    Raises PlanError for layouts without types: zigzag and other orders, sizes, overlaps, means, maxima.
+    Args:
+        layout: A layout or its text.
+        mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh`.
 
-    >>> from xshard import Mesh
-    >>> to_types("s/cp c | sum(tp)", Mesh(dp=2, cp=2, tp=2))
-    SpmdType(local_type={'dp': I, 'cp': V, 'tp': P}, partition_spec=PartitionSpec('cp', None))
+    Raises:
+        PlanError: A layout has no types: zigzag and other orders, sizes, overlaps, means, maxima.
+
+    Examples:
+        >>> from xshard import Mesh
+        >>> to_types("s/cp c | sum(tp)", Mesh(dp=2, cp=2, tp=2))
+        SpmdType(local_type={'dp': I, 'cp': V, 'tp': P}, partition_spec=PartitionSpec('cp', None))
     """
     from spmd_types import types
 
     layout = Layout.parse(layout)
     axes = mesh_of(mesh)
     check_axes(layout, axes)
-    names: dict[str, str] = {}
+    type_names = dict.fromkeys(axes.axes, "I")
+    entries: list[Any] = []  # of each dim: None, one axis, or several
     for dim in layout.dims:
         if dim.overlap is not None or any(cut.order != "block" for cut in dim.shards):
-            raise PlanError(
-                f"no type for '{dim}'", text=str(layout), hint="it has contiguous shards"
-            )
-        names |= dict.fromkeys(dim.axes, "V")
-    for kind, tagged in layout.tags:
-        if kind not in _TAGS:
+            hint = "it has contiguous shards"
+            raise PlanError(f"no type for '{dim}'", text=str(layout), hint=hint)
+        type_names |= dict.fromkeys(dim.axes, "V")
+        entry: Any = dim.axes
+        if len(dim.axes) <= 1:
+            entry = dim.axes[0] if dim.axes else None
+        entries.append(entry)
+    for kind, tagged_axes in layout.tags:
+        if kind not in _TYPE_OF_TAG:
             hint = f"P is a sum: end it first, as in {kind}(dp) ->"
-            raise PlanError(
-                f"no type for '{kind}({','.join(tagged)})'", text=str(layout), hint=hint
-            )
-        names |= dict.fromkeys(tagged, _TAGS[kind])
-    entries = (dim.axes if len(dim.axes) > 1 else (*dim.axes, None)[0] for dim in layout.dims)
-    kinds: Any = {name: getattr(types, names.get(name, "I")) for name in axes.axes}
+            reason = f"no type for '{kind}({','.join(tagged_axes)})'"
+            raise PlanError(reason, text=str(layout), hint=hint)
+        type_names |= dict.fromkeys(tagged_axes, _TYPE_OF_TAG[kind])
+    kinds: Any = {axis: getattr(types, type_names[axis]) for axis in axes.axes}
     return types.SpmdType(kinds, types.PartitionSpec(*entries))
 
 
 def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = None) -> Layout:
-    """Types per axis, for an array of `ndim` dims -> the layout, its dims named d0, d1, ...
+    """Convert types per axis to a layout, its dims named d0, d1, ...
 
-    types: an `SpmdType`, or a dict from an axis or its name to its type. partition_spec: the axes that shard
-    each dim, as there. Raises PlanError for a V that does not shard a dim, and for two axes that shard the
-    same dim in an unknown order.
+    Args:
+        types: An `SpmdType`, or a dict from an axis or its name to its type.
+        ndim: The number of dims of the array.
+        partition_spec: The axes that shard each dim, as in an `SpmdType`.
 
-    >>> str(from_types({"dp": "S(0)", "tp": "P", "cp": "R"}, 2))
-    'd0/dp d1 | sum(tp) copy(cp)'
-    >>> str(from_types({}, 2, [("dp", "tp")]))
-    'd0/dp/tp d1'
+    Raises:
+        PlanError: A V does not shard a dim, or two axes shard the same dim in an unknown order.
+
+    Examples:
+        >>> str(from_types({"dp": "S(0)", "tp": "P", "cp": "R"}, 2))
+        'd0/dp d1 | sum(tp) copy(cp)'
+        >>> str(from_types({}, 2, [("dp", "tp")]))
+        'd0/dp/tp d1'
     """
-    kinds = {
-        _axis_name(axis): _name(kind) for axis, kind in getattr(types, "local_type", types).items()
-    }
+    kinds: dict[str, str] = {}
+    for axis, kind in getattr(types, "local_type", types).items():
+        kinds[_axis_name(axis)] = _type_name(kind)
     spec = getattr(types, "partition_spec", partition_spec) or ()
+    axes_of_dims = _axes_of_dims(spec, ndim)
+    sharding_axes = {axis for axes in axes_of_dims for axis in axes}
+    for axis, kind in kinds.items():
+        if axis not in sharding_axes:
+            _add_shard(axes_of_dims, axis, kind)
+    dims: list[Dim] = []
+    for d, axes in enumerate(axes_of_dims):
+        dims.append(Dim(f"d{d}", tuple(Cut((axis,)) for axis in axes)))
+    tags: list[tuple[str, tuple[str, ...]]] = []
+    for tag, tagged_kind in _TYPE_OF_TAG.items():
+        tagged_axes = tuple(axis for axis, kind in kinds.items() if kind == tagged_kind)
+        if tagged_axes:
+            tags.append((tag, tagged_axes))
+    return Layout(tuple(dims), tuple(tags))
+
+
+def _axes_of_dims(spec: Sequence[Any], ndim: int) -> list[list[str]]:
+    """Return the names of the axes that shard each dim: ["dp", None] of 3 dims -> [["dp"], [], []].
+
+    Raises PlanError for a spec of more dims than the array has.
+    """
     if len(spec) > ndim:
         raise PlanError(f"{spec!r} shards {len(spec)} dims, the array has {ndim}")
-    cuts = [
-        [_axis_name(axis) for axis in (e if isinstance(e, tuple) else (e,)) if axis] for e in spec
-    ]
-    cuts += [[] for _ in range(ndim - len(spec))]
-    cutting = {name for names in cuts for name in names}
-    for name, kind in kinds.items():
-        if (d := None if name in cutting else compat.spmd_cut(kind)) is None:
-            continue
-        if kind == "V" or not -ndim <= d < ndim:
-            raise PlanError(
-                f"{kind} of axis '{name}' does not shard a dim", hint="S(0), or a partition_spec"
-            )
-        if cuts[d]:
-            other = cuts[d][-1]
-            hint = f'a partition_spec has it, as in PartitionSpec(("{other}", "{name}"))'
-            raise PlanError(f"'{other}' and '{name}' shard dim {d} in an unknown order", hint=hint)
-        cuts[d].append(name)
-    dims = tuple(
-        Dim(f"d{d}", tuple(Cut((name,)) for name in names)) for d, names in enumerate(cuts)
-    )
-    tagged = {
-        tag: tuple(name for name in kinds if kinds[name] == kind) for tag, kind in _TAGS.items()
-    }
-    return Layout(dims, tuple((tag, names) for tag, names in tagged.items() if names))
+    axes_of_dims: list[list[str]] = [[] for _ in range(ndim)]
+    for names, entry in zip(axes_of_dims, spec, strict=False):
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        names.extend(_axis_name(axis) for axis in axes if axis)
+    return axes_of_dims
 
 
-def _name(type_: Any) -> str:
+def _add_shard(axes_of_dims: list[list[str]], axis: str, kind: str) -> None:
+    """Add an axis to the dim that its type shards, if any.
+
+    Raises PlanError for a V, which says no dim, and for a dim that another axis shards too: types
+    do not say which one comes first.
+    """
+    d = compat.spmd_cut(kind)
+    if d is None:
+        return
+    ndim = len(axes_of_dims)
+    if kind == "V" or not -ndim <= d < ndim:
+        hint = "S(0), or a partition_spec"
+        raise PlanError(f"{kind} of axis '{axis}' does not shard a dim", hint=hint)
+    if axes_of_dims[d]:
+        other = axes_of_dims[d][-1]
+        hint = f'a partition_spec has it, as in PartitionSpec(("{other}", "{axis}"))'
+        raise PlanError(f"'{other}' and '{axis}' shard dim {d} in an unknown order", hint=hint)
+    axes_of_dims[d].append(axis)
+
+
+def _type_name(type_: Any) -> str:
+    """Return the name of a type: its text, as in S(0)."""
     return type_ if isinstance(type_, str) else repr(type_)
 
 
 def _axis_name(axis: Any) -> str:
-    """The name of an axis of the current mesh of spmd_types."""
+    """Return the name of an axis of the current mesh of spmd_types.
+
+    The package keeps the names of its current mesh in a private module. Raises PlanError for an
+    axis without a name there.
+    """
     if isinstance(axis, str):
         return axis
     from spmd_types._state import current_mesh_all_names
@@ -222,9 +304,8 @@ def _axis_name(axis: Any) -> str:
 
     axis = normalize_axis(axis)
     names = current_mesh_all_names() or {}
-    name = next((name for name, named in names.items() if named == axis), None)
-    if name is None:
-        raise PlanError(
-            f"{axis!r} is not in the current mesh", hint="use it inside set_current_mesh(mesh)"
-        )
-    return name
+    for name, named_axis in names.items():
+        if named_axis == axis:
+            return name
+    hint = "use it inside set_current_mesh(mesh)"
+    raise PlanError(f"{axis!r} is not in the current mesh", hint=hint)

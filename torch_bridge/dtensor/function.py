@@ -43,10 +43,10 @@ from xshard.steps.base import without_tags
 
 Placements = tuple[Placement, ...]
 Shape = tuple[int, ...]
-_MAKERS = (
-    "_FromTorchTensorBackward",
-    "_OfCopiesBackward",
-)  # what makes DTensors of blocks with a gradient
+AnyExecutable = Executable | TransferExecutable
+# The nodes of autograd that make a DTensor of a block: its gradient is the block's, not the
+# array's. torch gives no other sign of it.
+_MAKERS = ("_FromTorchTensorBackward", "_OfCopiesBackward")
 
 
 @dataclass(frozen=True)
@@ -58,193 +58,286 @@ class End:
     layout: Layout
 
     def dtensor(self, block: Tensor, shape: Sequence[int]) -> DTensor:
-        """A block -> the DTensor of global `shape`."""
+        """Return the DTensor of global `shape` that has this block."""
         return dtensor_of(block, self.mesh, self.placements, shape)
 
 
 @dataclass(frozen=True)
 class DTensorMove:
-    """The move of a DTensor."""
+    """The move of a DTensor.
+
+    op_dtype: the dtype that travels. backward_dtype: the dtype in which the gradient travels; None:
+    the input's. gradient: the placements of the input's gradient; None: by default rules.
+    by_block: the gradient is the blocks', because `DTensor.from_local` made the input.
+    """
 
     src: End
     dst: End
     op_dtype: torch.dtype
     out_dtype: torch.dtype
     profile: ProfileLike
-    backward_dtype: torch.dtype | None = None  # None, as for the gradient: the input's
+    backward_dtype: torch.dtype | None = None
     gradient: Placements | None = None
-    by_block: bool = False  # the gradient is the blocks', as `DTensor.from_local` made the input
+    by_block: bool = False
 
 
 class RedistributeDTensor(torch.autograd.Function):
-    """`RedistributeDTensor.apply(x, move)`: a DTensor after a move, differentiable any number of times."""
+    """The move of a DTensor as a function of autograd, differentiable any number of times.
+
+    `RedistributeDTensor.apply(x, move)` is the DTensor after the move.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, move: DTensorMove) -> DTensor:
+        """Run the executables of the move on this process's block."""
         block = local_block(x)
         ctx.move = move
         ctx.dtype = block.dtype
         if move.by_block and move.src.layout.tagged(*NONLINEAR) and takes_part(move.src.mesh):
-            ctx.save_for_backward(block)
+            ctx.save_for_backward(block)  # the backward pass asks which blocks were the largest
         block = block.to(move.op_dtype)
+        # None outside of the mesh: there the empty block stays as it is.
         for executable in executables(move, x, block):
             block = executable(block)
         return move.dst.dtensor(block.to(move.out_dtype), x.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
+        """Move the gradient from where it arrives to the placements of the input's gradient."""
         move: DTensorMove = ctx.move
         shape = tuple(gradient.shape)
-        here = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
-        there = _gradient_end(move, here, shape)
-        back = DTensorMove(here, there, move.backward_dtype or ctx.dtype, ctx.dtype, move.profile)
+        arrives = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
+        target = _gradient_end(move, arrives, shape)
+        dtype = ctx.dtype if move.backward_dtype is None else move.backward_dtype
+        # `apply` again: the backward pass can be differentiated too.
+        back = DTensorMove(arrives, target, dtype, ctx.dtype, move.profile)
         moved = RedistributeDTensor.apply(gradient, back)
-        if move.by_block:
-            averaged = dtensor_axes(move.src.mesh).size(*move.src.layout.tagged("mean"))
-            if averaged > 1:
-                moved = moved / averaged
-            if ctx.saved_tensors:
-                shares = _winner_shares(ctx.saved_tensors[0], move, shape)
-                moved = moved * there.dtensor(shares, gradient.shape)
+        if not move.by_block:
+            return moved, None
+        # A mean gives each block its share of the gradient; a max gives it to the largest block.
+        n_averaged = dtensor_axes(move.src.mesh).size(*move.src.layout.tagged("mean"))
+        if n_averaged > 1:
+            moved = moved / n_averaged
+        if ctx.saved_tensors:
+            shares = _winner_shares(ctx.saved_tensors[0], move, shape)
+            moved = moved * target.dtensor(shares, gradient.shape)
         return moved, None
 
 
 class _OfCopies(torch.autograd.Function):
-    """Blocks that are copies as a DTensor of replicas, with addends as gradients (as torch 2.13 knows)."""
+    """Blocks that are copies, as a DTensor of replicas whose gradients are addends.
+
+    `DTensor.from_local` assumes that gradients of `Replicate` are replicas, as of torch 2.13.
+    """
 
     @staticmethod
     def forward(ctx: Any, block: Tensor, layout: Layout, mesh: DeviceMesh, shape: Shape) -> DTensor:
-        ctx.gradient = mesh, to_placements(gradient_layout(layout), mesh, shape)
+        ctx.gradient_mesh = mesh
+        ctx.gradient_placements = to_placements(gradient_layout(layout), mesh, shape)
         return dtensor_of(block, mesh, to_placements(layout, mesh, shape), shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None, None]:
-        axes = dtensor_axes(gradient.device_mesh)
-        shape = tuple(gradient.shape)
-        here, there = (
-            End(mesh, placements, layout_of(placements, axes, shape))
-            for mesh, placements in ((gradient.device_mesh, gradient.placements), ctx.gradient)
-        )
-        move = DTensorMove(here, there, gradient.dtype, gradient.dtype, AUTO)
+        """Move the gradient to the placements of addends, and return its block."""
+        arrives = _end(gradient.device_mesh, gradient.placements, gradient)
+        target = _end(ctx.gradient_mesh, ctx.gradient_placements, gradient)
+        move = DTensorMove(arrives, target, gradient.dtype, gradient.dtype, AUTO)
         return RedistributeDTensor.apply(gradient, move).to_local(), None, None, None
 
 
+def _end(mesh: DeviceMesh, placements: Placements, gradient: DTensor) -> End:
+    """Return an end of a gradient's move, cut as torch cuts."""
+    axes = dtensor_axes(gradient.device_mesh)
+    return End(mesh, placements, layout_of(placements, axes, tuple(gradient.shape)))
+
+
 def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
-    """A local block under `layout` -> the DTensor of global `shape`."""
+    """Return the DTensor of global `shape` that has a local block under `layout`."""
     if layout.tagged("copy"):  # gradients of copies are partial; a DTensor assumes `Replicate`
         return _OfCopies.apply(local, layout, mesh, tuple(shape))
     return dtensor_of(local, mesh, to_placements(layout, mesh, shape), shape)
 
 
-def move_of(x: DTensor, src: End, dst: End, profile: ProfileLike, **options: Any) -> DTensorMove:
-    """The move of a DTensor, in its own dtype unless the options say otherwise."""
+def move_of(
+    x: DTensor,
+    src: End,
+    dst: End,
+    profile: ProfileLike,
+    *,
+    op_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    gradient: Placements | None = None,
+) -> DTensorMove:
+    """Return the move of a DTensor, in its own dtype unless the arguments say otherwise."""
+    if op_dtype is None:
+        op_dtype = x.dtype
+    if out_dtype is None:
+        out_dtype = x.dtype
     by_block = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
-    options = {"op_dtype": x.dtype, "out_dtype": x.dtype, **options}
-    return DTensorMove(src, dst, profile=asked_for(profile), by_block=by_block, **options)
+    profile = asked_for(profile)
+    return DTensorMove(src, dst, op_dtype, out_dtype, profile, backward_dtype, gradient, by_block)
 
 
 def local_block(x: DTensor) -> Tensor:
-    """This process's block, without history. Raises PlanError if torch cut in an order unlike placements."""
+    """Return this process's block, without history.
+
+    Raises PlanError if torch has cut a dim in an order that placements do not say.
+    """
     check_world()
-    for entry in getattr(x._spec, "shard_order", None) or ():
-        if list(entry.mesh_dims) != sorted(entry.mesh_dims):
-            what = f"mesh dims {entry.mesh_dims} cut dim {entry.tensor_dim} in that order, unlike placements"
-            hint = "DTensor.redistribute(placements=...) brings it to the order of the mesh"
-            raise PlanError(what, hint=hint)
+    _check_shard_order(x)
     with torch.no_grad():
         block = x.to_local()
+    # A DTensor's own collective may still be under way.
     return block.wait() if isinstance(block, AsyncCollectiveTensor) else block
 
 
+def _check_shard_order(x: DTensor) -> None:
+    """Raise PlanError unless mesh dims have cut each dim in the order of the mesh.
+
+    `shard_order` of newer releases of torch is private. Without this check, blocks in another order
+    than placements say would be moved as if they were in order.
+    """
+    for entry in getattr(x._spec, "shard_order", None) or ():
+        if list(entry.mesh_dims) != sorted(entry.mesh_dims):
+            cut = f"mesh dims {entry.mesh_dims} cut dim {entry.tensor_dim}"
+            hint = "DTensor.redistribute(placements=...) brings it to the order of the mesh"
+            raise PlanError(f"{cut} in that order, unlike placements", hint=hint)
+
+
 def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
-    """Raise MeshError unless both meshes have the same processes, ShapeError for another block shape."""
+    """Raise MeshError for meshes of different processes, ShapeError for another block shape."""
     if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
         hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...) moves tensors between any two"
-        raise MeshError(
-            f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes", hint=hint
-        )
+        reason = f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes"
+        raise MeshError(reason, hint=hint)
     processes = dtensor_mesh(move.src.mesh)
     expected = Sharding(move.src.layout, processes.mesh, shape).local_shape(processes.device)
     if local_shape != expected:
         part = f"that is its part of a {shape} array under '{move.src.layout}'"
         hint = f"{part}; blocks of other sizes need src_layout=, as 'n/sizes(a,2,3) d'"
-        what = f"the block of rank {dist.get_rank()} has shape {local_shape}, not {expected}"
-        raise ShapeError(what, hint=hint)
+        reason = f"the block of rank {dist.get_rank()} has shape {local_shape}, not {expected}"
+        raise ShapeError(reason, hint=hint)
 
 
-def executables(
-    move: DTensorMove, x: DTensor, block: Tensor
-) -> tuple[Executable | TransferExecutable, ...]:
-    """The executables of a move: one, two where a max ends before a sum begins, or none outside the mesh."""
+def executables(move: DTensorMove, x: DTensor, block: Tensor) -> tuple[AnyExecutable, ...]:
+    """Return the executables of a move, in order: none on processes outside of the mesh.
+
+    There are two where a max or min ends before another tag begins.
+    """
     return _executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
 
 
+# Cached by the world too: its groups end with it.
 @lru_cache(maxsize=1024)
 def _executables(
     move: DTensorMove, shape: Shape, local_shape: Shape, device: torch.device, world: object
-) -> tuple[Executable | TransferExecutable, ...]:
-    """Cached by the world too: its groups end with it."""
+) -> tuple[AnyExecutable, ...]:
     if not (takes_part(move.src.mesh) or takes_part(move.dst.mesh)):
         return ()
     check(move, shape, local_shape)
     src = dtensor_mesh(move.src.mesh)
     dst = dtensor_mesh(move.dst.mesh)
-    same = move.src.mesh == move.dst.mesh
-    parts: list[Executable | TransferExecutable] = []
-    legs = _legs(move.src.layout, move.dst.layout, same)
-    for start, stop in itertools.pairwise(legs):
-        if same or stop is not legs[-1]:
+    is_same_mesh = move.src.mesh == move.dst.mesh
+    result: list[AnyExecutable] = []
+    # On the source mesh a move is a plan; the last leg to another mesh is messages from rank to
+    # rank.
+    layouts = _layouts_on_the_way(move.src.layout, move.dst.layout, is_same_mesh)
+    for start, stop in itertools.pairwise(layouts):
+        is_last = stop is layouts[-1]
+        if is_same_mesh or not is_last:
             call = MoveCall((start, stop), src, shape, move.profile)
-            parts.append(call.executable((local_shape, move.op_dtype, device)))
+            result.append(call.executable((local_shape, move.op_dtype, device)))
+            # The next leg begins with the result of this one.
             local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
         else:
-            name = dtypes.name_of(move.op_dtype)
-            between = TransferCall((start, stop), src, dst, shape, name, False, move.profile)
-            parts.append(cross(between.plan(), device, group_of(tuple(sorted(src.ranks)))))
-    return tuple(parts)
+            dtype = dtypes.name_of(move.op_dtype)
+            transfer = TransferCall((start, stop), src, dst, shape, dtype, False, move.profile)
+            group = group_of(tuple(sorted(src.ranks)))
+            result.append(cross(transfer.plan(), device, group))
+    return tuple(result)
 
 
-def _legs(src: Layout, dst: Layout, same: bool) -> list[Layout]:
-    """The layouts that a move passes; replicas take the tag of a max: equal values are their own."""
-    tags = ([tag for tag in end.tags if tag[0] in NONLINEAR] for end in (src, dst))
-    sides = [{(kind, axis) for kind, axes in own for axis in axes} for own in tags]
-    kept = sides[0] & sides[1] if same else set()
-    ended, begun = (tuple(axis for _, axis in sorted(tags - kept)) for tags in sides)
+def _layouts_on_the_way(src: Layout, dst: Layout, is_same_mesh: bool) -> list[Layout]:
+    """Return the layouts that a move passes, both ends included: two, or three.
+
+    A max or min ends before anything else happens: "n | max(a)" -> "n | sum(a)" goes by "n". One
+    begins without a step: replicas are already the maximum of equal values.
+    """
+    src_tags = _nonlinear_tags(src)
+    dst_tags = _nonlinear_tags(dst)
+    staying = src_tags & dst_tags if is_same_mesh else set()
+    ended = tuple(axis for _, axis in sorted(src_tags - staying))
+    begun = tuple(axis for _, axis in sorted(dst_tags - staying))
     target = without_tags(dst, begun)
-    return [src, without_tags(src, ended), target] if ended and target.tags else [src, target]
+    if ended and target.tags:
+        return [src, without_tags(src, ended), target]
+    return [src, target]
 
 
-def _gradient_end(move: DTensorMove, here: End, shape: Shape) -> End:
-    """The end to which the gradient of a move's input goes when it arrives as `here`."""
+def _nonlinear_tags(layout: Layout) -> set[tuple[str, str]]:
+    """Return the axes of a max or min, each with its kind."""
+    tags: set[tuple[str, str]] = set()
+    for kind, axes in layout.tags:
+        if kind in NONLINEAR:
+            tags |= {(kind, axis) for axis in axes}
+    return tags
+
+
+def _gradient_end(move: DTensorMove, arrives: End, shape: Shape) -> End:
+    """Return the end to which the gradient of a move's input goes when it arrives as `arrives`."""
     src = move.src
     placements = move.gradient
     if placements is None:
-        # If the input has addends, addends of its gradient stay addends: the sum may not be needed.
-        arrives = here.placements if here.mesh == src.mesh else [Replicate()] * len(src.placements)
-
-        def of_addend(of: Partial, gradient: Placement) -> Placement:
-            stays = of.reduce_op in ("sum", "avg") or not move.by_block
-            return gradient if isinstance(gradient, Partial) and stays else Replicate()
-
-        pairs = zip(src.placements, arrives, strict=True)
-        placements = tuple(of_addend(of, g) if isinstance(of, Partial) else of for of, g in pairs)
+        arriving: Sequence[Placement] = arrives.placements
+        if arrives.mesh != src.mesh:
+            # Addends on another mesh are summed before they come here.
+            arriving = [Replicate()] * len(src.placements)
+        pairs = zip(src.placements, arriving, strict=True)
+        placements = tuple(_gradient_placement(p, g, move.by_block) for p, g in pairs)
     return _end_like(src, src.mesh, placements, shape)
 
 
+def _gradient_placement(placement: Placement, gradient: Placement, by_block: bool) -> Placement:
+    """Return the default placement of an input's gradient on one mesh dim.
+
+    That is the input's, and replicas for addends.
+
+    gradient: as it arrives. If the input has addends, addends of its gradient stay addends: the sum
+    may not be needed.
+    """
+    if not isinstance(placement, Partial):
+        return placement
+    may_stay = placement.reduce_op in ("sum", "avg") or not by_block
+    if may_stay and isinstance(gradient, Partial):
+        return gradient
+    return Replicate()
+
+
 def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
-    """The end of a gradient: it has the value's cuts where it has its placements, which lack the sizes."""
+    """Return the end of a gradient that is placed so.
+
+    Placements lack the sizes of blocks: where they are the value's, the gradient has the value's
+    cuts.
+    """
     axes = dtensor_axes(mesh)
-    pairs = zip(placements, value.placements, strict=False)
-    uncut_kinds = Partial | Replicate
-    same_cuts = all(p == q or all(isinstance(x, uncut_kinds) for x in (p, q)) for p, q in pairs)
-    if mesh != value.mesh or not same_cuts:
+    is_cut_alike = mesh == value.mesh and all(map(_cut_alike, placements, value.placements))
+    if not is_cut_alike:  # cut as torch cuts
         return End(mesh, placements, layout_of(placements, axes, shape))
     uncut = tuple(p if isinstance(p, Partial) else Replicate() for p in placements)
-    return End(mesh, placements, replace(value.layout, tags=layout_of(uncut, axes, shape).tags))
+    tags = layout_of(uncut, axes, shape).tags
+    return End(mesh, placements, replace(value.layout, tags=tags))
+
+
+def _cut_alike(placement: Placement, other: Placement) -> bool:
+    """Return whether two placements cut the same dim, or none, in the same way."""
+    uncut_kinds = Partial | Replicate
+    are_uncut = isinstance(placement, uncut_kinds) and isinstance(other, uncut_kinds)
+    return are_uncut or placement == other
 
 
 def _winner_shares(block: Tensor, move: DTensorMove, shape: Shape) -> Tensor:
-    """As `winner_shares`, of this process's operand of a max or min."""
+    """Return what `winner_shares` says of this process's operand of a max or min."""
     layout = move.src.layout
     ended = without_tags(layout, layout.tagged(*NONLINEAR))
     call = MoveCall((layout, ended), dtensor_mesh(move.src.mesh), shape, move.profile)
@@ -254,5 +347,5 @@ def _winner_shares(block: Tensor, move: DTensorMove, shape: Shape) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def layout_of(placements: Placements, axes: Mesh, shape: Shape) -> Layout:
-    """The layout of the blocks of a DTensor. Raises as `from_placements` does."""
+    """Return the layout of the blocks of a DTensor, cached. Raises as `from_placements` does."""
     return from_placements(placements, axes, len(shape), shape)

@@ -1,5 +1,8 @@
-"""Layouts <-> the placements of a DTensor. Replicas and copies are `Replicate`, and differ in gradients. A
-`_StridedShard` of factor f gives each device a share of f pieces, or means that later mesh axes cut first.
+"""Layouts to and from the placements of a DTensor.
+
+Replicas and copies are both `Replicate`; they differ in gradients. A `_StridedShard` of factor f
+gives each device a share of f pieces of a dim; that is also what later mesh axes do when they cut
+the dim first.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import Any
 from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+# torch has no public name for the placement of a dim that later mesh axes have cut before.
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
@@ -26,273 +31,386 @@ from xshard.notation.parser import Shard as Cut
 from xshard.plans.max_min import with_kind
 from xshard.steps.base import without_tags
 
-# Reductions under their two names.
+# The tags of layouts -> the reductions of torch.
 _REDUCTIONS = {"sum": "sum", "mean": "avg", "max": "max", "min": "min"}
-_TAGS = {theirs: ours for ours, theirs in _REDUCTIONS.items()}
+_TAGS = {reduction: tag for tag, reduction in _REDUCTIONS.items()}
+# The axes that cut a dim -> their split factors, in the order of the mesh.
+Factors = Mapping[str, int]
 
 
 def to_placements(
     layout: Layout | str, mesh: MeshLike, shape: Sequence[int] | None = None
 ) -> tuple[Placement, ...]:
-    """A layout -> DTensor placements, one per mesh axis.
+    """Convert a layout to DTensor placements, one per mesh axis.
 
-    shape: the global shape; needed for cuts that a DTensor makes of some lengths only, such as `n/(dp,tp)` of
-    an even one. A nesting that is not in mesh order, and rows dealt out in turn, become `_StridedShard`.
-    Raises PlanError for layouts that a DTensor cannot have (zigzag, halo, ...).
+    "n/dp d" on a mesh (dp=2, tp=4) -> (Shard(0), Replicate()). A nesting that is not in mesh order,
+    and rows dealt out in turn, become `_StridedShard`.
 
-    >>> to_placements("n/tp/dp d", Mesh(dp=2, tp=4))
-    (_StridedShard(dim=0, sf=4), Shard(dim=0))
-    >>> to_placements("n/dp d | sum(tp)", Mesh(dp=2, tp=4))
-    (Shard(dim=0), Partial(sum))
-    >>> to_placements("n/cyclic(tp,2) d", Mesh(tp=4), (16, 3))
-    (_StridedShard(dim=0, sf=2),)
+    Args:
+        layout: A layout or its text.
+        mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh`.
+        shape: The global shape. It is needed for cuts that a DTensor makes of some lengths only,
+            such as `n/(dp,tp)` of an even one.
+
+    Raises:
+        PlanError: A DTensor cannot have this layout (zigzag, halo, ...).
+
+    Examples:
+        >>> to_placements("n/tp/dp d", Mesh(dp=2, tp=4))
+        (_StridedShard(dim=0, sf=4), Shard(dim=0))
+        >>> to_placements("n/dp d | sum(tp)", Mesh(dp=2, tp=4))
+        (Shard(dim=0), Partial(sum))
+        >>> to_placements("n/cyclic(tp,2) d", Mesh(tp=4), (16, 3))
+        (_StridedShard(dim=0, sf=2),)
     """
     layout = Layout.parse(layout)
     axes = mesh_of(mesh)
     if shape is not None:
         layout = layout.resolved(len(shape))
     check_axes(layout, axes)
-    placements: dict[str, Placement] = {}
+    # Axes that nothing is said of hold replicas; copies are placed like them.
+    placements: dict[str, Placement] = dict.fromkeys(axes.axes, Replicate())
     for d in range(len(layout.dims)):
         for axis, factor in _split_factors(layout, d, axes, shape).items():
             placements[axis] = _StridedShard(d, split_factor=factor) if factor > 1 else Shard(d)
-    for kind, tagged in layout.tags:
+    for kind, tagged_axes in layout.tags:
         if kind != "copy":
-            placements.update((axis, Partial(_REDUCTIONS[kind])) for axis in tagged)
-    return tuple(placements.get(axis, Replicate()) for axis in axes.axes)
+            placements |= dict.fromkeys(tagged_axes, Partial(_REDUCTIONS[kind]))
+    return tuple(placements[axis] for axis in axes.axes)
 
 
 def from_placements(
     placements: Sequence[Placement], mesh: MeshLike, ndim: int, shape: Sequence[int] | None = None
 ) -> Layout:
-    """DTensor placements for an array of `ndim` dims -> the layout, its dims named d0, d1, ...
+    """Convert DTensor placements to a layout, its dims named d0, d1, ...
 
-    shape: the global shape; needed for a `_StridedShard` that is no nesting of cuts, as `flatten` makes.
-    Raises PlanError for placements that are no layout.
+    (Shard(0), Replicate()) on a mesh (dp=2, tp=4), for 2 dims -> "d0/dp d1".
 
-    >>> str(from_placements([Shard(0), Partial()], Mesh(dp=2, tp=4), 2))
-    'd0/dp d1 | sum(tp)'
-    >>> str(from_placements([_StridedShard(0, split_factor=2)], Mesh(tp=4), 2, (16, 3)))
-    'd0/cyclic(tp,2) d1'
+    Args:
+        placements: One per mesh axis.
+        mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh`.
+        ndim: The number of dims of the array.
+        shape: The global shape. It is needed for a `_StridedShard` that is no nesting of cuts, as
+            `flatten` makes.
+
+    Raises:
+        PlanError: The placements are no layout.
+
+    Examples:
+        >>> str(from_placements([Shard(0), Partial()], Mesh(dp=2, tp=4), 2))
+        'd0/dp d1 | sum(tp)'
+        >>> str(from_placements([_StridedShard(0, split_factor=2)], Mesh(tp=4), 2, (16, 3)))
+        'd0/cyclic(tp,2) d1'
     """
     axes = mesh_of(mesh)
     if len(placements) != len(axes.axes):
         raise PlanError(
             f"{len(placements)} placements for {axes!r}", hint="one placement per mesh axis"
         )
-    factors: list[dict[str, int]] = [{} for _ in range(ndim)]
+    factors: list[dict[str, int]] = [
+        {} for _ in range(ndim)
+    ]  # of each dim, as `cuts_of` takes them
     tags: dict[str, list[str]] = {}
     for axis, placement in zip(axes.axes, placements, strict=True):
+        tag = tag_of(placement)
         if isinstance(placement, Shard | _StridedShard):
-            factor = getattr(placement, "split_factor", 1)
-            factors[placement.dim][axis] = int(factor) if axes.size(axis) > 1 else 1
-        elif (tag := tag_of(placement)) is not None:
+            factor = int(getattr(placement, "split_factor", 1))
+            if axes.size(axis) == 1:
+                factor = 1  # one device has all pieces
+            factors[placement.dim][axis] = factor
+        elif tag is not None:
             tags.setdefault(tag, []).append(axis)
         elif not isinstance(placement, Replicate):
             hint = (
                 f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it"
             )
             raise PlanError(f"{placement!r} of axis '{axis}' has no layout", hint=hint)
-    dims = []
-    for d, by_axis in enumerate(factors):
-        cuts = cuts_of(by_axis, axes, None if shape is None else shape[d])
+    dims: list[Dim] = []
+    for d, dim_factors in enumerate(factors):
+        length = None if shape is None else shape[d]
+        cuts = cuts_of(dim_factors, axes, length)
         if cuts is None:
-            hint = (
-                "pass shape="
-                if shape is None
-                else f"torch reads them in two ways for {shape[d]} rows"
-            )
-            raise PlanError(
-                f"the split factors of {tuple(placements)} are not a nesting of cuts", hint=hint
-            )
+            hint = "pass shape="
+            if length is not None:
+                hint = f"torch reads them in two ways for {length} rows"
+            reason = f"the split factors of {tuple(placements)} are not a nesting of cuts"
+            raise PlanError(reason, hint=hint)
         dims.append(Dim(f"d{d}", cuts))
-    return Layout(tuple(dims), tuple((kind, tuple(tagged)) for kind, tagged in tags.items()))
+    tagged_axes = [(kind, tuple(axes_of_kind)) for kind, axes_of_kind in tags.items()]
+    return Layout(tuple(dims), tuple(tagged_axes))
 
 
 def tag_of(placement: Placement) -> str | None:
-    """The tag of a `Partial`; None for its subclasses, which hold more than addends, and for the rest."""
+    """Return the tag of a `Partial`; None for all other placements.
+
+    Subclasses of `Partial` hold more than addends, so they have no tag either.
+    """
     return _TAGS.get(placement.reduce_op) if type(placement) is Partial else None
 
 
 def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> None:
-    """Raise NotationError, at `span` or the left side, unless a DTensor is placed as `layout` says."""
+    """Raise NotationError unless a DTensor is placed as `layout` says.
+
+    span: the place in `text` that the error marks; default: the left side.
+    """
     mesh = mesh_of(x.device_mesh)
     shape = tuple(x.shape)
-    want = Sharding(layout, mesh, shape)
-    have = Sharding(
-        from_placements(x.placements, mesh, x.ndim, shape).named(want.layout.names), mesh, shape
-    )
-    uncopied = want.with_layout(without_tags(want.layout, want.layout.tagged("copy")))
-    if not have.means_the_same_as(uncopied) or have.scale != want.scale:
-        hint = f"its placements are {x.placements} on {mesh!r}"
-        span = span or (0, len(text.partition("->")[0].rstrip()))
-        raise NotationError(
-            f"the DTensor is placed as '{have.layout}'", text=text, span=span, hint=hint
-        )
+    stated = Sharding(layout, mesh, shape)
+    placed_layout = from_placements(x.placements, mesh, x.ndim, shape).named(stated.layout.names)
+    placed = Sharding(placed_layout, mesh, shape)
+    # Placements do not tell copies from replicas.
+    uncopied = stated.with_layout(without_tags(stated.layout, stated.layout.tagged("copy")))
+    if placed.means_the_same_as(uncopied) and placed.scale == stated.scale:
+        return
+    if not span:
+        span = (0, len(text.partition("->")[0].rstrip()))
+    reason = f"the DTensor is placed as '{placed_layout}'"
+    hint = f"its placements are {x.placements} on {mesh!r}"
+    raise NotationError(reason, text=text, span=span, hint=hint)
 
 
 def local_of(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> Tensor:
-    """A DTensor -> its local block; the gradient has the dual of `layout`. Raises as `check_placed` does."""
+    """Return the local block of a DTensor; its gradient has the dual of `layout`.
+
+    Raises as `check_placed` does.
+    """
     check_placed(x, layout, text, span)
-    return x.to_local(
-        grad_placements=to_placements(gradient_layout(layout), x.device_mesh, tuple(x.shape))
-    )
+    gradient = to_placements(gradient_layout(layout), x.device_mesh, tuple(x.shape))
+    return x.to_local(grad_placements=gradient)
 
 
 def dtensor_of(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    """A local block -> the contiguous DTensor of global `shape`."""
-    stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    return DTensor.from_local(local, mesh, placements, shape=Size(shape), stride=stride)
+    """Return the contiguous DTensor of global `shape` that has this local block."""
+    stride = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return DTensor.from_local(local, mesh, placements, shape=Size(shape), stride=tuple(stride))
 
 
 def positional(layout: Layout, ndim: int) -> Layout:
-    """The layout with the dim names of `from_placements`: d0, d1, ..."""
+    """Return the layout with the dim names of `from_placements`: d0, d1, ..."""
     dims = layout.resolved(ndim).dims
     return replace(layout, dims=dims).named([f"d{d}" for d in range(len(dims))])
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """The layout of a block's gradient: the dual, with the operands of a max or min as addends."""
+    """Return the layout of a block's gradient: the dual.
+
+    Operands of a max or min count as addends: one of them gets the gradient.
+    """
     return with_kind(layout, "sum").dual
 
 
 def whole_of(
     x: DTensor, mesh: Any, shape: Sequence[int] | None, name: str = "the mesh"
 ) -> tuple[int, ...]:
-    """The global shape of a DTensor. Raises MeshError, ShapeError for another mesh or shape than it has."""
+    """Return the global shape of a DTensor.
+
+    Raises MeshError and ShapeError if the caller passes another mesh or shape than it has.
+    """
     if mesh not in (None, x.device_mesh):
-        raise MeshError(
-            f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}", hint=f"leave {name} out"
-        )
-    own = tuple(x.shape)
-    if shape is not None and (asked := lengths_of(shape)) != own:
-        raise ShapeError(f"the DTensor has shape {own}, not {asked}", hint="leave shape out")
-    return own
+        reason = f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}"
+        raise MeshError(reason, hint=f"leave {name} out")
+    actual = tuple(x.shape)
+    if shape is not None:
+        asked = lengths_of(shape)
+        if asked != actual:
+            reason = f"the DTensor has shape {actual}, not {asked}"
+            raise ShapeError(reason, hint="leave shape out")
+    return actual
 
 
 def _split_factors(
     layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None
 ) -> dict[str, int]:
-    """The axes that cut a dim, with their split factors. Raises PlanError for cuts that no DTensor has."""
-    dim = normal = layout.dims[d]
-    if shape is not None and any(len(cut.axes) > 1 or cut.order != "block" for cut in dim.shards):
-        normal = Sharding(layout, mesh, tuple(shape)).normal.dims[d]
-    factors = factors_of(normal, mesh, None if shape is None else shape[d])
+    """Return the axes that cut a dim, with their split factors.
+
+    Raises PlanError for cuts that no DTensor has.
+    """
+    dim = layout.dims[d]
+    normal = dim
+    length = None
+    if shape is not None:
+        length = shape[d]
+        if not _is_nesting(dim):  # it may still be one for this length
+            normal = Sharding(layout, mesh, tuple(shape)).normal.dims[d]
+    factors = factors_of(normal, mesh, length)
     if factors is not None:
         return factors
     text = str(layout)
-    span = next((span for name, span in text_spans(text).dims if name == dim.name), None)
-    hint = "its placements cut into contiguous parts, or deal out rows in turn"
+    spans = dict(text_spans(text).dims)
+    hint = _hint_of_unplaceable(dim, normal, has_shape=shape is not None)
+    reason = f"a DTensor cannot hold '{dim}'"
+    raise PlanError(reason, text=text, span=spans.get(dim.name), hint=hint)
+
+
+def _hint_of_unplaceable(dim: Dim, normal: Dim, *, has_shape: bool) -> str:
+    """Return what a DTensor can hold instead of a dim.
+
+    normal: the dim in the form for its length.
+    """
     orders = {cut.order for cut in normal.shards}
-    if dim.overlap is None and shape is None and "zigzag" not in orders:
-        hint += "; pass shape=, which may make it one of them"
-    elif dim.overlap is None and shape is not None and orders == {"block"}:
-        hint = "over axes that are not in mesh order, it cuts uneven dims in another way"
-    raise PlanError(f"a DTensor cannot hold '{dim}'", text=text, span=span, hint=hint)
+    hint = "its placements cut into contiguous parts, or deal out rows in turn"
+    if dim.overlap is not None:
+        return hint
+    if not has_shape and "zigzag" not in orders:
+        return f"{hint}; pass shape=, which may make it one of them"
+    if has_shape and orders == {"block"}:
+        return "over axes that are not in mesh order, it cuts uneven dims in another way"
+    return hint
 
 
-Factors = Mapping[
-    str, int
-]  # an axis that cuts the dim -> its split factor, in the order of the mesh
+def _is_nesting(dim: Dim) -> bool:
+    """Return whether axes cut a dim into contiguous blocks one after the other, as in `n/tp/dp`."""
+    return all(cut.order == "block" and len(cut.axes) == 1 for cut in dim.shards)
 
 
 def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...] | None:
-    """Split factors -> the cuts of a dim. None if they are no nesting and the length is unknown, or if torch
-    itself reads them in two ways: as an order of axes, and as pieces of an uneven length.
+    """Return the cuts of a dim that split factors make: {"dp": 4, "tp": 1} with tp=4 -> "n/tp/dp".
+
+    None if they are no nesting and the length is unknown, or if torch itself reads them in two
+    ways: as an order of axes, and as pieces of an uneven length.
     """
-    order = _nesting(factors, mesh)
-    nested = None if order is None else tuple(Cut((axis,)) for axis in order)
-    if length is None or order == [*factors]:
+    order = _nesting_order(factors, mesh)
+    nested = None
+    if order is not None:
+        nested = tuple(Cut((axis,)) for axis in order)
+    if length is None or order == list(factors):
         return nested
-    strided = []
-    left = length
+    # Else pieces are dealt out in turn, if all have the same number of rows.
+    strided: list[Cut] = []
+    n_rows_left = length  # of a device, after the axes so far
     for axis, factor in factors.items():
-        n = mesh.size(axis)
-        rows, rest = divmod(left, factor * n)
-        if rest:
-            return _uneven(factors, mesh, length, order)
-        strided.append(Cut((axis,), "cyclic", (rows,)) if factor > 1 and rows else Cut((axis,)))
-        left //= n
-    return nested or tuple(strided)
+        piece_rows, remainder = divmod(n_rows_left, factor * mesh.size(axis))
+        if remainder:
+            return _uneven_cuts(factors, mesh, length, order)
+        cut = Cut((axis,))
+        if factor > 1 and piece_rows:  # a piece without rows is a cut of nothing
+            cut = Cut((axis,), "cyclic", (piece_rows,))
+        strided.append(cut)
+        # The next axis cuts the rows that one device of this axis has.
+        n_rows_left //= mesh.size(axis)
+    if nested is not None:
+        return nested
+    return tuple(strided)
 
 
 def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | None:
-    """The cuts of a dim, in normal form unless nested -> the split factors that make them, or None."""
-    plain = all(cut.order == "block" and len(cut.axes) == 1 for cut in dim.shards)
-    if dim.overlap is not None or (length is None and not plain):
+    """Return the split factors that make the cuts of a dim, or None.
+
+    Without a length only a nesting of contiguous cuts has them. dim: a nesting, or in normal form.
+    """
+    is_nesting = _is_nesting(dim)
+    if dim.overlap is not None or (length is None and not is_nesting):
         return None
     factors: dict[str, int] = {}
-    left = length
+    n_rows_left = length
     for cut in dim.shards:
-        pieces = 1
-        if left is not None and cut.order == "cyclic":
-            rows = int(cut.numbers[0]) if cut.numbers else 1  # type: ignore[arg-type]
-            pieces = max(left // (rows * mesh.size(*cut.axes)), 1)
-        elif cut.order == INTERVALS:
-            pieces = len(interval_pairs(cut.numbers[0]))
+        n_pieces = _n_pieces(cut, mesh, n_rows_left)
         for axis in cut.axes:
-            # Axes that cut the dim before this one does, though they come later in the mesh.
-            earlier = (a for a in factors if mesh.position(a) > mesh.position(axis))
-            factors[axis] = pieces * mesh.size(*earlier)
-        left = None if left is None else -(-left // mesh.size(*cut.axes))
-    if length is None or (plain and not any(factor > 1 for factor in factors.values())):
+            # Axes that have cut the dim already, though they come later in the mesh.
+            later_axes = [a for a in factors if mesh.position(a) > mesh.position(axis)]
+            factors[axis] = n_pieces * mesh.size(*later_axes)
+        if n_rows_left is not None:
+            n_rows_left = -(-n_rows_left // mesh.size(*cut.axes))  # of the largest block
+    if length is None:
         return factors
-    cuts = cuts_of(
-        {axis: factors[axis] for axis in sorted(factors, key=mesh.position)}, mesh, length
-    )
+    if is_nesting and all(factor <= 1 for factor in factors.values()):
+        return factors
+    # Infer, then compare: the placements may cut this length in another way.
+    in_mesh_order = {axis: factors[axis] for axis in sorted(factors, key=mesh.position)}
+    made = cuts_of(in_mesh_order, mesh, length)
+    if made is None:
+        return None
+    wanted = _sharding_of_dim(dim.shards, mesh, length)
+    if not _sharding_of_dim(made, mesh, length).means_the_same_as(wanted):
+        return None
+    return factors
 
-    def sharding(cuts: tuple[Cut, ...]) -> Sharding:
-        return Sharding(Layout((Dim(dim.name, cuts),)), mesh, (length,))
 
-    return (
-        factors
-        if cuts is not None and sharding(cuts).means_the_same_as(sharding(dim.shards))
-        else None
-    )
+def _sharding_of_dim(cuts: tuple[Cut, ...], mesh: Mesh, length: int) -> Sharding:
+    """Return the sharding of an array of one dim that is cut so."""
+    return Sharding(Layout((Dim("d", cuts),)), mesh, (length,))
 
 
-def _nesting(factors: Factors, mesh: Mesh) -> list[str] | None:
-    """The order of the axes if each factor is the number of parts that later axes of the mesh make first."""
+def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
+    """Return the number of pieces of which each device of a cut has a share."""
+    if length is not None and cut.order == "cyclic":
+        piece_rows = 1
+        if cut.numbers:
+            piece_rows = int(cut.numbers[0])  # type: ignore[arg-type]  # only intervals have pairs
+        return max(length // (piece_rows * mesh.size(*cut.axes)), 1)
+    if cut.order == INTERVALS:
+        return len(interval_pairs(cut.numbers[0]))
+    return 1
+
+
+def _nesting_order(factors: Factors, mesh: Mesh) -> list[str] | None:
+    """Return the order in which axes cut, if they cut one after the other into contiguous blocks.
+
+    Then each factor is the number of parts that later axes of the mesh make first.
+    {"dp": 4, "tp": 1} with tp=4 -> ["tp", "dp"]: tp cuts the dim into 4 parts before dp does.
+    """
     order: list[str] = []
-    for axis, factor in reversed([*factors.items()]):
-        positions = [i for i in range(len(order) + 1) if mesh.size(*order[:i]) == factor]
-        if not positions:
-            return None
-        order.insert(positions[0], axis)
+    for axis, factor in reversed(list(factors.items())):
+        # The axis cuts after others that make `factor` parts together.
+        place = 0
+        while mesh.size(*order[:place]) != factor:
+            place += 1
+            if place > len(order):
+                return None
+        order.insert(place, axis)
     return order
 
 
-def _uneven(
+def _uneven_cuts(
     factors: Factors, mesh: Mesh, length: int, order: Sequence[str] | None
 ) -> tuple[Cut, ...] | None:
-    """As `cuts_of`, for pieces or shares of different sizes."""
-    part = Mesh({axis: mesh.size(axis) for axis in factors})
-    held = [_rows(length, factors, part, device) for device in range(part.n_devices)]
-    if order is None:
-        intervals = [
-            tuple(e for run in runs for e in (run.start, run.start + run.length)) for runs in held
-        ]
-        return (Cut(part.axes, INTERVALS, tuple(numbers or (0, 0) for numbers in intervals)),)
+    """Return cuts as `cuts_of` does, for pieces or shares of different sizes.
+
+    They are found from the rows of each device. order: as from `_nesting_order`.
+    """
+    submesh = Mesh({axis: mesh.size(axis) for axis in factors})
+    devices = range(submesh.n_devices)
+    rows = [_rows_of_device(length, factors, submesh, device) for device in devices]
+    if order is None:  # no nesting: the layout lists the rows of each device
+        intervals = tuple(_interval_ends(runs) for runs in rows)
+        return (Cut(submesh.axes, INTERVALS, intervals),)
     nested = tuple(Cut((axis,)) for axis in order)
-    blocks = Sharding(Layout((Dim("_", nested),)), part, (length,))
-    return nested if held == [blocks.owned(0, device) for device in range(part.n_devices)] else None
+    blocks = _sharding_of_dim(nested, submesh, length)
+    # If these rows are not blocks in that order, the placements mean two things to torch.
+    if rows != [blocks.owned(0, device) for device in devices]:
+        return None
+    return nested
 
 
-def _rows(length: int, factors: Factors, mesh: Mesh, device: int) -> Runs:
-    """The rows of one device, cut as `_StridedShard` cuts: chunks of chunks, as `torch.chunk` makes them."""
+def _interval_ends(runs: Runs) -> tuple[int, ...]:
+    """Return the start and the end of each run, in one list: rows 0-2 and 6-7 -> (0, 3, 6, 8)."""
+    ends: list[int] = []
+    for run in runs:
+        ends += [run.start, run.start + run.length]
+    if not ends:  # a device without rows
+        return (0, 0)
+    return tuple(ends)
+
+
+def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> Runs:
+    """Return the rows of a device as `_StridedShard` cuts: chunks of chunks.
+
+    Chunks are as `torch.chunk` makes them.
+    """
     runs = interval(0, length)
     for (axis, factor), coordinate in zip(factors.items(), mesh.coords(device), strict=True):
-        shares = [*_shares(n_rows(runs), mesh.size(axis), factor, coordinate)]
+        shares = _shares(n_rows(runs), mesh.size(axis), factor, coordinate)
         runs = tuple(itertools.chain.from_iterable(select(runs, share) for share in shares))
     return merge_adjacent(runs)
 
 
-def _shares(length: int, n: int, factor: int, coordinate: int) -> Iterator[Run]:
-    piece = max(-(-length // factor), 1)
-    for start in range(0, length, piece):
-        stop = min(start + piece, length)
-        share = -(-(stop - start) // n)
-        first = start + coordinate * share
-        yield from interval(min(first, stop), min(first + share, stop))
+def _shares(length: int, n_devices: int, n_pieces: int, coordinate: int) -> Iterator[Run]:
+    """Yield a device's share of each piece; sizes are rounded up, so the last ones may be empty."""
+    piece_rows = max(-(-length // n_pieces), 1)
+    for start in range(0, length, piece_rows):
+        stop = min(start + piece_rows, length)
+        share_rows = -(-(stop - start) // n_devices)
+        first = start + coordinate * share_rows
+        yield from interval(min(first, stop), min(first + share_rows, stop))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from xshard.plans.expression import sides
 from xshard.replicas import ReplicaCheck
 
 
-def redistribute(
+def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and layouts
     dtensor: DTensor,
     placements: Sequence[Placement],
     *,
@@ -58,70 +58,89 @@ def redistribute(
     profile: ProfileLike = "auto",
     debug: bool = False,
 ) -> DTensor:
-    """The DTensor under other placements, differentiable any number of times: `[Shard(0)] -> [Replicate()]`.
+    """Place a DTensor in another way, differentiably any number of times.
 
-    Means the same as `DTensor.redistribute`, and takes more: any `Partial` as a destination, another mesh of
-    the same processes, blocks of any sizes. The result is a new tensor; its gradient has any placements.
+        y = xt.dtensor.redistribute(x, [Replicate()])      # [Shard(0)] -> [Replicate()]
 
-    placements: one per dim of the mesh; `Shard(-1)` is the last dim.
-    device_mesh: the mesh of the result, of the same processes in any order and shape; None: the same mesh.
-    forward_dtype: the dtype that travels, and the result's. backward_dtype: the dtype in which the
-    gradient travels; it comes out in the input's dtype. Default: the input's dtype for both.
-    grad_placements: the placements of the input's gradient. Default: the input's, `Replicate` for `Partial`.
-    The gradient is the array's, as everywhere in DTensor; for a DTensor that `from_local` made, it is the
-    blocks': `Partial("avg")` divides it, `Partial("max")` gives it to the winners.
-    src_layout, dst_layout: the layout of the blocks where placements do not determine it, such as
-    `n/sizes(a,2,3) d`. Default: a `Shard` is cut as `torch.chunk` cuts.
-    profile, debug: as in `redistribute`.
-    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout. If it stays, its blocks and
-    their gradient move like replicas; otherwise DTensor reduces it first, by its own rules and with its own
-    gradient. A process outside the mesh keeps its empty block, as in torch.
+    Means the same as `DTensor.redistribute`, and takes more: any `Partial` as a destination,
+    another mesh of the same processes, blocks of any sizes. The result is a new tensor; its
+    gradient has any placements.
 
-    Raises, before anything is sent, MeshError (other processes), PlanError (placements that have no layout,
-    or that DTensor cannot hold), ShapeError, NotationError.
+    A `Partial("product")`, bitwise `Partial` or `_MaskPartial` has no layout. If it stays, its
+    blocks and their gradient move like replicas; otherwise DTensor reduces it first, by its own
+    rules and with its own gradient. A process outside the mesh keeps its empty block, as in torch.
 
-    >>> from torch.distributed.device_mesh import init_device_mesh
-    >>> from torch.distributed.tensor import Shard, distribute_tensor
-    >>> import torch_bridge as xt
-    >>> def turn():
-    ...     mesh = init_device_mesh("cpu", (2,))
-    ...     x = distribute_tensor(torch.arange(6).view(2, 3), mesh, [Shard(0)])
-    ...     return xt.dtensor.redistribute(x, [Shard(1)]).to_local().tolist()
-    >>> xt.testing.run_ranks(2, turn)
-    [[[0, 1], [3, 4]], [[2], [5]]]
+    Args:
+        dtensor: The DTensor.
+        placements: One per dim of the mesh; `Shard(-1)` is the last dim.
+        device_mesh: The mesh of the result, of the same processes in any order and shape. None: the
+            same mesh.
+        forward_dtype: The dtype that travels, and the result's. Default: the input's.
+        backward_dtype: The dtype in which the gradient travels; it comes out in the input's dtype.
+            Default: the input's.
+        grad_placements: The placements of the input's gradient. Default: the input's, `Replicate`
+            for `Partial`. The gradient is the array's, as everywhere in DTensor. For a DTensor that
+            `from_local` made, it is the blocks': `Partial("avg")` divides it, `Partial("max")`
+            gives it to the winners.
+        src_layout: The layout of the blocks where placements do not determine it, such as
+            `n/sizes(a,2,3) d`. Default: a `Shard` is cut as `torch.chunk` cuts.
+        dst_layout: The same for the result.
+        profile: As in `xt.redistribute`.
+        debug: As in `xt.redistribute`.
+
+    Returns:
+        A new DTensor with the same values.
+
+    Raises:
+        MeshError: The mesh has other processes; before anything is sent, as for all errors.
+        PlanError: The placements have no layout, or DTensor cannot hold them.
+        ShapeError: A dim does not exist, or a block has another shape than its layout says.
+        NotationError: A layout does not parse.
+
+    Examples:
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor import Shard, distribute_tensor
+        >>> import torch_bridge as xt
+        >>> def turn():
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = distribute_tensor(torch.arange(6).view(2, 3), mesh, [Shard(0)])
+        ...     return xt.dtensor.redistribute(x, [Shard(1)]).to_local().tolist()
+        >>> xt.testing.run_ranks(2, turn)
+        [[[0, 1], [3, 4]], [[2], [5]]]
     """
     check_not_swapped()
     if not isinstance(dtensor, DTensor):
         hint = "redistribute(x, layouts, mesh) moves tensors"
         raise XshardError(f"{shown(dtensor)} is not a DTensor", hint=hint)
-    mesh = device_mesh or dtensor.device_mesh
-    kept = frozenset[int]()
+    mesh = dtensor.device_mesh if device_mesh is None else device_mesh
+    kept = frozenset[int]()  # mesh dims on which a reduction without a layout stays
     if any(map(_has_no_tag, dtensor.placements)):
-        kept = _kept(dtensor.placements, placements) if mesh == dtensor.device_mesh else kept
-        ended = [i for i, p in enumerate(dtensor.placements) if _has_no_tag(p) and i not in kept]
-        reduced = [Replicate() if i in ended else p for i, p in enumerate(dtensor.placements)]
-        dtensor = dtensor.redistribute(placements=reduced) if ended else dtensor
+        if mesh == dtensor.device_mesh:
+            kept = _kept_reductions(dtensor.placements, placements)
+        dtensor = _without_reductions(dtensor, kept)
 
     def prepared() -> DTensorMove:
         shape = tuple(dtensor.shape)
-        own = dtensor.device_mesh
-        src = _end(own, dtensor.placements, shape, src_layout, kept)
+        # Everything that can be refused is, before anything is sent.
+        src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout, kept)
         dst = _end(mesh, tuple(placements), shape, dst_layout, kept)
-        gradient = (
-            None if grad_placements is None else _end(own, tuple(grad_placements), shape).placements
+        gradient = None
+        if grad_placements is not None:
+            gradient = _end(dtensor.device_mesh, tuple(grad_placements), shape).placements
+        move = moves.move_of(
+            dtensor,
+            src,
+            dst,
+            profile,
+            op_dtype=forward_dtype,
+            out_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+            gradient=gradient,
         )
-        options: Any = (
-            {"op_dtype": forward_dtype, "out_dtype": forward_dtype} if forward_dtype else {}
-        )
-        options |= {"backward_dtype": backward_dtype, "gradient": gradient}
-        move = moves.move_of(dtensor, src, dst, profile, **options)
-        won = move.src.layout.tagged(*NONLINEAR) if move.by_block else ()
-        axes = zip(dtensor_axes(own).axes, gradient or (), strict=False)
-        if any(isinstance(p, Partial) and a in won for a, p in axes):
-            what = f"the gradient of blocks under '{src.layout}' goes to the largest, or smallest, of them"
-            raise PlanError(what, hint="grad_placements has Replicate() there")
+        _check_gradient_of_winners(move)
         return move
 
+    # A compiler records what is sent, and cannot ask a store.
     compares = (debug or desync.ALWAYS) and not torch.compiler.is_compiling()
     compared = None
     if compares and (takes_part(dtensor.device_mesh) or takes_part(mesh)):
@@ -130,22 +149,57 @@ def redistribute(
 
 
 def _has_no_tag(placement: Placement) -> bool:
+    """Return whether a placement is a reduction that no layout has: a product, for example."""
     return placement.is_partial() and tag_of(placement) is None
 
 
-def _kept(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
-    """The axes on which a `Partial` without a layout stays. Raises PlanError beside another reduction."""
-    everything = tuple(src) == tuple(dst)  # a `_MaskPartial` knows the rows of its block
-    stays = [i for i, (p, q) in enumerate(zip(src, dst, strict=False)) if p == q and _has_no_tag(p)]
-    kept = frozenset(i for i in stays if everything or type(src[i]) is Partial)
-    kinds = {p for i, p in enumerate(src) if i in kept}
+def _without_reductions(dtensor: DTensor, kept: frozenset[int]) -> DTensor:
+    """Let torch do the reductions of a DTensor that no layout has, all but the kept ones."""
+    placements = list(dtensor.placements)
+    for i, placement in enumerate(placements):
+        if _has_no_tag(placement) and i not in kept:
+            placements[i] = Replicate()
+    if placements == list(dtensor.placements):
+        return dtensor
+    return dtensor.redistribute(placements=placements)
+
+
+def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
+    """Return the mesh dims on which a `Partial` without a layout stays.
+
+    Raises PlanError beside another reduction.
+    """
+    # Subclasses of `Partial` may depend on all placements: a `_MaskPartial` knows the rows of its
+    # block.
+    is_unchanged = tuple(src) == tuple(dst)
+    kept: set[int] = set()
+    for i, (placement, target) in enumerate(zip(src, dst, strict=False)):
+        may_stay = is_unchanged or type(placement) is Partial
+        if may_stay and placement == target and _has_no_tag(placement):
+            kept.add(i)
+    # A sum of products is no product of sums: two reductions at once would depend on their order.
+    kinds = {src[i] for i in kept}
     others = [p for p in (*src, *dst) if isinstance(p, Partial) and p not in kinds]
     if len(kinds) > 1 or (kinds and others):
         hint = "the result depends on their order: reduce one of them first"
         raise PlanError(f"{src} -> {dst} keeps one reduction and has another", hint=hint)
-    return kept
+    return frozenset(kept)
 
 
+def _check_gradient_of_winners(move: DTensorMove) -> None:
+    """Raise PlanError for addends as the gradient of a max or min, which goes to one block."""
+    if not move.by_block or move.gradient is None:
+        return
+    winner_axes = move.src.layout.tagged(*NONLINEAR)
+    axes = dtensor_axes(move.src.mesh).axes
+    for axis, placement in zip(axes, move.gradient, strict=False):
+        if axis in winner_axes and isinstance(placement, Partial):
+            blocks = f"blocks under '{move.src.layout}'"
+            reason = f"the gradient of {blocks} goes to the largest, or smallest, of them"
+            raise PlanError(reason, hint="grad_placements has Replicate() there")
+
+
+# Cached: every call asks for both ends.
 @lru_cache(maxsize=4096)
 def _end(
     mesh: DeviceMesh,
@@ -154,39 +208,58 @@ def _end(
     layout: Layout | str | None = None,
     kept: frozenset[int] = frozenset(),
 ) -> End:
-    """One end of a move, dims counted from 0; along `kept` blocks differ as no layout says."""
+    """Return one end of a move, dims counted from 0.
+
+    layout: the layout of blocks if placements do not determine it. kept: mesh dims on which blocks
+    differ as no layout says; they count as replicas. Raises PlanError for a layout unlike the
+    placements.
+    """
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
-    read = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
+    as_layout = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
     axes = dtensor_axes(mesh)
-    inferred = moves.layout_of(read, axes, shape)
+    inferred = moves.layout_of(as_layout, axes, shape)
     if layout is None:
         return End(mesh, placements, inferred)
     explicit = positional(Layout.parse(layout), len(shape))
-    for axis, placement in zip(axes.axes, read, strict=True):
-        cut = next((d for d, dim in enumerate(explicit.dims) if axis in dim.axes), None)
-        tag = next(
-            (kind for kind, tagged in explicit.tags if axis in tagged and kind != "copy"), None
-        )
-        if (cut, tag) != (getattr(placement, "dim", None), tag_of(placement)):
+    for axis, placement in zip(axes.axes, as_layout, strict=True):
+        is_same_dim = _cut_dim(explicit, axis) == getattr(placement, "dim", None)
+        if not is_same_dim or _tag_kind(explicit, axis) != tag_of(placement):
             hint = "a layout gives sizes and orders for the cuts that the placements name"
-            raise PlanError(
-                f"'{layout}' contradicts the placement {placement} of axis '{axis}'", hint=hint
-            )
+            reason = f"'{layout}' contradicts the placement {placement} of axis '{axis}'"
+            raise PlanError(reason, hint=hint)
     return End(mesh, placements, explicit)
 
 
+def _cut_dim(layout: Layout, axis: str) -> int | None:
+    """Return the dim that an axis cuts, if any."""
+    for d, dim in enumerate(layout.dims):
+        if axis in dim.axes:
+            return d
+    return None
+
+
+def _tag_kind(layout: Layout, axis: str) -> str | None:
+    """Return the tag of an axis, if any. Copies are placed like replicas."""
+    for kind, tagged_axes in layout.tags:
+        if axis in tagged_axes and kind != "copy":
+            return kind
+    return None
+
+
 def _counted_from_0(placement: Placement, ndim: int) -> Placement:
-    """The placement with its dim counted from the front. Raises ShapeError for a dim that does not exist."""
+    """Return the placement with its dim counted from the front: Shard(-1), of 3 dims -> Shard(2).
+
+    Raises ShapeError for a dim that does not exist.
+    """
     if not isinstance(placement, Shard | _StridedShard):
         return placement
     if not -ndim <= placement.dim < ndim:
-        raise ShapeError(
-            f"no dim {placement.dim} in a DTensor of {ndim} dims", hint=f"placed as {placement}"
-        )
-    factor = (
-        {"split_factor": placement.split_factor} if isinstance(placement, _StridedShard) else {}
-    )
-    return type(placement)(placement.dim % ndim, **factor)
+        reason = f"no dim {placement.dim} in a DTensor of {ndim} dims"
+        raise ShapeError(reason, hint=f"placed as {placement}")
+    dim = placement.dim % ndim
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return type(placement)(dim)
 
 
 def _compare_moves(
@@ -199,87 +272,121 @@ def _compare_moves(
     def facts() -> CallFacts:
         move = prepared()
         block = moves.local_block(x)
+        sent = Sent(
+            shape=tuple(x.shape),
+            dtype=x.dtype,
+            plan="",
+            profile=move.profile,
+            comm_dtype=f"{move.op_dtype}, {move.backward_dtype}",
+            device=block.device.type,
+            **derivatives_of(x),
+        )
         everywhere = {
             "placements": f"{move.src.placements} -> {move.dst.placements}",
             "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
             "layouts": f"{move.src.layout} -> {move.dst.layout}",
             "gradient": str(move.gradient),
             "of blocks": str(move.by_block),
+            **sent.facts,
         }
-        sent = {
-            "comm_dtype": f"{move.op_dtype}, {move.backward_dtype}",
-            "device": block.device.type,
-        }
-        everywhere |= Sent(
-            tuple(x.shape), x.dtype, "", move.profile, **sent, **derivatives_of(x)
-        ).facts
         check_device(block.device)
         moves.check(move, tuple(x.shape), tuple(block.shape))
-        return CallFacts(everywhere, {}, ranks, {"block": str(tuple(block.shape))})
+        own = {"block": str(tuple(block.shape))}
+        return CallFacts(everywhere, within={}, part=ranks, own=own)
 
     return compare_call(None, asked, facts, ranks)
 
 
 def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: str) -> Tensor:
-    """The DTensor after a call. compares: whether replicas are compared; name: the tensor's, for errors."""
+    """Return the DTensor after a call.
+
+    compares: whether replicas are compared, now and in the backward pass. name: the tensor's, for
+    errors.
+    """
     if compares:
         _compare_replicas(x, call.text, name, cotangents=False)
     y = RedistributeDTensor.apply(x, move_by_layouts(x, call))
+
+    def compare_cotangents(gradient: DTensor) -> None:
+        _compare_replicas(gradient, call.text, name, cotangents=True)
+
     if compares and y.requires_grad:
-        y.register_hook(
-            lambda gradient: _compare_replicas(gradient, call.text, name, cotangents=True)
-        )
+        y.register_hook(compare_cotangents)
     return _permuted(y, call)
 
 
 def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
-    """The move of a call. Raises NotationError unless the DTensor is placed as the left side says."""
-    src, dst, text = sides(call.expression)
-    check_placed(x, src, text)
-    src, dst = (positional(side, x.ndim) for side in (src, dst.in_order(src.names)))
-    travels = comm_dtype_of(call.comm_dtype, x.dtype)
+    """Return the move of a call.
+
+    Raises NotationError unless the DTensor is placed as the left side says.
+    """
+    left, right, text = sides(call.expression)
+    check_placed(x, left, text)
+    src = positional(left, x.ndim)
+    dst = positional(right.in_order(left.names), x.ndim)
+    dtypes = comm_dtype_of(call.comm_dtype, x.dtype)
     mesh = x.device_mesh
-    gradient = to_placements(gradient_layout(src), x.device_mesh, x.shape)
-    here = End(mesh, x.placements, src)
-    there = End(mesh, to_placements(dst, mesh, x.shape), dst)
-    options: Any = {
-        "op_dtype": travels.forward,
-        "backward_dtype": travels.backward,
-        "gradient": gradient,
-    }
-    return moves.move_of(x, here, there, call.profile, **options)
+    gradient = to_placements(gradient_layout(src), mesh, x.shape)
+    target = End(mesh, to_placements(dst, mesh, x.shape), dst)
+    return moves.move_of(
+        x,
+        End(mesh, x.placements, src),
+        target,
+        call.profile,
+        op_dtype=dtypes.forward,
+        backward_dtype=dtypes.backward,
+        gradient=gradient,
+    )
 
 
-def local_part(
-    x: DTensor, call: MoveCall
-) -> tuple[Tensor, Executable, Callable[[Tensor], Tensor]] | None:
-    """The block, its executable on one mesh, and the function to the DTensor's result; None if recorded."""
+class LocalPart(NamedTuple):
+    """A DTensor's block, its executable, and the function from the executable's result."""
+
+    block: Tensor
+    executable: Executable
+    finish: Callable[[Tensor], Tensor]
+
+
+def local_part(x: DTensor, call: MoveCall) -> LocalPart | None:
+    """Return the part of a call that happens on blocks: many of them travel together.
+
+    None if autograd records the call, or if it needs several executables or two meshes.
+    """
     move = move_by_layouts(x, call)
     block = moves.local_block(x)
-    parts = moves.executables(move, x, block)
+    executables = moves.executables(move, x, block)
+    # The gradient of a DTensor may have any placements, so a recorded call needs its own node.
     is_recorded = x.requires_grad and torch.is_grad_enabled()
-    if is_recorded or len(parts) != 1 or not isinstance(executable := parts[0], Executable):
+    if is_recorded or len(executables) != 1:
+        return None
+    (executable,) = executables
+    if not isinstance(executable, Executable):
         return None
 
     def finish(y: Tensor) -> Tensor:
         return _permuted(move.dst.dtensor(y, x.shape), call)
 
-    return block, executable.casting(x.dtype, move.op_dtype), finish
+    return LocalPart(block, executable.casting(x.dtype, move.op_dtype), finish)
 
 
 def _permuted(y: DTensor, call: MoveCall) -> Tensor:
-    """A DTensor with its dims in the order of the right side."""
-    src, dst, _ = sides(call.expression)
-    names, order = (side.resolved(y.ndim).names for side in (src, dst))
-    return y if names == order else y.permute([names.index(name) for name in order])
+    """Return a DTensor with its dims in the order of the right side."""
+    left, right, _ = sides(call.expression)
+    names = left.resolved(y.ndim).names
+    order = right.resolved(y.ndim).names
+    if names == order:
+        return y
+    return y.permute([names.index(name) for name in order])
 
 
 def _compare_replicas(x: DTensor, text: str, name: str, *, cotangents: bool) -> None:
+    """Compare the replicas of a DTensor's blocks, as `check_replicated=True` asks for."""
     if not takes_part(x.device_mesh):
         return
     processes = dtensor_mesh(x.device_mesh)
     shape = tuple(x.shape)
-    sharding = Sharding(moves.layout_of(x.placements, processes.mesh, shape), processes.mesh, shape)
+    layout = moves.layout_of(x.placements, processes.mesh, shape)
+    sharding = Sharding(layout, processes.mesh, shape)
     check = ReplicaCheck(sharding, processes.mesh, name_of(x.dtype), text, cotangents, name)
     comparison = comparison_of(check, processes)
     if comparison is not None:

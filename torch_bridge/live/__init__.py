@@ -1,4 +1,4 @@
-"""Weights that follow a running trainer: a `Publisher` in its program, a `Subscriber` in another."""
+"""Weights that follow a running trainer, from a `Publisher` to a `Subscriber`."""
 
 from torch_bridge.live.endpoint import LostVersionError
 from torch_bridge.live.versions import Publisher, Subscriber

@@ -1,4 +1,7 @@
-"""One of two programs that meet in a store: its processes act as one, and watch the other's heartbeats."""
+"""One of two programs that meet in a store.
+
+Its processes act as one, and watch the other's heartbeats.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from torch_bridge.mesh import failures, process_mesh
 from torch_bridge.mesh.process_groups import group_of_programs
-from torch_bridge.state.facts import PROFILE, plan_described, rules_text, target_rules
+from torch_bridge.state.facts import PROFILE, Route, plan_described, rules_text, target_rules
 from torch_bridge.state.leaves import all_or_none
 from torch_bridge.state.transfer import execute
 from xshard import Mesh, XshardError
@@ -30,92 +34,117 @@ from xshard.state.progress import Progress
 
 PAUSE_S = 0.02  # between two looks at the store or at a thread
 BEAT_S = 0.5  # between two counts
+T = TypeVar("T")
 
 
 class LostVersionError(XshardError, RuntimeError):
-    """A version did not arrive whole: the other program has ended, failed, or did not come in time."""
+    """A version did not arrive whole: the other program has ended, failed, or is late."""
+
+
+class _Count(NamedTuple):
+    """The last count that a rank was seen with, and how many more looks have shown the same."""
+
+    value: int = -1
+    n_same: int = 0
 
 
 class Heartbeat:
-    """A count in the store that grows while this rank works, and a watch on the counts of the other program.
-    The first rank watches all ranks of the other program, and leaves a notice for the ranks of its own. It
-    counts looks, not seconds: if a whole machine stands still, no rank has stopped. Timeouts of a process
-    group would not do: NCCL ends the process that waits, and a server has to go on.
+    """A count in the store that grows while this rank works, and a watch on others' counts.
+
+    The first rank watches all ranks of the other program, and leaves a notice for the ranks of its
+    own. It counts looks, not seconds: if a whole machine stands still, no rank has stopped.
+    Timeouts of a process group would not do: NCCL ends the process that waits, and a server has to
+    go on.
     """
 
     def __init__(self, store_call: Callable[..., Any], key: Callable[..., str]) -> None:
         self._store_call = store_call
         self._key = key
-        self._max_looks = 0.0
+        self._max_looks = 0.0  # with one count, until a rank has stopped
         self._error = ""
-        self._notice = ""
-        self._watched: dict[str, str] = {}
+        self._notice = ""  # the key of the notice
+        self._watched: dict[str, str] = {}  # the key of a count -> the rank, for errors
 
     @contextmanager
     def beating(self, session: int, silent_s: float) -> Iterator[None]:
         """Count in a thread. silent_s: a rank without a new count for so long has stopped."""
-        over = threading.Event()
+        is_over = threading.Event()
         self._error = ""
         self._watched = {}
         self._max_looks = silent_s / BEAT_S
-        own = self._key("beats", session, dist.get_rank())
-        thread = threading.Thread(target=self._beat, args=(own, over), daemon=True)
+        own_key = self._key("beats", session, dist.get_rank())
+        thread = threading.Thread(target=self._beat, args=(own_key, is_over), daemon=True)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            is_over.set()
             thread.join(2 * BEAT_S)
 
-    def watch(self, program: str, session: int, n: int, version: int) -> None:
-        """From now on watch the `n` ranks of the other program, while this version is on its way."""
+    def watch(self, program: str, session: int, n_ranks: int, version: int) -> None:
+        """Watch the ranks of the other program from now on, while this version is on its way."""
         self._notice = self._key("stopped", session, version)
-        self._watched = {
-            self._key("beats", session, r): f"rank {r} of the {program}" for r in range(n)
-        }
+        watched: dict[str, str] = {}
+        for rank in range(n_ranks):
+            watched[self._key("beats", session, rank)] = f"rank {rank} of the {program}"
+        self._watched = watched  # at once, as the thread of `_beat` reads it
 
     def check(self) -> None:
-        """Raise LostVersionError if a rank of the other program has stopped, or the store does not answer."""
+        """Raise LostVersionError if a rank of the other program has stopped, or the store."""
         if self._error:
             raise LostVersionError(self._error)
 
     def guarded(self, call: Callable[[], T]) -> T:
-        """The result of a call that waits for the other program, unless `check` raises first."""
+        """Call what waits for the other program, and return its result, or raise as `check`."""
+        # In a thread, since a call that waits for a rank that has ended cannot be interrupted.
         future = failures.in_thread(call)
         while not wait([future], PAUSE_S).done:
             self.check()
         return future.result()
 
-    def _beat(self, own: str, over: threading.Event) -> None:
-        looks: dict[
-            str, tuple[int, int]
-        ] = {}  # the last count of a rank, and how many looks have shown it
+    def _beat(self, own_key: str, is_over: threading.Event) -> None:
+        """Count until it is over, and look at the other program's counts after each of our own."""
+        counts: dict[str, _Count] = {}
         try:
-            while not over.wait(BEAT_S):
-                self._store_call("add", own, 1)
-                for key, rank in self._watched.items() if dist.get_rank() == 0 else ():
-                    count, (last, n) = self._store_call("add", key, 0), looks.get(key, (-1, 0))
-                    looks[key] = count, n + 1 if count == last else 0
-                    if looks[key][1] >= self._max_looks:
-                        self._store_call("set", self._notice, rank)
+            while not is_over.wait(BEAT_S):
+                self._store_call("add", own_key, 1)
+                if dist.get_rank() == 0:
+                    self._look(counts)
                 if self._watched and self._store_call("check", [self._notice]):
-                    self._error = self._store_call("get", self._notice).decode() + " has stopped"
+                    rank = self._store_call("get", self._notice).decode()
+                    self._error = f"{rank} has stopped"
         except LostVersionError as error:
-            self._error = str(error)
+            self._error = str(error)  # `check` raises it in the thread that works
 
-
-T = TypeVar("T")
+    def _look(self, counts: dict[str, _Count]) -> None:
+        """Look at the counts of the watched ranks, and leave a notice of one that has stopped."""
+        for key, rank in self._watched.items():
+            value = self._store_call("add", key, 0)
+            last = counts.get(key, _Count())
+            n_same = last.n_same + 1 if value == last.value else 0
+            counts[key] = _Count(value, n_same)
+            if n_same >= self._max_looks:
+                self._store_call("set", self._notice, rank)
 
 
 @dataclass(kw_only=True)
 class Endpoint:
     """One of the two programs; all its processes make one, with equal arguments.
 
-    store: a `TCPStore` or `FileStore` that both programs reach. rules, names, bucket_bytes: as in `transfer`,
-    equal in both programs. src_mesh, dst_mesh: the meshes of all processes of the trainer and of the server.
-    timeout_s: seconds that one program waits for the other. silent_s: seconds without a sign of life from a
-    rank of the other program, or without an answer of the store, after which a version is lost. name: the
-    name of the stream, if a store has several.
+    Args:
+        store: A `TCPStore` or `FileStore` that both programs reach.
+        rules: As in `transfer`, equal in both programs.
+        src_mesh: The mesh of all processes of the trainer.
+        dst_mesh: The mesh of all processes of the server.
+        names: As in `transfer`, equal in both programs.
+        bucket_bytes: As in `transfer`, equal in both programs.
+        timeout_s: Seconds that one program waits for the other.
+        silent_s: Seconds without a sign of life from a rank of the other program, or without an
+            answer of the store, after which a version is lost.
+        name: The name of the stream, if a store has several.
+
+    Raises:
+        MeshError: This program has another number of processes than its mesh.
     """
 
     is_trainer: ClassVar[bool]
@@ -136,42 +165,57 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         process_mesh.check_world()
+        # A mesh has all processes of its program: device i is rank i.
         mesh = self.src_mesh if self.is_trainer else self.dst_mesh
-        if mesh.n_devices != (n := dist.get_world_size()):
+        n_processes = dist.get_world_size()
+        if mesh.n_devices != n_processes:
+            reason = f"{mesh!r} has {mesh.n_devices} devices, this program {n_processes} processes"
             hint = "src_mesh has all processes of the trainer, dst_mesh all of the server"
-            raise MeshError(
-                f"{mesh!r} has {mesh.n_devices} devices, this program {n} processes", hint=hint
-            )
+            raise MeshError(reason, hint=hint)
         self.heart = Heartbeat(self.store_call, self.key)
 
     def start_session(self) -> None:
         """Get a new number for this program after a failure, when its connections are useless."""
         if not self.session:
-            self.session = self.broadcast(lambda: self.store_call("add", self.key("sessions"), 1))
+            next_number = partial(self.store_call, "add", self.key("sessions"), 1)
+            self.session = self.broadcast(next_number)
 
     def key(self, *parts: object) -> str:
+        """Return a key of this stream in the store: ("offer", 3) -> "xshard/weights/offer/3"."""
         return "/".join(("xshard", self.name, *map(str, parts)))
 
     def store_call(self, method: str, *args: Any) -> Any:
         """Call a method of the store. Raises LostVersionError if it does not answer in time."""
+        limit = timedelta(seconds=self.silent_s)
         try:
-            return failures.within(
-                timedelta(seconds=self.silent_s), getattr(self.store, method), *args
-            )
+            return failures.within(limit, getattr(self.store, method), *args)
         except RuntimeError as error:  # DistStoreError, DistNetworkError
-            raise LostVersionError(
-                f"the store of both programs does not answer: {error}"
-            ) from error
+            reason = f"the store of both programs does not answer: {error}"
+            raise LostVersionError(reason) from error
 
     def broadcast(self, work: Callable[[], Any], wait_s: float = 0.0) -> Any:
-        """The result of `work` on the first rank, on all ranks of this program; if it fails, all raise."""
-        return self._all_or_none(lambda: work() if dist.get_rank() == 0 else None, wait_s)[0]
+        """Return the result of `work` on the first rank, on all ranks of this program.
+
+        If it fails, all raise. wait_s: how long `work` itself may wait.
+        """
+
+        def on_first_rank() -> Any:
+            return work() if dist.get_rank() == 0 else None
+
+        return self._all_or_none(on_first_rank, wait_s)[0]
 
     def all_or_disconnect(self, work: Callable[[], T]) -> T:
-        """The result of `work`, done on all ranks of this program; if one fails, all raise and disconnect."""
+        """Return the result of `work`, done on all ranks of this program.
+
+        If one fails, all raise and disconnect: messages of the failed work may still be under way.
+        """
         results: list[T] = []
+
+        def keep_result() -> None:  # the result itself does not travel between ranks
+            results.append(work())
+
         try:
-            self._all_or_none(lambda: results.append(work()))
+            self._all_or_none(keep_result)
         except Exception:
             self.connect("")
             self.session = 0
@@ -184,25 +228,33 @@ class Endpoint:
         return all_or_none(range(dist.get_world_size()), self.key(), work, timeout=timeout)
 
     def plan(self, facts: Mapping[str, str]) -> TreePlan:
-        """The plan for a tree of the trainer; its ranks come first in the group of both programs."""
-        n = self.src_mesh.n_devices
-        devices = tuple(range(n)), tuple(range(n, n + self.dst_mesh.n_devices))
-        there = (
+        """Plan the transfer of a tree of the trainer.
+
+        Its ranks come first in the group of both programs.
+        """
+        n_src = self.src_mesh.n_devices
+        n_all = n_src + self.dst_mesh.n_devices
+        route = Route(
             self.dst_mesh,
-            devices,
-            profile_of("of the trainer", facts[PROFILE]),
-            self.bucket_bytes,
+            src_devices=tuple(range(n_src)),
+            dst_devices=tuple(range(n_src, n_all)),
+            profile=profile_of("of the trainer", facts[PROFILE]),
+            bucket_bytes=self.bucket_bytes,
         )
-        return plan_described(tuple(facts.items()), target_rules(self.rules), self.names, *there)
+        return plan_described(tuple(facts.items()), target_rules(self.rules), self.names, route)
 
     def plan_text(self, plan: TreePlan) -> str:
-        """The text that both programs compare."""
+        """Return the text that both programs compare."""
         return "\n".join((str(plan), *rules_text(self.rules, self.names).values()))
 
     def recv(self, *parts: object) -> str | None:
-        """The text that the other program writes to a key; None if it does not come in time."""
+        """Return the text that the other program writes to a key.
+
+        None if it does not come in time.
+        """
         key = self.key(*parts)
         end_s = time.monotonic() + self.timeout_s
+        # Short looks, not one long wait: a store that waits answers no other call of this process.
         while not self.store_call("check", [key]):
             self.heart.check()
             if time.monotonic() > end_s:
@@ -211,29 +263,43 @@ class Endpoint:
         return str(self.store_call("get", key).decode())
 
     def recv_or_raise(self, *parts: object) -> str:
-        if (text := self.recv(*parts)) is None:
-            raise LostVersionError(
-                f"the other program has written nothing for {self.timeout_s:g} s"
-            )
+        """Return the text as `recv` does. Raises LostVersionError if it does not come in time."""
+        text = self.recv(*parts)
+        if text is None:
+            limit = f"{self.timeout_s:g} s"
+            raise LostVersionError(f"the other program has written nothing for {limit}")
         return text
 
     def connect(self, sessions: str) -> dist.ProcessGroup | None:
-        """The group of these two sessions; the group of others is left first. "" only leaves it."""
-        if sessions != self._sessions:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
-            self._group = None
-            self._sessions = sessions
-            if sessions:
-                n_src = self.src_mesh.n_devices
-                n_dst = self.dst_mesh.n_devices
-                rank = dist.get_rank() + (0 if self.is_trainer else n_src)
-                store: Any = (
-                    self.store
-                )  # a clone, as nothing else can use a store while ranks wait in it
-                options = self.key(sessions), rank, n_src + n_dst, timedelta(seconds=self.timeout_s)
-                self._group = self.heart.guarded(lambda: group_of_programs(store.clone(), *options))
+        """Return the group of these two sessions; the group of others is left first.
+
+        "" only leaves it.
+        """
+        if sessions == self._sessions:
+            return self._group
+        if self._group is not None:
+            # After a failure messages may be under way in it: it is of no use any more.
+            dist.destroy_process_group(self._group)
+        self._group = None
+        self._sessions = sessions
+        if sessions:
+            self._group = self.heart.guarded(partial(self._new_group, sessions))
         return self._group
+
+    def _new_group(self, sessions: str) -> dist.ProcessGroup:
+        """Make the group of both programs, in which the ranks of the trainer come first."""
+        n_src = self.src_mesh.n_devices
+        rank = dist.get_rank()
+        if not self.is_trainer:
+            rank += n_src
+        store: Any = self.store
+        return group_of_programs(
+            store.clone(),  # nothing else can use a store while ranks wait in it
+            self.key(sessions),
+            rank,
+            n_src + self.dst_mesh.n_devices,
+            timedelta(seconds=self.timeout_s),
+        )
 
     def execute(
         self,
@@ -243,19 +309,24 @@ class Endpoint:
         device: torch.device,
         report: Progress,
     ) -> dict[str, Tensor]:
-        """Execute the plan in the group of both sessions -> the blocks that arrive here."""
+        """Execute the plan in the group of both sessions.
+
+        Return the blocks that arrive on this rank.
+        """
         group = self.connect(sessions)
         assert group is not None
+        # The guard runs it in a thread, which would have the default stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-        def run() -> dict[str, Tensor] | None:
-            with torch.cuda.stream(stream):  # the stream of the caller's thread
-                return execute(plan, blocks, device, group, progress=report)
+        def run() -> dict[str, Tensor]:
+            with torch.cuda.stream(stream):
+                received = execute(plan, blocks, device, group, progress=report)
+            return {} if received is None else received
 
-        return self.heart.guarded(run) or {}
+        return self.heart.guarded(run)
 
     def lost_version(self, reason: str, error: Exception) -> LostVersionError:
-        """The error of a version that did not arrive because of another error."""
+        """Return the error of a version that did not arrive because of another error."""
         n = self.src_mesh.n_devices
         hint = f"{error}\n  if it names ranks of both programs, the first {n} are the trainer's"
         return LostVersionError(reason, hint=hint)

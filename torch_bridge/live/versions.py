@@ -1,4 +1,9 @@
-"""`Publisher` and `Subscriber`: versions of a trainer's weights reach a server, which is another program."""
+"""`Publisher` and `Subscriber`: versions of a trainer's weights reach another program.
+
+The protocol, in keys of the store: the trainer writes an "offer" and its number as "latest"; a
+server writes "taken", plans the same transfer and writes its plan as the "answer"; both execute it;
+the server reports "done", with the text of its error, if any.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +25,7 @@ from torch_bridge.live.endpoint import PAUSE_S, Endpoint, LostVersionError
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine
 from torch_bridge.redistribution.blocks import tensor_device_of
-from torch_bridge.state.facts import PROFILE, described, first_on_device, tree_of
+from torch_bridge.state.facts import PROFILE, describe_tree, first_on_device, rebuild_tree
 from xshard import ProfileLike, XshardError, load_profile
 from xshard.state import TreePlan
 from xshard.state.progress import Progress
@@ -29,11 +35,17 @@ from xshard.state.progress import Progress
 class Publisher(Endpoint):
     """The trainer's endpoint: `publish` sends a tree to the server, as its next version.
 
-    profile: as in `transfer`. It goes to the server, which may run on another machine and plans for the same.
+        publisher = Publisher(store=store, rules=rules, src_mesh=Mesh(dp=8), dst_mesh=Mesh(tp=2))
+        version = publisher.publish(model.state_dict())
 
-    >>> import inspect
-    >>> list(inspect.signature(Publisher.publish).parameters)
-    ['self', 'tree', 'shapes', 'progress']
+    Args:
+        profile: As in `transfer`. It goes to the server, which may run on another machine and plans
+            for the same.
+
+    Examples:
+        >>> import inspect
+        >>> list(inspect.signature(Publisher.publish).parameters)
+        ['self', 'tree', 'shapes', 'progress']
     """
 
     is_trainer = True
@@ -45,22 +57,39 @@ class Publisher(Endpoint):
         shapes: Mapping[str, Sequence[int]] | None = None,
         progress: Progress = None,
     ) -> int:
-        """Send the local blocks of a tree -> the number of the version. All ranks call it.
+        """Send the local blocks of a tree, and wait until the server has received them.
 
-        Waits until the server receives. Raises, on all ranks of the trainer, as `transfer` does; DesyncError
-        if the server plans another transfer, LostVersionError if it does not have the version whole.
+        All ranks of the trainer call it.
+
+        Args:
+            tree: As in `transfer`.
+            shapes: Global shapes by name, if blocks differ in size.
+            progress: As in `transfer`.
+
+        Returns:
+            The number of the version.
+
+        Raises:
+            DesyncError: The server plans another transfer; on all ranks of the trainer, as for all
+                errors.
+            LostVersionError: The server does not have the version whole.
+            XshardError: As for `transfer`.
         """
         ranks = tuple(range(dist.get_world_size()))
         blocks: dict[str, Tensor] = {}
         facts: dict[str, str] = {}
+        # `prepared` runs inside the comparison of ranks, and leaves what it made in these.
         plans: list[TreePlan] = []
 
         def prepared() -> CallFacts:
-            local, described_facts = described(tree, self.rules, self.src_mesh, shapes)
-            facts.update(described_facts | {PROFILE: load_profile(machine(self.profile)).to_json()})
+            local, described_facts = describe_tree(tree, self.rules, self.src_mesh, shapes)
+            profile = load_profile(machine(self.profile))
+            # The server may be another machine: it plans for the trainer's.
+            facts.update({**described_facts, PROFILE: profile.to_json()})
             plans.append(self.plan(facts))
             blocks.update(local)
-            return CallFacts({"plan": self.plan_text(plans[0])}, facts, ranks, {})
+            everywhere = {"plan": self.plan_text(plans[0])}
+            return CallFacts(everywhere, within=facts, part=ranks, own={})
 
         self.start_session()
         compare_ranks(ranks, "publish", prepared)
@@ -80,36 +109,31 @@ class Publisher(Endpoint):
         blocks: dict[str, Tensor],
         progress: Progress,
     ) -> int:
-        """Offer a version, and send it to the server that answers -> its number."""
+        """Offer a version, and send it to the server that answers; return its number."""
         text = self.plan_text(plan)
-
-        def offered() -> tuple[int, str | None]:
-            version = self.store_call("add", self.key("versions"), 1)
-            offer = {"facts": facts, "plan": text, "session": self.session}
-            self.store_call("set", self.key("offer", version), json.dumps(offer))
-            self.store_call("set", self.key("latest"), str(version))
-            return version, self.recv("taken", version)
-
-        version, server = self.broadcast(offered)
-        if server is None:
+        version, server_session = self.broadcast(partial(self._offer, facts, text))
+        if server_session is None:
             hint = "all its ranks call Subscriber.receive, on the same store and name"
-            raise LostVersionError(
-                f"no server took version {version} within {self.timeout_s:g} s", hint=hint
-            )
-        self.heart.watch("server", int(server), self.dst_mesh.n_devices, version)
+            reason = f"no server took version {version} within {self.timeout_s:g} s"
+            raise LostVersionError(reason, hint=hint)
+        self.heart.watch("server", int(server_session), self.dst_mesh.n_devices, version)
         device = tensor_device_of(first_on_device(blocks), None, None)
         failed = f"version {version} did not reach the server"
         try:
-            answer = self.broadcast(lambda: self.recv_or_raise("answer", version))
+            answer = self.broadcast(partial(self.recv_or_raise, "answer", version))
         except (DesyncError, LostVersionError) as error:
             raise self.lost_version(failed, error) from error
+        # Both programs plan on their own. Unequal plans would send messages that nobody takes.
         if answer != text:
             raise _differing(text, answer)
 
         def sent() -> None:
-            self.execute(plan, blocks, f"{self.session}-{server}", device, progress)
-            if dist.get_rank() == 0 and (reason := self.recv_or_raise("done", version)):
-                raise LostVersionError(f"the server reports: {reason}")
+            self.execute(plan, blocks, f"{self.session}-{server_session}", device, progress)
+            if dist.get_rank() != 0:
+                return
+            server_error = self.recv_or_raise("done", version)
+            if server_error:
+                raise LostVersionError(f"the server reports: {server_error}")
 
         try:
             self.all_or_disconnect(sent)
@@ -117,12 +141,28 @@ class Publisher(Endpoint):
             raise self.lost_version(failed, error) from error
         return version
 
+    def _offer(self, facts: Mapping[str, str], plan_text: str) -> tuple[int, str | None]:
+        """Write an offer; return the version, and the session of the server that takes it."""
+        version = self.store_call("add", self.key("versions"), 1)
+        offer = {"facts": facts, "plan": plan_text, "session": self.session}
+        self.store_call("set", self.key("offer", version), json.dumps(offer))
+        # After the offer: a server that reads the number finds the offer.
+        self.store_call("set", self.key("latest"), str(version))
+        return version, self.recv("taken", version)
+
 
 @dataclass(kw_only=True)
 class Subscriber(Endpoint):
-    """The server's endpoint: `receive` takes the next version; `tree` is the last whole one, or None.
+    """The server's endpoint: `receive` takes the next version.
 
-    device: the device of the tensors.
+    `tree` is the last whole one, or None.
+
+        while serving:
+            if subscriber.receive(wait_s=1.0):
+                model.load_state_dict(subscriber.tree)
+
+    Args:
+        device: The device of the tensors.
     """
 
     is_trainer = False
@@ -131,17 +171,29 @@ class Subscriber(Endpoint):
     _latest: int = field(default=0, init=False, repr=False)
 
     def receive(self, wait_s: float = 0.0, progress: Progress = None) -> bool:
-        """Take the latest version -> True, or False if no new one comes within `wait_s`. All ranks call it.
+        """Take the latest version, if there is a new one. All ranks of the server call it.
 
-        `tree` and `version` change when all ranks of the server have all of it, and not before: a thread may
-        receive while others serve the old one. Raises, on all ranks of the server, DesyncError if the trainer
-        plans another transfer, and LostVersionError if it has ended in the middle; the old version stays, and
-        later versions, of a new trainer too, can be received.
+        `tree` and `version` change when all ranks of the server have all of it, and not before: a
+        thread may receive while others serve the old one.
+
+        Args:
+            wait_s: How long to wait for a new version.
+            progress: As in `transfer`.
+
+        Returns:
+            True if there is a new version, False if none comes within `wait_s`.
+
+        Raises:
+            DesyncError: The trainer plans another transfer; on all ranks of the server, as for all
+                errors.
+            LostVersionError: The trainer has ended in the middle. The old version stays, and later
+                versions, of a new trainer too, can be received.
         """
         self.start_session()
-        offer = self.broadcast(lambda: self._offered(wait_s), wait_s)
+        offer = self.broadcast(partial(self._offered, wait_s), wait_s)
         if not offer:
             return False
+        # Also if it gets lost: the same offer is not taken twice.
         self._latest = offer["version"]
         with self.heart.beating(self.session, self.silent_s):
             self.tree = self._take(offer, progress)
@@ -149,69 +201,76 @@ class Subscriber(Endpoint):
         return True
 
     def _take(self, offer: Mapping[str, Any], progress: Progress) -> Any:
-        """Answer an offer, and receive the version -> its tree."""
-        rank = dist.get_rank()
+        """Answer an offer, and receive the version; return its tree."""
         version = offer["version"]
-        facts = offer["facts"]
-        error: Exception | None = None
-        if rank == 0:
-            self.store_call("set", self.key("taken", version), str(self.session))
-        try:
-            plan = self.plan(facts)
-            answer = self.plan_text(plan)
-        except XshardError as raised:
-            answer = str(raised)
-            error = raised
-        if rank == 0:
-            self.store_call("set", self.key("answer", version), answer)
-        if error is not None:
-            raise error
-        if answer != offer["plan"]:
-            raise _differing(answer, offer["plan"])
+        self._tell("taken", version, str(self.session))
+        plan = self._answered_plan(offer)
         self.heart.watch("trainer", offer["session"], self.src_mesh.n_devices, version)
         device = tensor_device_of(None, self.device, None)
         sessions = f"{offer['session']}-{self.session}"
+        error: Exception | None = None
         blocks: dict[str, Tensor] = {}
         try:
-            blocks = self.all_or_disconnect(
-                lambda: self.execute(plan, {}, sessions, device, progress)
-            )
+            received = partial(self.execute, plan, {}, sessions, device, progress)
+            blocks = self.all_or_disconnect(received)
         except Exception as raised:
             error = raised
-        if rank == 0:
-            with suppress(LostVersionError):
-                self.store_call(
-                    "set", self.key("done", version), "" if error is None else str(error)
-                )
+        with suppress(LostVersionError):  # the version is whole even if nobody can be told
+            self._tell("done", version, "" if error is None else str(error))
         if error is not None:
             stays = f"version {self.version} stays" if self.version else "there was none before it"
-            raise self.lost_version(
-                f"version {version} did not arrive whole; {stays}", error
-            ) from error
-        return tree_of(blocks, plan, facts, self.names)
+            reason = f"version {version} did not arrive whole; {stays}"
+            raise self.lost_version(reason, error) from error
+        return rebuild_tree(blocks, plan, offer["facts"], self.names)
+
+    def _answered_plan(self, offer: Mapping[str, Any]) -> TreePlan:
+        """Plan an offered version, and tell the trainer the plan, or the error that there is none.
+
+        Raises that error, or DesyncError if the trainer plans another transfer.
+        """
+        version = offer["version"]
+        try:
+            plan = self.plan(offer["facts"])
+        except XshardError as error:
+            self._tell("answer", version, str(error))
+            raise
+        text = self.plan_text(plan)
+        self._tell("answer", version, text)
+        if text != offer["plan"]:
+            raise _differing(text, offer["plan"])
+        return plan
+
+    def _tell(self, key: str, version: int, text: str) -> None:
+        """Write a text for the trainer, on the first rank alone."""
+        if dist.get_rank() == 0:
+            self.store_call("set", self.key(key, version), text)
 
     def _offered(self, wait_s: float) -> dict[str, Any]:
-        """The latest offer if it is new; nothing if none comes in time."""
+        """Return the latest offer if it is new; nothing if none comes in time."""
         end_s = time.monotonic() + wait_s
         latest = self.key("latest")
         while True:
-            version = (
-                int(self.store_call("get", latest)) if self.store_call("check", [latest]) else 0
-            )
+            version = 0
+            if self.store_call("check", [latest]):
+                version = int(self.store_call("get", latest))
             if version > self._latest:
-                return {
-                    "version": version,
-                    **json.loads(self.store_call("get", self.key("offer", version))),
-                }
+                offer = json.loads(self.store_call("get", self.key("offer", version)))
+                return {"version": version, **offer}
             if time.monotonic() >= end_s:
                 return {}
             time.sleep(PAUSE_S)
 
 
-def _differing(here: str, there: str) -> DesyncError:
-    """The first lines in which two plans differ, with their breaks: they may differ in no more."""
-    lines = itertools.zip_longest(here.splitlines(True), there.splitlines(True), fillvalue="")
-    one, two = next((a, b) for a, b in lines if a != b)
-    return DesyncError(
-        "the two programs plan different transfers", hint=f"here:  {one!r}\n  there: {two!r}"
-    )
+def _differing(text: str, other_text: str) -> DesyncError:
+    """Return the error of plans that differ: their first lines that do.
+
+    Lines keep their breaks, since texts may differ in no more.
+    """
+    own_lines = text.splitlines(keepends=True)
+    other_lines = other_text.splitlines(keepends=True)
+    hint = ""
+    for line, other in itertools.zip_longest(own_lines, other_lines, fillvalue=""):
+        if line != other:
+            hint = f"here:  {line!r}\n  there: {other!r}"
+            break
+    return DesyncError("the two programs plan different transfers", hint=hint)

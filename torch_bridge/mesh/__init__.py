@@ -1,0 +1,1 @@
+"""Devices and processes of torch as a mesh, and what they agree on."""

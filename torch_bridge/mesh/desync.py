@@ -1,5 +1,7 @@
-"""`debug=True`: ranks compare what they are about to do, before any of them does it. They meet in the store
-under their ranks and a number, and find each other even if they are about to call different collectives.
+"""`debug=True`: ranks compare what they are about to do, before any of them does it.
+
+They meet in the store of the world, under their ranks and a number. So they find each other even if
+they are about to call different collectives, where a collective would hang.
 """
 
 from __future__ import annotations
@@ -26,15 +28,21 @@ from torch_bridge.mesh.process_groups import ranks_digest
 from torch_bridge.mesh.process_mesh import callers
 from xshard.arguments import is_on
 
-# Whether every call is compared, as with `debug=True`, and whether each new plan is, when it is first used.
+# The environment is read once, at import: it has to be set before the program starts, and equal for
+# all ranks. A rank that turned comparisons on later would wait for others that do not come.
+# Whether every call is compared, as with `debug=True`.
 ALWAYS = is_on("XSHARD_DEBUG")
+# Whether each new plan is compared when it is first used.
 NEW = os.environ.get("XSHARD_DEBUG") != "0"
 LISTED = 8  # most facts that an error lists
 ABSENT = b"absent"  # in the place of a report that did not come in time
 
 
 class Sent(NamedTuple):
-    """Whatever changes what a call sends, now or in its backward pass: all of it is compared."""
+    """Whatever changes what a call sends, now or in its backward pass: all of it is compared.
+
+    The first five are facts of every call; each of the others is a fact of some.
+    """
 
     shape: object
     dtype: object
@@ -42,7 +50,7 @@ class Sent(NamedTuple):
     profile: object
     requires_grad: object
     check_replicated: object = False
-    comm_dtype: object = ""  # of verbs that have one, as the next ones
+    comm_dtype: object = ""
     device: object = ""
     transforms: object = ""
     async_op: object = False
@@ -56,39 +64,74 @@ class Sent(NamedTuple):
 
 
 def derivatives_of(*blocks: Tensor) -> dict[str, str]:
-    """`requires_grad` of every block while gradients are recorded, and the `transforms` that it is in."""
-    inside: list[str] = []
-    if stack := torch._C._functorch.get_interpreter_stack():
-        from torch._functorch.pyfunctorch import (
-            VmapInterpreter,
-            coerce_cinterpreter,
-        )  # slow to import
+    """Return whether each block needs a gradient now, and the `transforms` that blocks are in.
 
-        for level in map(coerce_cinterpreter, stack):
-            inside += [
-                f"vmap of {level.batch_size()}" if isinstance(level, VmapInterpreter) else "grad"
-            ]
-        inside += [f"batched {torch._C._functorch.is_batchedtensor(x)}" for x in blocks]
-    if forward_ad._current_level >= 0:
-        inside += [f"tangent {forward_ad.unpack_dual(x).tangent is not None}" for x in blocks]
-    needed = ", ".join(str(torch.is_grad_enabled() and x.requires_grad) for x in blocks)
-    return {"requires_grad": needed, "transforms": ", ".join(inside)}
+    They change what a call sends: a tangent travels beside its block, a batch in one message.
+    """
+    transforms = [*_function_transforms(blocks), *_tangents(blocks)]
+    is_recording = torch.is_grad_enabled()
+    needed = [str(is_recording and x.requires_grad) for x in blocks]
+    return {"requires_grad": ", ".join(needed), "transforms": ", ".join(transforms)}
+
+
+def _function_transforms(blocks: Sequence[Tensor]) -> list[str]:
+    """Return the active transforms of `torch.func`, and which blocks are batched.
+
+    torch has no public names for them. Without this, ranks inside different transforms would not be
+    told.
+    """
+    stack = torch._C._functorch.get_interpreter_stack()
+    if not stack:
+        return []
+    # Slow to import, and seldom needed.
+    from torch._functorch.pyfunctorch import VmapInterpreter, coerce_cinterpreter
+
+    transforms: list[str] = []
+    for level in map(coerce_cinterpreter, stack):
+        if isinstance(level, VmapInterpreter):
+            transforms.append(f"vmap of {level.batch_size()}")
+        else:
+            transforms.append("grad")
+    batched = [f"batched {torch._C._functorch.is_batchedtensor(x)}" for x in blocks]
+    return [*transforms, *batched]
+
+
+def _tangents(blocks: Sequence[Tensor]) -> list[str]:
+    """Return which blocks have a tangent, inside `forward_ad.dual_level`.
+
+    Torch says so in private alone.
+    """
+    if forward_ad._current_level < 0:
+        return []
+    return [f"tangent {forward_ad.unpack_dual(x).tangent is not None}" for x in blocks]
 
 
 def sent_facts(plan: Any, steps: Iterable[object], **sent: object) -> dict[str, str]:
-    """The facts of `Sent`, with the steps of a plan, and its profile's numbers, which decide on phases."""
+    """Return the facts of `Sent`, with the steps of a plan.
+
+    The profile's numbers count too, since they decide on phases: a digest stands for them.
+    """
     digest = hashlib.sha1(repr(plan.profile).encode(), usedforsecurity=False).hexdigest()[:8]
     profile = f"{plan.profile.name} ({digest})"
-    return Sent(plan="; ".join(map(str, steps)), profile=profile, **sent).facts  # type: ignore[arg-type]
+    steps_text = "; ".join(map(str, steps))
+    return Sent(plan=steps_text, profile=profile, **sent).facts  # type: ignore[arg-type]  # by name
 
 
 class CallFacts(NamedTuple):
-    """A call that a rank is about to make, as facts by name."""
+    """A call that a rank is about to make, as facts by name.
 
-    everywhere: dict[str, str]  # equal on all ranks that meet
-    within: dict[str, str]  # equal on the ranks of `part`
-    part: Sequence[int]  # the ranks with which this one communicates
-    own: dict[str, str]  # may differ; for the error
+    everywhere: equal on all ranks that meet. within: equal on the ranks of `part`, with which this
+    rank communicates. own: may differ; for the error.
+    """
+
+    everywhere: dict[str, str]
+    within: dict[str, str]
+    part: Sequence[int]
+    own: dict[str, str]
+
+
+# What a rank says about its call: `CallFacts` and "asked", or "failure" and "asked".
+Report = dict[str, Any]
 
 
 def compare_ranks(
@@ -96,9 +139,11 @@ def compare_ranks(
     asked: str,
     prepare: Callable[[], CallFacts],
     timeout: timedelta | None = None,
-) -> dict[int, dict[str, Any]]:
-    """The facts of each rank if all are about to make the same call. Else all raise DesyncError; if all fail,
-    the error of `prepare`, which sends nothing. asked: the call in the user's words.
+) -> dict[int, Report]:
+    """Return the facts of each rank if all are about to make the same call.
+
+    Else all raise DesyncError. If all fail, they raise the error of `prepare`, which sends nothing.
+    asked: the call in the user's words. timeout: None: as long as a collective waits.
     """
     world = dist.group.WORLD
     assert world is not None  # there are no ranks without a world
@@ -106,12 +151,16 @@ def compare_ranks(
     try:
         mine = {"asked": asked, **prepare()._asdict()}
     except Exception as raised:
+        # The others wait for this rank: they are told, and raise too.
         error = raised
         mine = {"asked": asked, "failure": f"{type(raised).__name__}: {raised}"}
-    reports = _channel(tuple(sorted(ranks)), world).exchange(mine, timeout or timeout_of(world))
-    if error is not None and all("failure" in one for one in reports.values()):
+    if timeout is None:
+        timeout = timeout_of(world)
+    reports = _channel(tuple(sorted(ranks)), world).exchange(mine, timeout)
+    have_failed = ["failure" in report for report in reports.values()]
+    if error is not None and all(have_failed):
         raise error
-    if any("failure" in one for one in reports.values()):
+    if any(have_failed):
         raise _failed(reports) from error
     differing = _differing(reports)
     if differing:
@@ -120,85 +169,116 @@ def compare_ranks(
 
 
 class Compared(NamedTuple):
-    """A call that ranks have compared."""
+    """A call that ranks have compared.
+
+    number: how often they have met, equal on all. ranks: they send to each other, and compare its
+    gradients, too.
+    """
 
     asked: str
-    number: int  # how often they have met, equal on all
-    ranks: tuple[int, ...]  # they send to each other, and compare its gradients, too
+    number: int
+    ranks: tuple[int, ...]
 
     def watched(self, result: Tensor, *blocks: Tensor) -> Tensor:
-        """The result; each part of the backward pass from it to the blocks is compared before it sends."""
-        # Tensors of a tree share a part: the first of them compares it.
-        nodes = (
-            node for node in graph_nodes([result], blocks) if isinstance(node, BackwardCFunction)
-        )
-        for part, node in enumerate((node for node in nodes if "compared" not in node.metadata), 1):
+        """Compare each part of the backward pass, from the result to the blocks, before it sends.
+
+        Returns the result.
+        """
+        part = 0
+        for node in graph_nodes([result], blocks):
+            # Tensors of a tree share a part: the first of them compares it.
+            if not isinstance(node, BackwardCFunction) or "compared" in node.metadata:
+                continue
+            part += 1
             node.metadata["compared"] = part
-            compare = functools.partial(
-                self._compare_gradient, getattr(node, "executable", None), part
-            )
-            node.register_prehook(compare)
+            executable = getattr(node, "executable", None)
+            node.register_prehook(functools.partial(self._compare_gradient, executable, part))
         return result
 
     def _compare_gradient(self, executable: Any, part: int, _: object) -> None:
         """Raise DesyncError on all ranks unless all are about to send the gradient of this part."""
-        if len(self.ranks) > 1 and (executable is None or executable.sends_gradient):
-            facts = {"gradient": f"of call {self.number}", "part": str(part)}
-            compare_ranks(self.ranks, self.asked, lambda: CallFacts(facts, {}, self.ranks, {}))
+        if len(self.ranks) == 1 or (executable is not None and not executable.sends_gradient):
+            return
+        facts = {"gradient": f"of call {self.number}", "part": str(part)}
+        call = CallFacts(everywhere=facts, within={}, part=self.ranks, own={})
+        compare_ranks(self.ranks, self.asked, lambda: call)
 
 
 def graph_nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Any]:
-    """The nodes of autograd between tensors, each once."""
-    nodes = list[Any](y.grad_fn for y in outputs)
+    """Yield the nodes of autograd between tensors, each once, from the outputs on."""
+    nodes: list[Any] = [y.grad_fn for y in outputs]
     seen = {None, *(x.grad_fn for x in inputs)}
     while nodes:
-        if (node := nodes.pop()) not in seen:
+        node = nodes.pop()
+        if node not in seen:
             seen.add(node)
             yield node
-            nodes += [before for before, _ in node.next_functions]
+            nodes += [next_node for next_node, _ in node.next_functions]
 
 
 def compare_call(
     mesh: object, text: str, prepare: Callable[[], CallFacts], ranks: Sequence[int] | None = None
 ) -> Compared | None:
-    """Raise on all `ranks`, or a mesh's, as `compare_ranks` does. None on others: they raise later."""
-    if not dist.is_initialized() or dist.get_rank() not in (ranks := ranks or callers(mesh)):
+    """Compare a call on all `ranks`, or a mesh's. Raises as `compare_ranks` does.
+
+    None on processes outside of them, which raise later.
+    """
+    if not dist.is_initialized():
+        return None
+    if not ranks:
+        ranks = callers(mesh)
+    if dist.get_rank() not in ranks:
         return None
     part = compare_ranks(ranks, text, prepare)[dist.get_rank()]["part"]
-    return Compared(text, _channel(tuple(sorted(ranks)), dist.group.WORLD).meetings, tuple(part))
+    number = _channel(tuple(sorted(ranks)), dist.group.WORLD).meetings
+    return Compared(text, number, tuple(part))
 
 
 @dataclass
 class _Channel:
-    """A place in the store where some ranks meet, and the number of their meetings."""
+    """A place in the store where some ranks meet, and the number of their meetings so far.
+
+    At a meeting each rank writes its report under a key of its own and waits for all others.
+    """
 
     ranks: tuple[int, ...]
     world: dist.ProcessGroup
     meetings: int = 0
 
-    def exchange(self, mine: Mapping[str, object], timeout: timedelta) -> dict[int, dict]:
-        """The report of this rank -> the reports of all, by rank, in the first meeting not yet given up."""
-        store = c10d._get_default_store()
+    def exchange(self, mine: Mapping[str, object], timeout: timedelta) -> dict[int, Report]:
+        """Return the reports of all ranks, in the first meeting that none has given up.
+
+        mine: this rank's. Raises DesyncError for ranks that do not come, and for a store without an
+            answer.
+        """
+        store = _default_store()
         rank = dist.get_rank()
-        reports: dict[int, dict] | None = None
+        reports: dict[int, Report] | None = None
         while reports is None:
             number = self.meetings
-            self.meetings = self.meetings + 1
+            self.meetings = number + 1  # also if this one fails: the next call is another meeting
             try:
                 reports = within(timeout, self._meet, store, rank, number, mine, timeout)
             except RuntimeError as error:  # DistStoreError, DistNetworkError
                 others = _ranks_text(self.ranks)
-                what = f"rank {rank} cannot compare '{mine['asked']}' with {others}: no store"
+                reason = f"rank {rank} cannot compare '{mine['asked']}' with {others}: no store"
                 hint = f"the process or node that has it has ended, or cannot be reached: {error}"
-                raise DesyncError(what, hint=hint) from error
+                raise DesyncError(reason, hint=hint) from error
         return reports
 
     def _meet(
         self, store: Any, rank: int, number: int, mine: Mapping[str, object], timeout: timedelta
-    ) -> dict[int, dict] | None:
-        if number > 1:  # all ranks that came to the last meeting have read this one
+    ) -> dict[int, Report] | None:
+        """Return the reports of one meeting, by rank.
+
+        None if the others have given it up already.
+        """
+        if number > 1:
+            # All ranks that came to the last meeting have read the one before it.
             store.delete_key(self._key(number - 2, rank))
-        if store.compare_set(self._key(number, rank), "", report := json.dumps(mine)) == ABSENT:
+        report = json.dumps(mine)
+        # Set unless another rank has written that this one is absent: one of the two wins, for all.
+        if store.compare_set(self._key(number, rank), "", report) == ABSENT:
             return None
         store.set(self._key(number, rank), report)  # wakes those who wait, in every kind of store
         keys = [self._key(number, r) for r in self.ranks]
@@ -208,12 +288,19 @@ class _Channel:
             for key in keys:  # whoever comes later goes on to the next meeting
                 store.compare_set(key, "", ABSENT)
         reports = dict(zip(self.ranks, store.multi_get(keys), strict=True))
-        if missing := [r for r, report in reports.items() if report == ABSENT]:
-            late = _ranks_text(missing)
-            limit = f"{timeout.total_seconds():g} s"
-            hint = f"{_ranks_text(self.ranks)} of the mesh all call it, in the same order, with equal debug="
-            raise DesyncError(f"{late} did not come to '{mine['asked']}' within {limit}", hint=hint)
+        self._check_all_came(reports, str(mine["asked"]), timeout)
         return {r: json.loads(report) for r, report in reports.items()}
+
+    def _check_all_came(self, reports: Mapping[int, bytes], asked: str, timeout: timedelta) -> None:
+        """Raise DesyncError if ranks did not come in time."""
+        missing = [r for r, report in reports.items() if report == ABSENT]
+        if not missing:
+            return
+        limit = f"{timeout.total_seconds():g} s"
+        ranks = _ranks_text(self.ranks)
+        hint = f"{ranks} of the mesh all call it, in the same order, with equal debug="
+        reason = f"{_ranks_text(missing)} did not come to '{asked}' within {limit}"
+        raise DesyncError(reason, hint=hint)
 
     def _key(self, number: int, rank: int) -> str:
         return f"xshard/debug/{ranks_digest(self.ranks)}/{number}/{rank}"
@@ -223,57 +310,91 @@ class _Channel:
 _channel = functools.cache(_Channel)
 
 
-def _differing(reports: Mapping[int, dict]) -> list[str]:
-    """The names of facts that must be equal and differ, in a fixed order."""
-    parts: dict[tuple[int, ...], list[dict[str, str]]] = {}
-    for one in reports.values():
-        parts.setdefault(tuple(one["part"]), []).append(one["within"])
-    names: dict[str, None] = {}
-    for facts in ([one["everywhere"] for one in reports.values()], *parts.values()):
-        everything = dict.fromkeys(name for one in facts for name in one)
-        names |= {name: None for name in everything if len({one.get(name) for one in facts}) > 1}
+def _default_store() -> Any:
+    """Return the store of the world, in which its processes met when they began.
+
+    torch gives it no public name. Without it, ranks could compare only by a collective, which hangs
+    if one of them makes another call.
+    """
+    return c10d._get_default_store()
+
+
+def _differing(reports: Mapping[int, Report]) -> list[str]:
+    """Return the names of facts that must be equal and differ, in a fixed order.
+
+    Facts of whether a gradient is sent hide all others, which follow from it.
+    """
+    facts_by_part: dict[tuple[int, ...], list[dict[str, str]]] = {}
+    for report in reports.values():
+        facts_by_part.setdefault(tuple(report["part"]), []).append(report["within"])
+    everywhere = [report["everywhere"] for report in reports.values()]
+    names: dict[str, None] = {}  # a set with an order
+    for facts_of_ranks in (everywhere, *facts_by_part.values()):
+        names |= dict.fromkeys(_differing_names(facts_of_ranks))
     return ["gradient"] if "gradient" in names else list(names)
 
 
-def _desync(reports: Mapping[int, dict], differing: Sequence[str]) -> DesyncError:
-    def describe(one: dict) -> str:
-        facts = {**one["own"], **one["within"], **one["everywhere"]}
-        shown = (f"{name} {facts.get(name)}" for name in (*one["own"], *differing))
-        return ", ".join([f"'{one['asked']}'", *shown])
+def _differing_names(facts_of_ranks: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield the names of facts that are not equal on all of some ranks, or missing on one."""
+    names: dict[str, None] = {}
+    for facts in facts_of_ranks:
+        names |= dict.fromkeys(facts)
+    for name in names:
+        if len({facts.get(name) for facts in facts_of_ranks}) > 1:
+            yield name
+
+
+def _desync(reports: Mapping[int, Report], differing: Sequence[str]) -> DesyncError:
+    """Return the error of ranks that disagree, with the facts of each in which they differ."""
+
+    def describe(report: Report) -> str:
+        facts = {**report["own"], **report["within"], **report["everywhere"]}
+        listed = [f"{name} {facts.get(name)}" for name in (*report["own"], *differing)]
+        return ", ".join([f"'{report['asked']}'", *listed])
 
     hint = _lines(reports, describe) + "\n  all ranks of a mesh call it with equal arguments"
-    return DesyncError(
-        f"the ranks disagree about a redistribution: {', '.join(differing)}", hint=hint
-    )
+    names = ", ".join(differing)
+    return DesyncError(f"the ranks disagree about a redistribution: {names}", hint=hint)
 
 
-def _failed(reports: Mapping[int, dict]) -> DesyncError:
-    def describe(one: dict) -> str:
-        return "\n    ".join([f"'{one['asked']}'", *one.get("failure", "").splitlines()])
+def _failed(reports: Mapping[int, Report]) -> DesyncError:
+    """Return the error of ranks that cannot make a call that others can, with their own errors."""
 
-    bad = [rank for rank, one in reports.items() if "failure" in one]
-    return DesyncError(
-        f"{_ranks_text(bad)} cannot do what the others can", hint=_lines(reports, describe)
-    )
+    def describe(report: Report) -> str:
+        failure = report.get("failure", "").splitlines()
+        return "\n    ".join([f"'{report['asked']}'", *failure])
+
+    failed_ranks = [rank for rank, report in reports.items() if "failure" in report]
+    reason = f"{_ranks_text(failed_ranks)} cannot do what the others can"
+    return DesyncError(reason, hint=_lines(reports, describe))
 
 
-def _lines(reports: Mapping[int, dict], describe: Callable[[dict], str]) -> str:
-    """One line per description, with the ranks that have it."""
-    by_text: dict[str, list[int]] = {}
-    for rank, one in reports.items():
-        by_text.setdefault(describe(one), []).append(rank)
-    return "\n  ".join(f"{_ranks_text(ranks)}: {text}" for text, ranks in by_text.items())
+def _lines(reports: Mapping[int, Report], describe: Callable[[Report], str]) -> str:
+    """Return one line per description, with the ranks that have it."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        ranks_by_text.setdefault(describe(report), []).append(rank)
+    lines = [f"{_ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    return "\n  ".join(lines)
 
 
 def _ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks as text: `rank 3`, `ranks 0, 2 to 5`."""
-    runs: list[list[int]] = []
+    """Return ranks as text: `rank 3`, `ranks 0, 2 to 5`."""
+    runs: list[list[int]] = []  # first and last rank of each
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    text = ", ".join(
-        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs
-    )
-    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+    texts: list[str] = []
+    n_ranks = 0
+    for first, last in runs:
+        n_ranks += last - first + 1
+        if first == last:
+            texts.append(str(first))
+        elif last == first + 1:
+            texts.append(f"{first}, {last}")
+        else:
+            texts.append(f"{first} to {last}")
+    noun = "rank" if n_ranks == 1 else "ranks"
+    return f"{noun} {', '.join(texts)}"

@@ -13,9 +13,17 @@ from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import CollectiveError
 
+T = TypeVar("T")
+
+# For a call that ends just in time to say so itself: its own error is better than ours.
+_GRACE = timedelta(seconds=2)
+
 
 def name_place(error: Exception, place: str) -> None:
-    """Add the part of a plan to its error: to a CollectiveError, which is raised again, or as a note."""
+    """Name the part of a plan in its error.
+
+    A CollectiveError is raised again, with the place; any other error gets a note.
+    """
     if isinstance(error, CollectiveError):
         raise CollectiveError(_failed(place), hint=error.hint) from error.__cause__
     error.add_note(f"in {place}")
@@ -23,6 +31,8 @@ def name_place(error: Exception, place: str) -> None:
 
 def during(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any:
     """Call a part of a plan; its errors name the `place`, as in `name_place`."""
+    # On the way of every step: `place` is a function, since its text costs time and errors are
+    # rare.
     try:
         return act(*args)
     except Exception as error:
@@ -32,18 +42,25 @@ def during(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any
 
 def raise_lost_peer(error: RuntimeError, what: str, ranks: Sequence[int]) -> None:
     """Raise CollectiveError if a backend's error in the operation `what` means a lost peer."""
-    # gloo has no class for a lost peer, NCCL has; a lack of memory has another.
-    if type(error) is RuntimeError or isinstance(error, dist.DistError):
-        world = dist.group.WORLD
-        said = str(error).strip().splitlines()
-        waits = "" if world is None else f" within {timeout_of(world).total_seconds():g} s"
-        hint = (
-            f"one of the ranks {', '.join(map(str, ranks))} has ended, has failed, did not come{waits},"
-            " or made another call"
-            + (f"\n  the backend says: {said[0]}" if said else "")
-            + "\n  with XSHARD_DEBUG=1 in the environment the ranks compare their calls, and say what differs"
-        )
-        raise CollectiveError(_failed(what), hint=hint) from error
+    # gloo has no class for a lost peer, NCCL has; a lack of memory is a subclass of RuntimeError.
+    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        return
+    world = dist.group.WORLD
+    waited = ""
+    if world is not None:
+        waited = f" within {timeout_of(world).total_seconds():g} s"
+    ranks_text = ", ".join(map(str, ranks))
+    lines = [
+        f"one of the ranks {ranks_text} has ended, has failed, did not come{waited},"
+        " or made another call"
+    ]
+    backend_lines = str(error).strip().splitlines()
+    if backend_lines:
+        lines.append(f"the backend says: {backend_lines[0]}")
+    lines.append(
+        "with XSHARD_DEBUG=1 in the environment the ranks compare their calls, and say what differs"
+    )
+    raise CollectiveError(_failed(what), hint="\n  ".join(lines)) from error
 
 
 def call_backend(what: str, ranks: Sequence[int], function: Callable[..., Any], *args: Any) -> Any:
@@ -59,16 +76,18 @@ def _failed(what: str) -> str:
     return f"{what} failed on rank {dist.get_rank()}"
 
 
-T = TypeVar("T")
-
-_GRACE = timedelta(seconds=2)  # for what is over in time to say so itself
-
-
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long the collectives of a group wait."""
-    backends = (group._get_backend(kind) for kind in sorted(group._device_types, key=str))
-    options = (getattr(backend, "options", None) for backend in backends)
-    return max((o._timeout for o in options if o is not None), default=c10d.default_pg_timeout)
+    """Return how long the collectives of a group wait: the longest of its backends.
+
+    torch has no public way to ask. Without it, ranks that compare their calls would give up before
+    or after the collectives that they announce.
+    """
+    timeouts: list[timedelta] = []
+    for device in sorted(group._device_types, key=str):
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:  # a fake backend has none
+            timeouts.append(options._timeout)
+    return max(timeouts, default=c10d.default_pg_timeout)
 
 
 def in_thread(call: Callable[..., T], *args: Any) -> Future[T]:
@@ -81,22 +100,29 @@ def in_thread(call: Callable[..., T], *args: Any) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
+    # An executor's threads would keep the program from ending while one of them waits.
     threading.Thread(target=run, daemon=True).start()
     return future
 
 
 def within(timeout: timedelta, call: Callable[..., T], *args: Any) -> T:
-    """The result of a call of a store, or its error. Raises DistStoreError if neither comes in time."""
+    """Return the result of a call of a store, or raise its error.
+
+    Raises DistStoreError if neither comes in time: a store on a lost node may not answer at all.
+    """
     # As long as it waits, later calls of this store wait too: they come here as well.
     future = in_thread(call, *args)
     if not wait([future], (timeout + _GRACE).total_seconds()).done:
-        waited = f"the store of the processes has not answered within {timeout.total_seconds():g} s"
-        raise dist.DistStoreError(waited)
+        limit = f"{timeout.total_seconds():g} s"
+        raise dist.DistStoreError(f"the store of the processes has not answered within {limit}")
     return future.result()
 
 
 def check_store(store: Any, timeout: timedelta) -> None:
-    """Raise DistStoreError unless a store answers in time. One that cannot be asked, as a fake, passes."""
+    """Raise DistStoreError unless a store answers in time.
+
+    One that cannot be asked, a fake, passes.
+    """
     try:
         within(timeout, store.check, ["xshard"])
     except dist.DistError:

@@ -1,4 +1,7 @@
-"""The kind of a world's devices, and how many a node has, as the first process that asks tells the store."""
+"""The kind of a world's devices, and how many a node has.
+
+The first process that asks tells the store, and all others plan for the same.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +19,51 @@ from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
 
 
 def machine(profile: ProfileLike, device: torch.device | None = None) -> ProfileLike:
-    """The profile, or for "auto" the devices' own. device: the blocks', if any is here."""
+    """Return the profile, or for "auto" the profile of the devices.
+
+    device: where the blocks are, if this process has any.
+    """
     asked = asked_for(profile)
     if asked != AUTO:
         return asked
-    kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    return _agreed(kind, dist.group.WORLD)
+    if device is not None:
+        device_type = device.type
+    else:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return _agreed_profile(device_type, dist.group.WORLD)
 
 
+# Cached by the world too: its store ends with it.
 @functools.lru_cache(maxsize=64)
-def _agreed(device_type: str, world: dist.ProcessGroup | None) -> Profile:
-    """Cached by the world too: its store ends with it."""
-    machine = json.dumps(_found(device_type, 1 if world is None else world.size()))
+def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profile:
+    """Return the profile that all processes plan for: the one of the process that asked first.
+
+    Processes that planned for different machines would send different messages, and hang.
+    """
+    n_processes = 1 if world is None else world.size()
+    found = json.dumps(_detected(device_type, n_processes))
     try:
-        ask = c10d._get_default_store().compare_set
-        timeout = timeout_of(world) if world else c10d.default_pg_timeout
-        machine = within(timeout, ask, f"xshard/machine/{device_type}", "", machine).decode()
+        # The store of the world has no public name. `compare_set` keeps what the first process has
+        # set.
+        compare_set = c10d._get_default_store().compare_set
+        timeout = c10d.default_pg_timeout if world is None else timeout_of(world)
+        key = f"xshard/machine/{device_type}"
+        found = within(timeout, compare_set, key, "", found).decode()
     except dist.DistError as error:
         raise CollectiveError("the ranks cannot agree on the machine", hint=str(error)) from error
-    except (NotImplementedError, RuntimeError, ValueError):  # no processes, or none that exist
-        pass
-    kind, node_devices = json.loads(machine)
+    except (NotImplementedError, RuntimeError, ValueError):
+        pass  # there are no processes, or none that exist, as with a fake backend
+    kind, node_devices = json.loads(found)
     return machine_of(kind, node_devices)
 
 
-def _found(device_type: str, n_processes: int) -> tuple[str, int | None]:
-    """The kind of device, and the processes of a node: their common divisor, None for one node."""
-    kind = (
-        torch.cuda.get_device_name()
-        if device_type == "cuda" and torch.cuda.is_available()
-        else "gloo"
-    )
-    local = node_processes(n_processes)
-    return kind, None if local == n_processes else local
+def _detected(device_type: str, n_processes: int) -> tuple[str, int | None]:
+    """Return the kind of device, and the processes of a node.
+
+    The processes are the common divisor of those of all nodes, and None for one node.
+    """
+    kind = "gloo"
+    if device_type == "cuda" and torch.cuda.is_available():
+        kind = torch.cuda.get_device_name()
+    n_node_processes = node_processes(n_processes)
+    return kind, None if n_node_processes == n_processes else n_node_processes

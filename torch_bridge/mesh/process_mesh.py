@@ -1,4 +1,7 @@
-"""A `DeviceMesh` or an `xshard.Mesh` as processes: devices with global ranks, and groups along the axes."""
+"""A `DeviceMesh` or an `xshard.Mesh` as processes: their ranks, and groups along axes.
+
+Meshes and groups are cached: making a group is a collective call.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,11 @@ from xshard.notation.maps import Maps
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Processes that communicate: a process group (None for `meta`), and the mesh device of each rank."""
+    """Processes that communicate.
+
+    process_group: None for `meta` tensors, of which nothing is sent. devices: the mesh device of
+    each rank of the group. graph_name: the name by which a compiled graph finds the group.
+    """
 
     process_group: Any
     devices: tuple[int, ...]
@@ -43,22 +50,25 @@ class Group:
         return dist.get_backend_config(self.process_group)
 
     def traced(self, place: str, tensor_device: torch.device) -> Group:
-        """The same processes for a compiler; errors of gloo name the `place`."""
-        group = (
-            self.process_group
-        )  # NCCL does not raise in the caller; exports run without this package too
+        """Return the same processes for a compiler; errors of gloo name the `place`."""
+        graph_name = self.process_group.group_name
+        # NCCL does not raise in the caller; exports run without this package too.
         if self.serves(tensor_device, "gloo") and not torch.compiler.is_exporting():
-            return replace(self, graph_name=step_group(place, group, tensor_device).graph_name)
-        return replace(self, graph_name=group.group_name)
+            graph_name = step_group(place, self.process_group, tensor_device).graph_name
+        return replace(self, graph_name=graph_name)
 
     def serves(self, tensor_device: torch.device, *backends: str) -> bool:
-        """Whether one of `backends` sends tensors on such a device."""
+        """Return whether one of `backends` sends tensors on such a device."""
         return any(f"{tensor_device.type}:{backend}" in self.backends for backend in backends)
 
 
 @dataclass(frozen=True, eq=False)
 class ProcessMesh:
-    """A mesh of processes with global ranks. process_group: axes in mesh order -> the group along them."""
+    """A mesh of processes, seen by one of them.
+
+    ranks: the global rank of each device. device: this process's. process_group: axes in mesh order
+    -> the group along them that this process is in.
+    """
 
     mesh: Mesh
     ranks: tuple[int, ...]
@@ -69,30 +79,41 @@ class ProcessMesh:
     _factored: dict[Split, ProcessMesh] = field(default_factory=dict)
 
     def group(self, axes: Sequence[str]) -> Group:
-        """The processes that differ from this one along `axes` only; all of them call this the first time."""
+        """Return the processes that differ from this one along `axes` only.
+
+        All of them call this the first time.
+        """
         axes = tuple(sorted(axes, key=self.mesh.position))
         if axes not in self._groups:
             process_group = self.process_group(axes)
             members = dist.get_process_group_ranks(process_group)
-            self._groups[axes] = Group(process_group, tuple(self.ranks.index(r) for r in members))
+            devices = tuple(self.ranks.index(r) for r in members)
+            self._groups[axes] = Group(process_group, devices)
         return self._groups[axes]
 
     def among(self, devices: tuple[int, ...]) -> Group:
-        """The processes of some devices, this one among them; all of them call this the first time."""
+        """Return the processes of some devices, this one among them.
+
+        All of them call this the first time.
+        """
         return Group(group_of(tuple(self.ranks[d] for d in devices)), devices)
 
     def along(self, axes: Sequence[str]) -> ProcessMesh:
-        """The part of the mesh that this process reaches along `axes`, as a mesh of those axes alone."""
+        """Return the part of the mesh that this process reaches along `axes`, as a mesh."""
         axes = tuple(sorted(axes, key=self.mesh.position))
         if axes not in self._parts:
             mesh = Mesh(dict(zip(axes, self.mesh.sizes_of(axes), strict=True)))
-            ranks = tuple(self.ranks[d] for d in self.mesh.group(self.device, axes))
+            devices = self.mesh.group(self.device, axes)
+            ranks = tuple(self.ranks[d] for d in devices)
             device = self.mesh.index(self.device, axes)
             self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
         return self._parts[axes]
 
     def factored(self, split: Split) -> ProcessMesh:
-        """The same processes on a mesh with some axes split into sub-axes; itself where none are."""
+        """Return the same processes on a mesh with some axes split: dp=4 -> dp=2, dp=2.
+
+        Without a split this is the mesh itself.
+        """
         if not split:
             return self
         if split not in self._factored:
@@ -101,7 +122,7 @@ class ProcessMesh:
             def process_group(sub_axes: tuple[str, ...]) -> dist.ProcessGroup:
                 mesh, axes = unfactored(sub_axis_mesh, sub_axes)
                 if mesh is not sub_axis_mesh:
-                    return self.process_group(axes)
+                    return self.process_group(axes)  # all parts of whole axes: the group exists
                 devices = sub_axis_mesh.group(self.device, sub_axes)
                 return group_of(tuple(sorted(self.ranks[d] for d in devices)))
 
@@ -112,33 +133,43 @@ class ProcessMesh:
 
 
 MeshLike = Mesh | DeviceMesh | ProcessMesh
-World = tuple[Any, bool]
-_ALONE = False  # for all threads, since threads of a backward pass have no context of their own
+World = tuple[Any, bool]  # the group of the world, and whether `alone` is active
+# Whether `alone` is active, for all threads: threads of a backward pass have no context of their
+# own.
+_ALONE = False
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, each mesh is this process by itself: all axes have size 1, and nothing is sent."""
+    """Run a part of a program on this process by itself: all axes have size 1."""
     global _ALONE
-    before = _ALONE
+    was_alone = _ALONE
     _ALONE = True
     try:
         yield
     finally:
-        _ALONE = before
+        _ALONE = was_alone
 
 
 def world() -> World:
-    """The world, and whether `alone` is active, for keys of caches. Raises MeshError without a world."""
+    """Return the world, and whether `alone` is active, for keys of caches.
+
+    Hot: every call asks for it. Raises MeshError without a world.
+    """
+    # The public name, `dist.group.WORLD`, is a property of a metaclass, which takes longer.
     group = c10d._world.default_pg
+    # `check_world` refuses `LocalTensorMode`, one of the dispatch modes. The length of their stack
+    # is private, and saves a look at each of them.
     if group is None or torch._C._len_torch_dispatch_stack():
         check_world()
     return group, _ALONE
 
 
 def process_mesh(mesh: MeshLike) -> ProcessMesh:
-    """A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world -> its processes. Raises MeshError
-    without a world, names or this process, or if an `xshard.Mesh` does not cover the world.
+    """Return the processes of a named `DeviceMesh`, or of an `xshard.Mesh` over the world.
+
+    Raises MeshError without a world, names or this process, or if an `xshard.Mesh` does not cover
+    the world.
     """
     if isinstance(mesh, ProcessMesh) and not _ALONE:
         return mesh
@@ -146,25 +177,34 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
 
 
 def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
-    """The processes of a DTensor's mesh, unnamed dims called m0, m1, ... Raises as `process_mesh` does."""
-    is_named = mesh.mesh_dim_names is not None
-    return process_mesh(mesh) if is_named else _process_mesh(mesh, world(), dtensor_axes(mesh))
+    """Return the processes of a DTensor's mesh, unnamed dims called m0, m1, ...
+
+    Raises as `process_mesh` does.
+    """
+    if mesh.mesh_dim_names is not None:
+        return process_mesh(mesh)
+    return _process_mesh(mesh, world(), dtensor_axes(mesh))
 
 
 @functools.lru_cache(maxsize=256)
 def dtensor_axes(mesh: DeviceMesh) -> Mesh:
-    """The axes and sizes of a DTensor's mesh."""
-    names = mesh.mesh_dim_names or tuple(f"m{i}" for i in range(mesh.ndim))
+    """Return the axes and sizes of a DTensor's mesh, which may lack names: (2, 4) -> m0=2, m1=4."""
+    names = mesh.mesh_dim_names
+    if names is None:
+        names = tuple(f"m{i}" for i in range(mesh.ndim))
     return Mesh(dict(zip(names, mesh.shape, strict=True)))
 
 
 def takes_part(mesh: DeviceMesh) -> bool:
-    """Whether this process is in a DTensor's mesh; on all others the DTensor is empty and nothing happens."""
+    """Return whether this process is in a DTensor's mesh.
+
+    On all others the DTensor is empty and nothing happens.
+    """
     return mesh.get_coordinate() is not None
 
 
 def callers(mesh: object) -> tuple[int, ...]:
-    """The global ranks that call a function on a mesh; for an `xshard.Mesh` all of them."""
+    """Return the global ranks that call a function on a mesh; for an `xshard.Mesh` all of them."""
     if isinstance(mesh, ProcessMesh):
         return mesh.ranks
     if isinstance(mesh, DeviceMesh):
@@ -173,15 +213,16 @@ def callers(mesh: object) -> tuple[int, ...]:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise MeshError unless the processes can send tensors on such a device; of `meta` nothing is sent."""
-    backends = dist.get_backend_config()
+    """Raise MeshError unless the processes can send tensors on such a device."""
+    backends = dist.get_backend_config()  # as in `cpu:gloo,cuda:nccl`
+    # Of `meta` tensors nothing is sent.
     if f"{device.type}:" not in backends and device.type != "meta":
         hint = f"their backends are {backends}: move it, or initialise the process group for both"
         raise MeshError(f"the processes cannot send a block that is on '{device}'", hint=hint)
 
 
 def as_mesh(mesh: MeshLike | None, hint: str = "redistribute(x, layouts, mesh)") -> MeshLike:
-    """The mesh. Raises MeshError for None, and for a value that is not a mesh."""
+    """Return the mesh. Raises MeshError for None, and for a value that is not a mesh."""
     if mesh is None:
         raise MeshError("a tensor needs a mesh", hint=hint)
     if not isinstance(mesh, MeshLike):
@@ -190,7 +231,7 @@ def as_mesh(mesh: MeshLike | None, hint: str = "redistribute(x, layouts, mesh)")
 
 
 def mesh_of(mesh: MeshLike) -> Mesh:
-    """The axes and sizes of any mesh. Raises MeshError for a `DeviceMesh` without names."""
+    """Return the axes and sizes of any mesh. Raises MeshError for a `DeviceMesh` without names."""
     if isinstance(mesh, Mesh):
         return mesh
     if isinstance(mesh, ProcessMesh):
@@ -204,57 +245,62 @@ def mesh_of(mesh: MeshLike) -> Mesh:
     return dtensor_axes(mesh)
 
 
+# Cached by the world too: its groups end with it, and threads may each have their own.
 @functools.lru_cache(maxsize=256)
 def _process_mesh(mesh: MeshLike, world: World, axes: Mesh | None = None) -> ProcessMesh:
-    """Cached by the world too: its groups end with it, and threads may each have their own."""
-    axes = mesh_of(mesh) if axes is None else axes
-    ranks = callers(mesh)
-    size = dist.get_world_size()
-    if world[1]:
+    """Return the processes of a mesh. axes: the names of a `DeviceMesh` without names."""
+    _, is_alone = world
+    if axes is None:
+        axes = mesh_of(mesh)
+    if is_alone:
         return mesh_of_ranks(Mesh(dict.fromkeys(axes.axes, 1)), [dist.get_rank()])
+    size = dist.get_world_size()
     if isinstance(mesh, Mesh) and axes.n_devices != size:
         hint = "an xshard.Mesh covers the world; for a part of it pass a DeviceMesh"
-        raise MeshError(
-            f"{axes!r} has {axes.n_devices} devices, the world has {size} processes", hint=hint
-        )
-    return mesh_of_ranks(axes, ranks, mesh if isinstance(mesh, DeviceMesh) else None)
+        reason = f"{axes!r} has {axes.n_devices} devices, the world has {size} processes"
+        raise MeshError(reason, hint=hint)
+    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
+    return mesh_of_ranks(axes, callers(mesh), device_mesh)
 
 
 def mesh_of_ranks(
     mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None, world: Any = None
 ) -> ProcessMesh:
-    """A mesh of processes: device i has rank `ranks[i]` in `world`. Raises MeshError on other processes."""
+    """Return a mesh of processes: device i has rank `ranks[i]` in `world`.
+
+    Raises MeshError on other processes.
+    """
     ranks = tuple(ranks)
     rank = rank_in(world) if world else dist.get_rank()
     if rank not in ranks:
+        shown_mesh = f"{mesh}" if device_mesh is None else f"{device_mesh!r}"
         hint = f"only the mesh's ranks call this: {', '.join(map(str, ranks))}"
-        raise MeshError(
-            f"rank {rank} is not in {mesh if device_mesh is None else device_mesh!r}", hint=hint
-        )
-    device = ranks.index(rank)  # a group along one axis is the `DeviceMesh`'s own
+        raise MeshError(f"rank {rank} is not in {shown_mesh}", hint=hint)
+    device = ranks.index(rank)
 
     @functools.cache
     def process_group(axes: tuple[str, ...]) -> dist.ProcessGroup:
         if device_mesh is not None and len(axes) == 1:
-            return device_mesh.get_group(mesh.position(axes[0]))
-        return group_of(tuple(sorted(ranks[d] for d in mesh.group(device, axes))), world)
+            return device_mesh.get_group(mesh.position(axes[0]))  # it has been made already
+        members = [ranks[d] for d in mesh.group(device, axes)]
+        return group_of(tuple(sorted(members)), world)
 
     return ProcessMesh(mesh, ranks, device, process_group)
 
 
 def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
-    """The processes of a `ProcessGroup` along one axis, in order; None: the world. Raises MeshError."""
+    """Return the processes of a `ProcessGroup` along one axis, in order; None: the world.
+
+    Raises MeshError for a value that is not a group, and on processes outside of it.
+    """
     check_world()  # which torch.compile can record
-    if (
-        group == dist.GroupMember.NON_GROUP_MEMBER
-    ):  # the result of `dist.new_group` on all other ranks
-        raise MeshError(
-            f"rank {dist.get_rank()} is not in the group", hint="call this on its members only"
-        )
+    # On all other ranks `dist.new_group` returns this value.
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        reason = f"rank {dist.get_rank()} is not in the group"
+        raise MeshError(reason, hint="call this on its members only")
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise MeshError(
-            f"{group!r} is not a process group", hint='as in mesh.get_group("cp"), or None'
-        )
+        reason = f"{group!r} is not a process group"
+        raise MeshError(reason, hint='as in mesh.get_group("cp"), or None')
     if group is None:  # a mesh that torch.compile can record too
         return Mesh({axis: dist.get_world_size()})
     return _group_mesh(group, axis)
@@ -268,7 +314,9 @@ def _group_mesh(group: dist.ProcessGroup, axis: str) -> ProcessMesh:
 
 def check_world() -> None:
     """Raise MeshError unless this process, or this thread, is one rank of an initialised world."""
-    local_tensor = sys.modules.get("torch.distributed._local_tensor")  # slow to import
+    # A private module, slow to import: if nobody has imported it, its mode is not active. Without
+    # this check one process that plays all ranks would move rank 0's rows for all.
+    local_tensor = sys.modules.get("torch.distributed._local_tensor")
     if local_tensor is not None and local_tensor.local_tensor_mode() is not None:
         hint = (
             "ranks move rows of their own: each is a process (torch_bridge.run_ranks) or a thread"
@@ -288,17 +336,33 @@ def positions(
     device: torch.device | str | None = None,
     maps: Maps | None = None,
 ) -> Tensor:
-    """The global index of every row that this process's block holds along a dim: `[rows]`, int64.
+    """Return the global index of every row that this process's block holds along a dim.
 
-    -1 stands for a row beyond the ends of the array, which holds a constant. Nothing is sent. Raises as
-    `xshard.Layout.positions` and `redistribute` (MeshError) do.
-    shape: global. dim: its name or index. device: the result's; default: the `DeviceMesh`'s, else the CPU.
-    maps: the `Owners` and `Needs` that the layout names.
+    "s/zigzag(cp)" of 8 rows on cp=2, on the first process -> [0, 1, 6, 7]. Nothing is sent.
 
-    >>> import torch_bridge as xt, xshard as xs
-    >>> layout, mesh = "b s/zigzag(cp)", xs.Mesh(cp=2)
-    >>> xt.testing.run_ranks(2, lambda: xt.positions(layout, mesh, shape=(3, 8), dim="s").tolist())
-    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    Args:
+        layout: The layout of the array, or its text.
+        mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh` over the world.
+        shape: The global shape.
+        dim: The name or the index of the dim.
+        device: The result's. Default: the `DeviceMesh`'s, else the CPU.
+        maps: The `Owners` and `Needs` that the layout names.
+
+    Returns:
+        A tensor `[rows]`, int64. -1 stands for a row beyond the ends of the array, which holds a
+        constant.
+
+    Raises:
+        MeshError: As for `redistribute`.
+        XshardError: As for `xshard.Layout.positions`.
+
+    Examples:
+        >>> import torch_bridge as xt, xshard as xs
+        >>> mesh = xs.Mesh(cp=2)
+        >>> def rows():
+        ...     return xt.positions("b s/zigzag(cp)", mesh, shape=(3, 8), dim="s").tolist()
+        >>> xt.testing.run_ranks(2, rows)
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     if device is None:
         device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"

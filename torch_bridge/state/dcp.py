@@ -1,4 +1,8 @@
-"""Checkpoints of `torch.distributed.checkpoint`: only the rows that are needed are read."""
+"""Read checkpoints of `torch.distributed.checkpoint`: only the rows that are needed.
+
+Metadata is a pickle, so it is read with a list of allowed classes, and all that it says is checked
+against the files: a damaged or a hostile folder raises FileError.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import math
 import pickle
 from bisect import bisect_left
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, utils
 
 from xshard import XshardError, dtypes
@@ -24,48 +29,52 @@ from xshard.state.files.folder import Mapped, map_file
 from xshard.state.files.header import FileError
 
 METADATA = ".metadata"
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+# All that a pickle of DCP may name, by module. Any other class could run code.
 _RECORDS = {
     metadata.__name__: {
-        *(
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-        ),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     },
     filesystem.__name__: {"_StorageInfo"},
-    "torch": {
-        "Size",
-        *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-    },
+    "torch": {"Size", *_DTYPES},
     "torch.serialization": {"_get_layout"},
 }
 
 
 def open_dcp(path: str | Path) -> Checkpoint:
-    """Open a folder that `torch.distributed.checkpoint.save` wrote; no tensor is read yet. Raises FileError
-    for metadata with anything but records of DCP, and for tensors with parts outside of the folder or of
-    their files, or parts that overlap or leave a gap.
+    """Open a folder that `torch.distributed.checkpoint.save` wrote; no tensor is read yet.
+
+    Raises FileError for metadata with anything but records of DCP, and for tensors with parts
+    outside of the folder or of their files, or parts that overlap or leave a gap.
     """
     folder = Path(path)
+    arrays: dict[str, _Tensor] = {}
+    constants: dict[str, _Item] = {}
     with _malformed(folder / METADATA):
         with (folder / METADATA).open("rb") as file:
             records = _Records(file).load()
-        items = {
-            (index.fqn, None if index.offset is None else tuple(index.offset)): _item(folder, info)
-            for index, info in records.storage_data.items()
-        }
-        arrays: dict[str, _Tensor] = {}
-        constants: dict[str, _Item] = {}
+        items: dict[Any, _Item] = {}
+        for index, info in records.storage_data.items():
+            # A value that is not a tensor has no offset.
+            offset = None if index.offset is None else tuple(index.offset)
+            items[index.fqn, offset] = _item(folder, info)
         for name, record in records.state_dict_metadata.items():
             if isinstance(record, metadata.BytesStorageMetadata):
                 constants[name] = items[name, None]
             else:
                 arrays[name] = _tensor(name, record, items)
-    files = {name: {part.item.file.name for part in x.parts} for name, x in arrays.items()}
-    places = {name: ", ".join(sorted(each)) for name, each in files.items()}
+
+    places: dict[str, str] = {}
+    for name, tensor in arrays.items():
+        files = {part.item.file.name for part in tensor.parts}
+        places[name] = ", ".join(sorted(files))
     return Checkpoint(arrays, constants=_Constants(constants), places=places)
 
 
@@ -73,29 +82,39 @@ class _Records(pickle.Unpickler):
     """An unpickler of DCP's records, shapes, dtypes and paths that looks up nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the class of a record. Raises FileError for any other."""
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            return PurePosixPath
+            return PurePosixPath  # the paths of another system are not made here
         if name not in _RECORDS.get(module, ()):
             raise FileError(f"it names {module}.{name}, which is not a record of DCP")
         return super().find_class(module, name)
 
 
 class _Item(NamedTuple):
-    """A tensor or a value that `torch.save` wrote into a part of a file."""
+    """A tensor or a value that `torch.save` wrote into a part of a file.
+
+    offset, length: in bytes.
+    """
 
     file: Path
     offset: int
     length: int
 
     def load(self, device: str) -> Any:
-        """The tensor or value; on the device "meta" no numbers are read."""
+        """Return the tensor or value; on the device "meta" no numbers are read."""
         with self.file.open("rb") as file:
-            view: Any = utils._create_file_view(file, self.offset, self.length)
-            return torch.load(view, map_location=device, weights_only=True)
+            return torch.load(self._view(file), map_location=device, weights_only=True)
+
+    def _view(self, file: Any) -> Any:
+        """Return the part of the file as a file of its own, as `torch.load` needs it.
+
+        torch has no public name for this view; without it each item would be copied into memory.
+        """
+        return utils._create_file_view(file, self.offset, self.length)
 
 
 class _Constants(UserDict[str, Any]):
-    """The values that are not tensors."""
+    """The values that are not tensors, each read when it is asked for."""
 
     def __getitem__(self, name: str) -> Any:
         item: _Item = self.data[name]
@@ -115,33 +134,46 @@ class _Part:
     def numbers(self) -> Mapped:
         """All elements, mapped from the disk."""
         shape = tuple(rows.stop - rows.start for rows in self.box)
-        item = self.item
-        with _malformed(item.file):
-            tensor = item.load("meta")
-            stored = tuple(tensor.shape), dtypes.name_of(tensor.dtype)
-            if stored != (shape, self.dtype):
-                raise FileError(
-                    f"{stored} at byte {item.offset}, but {shape, self.dtype} in the metadata"
-                )
-            if tensor.is_conj() or tensor.is_neg():
-                raise FileError(
-                    f"the tensor at byte {item.offset} is stored as its conjugate or negative"
-                )
-            strides = tuple(step * tensor.itemsize for step in tensor.stride())
-            start = (
-                tensor.untyped_storage()._checkpoint_offset
-                + tensor.storage_offset() * tensor.itemsize
-            )
-            last = start + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-            if math.prod(shape) and last + tensor.itemsize > item.length:
-                raise FileError(
-                    f"the tensor at byte {item.offset} has more than {item.length} bytes"
-                )
-            file, memory = map_file(item.file)
-            whole = np.ndarray(
-                shape, dtypes.carrier(self.dtype), memory, item.offset + start, strides
-            )
-            return Mapped(shape, self.dtype, whole, file, item.offset + start, item.file.name)
+        with _malformed(self.item.file):
+            tensor = self.item.load("meta")
+            self._check(tensor, shape)
+            strides_bytes = tuple(stride * tensor.itemsize for stride in tensor.stride())
+            start_byte = _first_byte(tensor)
+            self._check_end(tensor, start_byte, strides_bytes)
+            file, memory = map_file(self.item.file)
+            file_byte = self.item.offset + start_byte
+            carrier = dtypes.carrier(self.dtype)
+            whole = np.ndarray(shape, carrier, memory, file_byte, strides_bytes)
+            return Mapped(shape, self.dtype, whole, file, file_byte, self.item.file.name)
+
+    def _check(self, tensor: Tensor, shape: Sequence[int]) -> None:
+        """Raise FileError unless the item has the tensor of the metadata, as plain numbers."""
+        stored = tuple(tensor.shape), dtypes.name_of(tensor.dtype)
+        expected = shape, self.dtype
+        place = f"at byte {self.item.offset}"
+        if stored != expected:
+            raise FileError(f"{stored} {place}, but {expected} in the metadata")
+        if tensor.is_conj() or tensor.is_neg():
+            # The bytes are those of another tensor; torch would change the sign when it reads.
+            raise FileError(f"the tensor {place} is stored as its conjugate or negative")
+
+    def _check_end(self, tensor: Tensor, start_byte: int, strides_bytes: Sequence[int]) -> None:
+        """Raise FileError if elements would be outside of the item."""
+        pairs = zip(tensor.shape, strides_bytes, strict=True)
+        last_byte = start_byte + sum((n - 1) * stride for n, stride in pairs)
+        if tensor.numel() and last_byte + tensor.itemsize > self.item.length:
+            place = f"at byte {self.item.offset}"
+            raise FileError(f"the tensor {place} has more than {self.item.length} bytes")
+
+
+def _first_byte(tensor: Tensor) -> int:
+    """Return the byte of its item at which a tensor on the meta device begins.
+
+    `_checkpoint_offset` is where its storage is; torch sets it when it loads to "meta", and has no
+    other name for it.
+    """
+    storage: Any = tensor.untyped_storage()
+    return int(storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize)
 
 
 class _Tensor(NamedTuple):
@@ -152,59 +184,87 @@ class _Tensor(NamedTuple):
     parts: tuple[_Part, ...]
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
+        """Read the rows of a box, from all parts that have some, into `out`."""
         wanted = [range(*rows.indices(n)) for rows, n in zip(box, self.shape, strict=True)]
         for part in self.parts:
-            both = [_common(rows, of) for rows, of in zip(wanted, part.box, strict=True)]
-            in_out, in_part = zip(*both, strict=True) if both else ((), ())
+            pairs = zip(wanted, part.box, strict=True)
+            common = [_common(rows, part_rows) for rows, part_rows in pairs]
+            in_out: tuple[Any, ...] = tuple(rows.in_wanted for rows in common)
             if all(rows.start < rows.stop for rows in in_out):
+                in_part = tuple(rows.in_part for rows in common)
                 part.numbers.read(in_part, out[(*in_out, ...)])
 
 
-def _common(wanted: range, part: slice) -> tuple[slice, slice]:
-    """The rows in both, as a slice of `wanted` and as a slice of the part."""
-    in_wanted = slice(*(bisect_left(wanted, bound) for bound in (part.start, part.stop)))
-    rows = wanted[in_wanted]
-    return in_wanted, slice(rows.start - part.start, rows.stop - part.start, rows.step)
+class _CommonRows(NamedTuple):
+    """The rows that two sets of rows share, as a slice of each."""
+
+    in_wanted: slice
+    in_part: slice
+
+
+def _common(wanted: range, part: slice) -> _CommonRows:
+    """Return the rows in both: range(0, 10, 2), slice(3, 8) -> slices 2:4 and 1:5:2."""
+    start = bisect_left(wanted, part.start)
+    stop = bisect_left(wanted, part.stop)
+    rows = wanted[start:stop]
+    in_part = slice(rows.start - part.start, rows.stop - part.start, rows.step)
+    return _CommonRows(slice(start, stop), in_part)
 
 
 def _item(folder: Path, info: Any) -> _Item:
-    """An item of the metadata, as a part of a file in the folder."""
+    """Return an item of the metadata.
+
+    Raises FileError unless it is a part of a file in the folder.
+    """
     file = folder / info.relative_path
-    end = info.offset + info.length
+    stop = info.offset + info.length
     if file.parent != folder or file.is_symlink():
         raise FileError(f"'{info.relative_path}' is not a file in the folder itself")
-    if not 0 <= info.offset <= end <= file.stat().st_size:
-        raise FileError(
-            f"{file.name} has {file.stat().st_size} bytes, and not {info.offset} to {end}"
-        )
+    file_bytes = file.stat().st_size
+    if not 0 <= info.offset <= stop <= file_bytes:
+        raise FileError(f"{file.name} has {file_bytes} bytes, and not {info.offset} to {stop}")
     if getattr(info, "transform_descriptors", None):
-        what = f"{file.name} is written by {info.transform_descriptors}"
-        raise FileError(what, hint="extensions of DCP are not read")
+        reason = f"{file.name} is written by {info.transform_descriptors}"
+        raise FileError(reason, hint="extensions of DCP are not read")
     return _Item(file, info.offset, info.length)
 
 
 def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
-    """A tensor of the metadata; its parts have each element once."""
+    """Return a tensor of the metadata. Raises FileError unless its parts have each element once."""
     dtype = dtypes.name_of(record.properties.dtype)
     shape = tuple(record.size)
-    chunks = np.array([(part.offsets, part.sizes) for part in record.chunks], np.int64)
-    starts, sizes = chunks.reshape(len(record.chunks), 2, len(shape)).transpose(1, 0, 2)
-    stops = starts + sizes
-    some = (sizes > 0).all(-1)
-    begin_before = (starts[some][:, None] < stops[some]).all(-1)  # the end of the other
-    inside = (starts >= 0).all() and (sizes >= 0).all() and (stops <= shape).all()
-    overlap = (begin_before & begin_before.T).sum() > some.sum()
-    if not inside or math.prod(shape) != sizes.prod(-1).sum() or overlap:
-        raise FileError(f"{name}: the parts of its {shape} elements leave a gap, or overlap")
-    boxes = zip(starts.tolist(), stops.tolist(), strict=True)
-    parts = [
-        _Part(tuple(map(slice, start, stop)), items[name, tuple(start)], dtype)
-        for start, stop in boxes
-    ]
-    for part, size in zip(parts, sizes.prod(-1).tolist(), strict=True):
-        if size * dtypes.itemsize(dtype) > part.item.length:
-            raise FileError(f"{name}: {size} elements of {dtype} in {part.item.length} bytes")
+    chunks = np.array([(chunk.offsets, chunk.sizes) for chunk in record.chunks], np.int64)
+    chunks = chunks.reshape(
+        len(record.chunks), 2, len(shape)
+    )  # also if there are no chunks or dims
+    starts = chunks[:, 0]  # [chunks, dims]
+    sizes = chunks[:, 1]
+    _check_cover(name, shape, starts, sizes)
+    parts: list[_Part] = []
+    for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+        stop = [first + n for first, n in zip(start, size, strict=True)]
+        part = _Part(tuple(map(slice, start, stop)), items[name, tuple(start)], dtype)
+        n_elements = math.prod(size)
+        if n_elements * dtypes.itemsize(dtype) > part.item.length:
+            raise FileError(f"{name}: {n_elements} elements of {dtype} in {part.item.length} bytes")
+        parts.append(part)
     return _Tensor(shape, dtype, tuple(parts))
+
+
+def _check_cover(
+    name: str, shape: tuple[int, ...], starts: NDArray[Any], sizes: NDArray[Any]
+) -> None:
+    """Raise FileError unless boxes cover an array once, without a gap or an overlap."""
+    stops = starts + sizes
+    is_inside = (starts >= 0).all() and (sizes >= 0).all() and (stops <= shape).all()
+    has_elements = (sizes > 0).all(-1)
+    # Two boxes overlap if each starts before the other's end in every dim.
+    starts_before_end = (starts[has_elements][:, None] < stops[has_elements]).all(-1)
+    n_overlapping = (starts_before_end & starts_before_end.T).sum()
+    is_disjoint = n_overlapping <= has_elements.sum()  # each with itself alone
+    n_elements = sizes.prod(-1).sum()
+    if not is_inside or math.prod(shape) != n_elements or not is_disjoint:
+        raise FileError(f"{name}: the parts of its {shape} elements leave a gap, or overlap")
 
 
 @contextmanager
@@ -217,6 +277,7 @@ def _malformed(file: Path) -> Iterator[None]:
     except OSError as error:
         raise FileError(f"{error.filename}: {error.strerror}") from None
     except Exception as error:
+        # DCP writes the metadata when all files are complete.
         hint = (
             "torch.distributed.checkpoint.save writes .metadata last: without it nothing was saved"
         )

@@ -1,12 +1,15 @@
-"""A tree of local blocks as facts: the text from which other processes plan its transfer."""
+"""Describe a tree of local blocks as text: its facts, from which other processes plan its transfer.
+
+Facts are sent between ranks and between programs, so their keys and their JSON are a format.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,123 +18,242 @@ from torch.utils import _pytree as pytree
 from torch_bridge.calls.move import ranks_of
 from torch_bridge.dtensor.placements import check_placed
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
-from torch_bridge.state.leaves import local_array, rank, tensors_and_constants
-from xshard import Mesh, Rules, trees
+from torch_bridge.state.leaves import LocalArray, local_array, rank, tensors_and_constants
+from xshard import Layout, Mesh, ProfileLike, Rules, trees
 from xshard.dtypes import name_of
 from xshard.errors import MeshError, located
 from xshard.notation.parser import ARROW
-from xshard.plans.expression import sides_or_one
+from xshard.plans.expression import Sides, sides_or_one
 from xshard.state import Names, TreePlan, plan_transfer
 
-LEAF = "leaf "
+LEAF = "leaf "  # the prefix of a key that describes a tensor
 PROFILE = "profile"
 Facts = Mapping[str, str]
 Pairs = tuple[tuple[Any, Any], ...]  # items of a mapping, hashable
 
 
-def described(
+class LeafFact(NamedTuple):
+    """What other processes know of a tensor.
+
+    shape: global. layout: of the source, or "source layout -> target layout".
+    """
+
+    shape: Sequence[int]
+    dtype: str
+    layout: str
+    device_type: str
+
+
+class Route(NamedTuple):
+    """Where a tree goes, and on which machine.
+
+    A plan depends on this, on the tree, and on its rules.
+
+    src_devices, dst_devices: the ranks of the devices of both meshes in one group of processes.
+    """
+
+    dst_mesh: Mesh
+    src_devices: tuple[int, ...]
+    dst_devices: tuple[int, ...]
+    profile: ProfileLike
+    bucket_bytes: int | str | None
+
+
+def describe_tree(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The local blocks of a tree by name, and its facts: its mesh, its structure, and each leaf."""
+    """Return the local blocks of a tree by name, and its facts.
+
+    Facts are its mesh, its structure, and what `LeafFact` has of each tensor.
+
+    mesh: None for a tree of DTensors, which bring theirs. shapes: global, by name, if blocks differ
+    in size. Raises MeshError for a missing mesh and for a tensor on another one, and as
+    `local_array` does.
+    """
     tensors, constants = tensors_and_constants(tree)
-    mesh = mesh or next((x.device_mesh for x in tensors.values() if isinstance(x, DTensor)), None)
-    if mesh is None:
-        raise MeshError(
-            "no src_mesh", hint="a tree of DTensors brings its mesh, any other needs src_mesh="
-        )
+    mesh = _source_mesh(tensors, mesh)
+    # All leaves are on one mesh, as a plan has one source.
     axes = mesh_of(mesh)
     ranks = ranks_of(mesh)
     if rank() not in ranks:
         raise MeshError(
             f"rank {rank()} is not in {mesh!r} and brings a tree", hint="pass None there"
         )
-    src_rules, arrows = (rules[0], False) if isinstance(rules, list | tuple) else (rules, True)
-    rule_of = {} if src_rules is None else Rules(src_rules).match(list(tensors))
+    # Either a pair, rules of the source and of the target, or rules with arrows for both.
+    is_pair = isinstance(rules, list | tuple)
+    rule_of = _source_rules(rules, list(tensors))
+    if shapes is None:
+        shapes = {}
+
     blocks: dict[str, Tensor] = {}
-    structure = json.dumps([pytree.treespec_dumps(pytree.tree_structure(tree)), constants])
-    facts = {"mesh": json.dumps([str(axes), ranks]), "tree": structure}
+    # Numbers and texts travel here; blocks travel as messages.
+    structure = pytree.treespec_dumps(pytree.tree_structure(tree))
+    facts = {
+        "mesh": json.dumps([str(axes), ranks]),
+        "tree": json.dumps([structure, constants]),
+    }
     for name, x in tensors.items():
         with located(trees.place_of(name)):
             rule = sides_or_one(rule_of[name]) if name in rule_of else None
-            local = local_array(name, x, rule, mesh, ranks, (shapes or {}).get(name))
-            sharding = local.sharding
-            if (sharding.mesh, local.ranks) != (axes, ranks) or local.block is None:
-                raise MeshError(f"it is on {local.mesh!r}, the tree on {axes!r} of ranks {ranks}")
-            text = str(sharding.layout) if rule is None else rule.text
-            if rule is not None and isinstance(x, DTensor):
-                if arrows and ARROW not in text:  # its placements are its source layout
-                    dst = rule.dst.resolved(x.ndim)
-                    text = f"{sharding.layout.named(dst.names)} -> {dst}"
-                else:
-                    check_placed(x, rule.src, text)
-            leaf = sharding.shape, name_of(x.dtype), text, local.block.device.type
-        blocks[name], facts[LEAF + name] = local.block, json.dumps(leaf)
+            local = local_array(name, x, rule, mesh, ranks, shapes.get(name))
+            blocks[name] = _block_on_mesh(local, axes, ranks)
+            layout = _layout_text(x, rule, local.sharding.layout, has_arrows=not is_pair)
+            device_type = blocks[name].device.type
+            fact = LeafFact(local.sharding.shape, name_of(x.dtype), layout, device_type)
+        facts[LEAF + name] = json.dumps(fact)
     return blocks, facts
 
 
-def leaf_facts(facts: Facts) -> Iterator[dict[str, Any]]:
-    """Shapes, dtypes, layouts or expressions, and kinds of devices of the tensors of a described tree."""
-    leaves = {
-        key.removeprefix(LEAF): json.loads(facts[key]) for key in facts if key.startswith(LEAF)
-    }
-    return ({name: leaf[i] for name, leaf in leaves.items()} for i in range(4))
+def _source_rules(rules: Any, names: list[str]) -> Mapping[str, Any]:
+    """Return the rule of each tensor by name: layouts of the source, or expressions.
+
+    None of them has one if all are DTensors, whose placements say it.
+    """
+    src_rules = rules[0] if isinstance(rules, list | tuple) else rules
+    if src_rules is None:
+        return {}
+    return Rules(src_rules).match(names)
+
+
+def _source_mesh(tensors: Mapping[str, Tensor], mesh: MeshLike | None) -> MeshLike:
+    """Return the mesh of a tree: the one that is given, or the first DTensor's."""
+    if mesh is not None:
+        return mesh
+    for x in tensors.values():
+        if isinstance(x, DTensor):
+            return x.device_mesh
+    hint = "a tree of DTensors brings its mesh, any other needs src_mesh="
+    raise MeshError("no src_mesh", hint=hint)
+
+
+def _block_on_mesh(local: LocalArray, axes: Mesh, ranks: Sequence[int]) -> Tensor:
+    """Return this process's block.
+
+    Raises MeshError if the array is on another mesh than its tree.
+    """
+    is_on_mesh = local.sharding.mesh == axes and local.ranks == ranks
+    if not is_on_mesh or local.block is None:
+        raise MeshError(f"it is on {local.mesh!r}, the tree on {axes!r} of ranks {ranks}")
+    return local.block
+
+
+def _layout_text(x: Tensor, rule: Sides | None, layout: Layout, *, has_arrows: bool) -> str:
+    """Return the layout of a leaf, or the expression of its move.
+
+    has_arrows: rules say both ends, so one without an arrow is a DTensor's target: its source
+    layout is in its placements.
+    """
+    if rule is None:
+        return str(layout)
+    if not isinstance(x, DTensor):
+        return rule.text
+    if has_arrows and ARROW not in rule.text:
+        dst = rule.dst.resolved(x.ndim)
+        return f"{layout.named(dst.names)} -> {dst}"
+    check_placed(x, rule.src, rule.text)
+    return rule.text
+
+
+def leaf_facts(facts: Facts) -> dict[str, LeafFact]:
+    """Return what is known of each tensor of a described tree, by name."""
+    leaves: dict[str, LeafFact] = {}
+    for key, text in facts.items():
+        if key.startswith(LEAF):
+            leaves[key.removeprefix(LEAF)] = LeafFact._make(json.loads(text))
+    return leaves
 
 
 def mesh_in(facts: Facts) -> tuple[Mesh, tuple[int, ...]]:
-    """The mesh of a described tree, and the rank of each device."""
+    """Return the mesh of a described tree, and the rank of each device."""
     mesh, ranks = json.loads(facts["mesh"])
     return Mesh.parse(mesh), tuple(ranks)
 
 
 @lru_cache(maxsize=32)
 def plan_described(
-    facts: Pairs, dst_rules: Pairs | None, names: Names | None, *there: Any
+    facts: Pairs, dst_rules: Pairs | None, names: Names | None, route: Route
 ) -> TreePlan:
-    """The plan for a described tree, cached. there: the mesh, both meshes' devices, profile, bucket_bytes."""
-    shapes, dtypes, layouts, _ = leaf_facts(dict(facts))
-    dst_mesh, (src_devices, dst_devices), profile, bucket_bytes = there
-    src_mesh = mesh_in(dict(facts))[0]
-    src_rules = {re.compile(re.escape(n)): layouts[n] for n in layouts}
-    rules: Any = src_rules if dst_rules is None else (src_rules, dict(dst_rules))
-    devices: Any = {"src_mesh": src_mesh, "src_devices": src_devices, "dst_devices": dst_devices}
-    options: Any = {"names": names, "profile": profile, "bucket_bytes": bucket_bytes}
-    return plan_transfer(shapes, rules, dst_mesh=dst_mesh, dtypes=dtypes, **devices, **options)
+    """Plan the transfer of a described tree, cached. dst_rules: None if facts have both ends."""
+    leaves = leaf_facts(dict(facts))
+    src_mesh, _ = mesh_in(dict(facts))
+    # A pattern for each name, as names may have signs of patterns in them.
+    src_rules = {re.compile(re.escape(name)): leaf.layout for name, leaf in leaves.items()}
+    rules: Any = src_rules
+    if dst_rules is not None:
+        rules = (src_rules, dict(dst_rules))
+    return plan_transfer(
+        {name: leaf.shape for name, leaf in leaves.items()},
+        rules,
+        src_mesh=src_mesh,
+        dst_mesh=route.dst_mesh,
+        src_devices=route.src_devices,
+        dst_devices=route.dst_devices,
+        names=names,
+        dtypes={name: leaf.dtype for name, leaf in leaves.items()},
+        profile=route.profile,
+        bucket_bytes=route.bucket_bytes,
+    )
 
 
 def target_rules(rules: Any) -> Pairs | None:
-    """The second of a pair of rules, hashable; None for rules with arrows."""
-    return tuple(Rules(rules[1]).items()) if isinstance(rules, list | tuple) else None
+    """Return the second of a pair of rules, hashable; None for rules with arrows."""
+    if not isinstance(rules, list | tuple):
+        return None
+    return tuple(Rules(rules[1]).items())
 
 
 def rules_text(rules: Any, names: Names | None) -> dict[str, str]:
-    """Rules and names as text, which processes compare."""
-    both = rules if isinstance(rules, list | tuple) else (rules,)
-    texts = (None if one is None else dict(Rules(one)) for one in both)
-    return {
-        "rules": " -> ".join(map(str, texts)),
-        "names": "" if names is None else str(names.relations),
-    }
+    """Return rules and names as text, which processes compare."""
+    sides = rules if isinstance(rules, list | tuple) else (rules,)
+    texts: list[str] = []
+    for side in sides:  # None stands for the layouts of DTensors
+        texts.append(str(None if side is None else dict(Rules(side))))
+    names_text = ""
+    if names is not None:
+        names_text = str(names.relations)
+    return {"rules": " -> ".join(texts), "names": names_text}
 
 
 def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
-    """A block on the device of the transfer, which is the CPU only if no block is elsewhere."""
-    return min(blocks.values(), key=lambda x: x.device.type == "cpu", default=None)
+    """Return a block on the device of the transfer: an accelerator if any block is on one."""
+    first = None
+    for x in blocks.values():
+        if x.device.type != "cpu":
+            return x
+        if first is None:
+            first = x
+    return first
 
 
-def tree_of(received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Names | None) -> Any:
-    """Results by name -> the described tree; by name with `names`. Counters of steps go to the CPU again."""
-    *_, kinds = leaf_facts(facts)
-    mixed = len(set(kinds.values())) > 1
-    for array in plan.arrays:
-        x = received[array.name]
-        if mixed and kinds[array.moves[0].name] == "cpu" and x.device.type != "meta":
-            received[array.name] = x.to("cpu")
+def rebuild_tree(
+    received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Names | None
+) -> Any:
+    """Return received arrays as the described tree; by name if `names` changed the names."""
+    _return_to_cpu(received, plan, leaf_facts(facts))
     if names:
         return received
-    spec, values = json.loads(facts["tree"])
+    spec, constants = json.loads(facts["tree"])
     template = pytree.treespec_loads(spec)
-    empty = pytree.tree_unflatten(range(template.num_leaves), template)
-    names_only = {
-        trees.leaf_name(path): None for path, _ in pytree.tree_flatten_with_path(empty)[0]
-    }
-    return pytree.tree_unflatten((names_only | values | received).values(), template)
+    # A tree of numbers has the paths of the leaves in the order in which unflattening takes them.
+    numbered = pytree.tree_unflatten(range(template.num_leaves), template)
+    in_order = dict.fromkeys(
+        trees.leaf_name(path) for path, _ in pytree.tree_flatten_with_path(numbered)[0]
+    )
+    leaves = {**in_order, **constants, **received}
+    return pytree.tree_unflatten(leaves.values(), template)
+
+
+def _return_to_cpu(
+    received: dict[str, Tensor], plan: TreePlan, leaves: Mapping[str, LeafFact]
+) -> None:
+    """Move arrays back to the CPU that were there before, such as an optimizer's counters.
+
+    Only if others were on accelerators.
+    """
+    if len({leaf.device_type for leaf in leaves.values()}) <= 1:
+        return  # all are on the device that the caller chose
+    for array in plan.arrays:
+        x = received[array.name]
+        source = leaves[array.moves[0].name]
+        if source.device_type == "cpu" and x.device.type != "meta":
+            received[array.name] = x.to("cpu")

@@ -1,13 +1,16 @@
-"""`save` and `load`: trees of local blocks <-> files; all processes succeed or fail together."""
+"""`save` and `load`: trees of local blocks to and from files.
+
+All processes succeed or fail together.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -30,7 +33,6 @@ from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import groups, leaf_name, place_of
 
 BUCKET_BYTES = 256 * 2**20  # of blocks that are read by one process and sent to others
-Loads = dict[str, tuple[Load, LocalArray]]
 
 
 def save(
@@ -43,60 +45,83 @@ def save(
     shard_bytes: int | str | None = "5GiB",
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
-    """Save local blocks as safetensors files and an index, in a folder that all processes can reach.
+    """Save local blocks as safetensors files, in a folder that all processes can reach.
 
-    Every element is written once, by one of the processes that have it; processes write at the same time. The
-    folder keeps the checkpoint that it had until the new one is complete. All processes of the mesh call it.
+        xt.save({"w": block}, "checkpoint", {"w": "o/tp i"}, mesh)     # blocks of [o/tp, i]
 
-    tree: a model, a state dict, or any tree of tensors, numbers and texts; parallel models and DTensors bring
-    their layouts. rules: layouts of the other tensors by name; None: they are replicated.
-    mesh: the processes; None: the world. names: maps this program's names to stored names.
-    shard_bytes: the most bytes of a file. shapes: global shapes by name, if blocks differ in size.
-    Raises, on all processes: before anything is written, XshardError for a name without a rule, PlanError for
-    sums and halos, DtypeError; FileError if the disk is full, with the old checkpoint as it was.
+    Every element is written once, by one of the processes that have it; processes write at the same
+    time. The folder keeps the checkpoint that it had until the new one is complete. All processes
+    of the mesh call it.
 
-    >>> import tempfile, torch, torch.distributed as dist, torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> def there_and_back(folder):
-    ...     xt.save({"w": torch.full((1, 4), dist.get_rank())}, folder, {"w": "o/tp i"}, Mesh(tp=2))
-    ...     return xt.load(folder, {"w": "o i/tp"}, Mesh(tp=2))["w"].tolist()
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     xt.testing.run_ranks(2, there_and_back, folder)
-    [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
+    Args:
+        tree: A model, a state dict, or any tree of tensors, numbers and texts. Parallel models and
+            DTensors bring their layouts.
+        path: The folder.
+        rules: Layouts of the other tensors by name. None: they are replicated.
+        mesh: The processes. None: the world.
+        names: Maps this program's names to stored names.
+        shard_bytes: The most bytes of a file.
+        shapes: Global shapes by name, if blocks differ in size.
+
+    Raises:
+        XshardError: A name has no rule; on all processes, before anything is written.
+        PlanError: A layout has sums or halos; likewise.
+        DtypeError: A dtype cannot be stored; likewise.
+        FileError: The disk is full; the old checkpoint is as it was.
+
+    Examples:
+        >>> import tempfile, torch, torch.distributed as dist, torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def there_and_back(folder):
+        ...     block = torch.full((1, 4), dist.get_rank())
+        ...     xt.save({"w": block}, folder, {"w": "o/tp i"}, Mesh(tp=2))
+        ...     return xt.load(folder, {"w": "o i/tp"}, Mesh(tp=2))["w"].tolist()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     xt.testing.run_ranks(2, there_and_back, folder)
+        [[[0, 0], [1, 1]], [[0, 0], [1, 1]]]
     """
     path = Path(path)
     ranks = processes_of(mesh)
     arrays: dict[str, LocalArray] = {}
-    saving: list[Saving] = []
+    # `planned` runs inside the comparison of ranks, so that all raise if one fails, and leaves its
+    # plan here.
+    plans: list[Saving] = []
 
     def planned() -> dict[str, Any]:
         local, constants = leaves.local_arrays(tree, rules, mesh, shapes)
         arrays.update(local)
-        sources = {}
-        for name, array in arrays.items():
-            with errors.located(place_of(name)):
-                if array.is_meta:
-                    raise XshardError(
-                        "it is on the meta device", hint="save after the model has values"
-                    )
-                sources[name] = Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
-        saving.append(plan_save(sources, names, shard_bytes=shard_bytes, constants=constants))
-        facts = {name: source.sharding for name, source in sources.items()} | constants
-        texts = {place_of(name): repr(fact) for name, fact in facts.items()}
-        return {"folder": str(path), "files": saving[0].digest} | texts
+        sources = {name: _source_of(name, array) for name, array in arrays.items()}
+        plan = plan_save(sources, names, shard_bytes=shard_bytes, constants=constants)
+        plans.append(plan)
+        facts = {"folder": str(path), "files": plan.digest}
+        for name, source in sources.items():
+            facts[place_of(name)] = repr(source.sharding)
+        for name, constant in constants.items():
+            facts[place_of(name)] = repr(constant)
+        return facts
 
     def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
         block = arrays[name].block
         assert block is not None
+        # A file has the values: numpy cannot see that a tensor is the conjugate of its memory.
         return _as_numpy(block.to("cpu", getattr(torch, dtype)).resolve_conj().resolve_neg())
 
-    call = ranks, f"save to {path}"
-    leaves.agreed(*call, planned)
-    all_or_none = partial(leaves.all_or_none, *call)
-    save_blocks(saving[0], path, block_of, all_or_none, rank(), leads=rank() == ranks[0])
+    call = f"save to {path}"
+    leaves.compare_facts(ranks, call, planned)
+    all_or_none = partial(leaves.all_or_none, ranks, call)
+    save_blocks(plans[0], path, block_of, all_or_none, rank(), leads=rank() == ranks[0])
 
 
-def load(
+def _source_of(name: str, array: LocalArray) -> Source:
+    """Return an array as the saving plan takes it. Raises XshardError for one without values."""
+    with errors.located(place_of(name)):
+        if array.is_meta:
+            hint = "save after the model has values"
+            raise XshardError("it is on the meta device", hint=hint)
+        return Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
+
+
+def load(  # noqa: PLR0913  one option for each thing that a file does not say
     path: str | Path | Checkpoint,
     rules: RulesLike | None = None,
     mesh: MeshLike | None = None,
@@ -109,115 +134,232 @@ def load(
     profile: ProfileLike = "auto",
     verify: bool = False,
 ) -> Any:
-    """Load files -> local blocks by name: each process reads the rows that it needs, and no others.
+    """Load local blocks from files: each process reads the rows that it needs, and no others.
 
-    path: a safetensors file, a folder of them, or an open checkpoint of any format. rules: layouts by the
-    names in this program; None: replicated. mesh: the processes, which all call it; None: the world. names:
-    maps stored names to this program's names. like: a model or a tree, with tensors to fill in place, on
-    their devices and in their dtypes; it is returned. Parallel models and DTensors bring their layouts.
-    Parameters of a parallel model on the meta device are made on `device`. strict: every name has to be in
-    both. dtype: the dtype of all floats, without `like`. profile: the machine; if it has a disk, processes
-    that need the same rows may read a part each and share it. verify: compare checksums, which reads
-    everything once.
-    Raises, on all processes, before anything is read: FileError for malformed files, XshardError for
-    names without a rule and rules without a name, ShapeError.
+        blocks = xt.load("checkpoint", {"w": "o i/tp"}, mesh)      # {"w": [o, i/tp]}
+        xt.load("checkpoint", like=model)                          # fills its parameters
+
+    All processes of the mesh call it.
+
+    Args:
+        path: A safetensors file, a folder of them, or an open checkpoint of any format.
+        rules: Layouts by the names in this program. None: all are replicated.
+        mesh: The processes. None: the world.
+        names: Maps stored names to this program's names.
+        like: A model or a tree, with tensors to fill in place, on their devices and in their
+            dtypes. Parallel models and DTensors bring their layouts.
+        strict: Every name has to be in both `like` and the files.
+        dtype: The dtype of all floats, without `like`.
+        device: For new tensors. Parameters of a parallel model on the meta device are made there,
+            too.
+        profile: The machine. If it has a disk, processes that need the same rows may read a part
+            each and share it.
+        verify: Compare checksums, which reads everything once.
+
+    Returns:
+        Local blocks by name, or `like`.
+
+    Raises:
+        FileError: A file is malformed; on all processes, before anything is read.
+        XshardError: A name has no rule, or a rule no name; likewise.
+        ShapeError: An array has another shape in `like`; likewise.
     """
     ranks = processes_of(mesh)
-    plan_for = load_profile(machine(profile))
-    loads: Loads = {}
-    opened: list[Checkpoint] = []
-    constants: dict[str, Any] = {}
+    loading = _Loading(ranks, load_profile(machine(profile)))
 
     def planned() -> dict[str, Any]:
-        opened.append(path if isinstance(path, Checkpoint) else open_checkpoint(path))
+        loading.checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         if like is None:
-            args = opened[0], rules or None, axes_of(mesh), names
-            for name, load in plan_load(*args, dtype=dtype, profile=plan_for).items():
-                kind = getattr(torch, load.array.dtype)
-                loads[name] = (
-                    load,
-                    LocalArray([name], None, kind, load.target, mesh or axes_of(None), ranks),
-                )
+            loading.plan_new(rules, mesh, names, dtype)
         else:
-            stored = stored_as(opened[0], names)
-            shapes = {name: each.shape for name, each in stored.items()}
-            arrays = list(leaves.local_arrays(like, rules, mesh, shapes)[0].values())
-            firsts = in_both(stored, [array.names for array in arrays], strict)
-            for array, stored_name in zip(arrays, firsts, strict=True):
-                if array.is_meta and array.put is None:
-                    hint = "xt.parallelize or model.to_empty(device=...) first"
-                    raise XshardError(f"{array.names[0]} is on the meta device", hint=hint)
-                if stored_name is not None:
-                    with errors.located(stored_name):
-                        filled = stored[stored_name], dtypes.name_of(array.dtype), array.sharding
-                        loads[stored_name] = load_of(opened[0], *filled, plan_for), array
-            if not isinstance(like, nn.Module):
-                named = tree_flatten_with_path(like)[0]
-                saved = opened[0].constant
-                others = ((leaf_name(keys), x) for keys, x in named if not isinstance(x, Tensor))
-                constants.update({name: saved(name, x) for name, x in others})
+            loading.plan_into(like, rules, mesh, names, strict)
         if verify:
-            compare_checksums(opened[0], ranks.index(rank()), len(ranks))
-        return {
-            name: (load.array.shape, str(load.source.layout)) for name, (load, _) in loads.items()
-        }
+            # Each process checks a part of the files.
+            compare_checksums(loading.checkpoint, ranks.index(rank()), len(ranks))
+        return loading.facts()
 
-    leaves.agreed(ranks, f"load {path}", planned)
-    result: dict[str, Tensor] = {}
-
-    def read(name: str) -> Tensor | None:
-        return _read(opened[0], *loads[name], result[name])
-
-    plans = [load for load, _ in loads.values()]
-    shared_bytes = [p.is_shared * dtypes.n_bytes(p.source.max_local_shape, p.stored) for p in plans]
-    node_ranks = node_processes(len(ranks)) or len(ranks)
-    # Disks, and copies in numpy, release the interpreter; more threads than cores only cost memory.
-    with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // node_ranks)) as threads:
-        every = list(loads)
-        for group in groups(shared_bytes, BUCKET_BYTES):
-            local = [every[i] for i in group if rank() in loads[every[i]][1].ranks]
-            result |= {name: loads[name][1].target(device) for name in local}
-            parts = zip(local, threads.map(read, local), strict=True)
-            _share(
-                {name: part for name, part in parts if part is not None}, loads, result, plan_for
-            )
-    if not isinstance(path, Checkpoint):
-        opened[0].close()
-    for name, (_, array) in loads.items():
-        if array.is_meta and array.put is not None:
-            array.put(result[name])
-    if like is None or isinstance(like, nn.Module):
-        return result if like is None else like
+    leaves.compare_facts(ranks, f"load {path}", planned)
+    tensors = loading.read(device)
+    if not isinstance(path, Checkpoint):  # the caller's own stays open
+        loading.checkpoint.close()
+    loading.replace_meta(tensors)
+    if like is None:
+        return tensors
+    if isinstance(like, nn.Module):
+        return like
+    constants = loading.constants
     return tree_map_with_path(lambda keys, x: constants.get(leaf_name(keys), x), like)
 
 
-def _read(checkpoint: Checkpoint, load: Load, array: LocalArray, out: Tensor) -> Tensor | None:
-    """Fill a block; return it instead if it is to be shared. Equal bytes are read right into its memory."""
-    stored = getattr(torch, load.stored)
+class _ArrayLoad(NamedTuple):
+    """The load of a stored array, and the array that it fills."""
+
+    load: Load
+    array: LocalArray
+
+
+class _Loading:
+    """A load in phases: open and plan, compare `facts` between ranks, read and share.
+
+    loads: by stored name, or by this program's name without a tree to fill.
+    constants: numbers and texts of the tree to fill, by name, as they are stored.
+    """
+
+    checkpoint: Checkpoint
+
+    def __init__(self, ranks: Sequence[int], profile: Profile) -> None:
+        self.ranks = ranks
+        self.profile = profile
+        self.loads: dict[str, _ArrayLoad] = {}
+        self.constants: dict[str, Any] = {}
+
+    def plan_new(
+        self, rules: RulesLike | None, mesh: MeshLike | None, names: Names | None, dtype: Any
+    ) -> None:
+        """Plan the load of every stored array into new memory."""
+        if not rules:
+            rules = None  # `rules={}` too means that all are replicated
+        axes = axes_of(mesh)
+        planned = plan_load(self.checkpoint, rules, axes, names, dtype=dtype, profile=self.profile)
+        for name, load in planned.items():
+            # Without a tree, blocks have the stored dtype, or `dtype` if they are floats.
+            array_dtype = getattr(torch, load.array.dtype)
+            on_mesh = axes if mesh is None else mesh
+            array = LocalArray([name], None, array_dtype, load.target, on_mesh, self.ranks)
+            self.loads[name] = _ArrayLoad(load, array)
+
+    def plan_into(
+        self,
+        like: Any,
+        rules: RulesLike | None,
+        mesh: MeshLike | None,
+        names: Names | None,
+        strict: bool,
+    ) -> None:
+        """Plan the load of the arrays that a model or a tree has."""
+        stored = stored_as(self.checkpoint, names)
+        shapes = {name: array.shape for name, array in stored.items()}
+        # The files have global shapes, so blocks may have any sizes.
+        by_name, _ = leaves.local_arrays(like, rules, mesh, shapes)
+        arrays = list(by_name.values())
+        stored_names = in_both(stored, [array.names for array in arrays], strict)
+        for array, name in zip(arrays, stored_names, strict=True):
+            # Only a parallel model knows how to replace its meta tensors.
+            if array.is_meta and array.put is None:
+                hint = "xt.parallelize or model.to_empty(device=...) first"
+                raise XshardError(f"{array.names[0]} is on the meta device", hint=hint)
+            if name is None:  # not in the files; not strict
+                continue
+            with errors.located(name):
+                array_dtype = dtypes.name_of(array.dtype)
+                load = load_of(
+                    self.checkpoint, stored[name], array_dtype, array.sharding, self.profile
+                )
+                self.loads[name] = _ArrayLoad(load, array)
+        if not isinstance(like, nn.Module):  # a module has no numbers or texts of its own
+            for keys, x in tree_flatten_with_path(like)[0]:
+                if not isinstance(x, Tensor):
+                    name = leaf_name(keys)
+                    self.constants[name] = self.checkpoint.constant(name, x)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the shape and the layout in which each array is read: all ranks have to agree."""
+        facts: dict[str, Any] = {}
+        for name, (load, _) in self.loads.items():
+            facts[name] = (load.array.shape, str(load.source.layout))
+        return facts
+
+    def read(self, device: torch.device | str) -> dict[str, Tensor]:
+        """Read all arrays, bucket by bucket; return the blocks of this process by name."""
+        names = list(self.loads)
+        shared_bytes = [_shared_bytes(load) for load, _ in self.loads.values()]
+        tensors: dict[str, Tensor] = {}
+        with ThreadPoolExecutor(_n_threads(len(self.ranks))) as threads:
+            # Rows to share are in memory twice until they are sent: a bucket limits them.
+            for group in groups(shared_bytes, BUCKET_BYTES):
+                group_names = [names[i] for i in group]
+                # A DTensor's mesh may be a part of the world: others read nothing for it.
+                local = [name for name in group_names if rank() in self.loads[name].array.ranks]
+                tensors |= {name: self.loads[name].array.target(device) for name in local}
+                blocks = threads.map(self._reader(tensors), local)
+                self._share(dict(zip(local, blocks, strict=True)), tensors)
+        return tensors
+
+    def _reader(self, tensors: Mapping[str, Tensor]) -> Callable[[str], Tensor | None]:
+        """Return a function that reads one array into its tensor, or returns it to share."""
+
+        def read(name: str) -> Tensor | None:
+            load, array = self.loads[name]
+            return _read(self.checkpoint, load, array.device, tensors[name])
+
+        return read
+
+    def _share(self, blocks: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
+        """Send blocks to the processes that need them too, many arrays in one collective."""
+        by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
+        for name, block in blocks.items():
+            if block is not None:
+                by_mesh.setdefault(self.loads[name].array.mesh, {})[name] = block
+        for mesh, on_mesh in by_mesh.items():
+            moves: dict[str, str] = {}
+            shapes: dict[str, tuple[int, ...]] = {}
+            for name in on_mesh:
+                load = self.loads[name].load
+                moves[name] = f"{load.source.layout} -> {load.target.layout}"
+                shapes[name] = load.array.shape
+            moved = redistribute(on_mesh, moves, mesh, shape=shapes, profile=self.profile)
+            for name, block in moved.items():
+                tensors[name].copy_(block)
+
+    def replace_meta(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give a model its new parameters, which were on the meta device."""
+        for name, (_, array) in self.loads.items():
+            if array.is_meta and array.put is not None:
+                array.put(tensors[name])
+
+
+def _n_threads(n_ranks: int) -> int:
+    """Return this process's share of the cores of its node, at least two threads.
+
+    Disks, and copies in numpy, release the interpreter. More threads than cores only cost memory.
+    """
+    n_node_ranks = node_processes(n_ranks) or n_ranks
+    n_cores = os.cpu_count() or 1
+    return max(2, n_cores // n_node_ranks)
+
+
+def _shared_bytes(load: Load) -> int:
+    """Return the most bytes that a process reads of an array for others.
+
+    0 if it reads for itself.
+    """
+    if not load.is_shared:
+        return 0
+    return dtypes.n_bytes(load.source.max_local_shape, load.stored)
+
+
+def _read(checkpoint: Checkpoint, load: Load, device: int, out: Tensor) -> Tensor | None:
+    """Read a block into `out`, or return it if it is to be shared.
+
+    A block with the bytes of `out` is read right into its memory, without a copy.
+    """
+    stored_dtype = getattr(torch, load.stored)
     is_plain = out.device.type == "cpu" and not (out.is_conj() or out.is_neg())
-    direct = is_plain and not load.is_shared and out.dtype == stored
-    read = read_block(checkpoint, load, array.device, _as_numpy(out) if direct else None)
-    block = torch.from_numpy(read).view(stored)
-    if not (direct or load.is_shared):
-        out.copy_(block)
-    return block.to(out.device, out.dtype) if load.is_shared else None
-
-
-def _share(
-    blocks: dict[str, Tensor], loads: Loads, result: Mapping[str, Tensor], profile: Profile
-) -> None:
-    """Send blocks to the other processes that need them."""
-    for mesh in dict.fromkeys(loads[name][1].mesh for name in blocks):
-        on_mesh = {name: loads[name][0] for name in blocks if loads[name][1].mesh == mesh}
-        moves = {
-            name: f"{load.source.layout} -> {load.target.layout}" for name, load in on_mesh.items()
-        }
-        shapes = {name: load.array.shape for name, load in on_mesh.items()}
-        some = {name: blocks[name] for name in on_mesh}
-        for name, block in redistribute(some, moves, mesh, shape=shapes, profile=profile).items():
-            result[name].copy_(block)
+    is_direct = is_plain and not load.is_shared and out.dtype == stored_dtype
+    if is_direct:
+        read_block(checkpoint, load, device, _as_numpy(out))
+        return None
+    block = torch.from_numpy(read_block(checkpoint, load, device)).view(stored_dtype)
+    if load.is_shared:
+        return block.to(out.device, out.dtype)
+    out.copy_(block)
+    return None
 
 
 def _as_numpy(x: Tensor) -> NDArray[Any]:
-    """A tensor on a CPU as numpy has it, in the same memory."""
-    return x.detach().view(getattr(torch, dtypes.carrier(dtypes.name_of(x.dtype)).name)).numpy()
+    """Return a tensor on a CPU as numpy has it, in the same memory.
+
+    numpy lacks bfloat16 and float8: they are whole numbers of the same size.
+    """
+    carrier = dtypes.carrier(dtypes.name_of(x.dtype))
+    return x.detach().view(getattr(torch, carrier.name)).numpy()

@@ -1,4 +1,4 @@
-"""Arrays of a model or a tree by name, with layouts and local blocks, and the processes that hold them."""
+"""Arrays of a model or a tree by name, with layouts, local blocks and processes."""
 
 from __future__ import annotations
 
@@ -27,54 +27,69 @@ from xshard.arguments import lengths_of, shown
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, check_block, sides_or_one
 
+Constant = int | float | str | None  # bools are ints
+_LARGE_BYTES = 2**20  # smaller blocks share their pages with others
+
 
 def rank() -> int:
-    """The rank of this process; 0 without a world."""
+    """Return the rank of this process; 0 without a world."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def processes_of(mesh: MeshLike | None) -> tuple[int, ...]:
-    """The ranks of a mesh; for None, the ranks of the world, or this process alone."""
+    """Return the ranks of a mesh; for None, the ranks of the world, or this process alone."""
     if not dist.is_initialized():
         if mesh is not None and mesh_of(mesh).n_devices > 1:
             process_mesh(mesh)  # raises
         return (0,)
-    return tuple(range(dist.get_world_size())) if mesh is None else process_mesh(mesh).ranks
+    if mesh is None:
+        return tuple(range(dist.get_world_size()))
+    return process_mesh(mesh).ranks
 
 
 def axes_of(mesh: MeshLike | None) -> Mesh:
-    """The axes of a mesh; None is the world as one axis."""
-    return mesh_of(mesh) if mesh is not None else Mesh(world=len(processes_of(None)))
+    """Return the axes of a mesh; None is the world as one axis."""
+    return Mesh(world=len(processes_of(None))) if mesh is None else mesh_of(mesh)
 
 
 def all_or_none(
     ranks: Sequence[int], call: str, work: Callable[[], Any], *, timeout: timedelta | None = None
 ) -> list[Any]:
-    """Do the work on all of these ranks -> the result of each, as JSON has it. Raises as `agreed` does."""
+    """Do the work on all of these ranks -> the result of each, as JSON has it.
+
+    Raises on all of them if one fails, as `compare_facts` does. call: the call in the user's words.
+    """
     if len(ranks) == 1:
         return [work()]
-    reports = compare_ranks(
-        ranks, call, lambda: CallFacts({}, {}, (), {"": json.dumps(work())}), timeout
-    )
+
+    def result() -> CallFacts:
+        # Results may differ between ranks; they travel as the facts that are not compared.
+        return CallFacts(everywhere={}, within={}, part=(), own={"": json.dumps(work())})
+
+    reports = compare_ranks(ranks, call, result, timeout)
     return [json.loads(reports[r]["own"][""]) for r in ranks]
 
 
-def agreed(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) -> None:
+def compare_facts(ranks: Sequence[int], call: str, work: Callable[[], dict[str, Any]]) -> None:
     """Compare facts by name, which all of these ranks find. Raises as `compare_ranks` does."""
 
     def facts() -> CallFacts:
-        return CallFacts({name: str(fact) for name, fact in work().items()}, {}, (), {})
+        texts = {name: str(fact) for name, fact in work().items()}
+        return CallFacts(everywhere=texts, within={}, part=(), own={})
 
-    facts() if len(ranks) == 1 else compare_ranks(ranks, call, facts)
-
-
-Constant = int | float | str | None  # bools are ints
-_LARGE_BYTES = 2**20  # smaller blocks share their pages
+    if len(ranks) == 1:
+        facts()
+    else:
+        compare_ranks(ranks, call, facts)
 
 
 @dataclass(eq=False)
 class LocalArray:
-    """An array under one name or several. block: None outside of its mesh. put: replaces it in the tree."""
+    """An array of a tree, with the block of this process.
+
+    names: several if it is tied. block: None outside of its mesh. put: replaces the array in its
+    model, for parameters on the meta device.
+    """
 
     names: Sequence[str]
     block: Tensor | None
@@ -91,10 +106,11 @@ class LocalArray:
 
     @property
     def is_meta(self) -> bool:
+        """Whether the array has a shape and no values yet."""
         return self.block is not None and self.block.is_meta
 
     def target(self, device: torch.device | str) -> Tensor:
-        """The tensor to fill: the block, or new memory on a device."""
+        """Return the tensor to fill: the block, or new memory on a device."""
         if self.block is not None and not self.block.is_meta:
             return self.block
         out = torch.empty(self.sharding.local_shape(self.device), dtype=self.dtype, device=device)
@@ -104,43 +120,74 @@ class LocalArray:
 def local_arrays(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
-    """The arrays of a model or any tree, with their own layouts or with layouts by rules; other leaves."""
+    """Return the arrays of a model or any tree by name, and its other leaves.
+
+    Parallel models and DTensors have layouts of their own; rules have those of all other tensors,
+    which are replicated without rules. Raises as `local_array` does, with the name of the leaf.
+    """
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
-        parallel = parallel_of(tree)
-        saved = set(tree.state_dict(keep_vars=True))
-        here = parallel.context.mesh, parallel.context.processes.ranks
-        kept = [each for each in parallel.parameters if saved.intersection(each.names)]
-        pairs = ((x, x.tensor.detach()) for x in kept)
-        return {
-            x.name: LocalArray(x.names, b, b.dtype, x.sharding, *here, x.put) for x, b in pairs
-        }, {}
-    tensors, constants = tensors_and_constants(
-        tree.state_dict() if isinstance(tree, nn.Module) else tree
-    )
-    blocks = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
-    layouts = Rules({"**": "..."} if rules is None else rules).match(blocks, what="tensor")
+        return _arrays_of_parallel(tree), {}
+    if isinstance(tree, nn.Module):
+        tree = tree.state_dict()
+    tensors, constants = tensors_and_constants(tree)
+    without_layout = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
+    if rules is None:
+        rules = {"**": "..."}
+    layouts = Rules(rules).match(without_layout, what="tensor")
     ranks = processes_of(mesh)
-    arrays = {}
+    if mesh is None:
+        mesh = axes_of(None)
+    if shapes is None:
+        shapes = {}
+    arrays: dict[str, LocalArray] = {}
     for name, x in tensors.items():
         with errors.located(trees.place_of(name)):
             rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
-            here = mesh or axes_of(None), ranks
-            arrays[name] = local_array(name, x, rule, *here, (shapes or {}).get(name))
+            arrays[name] = local_array(name, x, rule, mesh, ranks, shapes.get(name))
     return arrays, constants
 
 
+def _arrays_of_parallel(model: nn.Module) -> dict[str, LocalArray]:
+    """Return the parameters and buffers in a parallel model's state, each once."""
+    parallel = parallel_of(model)
+    saved_names = set(model.state_dict(keep_vars=True))
+    arrays: dict[str, LocalArray] = {}
+    for parameter in parallel.parameters:
+        if saved_names.isdisjoint(parameter.names):  # a buffer that is not persistent
+            continue
+        block = parameter.tensor.detach()
+        arrays[parameter.name] = LocalArray(
+            parameter.names,
+            block,
+            block.dtype,
+            parameter.sharding,
+            parallel.context.mesh,
+            parallel.context.processes.ranks,
+            put=parameter.put,
+        )
+    return arrays
+
+
 def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
-    """The leaves of a tree by name."""
-    leaves = trees.named_once(
-        (trees.leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]
-    )
-    for name, x in leaves.items():
-        if not isinstance(x, Tensor | Constant):
+    """Return the tensors of a tree by name, and its numbers and texts.
+
+    Raises XshardError for leaves of other types, and for two leaves of one name.
+    """
+    named_leaves = [(trees.leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
+    tensors: dict[str, Tensor] = {}
+    constants: dict[str, Constant] = {}
+    for name, x in trees.named_once(named_leaves).items():
+        if isinstance(x, Tensor):
+            tensors[name] = x
+        elif isinstance(x, Constant):
+            constants[name] = x
+        else:
             hint = "tensors, numbers and text are moved and saved: leave it out of the tree"
-            hint = "model.state_dict() is a tree" if isinstance(x, nn.Module) else hint
-            raise XshardError(f"{trees.place_of(name) or 'the tree'} is {shown(x)}", hint=hint)
-    tensors = {name: x for name, x in leaves.items() if isinstance(x, Tensor)}
-    return tensors, {name: x for name, x in leaves.items() if name not in tensors}
+            if isinstance(x, nn.Module):
+                hint = "model.state_dict() is a tree"
+            place = trees.place_of(name) if name else "the tree"
+            raise XshardError(f"{place} is {shown(x)}", hint=hint)
+    return tensors, constants
 
 
 def local_array(
@@ -151,40 +198,70 @@ def local_array(
     ranks: Sequence[int],
     shape: Any = None,
 ) -> LocalArray:
-    """A DTensor, or a local block under the left side of a rule. shape: global; None if blocks are equal."""
-    if x.layout != torch.strided or x.is_quantized:
-        reason = f"a tensor of {x.layout if x.layout != torch.strided else x.dtype}"
-        raise XshardError(reason, hint="x.to_dense() or x.dequantize()")
-    block: Tensor | None = x.detach()
+    """Return a DTensor as an array, or a local block under the left side of a rule.
+
+    shape: global; None if all processes have blocks of one size. Raises XshardError for tensors
+    without strides or without a layout, ShapeError for a block that is not as the layout says.
+    """
+    if x.layout != torch.strided:
+        raise XshardError(f"a tensor of {x.layout}", hint="x.to_dense() or x.dequantize()")
+    if x.is_quantized:
+        raise XshardError(f"a tensor of {x.dtype}", hint="x.to_dense() or x.dequantize()")
     if isinstance(x, DTensor):
-        on = x.device_mesh
-        shape = tuple(x.shape)
-        ranks = meshes.callers(on)
-        axes = meshes.dtensor_axes(on)
-        rule = sides_or_one(from_placements(x.placements, axes, x.ndim, shape))
-        block, mesh = (local_block(x), meshes.dtensor_mesh(on)) if rank() in ranks else (None, on)
-    elif rule is None:
+        return _array_of_dtensor(name, x)
+    if rule is None:
         raise XshardError("a tensor without a layout", hint="a rule for the source, or a DTensor")
+    axes = mesh_of(mesh)
+    if shape is None:
+        shape = global_shape(rule.src, axes, x.shape, rule.text)
     else:
-        axes = mesh_of(mesh)
-        shape = (
-            global_shape(rule.src, axes, x.shape, rule.text) if shape is None else lengths_of(shape)
-        )
-    array = LocalArray([name], block, x.dtype, Sharding(rule.src, axes, tuple(shape)), mesh, ranks)
-    if block is not None:
-        expected = array.sharding.local_shape(array.device)
-        dims = array.sharding.layout.names
-        what = f"the block of rank {rank()}"
-        whole = array.sharding.shape
-        hint = f"under '{rule.src}' on {axes!r} that is its part of a {whole} array (shapes= has others)"
-        check_block(what, tuple(block.shape), expected, dims, rule.text, hint, inferred=False)
+        shape = lengths_of(shape)
+    sharding = Sharding(rule.src, axes, tuple(shape))
+    # Detached: a copy into the block is no operation of autograd.
+    array = LocalArray([name], x.detach(), x.dtype, sharding, mesh, ranks)
+    _check_block_shape(array, rule)
     return array
 
 
+def _array_of_dtensor(name: str, x: DTensor) -> LocalArray:
+    """Return a DTensor as an array; this process may be outside of its mesh."""
+    device_mesh = x.device_mesh
+    shape = tuple(x.shape)
+    axes = meshes.dtensor_axes(device_mesh)
+    rule = sides_or_one(from_placements(x.placements, axes, x.ndim, shape))
+    ranks = meshes.callers(device_mesh)
+    sharding = Sharding(rule.src, axes, shape)
+    if rank() not in ranks:
+        # In place of a block torch has an empty tensor here.
+        return LocalArray([name], None, x.dtype, sharding, device_mesh, ranks)
+    mesh = meshes.dtensor_mesh(device_mesh)
+    array = LocalArray([name], local_block(x), x.dtype, sharding, mesh, ranks)
+    _check_block_shape(array, rule)
+    return array
+
+
+def _check_block_shape(array: LocalArray, rule: Sides) -> None:
+    """Raise ShapeError unless the block is this process's part of the array."""
+    assert array.block is not None  # only arrays with a block come here
+    sharding = array.sharding
+    what = f"the block of rank {rank()}"
+    part = f"under '{rule.src}' on {sharding.mesh!r} that is its part of a {sharding.shape} array"
+    hint = f"{part} (shapes= has others)"
+    shape = tuple(array.block.shape)
+    expected = sharding.local_shape(array.device)
+    names = sharding.layout.names
+    check_block(what, shape, expected, names, rule.text, hint, inferred=False)
+
+
 def _on_large_pages(x: Tensor) -> Tensor:
-    """Use large pages for new CPU memory: getting small ones takes four times as long as copying to them."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # of Linux
+    """Use large pages for new CPU memory.
+
+    Getting small ones from the system takes four times as long as copying to them.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # only Linux has it
     if x.device.type == "cpu" and x.nbytes >= _LARGE_BYTES and advice is not None:
-        ahead = -x.data_ptr() % mmap.PAGESIZE
-        CDLL(None).madvise(c_void_p(x.data_ptr() + ahead), c_size_t(x.nbytes - ahead), advice)
+        # madvise takes whole pages: start at the next one.
+        skipped_bytes = -x.data_ptr() % mmap.PAGESIZE
+        start = c_void_p(x.data_ptr() + skipped_bytes)
+        CDLL(None).madvise(start, c_size_t(x.nbytes - skipped_bytes), advice)
     return x

@@ -28,7 +28,7 @@ from xshard.state.transfer import BUCKET
 from xshard.state.tree_plan import ArrayPlan, TreePlan
 
 
-def transfer(
+def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their execution
     tree: Any,
     rules: RulesLike | tuple[RulesLike | None, RulesLike],
     dst_mesh: MeshLike,
@@ -43,66 +43,106 @@ def transfer(
     profile: ProfileLike = "auto",
     device: torch.device | str | None = None,
 ) -> Any:
-    """Move a tree of local blocks to another mesh; returns new tensors.
+    """Move a tree of local blocks to another mesh.
 
-    All processes of the world call it, with equal arguments except for `tree` and `device`. Processes outside
-    of the source pass None; processes outside of the destination get None. tree: nested dicts and lists of
-    tensors, DTensors, numbers and text, as the state of a module or an optimizer. With `names` the result is
-    a dict by destination names.
+        state = xt.transfer(state, {"w": "o/dp i -> o i/tp"}, serve_mesh, src_mesh=train_mesh)
 
-    rules, names, bucket_bytes, profile: as in `xshard.state.plan_transfer`. A DTensor brings its source
-    layout: a rule without an arrow is its destination layout, and `rules=(None, there)` is enough with
-    `names`. src_mesh: the mesh of a tree of other tensors. shapes: global shapes by name, if blocks differ in
-    size. donate: free the memory of the tree bucket by bucket. progress: True for a bar, or a function called
-    with the bytes done and the total; None shows a bar for large trees on a terminal. dry_run: send nothing
-    and return the plan, which prints as a table. device: for the result on a process that has no tree.
-    Raises, on all ranks, before anything is sent: DesyncError if ranks disagree or one of them fails,
-    MeshError, and as `plan_transfer` does.
+    All processes of the world call it, with equal arguments except for `tree` and `device`.
+    Processes outside of the source pass None; processes outside of the destination get None.
 
-    >>> import torch_bridge as xt
-    >>> from xshard import Mesh
-    >>> def move():
-    ...     state = {"w": torch.ones(2, 4), "step": torch.tensor(3.0)}
-    ...     rules = {"w": "o/dp i -> o i/tp", "**": "..."}
-    ...     return xt.transfer(state, rules, Mesh(tp=2), src_mesh=Mesh(dp=2))
-    >>> {name: tuple(x.shape) for name, x in xt.testing.run_ranks(2, move)[0].items()}
-    {'w': (4, 2), 'step': ()}
+    Args:
+        tree: Nested dicts and lists of tensors, DTensors, numbers and text, such as the state of a
+            module or an optimizer.
+        rules: "layout -> layout" by patterns over names, or a pair of rules, as in
+            `xshard.state.plan_transfer`. A DTensor brings its source layout: a rule without an
+            arrow is its destination layout, and `rules=(None, there)` is enough with `names`.
+        dst_mesh: The mesh of the result.
+        src_mesh: The mesh of a tree of other tensors than DTensors.
+        names: As in `xshard.state.plan_transfer`.
+        shapes: Global shapes by name, if blocks differ in size.
+        bucket_bytes: As in `xshard.state.plan_transfer`.
+        donate: Free the memory of the tree bucket by bucket.
+        progress: True for a bar, or a function called with the bytes done and the total. None shows
+            a bar for large trees on a terminal.
+        dry_run: Send nothing and return the plan, which prints as a table.
+        profile: As in `xshard.state.plan_transfer`.
+        device: For the result on a process that has no tree.
+
+    Returns:
+        The tree, with new tensors; with `names`, a dict by destination names.
+
+    Raises:
+        DesyncError: Ranks disagree, or one of them fails; on all ranks, before anything is sent.
+        MeshError: A tree or a mesh is missing, or a tensor is on another mesh; likewise.
+        XshardError: As for `xshard.state.plan_transfer`; likewise.
+
+    Examples:
+        >>> import torch_bridge as xt
+        >>> from xshard import Mesh
+        >>> def move():
+        ...     state = {"w": torch.ones(2, 4), "step": torch.tensor(3.0)}
+        ...     rules = {"w": "o/dp i -> o i/tp", "**": "..."}
+        ...     return xt.transfer(state, rules, Mesh(tp=2), src_mesh=Mesh(dp=2))
+        >>> {name: tuple(x.shape) for name, x in xt.testing.run_ranks(2, move)[0].items()}
+        {'w': (4, 2), 'step': ()}
     """
     check_world()
     blocks: dict[str, torch.Tensor] = {}
 
+    # Runs inside the comparison of ranks, so that all of them raise if one cannot describe its
+    # tree.
     def prepared() -> CallFacts:
-        destination = f"{mesh_of(dst_mesh)!r} on {ranks_of(dst_mesh)}"
-        everywhere = {"destination": destination, **tree_facts.rules_text(rules, names)}
-        everywhere["bucket_bytes"] = str(bucket_bytes)
+        everywhere = {
+            "destination": f"{mesh_of(dst_mesh)!r} on {ranks_of(dst_mesh)}",
+            **tree_facts.rules_text(rules, names),
+            "bucket_bytes": str(bucket_bytes),
+        }
         if tree is None:
-            return CallFacts(everywhere, {}, (), {})
-        local, facts = tree_facts.described(tree, rules, src_mesh, shapes)
+            return CallFacts(everywhere, within={}, part=(), own={})
+        local, facts = tree_facts.describe_tree(tree, rules, src_mesh, shapes)
         blocks.update(local)
-        return CallFacts(everywhere, facts, tree_facts.mesh_in(facts)[1], {})
+        _, senders = tree_facts.mesh_in(facts)
+        return CallFacts(everywhere, within=facts, part=senders, own={})
 
     reports = compare_ranks(range(dist.get_world_size()), "transfer", prepared)
-    facts = next((report["within"] for report in reports.values() if report["within"]), None)
-    if facts is None:
-        raise MeshError(
-            "no rank brings a tree", hint="ranks of src_mesh pass theirs, all others None"
-        )
-    senders = tree_facts.mesh_in(facts)[1]
-    if missing := [r for r in senders if not reports[r]["within"]]:
-        raise MeshError(
-            f"ranks {missing} of the source bring no tree", hint=f"all of {senders} pass theirs"
-        )
-    where = mesh_of(dst_mesh), (senders, ranks_of(dst_mesh)), machine(profile), bucket_bytes
-    plan = tree_facts.plan_described(
-        tuple(facts.items()), tree_facts.target_rules(rules), names, *where
+    facts = _facts_of_senders(reports)
+    _, senders = tree_facts.mesh_in(facts)
+    route = tree_facts.Route(
+        mesh_of(dst_mesh), senders, ranks_of(dst_mesh), machine(profile), bucket_bytes
     )
+    dst_rules = tree_facts.target_rules(rules)
+    # All ranks plan from the same text, and so reach the same plan.
+    plan = tree_facts.plan_described(tuple(facts.items()), dst_rules, names, route)
     if dry_run:
         return plan
     tensor_device = tensor_device_of(tree_facts.first_on_device(blocks), device, dst_mesh)
     group = dist.group.WORLD
     assert group is not None
     received = execute(plan, blocks, tensor_device, group, donate=donate, progress=progress)
-    return None if received is None else tree_facts.tree_of(received, plan, facts, names)
+    if received is None:  # this process is outside of the destination
+        return None
+    return tree_facts.rebuild_tree(received, plan, facts, names)
+
+
+def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the facts of the tree, equal on all that bring it.
+
+    Raises MeshError unless all senders do.
+
+    reports: by rank, as from `compare_ranks`.
+    """
+    bring_tree = [rank for rank, report in reports.items() if report["within"]]
+    if not bring_tree:
+        hint = "ranks of src_mesh pass theirs, all others None"
+        raise MeshError("no rank brings a tree", hint=hint)
+    facts: dict[str, str] = reports[bring_tree[0]]["within"]
+    _, senders = tree_facts.mesh_in(facts)
+    # Each sender's block is needed: nobody can stand in for it.
+    missing = [rank for rank in senders if rank not in bring_tree]
+    if missing:
+        hint = f"all of {senders} pass theirs"
+        raise MeshError(f"ranks {missing} of the source bring no tree", hint=hint)
+    return facts
 
 
 @torch.no_grad()
@@ -115,59 +155,98 @@ def execute(
     donate: bool = False,
     progress: Progress = None,
 ) -> dict[str, Tensor] | None:
-    """Source blocks by name -> destination blocks; None outside of that mesh. All of `group` call it."""
+    """Execute a plan: source blocks by name -> destination blocks; None outside of that mesh.
+
+    All processes of `group` call it. donate: free source blocks after the last bucket that reads
+    them.
+    """
     rank = rank_in(group)
-    both = (plan.src_devices, plan.dst_devices)
-    src, dst = (devices.index(rank) if rank in devices else None for devices in both)
-    last = {
-        move.name: bucket for bucket in plan.buckets for array in bucket for move in array.moves
-    }
+    src_device = _position(plan.src_devices, rank)
+    dst_device = _position(plan.dst_devices, rank)
+    last_bucket = _last_bucket_of_blocks(plan)
     received: dict[str, Tensor] = {}
     with reporting(progress, plan.bytes_moved, group.rank() == 0) as report:
-        for bucket in plan.buckets:
+        for i, bucket in enumerate(plan.buckets):
+            parts = _parts_to_send(bucket, blocks, src_device, tensor_device)
+            # All messages of a bucket travel together: small arrays cost little more than one.
             moves = [move for array in bucket for move in array.moves]
-            nothing = torch.empty(0, device=tensor_device)
-            parts = list[Tensor]()
-            for move in moves:
-                part = (
-                    nothing if src is None else _part(blocks[move.name], move.src.numpy_index(src))
-                )
-                parts.append(part.to(tensor_device, getattr(torch, move.plan.dtype)))
-            results = iter(
-                run_together([cross(move.plan, tensor_device, group) for move in moves], parts)
-            )
+            exchanges = [cross(move.plan, tensor_device, group) for move in moves]
+            arrived = iter(run_together(exchanges, parts))
             for array in bucket:
-                arrived = [next(results) for _ in array.moves]
-                if dst is not None:
-                    received[array.name] = _assembled(array, arrived, dst)
+                pieces = [next(arrived) for _ in array.moves]
+                if dst_device is not None:
+                    received[array.name] = _assembled(array, pieces, dst_device)
             if donate:
-                for name in [name for name in blocks if last.get(name) is bucket]:
+                # A block may be read by several buckets, as `names` can split arrays.
+                for name in [name for name in blocks if last_bucket.get(name) == i]:
                     _free(blocks.pop(name))
             report(sum(array.traffic.total() for array in bucket))
-    return received if dst is not None else None
+    return None if dst_device is None else received
+
+
+def _position(ranks: Sequence[int], rank: int) -> int | None:
+    """Return the device of a rank in a mesh; None if it is not in the mesh."""
+    return ranks.index(rank) if rank in ranks else None
+
+
+def _last_bucket_of_blocks(plan: TreePlan) -> dict[str, int]:
+    """Return the number of the last bucket that reads each source block."""
+    last_bucket: dict[str, int] = {}
+    for i, bucket in enumerate(plan.buckets):
+        for array in bucket:
+            last_bucket |= {move.name: i for move in array.moves}
+    return last_bucket
+
+
+def _parts_to_send(
+    bucket: Sequence[ArrayPlan],
+    blocks: Mapping[str, Tensor],
+    src_device: int | None,
+    tensor_device: torch.device,
+) -> list[Tensor]:
+    """Return the part of a source block that each move of a bucket takes.
+
+    Empty outside of the source.
+    """
+    parts: list[Tensor] = []
+    for array in bucket:
+        for move in array.moves:
+            part = torch.empty(
+                0, device=tensor_device
+            )  # the moves of a plan want one on every process
+            if src_device is not None:
+                index = move.src.numpy_index(src_device)
+                part = _part(blocks[move.name], index)
+            parts.append(part.to(tensor_device, getattr(torch, move.plan.dtype)))
+    return parts
 
 
 def _assembled(array: ArrayPlan, parts: list[Tensor], device: int) -> Tensor:
-    """The block of an array from the parts that its moves bring."""
+    """Return the block of an array from the parts that its moves bring."""
     dtype = getattr(torch, array.dtype)
     if len(parts) == 1 and not array.moves[0].dst.part.numpy_index:
-        return parts[0].to(dtype)
+        return parts[0].to(dtype)  # the part is the whole block
     out = parts[0].new_empty(array.sharding.local_shape(device), dtype=dtype)
+    # Several stored arrays make one array, or one makes a part of it.
     for move, part in zip(array.moves, parts, strict=True):
-        _bits(out)[_index(move.dst.numpy_index(device))] = _bits(part.to(dtype))
+        index = _torch_index(move.dst.numpy_index(device))
+        _bits(out)[index] = _bits(part.to(dtype))
     return out
 
 
 def _part(block: Tensor, index: tuple[Any, ...]) -> Tensor:
-    return _bits(block)[_index(index)].view(block.dtype) if index else block
+    """Return some rows of a block; an empty index is the whole block."""
+    if not index:
+        return block
+    return _bits(block)[_torch_index(index)].view(block.dtype)
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The same bits as a dtype that torch can index and copy."""
+    """Return the same bits as a dtype that torch can index and copy."""
     return x.view(CARRIERS.get(x.dtype, x.dtype))
 
 
-def _index(index: tuple[Any, ...]) -> tuple[Any, ...]:
+def _torch_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows for rows in index)
 
 
@@ -175,4 +254,5 @@ def _free(block: Tensor) -> None:
     """Free the memory of a block, unless it is a view of a larger tensor."""
     storage = block.untyped_storage()
     if storage.nbytes() == block.nbytes and storage.resizable():
+        # Others may still hold the tensor, which would keep its memory: take it from the storage.
         storage.resize_(0)

@@ -1,0 +1,1 @@
+"""Training steps of torch modules, recorded without data."""

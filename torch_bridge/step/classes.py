@@ -1,16 +1,21 @@
-"""The class of each operation of torch, with the dims of its operands and its result in letters.
+"""Describe operations of torch: the class of each, and its dims in letters.
 
-An operation is described by its name and by shapes alone: `mm` is "a b, b c -> a c", a contraction.
+`mm` is a contraction "a b, b c -> a c". A description depends on the name of an operation, its
+arguments and shapes alone. A dim that occurs in several arrays has one letter; `r0 r1 ...` are the
+dims of the result.
+
+To add an operation, write one function under `@describes`, or add its name to one of the sets of
+traits.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.utils._pytree import tree_leaves
 
 from xshard.step.record.letters import (
@@ -25,109 +30,349 @@ from xshard.step.record.letters import (
     words,
 )
 
-VIEWS = words(
-    "view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh"
-)
+# Traits of operations that have no function of their own below.
+
+# The result is a part of the operand or its copies: nothing is computed.
 PARTS = words("slice select split split_with_sizes unbind expand view_as_real view_as_complex")
+# Partial sums may pass: f(a + b) = f(a) + f(b).
 LINEAR = PARTS | words("add sub neg sum mean cat constant_pad_nd flip roll")
 RANDOM = words("native_dropout bernoulli uniform normal")
+# Not tagged as pointwise by torch, but the last dims of operands are those of the result, too.
 ALIGNED = words(
     "native_layer_norm expand repeat constant_pad_nd copy tril triu fill zero floor_divide"
 )
 ALIGNED |= RANDOM | {"_prelu_kernel"}
-RESULTS = words(
-    "_softmax _log_softmax exp reciprocal rsqrt sigmoid sqrt tanh"
-)  # their gradients need them
+# Their gradients need the result, and not the operands.
+GRADIENT_BY_RESULT = words("_softmax _log_softmax exp reciprocal rsqrt sigmoid sqrt tanh")
+# Every element has the same value: an axis may shard any dim. An `arange` differs along its dim.
 UNIFORM = words("full zeros ones empty scalar_tensor")
-WINDOWS = re.compile(
-    r"(?:pool|upsample_[a-z]+|pad)(\d)d"
-)  # over so many last dims, each channel alone
-_MM = ("ab", "bc", "ac")
-_BMM = ("eab", "ebc", "eac")
-MATRICES = {"mm": _MM, "addmm": _MM, "bmm": _BMM, "baddbmm": _BMM}
-MATRICES |= {"mv": ("ab", "b", "a"), "dot": ("a", "a", "")}
+# They mix as many last dims as the name says, in each channel alone: `avg_pool2d`.
+WINDOWS = re.compile(r"(?:pool|upsample_[a-z]+|pad)(\d)d")
 
 
 class Call(NamedTuple):
-    """An operation on tensors, in letters. added: a tensor that is added to the result."""
+    """An operation on tensors, in letters.
+
+    added: a tensor that the operation also adds to its result, a bias: it is an operation of its
+    own.
+    """
 
     operands: Sequence[Tensor]
     op: Written
     added: Tensor | None = None
 
 
+class Invocation(NamedTuple):
+    """One result of an operation of torch as it ran.
+
+    args: the arguments by name. tensors: the arguments that are tensors with elements.
+    """
+
+    name: str
+    args: Mapping[str, Any]
+    tensors: list[Tensor]
+    out: Tensor
+    is_pointwise: bool
+
+    @property
+    def first(self) -> Tensor:
+        """The first operand, which for most operations is the array that they change."""
+        return self.tensors[0] if self.tensors else self.out
+
+    @property
+    def shapes(self) -> list[Size]:
+        """The shapes of the operands."""
+        return [x.shape for x in self.tensors]
+
+    @property
+    def result_dims(self) -> list[str]:
+        """The letters of the dims of the result."""
+        return letters(self.out.ndim)
+
+    @property
+    def has_number(self) -> bool:
+        """Whether this is arithmetic between an array and a number, as in `x + 1`."""
+        return self.name in ("add", "sub", "mul", "div") and len(self.tensors) == 1
+
+
+Description = Callable[[Invocation], "Call | None"]
+DESCRIPTIONS: dict[str, Description] = {}
+
+
 def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> Call:
-    """The call that gives one result of an operation; `opaque` if no class fits. args: by name."""
+    """Describe the call of an operation that gives one of its results.
+
+    An operation that fits no class is `opaque`: every device computes all of it. args: by name.
+    """
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.numel()]
-    shapes = [x.shape for x in tensors]
-    dims = letters(out.ndim)
-    first = tensors[0] if tensors else out
-    if name in MATRICES:
-        bias = tensors.pop(0) if "add" in name else None
-        return Call(tensors, Written(MATRICES[name], "contraction"), bias)
-    if name in VIEWS:
-        return Call([first], view(first.shape, out.shape))
-    if name in ("t", "transpose", "permute"):
-        order = [*args.get("dims", range(first.ndim))]
-        if name != "permute":
-            i = args.get("dim0", 0)
-            j = args.get("dim1", -1)
-            order[i], order[j] = order[j], order[i]
-        return Call([first], Written([dims, [dims[d] for d in order]], "linear", work=FREE))
-    if name == "embedding":
-        return Call(
-            [args["indices"], args["weight"]], Written([dims[:-1], ["v", dims[-1]], dims], "lookup")
-        )
-    if name == "index":
-        return _indexed(args, out)
-    if name == "convolution" and (args["groups"] == 1 or not args["transposed"]):
-        order = [*range(out.ndim)]
-        orders = [order, [1, 0, *order[2:]] if args["transposed"] else order, order]
-        return Call(
-            tensors[:2], convolution(shapes, out.shape, args["groups"], orders), args.get("bias")
-        )
-    if name == "nll_loss_forward":
-        rows = letters(args["target"].ndim)
-        return Call(
-            tensors[:2], Written([[rows[0], "v", *rows[1:]][: first.ndim], rows, []], "loss")
-        )
-    if name == "native_group_norm" and out.shape == first.shape:  # groups of channels are whole
-        return Call(
-            tensors, placed(shapes, out.shape, [range(out.ndim), [1], [1]], "pointwise", dims[1:])
-        )
-    if name == "written" and first.stride() == tensors[1].stride():  # a slice of an array
-        cut = {d for d, n, m in zip(dims, *shapes, strict=True) if n != m}
-        return Call(tensors, aligned(shapes, out.shape, whole=cut))
-    if name.endswith("_like") or (name.startswith("new_") and first.shape == out.shape):
-        return Call([first], aligned([first.shape], out.shape, "pointwise", **FREE, keeps=()))
+    invocation = Invocation(name, args, tensors, out, is_pointwise)
+    if name in DESCRIPTIONS:
+        call = DESCRIPTIONS[name](invocation)
+        if call is not None:
+            return call
+    # `x.new_zeros(x.shape)` is sharded like x; with any other shape it has nothing to do with x.
+    if name.endswith("_like") or (name.startswith("new_") and invocation.first.shape == out.shape):
+        return _filled_like(invocation)
     if not tensors or name.startswith("new_"):
-        return Call(
-            (), Written([dims], "source", () if name.removeprefix("new_") in UNIFORM else dims)
-        )
-    if name == "stack":
-        d = args["dim"] % out.ndim
-        places = [*range(d), *range(d + 1, out.ndim)]
-        return Call(tensors, placed(shapes, out.shape, [places] * len(tensors), whole=[dims[d]]))
-    is_number = name in ("add", "sub", "mul", "div") and len(tensors) == 1
-    kind = "linear" if name in LINEAR and not is_number else "pointwise"
-    work = FREE if name in PARTS else {}
-    work = {"keeps": ()} if is_number else {"keeps": (len(tensors),)} if name in RESULTS else work
-    if "dim" in args or "dims" in args:
-        every = [*range(first.ndim)]
-        named = args.get("dim", args.get("dims"))
-        if name == "_weight_norm_interface":  # a norm over all dims but this one
-            named = [d for d in every if d != named % first.ndim]
-        named = every if named is None or named == [] else named
-        return Call(tensors, along(shapes, out.shape, named, kind, sums=name == "sum", **work))
-    windows = WINDOWS.search(name)
-    if is_pointwise or name in ALIGNED or windows:
-        n_whole = 2 if name in ("tril", "triu") else len(args.get("normalized_shape", ()))
-        n_whole = int(windows[1]) if windows else n_whole
-        return Call(tensors, aligned(shapes, out.shape, kind, dims[out.ndim - n_whole :], **work))
-    kind = kind if name in PARTS else "opaque"
-    pairs = [*dims[first.ndim :], f"u0_{out.ndim}"]
-    places = [[d if d < out.ndim else None for d in range(x.ndim)] for x in tensors]
-    return Call(tensors, placed(shapes, out.shape, places, kind, pairs, **work))
+        return _made_in_place(invocation)
+    return _by_traits(invocation)
+
+
+def describes(names: Iterable[str]) -> Callable[[Description], Description]:
+    """Register the description of some operations.
+
+    It returns None to leave a call to the traits.
+    """
+
+    def register(describe: Description) -> Description:
+        DESCRIPTIONS.update(dict.fromkeys(names, describe))
+        return describe
+
+    return register
+
+
+MATRIX_PRODUCTS = {
+    "mm": ("ab", "bc", "ac"),
+    "addmm": ("ab", "bc", "ac"),
+    "bmm": ("eab", "ebc", "eac"),
+    "baddbmm": ("eab", "ebc", "eac"),
+    "mv": ("ab", "b", "a"),
+    "dot": ("a", "a", ""),
+}
+
+
+@describes(MATRIX_PRODUCTS)
+def _matrix_product(call: Invocation) -> Call:
+    op = Written(MATRIX_PRODUCTS[call.name], "contraction")
+    if "add" in call.name:  # addmm(bias, a, b)
+        # The bias is broadcast, so it is an operation with a rule of its own.
+        return Call(call.tensors[1:], op, added=call.first)
+    return Call(call.tensors, op)
+
+
+@describes(
+    words(
+        "view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh"
+    )
+)
+def _reshaping(call: Invocation) -> Call:
+    """Describe an operation that keeps the order of elements: [6, 4] -> [2, 3, 4]."""
+    return Call([call.first], view(call.first.shape, call.out.shape))
+
+
+@describes(["permute"])
+def _permutation(call: Invocation) -> Call:
+    return _reordering(call, call.args["dims"])
+
+
+@describes(["t", "transpose"])
+def _transposition(call: Invocation) -> Call:
+    order = list(range(call.first.ndim))
+    i = call.args.get("dim0", 0)  # `t` has no arguments
+    j = call.args.get("dim1", -1)
+    order[i], order[j] = order[j], order[i]
+    return _reordering(call, order)
+
+
+def _reordering(call: Invocation, order: Sequence[int]) -> Call:
+    """Describe a result whose dim i is dim `order[i]` of the operand."""
+    dims = call.result_dims  # as many as the operand has, which has them in order here
+    reordered = [dims[d] for d in order]
+    return Call([call.first], Written([dims, reordered], "linear", work=FREE))
+
+
+@describes(["embedding"])
+def _embedding(call: Invocation) -> Call:
+    """Describe a table of rows, looked up by number: "rows, vocabulary width -> rows width"."""
+    *row_dims, width = call.result_dims
+    # The vocabulary is a dim of the table alone.
+    arrays = [row_dims, ["v", width], call.result_dims]
+    return Call([call.args["indices"], call.args["weight"]], Written(arrays, "lookup"))
+
+
+@describes(["index"])
+def _indexing(call: Invocation) -> Call:
+    """Describe x[i, :, j] with arrays of numbers i, j: dims that these replace cannot be sharded.
+
+    The dims of the arrays, broadcast, replace them: in place if they are neighbours, else in front.
+    `x[:, i]` with x [8, 9, 5] and i [3] is "r0 u1 r2, r1 -> r0 r1 r2", and no axis shards u1.
+    """
+    x = call.args["self"]
+    index_of = {d: index for d, index in enumerate(call.args["indices"]) if index is not None}
+    start = min(index_of)
+    if max(index_of) - start >= len(index_of):  # not neighbours
+        start = 0
+    stop = start + max(index.ndim for index in index_of.values())
+
+    # As in numpy: the dims of the arrays of numbers are neighbours in the result.
+    picked_dims = call.result_dims[start:stop]
+    kept_dims = iter(call.result_dims[:start] + call.result_dims[stop:])
+    # Any row may be asked for, so every device needs all rows of these dims.
+    replaced_dims = [f"u{d}" for d in index_of]
+    array_dims: list[str] = []
+    for d in range(x.ndim):
+        array_dims.append(f"u{d}" if d in index_of else next(kept_dims))
+    arrays = [array_dims]
+    for d, index in index_of.items():
+        arrays.append(_dims_of_index(index, d, picked_dims, call.out.shape))
+    arrays.append(call.result_dims)
+    return Call([x, *index_of.values()], Written(arrays, "linear", replaced_dims))
+
+
+def _dims_of_index(
+    index: Tensor, indexed_dim: int, picked_dims: Sequence[str], out_shape: Size
+) -> list[str]:
+    """Return the letters of an array of numbers; a dim that is broadcast has one of its own."""
+    last_dims = picked_dims[len(picked_dims) - index.ndim :]
+    dims = list[str]()
+    for name, length in zip(last_dims, index.shape, strict=True):
+        if length != out_shape[int(name[1:])]:  # broadcast; "r3" is dim 3 of the result
+            dims.append(f"v{indexed_dim}{name}")
+        else:
+            dims.append(name)
+    return dims
+
+
+@describes(["convolution"])
+def _convolution(call: Invocation) -> Call | None:
+    """Describe a convolution "b c l, o c k -> b o m" over any number of spatial dims."""
+    is_transposed = call.args["transposed"]
+    if is_transposed and call.args["groups"] > 1:
+        return None  # its kernel has the groups in another dim
+    order = list(range(call.out.ndim))
+    kernel_order = order
+    if is_transposed:
+        kernel_order = [1, 0, *order[2:]]  # [in, out, ...] in place of [out, in, ...]
+    orders = [order, kernel_order, order]
+    op = convolution(call.shapes, call.out.shape, call.args["groups"], orders)
+    return Call(call.tensors[:2], op, added=call.args.get("bias"))
+
+
+@describes(["nll_loss_forward"])
+def _nll_loss(call: Invocation) -> Call:
+    """Describe a loss of scores [rows, classes] and targets [rows].
+
+    Without rows, of one example.
+    """
+    rows = letters(call.args["target"].ndim)
+    scores = [*rows[:1], "v", *rows[1:]]
+    return Call(call.tensors[:2], Written([scores, rows, []], "loss"))
+
+
+@describes(["native_group_norm"])
+def _group_norm(call: Invocation) -> Call | None:
+    if call.out.shape != call.first.shape:
+        return None  # the mean or the deviation of each group
+    # Statistics are over all dims but the batch: only the batch can be sharded.
+    places = [range(call.out.ndim), [1], [1]]  # scale and bias have the channels
+    unsharded = call.result_dims[1:]
+    op = placed(call.shapes, call.out.shape, places, "pointwise", whole=unsharded)
+    return Call(call.tensors, op)
+
+
+@describes(["written"])  # by `StepRecorder`: torch says `copy_` of a view
+def _written_into(call: Invocation) -> Call | None:
+    """Describe an array after a write into a slice of it, whose cut dims cannot be sharded."""
+    array, part = call.tensors
+    if array.stride() != part.stride():
+        return None  # the part may be transposed or have steps
+    lengths = zip(call.result_dims, array.shape, part.shape, strict=True)
+    cut_dims = {dim for dim, length, part_length in lengths if length != part_length}
+    return Call(call.tensors, aligned(call.shapes, call.out.shape, whole=cut_dims))
+
+
+@describes(["stack"])
+def _stack(call: Invocation) -> Call:
+    """Describe arrays stacked along a new dim, which cannot be sharded."""
+    # Operands lie one behind another along it, each on all devices.
+    new_dim = call.args["dim"] % call.out.ndim
+    places = [d for d in range(call.out.ndim) if d != new_dim]
+    unsharded = [call.result_dims[new_dim]]
+    places_of_operands = [places] * len(call.tensors)
+    op = placed(call.shapes, call.out.shape, places_of_operands, whole=unsharded)
+    return Call(call.tensors, op)
+
+
+def _filled_like(call: Invocation) -> Call:
+    """Describe numbers with the shape of another array, which are sharded like it."""
+    op = aligned([call.first.shape], call.out.shape, "pointwise")
+    return Call([call.first], op._replace(work={**FREE, "keeps": ()}))
+
+
+def _made_in_place(call: Invocation) -> Call:
+    """Describe numbers that depend on no array: zeros, positions, masks."""
+    op = Written([call.result_dims], "source", whole=call.result_dims)
+    if call.name.removeprefix("new_") in UNIFORM:
+        op = op._replace(whole=())
+    return Call((), op)
+
+
+def _by_traits(call: Invocation) -> Call:
+    """Describe an operation by its arguments and by the sets of traits that have its name."""
+    kind = "pointwise"
+    # `x + 1` is not linear: every device with an addend would add the 1.
+    if call.name in LINEAR and not call.has_number:
+        kind = "linear"
+    shape = call.out.shape
+    if "dim" in call.args or "dims" in call.args:
+        op = along(call.shapes, shape, _reduced_dims(call), kind, sums=call.name == "sum")
+    elif call.is_pointwise or call.name in ALIGNED or WINDOWS.search(call.name):
+        first_unsharded = call.out.ndim - _n_unsharded_last_dims(call)
+        op = aligned(call.shapes, shape, kind, call.result_dims[first_unsharded:])
+    else:
+        op = _leading_dims(call)
+    return Call(call.tensors, op._replace(work=_work(call)))
+
+
+def _work(call: Invocation) -> Mapping[str, Any]:
+    """Return what an operation does unlike others of its class: accesses, and operands it keeps."""
+    if call.has_number:
+        return {"keeps": ()}  # the gradient of x * 2 needs no array
+    if call.name in GRADIENT_BY_RESULT:
+        return {"keeps": (len(call.tensors),)}  # the result comes after the operands
+    if call.name in PARTS:
+        return FREE  # the next operation reads the operand's memory
+    return {}
+
+
+def _reduced_dims(call: Invocation) -> int | Sequence[int]:
+    """Return the dims of the first operand along which elements meet: none named means all."""
+    all_dims = range(call.first.ndim)
+    named = call.args.get("dim", call.args.get("dims"))
+    if call.name == "_weight_norm_interface":  # a norm over all dims but this one
+        return [d for d in all_dims if d != named % call.first.ndim]
+    if named is None or named == []:
+        return all_dims
+    dims: int | Sequence[int] = named
+    return dims
+
+
+def _n_unsharded_last_dims(call: Invocation) -> int:
+    """Return how many last dims of an operation cannot be sharded: windows, triangles, norms."""
+    windows = WINDOWS.search(call.name)
+    if windows is not None:
+        return int(windows[1])
+    if call.name in ("tril", "triu"):
+        return 2
+    return len(call.args.get("normalized_shape", ()))
+
+
+def _leading_dims(call: Invocation) -> Written:
+    """Describe views as complex numbers or pairs; any other operation has no rule: `opaque`.
+
+    The first dims are the result's. The last dim of the real array has pairs of real and imaginary
+    part, and cannot be sharded.
+    """
+    kind = "linear" if call.name in PARTS else "opaque"
+    out_ndim = call.out.ndim
+    # A dim behind the result's has no place in it: real and imaginary part become one number.
+    places = [_places_of_leading_dims(x.ndim, out_ndim) for x in call.tensors]
+    pairs = [*call.result_dims[call.first.ndim :], f"u0_{out_ndim}"]
+    return placed(call.shapes, call.out.shape, places, kind, pairs)
+
+
+def _places_of_leading_dims(ndim: int, out_ndim: int) -> list[int | None]:
+    return [d if d < out_ndim else None for d in range(ndim)]
 
 
 def attention_call(
@@ -139,54 +384,64 @@ def attention_call(
     is_causal: bool = False,
     **_: Any,
 ) -> tuple[Call, Tensor]:
-    """Scaled dot product attention, and its result; few heads of keys and values serve several of queries."""
+    """Describe scaled dot product attention -> its call, and a result without data.
+
+    "b0 b1 s d, b0 b1 t d, b0 b1 t d -> b0 b1 s d". If one of g heads of keys serves r heads of
+    queries, the heads of queries are "(g r)".
+    """
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    depths = (query.shape[-1], value.shape[-1])
-    batch = letters(query.ndim - 2, "b")
-    depth = "d" if depths[0] == depths[1] else "e"
+    key_dims = letters(query.ndim - 2, "b")
+    query_dims = key_dims
     lengths = dict[str, int]()
-    few = batch
-    many = batch
     if query.shape[:-2] != key.shape[:-2]:
-        few = [*batch[:-1], "g"]
-        many = [*batch[:-1], "(g r)"]
-        lengths = {"g": key.shape[-3], "r": query.shape[-3] // key.shape[-3]}
+        key_dims = [*key_dims[:-1], "g"]
+        query_dims = [*query_dims[:-1], "(g r)"]
+        n_key_heads = key.shape[-3]
+        lengths = {"g": n_key_heads, "r": query.shape[-3] // n_key_heads}
+
+    # One letter stands for one length: values may be wider than keys.
+    depths = (query.shape[-1], value.shape[-1])
+    value_depth = "d"
+    if depths[0] != depths[1]:
+        value_depth = "e"
     operands = [query, key, value]
-    arrays = [[*many, "s", "d"], [*few, "t", "d"], [*few, "t", depth]]
+    arrays = [[*query_dims, "s", "d"], [*key_dims, "t", "d"], [*key_dims, "t", value_depth]]
     if attn_mask is not None:
         operands.append(attn_mask)
-        scores = [*zip([*many, "s", "t"], (*out.shape[:-1], key.shape[-2]), strict=True)][
-            -attn_mask.ndim :
-        ]
-        same = [n == size for n, (_, size) in zip(attn_mask.shape, scores, strict=True)]
-        arrays.append([d if same[i] else f"u{i}" for i, (d, _) in enumerate(scores)])
-    whole = {"d", "t", depth, *("s" if is_causal else "")}
-    flops = (1.0 if is_causal else 2.0) * sum(depths) / math.prod({*depths})
-    arrays.append([*many, "s", depth])
-    return Call(operands, Written(arrays, "attention", whole, {"flops": flops}, lengths)), out
+        score_shape = (*query.shape[:-1], key.shape[-2])
+        arrays.append(_mask_dims(attn_mask.shape, [*query_dims, "s", "t"], score_shape))
+    arrays.append([*query_dims, "s", value_depth])
+
+    # A multiplication and an addition in both products, per element of the space of all dims.
+    flops = 2.0 * sum(depths) / math.prod(set(depths))
+    # Every query sees all keys, and a score is a sum over the whole depth.
+    unsharded = {"d", "t", value_depth}
+    if is_causal:
+        unsharded.add("s")  # blocks of queries see different numbers of keys
+        flops /= 2  # only scores below the diagonal
+    op = Written(arrays, "attention", unsharded, {"flops": flops}, lengths)
+    return Call(operands, op), out
+
+
+def _mask_dims(
+    mask_shape: Size, score_dims: Sequence[str], score_shape: Sequence[int]
+) -> list[str]:
+    """Return the letters of a mask, which is aligned with the last dims of scores and broadcast."""
+    offset = len(score_dims) - len(mask_shape)
+    dims = list[str]()
+    for i, length in enumerate(mask_shape):
+        dim = score_dims[offset + i]
+        if length != score_shape[offset + i]:  # broadcast
+            dim = f"u{i}"
+        dims.append(dim)
+    return dims
 
 
 def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
-    """A bias is added to the last dims of a result, or to the channels of a convolution."""
-    places = [
-        [*range(out.ndim)],
-        [1] if is_convolution else [*range(out.ndim - bias.ndim, out.ndim)],
-    ]
-    return Call([out, bias], placed([out.shape, bias.shape], out.shape, places, **FREE))
-
-
-def _indexed(args: Mapping[str, Any], out: Tensor) -> Call:
-    """Rows of an array by arrays of numbers: the dims that these stand for are whole."""
-    x = args["self"]
-    by = {d: index for d, index in enumerate(args["indices"]) if index is not None}
-    first = min(by)
-    n = max(index.ndim for index in by.values())
-    dims = letters(out.ndim)
-    lead = first if max(by) - first < len(by) else 0
-    rows = dims[lead : lead + n]
-    rest = iter([*dims[:lead], *dims[lead + n :]])
-    arrays = [[f"u{d}" if d in by else next(rest) for d in range(x.ndim)]]
-    for d, index in by.items():
-        pairs = zip(rows[n - index.ndim :], index.shape, strict=True)
-        arrays.append([r if m == out.shape[int(r[1:])] else f"v{d}{r}" for r, m in pairs])
-    return Call([x, *by.values()], Written([*arrays, dims], "linear", [f"u{d}" for d in by]))
+    """Describe adding a bias to the last dims of a result, or to the channels of a convolution."""
+    all_dims = list(range(out.ndim))
+    bias_dims = all_dims[out.ndim - bias.ndim :]
+    if is_convolution:
+        bias_dims = [1]
+    op = placed([out.shape, bias.shape], out.shape, [all_dims, bias_dims])
+    return Call([out, bias], op._replace(work=FREE))

@@ -1,7 +1,7 @@
-"""One forward pass of a module without data, recorded operation by operation as a step.
+"""Record one forward pass of a module, without data, operation by operation as a training step.
 
-All tensors are on the meta device. Numbers that come from no input and no parameter have values, too:
-models ask for some of them.
+All tensors are on the meta device. Numbers that depend on no input and no parameter have values
+too: models ask for some of them, such as the length of a mask.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -30,16 +30,19 @@ from xshard.step.record.op import Op, renamed
 from xshard.step.record.trace import Trace
 from xshard.step.record.training_step import TrainingStep
 
+# Functions whose arguments are the lengths of their result.
 SIZED = {"view", "reshape", "expand", "zeros", "ones", "full", "empty", "arange"}
-LARGEST = 2**20  # elements of numbers that have values
-NUMBERED = re.compile(r"(^|\.)\d+$")  # modules that may be repeated
-Links = dict[
-    str, dict[int, str]
-]  # arrays -> their dims -> letters of a result with the same lengths
+LARGEST = 2**20  # elements of numbers that have values: more would cost seconds and memory
+NUMBERED = re.compile(r"(^|\.)\d+$")  # modules of a list, which may be repeated
+# Arrays -> their dims -> letters of a result with the same lengths.
+Links = dict[str, dict[int, str]]
 
 
 class Length(int):
-    """A length that the code has read, with the arrays and dims that have it: several if it is a product."""
+    """A length that the code of a model has read from a shape.
+
+    origins: the arrays and dims that have this length; several for a product of lengths.
+    """
 
     origins: tuple[tuple[str, int], ...]
 
@@ -53,227 +56,396 @@ class Length(int):
         return Length(n, *self.origins, *other.origins) if isinstance(other, Length) else n
 
 
+class _OpenModule(NamedTuple):
+    """A module whose forward pass runs.
+
+    first: the first tensor among its arguments. outer_name: that array's name outside of the
+    module. n_ops_before: the number of operations recorded before the module.
+    """
+
+    path: str
+    first: Tensor | None
+    outer_name: str | None
+    n_ops_before: int
+
+
 class StepRecorder(TorchDispatchMode):
-    """Operations of a module's forward pass -> `trace`."""
+    """While this mode is active, operations on tensors become operations of `trace`.
+
+    names: of arrays. values: the numbers of arrays that depend on no input. stated_lengths: lengths
+    that the running function was called with. entered: operations that stand for the argument of a
+    module -> its path. left: operations whose result a module returns -> its path.
+    """
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
-        self.known = dict[Tensor | None, str]()  # the names of arrays
-        self.values, self.constants = dict[Tensor, Tensor](), set[str]()
-        self.counts, self.sizes = Counter[str](), tuple[Any, ...]()
-        self.around = list[Any](
-            [("", None, None, 0)]
-        )  # path, first tensor, its name outside, operations
-        self.entered, self.left = dict[str, str](), dict[str, str]()
+        self.names: dict[Tensor | None, str] = {}
+        self.values: dict[Tensor, Tensor] = {}
+        self.stated_lengths: tuple[int, ...] = ()
+        self.entered: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self._constants: set[str] = set()  # operations that depend on no input and no parameter
+        self._name_counts = Counter[str]()
+        self._open_modules = [_OpenModule("", None, None, 0)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = func._schema.arguments
-        arguments = {each.name: each.default_value for each in schema if each.has_default_value()}
         kwargs = kwargs or {}
-        arguments |= dict(zip((each.name for each in schema), args, strict=False)) | kwargs
-        tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
         name = func._schema.name.partition("::")[2]
         if name == "_local_scalar_dense":
-            if args[0] not in self.values:
-                hint = "operations have to be the same for all data: leave out a mask that they depend on"
-                raise PlanError(
-                    f"{self.around[-1][0] or 'the model'} reads numbers from a tensor", hint=hint
-                )
-            return self.values[args[0]].item()
-        on = {
-            key: {**kwargs, "device": key} if "device" in kwargs else kwargs
-            for key in ("meta", "cpu")
-        }
-        out = func(*tree_map_only(Tensor, lambda x: x.to("meta"), args), **on["meta"])
+            return self._number(args[0])
+        # Numbers made on the CPU, as by a literal, become shapes too.
+        out = func(*tree_map_only(Tensor, _to_meta, args), **_on_device(kwargs, "meta"))
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if all(x in self.values for x in tensors) and sum(x.numel() for x in results) <= LARGEST:
-            computed = func(*tree_map_only(Tensor, self.values.__getitem__, args), **on["cpu"])
+        arguments = _arguments_by_name(func, args, kwargs)
+        if self._has_values(arguments, results):
+            # Indexed, not copied: a value that an operation changes in place stays changed.
+            values = tree_map_only(Tensor, self.values.__getitem__, args)
+            computed = func(*values, **_on_device(kwargs, "cpu"))
             self.values |= zip(results, tree_leaves(computed), strict=True)
-        for x in filter(Tensor.numel, results):  # an empty one is in no operation
+        is_in_place = name.endswith("_")
+        for x in results:
+            # Empty tensors are made and dropped by batch norms, and another tensor may get their
+            # identity.
+            if not x.numel():
+                continue
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
-            if name.endswith("_") and x._base is not None:  # a part of an array has been written
-                self.add(
-                    "written",
-                    call_of("written", {"self": x._base, "part": x}, x._base, False),
-                    x._base,
-                )
+            if is_in_place and x._base is not None:
+                # A slice of an array has been written to: later operations read the new array.
+                call = call_of("written", {"self": x._base, "part": x}, x._base, False)
+                self.add("written", call, x._base)
         return out
 
+    def _number(self, x: Tensor) -> Any:
+        """Return the number in a tensor of one element. Raises PlanError if it depends on data."""
+        if x not in self.values:
+            reader = self._open_modules[-1].path or "the model"
+            hint = (
+                "operations have to be the same for all data: leave out a mask that they depend on"
+            )
+            raise PlanError(f"{reader} reads numbers from a tensor", hint=hint)
+        return self.values[x].item()
+
+    def _has_values(self, arguments: Mapping[str, Any], results: Sequence[Tensor]) -> bool:
+        """Return whether results are few numbers that depend on no input."""
+        tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+        n_elements = sum(x.numel() for x in results)
+        return n_elements <= LARGEST and all(x in self.values for x in tensors)
+
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
+        """Record one result of an operation, and the bias that is added to it, if there is one."""
+        # An operation with several results is several operations, one per result.
         call = call_of(name, args, out, is_pointwise)
-        links = Links()
-        whole = set[str]()
-        dims = call.op.arrays[-1]
-        sizes = self.sizes if len(self.sizes) == out.ndim else ()
-        fits = all(
-            n in (-1, m) for n, m in zip(sizes, out.shape, strict=False)
-        )  # or on the way to them
-        for dim, n in zip(dims, sizes if fits else (), strict=False):
-            letters = dim.strip("()").split()
-            origins = getattr(n, "origins", ())
-            if len(origins) == len(letters):
-                for letter, (array, d) in zip(letters, origins, strict=True):
-                    links.setdefault(array, {})[d] = letter
-            elif n != -1:  # a length that the code says is the whole's
-                whole.update(letters)
-        self.add(
-            name, call._replace(op=call.op._replace(whole={*call.op.whole, *whole})), out, links
-        )
+        links, unsharded = self._linked_dims(call.op.arrays[-1], out.shape)
+        op = call.op._replace(whole={*call.op.whole, *unsharded})
+        self.add(name, call._replace(op=op), out, links)
         if call.added is not None:
             self.add("bias", bias_call(out, call.added, name == "convolution"), out)
 
+    def _linked_dims(
+        self, result_dims: Sequence[str], shape: torch.Size
+    ) -> tuple[Links, Iterable[str]]:
+        """Link dims of a result to the arrays that their lengths were read from.
+
+        In `y.reshape(x.shape[0], 4, -1)` dim 0 is sharded as in x. Dim 1 cannot be sharded, as the
+        code says 4. Returns the links, and the letters of dims that cannot be sharded.
+        """
+        links = Links()
+        unsharded: list[str] = []
+        if not _fits(self.stated_lengths, shape):
+            return links, unsharded
+        for dim, length in zip(result_dims, self.stated_lengths, strict=True):
+            dim_letters = dim.strip("()").split()
+            origins = getattr(length, "origins", ())
+            if len(origins) == len(dim_letters):
+                for letter, (array, d) in zip(dim_letters, origins, strict=True):
+                    links.setdefault(array, {})[d] = letter
+            elif length != -1:
+                unsharded.extend(dim_letters)
+        return links, unsharded
+
     def add(self, name: str, call: Call, out: Tensor, links: Links | None = None) -> None:
-        """An operation, by the name of its module and its own. links: arrays that it reads lengths from."""
-        name = f"{self.around[-1][0]}:{name}"
-        self.counts[name] += 1
-        name += f"_{self.counts[name]}" * (self.counts[name] > 1)
+        """Add an operation to the trace, named after the module that runs.
+
+        links: arrays that the operation reads lengths from; they become its last operands.
+        """
+        name = f"{self._open_modules[-1].path}:{name}"
+        self._name_counts[name] += 1
+        if self._name_counts[name] > 1:
+            name += f"_{self._name_counts[name]}"
+
         operands = [self.name_of(x) for x in call.operands]
         op = call.op
-        is_constant = all(each in self.constants for each in operands)
-        links = {array: dims for array, dims in (links or {}).items() if array not in operands}
-        if is_constant:
+        # Without inputs every device can make the numbers itself: nothing is moved for them.
+        if self._constants.issuperset(operands):
             op = op._replace(kind="source", work={**op.work, "accesses": None})
-            self.constants.add(name)
-        for k, (array, dims) in enumerate(links.items()):
-            beside = [dims.get(d, f"w{k}_{d}") for d in range(len(self.trace.shapes[array]))]
-            op = op._replace(arrays=[*op.arrays[:-1], beside, op.arrays[-1]], links=k + 1)
-        self.trace.add(name, op, [*operands, *links], out.shape)
-        self.known[out] = name
+            self._constants.add(name)
+
+        linked: list[str] = []
+        for array, letter_of in (links or {}).items():
+            if array in operands:  # its dims say it already
+                continue
+            prefix = f"w{len(linked)}_"  # of dims that have nothing to do with the result
+            dims: list[str] = []
+            for d in range(len(self.trace.shapes[array])):
+                dims.append(letter_of.get(d, f"{prefix}{d}"))
+            *operand_dims, result_dims = op.arrays
+            op = op._replace(arrays=[*operand_dims, dims, result_dims])
+            linked.append(array)
+        op = op._replace(links=len(linked))
+        self.trace.add(name, op, [*operands, *linked], out.shape)
+        self.names[out] = name
 
     def name_of(self, x: Tensor) -> str:
-        """The name of an array; one that nothing has made is constant."""
-        if x not in self.known:
+        """Return the name of an array; one that no operation has made is a constant."""
+        if x not in self.names:
             self.add("constant", call_of("arange", {}, x, False), x)
-        return self.known[x]
+        return self.names[x]
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a module: inside, its first tensor is the result of an operation of its own."""
-        x = first_tensor([*args, *kwargs.values()])
-        self.around.append((path, x, self.known.get(x), len(self.trace.ops)))
-        same = sum(y is x for y in (*args, *kwargs.values()))  # a rule moves one argument
-        if path and x is not None and x in self.known and same == 1:
+        """Start a module: inside, its first tensor is the result of an operation, its input.
+
+        There a rule of the plan may move the array. It moves one argument, so an array that is
+        two arguments has no such operation.
+        """
+        arguments = (*args, *kwargs.values())
+        x = first_tensor(arguments)
+        n_ops_before = len(self.trace.ops)
+        opened = _OpenModule(path, x, self.names.get(x), n_ops_before)
+        self._open_modules.append(opened)
+        n_uses = sum(y is x for y in arguments)
+        if path and x is not None and x in self.names and n_uses == 1:
             self.add("input", call_of("alias", {"self": x}, x, False), x)
-            self.entered[self.known[x]] = path
+            self.entered[self.names[x]] = path
 
     def leave(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
-        """After a module: its result has its name."""
-        _, x, before, n = self.around.pop()
-        if before is not None and self.known[x] in self.entered:
-            self.known[x] = before
-        name = self.known.get(first_tensor(result), "")
-        if path and name in {op.name for op in self.trace.ops[n:]} - self.entered.keys():
+        """End a module: the operation that made its result has the module's name."""
+        opened = self._open_modules.pop()
+        x = opened.first
+        if opened.outer_name is not None and self.names[x] in self.entered:
+            self.names[x] = opened.outer_name  # callers do not see the module's input operation
+        name = self.names.get(first_tensor(result), "")
+        made_inside = {op.name for op in self.trace.ops[opened.n_ops_before :]}
+        if path and name in made_inside and name not in self.entered:
             self.left.setdefault(name, path)
 
 
 class Functions(TorchFunctionMode):
-    """Functions before they become operations: lengths that callers say, and attention."""
+    """Watch functions before torch divides them into operations: attention, and stated lengths."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            call, out = attention_call(*args, **(kwargs or {}))
+            call, out = attention_call(*args, **kwargs)
             self.recorder.add("attention", call, out)
             return out
         name = getattr(func, "__name__", "")
+        self.recorder.stated_lengths = ()
+        if name.removeprefix("new_") in SIZED:
+            self.recorder.stated_lengths = _whole_numbers(args)
+        result = func(*args, **kwargs)
+        # `x.shape` is a property, whose getter knows it by `__self__`; `x.size()` is a method.
         is_shape = getattr(func, "__self__", None) is Tensor.shape or name == "size"
-        values = [x for each in args for x in (each if isinstance(each, tuple | list) else [each])]
-        is_sized = name.removeprefix("new_") in SIZED
-        self.recorder.sizes = tuple(x for x in values if is_sized and isinstance(x, int))
-        result = func(*args, **(kwargs or {}))
-        if not is_shape or args[0] not in self.recorder.known:
+        if not is_shape or args[0] not in self.recorder.names:
             return result
-        array = self.recorder.known[args[0]]
-        if isinstance(result, int):
+        array = self.recorder.names[args[0]]
+        if isinstance(result, int):  # x.size(dim)
             return Length(result, (array, args[1] % args[0].ndim))
         return torch.Size([Length(n, (array, d)) for d, n in enumerate(result)])
 
 
-def first_tensor(values: Any) -> Tensor | None:
-    """The first tensor of a module's arguments or of its result, for which a rule is."""
-    parts = values.values() if isinstance(values, Mapping) else values
-    each = [values] if isinstance(values, Tensor) else parts or ()
-    return next((x for x in each if isinstance(x, Tensor)), None)
+def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...]]:
+    """Record a training step of a module -> the step, and the names of parameters it does not use.
 
-
-def recorded(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...]]:
-    """A training step of a module, with a loss of its first result, and the parameters that it lacks.
-
-    batch: examples of the arguments of its forward pass: a tensor, a tuple, or a dict by name; only their
-    shapes and dtypes matter.
+    A loss of the module's first result is part of the step. batch: examples of the arguments of
+    `forward`: a tensor, a tuple, or a dict by name; only their shapes and dtypes matter. Raises
+    PlanError for a batch or a result without a tensor, and for numbers read from data.
     """
-    arguments = list(inspect.signature(model.forward).parameters)
-    values = batch if isinstance(batch, tuple) else (batch,)
-    named = batch if isinstance(batch, Mapping) else dict(zip(arguments, values, strict=False))
-    inputs = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in named.items()}
+    inputs = _inputs_by_name(model, batch)
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
     if not tensors:
         hint = 'as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
         raise PlanError("the batch lacks a tensor", hint=hint)
-    tied: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tied.setdefault(parameter, []).append(name)
-    dtype = next((x.dtype for x in tied), torch.float32)
-    trace = Trace(next(iter(tensors.values())).shape[0], name_of(dtype))
+    names_of_parameters = _names_of_parameters(model)
+    dtypes = [parameter.dtype for parameter in names_of_parameters] or [torch.float32]
+    n_examples = next(iter(tensors.values())).shape[0]
+    # The first dim of inputs is the batch if it has the first one's length.
+    trace = Trace(n_examples, name_of(dtypes[0]))
+
+    # Parameters get meta tensors of their own, so that the model stays as it is.
     recorder = StepRecorder(trace)
     for name, x in tensors.items():
-        recorder.known[x] = trace.input(name, x.shape)
-    own = {name: torch.empty_like(x, device="meta") for name, x in model.named_buffers()}
-    for parameter, names in tied.items():
-        own[names[0]] = x = parameter.detach().to("meta")
-        recorder.known[x] = trace.parameter("|".join(names), x.shape)
-        if len(names) > 1:  # stored once, and used in one way
-            same = call_of("alias", {"self": x}, x, False)
-            recorder.add("tied", same._replace(op=same.op._replace(kind="share", work={})), x)
+        recorder.names[x] = trace.input(name, x.shape)
+    state = {name: torch.empty_like(x, device="meta") for name, x in model.named_buffers()}
+    for parameter, names in names_of_parameters.items():
+        state[names[0]] = _add_parameter(recorder, parameter, names)
+    result = _run(model, state, inputs, recorder)
+    step = trace.step(_add_loss(recorder, result))
+
+    unused: list[str] = []
+    for names in names_of_parameters.values():
+        if "|".join(names) not in step.parameters:
+            unused.extend(names)
+    return _with_modules(step, recorder), tuple(unused)
+
+
+def _inputs_by_name(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return the arguments of a forward pass, tensors on the meta device."""
+    if not isinstance(batch, Mapping):
+        values = batch if isinstance(batch, tuple) else (batch,)
+        names = inspect.signature(model.forward).parameters
+        batch = dict(zip(names, values, strict=False))
+    inputs = dict(batch)
+    for name, x in batch.items():
+        if isinstance(x, Tensor):
+            inputs[name] = _to_meta(x)
+    return inputs
+
+
+def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return each parameter once, with all its names: tied ones have several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _add_parameter(recorder: StepRecorder, parameter: nn.Parameter, names: list[str]) -> Tensor:
+    """Add a parameter to the trace, and return a tensor of its shape for the forward pass."""
+    x = parameter.detach().to("meta")
+    recorder.names[x] = recorder.trace.parameter("|".join(names), x.shape)
+    if len(names) > 1:
+        # A tied parameter is stored once and gathered once for all its uses.
+        call = call_of("alias", {"self": x}, x, False)
+        recorder.add("tied", call._replace(op=call.op._replace(kind="share", work={})), x)
+    return x
+
+
+def _run(
+    model: nn.Module, state: dict[str, Tensor], inputs: dict[str, Any], recorder: StepRecorder
+) -> Any:
+    """Run the forward pass under the recorder, with a hook before and after each module."""
+    # The stack removes the hooks, also after an error: the model stays as it is.
     with torch.no_grad(), torch.device("meta"), ExitStack() as stack:
         for path, module in model.named_modules():
-            entering = module.register_forward_pre_hook(
-                partial(recorder.enter, path), with_kwargs=True
-            )
-            stack.callback(entering.remove)
-            stack.callback(module.register_forward_hook(partial(recorder.leave, path)).remove)
+            # A module that is used twice has one path, and its operations get numbers.
+            enter = partial(recorder.enter, path)
+            leave = partial(recorder.leave, path)
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
         stack.enter_context(Functions(recorder))
         stack.enter_context(recorder)
-        result = torch.func.functional_call(model, own, (), inputs, tie_weights=True)
-    name = recorder.known.get(first_tensor(result), "")
+        return torch.func.functional_call(model, state, (), inputs, tie_weights=True)
+
+
+def _add_loss(recorder: StepRecorder, result: Any) -> str:
+    """End the trace with a loss of the first tensor of a result.
+
+    Return the last operation's name.
+    """
+    trace = recorder.trace
+    name = recorder.names.get(first_tensor(result), "")
     if name not in trace.shapes:
-        raise PlanError(
-            "forward returns no tensor that it has made", hint="a loss is of the first one"
-        )
-    if shape := trace.shapes[name]:
-        name = trace.add(":loss", Written([letters(len(shape)), []], "loss"), (name,), ())
-    step = trace.step(name)
-    unused = tuple(
-        n for names in tied.values() for n in names if "|".join(names) not in step.parameters
-    )
-    return _with_modules(step, recorder), unused
+        hint = "a loss is of the first one"
+        raise PlanError("forward returns no tensor that it has made", hint=hint)
+    shape = trace.shapes[name]
+    if not shape:  # the model returns its loss
+        return name
+    return trace.add(":loss", Written([letters(len(shape)), []], "loss"), (name,), ())
+
+
+def first_tensor(values: Any) -> Tensor | None:
+    """Return the first tensor of a module's arguments or result: the one that rules move."""
+    if isinstance(values, Tensor):
+        return values
+    if isinstance(values, Mapping):
+        values = values.values()
+    if isinstance(values, Iterable):
+        for x in values:
+            if isinstance(x, Tensor):
+                return x
+    return None
 
 
 def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
-    """Operations by the names of modules that they leave, and the modules that they enter."""
-    ops = {op.name: replace(op, leaves=recorder.left.get(op.name, "")) for op in step.ops}
+    """Name operations after the modules that they end, and mark those that begin a module.
 
-    def users(name: str) -> list[Op]:
-        return [op for op in ops.values() if name in op.operands]
-
-    for name, path in [
-        pair for pair in recorder.entered.items() if pair[0] in ops
-    ]:  # outer modules first
-        (origin,), after = ops[name].operands, users(name)
-        is_begun = (
-            len(after) == 1 and after[0].operands[0] == name
-        )  # until a module inside says its own
-        is_numbered = any(map(NUMBERED.search, (path, recorder.left.get(origin, "0"))))
-        if not is_begun and (is_numbered or len(users(origin)) > 1):
-            ops[name] = replace(ops[name], enters=path)
-            continue
-        del ops[name]
-        for op in after:
-            new = renamed(op, {name: origin})
-            ops[op.name] = replace(new, enters=path) if is_begun else new
+    The input operations of modules stay only where a rule may move an array that others use too.
+    """
+    ops: dict[str, Op] = {}
+    for op in step.ops:
+        ops[op.name] = replace(op, leaves=recorder.left.get(op.name, ""))
+    for name, path in recorder.entered.items():  # outer modules first
+        if name in ops:
+            _merge_input(ops, name, path, recorder.left)
+    # The last of several results with one module has its name.
     last = {path: name for name, path in recorder.left.items() if name in ops}
     names = {name: path for path, name in last.items()}
     return replace(step, ops=[renamed(op, names) for op in ops.values()])
+
+
+def _merge_input(ops: dict[str, Op], name: str, path: str, left: Mapping[str, str]) -> None:
+    """Keep the input operation of a module, drop it, or merge it with its only user.
+
+    Plans may move an array where a module begins. If one operation alone reads the input, that
+    operation begins the module. Else the input operation stays where a move may pay: the array has
+    users outside, or the module is one of a list. Otherwise the module's operations read the array
+    itself.
+    """
+    (origin,) = ops[name].operands
+    users = _users(ops, name)
+    # One user begins the module itself, until a module inside says that it does.
+    is_begun = len(users) == 1 and users[0].operands[0] == name
+    is_repeated = NUMBERED.search(path) or NUMBERED.search(left.get(origin, "0"))
+    if not is_begun and (is_repeated or len(_users(ops, origin)) > 1):
+        ops[name] = replace(ops[name], enters=path)
+        return
+    del ops[name]
+    for op in users:
+        merged = renamed(op, {name: origin})
+        if is_begun:
+            merged = replace(merged, enters=path)
+        ops[op.name] = merged
+
+
+def _users(ops: Mapping[str, Op], name: str) -> list[Op]:
+    return [op for op in ops.values() if name in op.operands]
+
+
+def _arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of an operation of torch, defaults included."""
+    schema = func._schema.arguments
+    defaults = {x.name: x.default_value for x in schema if x.has_default_value()}
+    positional = dict(zip([x.name for x in schema], args, strict=False))
+    return {**defaults, **positional, **kwargs}
+
+
+def _fits(lengths: Sequence[int], shape: torch.Size) -> bool:
+    """Return whether stated lengths are those of a result, and not of one on the way to it."""
+    if len(lengths) != len(shape):
+        return False
+    return all(length in (-1, actual) for length, actual in zip(lengths, shape, strict=True))
+
+
+def _whole_numbers(args: Iterable[Any]) -> tuple[int, ...]:
+    """Return the numbers among arguments and inside lists: (x, 2, [3, 4]) -> (2, 3, 4)."""
+    values: list[Any] = []
+    for argument in args:
+        if isinstance(argument, tuple | list):
+            values.extend(argument)
+        else:
+            values.append(argument)
+    return tuple(x for x in values if isinstance(x, int))
+
+
+def _to_meta(x: Tensor) -> Tensor:
+    return x.to("meta")
+
+
+def _on_device(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return the arguments with another device, if they name one."""
+    return {**kwargs, "device": device} if "device" in kwargs else kwargs

@@ -1,4 +1,4 @@
-"""Bytes that a rank really receives, counted by the sizes of tensors, to check a plan's numbers against."""
+"""Count the bytes that a rank really receives, to check a plan's numbers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_bridge.lower.collectives import MESSAGES
 from xshard import XshardError
 
+Count = Callable[..., int]
+# By namespace and operation of torch; None for operations that carry no data.
+_COUNTS: dict[str, dict[str, Count | None]] = {
+    "c10d": dict.fromkeys(("send", "barrier", "monitored_barrier_", "check_for_nan")),
+    # Called by DTensor and torch.distributed._functional_collectives.
+    "_c10d_functional": dict.fromkeys(("isend", "wait_tensor", "_wrap_tensor_autograd")),
+    "_dtensor": {"mesh_get_process_group": None},
+    "symm_mem": {},  # between GPUs: their bytes are unknown here
+}
+
 
 class Meter(TorchDispatchMode):
-    """While active, `received` lists the bytes that reach this rank from others, one entry per collective.
+    """While active, `received` lists the bytes from other ranks, one entry per collective.
 
-    An all-reduce over n ranks counts 2(n-1)/n of its bytes, the least that a ring or tree needs, whatever
-    the backend does; a reduction to one rank counts its bytes there. Works around anything that calls
-    `torch.distributed`, DTensor, DDP and FSDP among them. Raises XshardError for a collective that it does
-    not know.
+    An all-reduce over n ranks counts 2(n-1)/n of its bytes, the least that a ring or tree needs,
+    whatever the backend does; a reduction to one rank counts its bytes there. Works around anything
+    that calls `torch.distributed`, DTensor, DDP and FSDP among them. Raises XshardError for a
+    collective that it does not know.
 
     >>> import torch, torch.distributed as dist, torch_bridge as xt
     >>> def count():
@@ -35,7 +45,7 @@ class Meter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.received: list[int] = []
-        self.in_messages = False
+        self.in_messages = False  # whether messages from rank to rank are one collective of xshard
 
     def __torch_dispatch__(
         self,
@@ -44,113 +54,164 @@ class Meter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if (
-            func.namespace == "profiler"
-        ):  # messages from rank to rank, which together are one collective
-            begins = func.overloadpacket.__name__ == "_record_function_enter_new"
-            self.in_messages = begins and args[0] == MESSAGES
+        kwargs = kwargs or {}
+        if func.namespace == "profiler" or func.namespace in _COUNTS:
+            self._count(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count the bytes of an operation that begins or ends messages, or communicates."""
+        name = func.overloadpacket.__name__
+        if func.namespace == "profiler":
+            # A collective that is sent as messages has a mark of the profiler around them.
+            self.in_messages = name == "_record_function_enter_new" and args[0] == MESSAGES
             if self.in_messages:
                 self.received.append(0)
-        elif self.in_messages and func.overloadpacket.__name__ == "recv_":
-            self.received[-1] += sum(t.nbytes for t in args[0])
-        elif func.namespace in _COUNTS:
-            counts = _COUNTS[func.namespace]
-            name = func.overloadpacket.__name__
-            if name not in counts:
-                raise XshardError(f"a Meter does not know how many bytes {func} receives")
-            if (count := counts[name]) is not None:
-                self.received.append(count(*args, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        elif self.in_messages and name == "recv_":
+            self.received[-1] += _nbytes(args[0])
+        elif name not in _COUNTS[func.namespace]:
+            raise XshardError(f"a Meter does not know how many bytes {func} receives")
+        else:
+            count = _COUNTS[func.namespace][name]
+            if count is not None:
+                self.received.append(count(*args, **kwargs))
 
 
+def _counts(namespace: str, names: str) -> Callable[[Count], Count]:
+    """Register a function of an operation's arguments that returns the bytes it receives."""
+
+    def register(count: Count) -> Count:
+        _COUNTS[namespace].update(dict.fromkeys(names.split(), count))
+        return count
+
+    return register
+
+
+@_counts("c10d", "recv_ recv_any_source_")
+@_counts("_c10d_functional", "irecv")
 def _nbytes(tensors: Any, *_: Any) -> int:
-    """Bytes of a tensor, or of lists of tensors."""
+    """Return the bytes of a tensor, or of lists of tensors."""
     return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_nbytes, tensors))
 
 
 def _group(group: Any) -> ProcessGroup:
-    """The process group that an operation of c10d, or a functional one, was given."""
+    """Return the process group that an operation of c10d, or a functional one, was given.
+
+    Functional operations have its name; torch looks names up in private alone.
+    """
     if isinstance(group, torch.ScriptObject):
         return ProcessGroup.unbox(group)
     return group if isinstance(group, ProcessGroup) else _resolve_process_group(group)
 
 
+@_counts("c10d", "_allgather_base_ allgather_ allgather_coalesced_")
+@_counts("c10d", "allgather_into_tensor_coalesced_ reduce_scatter_tensor_coalesced_")
+@_counts("c10d", "_reduce_scatter_base_ reduce_scatter_")
 def _larger(outputs: Any, inputs: Any, *_: Any) -> int:
-    """Gathers have the input among the outputs, reduce-scatters the output among the inputs."""
+    """Count all but the own part.
+
+    A gather has the input among the outputs, a reduce-scatter the output among the inputs.
+    """
     return abs(_nbytes(outputs) - _nbytes(inputs))
 
 
+@_counts("c10d", "allreduce_ allreduce_coalesced_")
 def _all_reduce(tensors: Any, group: Any, *_: Any) -> int:
+    """Count 2(n-1)/n of the elements of each tensor, rounded up."""
     n = _group(group).size()
-    flat = [tensors] if isinstance(tensors, Tensor) else tensors
-    return sum(-(-2 * (n - 1) * t.numel() // n) * t.element_size() for t in flat)
+    if isinstance(tensors, Tensor):
+        tensors = [tensors]
+    n_bytes = 0
+    for x in tensors:
+        n_elements = -(-2 * (n - 1) * x.numel() // n)
+        n_bytes += n_elements * x.element_size()
+    return n_bytes
 
 
+@_counts("c10d", "alltoall_")
+def _all_to_all_lists(outputs: Any, _: Any, group: Any, *__: Any) -> int:
+    own = outputs[_group(group).rank()]
+    return _nbytes(outputs) - own.nbytes
+
+
+@_counts("c10d", "alltoall_base_")
 def _all_to_all(output: Tensor, _: Tensor, group: Any, sizes: Sequence[int], *__: Any) -> int:
-    ranks = _group(group)
-    rows = output.shape[0]
-    own = sizes[ranks.rank()] if sizes else rows // ranks.size()
-    return output.nbytes * (rows - own) // rows if rows else 0
+    """Count the rows from others. sizes: rows from each rank; none if they are equal."""
+    process_group = _group(group)
+    n_rows = output.shape[0]
+    if not n_rows:
+        return 0
+    own_rows = n_rows // process_group.size()
+    if sizes:
+        own_rows = sizes[process_group.rank()]
+    return output.nbytes * (n_rows - own_rows) // n_rows
 
 
 def _but_root(tensors: Any, group: Any, root: int) -> int:
+    """Count all bytes on all ranks but the one that sends them."""
     return 0 if _group(group).rank() == root else _nbytes(tensors)
 
 
-def _functional_scatter(parts: Any, _: Any, n: int, *__: Any, **___: Any) -> int:
-    return _nbytes(parts) // n * (n - 1)
+@_counts("c10d", "broadcast_")
+def _broadcast(tensors: Any, group: Any, root: int, *_: Any) -> int:
+    return _but_root(tensors, group, root)
 
 
-# By namespace and operation; None for operations that carry no data.
-_COUNTS: dict[str, dict[str, Callable[..., int] | None]] = {
-    "c10d": {
-        **dict.fromkeys(("_allgather_base_", "allgather_", "allgather_coalesced_"), _larger),
-        **dict.fromkeys(
-            ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"), _larger
-        ),
-        **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_"), _larger),
-        **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), _all_reduce),
-        "alltoall_": lambda outs, _, group, *__: _nbytes(outs) - outs[_group(group).rank()].nbytes,
-        "alltoall_base_": _all_to_all,
-        "broadcast_": lambda tensors, group, root, *_: _but_root(tensors, group, root),
-        "scatter_": lambda outputs, _, group, root, *__: _but_root(outputs, group, root),
-        "gather_": lambda outputs, own, *_: _larger(outputs, own) if outputs else 0,
-        "reduce_": lambda tensors, group, _, root, *__: (
-            _nbytes(tensors) * (_group(group).rank() == root)
-        ),
-        **dict.fromkeys(("recv_", "recv_any_source_"), _nbytes),
-        **dict.fromkeys(("send", "barrier", "monitored_barrier_", "check_for_nan")),
-    },
-    # Called by DTensor and torch.distributed._functional_collectives.
-    "_c10d_functional": {
-        **dict.fromkeys(
-            (f"all_gather_into_tensor{end}" for end in ("", "_coalesced", "_out")),
-            lambda blocks, n, *_, **__: (n - 1) * _nbytes(blocks),
-        ),
-        **{
-            f"reduce_scatter_tensor{end}": _functional_scatter for end in ("", "_coalesced", "_out")
-        },
-        **dict.fromkeys(
-            (f"all_reduce{end}" for end in ("", "_", "_coalesced", "_coalesced_")),
-            lambda tensors, _, group: _all_reduce(tensors, group),
-        ),
-        **dict.fromkeys(
-            ("broadcast", "broadcast_"), lambda x, root, group: _but_root(x, group, root)
-        ),
-        "all_to_all_single": lambda block, received, _, group: (
-            (sum(received) - received[_group(group).rank()]) * block[:1].nbytes
-        ),
-        "irecv": _nbytes,
-        "batch_p2p_ops": lambda kinds, _, __, tensors, ___: sum(
-            x.nbytes for kind, x in zip(kinds, tensors, strict=True) if "recv" in kind
-        ),
-        **dict.fromkeys(("isend", "wait_tensor", "_wrap_tensor_autograd")),
-    },
-    "_dtensor": {
-        "shard_dim_alltoall": lambda x, _, __, group: _functional_scatter(
-            x, "", _group(group).size()
-        ),
-        "mesh_get_process_group": None,
-    },
-    "symm_mem": {},  # between GPUs: their bytes are unknown here
-}
+@_counts("_c10d_functional", "broadcast broadcast_")
+def _functional_broadcast(x: Tensor, root: int, group: Any) -> int:
+    return _but_root(x, group, root)
+
+
+@_counts("c10d", "scatter_")
+def _scatter(outputs: Any, _: Any, group: Any, root: int, *__: Any) -> int:
+    return _but_root(outputs, group, root)
+
+
+@_counts("c10d", "gather_")
+def _gather(outputs: Any, own: Any, *_: Any) -> int:
+    return _larger(outputs, own) if outputs else 0  # others than the root have no outputs
+
+
+@_counts("c10d", "reduce_")
+def _reduce(tensors: Any, group: Any, _: Any, root: int, *__: Any) -> int:
+    return _nbytes(tensors) if _group(group).rank() == root else 0
+
+
+@_counts(
+    "_c10d_functional",
+    "all_gather_into_tensor all_gather_into_tensor_coalesced all_gather_into_tensor_out",
+)
+def _functional_gather(blocks: Any, n: int, *_: Any, **__: Any) -> int:
+    return (n - 1) * _nbytes(blocks)
+
+
+@_counts(
+    "_c10d_functional",
+    "reduce_scatter_tensor reduce_scatter_tensor_coalesced reduce_scatter_tensor_out",
+)
+def _functional_scatter(blocks: Any, _: Any, n: int, *__: Any, **___: Any) -> int:
+    return _nbytes(blocks) // n * (n - 1)
+
+
+@_counts("_c10d_functional", "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_")
+def _functional_all_reduce(tensors: Any, _: Any, group: Any) -> int:
+    return _all_reduce(tensors, group)
+
+
+@_counts("_c10d_functional", "all_to_all_single")
+def _functional_all_to_all(block: Tensor, out_rows: Sequence[int], _: Any, group: Any) -> int:
+    """Count the rows from others. out_rows: rows from each rank."""
+    n_rows = sum(out_rows) - out_rows[_group(group).rank()]
+    return n_rows * block[:1].nbytes
+
+
+@_counts("_c10d_functional", "batch_p2p_ops")
+def _functional_messages(kinds: Any, _: Any, __: Any, tensors: Any, ___: Any) -> int:
+    received = [x for kind, x in zip(kinds, tensors, strict=True) if "recv" in kind]
+    return _nbytes(received)
+
+
+@_counts("_dtensor", "shard_dim_alltoall")
+def _shard_dim_all_to_all(x: Tensor, _: Any, __: Any, group: Any) -> int:
+    n = _group(group).size()
+    return _nbytes(x) // n * (n - 1)

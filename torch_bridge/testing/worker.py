@@ -1,4 +1,7 @@
-"""The torch side of `xshard.testing` and `xshard calibrate`: user code runs in forked gloo ranks alone."""
+"""The torch side of `xshard.testing` and `xshard calibrate`.
+
+User code runs in forked gloo ranks alone.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ import os
 import pickle
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,17 +40,29 @@ from xshard.testing.question import (
     AnyPlan,
     Devices,
     Question,
+    Result,
     Slopes,
     StructureError,
     Update,
 )
 
-# The answer of one rank, with one block for each array, and bytes per collective, forward and backward.
-RankAnswer = tuple[Answer, list[int], list[int]]
+TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
+MOST_CALLS = 20
+
+
+class RankAnswer(NamedTuple):
+    """The answer of one rank, with one block for each array, and the bytes that it received.
+
+    forward_bytes, backward_bytes: per collective; empty if they were not measured.
+    """
+
+    answer: Answer
+    forward_bytes: Sequence[int] = ()
+    backward_bytes: Sequence[int] = ()
 
 
 def preload(modules: Sequence[str], _timeout_s: float) -> None:
-    """Import modules here, so that ranks are forked with them. Raises FunctionError."""
+    """Import modules in this process, so that ranks are forked with them. Raises FunctionError."""
     for name in modules:
         try:
             import_module(name)
@@ -56,53 +71,70 @@ def preload(modules: Sequence[str], _timeout_s: float) -> None:
 
 
 def call_packed(n: int, packed: bytes, timeout_s: float) -> list[Any]:
-    """The results of a packed function on `n` ranks, by rank. Raises FunctionError."""
-    with _named():
+    """Return the results of a packed function on `n` ranks, by rank. Raises FunctionError."""
+    with _as_errors_of_function():
         return run_ranks(n, _call, packed, timeout_s=timeout_s)
 
 
 @contextmanager
-def _named(what: str = "") -> Iterator[None]:
-    """Errors of ranks are the function's."""
+def _as_errors_of_function(place: str = "") -> Iterator[None]:
+    """Raise errors of ranks as errors of the user's function. place: what they begin with."""
     try:
         yield
     except RankError as error:
-        raise FunctionError(f"{what}{error.reason}", hint=error.hint) from None
+        raise FunctionError(f"{place}{error.reason}", hint=error.hint) from None
 
 
 def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
-    """The answer to every question, on a rank per device. Raises FunctionError, RankError, StructureError."""
-    if any(
-        question.update is not None or not isinstance(question.function, bytes)
-        for question in questions
-    ):
+    """Answer every question, on a rank per device.
+
+    Raises FunctionError, RankError, StructureError.
+    """
+    if any(_needs_dynamo(question) for question in questions):
         preload(["torch._dynamo"], timeout_s)  # optimisers and meters import it: 0.6 s in each rank
-    where = f" on {questions[0].mesh}" if questions and questions[0].mesh.axes else ""
-    is_plan = not (questions and isinstance(questions[0].function, bytes))
-    with nullcontext() if is_plan else _named(f"the torch function failed{where}: "):
+    place = ""
+    if questions and questions[0].mesh.axes:
+        place = f" on {questions[0].mesh}"
+    is_function = bool(questions) and isinstance(questions[0].function, bytes)
+    errors = _as_errors_of_function(f"the torch function failed{place}: ")
+    with errors if is_function else nullcontext():
         return [merge_ranks(parts) for parts in by_rank(questions, answer_all, timeout_s=timeout_s)]
 
 
+def _needs_dynamo(question: Question) -> bool:
+    """Return whether an answer runs an optimiser, or a plan, which is measured."""
+    return question.update is not None or not isinstance(question.function, bytes)
+
+
 def seen(question: Question, timeout_s: float) -> list[Seen]:
-    """The inputs of the redistributions of such a run, and the cotangents of their results."""
-    with _named():
+    """Return inputs of the redistributions of a function, and cotangents of their results."""
+    with _as_errors_of_function():
         return merged(run_ranks(question.mesh.n_devices, _seen, question, timeout_s=timeout_s))
 
 
 def by_rank(
     items: Sequence[Any], function: Callable[..., list[Any]], *args: Any, timeout_s: float
 ) -> list[tuple[Any, ...]]:
-    """For every item, by its `mesh`, the results of all ranks; `function` gets a world's items and `args`."""
+    """Return the results of all ranks for every item, each in a world as large as its `mesh`.
+
+    function: gets the items of a world and `args`, and returns a result for each.
+    """
     results: dict[int, tuple[Any, ...]] = {}
+    # One world for all items of a size: making ranks takes longer than most items.
     for n in sorted({item.mesh.n_devices for item in items}):
         numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]
-        ranks = on_ranks(n, function, [items[i] for i in numbers], *args, timeout_s=timeout_s)
+        world_items = [items[i] for i in numbers]
+        ranks = on_ranks(n, function, world_items, *args, timeout_s=timeout_s)
         results |= dict(zip(numbers, zip(*ranks, strict=True), strict=True))
     return [results[i] for i in range(len(items))]
 
 
 def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
-    """The results of a function, by rank: on new ranks, or on a launcher's ranks, which all call this."""
+    """Run a function on new ranks, or on a launcher's, which all call this.
+
+    Returns its results, by rank.
+    """
+    # A launcher such as torchrun has set it, and runs this function on every rank.
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return run_ranks(n, function, *args, timeout_s=timeout_s)
     if not dist.is_initialized():
@@ -113,39 +145,65 @@ def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float)
 
 
 def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
-    """The answers of all ranks as one. Of every collective the busiest rank counts, as in a plan."""
+    """Merge the answers of all ranks. Of every collective the busiest rank counts, as in a plan.
+
+    Raises StructureError if one of the parts is that.
+    """
+    rank_answers: list[RankAnswer] = []
     for part in parts:
         if isinstance(part, StructureError):
             raise part
-    answers, forward, backward = zip(*parts, strict=True)  # type: ignore[misc]
+        rank_answers.append(part)
+    answers = [part.answer for part in rank_answers]
+    merged_answer = answers[0]
+    for kind in ("outputs", "gradients", "updated", "cotangents"):
+        arrays = _by_device([getattr(answer, kind) for answer in answers])
+        merged_answer = replace(merged_answer, **{kind: arrays})
+    seconds = [answer.seconds for answer in answers if answer.seconds is not None]
+    if not seconds:  # not measured
+        return merged_answer
+    return replace(
+        merged_answer,
+        seconds=max(seconds),
+        forward_bytes=_busiest([part.forward_bytes for part in rank_answers]),
+        backward_bytes=_busiest([part.backward_bytes for part in rank_answers]),
+    )
 
-    def by_device(kind: str) -> dict[Any, Devices] | None:
-        every = [getattr(answer, kind) for answer in answers]
-        return every[0] and {
-            key: tuple(block for part in every for block in part[key]) for key in every[0]
-        }
 
-    kinds = ("outputs", "gradients", "updated", "cotangents")
-    answer: Answer = replace(answers[0], **{kind: by_device(kind) for kind in kinds})
-    if answer.seconds is None:
-        return answer
-    n_bytes = (sum(map(max, zip(*ranks, strict=True))) for ranks in (forward, backward))
-    measured = dict(zip(("forward_bytes", "backward_bytes"), n_bytes, strict=True))
-    return replace(answer, seconds=max(each.seconds for each in answers), **measured)
+def _by_device(arrays_of_ranks: Sequence[Any]) -> Any:
+    """Join the blocks of each array, rank by rank; nothing, None or {}, stays so."""
+    first: Mapping[Any, Devices] | None = arrays_of_ranks[0]
+    if not first:
+        return first
+    joined: dict[Any, Devices] = dict.fromkeys(first, ())
+    for arrays in arrays_of_ranks:
+        for key in first:
+            joined[key] += arrays[key]
+    return joined
+
+
+def _busiest(bytes_of_ranks: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of all collectives, of each those of the rank that received most."""
+    return sum(map(max, zip(*bytes_of_ranks, strict=True)))
 
 
 def answer_all(questions: Sequence[Question]) -> list[RankAnswer | StructureError]:
-    """This rank's answers."""
-    return [
-        _answer(each) if isinstance(each.function, bytes) else _answer_plan(each)
-        for each in questions
-    ]
+    """Return this rank's answers."""
+    answers: list[RankAnswer | StructureError] = []
+    for question in questions:
+        is_plan = not isinstance(question.function, bytes)
+        answers.append(_answer_plan(question) if is_plan else _answer(question))
+    return answers
 
 
 def _seen(question: Question) -> list[Seen]:
-    with replicas.watched(
-        Recorder(lambda x: array_of(x.detach().clone().contiguous()))
-    ) as recorder:
+    """Return what redistributions of this rank are called with."""
+
+    def copied(x: Tensor) -> Block:
+        return array_of(x.detach().clone().contiguous())  # the function may write to x later
+
+    recorder = Recorder(copied)
+    with replicas.watched(recorder):
         _answer(question)
     return recorder.seen
 
@@ -156,140 +214,200 @@ def _call(packed: bytes) -> Any:
 
 
 def _answer_plan(question: Question) -> RankAnswer:
-    """A plan on this rank's blocks, measured."""
+    """Run a plan on this rank's blocks, and measure its bytes and seconds."""
     rank = dist.get_rank()
-    cotangent, *blocks = (
-        tensor_of(array[rank]) for array in (question.cotangents, *question.inputs)
-    )
+    blocks = [tensor_of(array[rank]) for array in question.inputs]
+    cotangent = tensor_of(question.cotangents[rank])
     with Meter() as forward:
         output, pull = _forward(question.plan, blocks)
     with Meter() as backward:
         gradients = pull(cotangent)
+    # The first run made connections and compared the plan.
     dist.barrier()
-    start = time.perf_counter()
-    _forward(question.plan, blocks)[1](cotangent)
-    seconds = time.perf_counter() - start
-    pulled = {i: (array_of(gradient),) for i, gradient in enumerate(gradients)}
-    return (
-        Answer({OUTPUT: (array_of(output),)}, pulled, seconds=seconds),
-        forward.received,
-        backward.received,
-    )
+    start_s = time.perf_counter()
+    _, pull = _forward(question.plan, blocks)
+    pull(cotangent)
+    seconds = time.perf_counter() - start_s
+    outputs = {OUTPUT: (array_of(output),)}
+    gradient_blocks = {i: (array_of(gradient),) for i, gradient in enumerate(gradients)}
+    answer = Answer(outputs, gradient_blocks, seconds=seconds)
+    return RankAnswer(answer, forward.received, backward.received)
 
 
 def _forward(
     plan: AnyPlan, blocks: list[Tensor]
 ) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
-    """The output, and its pullback: autograd, or the backward plan for dtypes without autograd."""
+    """Return the output, and its pullback.
+
+    That is autograd's, or the backward plan for dtypes without autograd.
+    """
 
     def run(*operands: Tensor) -> Tensor:
         if isinstance(plan, ContractionPlan):
             return as_tensor(einsum(plan, *operands, mesh=plan.mesh))
         return redistribute(operands[0], plan, plan.mesh)
 
-    if isinstance(plan, Plan) and not (
-        blocks[0].dtype.is_floating_point or blocks[0].dtype.is_complex
-    ):
-        pull = lower(plan.backward, process_mesh(plan.mesh), blocks[0].device)
-        return run(*blocks), lambda cotangent: [pull(cotangent)]
+    dtype = blocks[0].dtype
+    has_autograd = dtype.is_floating_point or dtype.is_complex
+    if isinstance(plan, Plan) and not has_autograd:
+        backward = lower(plan.backward, process_mesh(plan.mesh), blocks[0].device)
+
+        def pull_by_plan(cotangent: Tensor) -> Sequence[Tensor]:
+            return [backward(cotangent)]
+
+        return run(*blocks), pull_by_plan
+
     leaves = [x.clone().requires_grad_() for x in blocks]
     y = run(*leaves)
-    return y.detach(), lambda cotangent: torch.autograd.grad(y, leaves, cotangent)
+
+    def pull_by_autograd(cotangent: Tensor) -> Sequence[Tensor]:
+        return torch.autograd.grad(y, leaves, cotangent)
+
+    return y.detach(), pull_by_autograd
 
 
 def _answer(question: Question) -> RankAnswer | StructureError:
-    """A user's function on this rank's blocks; an error on one rank is returned on all."""
+    """Run a user's function on this rank's blocks; an error on one rank is returned on all."""
     rank = dist.get_rank()
-    state = torch.get_rng_state()
+    # Whether the function draws random numbers, as dropout does.
+    rng_state = torch.get_rng_state()
     inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
-    draws = not torch.equal(state, torch.get_rng_state())
-    named, verdict = _agreed(returned, question, rank)
-    if isinstance(verdict, StructureError):
-        return verdict
-    outputs = {name: (array_of(y.detach()),) for name, y in named.items()}
-    if verdict:
-        return Answer(outputs, None, draws=draws), [], []
-    cotangents = _cotangents(named, question, rank)
-    varied = [inputs[i] for i in question.differentiable]
-    pulled: Any = map(torch.zeros_like, varied)
-    if used := [name for name in cotangents if named[name].requires_grad]:
-        pairs = (
-            [named[name] for name in used],
-            varied,
-            [tensor_of(cotangents[name]) for name in used],
-        )
-        pulled = torch.autograd.grad(*pairs, allow_unused=True, materialize_grads=True)
-    gradients = dict(zip(question.differentiable, pulled, strict=True))
-    arrays: dict[int, Devices] = {i: (array_of(gradient),) for i, gradient in gradients.items()}
-    updated = {} if question.update is None else _updated(question.update, inputs, gradients)
-    drawn = {} if question.results else {name: (block,) for name, block in cotangents.items()}
-    slopes = _derivatives(question, arrays, cotangents) if question.differences else {}
-    return Answer(outputs, arrays, updated, drawn, numbered(returned), slopes, draws=draws), [], []
+    draws = not torch.equal(rng_state, torch.get_rng_state())
+    agreed = _agreed_outputs(returned, question, rank)
+    if agreed.error is not None:
+        return agreed.error
+    outputs = {name: (array_of(y.detach()),) for name, y in agreed.outputs.items()}
+    if not agreed.fit_cotangents:
+        return RankAnswer(Answer(outputs, None, draws=draws))
+
+    cotangents = _cotangents(agreed.outputs, question, rank)
+    gradients = _gradients(question, inputs, agreed.outputs, cotangents)
+    gradient_blocks: dict[int, Devices] = {i: (array_of(g),) for i, g in gradients.items()}
+    updated: dict[int, Devices] = {}
+    if question.update is not None:
+        updated = _updated(question.update, inputs, gradients)
+    drawn: dict[str, Devices] = {}  # a reference says which cotangents it has drawn
+    if not question.results:
+        drawn = {name: (block,) for name, block in cotangents.items()}
+    slopes: Slopes = {}
+    if question.differences:
+        slopes = _derivatives(question, gradient_blocks, cotangents)
+    answer = Answer(
+        outputs, gradient_blocks, updated, drawn, numbered(returned), slopes, draws=draws
+    )
+    return RankAnswer(answer)
 
 
 def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Any]:
-    """Leaves of autograd with the values of the blocks, and what the function returns for them."""
+    """Call the function on leaves of autograd with the values of the blocks.
+
+    Returns the leaves, and what the function returns.
+    """
     # Each rank has its own copy, which the function may write to.
     inputs = [tensor_of(block).clone() for block in blocks]
     for i in question.differentiable:
         inputs[i].requires_grad_()
     assert isinstance(question.function, bytes)
     function, _ = pickle.loads(question.function)
+    arguments = mapped(inputs.__getitem__, question.arguments)
     try:
-        return inputs, called(
-            function, mapped(inputs.__getitem__, question.arguments), question.mesh
-        )
+        return inputs, called(function, arguments, question.mesh)
     except BaseException as error:
         rank = dist.get_rank()
         error.add_note(f"on device {rank} of {question.mesh}: {question.mesh.place(rank)}")
         raise
 
 
+def _gradients(
+    question: Question,
+    inputs: Sequence[Tensor],
+    outputs: Mapping[str, Tensor],
+    cotangents: Mapping[str, Block],
+) -> dict[int, Tensor]:
+    """Return the gradient of each differentiable input; zeros if no output needs one."""
+    varied = [inputs[i] for i in question.differentiable]
+    with_gradient = [name for name in cotangents if outputs[name].requires_grad]
+    if not with_gradient:
+        return dict(zip(question.differentiable, map(torch.zeros_like, varied), strict=True))
+    # Inputs that no output depends on get zeros, as in JAX.
+    gradients = torch.autograd.grad(
+        [outputs[name] for name in with_gradient],
+        varied,
+        [tensor_of(cotangents[name]) for name in with_gradient],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return dict(zip(question.differentiable, gradients, strict=True))
+
+
 def _derivatives(
     question: Question, gradients: dict[int, Devices], cotangents: dict[str, Block]
 ) -> Slopes:
+    """Compare gradients with differences of the function, as `derivatives` does."""
+
     def loss(blocks: Sequence[Block]) -> float:
-        named = named_outputs(_returned(question, blocks)[1], None, "torch")
-        return sum(
-            float(np.vdot(c, array_of(named[name].detach())).real) for name, c in cotangents.items()
-        )
+        _, returned = _returned(question, blocks)
+        outputs = named_outputs(returned, None, "torch")
+        total = 0.0
+        for name, cotangent in cotangents.items():
+            y = array_of(outputs[name].detach())
+            total += float(np.vdot(cotangent, y).real)
+        return total
 
     return derivatives(loss, [block for (block,) in question.inputs], gradients)
 
 
-def _agreed(
-    returned: Any, question: Question, rank: int
-) -> tuple[dict[str, Tensor], bool | StructureError]:
-    """The outputs by name; on all ranks the error of one, or True if one has a block of another shape."""
-    named: dict[str, Tensor] = {}
-    mine: bool | StructureError = False
+class _AgreedOutputs(NamedTuple):
+    """The outputs of a function by name, and what all ranks have found about theirs.
+
+    error: of the first rank that has one. fit_cotangents: whether all blocks have the shapes of the
+    cotangents that the question gives.
+    """
+
+    outputs: dict[str, Tensor]
+    error: StructureError | None
+    fit_cotangents: bool
+
+
+def _agreed_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutputs:
+    """Name the outputs, and compare with all ranks whether they are as the question says."""
+    outputs: dict[str, Tensor] = {}
+    error: StructureError | None = None
+    fit_cotangents = True
     try:
-        named = named_outputs(returned, question.results, "torch")
-        for name, y in named.items():
+        outputs = named_outputs(returned, question.results, "torch")
+        for name, y in outputs.items():
             if not isinstance(y, Tensor):
-                raise StructureError(
-                    f"{name} of the torch function is a {type(y).__name__}, not a tensor"
-                )
-            result = None if question.results is None else question.results[name]
-            if result and result.cotangents and tuple(y.shape) != result.cotangents[rank].shape:
-                mine = True
-    except StructureError as error:
-        mine = error
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return named, next(
-        (each for each in everyone if isinstance(each, StructureError)), any(everyone)
-    )
+                kind = type(y).__name__
+                raise StructureError(f"{name} of the torch function is a {kind}, not a tensor")
+            result = _result_of(question, name)
+            if result is not None and result.cotangents:
+                fit_cotangents &= tuple(y.shape) == result.cotangents[rank].shape
+    except StructureError as raised:
+        error = raised
+    # All ranks return the same, since what follows may be a collective.
+    verdicts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(verdicts, (error, fit_cotangents))
+    errors = [rank_error for rank_error, _ in verdicts if rank_error is not None]
+    first_error = errors[0] if errors else None
+    return _AgreedOutputs(outputs, first_error, all(fit for _, fit in verdicts))
+
+
+def _result_of(question: Question, name: str) -> Result | None:
+    """Return what a question says of an output; None for a reference, of which it says nothing."""
+    return None if question.results is None else question.results.get(name)
 
 
 def _cotangents(outputs: dict[str, Tensor], question: Question, rank: int) -> dict[str, Block]:
+    """Return the cotangents of outputs: the question's, or drawn for a reference."""
     cotangents: dict[str, Block] = {}
     for i, (name, y) in enumerate(outputs.items()):
-        result = (question.results or {}).get(name)
         dtype = array_of(y.detach()).dtype
-        if question.results is None and (y.is_floating_point() or y.is_complex()):
-            cotangents[name] = draw(i, y.shape, dtype)
-        elif result and result.cotangents is not None:
+        result = _result_of(question, name)
+        if question.results is None:
+            if y.is_floating_point() or y.is_complex():
+                cotangents[name] = draw(i, y.shape, dtype)
+        elif result is not None and result.cotangents is not None:
             cotangents[name] = result.cotangents[rank].astype(dtype)
     return cotangents
 
@@ -297,55 +415,64 @@ def _cotangents(outputs: dict[str, Tensor], question: Question, rank: int) -> di
 def _updated(
     update: Update, inputs: Sequence[Tensor], gradients: dict[int, Tensor]
 ) -> dict[int, Devices]:
-    """The values after one step of the user's optimiser."""
+    """Return the values after one step of the user's optimiser."""
     values = [inputs[i].detach().clone().requires_grad_() for i in update.arrays]
     for i, value in zip(update.arrays, values, strict=True):
         value.grad = gradients[i]
-    pickle.loads(update.function)[0](values).step()
+    make_optimiser, *_ = pickle.loads(update.function)
+    make_optimiser(values).step()
     return {i: (array_of(value.detach()),) for i, value in zip(update.arrays, values, strict=True)}
 
 
-TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
-MOST_CALLS = 20
-
-
 def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, timeout_s: float) -> list[float]:
-    """The median time of every plan over some rounds. timeout_s: see `run_ranks`. Raises RankError."""
-    return list(map(_median, by_rank(plans, _time_all, rounds, timeout_s=timeout_s)))
+    """Return the median time of every plan over some rounds. Raises RankError.
+
+    timeout_s: see `run_ranks`.
+    """
+    return [_median(ranks) for ranks in by_rank(plans, _time_all, rounds, timeout_s=timeout_s)]
 
 
 def seconds_of_products(
     n_devices: int, rows: int, dtypes: Sequence[str], rounds: int, timeout_s: float
 ) -> list[float]:
-    """The median time per dtype of a product of square matrices, on all devices at once."""
+    """Return the median time per dtype of a product of square matrices, on all devices at once."""
     ranks = on_ranks(n_devices, _multiply_all, rows, dtypes, rounds, timeout_s=timeout_s)
-    return list(map(_median, zip(*ranks, strict=True)))
+    by_dtype = zip(*ranks, strict=True)
+    return [_median(seconds_of_ranks) for seconds_of_ranks in by_dtype]
 
 
-def _median(by_rank: Sequence[Sequence[float]]) -> float:
-    """Seconds by rank, round by round -> their median; of a round the busiest rank counts, as in a plan."""
-    return statistics.median(map(max, zip(*by_rank, strict=True)))
+def _median(seconds_of_ranks: Sequence[Sequence[float]]) -> float:
+    """Return the median of seconds by rank and round.
+
+    Of a round the busiest rank counts, as in a plan.
+    """
+    return statistics.median(map(max, zip(*seconds_of_ranks, strict=True)))
 
 
 def _multiply_all(rows: int, dtypes: Sequence[str], rounds: int) -> list[list[float]]:
-    """This rank's seconds per dtype, round by round."""
+    """Return this rank's seconds per dtype, round by round."""
     seconds: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
     for _ in range(1 + rounds):
         for dtype in dtypes:
             x = torch.ones(rows, rows, dtype=getattr(torch, dtype))
             dist.barrier()
-            start = time.perf_counter()
+            start_s = time.perf_counter()
             torch.mm(x, x)
-            seconds[dtype].append(time.perf_counter() - start)
+            seconds[dtype].append(time.perf_counter() - start_s)
     return [times[1:] for times in seconds.values()]  # the first round warms up
 
 
 def _time_all(plans: Sequence[AnyPlan], rounds: int) -> list[list[float]]:
-    """This rank's seconds per call of every plan, round by round, so that a slow spell falls on all."""
+    """Return this rank's seconds per call of every plan, round by round.
+
+    All plans run in each round, so that a slow spell of the machine falls on all.
+    """
     timers = [_PlanTimer(plan) for plan in plans]
-    return list(
-        map(list, zip(*([timer.seconds() for timer in timers] for _ in range(rounds)), strict=True))
-    )
+    seconds: list[list[float]] = [[] for _ in plans]
+    for _ in range(rounds):
+        for timer, plan_seconds in zip(timers, seconds, strict=True):
+            plan_seconds.append(timer.seconds())
+    return seconds
 
 
 class _PlanTimer:
@@ -354,6 +481,7 @@ class _PlanTimer:
     def __init__(self, plan: AnyPlan) -> None:
         processes = process_mesh(plan.mesh)
         dtype = getattr(torch, plan.dtype)
+        # The last array is the result.
         shapes = [source.local_shape(processes.device) for source in arrays_of(plan)[:-1]]
         self.blocks = [torch.ones(shape, dtype=dtype) for shape in shapes]
         self.run: Callable[..., Any]
@@ -361,15 +489,16 @@ class _PlanTimer:
             self.run = lower(plan, processes, torch.device("cpu"))
         else:
             self.run = functools.partial(einsum, plan, mesh=plan.mesh)
-        self.calls = 2
+        self.n_calls = 2
         self.seconds()  # the first calls make connections
         slowest = torch.tensor(self.seconds())
         dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks call equally often
-        self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / slowest.item())))
+        self.n_calls = int(min(MOST_CALLS, max(1.0, TARGET_S / slowest.item())))
 
     def seconds(self) -> float:
+        """Return the seconds of one call, on average over some, after a barrier."""
         dist.barrier()
-        start = time.perf_counter()
-        for _ in range(self.calls):
+        start_s = time.perf_counter()
+        for _ in range(self.n_calls):
             self.run(*self.blocks)
-        return (time.perf_counter() - start) / self.calls
+        return (time.perf_counter() - start_s) / self.n_calls

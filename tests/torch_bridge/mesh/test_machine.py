@@ -31,10 +31,10 @@ def _named() -> str:
     with mock.patch.object(rooms.c10d, "_get_default_store", side_effect=get) as asked:
         for rows in range(2, 12):
             xt.redistribute(torch.ones(rows, 4), "n/a d -> n d/a", MESH)
-    assert (asked.call_count, rooms._agreed.cache_info().misses) == (1, 1)
+    assert (asked.call_count, rooms._agreed_profile.cache_info().misses) == (1, 1)
     found = str(machine("auto", CPU).name)
-    rooms._agreed.cache_clear()
-    rooms._found = lambda *_: (("NVIDIA A100", "NVIDIA H200")[rank], 4)
+    rooms._agreed_profile.cache_clear()
+    rooms._detected = lambda *_: (("NVIDIA A100", "NVIDIA H200")[rank], 4)
     agreed = machine("auto", torch.device("cuda")).name
     x = block_of(numbers(4, 4), "n/a d", MESH, torch.float32).requires_grad_()
     y = xt.redistribute(x, "n/a d -> n d/a", MESH)
@@ -110,7 +110,7 @@ def test_the_launcher_tells_how_large_nodes_are(
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert rooms._found("cpu", processes) == ("gloo", wanted)
+    assert rooms._detected("cpu", processes) == ("gloo", wanted)
 
 
 def test_the_machine_that_is_found_is_the_default_everywhere() -> None:

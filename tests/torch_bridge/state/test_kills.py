@@ -39,7 +39,7 @@ from xshard.state.files import open_checkpoint, saving, verify
 LIVE = str(Path(endpoint.__file__).parent), str(Path(transfer.__file__).parent)
 FILES = tuple(str(module.__file__) for module in (files, leaves, saving))
 # How often their lines run is a matter of time.
-WAITING = {"recv", "_offered", "guarded", "check", "_beat", "store_call"}
+WAITING = {"recv", "_offered", "guarded", "check", "_beat", "_look", "store_call"}
 TAKEN = "plan"  # what a server calls before it answers
 OFFERED = "connect"  # what both call when a version has been offered and taken
 AMID = "amid a message"

@@ -16,7 +16,7 @@ import xshard as xs
 from tests.step.prober import N, disagreeing, judged, numbers
 from tests.torch_bridge.helpers import on_ranks
 from torch_bridge.step.classes import call_of
-from torch_bridge.step.record import recorded
+from torch_bridge.step.record import record_step
 from xshard.step.record.trace import Trace
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -179,7 +179,7 @@ class Twice(torch.nn.Module):
 
 
 def test_operations_that_are_less_common_have_rules():
-    step, _ = recorded(Others(), torch.empty(4, 4, 4, 4))
+    step, _ = record_step(Others(), torch.empty(4, 4, 4, 4))
     assert not [op.name for op in step.ops if op.kind == "opaque"]
     written = next(op for op in step.ops if op.name == ":written")  # a slice of the last dim
     assert written.text == "b n4 n8_3 n10, b n4 n8_3 n2 -> b n4 n8_3 n10"
@@ -195,7 +195,7 @@ def test_arrays_without_elements_are_in_no_operation():
         for layer in (torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 4, 3, 1, 1))
     ]
     model = torch.nn.Sequential(*blocks, torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1))
-    step, _ = recorded(model, torch.empty(4, 4, 4, 4))
+    step, _ = record_step(model, torch.empty(4, 4, 4, 4))
     assert [op.name for op in step.ops if op.kind == "opaque"] == ["0", "2", "4", "6"]
 
 
@@ -207,14 +207,47 @@ def test_lengths_that_are_said_are_those_of_the_result():
             b, s, c = x.shape
             return super().forward(x).reshape(b * s, 4, c // 4).transpose(1, 2).reshape(b, s, c) + x
 
-    step, _ = recorded(Turned(16, 16), torch.empty(4, 8, 16))
+    step, _ = record_step(Turned(16, 16), torch.empty(4, 8, 16))
     by_name = {op.name: op.operands[1:] for op in step.ops}
     assert by_name[":clone"] == () and by_name[":_unsafe_view"] == ("x",)
 
 
 def test_an_array_that_is_two_arguments_of_a_module_does_not_move_there():
-    step, _ = recorded(Twice(), torch.empty(4, 4))
+    step, _ = record_step(Twice(), torch.empty(4, 4))
     assert [op.enters for op in step.ops if op.enters] == ["inner"]
+
+
+class Counted(torch.nn.Module):
+    """A module inside returns a number and no tensor."""
+
+    class Count(torch.nn.Module):
+        def forward(self, x):
+            return len(x)
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.count = torch.nn.Linear(4, 4), self.Count()
+
+    def forward(self, x):
+        return self.linear(x) * self.count(x)
+
+
+class OneExample(torch.nn.Linear):
+    """A loss of scores without a batch."""
+
+    def forward(self, x, target):
+        return F.nll_loss(super().forward(x)[0], target[0])
+
+
+def test_a_module_that_returns_no_tensor_is_recorded():
+    step, _ = record_step(Counted(), torch.empty(4, 4))
+    assert [op.name for op in step.ops][-3:] == ["linear", ":mul", ":loss"]
+
+
+def test_a_loss_of_one_example_is_recorded():
+    target = torch.zeros(4, dtype=torch.int64)
+    step, _ = record_step(OneExample(4, 4), (torch.empty(4, 4), target))
+    assert (step.ops[-1].kind, step.ops[-1].text) == ("loss", "n4, () ->")
 
 
 class Calls(TorchDispatchMode):
