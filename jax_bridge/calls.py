@@ -1,4 +1,4 @@
-"""`redistribute`: blocks on one device from one layout to another; a call on one block as a value."""
+"""`redistribute`: blocks from one layout to another, and a call on one block as a value."""
 
 from __future__ import annotations
 
@@ -147,7 +147,10 @@ def sides_of(expression: Any) -> Sides:
         raise NotationError("an array in place of the layouts", hint="the array comes first")
     for layout in expression if isinstance(expression, tuple) else (expression,):
         if isinstance(layout, SPECS):
-            hint = "write both sides, as in 's/cp c -> s c'; from_partition_spec(spec, ndim) is a layout"
+            hint = (
+                "write both sides, as in 's/cp c -> s c'; "
+                "from_partition_spec(spec, ndim) is a layout"
+            )
             raise NotationError(f"a {type(layout).__name__} in place of a layout", hint=hint)
     return sides(expression)
 
@@ -156,7 +159,10 @@ def sides_of(expression: Any) -> Sides:
 
 
 def as_array(x: Any, text: str) -> jax.Array:
-    """Return a block or array as an array of JAX. Raises DtypeError for numbers that JAX cannot hold."""
+    """Return a block or array as an array of JAX.
+
+    Raises DtypeError for numbers that JAX cannot hold.
+    """
     if isinstance(x, jax.Array):
         return x
     if isinstance(x, str | Layout | Plan):
@@ -189,7 +195,7 @@ def with_entry_type(
     axes: Sequence[str] | None = None,
     layout: Span | None = None,
 ) -> jax.Array:
-    """Check that a block's type along mesh axes is what the plan's source says, and declare the rest of it.
+    """Check a block's type along mesh axes against the plan's source, and declare the rest.
 
     Args:
         x: The block.
@@ -245,7 +251,10 @@ class KeyWords(NamedTuple):
 
 
 def as_words(keys: jax.Array, parsed: Sides) -> KeyWords:
-    """Take PRNG keys apart into words, which collectives can send. Raises DtypeError for sums and overlaps."""
+    """Take PRNG keys apart into words, which collectives can send.
+
+    Raises DtypeError for sums and overlaps.
+    """
     src = _with_words(parsed.src.resolved(keys.ndim), parsed.text)
     dst = _with_words(parsed.dst.resolved(keys.ndim), parsed.text)
     keys_of = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
@@ -347,7 +356,10 @@ def redistribute(
 
 
 def is_expression(value: Any) -> bool:
-    """Return whether a value is one expression or pair of layouts; a pair of expressions is a pytree."""
+    """Return whether a value is one expression or pair of layouts.
+
+    A pair of expressions is a pytree.
+    """
     if not isinstance(value, tuple) or len(value) != 2:
         return isinstance(value, (str, Plan, Sides, *SPECS))
     return all(map(_is_one_layout, value))
@@ -360,7 +372,10 @@ def _is_one_layout(value: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    """Return whether a value is one shape, or None for a shape to infer; a tree of shapes is not."""
+    """Return whether a value is one shape, or None for a shape to infer.
+
+    A tree of shapes is not.
+    """
     if value is None:
         return True
     lengths = whole_numbers(value)

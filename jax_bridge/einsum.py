@@ -199,7 +199,9 @@ def _contract_in_rounds(
     mover: _Mover,
     options: Choices,
 ) -> jax.Array:
-    """Contract the blocks of a part piece by piece. No product waits for the message sent in its round.
+    """Contract the blocks of a part piece by piece.
+
+    No product waits for the message sent in its round.
 
     Args:
         part: The part of the contraction's plan.
@@ -245,7 +247,7 @@ def _piece_starts(ring: ContractionRing, piece_rows: int) -> list[jax.Array]:
 def _travelling_pieces(
     x: jax.Array, dim: int, ring: ContractionRing, mover: _Mover
 ) -> list[jax.Array]:
-    """Return this device's pieces of an operand, then the pieces that arrive from the next devices."""
+    """Return this device's pieces of an operand, then the pieces that arrive."""
     pieces = jnp.split(x, ring.pieces, dim)
     while len(pieces) < ring.products:
         # A piece is passed on as it arrived, `ring.pieces` products ago.
@@ -254,7 +256,7 @@ def _travelling_pieces(
 
 
 def _resident_pieces(x: jax.Array, dim: int, ring: ContractionRing) -> list[jax.Array]:
-    """Cut an operand that does not travel into pieces, in the order in which this device contracts them."""
+    """Cut an operand that does not travel into pieces, in the order of this device's products."""
     piece_rows = x.shape[dim] // ring.products
     starts = _piece_starts(ring, piece_rows)
     return [lax.dynamic_slice_in_dim(x, start, piece_rows, dim) for start in starts]

@@ -63,7 +63,7 @@ def valid_mask(
 ) -> jax.Array:
     """Return a mask of this device's block: True at elements of the array, False in its padding.
 
-        mask = valid_mask("n/dp d", shape=(6, 3))     # [2, 3] on 4 devices; the last has only padding
+        mask = valid_mask("n/dp d", shape=(6, 3))     # [2, 3]; False on the last of 4 devices
 
     Args:
         layout: The layout of the array.

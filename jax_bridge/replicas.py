@@ -131,7 +131,10 @@ def _may_differ(x: jax.Array, axis: str) -> bool:
 
 
 def _comparable(x: jax.Array) -> jax.Array:
-    """Return the block in a dtype that has a maximum; NaN, which no comparison finds, becomes infinity."""
+    """Return the block in a dtype that has a maximum.
+
+    NaN, which no comparison finds, becomes infinity.
+    """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     is_short = x.dtype.itemsize < 4

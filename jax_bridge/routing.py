@@ -1,4 +1,6 @@
-"""`route` inside `shard_map`: rows to devices that values name, and back; `xshard.routing` says what.
+"""`route` inside `shard_map`: rows to devices that values name, and back.
+
+`xshard.routing` says what.
 
 Shapes are static: each device sends as many copies to each as the capacity says, and pads what it
 lacks.
@@ -36,7 +38,7 @@ class Copies:
     n_received: jax.Array  # copies from each device: [devices]
 
     def sent(self, x: jax.Array) -> jax.Array:
-        """Send a copy of each row: [rows, ...] -> the copies that arrive [devices * capacity, ...]."""
+        """Send copies of rows: [rows, ...] -> copies that arrive [devices * capacity, ...]."""
         copies = x.at[self.row_of_copy].get(mode="fill", fill_value=0)
         return _exchanged(copies, self.axis, self.n_sent, self.n_received)
 
@@ -153,14 +155,14 @@ def route(
     groups: int | Sequence[int] | None = None,
     capacity: int | None = None,
 ) -> Routed:
-    """Send each row to the devices of the groups that it chose, as tokens to experts, inside `shard_map`.
+    """Send each row to the devices of the groups that it chose, as tokens to experts.
 
         routed = route(x, to, "ep", groups=8)                    # x: [rows, d], to: [rows, k]
         y = routed.back(expert(routed.rows, routed.sizes))       # [n, d] -> [rows, d]
 
-    A device gets one copy of a row, however many of its groups the row chose, and one returns.
-    Every mode of differentiation works. GPUs and TPUs send no padding (`lax.ragged_all_to_all`),
-    CPUs do.
+    It works inside `shard_map`. A device gets one copy of a row, however many of its groups the row
+    chose, and one returns. Every mode of differentiation works. GPUs and TPUs send no padding
+    (`lax.ragged_all_to_all`), CPUs do.
 
     Args:
         x: This device's rows: `[rows, ...]`.

@@ -53,7 +53,7 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
 
 
 def _entry_of(dim: Dim, text: str) -> str | tuple[str, ...] | None:
-    """Return the entry of a spec for one dim: n -> None, n/dp -> "dp", n/(dp,tp) -> ("dp", "tp")."""
+    """Return a dim's entry of a spec: n -> None, n/dp -> "dp", n/(dp,tp) -> ("dp", "tp")."""
     if dim.overlap is not None:
         raise PlanError("a PartitionSpec cannot have overlaps", text=text)
     for shard in dim.shards:
@@ -156,7 +156,7 @@ def to_named_sharding(
 
 
 def storage_layout(layout: Layout) -> Layout:
-    """Return how JAX shards an array of the layout: the same axes, but contiguous blocks of storage rows.
+    """Return how JAX shards an array of the layout: the same axes, contiguous blocks.
 
     s/zigzag(cp) -> s/cp
     """

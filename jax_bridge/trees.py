@@ -13,12 +13,18 @@ from xshard.trees import Leaf, leaf_name, prefix_branches, spread
 
 
 def is_array(x: Any) -> bool:
-    """Return whether x is an array of any framework, or its type or shape; not for numbers and functions."""
+    """Return whether x is an array of any framework, or its type or shape.
+
+    Not for numbers and functions.
+    """
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def is_layout(value: Any) -> bool:
-    """Return whether a value is one layout or expression, or None for other leaves; a pair is a tree."""
+    """Return whether a value is one layout or expression, or None for other leaves.
+
+    A pair is a tree.
+    """
     return value is None or isinstance(value, str | Layout | Plan | Sides)
 
 
@@ -85,7 +91,10 @@ def array_leaves(given: Any, tree: Any) -> list[Leaf]:
 
 
 def _named_leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """List leaves by name. A variable of flax nnx, or a box of linen, has the name of the array in it."""
+    """List leaves by name.
+
+    A variable of flax nnx, or a box of linen, has the name of the array in it.
+    """
     boxes = jax.tree_util.tree_flatten_with_path(tree, lambda x: _is_box(x) or is_leaf(x))[0]
     named: list[tuple[str, Any]] = []
     for path, box in boxes:

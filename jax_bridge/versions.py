@@ -1,4 +1,4 @@
-"""Everything used of JAX that JAX does not promise to keep: the only file to change for another release."""
+"""All that is used of JAX without a promise that it stays: the file to change for a release."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def named_axes() -> Collection[object]:
 
 
 class Batch(NamedTuple):
-    """A batch of `vmap`: its length, its name if it has one, and the mesh axes over which it is sharded."""
+    """A batch of `vmap`: its length, its name if it has one, and the mesh axes that shard it."""
 
     size: int
     name: object
@@ -134,7 +134,7 @@ def _primitive(
     batch: Callable[..., tuple[jax.Array, int | None]] | None = None,
     on_platforms: Mapping[str, Callable[..., jax.Array]] | None = None,
 ) -> Primitive:
-    """Define a primitive with all rules but those of derivatives, as `linear_primitive` describes them."""
+    """Define a primitive with all rules but derivatives, as `linear_primitive` describes them."""
     primitive = Primitive(name)
     primitive.def_impl(run)
     primitive.def_effectful_abstract_eval(abstract_eval)
@@ -167,7 +167,10 @@ def _primitive(
 def types_of(
     run: Callable[..., jax.Array], static: Sequence[str]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return the `abstract_eval` of an operation, by tracing it. static: the names of its parameters."""
+    """Return the `abstract_eval` of an operation, by tracing it.
+
+    static: the names of its parameters.
+    """
     traced = jax.jit(run, static_argnames=static, inline=True)  # jit caches the traces
 
     def abstract_eval(*arrays: Any, **params: Any) -> tuple[Any, Any]:
@@ -190,7 +193,9 @@ def batch_first(x: jax.Array, dim: int | None, size: int) -> jax.Array:
 
 
 def with_sharding(aval: Any, sharding: NamedSharding, shape: tuple[int, ...] | None = None) -> Any:
-    """Return the type of an array with another sharding, and shape. A type tells Explicit axes only.
+    """Return the type of an array with another sharding, and shape.
+
+    A type tells Explicit axes only.
 
     JAX documents no way to build one; `reshard` needs it to tell the type of a result before it
     runs.
@@ -222,7 +227,7 @@ def with_manual_type(aval: Any, manual: Any) -> Any:
 
 
 def changed_type(manual: Any, **axes: frozenset[str]) -> Any:
-    """Return the type along manual axes with other sets of axes: `varying`, `unreduced` and `reduced`."""
+    """Return the type along manual axes with other sets `varying`, `unreduced`, `reduced`."""
     # From 0.12 on a type with unreduced axes needs the kind of their reduction, and others may have
     # none.
     kind = getattr(manual, "unreduced_kind", None)
@@ -258,7 +263,9 @@ def cotangent_type(manual: Any) -> Any:
 
 
 def host_callback(function: Callable[..., None], types: Any) -> Callable[..., Any]:
-    """Return an operation that calls `function(context, results, *arguments)` on the memory of its device.
+    """Return an operation that calls a function on the host.
+
+    The function takes `(context, results, *arguments)`, on the memory of its device.
 
     `jax.pure_callback` holds a thread while others copy: with a device per thread it deadlocks.
     """

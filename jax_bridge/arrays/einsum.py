@@ -1,4 +1,4 @@
-"""`einsum`: the contraction of blocks inside `shard_map`, or of global arrays by one cached program."""
+"""`einsum`: the contraction of blocks inside `shard_map`, or of global arrays outside."""
 
 from __future__ import annotations
 

@@ -47,14 +47,14 @@ def reshard(
     donate: bool = False,
     maps: Maps | None = None,
 ) -> Any:
-    """Move global arrays from one layout to another, differentiably, outside `shard_map` or under `jit`.
+    """Move global arrays from one layout to another, differentiably, outside `shard_map`.
 
-        y = reshard(x, "s/cp c -> s c/cp")     # [s, c], sharded over rows -> [s, c], sharded over columns
+        y = reshard(x, "s/cp c -> s c/cp")     # [s, c] sharded by rows -> by columns
 
-    A committed array must be sharded by its left layout; XLA first brings others (a tracer on Auto
-    axes, a numpy array) there. An array that is known to be stored in another order is refused.
-    Results of JAX are believed, unless XSHARD_DEBUG is on. Compiled once per expression, mesh,
-    shape and dtype; the log "xshard.reshard" reports it.
+    It also works under `jit`. A committed array must be sharded by its left layout; XLA first
+    brings others (a tracer on Auto axes, a numpy array) there. An array that is known to be stored
+    in another order is refused. Results of JAX are believed, unless XSHARD_DEBUG is on. Compiled
+    once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it.
 
     Args:
         arrays: An array, or a pytree of arrays, which one program moves.
@@ -147,7 +147,7 @@ def _array_call(x: Any, expression: Any) -> ArrayCall:
 
 
 def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
-    """Bring an array to its place at a border: moved by a plan if it is known to be sharded differently."""
+    """Bring an array to its place at a border, by a plan if it is known to be elsewhere."""
     with located(target.path):
         check_order(x, target.array, target.text)
         sharding = target.other_sharding(x)
@@ -174,7 +174,7 @@ def place(
 ) -> Any:
     """Put a tree of arrays on a mesh, each as a global `jax.Array` under its layout.
 
-        model = place(model, {"**.kernel": "i o/tp", "**": "..."}, mesh)     # kernels [i, o] by columns
+        model = place(model, {"**.kernel": "i o/tp", "**": "..."}, mesh)     # [i, o] by columns
 
     An array on the mesh is moved by a plan; of others devices receive their parts. Arrays are held
     as `shard_map` takes them.
@@ -242,7 +242,7 @@ def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
 
 
 def _from_host(host: NDArray, array: Sharding, target: StoredArray) -> jax.Array:
-    """Give devices their parts of an array of the host, with the rows of each dim in storage order."""
+    """Give devices their parts of an array of the host, with rows in storage order."""
     rows_of_dims = [stored.stored_rows(array, dim) for dim in range(host.ndim)]
 
     def part(index: tuple[slice, ...]) -> NDArray:

@@ -44,7 +44,7 @@ def shard_map(
     donate_argnums: int | Sequence[int] = (),
     maps: Maps | None = None,
 ) -> Callable[..., Any]:
-    """Make a function of blocks a function of global arrays: `jax.shard_map` with layouts in place of specs.
+    """Make a function of blocks a function of global arrays: `jax.shard_map` with layouts.
 
         up = shard_map(lambda x, w: x @ w, "n d, d f/tp -> n f/tp", mesh)
         # inside x: [n, d], w: [d, f/4] on 4 devices; outside w: [d, f]
@@ -134,7 +134,10 @@ def _signature(layouts: Any) -> _Signature:
         return _Signature(arguments, results[0] if len(results) == 1 else results)
     if isinstance(layouts, list | tuple) and len(layouts) == 2:
         return _Signature(layouts[0], layouts[1])
-    hint = '"b s/cp c, c f/tp -> b s/cp f/tp", or a pair: layouts of the arguments, layouts of the results'
+    hint = (
+        '"b s/cp c, c f/tp -> b s/cp f/tp", '
+        "or a pair: layouts of the arguments, layouts of the results"
+    )
     raise NotationError(f"{shown(layouts)} are not layouts of a function", hint=hint)
 
 
@@ -189,7 +192,10 @@ class _Border(NamedTuple):
         with located(path):
             sides = self._resolved_sides(given, len(block_shape))
             axes = self._axes_of(sides)
-            hint = "dims are as long as arguments have them: take another name, or say sizes={{dim}: ...}"
+            hint = (
+                "dims are as long as arguments have them: "
+                "take another name, or say sizes={{dim}: ...}"
+            )
             shape = global_shape(sides.src, axes, block_shape, sides.text, lengths, hint)
             length_of = dict(zip(sides.src.names, shape, strict=True))
             shape_outside = tuple(length_of[name] for name in sides.dst.names)
@@ -198,7 +204,10 @@ class _Border(NamedTuple):
             return self._border_array(array, way_out, path)
 
     def _axes_of(self, sides: Sides) -> Mesh:
-        """Return the axes of the mesh that may shard arrays. Raises MeshError if the sides name others."""
+        """Return the axes of the mesh that may shard arrays.
+
+        Raises MeshError if the sides name others.
+        """
         return self.mesh.free((*sides.src.axes, *sides.dst.axes), sides.text)
 
     def _resolved_sides(self, given: Any, ndim: int) -> Sides:
@@ -279,7 +288,7 @@ class _BlockFunction:
 
 
 class _Program(NamedTuple):
-    """A jitted function of all arrays, for arguments of one structure, with the same shapes and constants."""
+    """A jitted function of all arrays, for calls with the same structure, shapes and constants."""
 
     arguments: list[_BorderArray]
     run: Callable[..., Sequence[jax.Array]]
@@ -287,7 +296,7 @@ class _Program(NamedTuple):
     outputs: _Outputs  # with the leaves that are not arrays
 
     def result_of(self, arrays: Sequence[jax.Array]) -> Any:
-        """Put the arrays that `run` returns into the tree of the result, with the order of their rows."""
+        """Put the arrays that `run` returns into the tree of the result, and record their order."""
         leaves = list(self.outputs.leaves)
         for (i, border), array in zip(self.results.items(), arrays, strict=True):
             leaves[i] = remember(array, border.outside.array)
@@ -311,7 +320,10 @@ class _MappedFunction:
     programs: dict[Any, _Program] = field(default_factory=dict)
 
     def __call__(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
-        """Call the function with global arrays. static: arguments by keyword, which are compiled in."""
+        """Call the function with global arrays.
+
+        static: arguments by keyword, which are compiled in.
+        """
         # Hot: this is all that a warm call does; its program is found by a key.
         call = self._structured(args, static)
         leaves_of_arrays = [leaf for leaf in call.leaves if leaf.given is not None]
@@ -370,7 +382,9 @@ class _MappedFunction:
         return [parameter.name for parameter in parameters if parameter.kind in positional]
 
     def _leaves(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
-        """List the leaves of the arguments, without their values, with layouts; None for non-arrays.
+        """List the leaves of the arguments, without their values, with layouts.
+
+        None for non-arrays.
 
         Args:
             names: The names of the positional arguments.
@@ -437,7 +451,7 @@ class _MappedFunction:
         return results
 
     def _lengths(self, arguments: Sequence[_BorderArray]) -> dict[str, set[int]]:
-        """Collect the lengths that dims of results may have, by name: those of arguments, or `sizes`."""
+        """Collect the lengths that dims of results may have, by name."""
         lengths = defaultdict[str, set[int]](set)
         for argument in arguments:
             array = argument.outside.array

@@ -42,7 +42,7 @@ def stored_as(
 ) -> jax.Array:
     """Record in which order the rows of an array are stored.
 
-        x = stored_as(x, "s/zigzag(cp)")     # x: [s], with the rows of zigzag blocks one after the other
+        x = stored_as(x, "s/zigzag(cp)")     # x: [s], zigzag blocks one after the other
 
     `reshard` then refuses to read them in another order. Nothing moves.
 
@@ -149,7 +149,7 @@ def _orders(stored: Sharding) -> tuple[_OrderedShard, ...]:
 
 
 class ArrayMesh(NamedTuple):
-    """The mesh of a call's arrays, and the same mesh with the types that its axes have in the context."""
+    """The mesh of a call's arrays, and the same with the axis types of the context."""
 
     of_arrays: JaxMesh | AbstractMesh
     in_context: JaxMesh | AbstractMesh
@@ -213,14 +213,20 @@ class StoredArray(NamedTuple):
 
     @classmethod
     def of(cls, array: Sharding, mesh: ArrayMesh, text: str, path: str = "") -> StoredArray:
-        """Put an array on a mesh. Raises ShapeError for uneven blocks, and as `to_named_sharding` does."""
+        """Put an array on a mesh.
+
+        Raises ShapeError for uneven blocks, and as `to_named_sharding` does.
+        """
         check_even(array, text)
         with mark_errors(text):
             sharding = storage_sharding(array.layout, mesh.in_context)
         return cls(array, mesh, sharding, text, path)
 
     def check(self, x: jax.Array, donate: bool = False) -> None:
-        """Raise ShapeError for an array known to be sharded otherwise, XshardError to donate a tracer."""
+        """Raise ShapeError for an array that is known to be sharded otherwise.
+
+        With `donate` also XshardError for a tracer.
+        """
         if donate and isinstance(x, Tracer):
             hint = "donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)"
             raise XshardError("a traced array cannot be donated", text=self.text, hint=hint)
@@ -298,7 +304,10 @@ def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) 
 def check_even(array: Sharding, text: str) -> None:
     """Raise ShapeError unless all devices have blocks of one size."""
     if not array.is_even:
-        reason = f"a jax.Array cannot have uneven blocks: {array.shape} does not divide by '{array.layout}'"
+        reason = (
+            "a jax.Array cannot have uneven blocks: "
+            f"{array.shape} does not divide by '{array.layout}'"
+        )
         hint = (
             "pad it, or move it at shard_map's border, as in 's -> s/zigzag(cp)', which pads blocks"
         )

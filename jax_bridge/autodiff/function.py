@@ -87,7 +87,7 @@ def batch_dim(plan: Plan, batch_axes: tuple[str, ...]) -> Dim:
 
 @lru_cache(maxsize=1024)
 def with_batch_dim(plan: Plan, length: int, batch_axes: tuple[str, ...] = ()) -> Plan:
-    """Return the same steps on an array with a new first dim: plan of [n, d] -> plan of [length, n, d].
+    """Return the same steps on an array with a new first dim: [n, d] -> [length, n, d].
 
     Args:
         plan: The plan.
@@ -121,7 +121,10 @@ def with_batch_dim(plan: Plan, length: int, batch_axes: tuple[str, ...] = ()) ->
 def _run(
     x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport = PERMUTE
 ) -> jax.Array:
-    """Run a plan. devices: an axis named by `vmap`, if the first dim of `x` has a block per device."""
+    """Run a plan.
+
+    devices: an axis named by `vmap`, if the first dim of `x` has a block per device.
+    """
     run_block = partial(run, plan, transport=transport)
     if devices is None:
         return run_block(x)
@@ -140,7 +143,7 @@ def batch_rule(
     plan: Plan,
     devices: str | None,
 ) -> tuple[jax.Array, int | None]:
-    """Batch an operation that carries a plan: vmap of the operation is the operation with another plan.
+    """Batch an operation that carries a plan: the same operation with another plan.
 
     Args:
         bind: The operation.
@@ -195,7 +198,7 @@ def _max_or_min(plan: Plan, ad: str, x: jax.Array) -> jax.Array:
 def _max_or_min_tangent(
     plan: Plan, ad: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Pass on equal shares of the winners' tangents: the transpose of this map is the cotangent plan."""
+    """Pass on equal shares of the winners' tangents. The transpose is the cotangent plan."""
     mode = MODES[ad]
     (x,) = primals
     (tangent,) = tangents
@@ -217,7 +220,10 @@ def _max_or_min_tangent(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _collectives(plan: Plan, tangent_map: Move, x: jax.Array) -> jax.Array:
-    """Run a plan so that a jaxpr shows its collectives. tangent_map: how its tangent goes through it."""
+    """Run a plan so that a jaxpr shows its collectives.
+
+    tangent_map: how its tangent goes through it.
+    """
     return _no_transpose(run(plan, x, PERMUTE_UNBRANCHED), plan=plan)
 
 

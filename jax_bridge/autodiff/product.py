@@ -30,7 +30,10 @@ Names = tuple[int, ...]  # of the dims of an array, as `jnp.einsum` takes them i
 
 
 class ProductNames(NamedTuple):
-    """The names of the dims of two operands and of their einsum: "ij,jk->ik" is ((0, 1), (1, 2)), (0, 2)."""
+    """The names of the dims of two operands and of their einsum.
+
+    "ij,jk->ik" is ((0, 1), (1, 2)), (0, 2).
+    """
 
     operands: tuple[Names, Names]
     result: Names
@@ -53,7 +56,7 @@ def multiplied(x: jax.Array, y: jax.Array, names: ProductNames, **options: Any) 
 
 
 class _DimOrder(NamedTuple):
-    """An order of the dims of a product for which a matrix product needs no transposition of its own."""
+    """An order of dims in which a product is a matrix product, without transpositions."""
 
     row_operand: int  # the operand whose dims begin the result
     operand_dims: Names
@@ -141,7 +144,7 @@ def _transpose(
     cuts: Any,
     **options: Any,
 ) -> jax.Array:
-    """Compute the cotangent of operand `i`: the einsum of the result's cotangent and the other operand.
+    """Compute the cotangent of operand `i`: the result's cotangent times the other operand.
 
     Args:
         i: The number of the operand.
@@ -192,7 +195,10 @@ def _batch(
     cuts: Any,
     **options: Any,
 ) -> tuple[jax.Array, int | None]:
-    """Batch the product: the batch is one more dim, the first of the result. x_dim, y_dim: None without it."""
+    """Batch the product: the batch is one more dim, the first of the result.
+
+    x_dim, y_dim: None without it.
+    """
     if x_dim is None and y_dim is None:
         return _product(x, y, names=names, cuts=cuts, **options), None
     new_name = 1 + max((*names.operands[0], *names.operands[1], *names.result))

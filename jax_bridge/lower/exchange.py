@@ -1,4 +1,4 @@
-"""The exchange step in JAX: every device packs a box per round, sends it, and places the boxes it receives.
+"""The exchange step in JAX: devices send boxes to each other, and place what they receive.
 
 A box is a sub-array of a block. Boxes are handled as slices if all boxes of a round are slices of
 one shape, else by tables of rows, padded to the longest along every dim. Boxes that tile a block
@@ -44,7 +44,7 @@ MOST_TILES = 32  # in all distinct tilings together: each tiling is compiled as 
 
 
 class _Delivery(NamedTuple):
-    """Boxes to deliver: in which rounds, how boxes at one place combine, into which block, by what means."""
+    """Boxes to deliver: in which rounds, into which block, and by what means."""
 
     schedule: Schedule
     op: str | None  # a key of COMBINE; None if no two boxes meet
@@ -55,7 +55,7 @@ class _Delivery(NamedTuple):
 def exchange(
     step: Exchange, x: jax.Array, before: Sharding, after: Sharding, transport: Transport
 ) -> jax.Array:
-    """Send boxes of this device's block to their devices, and build the new block of the arriving ones.
+    """Send boxes of this device's block, and build the new block of the arriving boxes.
 
     Sums are made in the order of the rounds, after a device's own box.
 
@@ -89,7 +89,7 @@ def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
 
 
 def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Cut boxes out of the block and put or add them in place, without a pass over the whole block."""
+    """Cut boxes out of the block and put or add them in place. No pass is over the whole block."""
     schedule = delivery.schedule
     all_rounds = schedule.all_rounds
     n_local = len(schedule.local)
@@ -107,7 +107,10 @@ def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     )
 
     def box(r: int) -> jax.Array:
-        """Return the box that arrives in a round; called late, so that a branch cuts only its own boxes."""
+        """Return the box that arrives in a round.
+
+        Called late, so that a branch cuts only its own boxes.
+        """
         content = cut(r) if r < n_local else arrived[r - n_local]
         return _signed(content, all_rounds[r], mesh)
 
@@ -205,7 +208,7 @@ def _are_slices(messages: Round) -> bool:
 
 
 class BoxStarts(NamedTuple):
-    """The first row, along every dim, of the box that a device sends, and of the place of the one it receives."""
+    """The first rows, by dim, of the box that a device sends and of the one it receives."""
 
     sent: list[Any]
     received: list[Any]
@@ -241,14 +244,14 @@ def _first_rows(message: Message) -> BoxStarts:
 
 
 class DimTables(NamedTuple):
-    """One round along one dim: the rows of x to pack, and the packed row for each row of the new block."""
+    """One round along one dim: the rows to pack, and the packed row for each row of the result."""
 
     packing: Table
     placing: Table
 
 
 def _round_tables(messages: Round, after: Sharding) -> list[DimTables]:
-    """Tabulate for every dim and device the rows to pack into a box, and where the rows of a box go."""
+    """Tabulate by dim and device the rows to pack into a box, and where a box's rows go."""
     n_devices = after.mesh.n_devices
     tables = []
     for dim, box_length in enumerate(box_shape(messages)):
@@ -299,7 +302,7 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
 def _tiled_by_device(
     tiling_of_device: Sequence[Tiling], box: Callable[[int], jax.Array], axes: tuple[str, ...]
 ) -> jax.Array:
-    """Concatenate boxes as this device's tiling says: a branch of the program for each distinct tiling."""
+    """Concatenate boxes as this device's tiling says: a branch for each distinct tiling."""
     distinct = list(dict.fromkeys(tiling_of_device))
     branch_of_device = [distinct.index(tiling) for tiling in tiling_of_device]
     branches = [partial(tiled, tiling, box) for tiling in distinct]
@@ -341,7 +344,7 @@ class SentPart(NamedTuple):
 
 
 class NewBlock(NamedTuple):
-    """A new block: parts of other blocks, put into `shape`, transposed to `order`, and seen as `block`."""
+    """A new block: parts of other blocks in `shape`, transposed to `order`, seen as `block`."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]

@@ -45,7 +45,7 @@ def padded_table(rows: Sequence[Sequence[int] | NDArray], width: int | None = No
 
 
 def along_dim(values: jax.Array, dim: int, ndim: int) -> jax.Array:
-    """Reshape one value per row so that it broadcasts over the other dims: [rows] -> [1, rows, 1]."""
+    """Reshape one value per row to broadcast over the other dims: [rows] -> [1, rows, 1]."""
     shape = [1] * ndim
     shape[dim] = -1
     return values.reshape(shape)
@@ -59,7 +59,9 @@ def row_table(sharding: Sharding, dim: int) -> Table:
 
 
 def inverse(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Return the index of each of `length` numbers in `positions`; VOID for a number that is not there.
+    """Return the index of each of `length` numbers in `positions`.
+
+    VOID for a number that is not there.
 
     [2, 0] with length 3 -> [1, -1, 0]
     """
@@ -114,7 +116,9 @@ def _gather_chunks(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]
 
 
 def _rows_moving_together(positions: Table, length: int) -> int:
-    """Return the largest chunk of rows that every device moves as a whole, from and to multiples of it.
+    """Return the largest chunk of rows that every device moves as a whole.
+
+    Chunks begin at multiples of their length, before and after.
 
     [[4, 5, 6, 7, 0, 1]] with length 8 -> 2. Few large chunks copy faster than many rows.
     """
@@ -140,7 +144,7 @@ def row_of_this_device(values: NDArray, axes: Sequence[str]) -> jax.Array:
 
 
 def valid_elements(sharding: Sharding) -> jax.Array:
-    """Return a mask of this device's padded block: True at elements of the array, False in padding."""
+    """Return a mask of this device's padded block: True at elements, False in padding."""
     shape = sharding.max_local_shape
     mask = jnp.ones(shape, bool)
     for dim, sizes in enumerate(sharding.local_sizes):

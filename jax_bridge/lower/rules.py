@@ -119,7 +119,10 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
 
 
 def explicit_axes(x: jax.Array) -> frozenset[str]:
-    """Return the Explicit axes over which JAX shards the block further, inside a `shard_map` over others."""
+    """Return the Explicit axes over which JAX shards the block further.
+
+    There are such axes inside a `shard_map` over other axes.
+    """
     axes: set[str] = set()
     for dim_axes in _explicit_axes_of_dims(x):
         axes.update(dim_axes)
@@ -142,7 +145,9 @@ def _explicit_axes_of_dims(x: jax.Array) -> list[tuple[str, ...]]:
 def _part_by_part(
     move: Callable[[Plan, jax.Array], jax.Array], plan: Plan, x: jax.Array
 ) -> jax.Array:
-    """Move each part of a block that Explicit axes shard, with these axes manual: collectives need that.
+    """Move each part of a block that Explicit axes shard, in a `shard_map` over these axes.
+
+    Collectives work along manual axes only.
 
     Raises ShapeError if the plan shards a dim that Explicit axes shard.
     """
@@ -175,7 +180,7 @@ def _part_by_part(
 
 
 def _all_gather(step: steps.AllGather, x: jax.Array, context: StepContext) -> jax.Array:
-    """Gather the parts of a dim from all devices along the step's axes, and put their rows in order."""
+    """Gather the parts of a dim from the devices along the step's axes, rows in order."""
     dim = context.before.dim_index(step.dim)
     block_shape = x.shape
     phases = context.phases(axes_of(step.shards))
@@ -244,7 +249,7 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
 
 
 def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContext) -> jax.Array:
-    """Reduce blocks over the devices along the step's axes, and leave each device its part of the sum."""
+    """Reduce blocks over devices along the step's axes, and leave each its part of the sum."""
     before = context.before
     axes = axes_of(step.shards)
     dim = before.dim_index(step.dim)
@@ -286,7 +291,7 @@ def _exchange(step: steps.Exchange, x: jax.Array, context: StepContext) -> jax.A
 
 
 def _mask(step: steps.Mask, x: jax.Array, context: StepContext) -> jax.Array:
-    """Keep the block on the first device along the step's axes, and zeros on the others: a value as a sum."""
+    """Keep the block on the first device along the step's axes; zeros elsewhere: a sum."""
     return jnp.where(lax.axis_index(step.axes) == 0, x, jnp.zeros_like(x))
 
 
@@ -327,7 +332,9 @@ def _transpose(step: steps.Transpose, x: jax.Array, context: StepContext) -> jax
 def _rows_of_parts(
     before: Sharding, dim: str, shards: tuple[Shard, ...], phases: Phases
 ) -> NDArray[np.int64]:
-    """Return the rows of a dim's parts under `shards`, part after part in the order that phases leave them.
+    """Return the rows of a dim's parts, part after part.
+
+    Parts are in the order in which the phases of a collective leave them.
 
     8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]
     """

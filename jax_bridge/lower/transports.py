@@ -1,4 +1,4 @@
-"""Messages in rounds, and how their boxes travel: one permutation per round, or all rounds in one buffer.
+"""Messages in rounds, and how their boxes travel: by permutations, or in one buffer.
 
 Every device sends and receives at most one message in a round. Rounds colour the edges of the
 bipartite graph of senders and receivers; the minimum, the most messages at one device, is always
@@ -95,7 +95,10 @@ def _edges(messages: Sequence[Message]) -> list[tuple[int, int]]:
 
 
 def _in_rounds(messages: Sequence[Message]) -> list[Round]:
-    """Return the fewest rounds; rounds of one shape each if padding to the longest message costs too much."""
+    """Return the fewest rounds.
+
+    Rounds of one shape each if padding to the longest message costs too much.
+    """
     longest_first = sorted(
         messages, key=lambda message: -message.size
     )  # long messages share rounds
@@ -141,7 +144,7 @@ def _one_per_device(local: Sequence[Message]) -> list[Round]:
 
 
 def _received(schedule: Sequence[Round], *, padded: bool) -> int:
-    """Count the elements that the busiest device receives, with or without the padding of the rounds."""
+    """Count the elements that the busiest device receives, with or without padding."""
     elements: Counter[int] = Counter()
     for messages in schedule:
         padded_size = math.prod(box_shape(messages))
@@ -265,7 +268,7 @@ def _by_ppermute(
 def _by_ragged_all_to_all(
     boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh
 ) -> list[jax.Array]:
-    """Send all rounds in one buffer by one `ragged_all_to_all`, or by as many as a pair has messages."""
+    """Send all rounds by one `ragged_all_to_all`, or by as many as a pair has messages."""
     arrived = list(boxes)
     axes = long_axes(mesh)
     for members in _once_per_pair(rounds):

@@ -31,14 +31,20 @@ def bound_size(axis: str) -> int | None:
 
 
 def axis_size(axis: Axes) -> int:
-    """Return the number of devices along an axis or several; an axis that no collective can name counts 1."""
+    """Return the number of devices along an axis or several.
+
+    An axis that no collective can name counts 1.
+    """
     axes = (axis,) if isinstance(axis, str) else axis
     sizes = (bound_size(name) for name in axes)
     return math.prod(size for size in sizes if size is not None)
 
 
 def bound_sizes(vmap_axes: Iterable[str] = ()) -> dict[str, int]:
-    """Return the sizes of the manual axes in mesh order, then of the axes in `vmap_axes` that vmap has bound."""
+    """Return the sizes of the manual axes in mesh order, then of axes that vmap has bound.
+
+    vmap_axes: names that may be axes of vmap.
+    """
     sizes: dict[str, int] = {}
     for name in (*_manual_axes(), *vmap_axes):
         size = bound_size(name)
@@ -48,7 +54,7 @@ def bound_sizes(vmap_axes: Iterable[str] = ()) -> dict[str, int]:
 
 
 def is_typed(axis: str) -> bool:
-    """Return whether values have a type along the axis, as inside a shard_map with check_vma=True."""
+    """Return whether values have a type along the axis, as in a shard_map with check_vma=True."""
     if bound_size(axis) is None:
         return False
     # With types the index along an axis is varying; under vmap it has no type.
@@ -89,18 +95,21 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Declare that the blocks are equal along the axes. This has no derivative: `autodiff` wraps it."""
+    """Declare that the blocks are equal along the axes.
+
+    This has no derivative: `autodiff` wraps it.
+    """
     return _retyped(x, "invariant", (axis for axis in axes if is_typed(axis)))
 
 
 def as_tagged(x: jax.Array, layout: Layout) -> jax.Array:
-    """Declare varying blocks to be addends or copies along the axes that the layout tags `sum` or `copy`."""
+    """Declare varying blocks to be addends or copies along the axes that the layout tags so."""
     x = _retyped(x, "unreduced", layout.tagged("sum"))
     return _retyped(x, "reduced", layout.tagged("copy"))
 
 
 def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
-    """Give a value another type along the axes: "invariant", "varying", "unreduced" or "reduced"."""
+    """Give a value another type along axes: invariant, varying, unreduced or reduced."""
     changed = frozenset(axes)
     if not changed:
         return x
@@ -140,7 +149,9 @@ def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """View floats of up to 16 bits as integers, and store 4-bit numbers as bytes; others stay as they are.
+    """View floats of up to 16 bits as integers, and store 4-bit numbers as bytes.
+
+    Others stay as they are.
 
     XLA:CPU would send, slice and concatenate short floats as wider floats; NCCL sends nothing
     shorter than a byte.
@@ -190,7 +201,10 @@ def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.
 
 
 def _idle_pairs(pairs: Sequence[tuple[int, int]], n_devices: int) -> list[tuple[int, int]]:
-    """Pair the devices that do not send with those that do not receive: under vmap every device takes part."""
+    """Pair the devices that do not send with others that do not receive.
+
+    Under vmap every device has to take part in a permutation.
+    """
     senders = {sender for sender, _ in pairs}
     receivers = {receiver for _, receiver in pairs}
     not_sending = [device for device in range(n_devices) if device not in senders]
@@ -229,7 +243,7 @@ def group_arguments(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:
 def subgroup_arguments(
     mesh: Mesh, axes: Sequence[str], members: Callable[[int], Sequence[int]]
 ) -> dict[str, Any]:
-    """Return the arguments that run a collective within groups of devices, as keywords of `jax.lax`.
+    """Return the arguments that run a collective of `jax.lax` within groups of devices.
 
     Args:
         mesh: The plan's mesh.
@@ -257,7 +271,7 @@ class AxisSpan(NamedTuple):
 
 
 def whole_axes(mesh: Mesh, axes: Sequence[str]) -> AxisSpan:
-    """Return the whole axes that contain these sub-axes, with all sub-axes of each: ("x_1",) -> x: x_0, x_1."""
+    """Return the whole axes that contain these sub-axes: ("x_1",) -> ("x_0", "x_1"), ("x",)."""
     if not isinstance(mesh, SubAxisMesh):
         return AxisSpan(tuple(axes), tuple(axes))
     names = tuple(dict.fromkeys(map(mesh.origin, axes)))

@@ -1,4 +1,4 @@
-"""The mesh around a call inside `shard_map`, `pmap` or `vmap(axis_name=)`, layouts on it, and its machine."""
+"""The mesh around a call inside `shard_map`, `pmap` or `vmap(axis_name=)`, and its machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
 
 
 def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
-    """Return the sizes of the axes that may shard arrays: inside a `shard_map` the axes that are not manual."""
+    """Return the sizes of the axes that may shard arrays: the axes that are not manual."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
 
@@ -52,7 +52,10 @@ def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
 def sharding_in_context(
     layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None
 ) -> Sharding:
-    """Put the layout of an array of global `shape` on the context's mesh. Raises as `redistribute` does."""
+    """Put the layout of an array of global `shape` on the context's mesh.
+
+    Raises as `redistribute` does.
+    """
     text = str(layout)
     with mark_errors(text):
         lengths = lengths_of(shape)
@@ -155,7 +158,10 @@ def mesh_and_machine(
 def planned_mesh_in_context(
     mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], text: str
 ) -> Mesh:
-    """Return the part of a plan's mesh with the axes that it uses, which must be manual here, and in `mesh`."""
+    """Return the part of a plan's mesh with the axes that it uses.
+
+    They must be manual here, and in `mesh` if the user passed one.
+    """
     if mesh is not None:
         _part_of_mesh(xshard_mesh(mesh), axes, text)
     return _part_of_mesh(planned, axes, text)
@@ -188,7 +194,10 @@ def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str)
 
 
 def _part_of_mesh(mesh: Mesh, named_axes: Sequence[str], text: str) -> Mesh:
-    """Return the part of a mesh with the named axes. They must be manual here unless they have one device."""
+    """Return the part of a mesh with the named axes.
+
+    They must be manual here unless they have one device.
+    """
     manual_sizes = bound_sizes(named_axes)
     for axis in named_axes:
         if axis not in mesh.axes:
@@ -246,7 +255,10 @@ def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:
 
 
 def machine(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
-    """Return the profile; for "auto" the profile of the mesh's devices, or of JAX's own if it lacks devices."""
+    """Return the profile.
+
+    For "auto" the profile of the mesh's devices, or of JAX's own if it lacks devices.
+    """
     asked = asked_for(profile)
     if asked != AUTO:
         return asked
@@ -256,7 +268,10 @@ def machine(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
 
 @functools.lru_cache(maxsize=64)
 def _machine_of_device(device: jax.Device) -> Profile:
-    """Return the machine of a device. A node is a process, the processes of a host, or what NVLink joins."""
+    """Return the machine of a device.
+
+    A node is a process, the processes of a host, or what NVLink joins.
+    """
     devices = jax.devices(device.platform)
     n_in_process = sum(other.process_index == device.process_index for other in devices)
     if device.platform == "cpu":

@@ -1,4 +1,6 @@
-"""Attention over a sharded sequence, in blocks merged by log-sum-exps; in a ring, blocks of keys travel.
+"""Attention over a sharded sequence, in blocks merged by log-sum-exps.
+
+In a ring, blocks of keys travel.
 
 >>> row = jnp.arange(8.0).reshape(1, 1, 8, 1, 1)  # one block on one device
 >>> means = jax.pmap(lambda v: attention(0 * v, 0 * v, v, "b s/zigzag(cp) h k", causal=True), "cp")
@@ -40,9 +42,9 @@ from xshard.nn.attention import (
 
 
 class Tile(NamedTuple):
-    """A run of a device's queries and a run of keys: their places in the blocks, and their global rows.
+    """A run of a device's queries and a run of keys.
 
-    Global rows are -1 in padding.
+    Slices are places in the blocks. Rows are global numbers, -1 in padding.
     """
 
     queries: slice
@@ -53,7 +55,10 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DeviceAttention(AttentionCall):
-    """Attention of this device's blocks, as `AttentionCall` drives it; blocks are [batch, heads, rows, width]."""
+    """Attention of this device's blocks, as `AttentionCall` drives it.
+
+    Blocks are [batch, heads, rows, width].
+    """
 
     dtype: Any
     implementation: Any  # of `jax.nn.dot_product_attention`
@@ -124,11 +129,14 @@ class DeviceAttention(AttentionCall):
 
     @property
     def empty(self) -> float:
-        """The score of a key that does not count: very low, but finite, so that all derivatives are."""
+        """The score of a key that does not count: very low, but finite, as are derivatives."""
         return float(jnp.finfo(self.wide_dtype).min) / 2
 
     def held(self, dim: int) -> Array:
-        """Return the global numbers of this device's queries, or their heads or batches; -1 in padding."""
+        """Return the global numbers of this device's queries, or their heads or batches.
+
+        -1 in padding.
+        """
         queries = self.attn.queries
         return positions(queries.layout, queries.mesh, shape=queries.shape, dim=dim)
 
@@ -147,7 +155,10 @@ class DeviceAttention(AttentionCall):
     # Blocks of keys.
 
     def key_rows(self, turn: int = 0) -> Array:
-        """Return the global rows of the keys that are here in a round of the ring; -1 in padding."""
+        """Return the global rows of the keys that are here in a round of the ring.
+
+        -1 in padding.
+        """
         attn = self.attn
         rows_of = partial(attn.key_rows, turn=turn)
         rows = group_table(attn.q.mesh, attn.axes, attn.block_rows, rows_of)
@@ -186,7 +197,10 @@ class DeviceAttention(AttentionCall):
     def attend(
         self, q: Array, kv: Array, query_rows: Array, key_rows: Array
     ) -> tuple[Array, Array]:
-        """Compute the result of a block, and its log-sum-exps; a row that sees no key has 0 and -inf."""
+        """Compute the result of a block, and its log-sum-exps.
+
+        A row that sees no key has 0 and -inf.
+        """
         k, v = self.read(kv)
         has_key = self.visible(query_rows, key_rows).any(-1)
         scores, _ = self.scores(q, k, query_rows, key_rows)
@@ -198,12 +212,12 @@ class DeviceAttention(AttentionCall):
         return jnp.where(has_key[..., None], y, 0), jnp.where(has_key, log_sum, -jnp.inf)
 
     def tiles(self, query_rows: Array, key_rows: Array) -> list[Tile]:
-        """Cut a device's scores into runs of queries by runs of keys, so that hidden ones can be skipped."""
+        """Cut a device's scores into runs of queries by runs of keys, to skip the hidden ones."""
         pairs = itertools.product(self._runs(self.attn.queries), self._runs(self.attn.keys))
         return [Tile(rows, keys, query_rows[rows], key_rows[keys]) for rows, keys in pairs]
 
     def _runs(self, array: Sharding) -> list[slice]:
-        """Return the runs of consecutive rows in each device's block: in zigzag order two halves."""
+        """Return the runs of consecutive rows in a device's block: in zigzag order two halves."""
         bounds = (*run_starts(self.attn, array), array.max_local_shape[SEQUENCE])
         return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
@@ -288,7 +302,7 @@ def _merge_tile(
 
 
 class BackwardRows(NamedTuple):
-    """What the backward pass needs of each of a device's queries: [batch, heads, rows, width or 1]."""
+    """What the backward pass needs of each query: [batch, heads, rows, width or 1]."""
 
     q: Array
     dy: Array
@@ -351,7 +365,7 @@ def _add_tile_gradients(
 def _tile_gradients(
     call: DeviceAttention, rows: BackwardRows, block: Array, tile: Tile
 ) -> tuple[Array, Array]:
-    """Compute the gradients of a tile's queries, and of its keys with values, from recomputed scores."""
+    """Compute the gradients of a tile's queries and keys with values. Scores are recomputed."""
     product = partial(jnp.einsum, preferred_element_type=rows.log_sum.dtype)
     k, v = call.read(block)
     scores, slope = call.scores(rows.q, k, tile.query_rows, tile.key_rows)

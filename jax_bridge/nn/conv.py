@@ -248,7 +248,8 @@ def max_pool(
 ) -> Sharded:
     """Take the largest value of every window; rows beyond the array do not count.
 
-        y = max_pool(Sharded(x, "n c h/sp w"), (1, 1, 2, 2), (1, 1, 2, 2))     # [..., 8, 8] -> [..., 4, 4]
+        y = max_pool(Sharded(x, "n c h/sp w"), (1, 1, 2, 2), (1, 1, 2, 2))
+        # [n, c, 8, 8] -> [n, c, 4, 4]
 
     Args:
         x: The sharded array.
@@ -294,7 +295,8 @@ def avg_pool(
 ) -> Sharded:
     """Take the mean of every window.
 
-        y = avg_pool(Sharded(x, "n c h/sp w"), (1, 1, 2, 2), (1, 1, 2, 2))     # [..., 8, 8] -> [..., 4, 4]
+        y = avg_pool(Sharded(x, "n c h/sp w"), (1, 1, 2, 2), (1, 1, 2, 2))
+        # [n, c, 8, 8] -> [n, c, 4, 4]
 
     Args:
         x: The sharded array.

@@ -91,7 +91,10 @@ def _without_dim(sharding: Sharding, dim: int) -> Sharding:
 def _all_reduced(
     x: jax.Array, op: str, axes: tuple[str, ...], context: MeshAndMachine
 ) -> jax.Array:
-    """Reduce a block over the devices along axes, by "sum" or "max"; the result is on all of them."""
+    """Reduce a block over the devices along axes, by "sum" or "max".
+
+    The result is on all of them.
+    """
     if not axes:
         return x
     expression = move(x.shape, tag(op, axes), "")

@@ -158,7 +158,7 @@ def moments(x: Sharded, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
 def _normalised(
     x: Sharded, dims: Sequence[int], epsilon: float, groups: FeatureGroups | None = None
 ) -> jax.Array:
-    """Return this device's block with mean 0 and variance 1 over `dims`, and over groups of features."""
+    """Shift and scale the block to mean 0 and variance 1 over `dims` and groups of features."""
     # The variance as E[x^2] - E[x]^2 would lose its digits where the mean is large.
     centred = _minus(x, _mean(x, x.block, dims, groups))
     variance = _mean(x, centred * centred, dims, groups)
@@ -166,7 +166,7 @@ def _normalised(
 
 
 def _minus(x: Sharded, mean: jax.Array) -> jax.Array:
-    """Subtract a mean from the block, and keep zeros in its padding, which sums would count otherwise."""
+    """Subtract a mean from the block, but keep zeros in its padding: sums would count others."""
     return Sharded(x.block - mean, x.sharding).owned().block
 
 
@@ -211,7 +211,7 @@ def _scaled_and_shifted(
 
 
 def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.Array:
-    """Take this device's part of a parameter that is global along `dims`, to be broadcast over the block.
+    """Take this device's part of a parameter, and broadcast it over the block.
 
     Features sharded in two, dims=[1] of a block [n, 2, s]: [4] -> [1, 2, 1]
     """

@@ -150,7 +150,10 @@ def _fetched_block(x: Sharded, frames: Mapping[int, Frame]) -> jax.Array:
 def _boundaries_of_dims(
     boundary: Boundaries, names: Sequence[str], fill: float
 ) -> dict[str, BoundaryPair]:
-    """Parse the user's boundary rule for every dim that has a window; without a rule, rows of `fill`."""
+    """Parse the user's boundary rule for every dim that has a window.
+
+    Without a rule, rows of `fill`.
+    """
     if boundary is None:
         texts: Mapping[str, str] = {}
     elif isinstance(boundary, str):
@@ -241,7 +244,7 @@ def _over_one_run(frame: Frame, window: Window, dilation: int) -> LocalWindow:
     window_span = window.d * (window.k - 1) + 1
 
     def lead_of(run: OutputRun) -> int:
-        """Return the padding, or gaps between dilated rows, from a run's first tap to its first row."""
+        """Return how many positions of padding, or of gaps, lie before a run's first row."""
         first_tap = run.start * stride - window.padding[0]
         return run.first * dilation - first_tap
 
@@ -387,7 +390,10 @@ def _interpolate_dim(
 
 
 class LocalTaps(NamedTuple):
-    """The inputs of every output as positions in a device's block, and their weights: [devices, outputs, taps]."""
+    """The inputs of every output, and their weights: [devices, outputs, taps].
+
+    Inputs are positions in the device's block.
+    """
 
     inputs: NDArray[np.int64]
     weights: NDArray[np.float64]
