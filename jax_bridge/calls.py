@@ -83,6 +83,7 @@ class BlockCall(NamedTuple):
             if self.plan_given is not None:
                 given = self.plan_given
                 mesh = planned_mesh_in_context(self.mesh, given.mesh, given.axes, text)
+                # Device numbers are of the whole mesh; this one is the part that the plan uses.
                 plan = replace(given, mesh=mesh, devices=())
                 check_given("the block is", plan, x.dtype.name, self.shape)
             else:
@@ -110,14 +111,16 @@ class BlockCall(NamedTuple):
         plan = self.plan(x)
         x = with_entry_type(x, plan, text, mesh_axes)
         if mesh_axes is not None and self.sides.src == self.sides.dst:
-            return x
+            return x  # nothing moves, and the padding may stay
         return execute(plan, x, text, self.check_replicated, self.ad)
 
     def _run_on_keys(self, keys: jax.Array, mesh_axes: Sequence[str] | None) -> jax.Array:
         """Redistribute a block of PRNG keys by the words that they consist of."""
         words = as_words(keys, self.sides)
-        shape = None if self.shape is None else (*self.shape, words.array.shape[-1])
-        call = self._replace(sides=words.sides, shape=shape)
+        call = self._replace(sides=words.sides)
+        if self.shape is not None:
+            n_words = words.array.shape[-1]
+            call = call._replace(shape=(*self.shape, n_words))
         return words.back(call.run(words.array, mesh_axes))
 
 
@@ -170,7 +173,7 @@ def as_array(x: Any, text: str) -> jax.Array:
     if isinstance(x, np.ndarray | np.generic):
         check_dtype(x.dtype, text)
     try:
-        return jnp.asarray(x)
+        return jnp.asarray(x)  # numbers, lists, arrays of other frameworks
     except (TypeError, ValueError):
         what = f"JAX cannot make an array of a {type(x).__name__}"
         raise DtypeError(what, text=text, hint="pass an array") from None
@@ -331,7 +334,7 @@ def redistribute(
         (1, 4, 2)
     """
     layouts = with_maps(layouts, maps)
-    if jax.tree_util.all_leaves([x]):
+    if jax.tree_util.all_leaves([x]):  # most calls: one block, without a walk over trees
         call = BlockCall.of(
             layouts, mesh, shape, ad, profile=profile, check_replicated=check_replicated
         )

@@ -126,6 +126,7 @@ def einsum_blocks(
     for x, array, move, span in zip(blocks, plan.arrays, plan.moves, spans, strict=False):
         check_block_shape(x.shape, array, text, inferred=shapes is None, start=span[0])
         x = with_entry_type(x, move, text, planned.mesh.axes, span)
+        # From here on a block has one dim per name: composed dims are split, diagonals taken.
         source = move.source
         rows_of = partial(_global_rows, source)
         remaining.append(named_block(x, array.layout, source, source.max_local_shape, rows_of))
@@ -133,6 +134,7 @@ def einsum_blocks(
     mover = _Mover(planned.mesh, plan.text)
     for part in plan.parts:
         operands = [remaining[i] for i in part.takes]
+        # The plan numbers what is left: a result goes behind the other operands.
         remaining = [x for i, x in enumerate(remaining) if i not in part.takes]
         if part.ring is not None:
             result = _contract_in_rounds(part, part.ring, operands, mover, options)
@@ -155,7 +157,9 @@ def _planned(
     dtype = jnp.result_type(*blocks)
     if isinstance(given, ContractionPlan):
         named_mesh = planned_mesh_in_context(mesh, given.mesh, given.axes, call.text)
-        check_operands(given, given.shapes if shapes is None else shapes, dtype.name)
+        if shapes is None:
+            shapes = given.shapes
+        check_operands(given, shapes, dtype.name)
         return _PlannedBlocks(given, named_mesh)
     layouts = (*call.operands, call.result)
     context = mesh_and_machine(mesh, layouts, call.text, options.profile)
@@ -280,6 +284,7 @@ def _in_order_of_pieces(
     products: Sequence[jax.Array], dim: int, ring: ContractionRing
 ) -> jax.Array:
     """Put products at the rows of the pieces that they were computed from."""
+    # The concatenation gives shape, dtype and type; XLA leaves it out.
     y = jnp.zeros_like(jnp.concatenate(products, dim))
     starts = _piece_starts(ring, products[0].shape[dim])
     for product, start in zip(products, starts, strict=True):

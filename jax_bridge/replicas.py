@@ -47,7 +47,9 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
 
 def _watched(check: ReplicaCheck) -> ReplicaCheck:
     """Let a watcher, if there is one, look at the blocks instead."""
-    return check if replicas.WATCH is None else check._replace(see=replicas.WATCH(check))
+    if replicas.WATCH is None:
+        return check
+    return check._replace(see=replicas.WATCH(check))
 
 
 def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool) -> jax.Array:
@@ -60,14 +62,15 @@ def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool) -> jax.Arr
         return x
 
     values = _comparable(with_zero_padding(x, check.sharding))
-    differences = []
+    differences = []  # [axes][largest difference, largest value]
     for axis in check.axes:
         if _may_differ(x, axis):
             differences.append(_difference_along(axis, values))
         else:
             differences.append(jnp.zeros(2, np.float32))
-    findings = jnp.zeros((check.mesh.n_devices, len(check.axes), 2), np.float32)
-    findings = findings.at[lax.axis_index(check.mesh.axes)].set(jnp.stack(differences))
+    device = lax.axis_index(check.mesh.axes)
+    shape = (check.mesh.n_devices, len(check.axes), 2)
+    findings = jnp.zeros(shape, np.float32).at[device].set(jnp.stack(differences))
     # Along all axes, also those that are not compared: all devices raise, or none.
     for axis in check.mesh.axes:
         findings = lax.pmax(findings, axis)
@@ -94,10 +97,14 @@ def _difference_along(axis: str, values: jax.Array) -> jax.Array:
     smallest = reversed_order(lax.pmax(reversed_order(values), axis))
     # Equal infinities differ by 0. The difference of unequal whole numbers may wrap around, not to
     # 0.
-    difference = jnp.where(largest == smallest, 0, largest - smallest).astype(np.float32)
-    size = jnp.maximum(abs(largest.astype(np.float32)), abs(smallest.astype(np.float32)))
+    difference = jnp.where(largest == smallest, 0, largest - smallest)
+    difference = jnp.abs(difference.astype(np.float32))
+    largest_size = abs(largest.astype(np.float32))
+    smallest_size = abs(smallest.astype(np.float32))
+    size = jnp.maximum(largest_size, smallest_size)
     size = jnp.where(jnp.isfinite(size), size, 0)
-    return jnp.stack([jnp.abs(difference).max(initial=0), size.max(initial=0)])
+    # `initial` for blocks without elements, which have no maximum.
+    return jnp.stack([difference.max(initial=0), size.max(initial=0)])
 
 
 def _on_host(run: Callable[..., object], *arrays: jax.Array) -> jax.Array:
@@ -105,7 +112,7 @@ def _on_host(run: Callable[..., object], *arrays: jax.Array) -> jax.Array:
 
     def call(_: Any, result: Any, *arrays: Any) -> None:
         run(*map(np.asarray, arrays))
-        np.asarray(result)[...] = True
+        np.asarray(result)[...] = True  # the callback's result is memory to write to
 
     return host_callback(call, jax.ShapeDtypeStruct((), bool))(*arrays)
 
@@ -139,9 +146,12 @@ def _comparable(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag])
     is_short = x.dtype.itemsize < 4
     if jnp.issubdtype(x.dtype, jnp.floating):
-        wide = x.astype(np.float32) if is_short else x
-        return jnp.where(jnp.isnan(wide), jnp.inf, wide)
-    return x.astype(np.int32) if is_short or x.dtype == bool else x
+        if is_short:
+            x = x.astype(np.float32)
+        return jnp.where(jnp.isnan(x), jnp.inf, x)
+    if is_short:  # booleans, too
+        x = x.astype(np.int32)
+    return x
 
 
 def _batched(

@@ -43,7 +43,9 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
         True
     """
     layout = Layout.parse(layout)
-    layout = layout.resolved(len(layout.dims) if ndim is None else ndim)
+    if ndim is None:
+        ndim = len(layout.dims)
+    layout = layout.resolved(ndim)
     entries = [_entry_of(dim, str(layout)) for dim in layout.dims]
     if layout.tagged("mean", "max", "min"):
         raise PlanError("a PartitionSpec can only have the reduction sum", text=str(layout))
@@ -64,7 +66,9 @@ def _entry_of(dim: Dim, text: str) -> str | tuple[str, ...] | None:
             raise PlanError(f"a PartitionSpec cannot have order '{shard}'", text=text, hint=hint)
     if not dim.axes:
         return None
-    return dim.axes[0] if len(dim.axes) == 1 else dim.axes
+    if len(dim.axes) == 1:
+        return dim.axes[0]
+    return dim.axes
 
 
 def from_partition_spec(
@@ -92,8 +96,9 @@ def from_partition_spec(
         'd0/dp d1 d2/(cp,tp)'
     """
     if not isinstance(spec, PartitionSpec):
-        has_spec = isinstance(spec, NamedSharding)
-        hint = "pass its .spec" if has_spec else "as in PartitionSpec('dp', None, ('cp', 'tp'))"
+        hint = "as in PartitionSpec('dp', None, ('cp', 'tp'))"
+        if isinstance(spec, NamedSharding):
+            hint = "pass its .spec"
         raise NotationError(f"a {type(spec).__name__} is not a PartitionSpec", hint=hint)
     if names is not None and len(names) != ndim:
         raise ShapeError(f"{len(names)} names for {ndim} dims")
@@ -102,14 +107,13 @@ def from_partition_spec(
 
     if not names:
         names = [f"d{i}" for i in range(ndim)]
-    entries = (
-        *cuts_of(spec),
-        *[None] * (ndim - len(spec)),
-    )  # a short spec leaves the last dims whole
+    n_left_out = ndim - len(spec)  # a short spec leaves the last dims whole
+    entries = [*cuts_of(spec), *[None] * n_left_out]
     dims = []
     for name, entry in zip(names, entries, strict=True):
         axes = _axes_of(entry, spec)
         dims.append(Dim(name, (Shard(axes),) if axes else ()))
+    # Tags are sets in a spec; a layout orders their axes itself.
     addends = (unreduced_kind(spec), tuple(spec.unreduced))
     copies = ("copy", tuple(spec.reduced))
     return Layout(tuple(dims), (addends, copies))

@@ -146,22 +146,28 @@ def _primitive(
             return primitive.bind(*arrays, **params), dims[0]
         mesh_axes = axis_data.explicit_mesh_axis
         if not mesh_axes:
-            # A batch that `spmd_axis_name` spreads is unsharded in its type if the axes are
-            # Explicit.
-            context = jax.sharding.get_abstract_mesh()
-            kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
-            spread_axes = axis_data.spmd_name or ()
-            mesh_axes = tuple(axis for axis in spread_axes if kinds.get(axis) != AxisType.Explicit)
-        return batch(*arrays, *dims, Batch(axis_data.size, axis_data.name, mesh_axes), **params)
+            mesh_axes = _spread_axes(axis_data.spmd_name)
+        axis = Batch(axis_data.size, axis_data.name, mesh_axes)
+        return batch(*arrays, *dims, axis, **params)
 
-    # The public `primitive_batchers` are not told the batch's name, nor the mesh axes that shard
-    # it.
+    # The public `primitive_batchers` get neither the batch's name nor the axes that shard it.
     batching.fancy_primitive_batchers[primitive] = batched
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
-    for platform, run_there in (on_platforms or {}).items():
-        lowering = mlir.lower_fun(run_there, multiple_results=False)
-        mlir.register_lowering(primitive, lowering, platform=platform)
+    if on_platforms is not None:
+        for platform, run_on_platform in on_platforms.items():
+            lowering = mlir.lower_fun(run_on_platform, multiple_results=False)
+            mlir.register_lowering(primitive, lowering, platform=platform)
     return primitive
+
+
+def _spread_axes(spmd_axis_name: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the mesh axes over which `vmap(spmd_axis_name=)` spreads a batch."""
+    if not spmd_axis_name:
+        return ()
+    context = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+    # Over Explicit axes the batch is unsharded in its type, whatever the name says.
+    return tuple(axis for axis in spmd_axis_name if kinds.get(axis) != AxisType.Explicit)
 
 
 def types_of(
@@ -200,11 +206,12 @@ def with_sharding(aval: Any, sharding: NamedSharding, shape: tuple[int, ...] | N
     JAX documents no way to build one; `reshard` needs it to tell the type of a result before it
     runs.
     """
-    context = jax.sharding.get_abstract_mesh()
-    mesh = sharding.mesh.abstract_mesh if context.empty else context
-    return aval.update(
-        shape=aval.shape if shape is None else shape, sharding=NamedSharding(mesh, sharding.spec)
-    )
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        mesh = sharding.mesh.abstract_mesh
+    if shape is None:
+        shape = aval.shape
+    return aval.update(shape=shape, sharding=NamedSharding(mesh, sharding.spec))
 
 
 def manual_type(x: Any) -> Any:

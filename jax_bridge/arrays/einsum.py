@@ -161,7 +161,9 @@ def _make_program(
         named_axes += layout.axes
     free = mesh.free(named_axes, call.text)
     plan = _planned(given, mesh, free, shapes, dtype, options)
-    *sources, target = (StoredArray.of(array, mesh, call.text) for array in plan.arrays)
+    stored = [StoredArray.of(array, mesh, call.text) for array in plan.arrays]
+    sources = stored[:-1]
+    target = stored[-1]
     LOG.info(
         "einsum %s, %s%s: %s received by the busiest device",
         call.text,
@@ -182,7 +184,8 @@ def _make_program(
     )
     # A mesh without devices comes from the context: the jit around this one knows the devices.
     has_devices = not isinstance(mesh.in_context, AbstractMesh)
-    run = jax.jit(on_devices, out_shardings=target.sharding if has_devices else None)
+    out_sharding = target.sharding if has_devices else None
+    run = jax.jit(on_devices, out_shardings=out_sharding)
     return _ContractionProgram(plan, sources, run)
 
 

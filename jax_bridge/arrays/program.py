@@ -93,13 +93,12 @@ def make_program(
         # Blocks that keep their size can use the memory of donated ones.
         if plan.source.max_local_size == plan.target.max_local_size:
             reusable.append(i)
+    out_shardings = None
     # A mesh without devices comes from the context: the jit around this one knows the devices.
-    has_devices = not isinstance(mesh.in_context, AbstractMesh)
-    jitted = jax.jit(
-        run,
-        donate_argnums=reusable if donate else [],
-        out_shardings=[target.sharding for target in targets] if has_devices else None,
-    )
+    if not isinstance(mesh.in_context, AbstractMesh):
+        out_shardings = [target.sharding for target in targets]
+    donated = reusable if donate else []
+    jitted = jax.jit(run, donate_argnums=donated, out_shardings=out_shardings)
     return Program(tuple(plans), tuple(sources), run, jitted)
 
 

@@ -245,12 +245,13 @@ def _from_host(host: NDArray, array: Sharding, target: StoredArray) -> jax.Array
     """Give devices their parts of an array of the host, with rows in storage order."""
     rows_of_dims = [stored.stored_rows(array, dim) for dim in range(host.ndim)]
 
-    def part(index: tuple[slice, ...]) -> NDArray:
-        """Return the part of the stored array that JAX asks for."""
+    def part(index: Any) -> NDArray:
+        """Return the part of the stored array that JAX asks for. index: a slice for each dim."""
         block = host
         for dim, (rows, storage_rows) in enumerate(zip(rows_of_dims, index, strict=True)):
             wanted = storage_rows if rows is None else rows[storage_rows]
-            block = block[(slice(None),) * dim + (wanted,)]
+            # One dim after the other: numpy would pair arrays of indices in one expression.
+            block = block[(*[slice(None)] * dim, wanted)]
         return block
 
     return jax.make_array_from_callback(host.shape, target.sharding, part, dtype=host.dtype)

@@ -225,7 +225,9 @@ class _Border(NamedTuple):
             return replace(array.layout, tags=())
         # Without types JAX takes each device's value for its own, also in derivatives: as a `copy`.
         copies = tuple(axis for axis in axes.axes if axis not in array.layout.axes)
-        return replace(array.layout, tags=(("copy", copies),) if copies else ())
+        if not copies:
+            return replace(array.layout, tags=())
+        return replace(array.layout, tags=(("copy", copies),))
 
     def _border_array(self, array: Sharding, sides: Sides, path: str) -> _BorderArray:
         """Put together the array outside and the move of its blocks."""
@@ -248,7 +250,10 @@ class _Call(NamedTuple):
 
     def without_arrays(self) -> _Call:
         """Return the call without its arrays: a cached program must not keep their memory."""
-        leaves = [leaf if leaf.given is None else leaf._replace(x=None) for leaf in self.leaves]
+        leaves = []
+        for leaf in self.leaves:
+            is_constant = leaf.given is None
+            leaves.append(leaf if is_constant else leaf._replace(x=None))
         return self._replace(leaves=leaves)
 
 
@@ -261,8 +266,8 @@ class _Outputs(NamedTuple):
     @property
     def types(self) -> _Outputs:
         """The same with the types of arrays in their place; other leaves stay as they are."""
-        leaves = [jax.typeof(leaf) if is_array(leaf) else leaf for leaf in self.leaves]
-        return _Outputs(leaves, self.structure)
+        types = [jax.typeof(leaf) if is_array(leaf) else leaf for leaf in self.leaves]
+        return _Outputs(types, self.structure)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,11 +281,14 @@ class _BlockFunction:
 
     def __call__(self, blocks: Sequence[jax.Array]) -> _Outputs:
         """Run the function on a device's blocks of all array arguments."""
-        blocks_inside = []
-        for block, argument in zip(blocks, self.arguments, strict=True):
-            blocks_inside.append(argument.move(block, self.axes))
-        remaining = iter(blocks_inside)
-        values = [leaf.x if leaf.given is None else next(remaining) for leaf in self.call.leaves]
+        remaining_blocks = zip(blocks, self.arguments, strict=True)
+        values = []
+        for leaf in self.call.leaves:
+            if leaf.given is None:
+                values.append(leaf.x)
+            else:
+                block, argument = next(remaining_blocks)
+                values.append(argument.move(block, self.axes))
         by_keyword = jax.tree.unflatten(self.call.tree, values)
         by_position = [by_keyword.pop(name) for name in self.call.names]
         leaves, structure = jax.tree.flatten(self.f(*by_position, **by_keyword))
@@ -331,7 +339,7 @@ class _MappedFunction:
         texts = [sides_or_one(leaf.given).text for leaf in leaves_of_arrays]
         mesh = ArrayMesh.of(arrays, texts, self.mesh)
 
-        # With their types: True equals 1.
+        # With their types: True equals 1, and finds its program.
         constants = tuple((type(leaf.x), leaf.x) for leaf in call.leaves if leaf.given is None)
         types = tuple((x.shape, x.dtype) for x in arrays)
         key = (call.structure, constants, types, mesh)
@@ -459,11 +467,12 @@ class _MappedFunction:
                 if not name.startswith("_"):  # a dim of `...` is anonymous
                     lengths[name].add(length)
         for name, length in self.sizes.items():
-            lengths[name] = {length}
+            lengths[name] = {length}  # the user's word counts, whatever arguments have
         return lengths
 
     def _donated_arrays(self, of_blocks: _BlockFunction) -> list[int]:
         """Return the numbers of the arrays that belong to donated arguments."""
+        # `jax.jit` counts arrays, the user counts arguments.
         donated_names = {of_blocks.call.names[i] for i in self.donated}
         donated = []
         leaves_of_arrays = (leaf for leaf in of_blocks.call.leaves if leaf.given is not None)

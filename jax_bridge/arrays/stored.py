@@ -84,7 +84,7 @@ def remember(array: Any, stored: Sharding) -> Any:
         stored: The array as it is stored; of PRNG keys their words.
     """
     if isinstance(array, Tracer):
-        return array
+        return array  # a tracer lives for one trace; what it stands for is another array
     if len(stored.shape) > array.ndim:
         # The words of PRNG keys have a dim more than the keys.
         layout = replace(stored.layout, dims=stored.layout.dims[: array.ndim])
@@ -123,7 +123,9 @@ def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
     8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]
     """
     rows = np.concatenate([row_numbers(owned) for owned in array.owners(dim)])
-    return None if np.array_equal(rows, np.arange(array.shape[dim])) else rows
+    if np.array_equal(rows, np.arange(array.shape[dim])):
+        return None
+    return rows
 
 
 class _OrderedShard(NamedTuple):
@@ -169,6 +171,7 @@ class ArrayMesh(NamedTuple):
         context = jax.sharding.get_abstract_mesh()
         if context.empty or own.abstract_mesh == context:
             return cls(own, own)
+        # Inside a `shard_map` the context has the same axes, some of them manual.
         if tuple(own.shape.items()) != tuple(context.shape.items()):
             reason = (
                 f"the array is on {xshard_mesh(own)!r}, the context has {xshard_mesh(context)!r}"
@@ -267,12 +270,14 @@ class StoredArray(NamedTuple):
             return x  # hot: most arrays come this way
         mesh = jax.typeof(x).sharding.mesh
         target = self.sharding.mesh
-        is_placed = not mesh.empty if is_traced else x.committed
-        if is_placed:
-            if has_context_types or mesh.empty or mesh == target:
-                return x
-        elif AxisType.Explicit not in target.axis_types:
+        if is_traced:
+            is_placed = not mesh.empty
+        else:
+            is_placed = x.committed
+        if is_placed and (has_context_types or mesh.empty or mesh == target):
             return x
+        if not is_placed and AxisType.Explicit not in target.axis_types:
+            return x  # XLA brings it there
         typed = with_sharding(jax.typeof(x), self.sharding)
         spec = typed.sharding.spec  # of the Explicit axes alone
         return jax.reshard(x, NamedSharding(target, spec))
@@ -349,6 +354,7 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
         raise ShapeError(
             reason, text=text, hint=f"a pair in layouts= may reorder: '{dim.name} -> {plain}'"
         )
+    # An array of JAX has equal blocks, so the last axes hold copies where they do not divide.
     axes = dim.axes
     while length % math.prod(map(mesh.size, axes)):
         axes = axes[:-1]
@@ -412,10 +418,12 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | Abst
 
 def _own_mesh(x: jax.Array) -> JaxMesh | AbstractMesh | None:
     """Return the mesh that JAX knows of an array; None if it knows none."""
-    if not isinstance(x, Tracer):
-        return x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
-    mesh = jax.typeof(x).sharding.mesh
-    return None if mesh.empty else mesh
+    if isinstance(x, Tracer):
+        mesh = jax.typeof(x).sharding.mesh
+        return None if mesh.empty else mesh
+    if isinstance(x.sharding, NamedSharding):
+        return x.sharding.mesh
+    return None
 
 
 def _are_one(a: JaxMesh | AbstractMesh, b: JaxMesh | AbstractMesh) -> bool:

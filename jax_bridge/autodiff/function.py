@@ -64,8 +64,12 @@ def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
     """
     # The constants of a boundary are not linear in x: they are filled in afterwards.
     linear = plan.tangent
-    y = MODES[ad].forward(linear, x) if plan.src.is_linear else _max_or_min(linear, ad, x)
-    return y if linear is plan else with_boundary_constants(y, plan.target)
+    if plan.src.is_linear:
+        y = MODES[ad].forward(linear, x)
+    else:
+        y = _max_or_min(linear, ad, x)
+    has_constants = linear is not plan
+    return with_boundary_constants(y, plan.target) if has_constants else y
 
 
 # Linear plans: a primitive that every transformation of JAX knows.
@@ -209,8 +213,9 @@ def _max_or_min_tangent(
     compared = y if plans.result.src.is_linear else lax.stop_gradient(x)
     has_won = x == mode.forward(plans.result, compared)
     n_winners = mode.forward(plans.count, has_won.astype(x.dtype))
-    # Padding has no winner: 0 / 0 otherwise.
-    share = jnp.where(has_won, tangent / jnp.maximum(n_winners, 1), jnp.zeros_like(x))
+    # Padding has no winner: it would be divided by 0.
+    share = tangent / jnp.maximum(n_winners, 1)
+    share = jnp.where(has_won, share, jnp.zeros_like(x))
     return y, mode.tangent(plans.cotangent.backward, share)
 
 

@@ -71,9 +71,10 @@ def _dim_order(i: int, names: ProductNames, sizes: dict[int, int]) -> _DimOrder:
     """
     rows_names = names.operands[i]
     other_names = names.operands[1 - i]
-    batch = [n for n in names.result if n in rows_names and n in other_names]
+    shared = set(rows_names) & set(other_names)
+    batch = [n for n in names.result if n in shared]
     row_dims = [n for n in names.result if n not in other_names]
-    summed = [n for n in other_names if n in rows_names and n not in names.result]
+    summed = [n for n in other_names if n in shared and n not in names.result]
     columns = [n for n in names.result if n not in rows_names]
     operand_dims = (*batch, *row_dims, *summed)
     result_dims = (*batch, *row_dims, *columns)
@@ -103,7 +104,9 @@ def _run(
     sizes |= zip(names.operands[1], y.shape, strict=True)
     by_first = _dim_order(0, names, sizes)
     by_second = _dim_order(1, names, sizes)
-    order = by_second if by_second.n_copied < by_first.n_copied else by_first
+    order = by_first
+    if by_second.n_copied < by_first.n_copied:
+        order = by_second
 
     i = order.row_operand
     rows = (x, y)[i]
@@ -114,12 +117,14 @@ def _run(
     # product.
     has_same_dims = sorted(rows_names) == sorted(order.operand_dims)
     if rows_names != order.operand_dims and has_same_dims:
-        rows = _in_order(lax.transpose(rows, [rows_names.index(n) for n in order.operand_dims]))
+        permutation = [rows_names.index(n) for n in order.operand_dims]
+        rows = _in_order(lax.transpose(rows, permutation))
         rows_names = order.operand_dims
 
     out_sharding = None
     if cuts is not None:
-        out_sharding = jax.P(*(cuts[names.result.index(n)] for n in order.result_dims))
+        entries = [cuts[names.result.index(n)] for n in order.result_dims]
+        out_sharding = jax.P(*entries)
     result = jnp.einsum(
         rows,
         rows_names,
@@ -131,7 +136,8 @@ def _run(
     )
     if order.result_dims == names.result:
         return result
-    return lax.transpose(_in_order(result), [order.result_dims.index(n) for n in names.result])
+    permutation = [order.result_dims.index(n) for n in names.result]
+    return lax.transpose(_in_order(result), permutation)
 
 
 def _transpose(
@@ -201,17 +207,19 @@ def _batch(
     """
     if x_dim is None and y_dim is None:
         return _product(x, y, names=names, cuts=cuts, **options), None
-    new_name = 1 + max((*names.operands[0], *names.operands[1], *names.result))
+    first_names, second_names = names.operands
+    new_name = 1 + max(first_names + second_names, default=-1)
 
     def wider(dims: Names, batch_dim: int | None) -> Names:
         if batch_dim is None:
             return dims
         return (*dims[:batch_dim], new_name, *dims[batch_dim:])
 
-    operands = (wider(names.operands[0], x_dim), wider(names.operands[1], y_dim))
+    operands = (wider(first_names, x_dim), wider(second_names, y_dim))
     wider_names = ProductNames(operands, wider(names.result, 0))
     if cuts is not None:
-        cuts = (batch.mesh_axes if batch.mesh_axes else None, *cuts)
+        batch_cut = batch.mesh_axes if batch.mesh_axes else None
+        cuts = (batch_cut, *cuts)
     return _product(x, y, names=wider_names, cuts=cuts, **options), 0
 
 

@@ -66,7 +66,7 @@ def exchange(
         after: The sharding after it.
         transport: How boxes travel.
     """
-    out = jnp.zeros(after.max_local_shape, x.dtype)
+    out = jnp.zeros(after.max_local_shape, x.dtype)  # rows that nobody sends stay zero
     # A box that stays has the type of one that is sent: all branches of a program have one type.
     axes = long_axes(after.mesh)
     delivery = _Delivery(rounds(step, before), step.op(before), after, transport)
@@ -82,9 +82,10 @@ def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     deliver = _by_slices if can_slice else _by_tables
 
     messages = itertools.chain.from_iterable(all_rounds)
-    has_arithmetic = delivery.op is not None or any(message.sign < 0 for message in messages)
-    if has_arithmetic:
+    has_negative = any(message.sign < 0 for message in messages)
+    if has_negative or delivery.op is not None:
         return deliver(delivery, x, out)
+    # Without arithmetic short floats travel as integers.
     return from_bits(deliver(delivery, to_bits(x), to_bits(out)), x.dtype)
 
 
@@ -102,17 +103,17 @@ def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
         shape = box_shape(all_rounds[r])
         return lax.dynamic_slice(x, starts[r].sent, shape, allow_negative_indices=False)
 
-    arrived = delivery.transport.send(
-        [cut(r) for r in range(n_local, len(all_rounds))], schedule.sent, mesh
-    )
+    boxes = [cut(r) for r in range(n_local, len(all_rounds))]
+    arrived = delivery.transport.send(boxes, schedule.sent, mesh)
 
     def box(r: int) -> jax.Array:
         """Return the box that arrives in a round.
 
         Called late, so that a branch cuts only its own boxes.
         """
-        content = cut(r) if r < n_local else arrived[r - n_local]
-        return _signed(content, all_rounds[r], mesh)
+        if r < n_local:
+            return _signed(cut(r), all_rounds[r], mesh)
+        return _signed(arrived[r - n_local], all_rounds[r], mesh)
 
     if delivery.op is None and delivery.transport.branches:
         tiling_of_device = tilings(all_rounds, delivery.after)
@@ -166,7 +167,8 @@ def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
         for dim, positions in enumerate(dims):
             box = pick_rows(box, dim, positions.packing, axes)
         packed.append(box)
-    arrived = packed[:n_local] + delivery.transport.send(packed[n_local:], schedule.sent, mesh)
+    received = delivery.transport.send(packed[n_local:], schedule.sent, mesh)
+    arrived = packed[:n_local] + received  # in the order of all rounds
 
     is_written = jnp.zeros(out.shape, bool)
     for messages, box, dims in zip(all_rounds, arrived, tables, strict=True):
@@ -284,19 +286,23 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
     shapes = {box_shape(messages) for messages in schedule}
     if len(shapes) > 1:
         return None
-    tiles: list[dict[tuple[int, ...], int]] = [{} for _ in range(after.mesh.n_devices)]
+    # By device: the place of each box, and the round in which it arrives.
+    rounds_of_places: list[dict[tuple[int, ...], int]] = [{} for _ in range(after.mesh.n_devices)]
     for r, messages in enumerate(schedule):
         for message in messages:
-            place = tuple(segment.dst for (segment,) in message.box)
-            tiles[message.dst][place] = r
+            place = tuple(_first_rows(message).received)
+            rounds_of_places[message.dst][place] = r
 
-    tiling_of_device = tuple(tuple(sorted(places.items())) for places in tiles)
+    tiling_of_device = tuple(tuple(sorted(places.items())) for places in rounds_of_places)
+    # All boxes have one size, so as many elements as the block has cannot leave a gap.
     box_size = math.prod(shapes.pop())
     block_size = math.prod(after.max_local_shape)
     if any(len(tiling) * box_size != block_size for tiling in tiling_of_device):
         return None
     n_compiled = sum(len(tiling) for tiling in set(tiling_of_device))
-    return tiling_of_device if n_compiled <= MOST_TILES else None
+    if n_compiled > MOST_TILES:
+        return None
+    return tiling_of_device
 
 
 def _tiled_by_device(

@@ -20,8 +20,11 @@ from numpy.typing import NDArray
 from xshard import Mesh, Sharding
 from xshard.steps.exchange.messages import fill_boxes
 
-VOID = -1  # the position of no row: a row of zeros is put there
-Table = NDArray[np.int64]  # row positions: [devices along some mesh axes, rows]
+# The position of no row: a row of zeros is put there.
+VOID = -1
+
+# Row positions: [devices along some mesh axes, rows].
+Table = NDArray[np.int64]
 
 
 def group_table(
@@ -49,6 +52,11 @@ def along_dim(values: jax.Array, dim: int, ndim: int) -> jax.Array:
     shape = [1] * ndim
     shape[dim] = -1
     return values.reshape(shape)
+
+
+def with_lengths(x: jax.Array, dim: int, n_dims: int, *lengths: int) -> jax.Array:
+    """Reshape `n_dims` dims, from `dim` on, to other lengths: [2, 8] with dim 1 -> [2, 4, 2]."""
+    return x.reshape(*x.shape[:dim], *lengths, *x.shape[dim + n_dims :])
 
 
 def row_table(sharding: Sharding, dim: int) -> Table:
@@ -84,14 +92,18 @@ def pick_rows(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> 
     """
     length = x.shape[dim]
     width = positions.shape[1]
-    if width == length and (positions == np.arange(length)).all():
+    picks_all = width == length and (positions == np.arange(length)).all()
+    if picks_all:
         return x
-    if (positions == VOID).all():
-        return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
+    if (positions == VOID).all():  # also a table of no rows, which has no first column
+        shape = list(x.shape)
+        shape[dim] = width
+        return jnp.zeros(shape, x.dtype)
 
     first = positions[:, 0]
-    is_slice = (positions == first[:, None] + np.arange(width)).all() and (first != VOID).all()
-    if is_slice:
+    are_consecutive = (positions == first[:, None] + np.arange(width)).all()
+    if are_consecutive and (first != VOID).all():
+        # XLA copies a slice faster than it gathers rows.
         start = row_of_this_device(first.astype(np.int32), axes)
         return lax.dynamic_slice_in_dim(x, start, width, dim)
     return _gather_chunks(x, dim, positions, axes)
@@ -103,16 +115,17 @@ def _gather_chunks(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]
     chunk_rows = _rows_moving_together(positions, length)
     n_chunks = length // chunk_rows
     chunks = positions[:, ::chunk_rows] // chunk_rows
-    has_void = bool((chunks < 0).any())
+    is_void = chunks < 0
     # JAX fills what is out of bounds; a negative index would count from the end.
-    chunks = np.where(chunks < 0, n_chunks, chunks)
+    chunks = np.where(is_void, n_chunks, chunks)
+    # Filling costs a comparison of every index with the bounds.
+    mode = "fill" if is_void.any() else "promise_in_bounds"
 
-    x = x.reshape(*x.shape[:dim], n_chunks, chunk_rows, *x.shape[dim + 1 :])
+    x = with_lengths(x, dim, 1, n_chunks, chunk_rows)
     indices = row_of_this_device(chunks.astype(np.int32), axes)
-    taken = x.at[(slice(None),) * dim + (indices,)].get(
-        mode="fill" if has_void else "promise_in_bounds", fill_value=0, wrap_negative_indices=False
-    )
-    return taken.reshape(*x.shape[:dim], positions.shape[1], *x.shape[dim + 2 :])
+    index = (*[slice(None)] * dim, indices)
+    taken = x.at[index].get(mode=mode, fill_value=0, wrap_negative_indices=False)
+    return with_lengths(taken, dim, 2, positions.shape[1])
 
 
 def _rows_moving_together(positions: Table, length: int) -> int:
@@ -122,11 +135,15 @@ def _rows_moving_together(positions: Table, length: int) -> int:
 
     [[4, 5, 6, 7, 0, 1]] with length 8 -> 2. Few large chunks copy faster than many rows.
     """
-    starts_run = np.ones(positions.shape, bool)  # True where a row does not continue the one before
     previous = positions[:, :-1]
     current = positions[:, 1:]
-    starts_run[:, 1:] = np.where(previous == VOID, current != VOID, current != previous + 1)
+    # True where a row does not continue the row before it. A run of VOID counts as a run, too.
+    starts_run = np.ones(positions.shape, bool)
+    after_void = current != VOID
+    after_row = current != previous + 1
+    starts_run[:, 1:] = np.where(previous == VOID, after_void, after_row)
 
+    # Every run begins at a multiple of the chunk, in the block and in the result.
     run_sources = positions[starts_run]
     source_divisor = np.gcd.reduce(run_sources[run_sources != VOID])
     target_divisor = np.gcd.reduce(np.nonzero(starts_run)[1])
@@ -148,7 +165,7 @@ def valid_elements(sharding: Sharding) -> jax.Array:
     shape = sharding.max_local_shape
     mask = jnp.ones(shape, bool)
     for dim, sizes in enumerate(sharding.local_sizes):
-        if len(set(sizes)) > 1:
+        if len(set(sizes)) > 1:  # else no device has padding along this dim
             axes = sharding.layout.dims[dim].axes
             length = row_of_this_device(np.array(sizes, np.int32), axes)
             mask &= lax.broadcasted_iota(np.int32, shape, dim) < length
@@ -184,8 +201,9 @@ def with_boundary_constants(x: jax.Array, sharding: Sharding) -> jax.Array:
 
         # JAX would give an empty array the type of the constant.
         if x.size and is_outside.any():
-            fills = row_of_this_device(constants, axes).astype(x.dtype)
-            mask = row_of_this_device(is_outside, axes)
-            x = jnp.where(along_dim(mask, dim, x.ndim), along_dim(fills, dim, x.ndim), x)
+            local_constants = row_of_this_device(constants, axes).astype(x.dtype)
+            fills = along_dim(local_constants, dim, x.ndim)
+            mask = along_dim(row_of_this_device(is_outside, axes), dim, x.ndim)
+            x = jnp.where(mask, fills, x)
     # The constants along one dim have reached the padding of the other dims.
     return with_zero_padding(x, sharding)

@@ -20,7 +20,13 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from jax_bridge.lower.exchange import exchange
-from jax_bridge.lower.row_tables import group_table, inverse, pick_rows, with_zero_padding
+from jax_bridge.lower.row_tables import (
+    group_table,
+    inverse,
+    pick_rows,
+    with_lengths,
+    with_zero_padding,
+)
 from jax_bridge.lower.transports import PERMUTE, Transport
 from jax_bridge.mesh import axis_types
 from jax_bridge.mesh.axis_types import (
@@ -65,8 +71,9 @@ class StepContext(NamedTuple):
         """
         # `jax.vmap` has no groups of devices, and XLA scatters no reduction but sums.
         can_split = op == "sum" and not any(map(is_vmapped, axes))
-        spans = self.fabric.spans if can_split and self.fabric.has_phases(axes) else ()
+        is_faster = can_split and self.fabric.has_phases(axes)
         mesh = self.before.mesh
+        spans = self.fabric.spans if is_faster else ()
         return Phases.along(mesh, axes, spans, range(mesh.n_devices))
 
     def group_arguments(self, phases: Phases) -> list[dict[str, Any]]:
@@ -109,8 +116,9 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
         source = plan.source.with_layout(plan.source.normal)
         x = with_zero_padding(as_varying(x, axes), source)
         for step, before, after in plan.stages:
-            context = StepContext(before, after, plan.profile.fabric(before.mesh), transport)
-            x = as_varying(RULES[type(step)](step, x, context), axes)
+            fabric = plan.profile.fabric(before.mesh)
+            rule = RULES[type(step)]
+            x = as_varying(rule(step, x, StepContext(before, after, fabric, transport)), axes)
     # A permutation is along all axes of the mesh.
     return axis_types.as_invariant(x, axis_types.varying_axes(x) - stays_varying)
 
@@ -238,7 +246,8 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
     has_whole_axes = "axis_index_groups" not in slowest
     if not has_whole_axes:  # JAX sums typed values over whole axes only
         scattered.append(slowest)
-    pieces = jnp.pad(x.reshape(-1), (0, -x.size % context.before.mesh.size(*step.axes)))
+    n_devices = context.before.mesh.size(*step.axes)
+    pieces = jnp.pad(x.reshape(-1), (0, -x.size % n_devices))  # scattered in equal pieces
     for devices in scattered:
         pieces = lax.psum_scatter(pieces, **devices, tiled=True)
     if has_whole_axes:
@@ -256,7 +265,8 @@ def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContex
     phases = context.phases(axes, step.op)
     rows = _rows_of_parts(before, step.dim, step.shards, phases)
     x = pick_rows(x, dim, rows[None], ())
-    pieces = jnp.moveaxis(_split_dim(x, dim, before.mesh.size(*axes)), dim, 0)  # [devices, *block]
+    parts = _split_dim(x, dim, before.mesh.size(*axes))
+    pieces = jnp.moveaxis(parts, dim, 0)  # [devices, *block]
     if step.op == "sum":
         for devices in context.group_arguments(phases):
             # The slowest link last, when pieces are small.
@@ -338,12 +348,12 @@ def _rows_of_parts(
 
     8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]
     """
+    mesh = before.mesh
     parts = even_parts(before, dim, shards)
-    devices = phases.reached(0) if phases.are_several else before.mesh.group(0, phases.axes)
     axes = axes_of(shards)
-    return np.concatenate(
-        [row_numbers(parts[before.mesh.index(device, axes)]) for device in devices]
-    )
+    # Phases within fast links and between them leave parts in another order than one collective.
+    devices = phases.reached(0) if phases.are_several else mesh.group(0, phases.axes)
+    return np.concatenate([row_numbers(parts[mesh.index(device, axes)]) for device in devices])
 
 
 def _rows_in_order(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
@@ -353,12 +363,12 @@ def _rows_in_order(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array
 
 def _split_dim(x: jax.Array, dim: int, n_parts: int) -> jax.Array:
     """Split a dim into its parts and the rows of a part: [8, 3] -> [4, 2, 3]."""
-    return x.reshape(*x.shape[:dim], n_parts, x.shape[dim] // n_parts, *x.shape[dim + 1 :])
+    return with_lengths(x, dim, 1, n_parts, x.shape[dim] // n_parts)
 
 
 def _merge_dims(x: jax.Array, dim: int) -> jax.Array:
     """Merge a dim and the next into one: [4, 2, 3] -> [8, 3]."""
-    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    return with_lengths(x, dim, 2, x.shape[dim] * x.shape[dim + 1])
 
 
 Rule = Callable[[Any, jax.Array, StepContext], jax.Array]

@@ -201,12 +201,13 @@ def _alternating_path(
     path: list[int] = []
     side = 1
     vertex = receiver
-    while colour in edge_at[side][vertex]:
-        edge = edge_at[side][vertex][colour]
+    for wanted in itertools.cycle((colour, next_colour)):
+        edge = edge_at[side][vertex].get(wanted)
+        if edge is None:
+            break
         path.append(edge)
         side = 1 - side
         vertex = edges[edge][side]
-        colour, next_colour = next_colour, colour
     return path
 
 
@@ -222,8 +223,9 @@ def _swap_colours(
     for edge in path:
         for side, vertex in enumerate(edges[edge]):
             del edge_at[side][vertex][colours[edge]]
+    other_colour = {pair[0]: pair[1], pair[1]: pair[0]}
     for edge in path:
-        colours[edge] = pair[1] if colours[edge] == pair[0] else pair[0]
+        colours[edge] = other_colour[colours[edge]]
         for side, vertex in enumerate(edges[edge]):
             edge_at[side][vertex][colours[edge]] = edge
 

@@ -27,7 +27,9 @@ from xshard.ops import Axes
 
 def bound_size(axis: str) -> int | None:
     """Return the number of devices along an axis; None if no collective can name the axis here."""
-    return lax.axis_size(axis) if axis in versions.named_axes() else None
+    if axis not in versions.named_axes():
+        return None
+    return lax.axis_size(axis)
 
 
 def axis_size(axis: Axes) -> int:
@@ -157,24 +159,36 @@ def to_bits(x: jax.Array) -> jax.Array:
     shorter than a byte.
     """
     if _is_short_float(x.dtype):
-        x = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
-    return x.astype(jnp.uint8) if _is_short_integer(x.dtype) else x
+        n_bits = jnp.finfo(x.dtype).bits
+        x = lax.bitcast_convert_type(x, f"uint{n_bits}")
+    if _is_short_integer(x.dtype):  # also the bits of a float of 4 bits
+        x = x.astype(jnp.uint8)
+    return x
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     """Undo `to_bits` for an array of `dtype`."""
     if _is_short_float(dtype):
-        integers = from_bits(bits, jnp.dtype(f"uint{jnp.finfo(dtype).bits}"))
+        n_bits = jnp.finfo(dtype).bits
+        integers = from_bits(bits, jnp.dtype(f"uint{n_bits}"))
         return lax.bitcast_convert_type(integers, dtype)
-    return bits.astype(dtype) if _is_short_integer(dtype) else bits
+    if _is_short_integer(dtype):
+        return bits.astype(dtype)
+    return bits
 
 
 def _is_short_float(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits <= 16
+    """Return whether the dtype is a float of up to 16 bits, such as bfloat16 or float8."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return jnp.finfo(dtype).bits <= 16
 
 
 def _is_short_integer(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.iinfo(dtype).bits < 8
+    """Return whether the dtype is an integer shorter than a byte, such as int4."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return False
+    return jnp.iinfo(dtype).bits < 8
 
 
 def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Array:
@@ -189,9 +203,9 @@ def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.
     # ppermute.
     mesh_order = jax.sharding.get_abstract_mesh().axis_names
     mesh = unfactored(mesh, mesh.axes)[0]
-    axes = sorted(
-        long_axes(mesh), key=lambda axis: mesh_order.index(axis) if axis in mesh_order else 0
-    )
+    axes = list(long_axes(mesh))
+    if all(axis in mesh_order for axis in axes):  # an axis of vmap is none of the mesh, and alone
+        axes.sort(key=mesh_order.index)
     jax_pairs = []
     for sender, receiver in pairs:
         jax_pairs.append((mesh.index(sender, axes), mesh.index(receiver, axes)))
@@ -257,6 +271,7 @@ def subgroup_arguments(
     for device in mesh.group(0, span.sub_axes):
         groups[tuple(mesh.index(member, span.sub_axes) for member in members(device))] = None
 
+    # JAX compiles a collective over whole axes without a list of groups.
     all_devices = tuple(range(mesh.size(*span.sub_axes)))
     if tuple(groups) == (all_devices,):
         return {"axis_name": span.names}

@@ -27,7 +27,9 @@ AnyMesh = JaxMesh | AbstractMesh | Mesh
 
 def xshard_mesh(mesh: AnyMesh) -> Mesh:
     """Return the names and sizes of a mesh's axes. Raises MeshError for anything but a mesh."""
-    return mesh if isinstance(mesh, Mesh) else Mesh(dict(jax_mesh(mesh).shape))
+    if isinstance(mesh, Mesh):
+        return mesh
+    return Mesh(dict(jax_mesh(mesh).shape))
 
 
 def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
@@ -182,6 +184,7 @@ def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str)
 
     if mesh is None:
         manual_sizes = bound_sizes(named_axes)
+        # The sizes of manual axes last: they include the axes that vmap has bound.
         whole = Mesh({**jax.sharding.get_abstract_mesh().shape, **manual_sizes})
         if named_axes and not whole.axes:
             raise _not_manual(named_axes[0], manual_sizes, text)
@@ -262,8 +265,9 @@ def machine(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
     asked = asked_for(profile)
     if asked != AUTO:
         return asked
-    has_devices = isinstance(mesh, jax.sharding.Mesh)
-    return _machine_of_device(mesh.devices.flat[0] if has_devices else jax.devices()[0])
+    if isinstance(mesh, jax.sharding.Mesh):
+        return _machine_of_device(mesh.devices.flat[0])
+    return _machine_of_device(jax.devices()[0])
 
 
 @functools.lru_cache(maxsize=64)
@@ -276,7 +280,8 @@ def _machine_of_device(device: jax.Device) -> Profile:
     n_in_process = sum(other.process_index == device.process_index for other in devices)
     if device.platform == "cpu":
         # Gloo sends whatever leaves a process, also to another process of the same host.
-        return machine_of("host", None if n_in_process == len(devices) else n_in_process)
+        has_one_process = n_in_process == len(devices)
+        return machine_of("host", None if has_one_process else n_in_process)
 
     slice_index = getattr(device, "slice_index", None)
     if device.platform == "gpu" and slice_index is not None:
@@ -285,6 +290,8 @@ def _machine_of_device(device: jax.Device) -> Profile:
     else:
         n_processes = len({other.process_index for other in devices})
         processes_of_node = node_processes(n_processes)
-        n_in_node = n_in_process * (1 if processes_of_node is None else processes_of_node)
+        n_in_node = n_in_process
+        if processes_of_node is not None:
+            n_in_node *= processes_of_node
     has_several_nodes = 1 < n_in_node < len(devices)
     return machine_of(device.device_kind, n_in_node if has_several_nodes else None)

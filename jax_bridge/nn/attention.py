@@ -53,6 +53,14 @@ class Tile(NamedTuple):
     key_rows: Array
 
 
+Update = Callable[[Array, Array], tuple[Array, Array]]
+
+
+def _unchanged(a: Array, b: Array) -> tuple[Array, Array]:
+    """Leave running sums as they are."""
+    return a, b
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DeviceAttention(AttentionCall):
     """Attention of this device's blocks, as `AttentionCall` drives it.
@@ -95,7 +103,10 @@ class DeviceAttention(AttentionCall):
             return ring(self, q, kv)
         query_rows = self.held(SEQUENCE)
         key_rows = self.key_rows()
-        has_kernel = self.dtype != jnp.float64 and q.shape[-1] == self.attn.value_width
+        # JAX's own attention computes in float32 at most, and takes values as wide as keys.
+        has_one_width = q.shape[-1] == self.attn.value_width
+        has_kernel = has_one_width and self.dtype != jnp.float64
+        # "reduce" merges results by log-sum-exps, which the kernel does not return.
         if is_plain and has_kernel and self.attn.how != REDUCE:
             return self._by_kernel(q, kv, query_rows, key_rows)
         return self.attend(q, kv, query_rows, key_rows)
@@ -204,29 +215,34 @@ class DeviceAttention(AttentionCall):
         k, v = self.read(kv)
         has_key = self.visible(query_rows, key_rows).any(-1)
         scores, _ = self.scores(q, k, query_rows, key_rows)
-        log_sum = jax.nn.logsumexp(scores, -1)
-        weights = jnp.exp(scores - log_sum[..., None]) * self.kept(query_rows, key_rows)
+        log_sum = jax.nn.logsumexp(scores, -1)  # [batch, heads, queries]
+        weights = jnp.exp(scores - log_sum[..., None])  # [batch, heads, queries, keys]
+        weights = weights * self.kept(query_rows, key_rows)  # dropout
+        # Products in the arrays' short dtype are fast; they are added up in the dtype of scores.
         y = jnp.einsum(
             "bhqs,bhsk->bhqk", weights.astype(v.dtype), v, preferred_element_type=scores.dtype
         )
-        return jnp.where(has_key[..., None], y, 0), jnp.where(has_key, log_sum, -jnp.inf)
+        y = jnp.where(has_key[..., None], y, 0)
+        return y, jnp.where(has_key, log_sum, -jnp.inf)
 
     def tiles(self, query_rows: Array, key_rows: Array) -> list[Tile]:
         """Cut a device's scores into runs of queries by runs of keys, to skip the hidden ones."""
-        pairs = itertools.product(self._runs(self.attn.queries), self._runs(self.attn.keys))
-        return [Tile(rows, keys, query_rows[rows], key_rows[keys]) for rows, keys in pairs]
+        tiles = []
+        for queries in self._runs(self.attn.queries):
+            for keys in self._runs(self.attn.keys):
+                tiles.append(Tile(queries, keys, query_rows[queries], key_rows[keys]))
+        return tiles
 
     def _runs(self, array: Sharding) -> list[slice]:
         """Return the runs of consecutive rows in a device's block: in zigzag order two halves."""
         bounds = (*run_starts(self.attn, array), array.max_local_shape[SEQUENCE])
         return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
-    def if_visible(
-        self, tile: Tile, update: Callable[[Array, Array], tuple[Array, Array]], a: Array, b: Array
-    ) -> tuple[Array, Array]:
+    def if_visible(self, tile: Tile, update: Update, a: Array, b: Array) -> tuple[Array, Array]:
         """Update two running sums by a tile, unless masks hide all of it from this device."""
         is_visible = self.visible(tile.query_rows, tile.key_rows).any()
-        return lax.cond(is_visible, update, lambda a, b: (a, b), a, b)
+        # A branch at run time: which tiles a mask hides differs between devices.
+        return lax.cond(is_visible, update, _unchanged, a, b)
 
 
 def ring(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
@@ -273,8 +289,12 @@ def _ring_forward(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Ar
     dtype = call.wide_dtype
     query_rows = call.held(SEQUENCE)
     varying = varying_axes(q)
-    y = as_varying(jnp.zeros((*q.shape[:3], call.attn.value_width), dtype), varying)
-    log_sum = as_varying(jnp.full(q.shape[:3], -jnp.inf, dtype), varying)
+    rows_shape = q.shape[:3]  # [batch, heads, rows]
+    y = jnp.zeros((*rows_shape, call.attn.value_width), dtype)
+    log_sum = jnp.full(rows_shape, -jnp.inf, dtype)
+    # Both branches of a condition need one type: what is computed from q varies as q does.
+    y = as_varying(y, varying)
+    log_sum = as_varying(log_sum, varying)
     for turn, block in call.attn.in_turn(kv, call.send):
         for tile in call.tiles(query_rows, call.key_rows(turn)):
             merge = partial(_merge_tile, call, q, block, tile)
@@ -286,19 +306,18 @@ def _merge_tile(
     call: DeviceAttention, q: Array, block: Array, tile: Tile, y: Array, log_sum: Array
 ) -> tuple[Array, Array]:
     """Merge the result of a tile into the result so far, weighted by their sums of exponentials."""
-    tile_y, tile_log_sum = call.attend(
-        q[:, :, tile.queries], block[:, :, tile.keys], tile.query_rows, tile.key_rows
-    )
+    tile_q = q[:, :, tile.queries]
+    tile_kv = block[:, :, tile.keys]
+    tile_y, tile_log_sum = call.attend(tile_q, tile_kv, tile.query_rows, tile.key_rows)
     old_log_sum = log_sum[:, :, tile.queries]
     new_log_sum = jnp.logaddexp(old_log_sum, tile_log_sum)
     # -inf for rows that have seen no key so far: -inf - -inf would be NaN.
     finite = jnp.maximum(new_log_sum, call.empty)
-    merged = tile_y * jnp.exp(tile_log_sum - finite)[..., None]
-    merged += y[:, :, tile.queries] * jnp.exp(old_log_sum - finite)[..., None]
-    return (
-        y.at[:, :, tile.queries].set(merged),
-        log_sum.at[:, :, tile.queries].set(new_log_sum),
-    )
+    old_share = jnp.exp(old_log_sum - finite)[..., None]
+    tile_share = jnp.exp(tile_log_sum - finite)[..., None]
+    merged = tile_y * tile_share + y[:, :, tile.queries] * old_share
+    y = y.at[:, :, tile.queries].set(merged)
+    return y, log_sum.at[:, :, tile.queries].set(new_log_sum)
 
 
 class BackwardRows(NamedTuple):
@@ -340,8 +359,10 @@ def _ring_backward(call: DeviceAttention, rows: BackwardRows, kv: Array) -> tupl
             q_gradient, kv_gradient = call.if_visible(tile, accumulate, q_gradient, kv_gradient)
         if travelling is not None:
             kv_gradient = travelling + kv_gradient
+        # In the last round straight home; it is `turn` devices further on.
         is_last = turn + 1 == call.attn.rounds
-        travelling = call.send(kv_gradient, -turn if is_last else 1)()
+        steps = -turn if is_last else 1
+        travelling = call.send(kv_gradient, steps)()
     return q_gradient.astype(rows.q.dtype), travelling.astype(kv.dtype)
 
 
@@ -355,11 +376,9 @@ def _add_tile_gradients(
 ) -> tuple[Array, Array]:
     """Add a tile's gradients to the gradients of queries, and of keys with values."""
     tile_rows = BackwardRows._make(x[:, :, tile.queries] for x in rows)
-    of_queries, of_keys = _tile_gradients(call, tile_rows, block[:, :, tile.keys], tile)
-    return (
-        q_gradient.at[:, :, tile.queries].add(of_queries),
-        kv_gradient.at[:, :, tile.keys].add(of_keys),
-    )
+    dq, dkv = _tile_gradients(call, tile_rows, block[:, :, tile.keys], tile)
+    q_gradient = q_gradient.at[:, :, tile.queries].add(dq)
+    return q_gradient, kv_gradient.at[:, :, tile.keys].add(dkv)
 
 
 def _tile_gradients(
@@ -369,10 +388,11 @@ def _tile_gradients(
     product = partial(jnp.einsum, preferred_element_type=rows.log_sum.dtype)
     k, v = call.read(block)
     scores, slope = call.scores(rows.q, k, tile.query_rows, tile.key_rows)
-    weights = jnp.exp(scores - rows.log_sum)
+    weights = jnp.exp(scores - rows.log_sum)  # [batch, heads, queries, keys]
     dropout_factors = call.kept(tile.query_rows, tile.key_rows)
     dweights = product("bhqk,bhsk->bhqs", rows.dy, v) * dropout_factors
-    dproducts = (weights * (dweights - rows.shared) * slope).astype(rows.q.dtype)
+    dscores = weights * (dweights - rows.shared)
+    dproducts = (dscores * slope).astype(rows.q.dtype)  # of q . k, before scale and softcap
     weights = (weights * dropout_factors).astype(rows.q.dtype)
 
     dk = product("bhqs,bhqk->bhsk", dproducts, rows.q)
@@ -400,22 +420,22 @@ def _attention(
     dim_order(layout, call.sequence, call.heads)  # raises if the layout lacks them
     kv_layout = Layout.parse(call.kv_layout) if call.kv_layout else layout
     context = mesh_and_machine(mesh, (layout, kv_layout), text, profile)
-    call = replace(
-        call,
-        alibi=None if call.alibi is None else jnp.asarray(call.alibi),
-        seed=None if call.seed is None else jnp.asarray(call.seed & BITS, jnp.uint32),
-        mesh=context.mesh,
-        machine=context.machine,
-    )
+    call = replace(call, mesh=context.mesh, machine=context.machine)
+    if call.alibi is not None:
+        call = replace(call, alibi=jnp.asarray(call.alibi))
+    if call.seed is not None:
+        call = replace(call, seed=jnp.asarray(call.seed & BITS, jnp.uint32))
 
     results = call.run(q, k, v, layout)  # the result, and log-sum-exps if they are asked for
     _, q_sharding = call.enter(q, layout, call.shape)
     cleaned = []
     for x in results:
-        sharding = replace(q_sharding, shape=(*q_sharding.shape[:-1], x.shape[-1]))
-        cleaned.append(with_zero_padding(x, sharding))
+        shape = (*q_sharding.shape[:-1], x.shape[-1])  # values may have another width
+        cleaned.append(with_zero_padding(x, replace(q_sharding, shape=shape)))
     y = cleaned[0].astype(q.dtype)
-    return (y, cleaned[1].squeeze(-1)) if call.return_lse else y
+    if not call.return_lse:
+        return y
+    return y, cleaned[1].squeeze(-1)
 
 
 attention = Verb[Array, AnyMesh](_attention).attention

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import along_dim, row_of_this_device
 from jax_bridge.nn.sharded import Sharded
-from jax_bridge.nn.window import Boundaries, LocalWindow, apply_windows
+from jax_bridge.nn.window import Boundaries, LocalWindow, WindowRules, apply_windows
 from xshard.errors import ShapeError
 from xshard.layout.runs import row_numbers
 from xshard.nn.windows import pool_counts, pool_window
@@ -109,7 +108,8 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
 
     def convolve_block(block: jax.Array, local: Mapping[int, LocalWindow]) -> jax.Array:
         block_strides = [local[dim].stride for dim in space_dims]
-        return convolve(block, rhs, block_strides, [local[dim].padding for dim in space_dims])
+        block_padding = [local[dim].padding for dim in space_dims]
+        return convolve(block, rhs, block_strides, block_padding)
 
     lengths = [shape[dim] for dim in space_dims]
     windows = windows_of(lengths, kernel_sizes, strides, dilation, padding)
@@ -119,9 +119,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
         lhs,
         dict(zip(space_dims, windows, strict=True)),
         convolve_block,
-        fill=0.0,
-        boundary=boundary,
-        outputs=outputs,
+        WindowRules(0.0, boundary, outputs),
         base=dict(zip(space_dims, base, strict=True)),
         order=[input_dim_of[dim] for dim in range(len(shape))],
         features={channel_dim: rhs.shape[numbers.rhs_spec[0]]},
@@ -158,7 +156,7 @@ def windows_of(
     return list(map(Window, sizes, strides, dilation, pads))
 
 
-def reduce_window(
+def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     operand: Sharded,
     init_value: float,
     computation: Reducer,
@@ -210,6 +208,7 @@ def reduce_window(
     )
     windows: dict[int, Window] = {}
     for dim, window in enumerate(windows_of(shape, window_dimensions, strides, dilation, padding)):
+        # Dims that windows only pass over, as the batch, may be sharded in any order.
         if window != Window(1, p=(0, 0)) or base[dim] > 1:
             windows[dim] = window
 
@@ -219,8 +218,9 @@ def reduce_window(
         for dim, window in local.items():
             block_strides[dim] = window.stride
             pads[dim] = window.padding
-        is_dilated = dilation != (1,) * ndim
-        reduce = _reduce_dilated_window if is_dilated else lax.reduce_window
+        reduce = lax.reduce_window
+        if dilation != (1,) * ndim:
+            reduce = _reduce_dilated_window
         return reduce(
             block, init, computation, window_dimensions, block_strides, pads, base, dilation
         )
@@ -229,9 +229,7 @@ def reduce_window(
         operand,
         windows,
         reduce_block,
-        fill=float(init_value),
-        boundary=boundary,
-        outputs=outputs,
+        WindowRules(float(init_value), boundary, outputs),
         base=dict(enumerate(base)),
     )
 
@@ -267,7 +265,10 @@ def max_pool(
         XshardError: As `redistribute` does.
     """
     dtype = x.block.dtype
-    least = -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+    if jnp.issubdtype(dtype, jnp.inexact):
+        least = -np.inf
+    else:
+        least = jnp.iinfo(dtype).min
     lengths = x.sharding.shape
     windows = windows_of(lengths, window_dimensions, window_strides, window_dilation, padding)
     return reduce_window(
@@ -319,6 +320,7 @@ def avg_pool(
     pads = [window.padding for window in pool_windows]
     total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
 
+    # The rows of a window are the product of its rows along each dim: divide by one after the other.
     mean = total.block
     for dim, window in enumerate(pool_windows):
         counts = pool_counts(
@@ -341,13 +343,15 @@ def _pool_windows(lengths: Ints, windows: Sequence[Window], ceil_mode: bool) -> 
 def _local_divisors(y: Sharded, dim: int, counts: NDArray[np.int64]) -> jax.Array:
     """Pick the counts of this device's rows along one dim, to be broadcast; 1 in the padding."""
     axes = y.layout.dims[dim].axes
-    table = np.ones((y.sharding.mesh.size(*axes), y.block.shape[dim]), np.float32)
+    n_parts = y.sharding.mesh.size(*axes)
+    table = np.ones((n_parts, y.block.shape[dim]), np.float32)
     for part, runs in enumerate(y.sharding.owners(dim)):
         rows = row_numbers(runs)
         table[part, : len(rows)] = counts[rows]
     # Whole numbers are divided as floats; short floats keep their dtype.
     dtype = jnp.promote_types(y.block.dtype, np.float16)
-    return along_dim(row_of_this_device(table, axes).astype(dtype), dim, y.block.ndim)
+    divisors = row_of_this_device(table, axes).astype(dtype)
+    return along_dim(divisors, dim, y.block.ndim)
 
 
 def _reduce_dilated_window(
@@ -365,17 +369,23 @@ def _reduce_dilated_window(
     JAX lacks the gradient of a dilated maximum. A dim [n] is split into [n / d, d] phases: the rows
     that one dilated window reads lie side by side in one phase.
     """
-    padding = [(before, after, b - 1) for (before, after), b in zip(pads, base, strict=True)]
+    interior = [b - 1 for b in base]
+    padding = [(*pair, gap) for pair, gap in zip(pads, interior, strict=True)]
     x = lax.pad(x, init, padding)
-    # Every position has a window here; the strides leave some out at the end.
-    n_positions = [n - (k - 1) * d for n, k, d in zip(x.shape, window, dilation, strict=True)]
-    to_multiples = [(0, -n % d, 0) for n, d in zip(x.shape, dilation, strict=True)]
+    # Every position gets a window; the strides leave some out at the end.
+    n_positions = []
+    to_multiples = []  # of the dilation: phases have equally many rows
+    for length, k, d in zip(x.shape, window, dilation, strict=True):
+        n_positions.append(length - (k - 1) * d)
+        to_multiples.append((0, -length % d, 0))
     x = lax.pad(x, init, to_multiples)
 
-    phases = [(n // d, d) for n, d in zip(x.shape, dilation, strict=True)]
-    x = x.reshape(list(itertools.chain.from_iterable(phases)))
-    dense_window = list(itertools.chain.from_iterable((k, 1) for k in window))
-    y = lax.reduce_window(x, init, op, dense_window, None, "VALID")
+    phase_shape: list[int] = []  # [rows, phases] for each dim
+    dense_window: list[int] = []
+    for length, k, d in zip(x.shape, window, dilation, strict=True):
+        phase_shape += [length // d, d]
+        dense_window += [k, 1]
+    y = lax.reduce_window(x.reshape(phase_shape), init, op, dense_window, None, "VALID")
 
-    y = y.reshape([m * d for m, d in zip(y.shape[::2], dilation, strict=True)])
-    return lax.slice(y, (0,) * y.ndim, n_positions, strides)
+    shape = [rows * d for rows, d in zip(y.shape[::2], dilation, strict=True)]
+    return lax.slice(y.reshape(shape), [0] * len(shape), n_positions, strides)

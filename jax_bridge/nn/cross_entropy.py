@@ -67,9 +67,12 @@ def _cross_entropy(
         return losses
 
     # The count travels with the sum: one message instead of two.
-    sum_and_count = jnp.stack([losses.sum(), (~is_ignored).sum().astype(losses.dtype)])
+    local_count = (~is_ignored).sum().astype(losses.dtype)
+    sum_and_count = jnp.stack([losses.sum(), local_count])
     loss, count = _all_reduced(sum_and_count, "sum", token_axes, context)
-    return loss / count if given.reduction == "mean" else loss
+    if given.reduction == "sum":
+        return loss
+    return loss / count
 
 
 def _check_dtypes(logits: jax.Array, labels: jax.Array, text: str) -> None:
@@ -83,9 +86,10 @@ def _check_dtypes(logits: jax.Array, labels: jax.Array, text: str) -> None:
 def _without_dim(sharding: Sharding, dim: int) -> Sharding:
     """Return the sharding of an array that lacks one dim: [b, v] -> [b]."""
     dims = sharding.layout.dims
-    layout = replace(sharding.layout, dims=(*dims[:dim], *dims[dim + 1 :]))
-    shape = sharding.shape
-    return Sharding(layout, sharding.mesh, (*shape[:dim], *shape[dim + 1 :]))
+    other_dims = (*dims[:dim], *dims[dim + 1 :])
+    shape = list(sharding.shape)
+    del shape[dim]
+    return Sharding(replace(sharding.layout, dims=other_dims), sharding.mesh, tuple(shape))
 
 
 def _all_reduced(
@@ -116,7 +120,7 @@ def _token_losses(
     mean logit.
     """
     class_numbers = positions(sharding.layout, context.mesh, shape=sharding.shape, dim=dim)
-    x = jnp.moveaxis(with_zero_padding(logits, sharding), dim, -1)
+    x = jnp.moveaxis(with_zero_padding(logits, sharding), dim, -1)  # [*tokens, classes]
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     # Minus the largest logit no exponential overflows. The loss does not depend on it: no gradient
@@ -130,7 +134,8 @@ def _token_losses(
         local_sums.append(x.sum(-1))
 
     sums = _all_reduced(jnp.stack(local_sums), "sum", class_axes, context)
-    losses = largest + jnp.log(sums[0]) - (1 - label_smoothing) * sums[1]
+    log_sum = largest + jnp.log(sums[0])
+    losses = log_sum - (1 - label_smoothing) * sums[1]
     if label_smoothing:
         losses -= label_smoothing / sharding.shape[dim] * sums[2]
     return losses

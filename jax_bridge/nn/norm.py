@@ -10,6 +10,7 @@ import jax
 from jax import lax
 
 from jax_bridge.calls import redistribute
+from jax_bridge.lower.row_tables import with_lengths
 from jax_bridge.nn.sharded import Sharded
 from jax_bridge.ops import all_reduce
 from xshard import Layout
@@ -185,18 +186,21 @@ def _mean(
     count = math.prod(x.sharding.shape[dim] for dim in dims)
     group_size = 1
     if groups is not None:
-        shape = total.shape
-        group_size = shape[groups.dim] // groups.n_groups
-        grouped = (*shape[: groups.dim], groups.n_groups, group_size, *shape[groups.dim + 1 :])
-        total = total.reshape(grouped).sum(groups.dim + 1)
+        group_size = total.shape[groups.dim] // groups.n_groups
+        grouped = with_lengths(total, groups.dim, 1, groups.n_groups, group_size)
+        total = grouped.sum(groups.dim + 1)
 
     axes: list[str] = []
     for dim in dims:
         axes += x.layout.dims[dim].axes
     if axes:
+        # Each device uses the total for its own block: gradients of the total are addends.
         total = all_reduce(total, tuple(axes), x.sharding.mesh, grad="sum")
+    # Lengths of the global array: a block's own would count its padding.
     mean = total / (count * group_size)
-    return mean if groups is None else mean.repeat(group_size, groups.dim)
+    if groups is None:
+        return mean
+    return mean.repeat(group_size, groups.dim)
 
 
 def _scaled_and_shifted(
@@ -230,6 +234,9 @@ def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.A
         copied = Layout(whole_dims, (("copy", tuple(axes)),))
         value = redistribute(value, (copied, Layout(sharded_dims)), x.sharding.mesh, shape=lengths)
 
+    # The dims of `value` are in the order of `dims`, which the user may choose.
     array_order = sorted(range(len(dims)), key=lambda i: dims[i])
-    shape = [n if dim in dims else 1 for dim, n in enumerate(x.block.shape)]
+    shape = [1] * x.block.ndim
+    for dim in dims:
+        shape[dim] = x.block.shape[dim]
     return value.transpose(array_order).reshape(shape)

@@ -86,13 +86,9 @@ class Sharded:
             XshardError: As `redistribute` does.
         """
         target = self.sharding.with_layout(Layout.parse(layout))
-        block = redistribute(
-            self.block,
-            (self.layout, target.layout),
-            self.sharding.mesh,
-            shape=self.sharding.shape,
-        )
-        return Sharded(block, target)
+        pair = (self.layout, target.layout)
+        source = self.sharding
+        return Sharded(redistribute(self.block, pair, source.mesh, shape=source.shape), target)
 
     def owned(self) -> Sharded:
         """Drop overlaps and set the padding to zero: every row is counted once, ready for sums.

@@ -58,6 +58,21 @@ class WindowedDim(NamedTuple):
     local: LocalWindow
 
 
+class WindowPlan(NamedTuple):
+    """All dims of a window operation, by dim of the input."""
+
+    frames: dict[int, Frame]
+    local: dict[int, LocalWindow]
+
+
+class WindowRules(NamedTuple):
+    """How a window operation treats the ends of the array, and how it shards its outputs."""
+
+    fill: float  # the value that the operation itself assumes beyond the ends of a block
+    boundary: Boundaries  # the user's rule for rows beyond the ends of the array
+    outputs: str  # one of `OUTPUT_RULES`, or empty for a rule by the dim
+
+
 class BoundaryPair(NamedTuple):
     """What a window reads before the first row and after the last row of the array."""
 
@@ -72,10 +87,8 @@ def apply_windows(
     x: Sharded,
     windows: Mapping[int, Window],
     op: WindowOp,
+    rules: WindowRules,
     *,
-    fill: float,
-    boundary: Boundaries,
-    outputs: str,
     base: Mapping[int, int] | None = None,
     order: Sequence[int] | None = None,
     features: Mapping[int, int] | None = None,
@@ -89,9 +102,7 @@ def apply_windows(
         x: The sharded array.
         windows: The window over each dim, by dim of `x`; without boundary and output rule.
         op: The local operation: a block and how it runs along each dim -> the block of results.
-        fill: The value that `op` assumes beyond the ends of a block.
-        boundary: The user's rule for rows beyond the ends of the array.
-        outputs: How outputs are sharded: one of `OUTPUT_RULES`, or empty for a rule by the dim.
+        rules: What lies beyond the ends of the array, and how outputs are sharded.
         base: The dilation of rows, by dim; 1 if left out.
         order: For every dim of the output its dim in the input; the same if left out.
         features: The new lengths of other dims, by dim of `x`.
@@ -99,39 +110,48 @@ def apply_windows(
     Returns:
         The result of `op` on the global array, sharded by the output rule.
     """
-    if outputs not in ("", *OUTPUT_RULES):
-        raise PlanError(
-            f"no output rule {outputs!r}", hint=f"rules are: {', '.join(OUTPUT_RULES)}, or empty"
-        )
-    names = x.layout.names
-    boundaries = _boundaries_of_dims(boundary, [names[dim] for dim in windows], fill)
-    windowed: dict[int, WindowedDim] = {}
-    for dim, window in windows.items():
-        dilation = 1 if base is None else base.get(dim, 1)
-        window = replace(window, out=outputs)
-        windowed[dim] = _windowed_dim(x, dim, window, boundaries[names[dim]], fill, dilation)
+    plan = _plan_windows(x, windows, rules, {} if base is None else base)
+    # The only communication: every device gets the rows that its outputs read.
+    block = _fetched_block(x, plan.frames)
+    for dim, local in plan.local.items():
+        if local.rows is not None:
+            block = pick_rows(block, dim, local.rows, x.layout.dims[dim].axes)
+    y = op(block, plan.local)
 
-    block = _fetched_block(x, {dim: plan.frame for dim, plan in windowed.items()})
-    for dim, plan in windowed.items():
-        if plan.local.rows is not None:
-            block = pick_rows(block, dim, plan.local.rows, x.layout.dims[dim].axes)
-    y = op(block, {dim: plan.local for dim, plan in windowed.items()})
+    input_dims = range(x.block.ndim) if order is None else order
+    for dim, local in plan.local.items():
+        if local.outputs is not None:
+            output_dim = input_dims.index(dim)
+            y = pick_rows(y, output_dim, local.outputs, x.layout.dims[dim].axes)
 
-    input_dims = range(len(names)) if order is None else order
-    for dim, plan in windowed.items():
-        if plan.local.outputs is not None:
-            y = pick_rows(y, input_dims.index(dim), plan.local.outputs, x.layout.dims[dim].axes)
-
-    result_dims = _without_overlaps(x)
-    lengths = dict(enumerate(x.sharding.shape))
-    for dim, plan in windowed.items():
-        result_dims[dim] = plan.frame.result
-        lengths[dim] = plan.frame.length
+    dims = _without_overlaps(x)
+    lengths = list(x.sharding.shape)
+    for dim, frame in plan.frames.items():
+        dims[dim] = frame.result
+        lengths[dim] = frame.length
     if features is not None:
-        lengths |= features
-    return x.with_block(
-        y, [result_dims[dim] for dim in input_dims], [lengths[dim] for dim in input_dims]
-    )
+        for dim, length in features.items():
+            lengths[dim] = length
+    return x.with_block(y, [dims[dim] for dim in input_dims], [lengths[dim] for dim in input_dims])
+
+
+def _plan_windows(
+    x: Sharded, windows: Mapping[int, Window], rules: WindowRules, base: Mapping[int, int]
+) -> WindowPlan:
+    """Decide which rows of each dim every device needs, and how the windows run over them."""
+    if rules.outputs not in ("", *OUTPUT_RULES):
+        hint = f"rules are: {', '.join(OUTPUT_RULES)}, or empty"
+        raise PlanError(f"no output rule {rules.outputs!r}", hint=hint)
+    names = x.layout.names
+    ends_by_name = _boundaries_of_dims(rules, [names[dim] for dim in windows])
+    plan = WindowPlan({}, {})
+    for dim, window in windows.items():
+        ends = ends_by_name[names[dim]]
+        window = replace(window, out=rules.outputs)
+        windowed = _windowed_dim(x, dim, window, ends, rules.fill, base.get(dim, 1))
+        plan.frames[dim] = windowed.frame
+        plan.local[dim] = windowed.local
+    return plan
 
 
 def _without_overlaps(x: Sharded) -> list[Dim]:
@@ -147,42 +167,49 @@ def _fetched_block(x: Sharded, frames: Mapping[int, Frame]) -> jax.Array:
     return x.to(replace(x.layout, dims=tuple(dims))).block
 
 
-def _boundaries_of_dims(
-    boundary: Boundaries, names: Sequence[str], fill: float
-) -> dict[str, BoundaryPair]:
-    """Parse the user's boundary rule for every dim that has a window.
+def _filled(fill: float) -> BoundaryPair:
+    """Return the boundary of constant rows at both ends."""
+    rule = Boundary("constant", fill)
+    return BoundaryPair(rule, rule)
 
-    Without a rule, rows of `fill`.
-    """
-    if boundary is None:
-        texts: Mapping[str, str] = {}
-    elif isinstance(boundary, str):
-        texts = dict.fromkeys(names, boundary)
-    else:
-        texts = boundary
 
-    rules = dict.fromkeys(
-        names, BoundaryPair(Boundary("constant", fill), Boundary("constant", fill))
-    )
+def _boundaries_of_dims(rules: WindowRules, names: Sequence[str]) -> dict[str, BoundaryPair]:
+    """Parse the user's boundary rule for every dim that has a window; by default rows of `fill`."""
+    texts: Mapping[str, str] = {}
+    if isinstance(rules.boundary, str):
+        texts = dict.fromkeys(names, rules.boundary)
+    elif rules.boundary is not None:
+        texts = rules.boundary
+
+    pairs = dict.fromkeys(names, _filled(rules.fill))
     for name, text in texts.items():
         if name not in names:
             raise ShapeError(
                 f"a boundary for {name!r}", hint=f"the windows are over: {', '.join(names)}"
             )
         before, after = parse_boundaries(text)
-        rules[name] = BoundaryPair(before, after)
+        pairs[name] = BoundaryPair(before, after)
 
-    for name, rule in rules.items():
-        if "none" in (rule.before.kind, rule.after.kind):
+    for name, pair in pairs.items():
+        if "none" in (pair.before.kind, pair.after.kind):
             what = f"no rows beyond the ends of {name!r}, which a window reads"
             raise PlanError(what, hint="padding=0 reads none")
-    return rules
+    return pairs
 
 
 def _windowed_dim(
     x: Sharded, d: int, window: Window, ends: BoundaryPair, fill: float, dilation: int
 ) -> WindowedDim:
-    """Decide which rows of dim `d` every device needs, and how the window runs over them."""
+    """Decide which rows of dim `d` every device needs, and how the window runs over them.
+
+    Args:
+        x: The sharded array.
+        d: The dim.
+        window: The window over it.
+        ends: The rows beyond its ends.
+        fill: The value that the operation itself assumes beyond the ends of a block.
+        dilation: The dilation of its rows.
+    """
     dim = replace(x.layout.dims[d], overlap=None)
     length = x.sharding.shape[d]
     sizes = x.sharding.mesh.sizes_of(dim.axes)
@@ -193,15 +220,14 @@ def _windowed_dim(
         raise PlanError(what, hint="only the fill is possible there: halo_exchange first")
     if not is_padded:
         # Nothing beyond the ends is read: the cheapest boundary is as good as the user's.
-        ends = BoundaryPair(Boundary("constant", fill), Boundary("constant", fill))
+        ends = _filled(fill)
 
     window = replace(window, before=ends.before, after=ends.after)
     frame = window_frame(dim, length, sizes, window, dilation)
     if not dim.axes and is_filled:
         # The whole dim is here, and the operation itself fills in what lies beyond the ends.
-        return WindowedDim(
-            replace(frame, source=dim), LocalWindow(None, window.s, window.padding, None)
-        )
+        local = LocalWindow(None, window.s, window.padding, None)
+        return WindowedDim(replace(frame, source=dim), local)
     return WindowedDim(frame, _local_window(frame, window, dilation))
 
 
@@ -225,7 +251,7 @@ def _over_several_runs(frame: Frame, stride: int) -> LocalWindow:
         outputs: list[int] = []
         first_row = 0
         for run in runs:
-            first_output = -(-len(rows) // stride)
+            first_output = -(-len(rows) // stride)  # rounded up
             rows += [VOID] * (first_output * stride - len(rows))
             rows += range(first_row, first_row + run.rows)
             outputs += range(first_output, first_output + run.outputs)
@@ -239,9 +265,13 @@ def _over_one_run(frame: Frame, window: Window, dilation: int) -> LocalWindow:
     """Pad each block so that a window over it yields the outputs of its one run.
 
     Positions count dilated rows: row i of a run stands at position `i * dilation`.
+
+        first tap         first row of the block
+        |---- lead ----|------ block_span ------|-- padding after --|
+        |------------------------ read_span -----------------------|
     """
     stride = window.s
-    window_span = window.d * (window.k - 1) + 1
+    window_span = window.d * (window.k - 1) + 1  # positions from its first tap to its last
 
     def lead_of(run: OutputRun) -> int:
         """Return how many positions of padding, or of gaps, lie before a run's first row."""
@@ -255,11 +285,11 @@ def _over_one_run(frame: Frame, window: Window, dilation: int) -> LocalWindow:
     block_span = (most_rows - 1) * dilation + 1 if most_rows else 0
 
     if len(leads) <= 1:
+        # All blocks begin at the same place of the stride: the operation itself strides.
         most_outputs = max((run.outputs for run in all_runs), default=0)
         read_span = (most_outputs - 1) * stride + window_span if most_outputs else 0
-        return LocalWindow(
-            None, stride, (longest_lead, read_span - block_span - longest_lead), None
-        )
+        padding = (longest_lead, read_span - block_span - longest_lead)
+        return LocalWindow(None, stride, padding, None)
 
     # Blocks begin at different places of the stride: compute the output at every position, and
     # pick.
@@ -347,9 +377,10 @@ def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np
         identity = jnp.eye(length, dtype=dtype)
         response = jax.image.resize(identity, (outputs, length), method, antialias=antialias)
     matrix = np.asarray(response, np.float64)  # [outputs, inputs]
-    first = (matrix != 0).argmax(axis=1)
+    first = (matrix != 0).argmax(axis=1)  # [outputs]: the first input with a weight
     stop = length - (matrix[:, ::-1] != 0).argmax(axis=1)
-    inputs = first[:, None] + np.arange((stop - first).max())  # [outputs, taps]
+    most_taps = (stop - first).max()
+    inputs = first[:, None] + np.arange(most_taps)  # [outputs, taps]
     weights = np.take_along_axis(matrix, np.minimum(inputs, length - 1), 1)
     # Outputs with fewer taps repeat their last input with weight 0.
     is_tap = inputs < stop[:, None]
@@ -361,6 +392,7 @@ def _resampled(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
     dims = _without_overlaps(x)
     shape = list(x.sharding.shape)
     frames: dict[int, Frame] = {}
+    # Interpolation is separable: the dims can be fetched together, and summed one by one.
     for d, dim_taps in taps_by_dim.items():
         sizes = x.sharding.mesh.sizes_of(dims[d].axes)
         frames[d] = resampled_frame(dims[d], shape[d], sizes, dim_taps)
@@ -378,7 +410,7 @@ def _interpolate_dim(
 ) -> jax.Array:
     """Add up the weighted inputs of every output along dim `d` of this device's block."""
     local = _local_taps(frame, dim_taps)
-    is_weighted = (dim_taps.weights != 1).any()
+    is_weighted = (dim_taps.weights != 1).any()  # nearest only copies, also whole numbers
     addends = []
     for tap in range(local.inputs.shape[-1]):
         addend = pick_rows(block, d, local.inputs[..., tap], axes)
