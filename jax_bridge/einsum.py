@@ -71,6 +71,7 @@ def check_operands(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
 
 def check_shapes(expected: Shapes, shapes: Shapes, text: str) -> None:
     """Raise ShapeError, marking the operand, for a shape that differs from the expected one."""
+    # Either may have the result's shape at its end, too.
     for i, (shape, expected_shape) in enumerate(zip(shapes, expected, strict=False)):
         if shape != expected_shape:
             span = text_spans(text).layouts[i]
@@ -94,6 +95,7 @@ class _Mover(NamedTuple):
 
     def move(self, x: jax.Array, plan: Plan) -> jax.Array:
         """Redistribute a block on the mesh around the call, in the dtype that it has."""
+        # Products may have another dtype than the operands that the plan is for.
         if plan.mesh != self.mesh or plan.dtype != x.dtype.name:
             plan = replace(plan, mesh=self.mesh, dtype=x.dtype.name, devices=())
         return execute(plan, x, self.text)
@@ -122,7 +124,7 @@ def einsum_blocks(
     plan = planned.plan
     text = contraction_of(given).text
     remaining = []
-    spans = text_spans(text).layouts
+    spans = text_spans(text).layouts  # the last one is the result's, as of `plan.arrays`
     for x, array, move, span in zip(blocks, plan.arrays, plan.moves, spans, strict=False):
         check_block_shape(x.shape, array, text, inferred=shapes is None, start=span[0])
         x = with_entry_type(x, move, text, planned.mesh.axes, span)
@@ -225,6 +227,7 @@ def _contract_in_rounds(
             pieces_of_operands.append(_travelling_pieces(x, dim, ring, mover))
             continue
         x = mover.move(x, move)
+        # An operand without the ring's dim takes part in every product as a whole.
         if ring.dim in move.dst.names:
             pieces_of_operands.append(_resident_pieces(x, move.dst.dim_index(ring.dim), ring))
         else:
@@ -275,6 +278,7 @@ def _travelling_sums(
         addends = products[piece :: ring.pieces]  # one per round
         total = addends[0]
         for addend in addends[1:]:
+            # The product does not wait for the message: XLA may compute it meanwhile.
             total = mover.move(total, ring.rotation) + addend
         sums.append(total)
     return jnp.concatenate(sums, dim)

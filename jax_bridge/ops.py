@@ -126,6 +126,7 @@ def positions(
     layout = Layout.parse(layout, maps).resolved(len(shape))
     index = layout.dim_index(dim)
     dim_axes = layout.dims[index].axes
+    # Without axes all devices have all rows: then inside and outside are the same.
     is_inside = bool(bound_sizes(layout.axes)) or (mesh is None and not layout.axes)
     if is_inside:
         sharding = sharding_in_context(layout, shape, mesh)
@@ -138,7 +139,7 @@ def positions(
         raise MeshError("no axis of the layout is manual here", text=str(layout), hint=hint)
     with mark_errors(str(layout)):
         table = row_table(Sharding(layout, xshard_mesh(mesh), shape), index)
-    rows = jnp.asarray(table.ravel())
+    rows = jnp.asarray(table.ravel())  # block after block
     if not isinstance(mesh, JaxMesh):
         return rows
     spec = PartitionSpec(dim_axes if dim_axes else None)

@@ -80,6 +80,7 @@ def leaves_of(
 
 def _children(tree: Any) -> dict[Any, Any] | None:
     """Return the branches of a pytree by name; None for a leaf."""
+    # All that is below the root counts as a leaf: one level of branches.
     children = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)[0]
     is_leaf = bool(children) and not children[0][0]  # its path is empty
     return None if is_leaf else {leaf_name(path): child for path, child in children}

@@ -94,12 +94,13 @@ def reshard(
         return arrays
     calls = []
     for leaf in leaves:
-        with located(leaf.place):
+        with located(leaf.place):  # errors name the leaf
             calls.append(_array_call(leaf.x, leaf.given))
     array_mesh = ArrayMesh.of([call.x for call in calls], [call.sides.text for call in calls], mesh)
     moves = []
     for call, leaf in zip(calls, leaves, strict=True):
         moves.append((call.expression, call.x.shape, call.x.dtype, leaf.place))
+    # "auto" is looked up outside the cache: it stands for the machine of these devices.
     on_machine = machine(profile, array_mesh.in_context)
     program = make_program(tuple(moves), array_mesh, donate, on_machine)
 
@@ -237,6 +238,7 @@ def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
     if isinstance(x, jax.Array) and (isinstance(x, Tracer) or are_keys(x) or is_on(x, mesh)):
         src = known_layout(x, target.other_sharding(x), array)
         return reshard(x, (src, array.layout), mesh, profile=profile)
+    # The rows of the host are in their own order, unless a record says otherwise.
     check_order(x, array.with_layout(Layout.parse("...")), target.text)
     return stored.remember(_from_host(np.asarray(x), array, target), array)
 

@@ -91,7 +91,7 @@ def shard_map(
         P(None, 'tp')
     """
     layouts = with_maps(layouts, maps)
-    if f is None:
+    if f is None:  # as a decorator: @shard_map(layouts=..., mesh=...)
         return partial(
             shard_map,
             layouts=layouts,
@@ -131,6 +131,8 @@ def _signature(layouts: Any) -> _Signature:
     """Read the layouts that the user gives: one text, or a pair."""
     if isinstance(layouts, str):
         arguments, results = parse_layouts(layouts, "signature")
+        # The layout of one result is not a tuple: the function returns an array, not a tuple of
+        # one.
         return _Signature(arguments, results[0] if len(results) == 1 else results)
     if isinstance(layouts, list | tuple) and len(layouts) == 2:
         return _Signature(layouts[0], layouts[1])
@@ -409,7 +411,7 @@ class _MappedFunction:
             raise XshardError(
                 f"{len(names)} arguments by position, layouts for {len(layouts)}", hint=hint
             )
-        by_name: dict[str, Any] = dict.fromkeys(arguments)
+        by_name: dict[str, Any] = dict.fromkeys(arguments)  # None for arguments by keyword
         by_name |= zip(names, layouts, strict=True)
         leaves = array_leaves(by_name, arguments)
         for leaf in leaves:
@@ -422,6 +424,7 @@ class _MappedFunction:
         self, of_blocks: _BlockFunction, border: _Border, placed: Sequence[jax.Array]
     ) -> _Program:
         """Compile the function for arrays like `placed`."""
+        # Over the free axes alone: inside another `shard_map` its axes are manual already.
         on_devices = partial(
             jax.shard_map,
             mesh=border.mesh.in_context,
@@ -494,7 +497,7 @@ def _traced_outputs(
 
     def probe(*blocks: jax.Array) -> tuple[()]:
         traced.append(of_blocks(blocks).types)
-        return ()
+        return ()  # a result would need a spec
 
     jax.eval_shape(on_devices(probe, out_specs=()), *placed)
     return traced[-1]

@@ -192,6 +192,7 @@ class ArrayMesh(NamedTuple):
             MeshError: One of `axes` is manual, or not as planned.
         """
         free = Mesh(free_axes(self.in_context))
+        # An axis that the mesh lacks is refused later, when layouts are put on the mesh.
         for axis in axes:
             if axis in self.in_context.shape and axis not in free.axes:
                 reason = f"mesh axis {axis!r} is manual here"
@@ -221,7 +222,7 @@ class StoredArray(NamedTuple):
         Raises ShapeError for uneven blocks, and as `to_named_sharding` does.
         """
         check_even(array, text)
-        with mark_errors(text):
+        with mark_errors(text):  # errors show the user's text, not the storage layout's
             sharding = storage_sharding(array.layout, mesh.in_context)
         return cls(array, mesh, sharding, text, path)
 
@@ -244,12 +245,13 @@ class StoredArray(NamedTuple):
         None: the array has this sharding, or may have it.
         """
         if isinstance(x, Tracer):
+            # Only along Explicit axes the sharding is part of the type.
             known = jax.typeof(x).sharding
             if known.mesh.empty or any(kind != AxisType.Explicit for kind in known.mesh.axis_types):
-                return None  # XLA will choose it
+                return None
             source = NamedSharding(known.mesh, self.sharding.spec, memory_kind=known.memory_kind)
         elif not x.committed:
-            return None
+            return None  # XLA may put it anywhere
         elif isinstance(self.mesh.of_arrays, AbstractMesh):
             reason = "the array is on devices, the mesh passed lacks them"
             raise MeshError(reason, text=self.text, hint="pass the jax.Mesh, or nothing")

@@ -116,6 +116,7 @@ def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
     if not changed:
         return x
     old_type = manual_type(x)
+    # An axis is in one of the sets at most.
     axes_by_kind = {
         name: getattr(old_type, name) - changed for name in ("varying", "unreduced", "reduced")
     }
@@ -127,6 +128,7 @@ def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
 def _retype_transpose(cotangent: jax.Array, *, before: Any, after: Any) -> jax.Array:
     """Retype a cotangent backwards: from the cotangent type of `after` to the one of `before`."""
     if before.vur != after.vur:
+        # What was varying becomes invariant: only the plan knows that the blocks are equal.
         raise NotImplementedError("the cast to invariant cannot be transposed: the plan can")
     return _retype(
         cotangent, before=versions.cotangent_type(after), after=versions.cotangent_type(before)
@@ -249,6 +251,7 @@ def group_arguments(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:
         ((0, 1), (2, 3))
     """
     whole_mesh, names = unfactored(mesh, axes)
+    # Sub-axes that make up whole axes, and axes that are not split.
     if whole_mesh is not mesh or not isinstance(mesh, SubAxisMesh):
         return {"axis_name": names}
     return subgroup_arguments(mesh, axes, lambda device: mesh.group(device, axes))
@@ -289,7 +292,7 @@ def whole_axes(mesh: Mesh, axes: Sequence[str]) -> AxisSpan:
     """Return the whole axes that contain these sub-axes: ("x_1",) -> ("x_0", "x_1"), ("x",)."""
     if not isinstance(mesh, SubAxisMesh):
         return AxisSpan(tuple(axes), tuple(axes))
-    names = tuple(dict.fromkeys(map(mesh.origin, axes)))
+    names = tuple(dict.fromkeys(map(mesh.origin, axes)))  # a dict keeps their order
     sub_axes: list[str] = []
     for name in names:
         sub_axes += mesh.sub_axes[name]

@@ -96,6 +96,7 @@ def block_sharding(
         shape: Global lengths; None for lengths that follow from the blocks.
     """
     text = str(layout)
+    # A length of None follows from the blocks, which are then equal.
     lengths = x.ndim * (None,) if shape is None else lengths_of(shape)
     if len(lengths) != x.ndim:
         raise ShapeError(f"shape {lengths} of a block with {x.ndim} dims", text=text)
@@ -165,7 +166,7 @@ def planned_mesh_in_context(
     They must be manual here, and in `mesh` if the user passed one.
     """
     if mesh is not None:
-        _part_of_mesh(xshard_mesh(mesh), axes, text)
+        _part_of_mesh(xshard_mesh(mesh), axes, text)  # raises if it has other axes or sizes
     return _part_of_mesh(planned, axes, text)
 
 
@@ -178,7 +179,7 @@ class _ContextMesh(NamedTuple):
 
 def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> _ContextMesh:
     """Return the given mesh or the one of the context. Raises as `check_axes` does."""
-    named_axes: list[str] = []
+    named_axes: list[str] = []  # in the order of the text: errors name the first
     for layout in layouts:
         named_axes += layout.axes
 
@@ -208,6 +209,7 @@ def _part_of_mesh(mesh: Mesh, named_axes: Sequence[str], text: str) -> Mesh:
                 f"the plan is for a mesh with axis {axis!r}, {mesh!r} lacks it", text=text
             )
         size = mesh.size(axis)
+        # Along an axis of one device nothing is sent: it need not be manual.
         if axis not in manual_sizes and size > 1:
             raise _not_manual(axis, manual_sizes, text)
         if size != manual_sizes.get(axis, 1):
@@ -270,6 +272,7 @@ def machine(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
     return _machine_of_device(jax.devices()[0])
 
 
+# Cached, since each call with profile="auto" asks: all devices of JAX are looked at.
 @functools.lru_cache(maxsize=64)
 def _machine_of_device(device: jax.Device) -> Profile:
     """Return the machine of a device.

@@ -218,7 +218,7 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
         for dim, window in local.items():
             block_strides[dim] = window.stride
             pads[dim] = window.padding
-        reduce = lax.reduce_window
+        reduce: Callable[..., jax.Array] = lax.reduce_window
         if dilation != (1,) * ndim:
             reduce = _reduce_dilated_window
         return reduce(
@@ -320,7 +320,8 @@ def avg_pool(
     pads = [window.padding for window in pool_windows]
     total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
 
-    # The rows of a window are the product of its rows along each dim: divide by one after the other.
+    # The rows of a window are the product of its rows along each dim: divide by one after the
+    # other.
     mean = total.block
     for dim, window in enumerate(pool_windows):
         counts = pool_counts(

@@ -161,7 +161,7 @@ def _normalised(
 ) -> jax.Array:
     """Shift and scale the block to mean 0 and variance 1 over `dims` and groups of features."""
     # The variance as E[x^2] - E[x]^2 would lose its digits where the mean is large.
-    centred = _minus(x, _mean(x, x.block, dims, groups))
+    centred = _minus(x, _mean(x, x.block, dims, groups))  # a second pass, over small numbers
     variance = _mean(x, centred * centred, dims, groups)
     return centred * lax.rsqrt(variance + epsilon)
 
@@ -226,8 +226,8 @@ def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.A
 
     sharded_dims = tuple(x.layout.dims[dim] for dim in dims)
     axes: list[str] = []
-    for dim in sharded_dims:
-        axes += dim.axes
+    for sharded_dim in sharded_dims:
+        axes += sharded_dim.axes
     if axes:
         # A copy on each device: the gradients of the parts add up over the axes.
         whole_dims = tuple(Dim(dim.name) for dim in sharded_dims)
