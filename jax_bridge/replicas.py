@@ -95,8 +95,7 @@ def _difference_along(axis: str, values: jax.Array) -> jax.Array:
     reversed_order = jnp.negative if is_float else jnp.invert
     largest = lax.pmax(values, axis)
     smallest = reversed_order(lax.pmax(reversed_order(values), axis))
-    # Equal infinities differ by 0. The difference of unequal whole numbers may wrap around, not to
-    # 0.
+    # Equal infinities differ by 0. A difference of whole numbers may wrap around, but not to 0.
     difference = jnp.where(largest == smallest, 0, largest - smallest)
     difference = jnp.abs(difference.astype(np.float32))
     largest_size = abs(largest.astype(np.float32))

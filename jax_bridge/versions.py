@@ -235,8 +235,7 @@ def with_manual_type(aval: Any, manual: Any) -> Any:
 
 def changed_type(manual: Any, **axes: frozenset[str]) -> Any:
     """Return the type along manual axes with other sets `varying`, `unreduced`, `reduced`."""
-    # From 0.12 on a type with unreduced axes needs the kind of their reduction, and others may have
-    # none.
+    # From 0.12 on a type with unreduced axes needs the kind of their reduction; others have none.
     kind = getattr(manual, "unreduced_kind", None)
     if kind and axes["unreduced"]:
         return type(manual)(**axes, unreduced_kind=kind)

@@ -131,8 +131,7 @@ def _signature(layouts: Any) -> _Signature:
     """Read the layouts that the user gives: one text, or a pair."""
     if isinstance(layouts, str):
         arguments, results = parse_layouts(layouts, "signature")
-        # The layout of one result is not a tuple: the function returns an array, not a tuple of
-        # one.
+        # The layout of one result is no tuple: the function returns an array, not a tuple of one.
         return _Signature(arguments, results[0] if len(results) == 1 else results)
     if isinstance(layouts, list | tuple) and len(layouts) == 2:
         return _Signature(layouts[0], layouts[1])

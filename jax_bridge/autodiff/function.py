@@ -208,8 +208,7 @@ def _max_or_min_tangent(
     (tangent,) = tangents
     y = apply(plan, x, ad)
     plans = max_min_plans(plan)
-    # The plan of the result begins at the output; if the output lacks rows of the input, at the
-    # input.
+    # The plan begins at the output, or at the input if the output lacks rows of it.
     compared = y if plans.result.src.is_linear else lax.stop_gradient(x)
     has_won = x == mode.forward(plans.result, compared)
     n_winners = mode.forward(plans.count, has_won.astype(x.dtype))
@@ -238,8 +237,7 @@ def _collectives_tangent(
 ) -> tuple[jax.Array, jax.Array]:
     (x,) = primals
     (tangent,) = tangents
-    # `tangent_map` limits the first derivative only: further ones exist in every mode, as of
-    # `move`.
+    # `tangent_map` limits the first derivative only: further ones exist in every mode.
     return _collectives(plan, move, x), tangent_map(plan, tangent)
 
 
@@ -278,8 +276,7 @@ _reverse_only_primitive: Callable[..., jax.Array] = linear_primitive(
     batch=_batch_reverse_only,
 )
 
-# The identity, which a transposition meets first: it refuses, and the collectives are never
-# transposed.
+# The identity. A transposition meets it first, and is refused before it meets collectives.
 _no_transpose: Callable[..., jax.Array] = linear_primitive(
     "xshard_forward",
     run=lambda x, *, plan: x,

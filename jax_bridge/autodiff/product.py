@@ -113,8 +113,7 @@ def _run(
     rows_names = names.operands[i]
     other = (x, y)[1 - i]
     other_names = names.operands[1 - i]
-    # An operand with dims that are summed alone is left as it is: they are summed before the
-    # product.
+    # Dims that are summed alone are summed before the product: the operand is left as it is.
     has_same_dims = sorted(rows_names) == sorted(order.operand_dims)
     if rows_names != order.operand_dims and has_same_dims:
         permutation = [rows_names.index(n) for n in order.operand_dims]

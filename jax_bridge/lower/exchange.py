@@ -229,8 +229,7 @@ def _box_starts(
             starts[message.src, r, 0] = first_rows.sent
             starts[message.dst, r, 1] = first_rows.received
 
-    # One table per number, a constant if all devices agree: XLA compiles these to the simplest
-    # loops.
+    # One table per number, a constant if all devices agree: XLA compiles it to simple loops.
     result = [BoxStarts(list(sent), list(received)) for sent, received in starts[0]]
     for r, side, dim in np.argwhere((starts != starts[0]).any(axis=0)).tolist():
         result[r][side][dim] = row_of_this_device(starts[:, r, side, dim], axes)

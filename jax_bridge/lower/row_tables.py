@@ -187,8 +187,7 @@ def with_boundary_constants(x: jax.Array, sharding: Sharding) -> jax.Array:
     """
     long_axes = sharding.mesh.long_axes
     for dim, length in enumerate(sharding.max_local_shape):
-        # Only over the dim's own axes: along others all devices agree, and the type stays
-        # invariant.
+        # Only over the dim's own axes: along others all devices agree, and x stays invariant.
         axes = [axis for axis in sharding.layout.dims[dim].axes if axis in long_axes]
         devices = sharding.mesh.group(0, axes)
         constants = np.zeros((len(devices), length))

@@ -89,8 +89,8 @@ class StepContext(NamedTuple):
         return arguments
 
 
-# Jitted: a plan is traced once for all its uses in a model, and compiled once for shard_map without
-# jit.
+# Jitted: a plan is traced once for all its uses in a model. Without jit around it, shard_map would
+# compile it at every call.
 @partial(jax.jit, static_argnames=("plan", "transport"), inline=True)
 def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     """Run a plan on this device's block: the block under `plan.src` -> the block under `plan.dst`.

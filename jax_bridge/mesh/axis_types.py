@@ -201,8 +201,7 @@ def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.
         mesh: The mesh that numbers the devices in `pairs`.
         pairs: (sender, receiver) of each block. What other devices get means nothing.
     """
-    # JAX numbers devices in the order of its own mesh, whatever the order of the axes given to
-    # ppermute.
+    # JAX numbers devices in the order of its own mesh, whatever the order of the axes.
     mesh_order = jax.sharding.get_abstract_mesh().axis_names
     mesh = unfactored(mesh, mesh.axes)[0]
     axes = list(long_axes(mesh))
@@ -268,8 +267,7 @@ def subgroup_arguments(
         members: Device -> the devices of its group, in their order.
     """
     span = whole_axes(mesh, [axis for axis in mesh.axes if axis in axes])
-    # JAX names the devices of a group by their index along the whole axes. A dict keeps the groups'
-    # order.
+    # JAX names the devices of a group by their index along the whole axes.
     groups: dict[tuple[int, ...], None] = {}
     for device in mesh.group(0, span.sub_axes):
         groups[tuple(mesh.index(member, span.sub_axes) for member in members(device))] = None

@@ -165,13 +165,13 @@ class DeviceAttention(AttentionCall):
 
     # Blocks of keys.
 
-    def key_rows(self, turn: int = 0) -> Array:
+    def key_rows(self, round_number: int = 0) -> Array:
         """Return the global rows of the keys that are here in a round of the ring.
 
         -1 in padding.
         """
         attn = self.attn
-        rows_of = partial(attn.key_rows, turn=turn)
+        rows_of = partial(attn.key_rows, turn=round_number)
         rows = group_table(attn.q.mesh, attn.axes, attn.block_rows, rows_of)
         return row_of_this_device(rows, attn.axes)
 
@@ -257,8 +257,7 @@ def ring(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
     Returns:
         The result for this device's queries, and their log-sum-exps.
     """
-    # Arrays that the call holds are arguments of the custom rule: JAX forbids it to close over
-    # tracers.
+    # Arguments of the custom rule: JAX forbids it to close over tracers.
     constants = {"documents": call.documents, "alibi": call.alibi, "seed": call.seed}
     axes = {*call.attn.q.layout.axes, *call.attn.axes}
     for array in jax.tree.leaves((constants, q, kv)):
@@ -295,8 +294,8 @@ def _ring_forward(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Ar
     # Both branches of a condition need one type: what is computed from q varies as q does.
     y = as_varying(y, varying)
     log_sum = as_varying(log_sum, varying)
-    for turn, block in call.attn.in_turn(kv, call.send):
-        for tile in call.tiles(query_rows, call.key_rows(turn)):
+    for round_number, block in call.attn.in_turn(kv, call.send):
+        for tile in call.tiles(query_rows, call.key_rows(round_number)):
             merge = partial(_merge_tile, call, q, block, tile)
             y, log_sum = call.if_visible(tile, merge, y, log_sum)
     return y.astype(q.dtype), log_sum
@@ -349,19 +348,18 @@ def _ring_backward(call: DeviceAttention, rows: BackwardRows, kv: Array) -> tupl
     varying = varying_axes(rows.q)
     q_gradient = as_varying(jnp.zeros_like(rows.q, dtype), varying)
     zeros = as_varying(jnp.zeros_like(kv, dtype), varying_axes(kv))
-    travelling: Any = (
-        None  # the gradient of the block that is here, by the devices that it has visited
-    )
-    for turn, block in call.attn.in_turn(kv, call.send):
+    # The gradient of the block that is here, by the devices that it has visited.
+    travelling: Any = None
+    for round_number, block in call.attn.in_turn(kv, call.send):
         kv_gradient = zeros
-        for tile in call.tiles(query_rows, call.key_rows(turn)):
+        for tile in call.tiles(query_rows, call.key_rows(round_number)):
             accumulate = partial(_add_tile_gradients, call, rows, block, tile)
             q_gradient, kv_gradient = call.if_visible(tile, accumulate, q_gradient, kv_gradient)
         if travelling is not None:
             kv_gradient = travelling + kv_gradient
-        # In the last round straight home; it is `turn` devices further on.
-        is_last = turn + 1 == call.attn.rounds
-        steps = -turn if is_last else 1
+        # In the last round straight home: by now the block is `round_number` devices away.
+        is_last = round_number + 1 == call.attn.rounds
+        steps = -round_number if is_last else 1
         travelling = call.send(kv_gradient, steps)()
     return q_gradient.astype(rows.q.dtype), travelling.astype(kv.dtype)
 

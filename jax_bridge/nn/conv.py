@@ -320,8 +320,7 @@ def avg_pool(
     pads = [window.padding for window in pool_windows]
     total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
 
-    # The rows of a window are the product of its rows along each dim: divide by one after the
-    # other.
+    # A window has the product of its rows along each dim: divide by one after the other.
     mean = total.block
     for dim, window in enumerate(pool_windows):
         counts = pool_counts(

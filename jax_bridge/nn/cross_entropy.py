@@ -123,8 +123,8 @@ def _token_losses(
     x = jnp.moveaxis(with_zero_padding(logits, sharding), dim, -1)  # [*tokens, classes]
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
-    # Minus the largest logit no exponential overflows. The loss does not depend on it: no gradient
-    # either.
+    # Without the largest logit exponentials would overflow. The loss does not depend on it, so it
+    # needs no gradient.
     known = jnp.where(class_numbers < 0, -jnp.inf, x)
     largest = _all_reduced(lax.stop_gradient(known).max(-1), "max", class_axes, context)
     exponentials = jnp.exp(known - largest[..., None])

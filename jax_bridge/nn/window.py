@@ -291,8 +291,7 @@ def _over_one_run(frame: Frame, window: Window, dilation: int) -> LocalWindow:
         padding = (longest_lead, read_span - block_span - longest_lead)
         return LocalWindow(None, stride, padding, None)
 
-    # Blocks begin at different places of the stride: compute the output at every position, and
-    # pick.
+    # Blocks begin at different places of the stride: compute every output, and pick.
     outputs_by_part: list[list[int]] = []
     for runs in frame.runs:
         outputs: list[int] = []
