@@ -197,7 +197,10 @@ class ArrayMesh(NamedTuple):
             if axis in self.in_context.shape and axis not in free.axes:
                 reason = f"mesh axis {axis!r} is manual here"
                 span = axis_span(axis, text)
-                hint = "reshard moves an array along other axes, redistribute its blocks along this one"
+                hint = (
+                    "reshard moves an array along other axes, "
+                    "redistribute its blocks along this one"
+                )
                 raise MeshError(reason, text=text, span=span, hint=hint)
             if planned is None:
                 continue

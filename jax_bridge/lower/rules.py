@@ -89,8 +89,8 @@ class StepContext(NamedTuple):
         return arguments
 
 
-# Jitted: a plan is traced once for all its uses in a model. Without jit around it, shard_map would
-# compile it at every call.
+# Jitted: a plan is traced once for all its uses in a model, and compiled once where `shard_map` runs
+# outside of jit.
 @partial(jax.jit, static_argnames=("plan", "transport"), inline=True)
 def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     """Run a plan on this device's block: the block under `plan.src` -> the block under `plan.dst`.
