@@ -92,7 +92,7 @@ def _exchanged(
 class Routed:
     """Rows that came, by group, and the way back.
 
-    Args:
+    Attributes:
         rows: A row per choice, by group; zeros at the end.
         sizes: The number of rows of each group.
         dropped: The number of copies of this device's rows that were not sent.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,13 +76,13 @@ def leaves_of(
     branches = prefix_branches(
         given, tree, is_one_value, what, children=_children, error=XshardError
     )
-    return spread(branches, lambda branch: _named_leaves(branch, is_leaf), takes_value)
+    return spread(branches, partial(_named_leaves, is_leaf=is_leaf), takes_value)
 
 
 def _children(tree: Any) -> dict[Any, Any] | None:
     """Return the branches of a pytree by name; None for a leaf."""
     # All that is below the root counts as a leaf: one level of branches.
-    children = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)[0]
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)
     is_leaf = bool(children) and not children[0][0]  # its path is empty
     return None if is_leaf else {leaf_name(path): child for path, child in children}
 
@@ -92,11 +93,15 @@ def array_leaves(given: Any, tree: Any) -> list[Leaf]:
 
 
 def _named_leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """List leaves by name.
+    """List the leaves of a tree with their names.
 
     A variable of flax nnx, or a box of linen, has the name of the array in it.
     """
-    boxes = jax.tree_util.tree_flatten_with_path(tree, lambda x: _is_box(x) or is_leaf(x))[0]
+
+    def ends_path(x: Any) -> bool:
+        return _is_box(x) or is_leaf(x)
+
+    boxes, _ = jax.tree_util.tree_flatten_with_path(tree, ends_path)
     named: list[tuple[str, Any]] = []
     for path, box in boxes:
         name = leaf_name(path)

@@ -102,16 +102,39 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
     options = Choices(profile, overlap, product_dtype, precision)
     if _are_blocks(call):
         return einsum_blocks(given, arrays, mesh, shapes, options)
-
-    array_mesh = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
     if shapes is None:
         if isinstance(given, ContractionPlan):
             shapes = given.shapes
         else:
             _, shapes = shapes_of(call, None, operand_shapes)
-    options = options._replace(profile=machine(profile, array_mesh.in_context))
+    return _einsum_of_arrays(given, arrays, mesh, shapes, dtype, options)
+
+
+def _einsum_of_arrays(
+    given: Given,
+    arrays: Sequence[jax.Array],
+    mesh: AnyMesh | None,
+    shapes: Shapes,
+    dtype: np.dtype,
+    options: Choices,
+) -> jax.Array:
+    """Contract global arrays by one program, from the cache if it is there.
+
+    Args:
+        given: The contraction, or a plan of it.
+        arrays: The operands.
+        mesh: The mesh; None for the arrays' own.
+        shapes: Their global shapes as the plan needs them, a length per name.
+        dtype: Their common dtype.
+        options: How the contraction is planned and computed.
+    """
+    # Hot: this and its caller are all that a warm call does.
+    text = contraction_of(given).text
+    array_mesh = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
+    options = options._replace(profile=machine(options.profile, array_mesh.in_context))
     program = _make_program(given, array_mesh, shapes, dtype, options)
-    check_shapes(tuple(array.shape for array in program.plan.arrays), operand_shapes, text)
+    expected_shapes = tuple(array.shape for array in program.plan.arrays)
+    check_shapes(expected_shapes, tuple(x.shape for x in arrays), text)
     # All arrays are checked before one is brought to its source: an error leaves nothing half done.
     for x, source in zip(arrays, program.sources, strict=True):
         source.check(x)
