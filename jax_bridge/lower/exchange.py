@@ -90,7 +90,7 @@ def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
 
 
 def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Cut boxes out of the block and put or add them in place. No pass is over the whole block."""
+    """Cut boxes out of the block, and write or add them in place: other rows are not touched."""
     schedule = delivery.schedule
     all_rounds = schedule.all_rounds
     n_local = len(schedule.local)

@@ -153,9 +153,9 @@ def test_picked_rows() -> None:
     ]
     x = np.arange(1, 2 * 3 * 8 * 2 + 1).reshape(2, 3, 8, 2)
     for table in (np.array(rows, int) for rows in tables):
-        found = jax.pmap(lambda x, t=table: pick_rows(x, 1, t, ("a",)), "a", devices=jax.devices()[:2])(
-            x
-        )
+        found = jax.pmap(
+            lambda x, t=table: pick_rows(x, 1, t, ("a",)), "a", devices=jax.devices()[:2]
+        )(x)
         for device in (0, 1):
             expected = x[device][:, table[device]]
             expected[:, table[device] == VOID] = 0
