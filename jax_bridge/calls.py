@@ -224,6 +224,7 @@ def with_entry_type(
         if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
             continue
         if axis_size(axis) == 1:
+            # A block that varies along one device is still one value.
             x = lax.psum(x, axis)  # over one device a sum changes the type only
             continue
         what = f"the block varies along {axis!r}, where the source holds one value"
@@ -260,6 +261,7 @@ def as_words(keys: jax.Array, parsed: Sides) -> KeyWords:
     """
     src = _with_words(parsed.src.resolved(keys.ndim), parsed.text)
     dst = _with_words(parsed.dst.resolved(keys.ndim), parsed.text)
+    # Words do not tell of which generator they are.
     keys_of = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
     return KeyWords(jax.random.key_data(keys), Sides(src, dst, parsed.text), keys_of)
 

@@ -141,7 +141,7 @@ def _comparable(x: jax.Array) -> jax.Array:
 
     NaN, which no comparison finds, becomes infinity.
     """
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):  # complex numbers have no order
         x = jnp.stack([x.real, x.imag])
     is_short = x.dtype.itemsize < 4
     if jnp.issubdtype(x.dtype, jnp.floating):

@@ -261,9 +261,10 @@ def _placed_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedC
     """
     n_rows = len(device)
     goes = (device[:, :, None] == jnp.arange(n_devices)).any(1)  # [rows, devices]
-    place = jnp.cumsum(goes, 0) - 1
+    place = jnp.cumsum(goes, 0) - 1  # the number of rows before it that go to the same device
     is_sent = goes & (place < capacity)
-    # Index `n_devices * capacity` is out of bounds: JAX drops what is written there.
+    # [rows, devices] -> places in the buffer. Index `n_devices * capacity` is out of bounds: JAX
+    # drops what is written there.
     index = jnp.where(is_sent, jnp.arange(n_devices) * capacity + place, n_devices * capacity)
     rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], index.shape)
     row_of_copy = jnp.full((n_devices * capacity,), n_rows).at[index].set(rows, mode="drop")

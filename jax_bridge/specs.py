@@ -151,6 +151,7 @@ def to_named_sharding(
     """
     spec = to_partition_spec(layout, ndim)
     check_axes(Layout.parse(layout), xshard_mesh(jax_mesh(mesh)))
+    # An array on Auto axes has no tags in its type.
     has_tags = spec.unreduced or spec.reduced
     if has_tags and any(kind != AxisType.Explicit for kind in mesh.axis_types):
         hint = "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Explicit,) * n)"

@@ -221,6 +221,7 @@ def _box_starts(
 ) -> list[BoxStarts]:
     """Look up where this device's boxes begin, round by round."""
     ndim = len(all_rounds[0][0].box)
+    # [devices, rounds, sent or received, dims]
     starts = np.zeros((n_devices, len(all_rounds), 2, ndim), np.int32)
     for r, messages in enumerate(all_rounds):
         starts[:, r] = _first_rows(messages[0])  # devices without a box take any rows
@@ -257,6 +258,7 @@ def _round_tables(messages: Round, after: Sharding) -> list[DimTables]:
     tables = []
     for dim, box_length in enumerate(box_shape(messages)):
         block_length = after.max_local_shape[dim]
+        # The row of x for each row of the box, and the row of the box for each row of the result.
         packing = np.full((n_devices, box_length), VOID, np.int64)
         placing = np.full((n_devices, block_length), VOID, np.int64)
         # Rows beyond a message are never read. A device that sends nothing packs another device's

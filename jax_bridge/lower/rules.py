@@ -89,8 +89,8 @@ class StepContext(NamedTuple):
         return arguments
 
 
-# Jitted: a plan is traced once for all its uses in a model, and compiled once where `shard_map` runs
-# outside of jit.
+# Jitted: a plan is traced once for all its uses in a model, and compiled once where `shard_map`
+# runs outside of jit.
 @partial(jax.jit, static_argnames=("plan", "transport"), inline=True)
 def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     """Run a plan on this device's block: the block under `plan.src` -> the block under `plan.dst`.
@@ -288,9 +288,10 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
     x = pick_rows(x, dst, sent_rows[None], ())
     # With the parts along a dim of their own one copy puts them in place; a tiled `all_to_all`
     # makes two.
-    x = _split_dim(x, dst, before.mesh.size(*phases.axes))
+    x = _split_dim(x, dst, before.mesh.size(*phases.axes))  # [..., devices, rows, ...]
     devices = group_arguments(before.mesh, phases.axes)
     x = lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **devices)
+    # Along `dst` lie now the parts of `src` that the devices had.
     x = _merge_dims(jnp.moveaxis(x, dst, src), src)
     return _rows_in_order(x, src, _rows_of_parts(before, step.src_dim, step.src_shards, phases))
 

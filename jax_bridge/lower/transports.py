@@ -273,6 +273,7 @@ def _by_ragged_all_to_all(
     """Send all rounds by one `ragged_all_to_all`, or by as many as a pair has messages."""
     arrived = list(boxes)
     axes = long_axes(mesh)
+    # The collective takes one piece per pair of devices.
     for members in _once_per_pair(rounds):
         shapes = [boxes[i].shape for i in members]
         arguments = ragged_arguments([rounds[i] for i in members], shapes, mesh.n_devices)
@@ -331,7 +332,7 @@ def ragged_arguments(
         shapes: The shape of each round's box. Padding along its first dim is not sent.
         n_devices: The number of devices.
     """
-    offsets = np.zeros((n_devices, n_devices), np.int32)
+    offsets = np.zeros((n_devices, n_devices), np.int32)  # [senders, receivers]
     sizes = np.zeros((n_devices, n_devices), np.int32)
     box_offset = 0
     for messages, shape in zip(rounds, shapes, strict=True):

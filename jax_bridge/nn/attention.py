@@ -212,7 +212,7 @@ class DeviceAttention(AttentionCall):
 
         A row that sees no key has 0 and -inf.
         """
-        k, v = self.read(kv)
+        k, v = self.read(kv)  # [batch, heads of queries, keys, width]
         has_key = self.visible(query_rows, key_rows).any(-1)
         scores, _ = self.scores(q, k, query_rows, key_rows)
         log_sum = jax.nn.logsumexp(scores, -1)  # [batch, heads, queries]
@@ -414,6 +414,7 @@ def _attention(
         raise DtypeError(
             f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype"
         )
+    # The options come in the order of the fields of `AttentionCall`.
     call = DeviceAttention(*options, dtype=q.dtype, implementation=kernel)
     dim_order(layout, call.sequence, call.heads)  # raises if the layout lacks them
     kv_layout = Layout.parse(call.kv_layout) if call.kv_layout else layout
@@ -425,6 +426,7 @@ def _attention(
         call = replace(call, seed=jnp.asarray(call.seed & BITS, jnp.uint32))
 
     results = call.run(q, k, v, layout)  # the result, and log-sum-exps if they are asked for
+    # What a row of padding computes is no result: results are padded with zeros.
     _, q_sharding = call.enter(q, layout, call.shape)
     cleaned = []
     for x in results:

@@ -83,7 +83,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     """
     shape = lhs.sharding.shape
     numbers = lax.conv_dimension_numbers(shape, rhs.shape, dimension_numbers)
-    channel_dim = numbers.lhs_spec[1]
+    channel_dim = numbers.lhs_spec[1]  # specs list batch, features, then space
     space_dims = numbers.lhs_spec[2:]
     kernel_sizes = [rhs.shape[dim] for dim in numbers.rhs_spec[2:]]
     _check_features(lhs, channel_dim)

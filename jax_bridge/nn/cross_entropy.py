@@ -127,12 +127,13 @@ def _token_losses(
     # needs no gradient.
     known = jnp.where(class_numbers < 0, -jnp.inf, x)
     largest = _all_reduced(lax.stop_gradient(known).max(-1), "max", class_axes, context)
-    exponentials = jnp.exp(known - largest[..., None])
+    exponentials = jnp.exp(known - largest[..., None])  # 0 in the padding
     logits_of_labels = jnp.where(class_numbers == labels[..., None], x, 0)
     local_sums = [exponentials.sum(-1), logits_of_labels.sum(-1)]
     if label_smoothing:
         local_sums.append(x.sum(-1))
 
+    # One message for all sums: [2 or 3, *tokens].
     sums = _all_reduced(jnp.stack(local_sums), "sum", class_axes, context)
     log_sum = largest + jnp.log(sums[0])
     losses = log_sum - (1 - label_smoothing) * sums[1]

@@ -182,7 +182,7 @@ def _mean(
         dims: The dims, kept with length 1.
         groups: The groups; their mean is repeated for each of their features.
     """
-    total = block.sum(tuple(dims), keepdims=True)
+    total = block.sum(tuple(dims), keepdims=True)  # of this device's rows
     count = math.prod(x.sharding.shape[dim] for dim in dims)
     group_size = 1
     if groups is not None:

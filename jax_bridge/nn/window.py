@@ -435,7 +435,7 @@ def _local_taps(frame: Frame, dim_taps: Taps) -> LocalTaps:
     all_runs = itertools.chain.from_iterable(frame.runs)
     most_outputs = max(run.outputs for run in all_runs)
     shape = (len(frame.runs), most_outputs, dim_taps.inputs.shape[1])
-    inputs = np.full(shape, VOID, np.int64)
+    inputs = np.full(shape, VOID, np.int64)  # devices with fewer outputs read zeros
     weights = np.zeros(shape, dim_taps.weights.dtype)
     for part, runs in enumerate(frame.runs):
         for run in runs:
