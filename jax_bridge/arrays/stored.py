@@ -68,7 +68,7 @@ def stored_as(
     if isinstance(array, Tracer):
         return array
     if mesh is None:
-        mesh = _own_mesh(array)
+        mesh = _mesh_of_array(array)
     if mesh is None:
         raise MeshError(
             "the array lacks a mesh", text=str(layout), hint="stored_as(array, layout, mesh)"
@@ -167,18 +167,16 @@ class ArrayMesh(NamedTuple):
             texts: Their expressions, for errors.
             mesh: The mesh that the user passed.
         """
-        own = mesh_of(arrays, texts) if mesh is None else jax_mesh(mesh)
+        array_mesh = mesh_of(arrays, texts) if mesh is None else jax_mesh(mesh)
         context = jax.sharding.get_abstract_mesh()
-        if context.empty or own.abstract_mesh == context:
-            return cls(own, own)
+        if context.empty or array_mesh.abstract_mesh == context:
+            return cls(array_mesh, array_mesh)
         # Inside a `shard_map` the context has the same axes, some of them manual.
-        if tuple(own.shape.items()) != tuple(context.shape.items()):
-            reason = (
-                f"the array is on {xshard_mesh(own)!r}, the context has {xshard_mesh(context)!r}"
-            )
+        if tuple(array_mesh.shape.items()) != tuple(context.shape.items()):
+            reason = f"the array is on {xshard_mesh(array_mesh)!r}, the context has {xshard_mesh(context)!r}"
             hint = "leave the context, or let jax.reshard take the array to its mesh first"
             raise MeshError(reason, text=texts[0] if texts else None, hint=hint)
-        return cls(own, context)
+        return cls(array_mesh, context)
 
     def free(self, axes: Sequence[str], text: str, planned: Mesh | None = None) -> Mesh:
         """Return the axes that may shard arrays.
@@ -290,8 +288,8 @@ class StoredArray(NamedTuple):
 
 def is_on(x: jax.Array, mesh: JaxMesh | AbstractMesh) -> bool:
     """Return whether an array is sharded over the mesh."""
-    own = _own_mesh(x)
-    return own is not None and _are_one(own, mesh)
+    array_mesh = _mesh_of_array(x)
+    return array_mesh is not None and _are_one(array_mesh, mesh)
 
 
 def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) -> Layout:
@@ -402,7 +400,7 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | Abst
     """
     common: JaxMesh | AbstractMesh | None = None
     for array, text in zip(arrays, texts, strict=True):
-        mesh = _own_mesh(array)
+        mesh = _mesh_of_array(array)
         if mesh is None:
             continue
         if common is not None and not _are_one(mesh, common):
@@ -421,7 +419,7 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | Abst
     return context
 
 
-def _own_mesh(x: jax.Array) -> JaxMesh | AbstractMesh | None:
+def _mesh_of_array(x: jax.Array) -> JaxMesh | AbstractMesh | None:
     """Return the mesh that JAX knows of an array; None if it knows none."""
     if isinstance(x, Tracer):
         mesh = jax.typeof(x).sharding.mesh

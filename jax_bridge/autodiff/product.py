@@ -160,11 +160,11 @@ def _transpose(
         cuts: As for `_run`, of the product.
         options: As for `jnp.einsum`.
     """
-    own_names = names.operands[i]
+    operand_names = names.operands[i]
     other_names = names.operands[1 - i]
     # A dim of this operand alone is summed by the product; the cotangent does not depend on it.
     computed_dims = []
-    for dim, name in enumerate(own_names):
+    for dim, name in enumerate(operand_names):
         if name in names.result or name in other_names:
             computed_dims.append(dim)
 
@@ -173,7 +173,7 @@ def _transpose(
     if is_explicit:
         entries = cuts_of(operand_type.sharding.spec)
         computed_cuts = tuple(entries[dim] for dim in computed_dims)
-    computed_names = tuple(own_names[dim] for dim in computed_dims)
+    computed_names = tuple(operand_names[dim] for dim in computed_dims)
     y = _product(
         cotangent,
         other,
