@@ -26,17 +26,32 @@ if TYPE_CHECKING:
     from jax_bridge.step.suggest import suggest
 
 __all__ = [
-    "einsum", "load", "place", "positions", "redistribute", "reshard", "route", "save", "shard_map",
-    "stored_as", "suggest", "transfer",
-]  # fmt: skip
+    "einsum",
+    "load",
+    "place",
+    "positions",
+    "redistribute",
+    "reshard",
+    "route",
+    "save",
+    "shard_map",
+    "stored_as",
+    "suggest",
+    "transfer",
+]
 
 ROOMS = ("compat", "nn", "ops", "specs", "torch_interop")
-# Slow to import, so only when used.
-_LATER = dict.fromkeys(("load", "save"), "state.files")
-_LATER |= {"suggest": "step.suggest", "transfer": "state.transfer"}
+# Names of modules that are slow to import, so only when used.
+_LATER = {
+    "load": "state.files",
+    "save": "state.files",
+    "suggest": "step.suggest",
+    "transfer": "state.transfer",
+}
 
 
 def __getattr__(name: str) -> Any:
+    """Import a room, or the module of a name, when it is first used."""
     if name in ROOMS:
         return import_module(f"jax_bridge.{name}")
     if name in _LATER:

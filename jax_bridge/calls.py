@@ -1,4 +1,4 @@
-"""`redistribute`: blocks on one device from one layout to another; a call on one block as a value."""
+"""`redistribute`: blocks from one layout to another, and a call on one block as a value."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jax_bridge.mesh.axis_types import as_varying, axis_size, is_typed, varying_
 from jax_bridge.mesh.context import (
     AnyMesh,
     axis_span,
-    check_block_here,
-    machine_here,
-    planned_mesh_here,
+    check_block_shape,
+    mesh_and_machine,
+    planned_mesh_in_context,
 )
 from jax_bridge.replicas import apply_checked
 from jax_bridge.trees import leaves_of
@@ -36,10 +36,9 @@ from xshard.replicas import are_checked
 
 T = TypeVar("T")
 Derivatives = Literal["linear", "custom_vjp"]
-SPECS = (
-    PartitionSpec,
-    NamedSharding,
-)  # JAX's own functions take these, and users pass them as layouts
+
+# JAX's own functions take these, and users pass them in the place of layouts.
+SPECS = (PartitionSpec, NamedSharding)
 
 
 class BlockCall(NamedTuple):
@@ -57,7 +56,18 @@ class BlockCall(NamedTuple):
     def of(
         cls, expression: Any, mesh: AnyMesh | None, shape: Any, ad: Derivatives, **options: Any
     ) -> BlockCall:
-        """The call with the arguments of `redistribute`. Raises as `redistribute` does."""
+        """Check the arguments of `redistribute`, and keep them.
+
+        Args:
+            expression: The layouts, or a plan.
+            mesh: The mesh; None for the one of the context.
+            shape: The global shape; None to infer it.
+            ad: How the call is differentiated.
+            options: `profile` and `check_replicated`.
+
+        Raises:
+            XshardError: As `redistribute` does.
+        """
         if ad not in MODES:
             raise XshardError(
                 f"unknown derivatives ad={ad!r}", hint=f"they are: {', '.join(MODES)}"
@@ -67,58 +77,95 @@ class BlockCall(NamedTuple):
         return cls(sides_of(expression), plan, mesh, lengths, ad=ad, **options)
 
     def plan(self, x: jax.Array) -> Plan:
-        """The plan for a block: a new one, or the given one after a check."""
+        """Plan the redistribution of a block, or check that the given plan fits it."""
         src, dst, text = self.sides
         with mark_errors(text):
             if self.plan_given is not None:
-                here = planned_mesh_here(
-                    self.mesh, self.plan_given.mesh, self.plan_given.axes, text
-                )
-                plan = replace(self.plan_given, mesh=here, devices=())
+                given = self.plan_given
+                mesh = planned_mesh_in_context(self.mesh, given.mesh, given.axes, text)
+                # Device numbers are of the whole mesh; this one is the part that the plan uses.
+                plan = replace(given, mesh=mesh, devices=())
                 check_given("the block is", plan, x.dtype.name, self.shape)
             else:
-                here, machine = machine_here(self.mesh, (src, dst), text, self.profile)
-                shape = global_shape(src, here, x.shape, text) if self.shape is None else self.shape
-                plan = planner.plan(self.sides, here, shape, x.dtype.name, profile=machine)
-        check_block_here(x.shape, plan.source, text, inferred=self.shape is None)
+                mesh, machine = mesh_and_machine(self.mesh, (src, dst), text, self.profile)
+                shape = self.shape
+                if shape is None:
+                    shape = global_shape(src, mesh, x.shape, text)
+                plan = planner.plan(self.sides, mesh, shape, x.dtype.name, profile=machine)
+        check_block_shape(x.shape, plan.source, text, inferred=self.shape is None)
         return plan
 
     def run(self, x: Any, mesh_axes: Sequence[str] | None = None) -> jax.Array:
-        """The block under the left layout -> the block under the right one."""
-        # mesh_axes: at the border of a `shard_map` all axes of the mesh: the block must be invariant along
-        # those that the left side does not name, and equal sides leave it as it is. Default: the plan's.
+        """Redistribute a block: the block under the left layout -> the block under the right one.
+
+        Args:
+            x: The block.
+            mesh_axes: At the border of a `shard_map` all axes of the mesh: the block must be
+                invariant along the axes that the left side does not name, and equal sides leave it
+                as it is. Default: the plan's axes.
+        """
         text = self.sides.text
         x = as_array(x, text)
         if are_keys(x) and self.plan_given is None:
-            words, wider, keys_of = as_words(x, self.sides)
-            shape = None if self.shape is None else (*self.shape, words.shape[-1])
-            return keys_of(self._replace(sides=wider, shape=shape).run(words, mesh_axes))
+            return self._run_on_keys(x, mesh_axes)
         plan = self.plan(x)
         x = with_entry_type(x, plan, text, mesh_axes)
-        stays = mesh_axes is not None and self.sides.src == self.sides.dst
-        return x if stays else execute(plan, x, text, self.check_replicated, self.ad)
+        if mesh_axes is not None and self.sides.src == self.sides.dst:
+            return x  # nothing moves, and the padding may stay
+        return execute(plan, x, text, self.check_replicated, self.ad)
+
+    def _run_on_keys(self, keys: jax.Array, mesh_axes: Sequence[str] | None) -> jax.Array:
+        """Redistribute a block of PRNG keys by the words that they consist of."""
+        words = as_words(keys, self.sides)
+        call = self._replace(sides=words.sides)
+        if self.shape is not None:
+            n_words = words.array.shape[-1]
+            call = call._replace(shape=(*self.shape, n_words))
+        return words.back(call.run(words.array, mesh_axes))
 
 
 def execute(
     plan: Plan, x: jax.Array, text: str, check_replicated: bool | None = None, ad: str = "linear"
 ) -> jax.Array:
-    """A block of the type that `with_entry_type` gives it, under `plan.src` -> the block under `plan.dst`."""
-    return apply_checked(plan, x, text, ad) if are_checked(check_replicated) else apply(plan, x, ad)
+    """Run a plan on a block that has the type that `with_entry_type` gives it.
+
+    Args:
+        plan: The plan.
+        x: The block under `plan.src`.
+        text: The expression, for errors.
+        check_replicated: Whether to compare replicas; None: as the environment says.
+        ad: How the plan is differentiated.
+
+    Returns:
+        The block under `plan.dst`.
+    """
+    if are_checked(check_replicated):
+        return apply_checked(plan, x, text, ad)
+    return apply(plan, x, ad)
 
 
 def sides_of(expression: Any) -> Sides:
-    """The sides of an expression. Raises NotationError for a spec of JAX, too."""
+    """Parse both sides of an expression. Raises NotationError for a spec of JAX, too."""
     if isinstance(expression, jax.Array | np.ndarray):
         raise NotationError("an array in place of the layouts", hint="the array comes first")
     for layout in expression if isinstance(expression, tuple) else (expression,):
         if isinstance(layout, SPECS):
-            hint = "write both sides, as in 's/cp c -> s c'; from_partition_spec(spec, ndim) is a layout"
+            hint = (
+                "write both sides, as in 's/cp c -> s c'; "
+                "from_partition_spec(spec, ndim) is a layout"
+            )
             raise NotationError(f"a {type(layout).__name__} in place of a layout", hint=hint)
     return sides(expression)
 
 
+# Arrays that users pass.
+
+
 def as_array(x: Any, text: str) -> jax.Array:
-    """A block or array, maybe of numpy, as an array of JAX, which DtypeError says that it cannot hold."""
+    """Return a block or array as an array of JAX.
+
+    Raises DtypeError for numbers that JAX cannot hold.
+    """
     if isinstance(x, jax.Array):
         return x
     if isinstance(x, str | Layout | Plan):
@@ -126,7 +173,7 @@ def as_array(x: Any, text: str) -> jax.Array:
     if isinstance(x, np.ndarray | np.generic):
         check_dtype(x.dtype, text)
     try:
-        return jnp.asarray(x)
+        return jnp.asarray(x)  # numbers, lists, arrays of other frameworks
     except (TypeError, ValueError):
         what = f"JAX cannot make an array of a {type(x).__name__}"
         raise DtypeError(what, text=text, hint="pass an array") from None
@@ -134,9 +181,10 @@ def as_array(x: Any, text: str) -> jax.Array:
 
 def check_dtype(dtype: np.dtype, text: str) -> None:
     """Raise DtypeError if JAX would narrow the dtype, or lacks such numbers."""
-    if dtype.kind in "OSUMm":
+    if dtype.kind in "OSUMm":  # objects, bytes, text, dates and durations
         raise DtypeError(f"JAX cannot hold {dtype}", text=text, hint="pass an array of numbers")
-    if (narrowed := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+    narrowed = jax.dtypes.canonicalize_dtype(dtype)
+    if narrowed != dtype:
         what = f"the block is {dtype.name}, which JAX would make {narrowed.name}"
         raise DtypeError(
             what, text=text, hint='jax.config.update("jax_enable_x64", True), or convert it'
@@ -150,49 +198,87 @@ def with_entry_type(
     axes: Sequence[str] | None = None,
     layout: Span | None = None,
 ) -> jax.Array:
-    """The block, declared as `apply` needs it: varying along the source's axes, invariant along others, by
-    default the plan's. layout: the part of the text that errors mark.
+    """Check a block's type along mesh axes against the plan's source, and declare the rest.
+
+    Args:
+        x: The block.
+        plan: The plan that will run on it.
+        text: The expression, for errors.
+        axes: The axes to check; by default the plan's.
+        layout: The part of the text that errors mark.
+
+    Returns:
+        The block: varying along the source's axes, invariant along the others.
+
+    Raises:
+        NotationError: The block varies, or is unreduced, along an axis of which the source says
+            otherwise.
     """
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)
     for axis in plan.axes if axes is None else axes:
-        what = hint = ""
         if kind != "sum" and axis in block_type.unreduced and axis not in plan.src.tagged(kind):
             what = f"the block is unreduced along {axis!r}: its {kind} is pending"
             hint = f"write it on the left: {kind}({axis})"
-        elif axis not in plan.src.axes and is_typed(axis) and axis in varying_axes(x):
-            what = f"the block varies along {axis!r}, where the source holds one value"
-            hint = f"write what it is on the left: sum({axis}), mean({axis}), or copy({axis}) for copies"
-            if axis_size(axis) == 1:  # over one device a sum changes the type only
-                x = lax.psum(x, axis)
-                what = ""
-        if what:
             raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
+        if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
+            continue
+        if axis_size(axis) == 1:
+            # A block that varies along one device is still one value.
+            x = lax.psum(x, axis)  # over one device a sum changes the type only
+            continue
+        what = f"the block varies along {axis!r}, where the source holds one value"
+        hint = (
+            f"write what it is on the left: sum({axis}), mean({axis}), or copy({axis}) for copies"
+        )
+        raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
     return as_varying(x, plan.src.axes)
 
 
+# PRNG keys.
+
+
 def are_keys(x: jax.Array) -> bool:
-    """True for an array of PRNG keys (`jax.random.key`)."""
+    """Return whether x is an array of PRNG keys (`jax.random.key`)."""
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def as_words(
-    keys: jax.Array, parsed: Sides
-) -> tuple[jax.Array, Sides, Callable[[jax.Array], jax.Array]]:
-    """PRNG keys -> their words, `[..., words]`, the expression with that dim, the function back to keys."""
-    src, dst = (_with_words(layout.resolved(keys.ndim), parsed.text) for layout in parsed[:2])
+class KeyWords(NamedTuple):
+    """PRNG keys as the words that they consist of, `[..., words]`.
+
+    `sides` is the expression with a dim for the words; `back` makes keys of words again.
+    """
+
+    array: jax.Array
+    sides: Sides
+    back: Callable[[jax.Array], jax.Array]
+
+
+def as_words(keys: jax.Array, parsed: Sides) -> KeyWords:
+    """Take PRNG keys apart into words, which collectives can send.
+
+    Raises DtypeError for sums and overlaps.
+    """
+    src = _with_words(parsed.src.resolved(keys.ndim), parsed.text)
+    dst = _with_words(parsed.dst.resolved(keys.ndim), parsed.text)
+    # Words do not tell of which generator they are.
     keys_of = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
-    return jax.random.key_data(keys), Sides(src, dst, parsed.text), keys_of
+    return KeyWords(jax.random.key_data(keys), Sides(src, dst, parsed.text), keys_of)
 
 
 def _with_words(layout: Layout, text: str) -> Layout:
-    if any(dim.overlap for dim in layout.dims) or any(kind != "copy" for kind, _ in layout.tags):
+    """Add a dim for the words of keys to a layout: "n/dp" -> "n/dp words0"."""
+    has_overlap = any(dim.overlap for dim in layout.dims)
+    if has_overlap or any(kind != "copy" for kind, _ in layout.tags):
         hint = "keys are only moved: use copy alone, and no overlap"
         raise DtypeError(f"PRNG keys under '{layout}'", text=text, hint=hint)
-    name = next(
-        f"words{i}" for i in range(len(layout.names) + 1) if f"words{i}" not in layout.names
-    )
-    return replace(layout, dims=(*layout.dims, Dim(name)))
+    number = 0
+    while f"words{number}" in layout.names:
+        number += 1
+    return replace(layout, dims=(*layout.dims, Dim(f"words{number}")))
+
+
+# The verb.
 
 
 def redistribute(
@@ -206,51 +292,96 @@ def redistribute(
     ad: Derivatives = "linear",
     maps: Maps | None = None,
 ) -> T:
-    """This device's block under the left layout -> its block under the right one, differentiable.
+    """Move this device's block from one layout to another, differentiably, inside `jax.shard_map`.
 
-    x: a block, or a pytree of blocks. layouts: `"layout -> layout"`, a pair of layouts, or a plan; for a
-    pytree one for all, `xshard.Rules` over the names of leaves, or a pytree prefix of these. mesh: default:
-    the mesh of the context. shape: the global shape, or a tree of shapes. Default: the numbers of the layout,
-    as in `n/sizes(dp,2,3)`, else all blocks are taken to be equal. An uneven block has the shape of the
-    largest: its padding may hold anything on the way in and is zero on the way out.
-    profile: the machine to plan for. check_replicated: for debugging, compare replicas and copies, forward
-    and backward. Default: the environment variable XSHARD_CHECK_REPLICATED.
-    ad: "linear" supports every mode of differentiation; "custom_vjp" reverse mode only, and jaxprs show the
-    collectives of `jax.lax`. maps: the `Owners` and `Needs` that layouts name.
-    Blocks may differ along axes that the layouts do not name. With `check_vma=True` the result is invariant
-    along an axis that only the left side names. Blocks of PRNG keys are only moved: no sums, no overlaps.
+        y = redistribute(x, "s/cp c -> s c/cp")     # [s/4, c] -> [s, c/4] on 4 devices
 
-    Raises while tracing: NotationError, MeshError, ShapeError, DtypeError, PlanError; LinearityError for an
-    undefined gradient; XshardError for layouts that do not fit the pytree. While running: JAX's error with
-    the text of a ReplicaError.
+    Blocks may differ along axes that the layouts do not name. With `check_vma=True` the result is
+    invariant along an axis that only the left side names. Blocks of PRNG keys are only moved: no
+    sums, no overlaps.
 
-    >>> gather = jax.pmap(lambda x: redistribute(x, "n/dp d -> n d | copy(dp)"), "dp")
-    >>> gather(jax.numpy.ones((1, 4, 2))).shape  # one block on one device
-    (1, 4, 2)
+    Args:
+        x: A block, or a pytree of blocks.
+        layouts: `"layout -> layout"`, a pair of layouts, or a plan. For a pytree one for all,
+            `xshard.Rules` over the names of leaves, or a pytree prefix of these.
+        mesh: The mesh; by default the mesh of the context.
+        shape: The global shape, or a tree of shapes. By default the numbers of the layout, as in
+            `n/sizes(dp,2,3)`, else all blocks are taken to be equal. An uneven block has the shape
+            of the largest: its padding may hold anything on the way in and is zero on the way out.
+        profile: The machine to plan for.
+        check_replicated: For debugging, compare replicas and copies, forward and backward. By
+            default as the environment variable XSHARD_CHECK_REPLICATED says.
+        ad: "linear" supports every mode of differentiation. "custom_vjp" has reverse mode only, and
+            jaxprs show the collectives of `jax.lax`.
+        maps: The `Owners` and `Needs` that layouts name.
+
+    Returns:
+        This device's block under the right layout, or the tree of blocks.
+
+    Raises:
+        NotationError: The text is wrong, marked with a caret. All errors but ReplicaError come
+            while tracing.
+        MeshError: An axis is not manual here, or the mesh lacks it.
+        ShapeError: The block does not have the shape of the largest block.
+        DtypeError: JAX cannot hold the numbers, or keys would be added up.
+        PlanError: No plan leads from the left layout to the right one, or the given plan does not
+            fit.
+        LinearityError: The gradient is undefined.
+        XshardError: The layouts do not fit the pytree.
+        ReplicaError: Replicas differ: while running, as JAX's error with the text of this one.
+
+    Examples:
+        >>> gather = jax.pmap(lambda x: redistribute(x, "n/dp d -> n d | copy(dp)"), "dp")
+        >>> gather(jax.numpy.ones((1, 4, 2))).shape  # one block on one device
+        (1, 4, 2)
     """
-    options: Any = {"profile": profile, "check_replicated": check_replicated}
     layouts = with_maps(layouts, maps)
-    if jax.tree_util.all_leaves([x]):
-        moved: Any = BlockCall.of(layouts, mesh, shape, ad, **options).run(x)
+    if jax.tree_util.all_leaves([x]):  # most calls: one block, without a walk over trees
+        call = BlockCall.of(
+            layouts, mesh, shape, ad, profile=profile, check_replicated=check_replicated
+        )
+        moved: Any = call.run(x)
         return moved
+
     results = []
-    for leaf, sized in zip(
-        leaves_of(layouts, x, is_expression), leaves_of(shape, x, _is_shape), strict=True
-    ):
+    layout_leaves = leaves_of(layouts, x, is_expression)
+    shape_leaves = leaves_of(shape, x, _is_shape)
+    for leaf, shape_leaf in zip(layout_leaves, shape_leaves, strict=True):
         with located(leaf.place):
-            results.append(BlockCall.of(leaf.given, mesh, sized.given, ad, **options).run(leaf.x))
+            call = BlockCall.of(
+                leaf.given,
+                mesh,
+                shape_leaf.given,
+                ad,
+                profile=profile,
+                check_replicated=check_replicated,
+            )
+            results.append(call.run(leaf.x))
     return jax.tree.unflatten(jax.tree.structure(x), results)
 
 
 def is_expression(value: Any) -> bool:
-    """True for a pair of layouts; False for a pair of expressions, which is a pytree."""
+    """Return whether a value is one expression or pair of layouts.
+
+    A pair of expressions is a pytree.
+    """
     if not isinstance(value, tuple) or len(value) != 2:
         return isinstance(value, (str, Plan, Sides, *SPECS))
-    return all(
-        isinstance(v, (Layout, *SPECS)) or (isinstance(v, str) and "->" not in v) for v in value
-    )
+    return all(map(_is_one_layout, value))
+
+
+def _is_one_layout(value: Any) -> bool:
+    if isinstance(value, str):
+        return "->" not in value
+    return isinstance(value, (Layout, *SPECS))
 
 
 def _is_shape(value: Any) -> bool:
+    """Return whether a value is one shape, or None for a shape to infer.
+
+    A tree of shapes is not.
+    """
+    if value is None:
+        return True
     lengths = whole_numbers(value)
-    return value is None or (lengths is not None and all(isinstance(n, int) for n in lengths))
+    return lengths is not None and all(isinstance(length, int) for length in lengths)

@@ -1,12 +1,11 @@
 """A planned contraction of blocks: its moves, and `jnp.einsum` on every device.
+
 Padding is zero after a move, so it adds nothing to a sum.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from operator import add
@@ -17,10 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_bridge.autodiff.product import multiplied
+from jax_bridge.autodiff.product import ProductNames, multiplied
 from jax_bridge.calls import execute, with_entry_type
-from jax_bridge.lower.row_tables import mine, row_table
-from jax_bridge.mesh.context import AnyMesh, check_block_here, machine_here, planned_mesh_here
+from jax_bridge.lower.row_tables import row_of_this_device, row_table
+from jax_bridge.mesh.context import (
+    AnyMesh,
+    check_block_shape,
+    mesh_and_machine,
+    planned_mesh_in_context,
+)
 from xshard import ContractionPlan, Mesh, Plan, ProfileLike, Sharding, planner
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import Part, contraction_of
@@ -30,7 +34,6 @@ from xshard.errors import ShapeError
 from xshard.notation.parser import text_spans
 from xshard.plans.expression import check_given
 
-Move = Callable[[jax.Array, Plan], jax.Array]
 Given = Contraction | ContractionPlan
 
 
@@ -45,10 +48,17 @@ class Choices(NamedTuple):
     def plan(
         self, call: Contraction, mesh: Mesh, shapes: Shapes, dtype: np.dtype
     ) -> ContractionPlan:
-        """The cheapest plan."""
-        limits = None, None, None
+        """Find the cheapest plan of a contraction."""
         return planner.plan_contraction(
-            call, mesh, shapes, dtype.name, self.profile, *limits, self.overlap
+            call,
+            mesh,
+            shapes,
+            dtype.name,
+            self.profile,
+            memory_limit=None,
+            flops_limit=None,
+            objective=None,
+            overlap=self.overlap,
         )
 
 
@@ -61,13 +71,34 @@ def check_operands(plan: ContractionPlan, shapes: Shapes, dtype: str) -> None:
 
 def check_shapes(expected: Shapes, shapes: Shapes, text: str) -> None:
     """Raise ShapeError, marking the operand, for a shape that differs from the expected one."""
-    for i, (shape, other) in enumerate(zip(shapes, expected, strict=False)):
-        if shape != other:
+    # Either may have the result's shape at its end, too.
+    for i, (shape, expected_shape) in enumerate(zip(shapes, expected, strict=False)):
+        if shape != expected_shape:
             span = text_spans(text).layouts[i]
             hint = "pass the expression alone, without sizes=, shape= or a plan"
-            raise ShapeError(
-                f"an operand of shape {shape}, not {other}", text=text, span=span, hint=hint
-            )
+            what = f"an operand of shape {shape}, not {expected_shape}"
+            raise ShapeError(what, text=text, span=span, hint=hint)
+
+
+class _PlannedBlocks(NamedTuple):
+    """A plan for this device's blocks, and the part of the mesh around the call that it runs on."""
+
+    plan: ContractionPlan
+    mesh: Mesh
+
+
+class _Mover(NamedTuple):
+    """Moves blocks by parts of a contraction's plan. text: the expression, for errors."""
+
+    mesh: Mesh
+    text: str
+
+    def move(self, x: jax.Array, plan: Plan) -> jax.Array:
+        """Redistribute a block on the mesh around the call, in the dtype that it has."""
+        # Products may have another dtype than the operands that the plan is for.
+        if plan.mesh != self.mesh or plan.dtype != x.dtype.name:
+            plan = replace(plan, mesh=self.mesh, dtype=x.dtype.name, devices=())
+        return execute(plan, x, self.text)
 
 
 def einsum_blocks(
@@ -77,96 +108,189 @@ def einsum_blocks(
     shapes: Shapes | None,
     options: Choices,
 ) -> jax.Array:
-    """This device's blocks -> its block of the result; shapes: global, None to infer them from the blocks."""
+    """Contract this device's blocks to its block of the result, inside `shard_map`.
+
+    Args:
+        given: The contraction, or a plan of it.
+        blocks: A block of each operand.
+        mesh: The mesh; None for the one of the context.
+        shapes: The operands' global shapes; None to infer them from the blocks.
+        options: How the contraction is planned and computed.
+
+    Returns:
+        The block of the result.
+    """
+    planned = _planned(given, blocks, mesh, shapes, options)
+    plan = planned.plan
+    text = contraction_of(given).text
+    remaining = []
+    spans = text_spans(text).layouts  # the last one is the result's, as of `plan.arrays`
+    for x, array, move, span in zip(blocks, plan.arrays, plan.moves, spans, strict=False):
+        check_block_shape(x.shape, array, text, inferred=shapes is None, start=span[0])
+        x = with_entry_type(x, move, text, planned.mesh.axes, span)
+        # From here on a block has one dim per name: composed dims are split, diagonals taken.
+        source = move.source
+        rows_of = partial(_global_rows, source)
+        remaining.append(named_block(x, array.layout, source, source.max_local_shape, rows_of))
+
+    mover = _Mover(planned.mesh, plan.text)
+    for part in plan.parts:
+        operands = [remaining[i] for i in part.takes]
+        # The plan numbers what is left: a result goes behind the other operands.
+        remaining = [x for i, x in enumerate(remaining) if i not in part.takes]
+        if part.ring is not None:
+            result = _contract_in_rounds(part, part.ring, operands, mover, options)
+        else:
+            moved = [mover.move(x, move) for x, move in zip(operands, part.moves, strict=True)]
+            result = mover.move(_contract_locally(part, moved, options), part.result)
+        remaining.append(result)
+    return remaining[0].reshape(plan.arrays[-1].max_local_shape)
+
+
+def _planned(
+    given: Given,
+    blocks: Sequence[jax.Array],
+    mesh: AnyMesh | None,
+    shapes: Shapes | None,
+    options: Choices,
+) -> _PlannedBlocks:
+    """Plan the contraction of blocks, or check that the given plan fits them."""
     call = contraction_of(given)
     dtype = jnp.result_type(*blocks)
     if isinstance(given, ContractionPlan):
-        plan = given
-        here = planned_mesh_here(mesh, plan.mesh, plan.axes, call.text)
-        check_operands(plan, shapes or plan.shapes, dtype.name)
-    else:
-        here, machine = machine_here(
-            mesh, (*call.operands, call.result), call.text, options.profile
-        )
-        whole = shapes or whole_shapes(call, here, tuple(x.shape for x in blocks))
-        plan = options._replace(profile=machine).plan(call, here, whole, dtype)
-    left = []
-    spans = text_spans(call.text).layouts
-    for x, array, move, span in zip(blocks, plan.arrays, plan.moves, spans, strict=False):
-        check_block_here(x.shape, array, call.text, inferred=shapes is None, start=span[0])
-        x = with_entry_type(x, move, call.text, here.axes, span)
-        named = move.source
-        rows = partial(_rows, move.source)
-        left.append(named_block(x, array.layout, named, named.max_local_shape, rows))
-    moved = partial(_moved, here=here, text=plan.text)
-    for part in plan.parts:
-        operands = [left[i] for i in part.takes]
-        left = [x for i, x in enumerate(left) if i not in part.takes]
-        if part.ring is not None:
-            left.append(_in_rounds(part, part.ring, operands, moved, options))
-        else:
-            contracted = list(map(moved, operands, part.moves))
-            left.append(moved(_local(part, contracted, options), part.result))
-    return left[0].reshape(plan.arrays[-1].max_local_shape)
+        named_mesh = planned_mesh_in_context(mesh, given.mesh, given.axes, call.text)
+        if shapes is None:
+            shapes = given.shapes
+        check_operands(given, shapes, dtype.name)
+        return _PlannedBlocks(given, named_mesh)
+    layouts = (*call.operands, call.result)
+    context = mesh_and_machine(mesh, layouts, call.text, options.profile)
+    if shapes is None:
+        shapes = whole_shapes(call, context.mesh, tuple(x.shape for x in blocks))
+    options = options._replace(profile=context.machine)
+    return _PlannedBlocks(options.plan(call, context.mesh, shapes, dtype), context.mesh)
 
 
-def _rows(named: Sharding, name: str) -> jax.Array:
-    """The global rows of a dim in this device's block."""
-    return mine(row_table(named, named.dim_index(name)), named.layout.dim(name).axes)
+def _global_rows(sharding: Sharding, name: str) -> jax.Array:
+    """Return the global numbers of the rows of a dim in this device's block."""
+    rows = row_table(sharding, sharding.dim_index(name))
+    return row_of_this_device(rows, sharding.layout.dim(name).axes)
 
 
-def _moved(x: jax.Array, plan: Plan, here: Mesh, text: str) -> jax.Array:
-    """A block after a move, on the part of the mesh that is here and in the dtype that it has."""
-    fits = plan.mesh == here and plan.dtype == x.dtype.name
-    return execute(
-        plan if fits else replace(plan, mesh=here, dtype=x.dtype.name, devices=()), x, text
-    )
+def _contract_locally(part: Part, operands: Sequence[jax.Array], options: Choices) -> jax.Array:
+    """Contract blocks under the layouts of `part.moves` to the block of the local result."""
+    layouts = [move.dst for move in part.moves]
+    layouts.append(part.result.src)
+    number_of_name: dict[str, int] = {}  # `jnp.einsum` takes numbers in place of letters
+    numbers: list[tuple[int, ...]] = []
+    for layout in layouts:
+        for name in layout.names:
+            number_of_name.setdefault(name, len(number_of_name))
+        numbers.append(tuple(number_of_name[name] for name in layout.names))
 
-
-def _local(part: Part, operands: Sequence[jax.Array], options: Choices) -> jax.Array:
-    """Blocks under the layouts where they are contracted -> the block of the local result."""
-    numbers = defaultdict[str, int](itertools.count().__next__)
-    layouts = *(move.dst for move in part.moves), part.result.src
-    names = [tuple(numbers[name] for name in layout.names) for layout in layouts]
     arithmetic = {"preferred_element_type": options.dtype, "precision": options.precision}
     if len(operands) == 1:
-        return jnp.einsum(operands[0], *names, **arithmetic)
+        return jnp.einsum(operands[0], numbers[0], numbers[1], **arithmetic)
+    names = ProductNames((numbers[0], numbers[1]), numbers[2])
     return multiplied(operands[0], operands[1], names, **arithmetic)
 
 
-def _in_rounds(
-    part: Part, ring: ContractionRing, operands: Sequence[jax.Array], moved: Move, options: Choices
+# Contractions in rounds: a piece is contracted while the next one travels around a ring of devices.
+
+
+def _contract_in_rounds(
+    part: Part,
+    ring: ContractionRing,
+    operands: Sequence[jax.Array],
+    mover: _Mover,
+    options: Choices,
 ) -> jax.Array:
-    """A part's blocks -> its result. No product waits for the message that is sent in its round."""
+    """Contract the blocks of a part piece by piece.
 
-    def starts(rows: int) -> list[jax.Array]:
-        """The row at which each piece begins, in the order in which this device contracts them."""
-        return [piece * rows for piece in ring.order(lax.axis_index(ring.axis))]
+    No product waits for the message sent in its round.
 
-    pieces: list[Sequence[jax.Array]] = []  # of each operand, one for each product
+    Args:
+        part: The part of the contraction's plan.
+        ring: What travels: pieces of an operand, or sums of the result.
+        operands: This device's blocks.
+        mover: Moves blocks.
+        options: How products are computed.
+
+    Returns:
+        The block of the part's result.
+    """
+    pieces_of_operands: list[Sequence[jax.Array]] = []  # [operands][products]
     for i, (x, move) in enumerate(zip(operands, part.moves, strict=True)):
-        x = moved(x, ring.rest if i == ring.operand else move)
-        if ring.dim not in move.dst.names:
-            pieces.append([x] * ring.products)
-            continue
-        d = move.dst.dim_index(ring.dim)
         if i == ring.operand:
-            blocks = jnp.split(x, ring.pieces, d)
-            while len(blocks) < ring.products:
-                blocks.append(moved(blocks[-ring.pieces], ring.rotation))
+            x = mover.move(x, ring.rest)
+            dim = move.dst.dim_index(ring.dim)
+            pieces_of_operands.append(_travelling_pieces(x, dim, ring, mover))
+            continue
+        x = mover.move(x, move)
+        # An operand without the ring's dim takes part in every product as a whole.
+        if ring.dim in move.dst.names:
+            pieces_of_operands.append(_resident_pieces(x, move.dst.dim_index(ring.dim), ring))
         else:
-            rows = x.shape[d] // ring.products
-            blocks = [lax.dynamic_slice_in_dim(x, start, rows, d) for start in starts(rows)]
-        pieces.append(blocks)
-    results = [_local(part, each, options) for each in zip(*pieces, strict=True)]
-    if ring.dim not in part.result.src.names:
-        return moved(reduce(add, results), part.result)
-    d = part.result.src.dim_index(ring.dim)
+            pieces_of_operands.append([x] * ring.products)
+
+    products = []
+    for pieces in zip(*pieces_of_operands, strict=True):
+        products.append(_contract_locally(part, pieces, options))
+
+    result_layout = part.result.src
+    if ring.dim not in result_layout.names:
+        return mover.move(reduce(add, products), part.result)
+    dim = result_layout.dim_index(ring.dim)
     if ring.operand is None:
-        rounds = [results[i :: ring.pieces] for i in range(ring.pieces)]
-        sums = [reduce(lambda y, x: moved(y, ring.rotation) + x, each) for each in rounds]
-        return moved(jnp.concatenate(sums, d), ring.rest)
-    y = jnp.zeros_like(jnp.concatenate(results, d))
-    for x, start in zip(results, starts(results[0].shape[d]), strict=True):
-        y = lax.dynamic_update_slice_in_dim(y, x, start, d)
-    return moved(y, part.result)
+        return mover.move(_travelling_sums(products, dim, ring, mover), ring.rest)
+    return mover.move(_in_order_of_pieces(products, dim, ring), part.result)
+
+
+def _piece_starts(ring: ContractionRing, piece_rows: int) -> list[jax.Array]:
+    """Return the first row of each piece, in the order in which this device contracts them."""
+    return [piece * piece_rows for piece in ring.order(lax.axis_index(ring.axis))]
+
+
+def _travelling_pieces(
+    x: jax.Array, dim: int, ring: ContractionRing, mover: _Mover
+) -> list[jax.Array]:
+    """Return this device's pieces of an operand, then the pieces that arrive."""
+    pieces = jnp.split(x, ring.pieces, dim)
+    while len(pieces) < ring.products:
+        # A piece is passed on as it arrived, `ring.pieces` products ago.
+        pieces.append(mover.move(pieces[-ring.pieces], ring.rotation))
+    return pieces
+
+
+def _resident_pieces(x: jax.Array, dim: int, ring: ContractionRing) -> list[jax.Array]:
+    """Cut an operand that does not travel into pieces, in the order of this device's products."""
+    piece_rows = x.shape[dim] // ring.products
+    starts = _piece_starts(ring, piece_rows)
+    return [lax.dynamic_slice_in_dim(x, start, piece_rows, dim) for start in starts]
+
+
+def _travelling_sums(
+    products: Sequence[jax.Array], dim: int, ring: ContractionRing, mover: _Mover
+) -> jax.Array:
+    """Pass each sum on from device to device, which adds its own product; the last one keeps it."""
+    sums = []
+    for piece in range(ring.pieces):
+        addends = products[piece :: ring.pieces]  # one per round
+        total = addends[0]
+        for addend in addends[1:]:
+            # The product does not wait for the message: XLA may compute it meanwhile.
+            total = mover.move(total, ring.rotation) + addend
+        sums.append(total)
+    return jnp.concatenate(sums, dim)
+
+
+def _in_order_of_pieces(
+    products: Sequence[jax.Array], dim: int, ring: ContractionRing
+) -> jax.Array:
+    """Put products at the rows of the pieces that they were computed from."""
+    # The concatenation gives shape, dtype and type; XLA leaves it out.
+    y = jnp.zeros_like(jnp.concatenate(products, dim))
+    starts = _piece_starts(ring, products[0].shape[dim])
+    for product, start in zip(products, starts, strict=True):
+        y = lax.dynamic_update_slice_in_dim(y, product, start, dim)
+    return y

@@ -1,7 +1,8 @@
-"""`check_replicated=True`: checks that replicated blocks really are equal, forward and backward. Devices
-compare along every axis, and then exchange the differences, so that all of them raise or none. A host
-callback that the block depends on gives the verdict. A block that is invariant along an axis is equal by
-JAX's own proof, and not compared along it.
+"""`check_replicated=True`: checks that replicated blocks really are equal, forward and backward.
+
+Devices compare along every axis, and then exchange the differences, so that all of them raise or
+none. A host callback that the block depends on gives the verdict. A block that is invariant along
+an axis is equal by JAX's own proof, and not compared along it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jax_bridge.autodiff.function import apply
-from jax_bridge.lower.row_tables import without_padding
+from jax_bridge.lower.row_tables import with_zero_padding
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
 from jax_bridge.versions import ACCELERATORS, Batch, batch_first, host_callback, linear_primitive
 from xshard import Mesh, Plan, XshardError, replicas
@@ -23,101 +24,170 @@ from xshard.replicas import ReplicaCheck, checks_of
 
 
 def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
-    """`apply`, with checks of `x`, and of cotangents, which raise JAX's error with a ReplicaError's text."""
-    entering, returning = checks_of(plan, Mesh(bound_sizes(plan.mesh.axes)), text)
-    y = apply(plan, _expect(x, entering=_watched(entering), returning=None), ad)
-    return _expect(y, entering=None, returning=_watched(returning)) if returning else y
+    """Run a plan as `apply` does, and compare replicas of the block and of the result's cotangents.
+
+    Where they differ, JAX raises its own error with the text of a ReplicaError.
+
+    Args:
+        plan: The plan.
+        x: The block under `plan.src`.
+        text: The expression, for errors.
+        ad: How the plan is differentiated.
+
+    Returns:
+        The block under `plan.dst`.
+    """
+    check, cotangent_check = checks_of(plan, Mesh(bound_sizes(plan.mesh.axes)), text)
+    x = _expect(x, entering=_watched(check), returning=None)
+    y = apply(plan, x, ad)
+    if cotangent_check is None:
+        return y
+    return _expect(y, entering=None, returning=_watched(cotangent_check))
 
 
 def _watched(check: ReplicaCheck) -> ReplicaCheck:
-    return check if replicas.WATCH is None else check._replace(see=replicas.WATCH(check))
+    """Let a watcher, if there is one, look at the blocks instead."""
+    if replicas.WATCH is None:
+        return check
+    return check._replace(see=replicas.WATCH(check))
 
 
-def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool = False) -> jax.Array:
-    """The block, after the comparison."""
-    if check is not None and (see := check.see) is not None:
-        device = lax.axis_index(check.mesh.axes)
-        block = without_padding(x, check.sharding)
-        is_seen = _on_host(lambda device, block: see(int(device), block.copy()), device, block)
-        return jnp.where(is_seen, x, jnp.zeros_like(x))
-    if check is None or not any(_may_differ(x, axis) for axis in check.axes):
+def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool) -> jax.Array:
+    """Return the block, after the comparison has succeeded: the program depends on the verdict."""
+    if check is None:
         return x
-    axes = check.axes
-    mesh = check.mesh
-    values = _comparable(without_padding(x, check.sharding))
-    negated = jnp.negative if jnp.issubdtype(values.dtype, jnp.floating) else jnp.invert
-    differences = []
-    for axis in axes:
-        if not _may_differ(x, axis):
+    if check.see is not None:
+        return _seen(x, check, check.see)
+    if not any(_may_differ(x, axis) for axis in check.axes):
+        return x
+
+    values = _comparable(with_zero_padding(x, check.sharding))
+    differences = []  # [axes][largest difference, largest value]
+    for axis in check.axes:
+        if _may_differ(x, axis):
+            differences.append(_difference_along(axis, values))
+        else:
             differences.append(jnp.zeros(2, np.float32))
-            continue
-        most = lax.pmax(values, axis)
-        least = negated(lax.pmax(negated(values), axis))
-        # Equal infinities differ by 0. The difference of unequal whole numbers may wrap around, not to 0.
-        apart = jnp.abs(jnp.where(most == least, 0, most - least).astype(np.float32))
-        size = jnp.maximum(abs(most.astype(np.float32)), abs(least.astype(np.float32)))
-        size = jnp.where(jnp.isfinite(size), size, 0)
-        differences.append(jnp.stack([apart.max(initial=0), size.max(initial=0)]))
-    table = jnp.zeros((mesh.n_devices, len(axes), 2), np.float32)
-    table = table.at[lax.axis_index(mesh.axes)].set(jnp.stack(differences))
-    for (
-        axis
-    ) in mesh.axes:  # along all axes: collectives on the plan's other axes wait for each other
-        table = lax.pmax(table, axis)
-    return jnp.where(_judge(check, table, on_cpu), x, jnp.zeros_like(x))
+    device = lax.axis_index(check.mesh.axes)
+    shape = (check.mesh.n_devices, len(check.axes), 2)
+    findings = jnp.zeros(shape, np.float32).at[device].set(jnp.stack(differences))
+    # Along all axes, also those that are not compared: all devices raise, or none.
+    for axis in check.mesh.axes:
+        findings = lax.pmax(findings, axis)
+    return jnp.where(_verdict(check, findings, on_cpu), x, jnp.zeros_like(x))
+
+
+def _seen(x: jax.Array, check: ReplicaCheck, see: Callable[[int, Any], object]) -> jax.Array:
+    """Show the block to a watcher on the host."""
+
+    def show(device: np.ndarray, block: np.ndarray) -> None:
+        see(int(device), block.copy())  # XLA will use the memory again
+
+    device = lax.axis_index(check.mesh.axes)
+    is_seen = _on_host(show, device, with_zero_padding(x, check.sharding))
+    return jnp.where(is_seen, x, jnp.zeros_like(x))
+
+
+def _difference_along(axis: str, values: jax.Array) -> jax.Array:
+    """Compare blocks along an axis: [largest difference, largest value], both as float32."""
+    # The smallest value by a maximum: bits are inverted, since the lowest integer has no negative.
+    is_float = jnp.issubdtype(values.dtype, jnp.floating)
+    reversed_order = jnp.negative if is_float else jnp.invert
+    largest = lax.pmax(values, axis)
+    smallest = reversed_order(lax.pmax(reversed_order(values), axis))
+    # Equal infinities differ by 0. A difference of whole numbers may wrap around, but not to 0.
+    difference = jnp.where(largest == smallest, 0, largest - smallest)
+    difference = jnp.abs(difference.astype(np.float32))
+    largest_size = abs(largest.astype(np.float32))
+    smallest_size = abs(smallest.astype(np.float32))
+    size = jnp.maximum(largest_size, smallest_size)
+    size = jnp.where(jnp.isfinite(size), size, 0)
+    # `initial` for blocks without elements, which have no maximum.
+    return jnp.stack([difference.max(initial=0), size.max(initial=0)])
 
 
 def _on_host(run: Callable[..., object], *arrays: jax.Array) -> jax.Array:
-    """True, after a function of numpy arrays has run on the host."""
+    """Run a function of numpy arrays on the host; the result is True once it has run."""
 
     def call(_: Any, result: Any, *arrays: Any) -> None:
         run(*map(np.asarray, arrays))
-        np.asarray(result)[...] = True
+        np.asarray(result)[...] = True  # the callback's result is memory to write to
 
     return host_callback(call, jax.ShapeDtypeStruct((), bool))(*arrays)
 
 
-def _judge(check: ReplicaCheck, table: jax.Array, on_cpu: bool) -> jax.Array:
-    def call(table: jax.Array) -> np.ndarray:
-        if (fault := check.fault(np.asarray(table))) is not None:
+def _verdict(check: ReplicaCheck, findings: jax.Array, on_cpu: bool) -> jax.Array:
+    """Let the host judge the findings: True, or it raises ReplicaError."""
+
+    def judge(findings: jax.Array) -> np.ndarray:
+        fault = check.fault(np.asarray(findings))
+        if fault is not None:
             raise fault
         return np.ones((), bool)
 
-    if on_cpu:  # without the traceback that `pure_callback` logs on each device, and again at exit
-        return _on_host(call, table)
-    return jax.pure_callback(call, jax.ShapeDtypeStruct((), bool), table)
+    if on_cpu:
+        # `pure_callback` would log a traceback on each device, and again at exit.
+        return _on_host(judge, findings)
+    return jax.pure_callback(judge, jax.ShapeDtypeStruct((), bool), findings)
 
 
 def _may_differ(x: jax.Array, axis: str) -> bool:
+    """Return whether JAX has no proof that the blocks are equal along an axis."""
     return not is_typed(axis) or axis in varying_axes(x)
 
 
 def _comparable(x: jax.Array) -> jax.Array:
-    """The block in a dtype that has a maximum; NaN, which no comparison finds, becomes infinity."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    """Return the block in a dtype that has a maximum.
+
+    NaN, which no comparison finds, becomes infinity.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):  # complex numbers have no order
         x = jnp.stack([x.real, x.imag])
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x.astype(np.int32) if x.dtype.itemsize < 4 or x.dtype == bool else x
-    wide = x if x.dtype.itemsize >= 4 else x.astype(np.float32)
-    return jnp.where(jnp.isnan(wide), jnp.inf, wide)
+    is_short = x.dtype.itemsize < 4
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        if is_short:
+            x = x.astype(np.float32)
+        return jnp.where(jnp.isnan(x), jnp.inf, x)
+    if is_short:  # booleans, too
+        x = x.astype(np.int32)
+    return x
 
 
 def _batched(
-    x: jax.Array, dim: int | None, along: Batch, **checks: ReplicaCheck | None
+    x: jax.Array, dim: int | None, batch: Batch, **checks: ReplicaCheck | None
 ) -> tuple[jax.Array, int | None]:
+    """Compare a batch as one block; refuse if the batch itself is the devices to compare."""
     for check in checks.values():
-        if check is not None and check.see is None and along.name in check.axes:
-            what = f"check_replicated along {along.name!r}, which is a batch of vmap"
+        if check is not None and check.see is None and batch.name in check.axes:
+            what = f"check_replicated along {batch.name!r}, which is a batch of vmap"
             hint = "it compares devices: use jax.shard_map or jax.pmap over the axis"
             raise XshardError(what, text=check.text, hint=hint)
-    return _expect(batch_first(x, dim, along.size), **checks), 0
+    return _expect(batch_first(x, dim, batch.size), **checks), 0
+
+
+def _compare_on_cpu(
+    x: jax.Array, *, entering: ReplicaCheck | None, returning: ReplicaCheck | None
+) -> jax.Array:
+    return _compared(x, entering, on_cpu=True)
+
+
+def _compare_on_accelerator(
+    x: jax.Array, *, entering: ReplicaCheck | None, returning: ReplicaCheck | None
+) -> jax.Array:
+    return _compared(x, entering, on_cpu=False)
+
+
+def _compare_cotangent(
+    cotangent: jax.Array, *, entering: ReplicaCheck | None, returning: ReplicaCheck | None
+) -> jax.Array:
+    return _expect(cotangent, entering=returning, returning=entering)
 
 
 # The identity: compares the block by `entering`, and its cotangent by `returning`.
 _expect: Callable[..., jax.Array] = linear_primitive(
     "xshard_expect",
-    run=lambda x, entering, returning: _compared(x, entering, on_cpu=True),
-    on_platforms=dict.fromkeys(ACCELERATORS, lambda x, entering, returning: _compared(x, entering)),
-    transpose=lambda ct, entering, returning: _expect(ct, entering=returning, returning=entering),
+    run=_compare_on_cpu,
+    on_platforms=dict.fromkeys(ACCELERATORS, _compare_on_accelerator),
+    transpose=_compare_cotangent,
     batch=_batched,
 )

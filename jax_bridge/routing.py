@@ -1,12 +1,16 @@
-"""`route` inside `shard_map`: rows to devices that values name, and back; `xshard.routing` says what. Shapes
-are static: each device sends as many copies to each as the capacity says, the rest of them padding.
+"""`route` inside `shard_map`: rows to devices that values name, and back.
+
+`xshard.routing` says what.
+
+Shapes are static: each device sends as many copies to each as the capacity says, and pads what it
+lacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,78 +25,125 @@ from xshard.routing import Groups, check_rows
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of this device's rows, on their way and back. index: the row of each copy sent, by parts, or
-    `n_rows` for padding: `[devices * capacity]`. counts: copies to each device, and copies from each.
+    """Copies of this device's rows, one for each device that has a group that the row chose.
+
+    They lie in a buffer with `capacity` places for each device: [devices * capacity, ...].
     """
 
     axis: tuple[str, ...]
-    n_rows: int
-    k: int
-    index: jax.Array
-    counts: tuple[jax.Array, jax.Array]
+    n_rows: int  # of this device
+    n_choices: int  # of each row
+    row_of_copy: jax.Array  # [devices * capacity], `n_rows` for padding
+    n_sent: jax.Array  # copies to each device: [devices]
+    n_received: jax.Array  # copies from each device: [devices]
 
     def sent(self, x: jax.Array) -> jax.Array:
-        return self._exchanged(x.at[self.index].get(mode="fill", fill_value=0), *self.counts)
+        """Send copies of rows: [rows, ...] -> copies that arrive [devices * capacity, ...]."""
+        copies = x.at[self.row_of_copy].get(mode="fill", fill_value=0)
+        return _exchanged(copies, self.axis, self.n_sent, self.n_received)
 
     def home(self, y: jax.Array) -> jax.Array:
+        """Send the copies back and add up the copies of each row: the transpose of `sent`."""
+        copies = _exchanged(y, self.axis, self.n_received, self.n_sent)
         result = jnp.zeros((self.n_rows, *y.shape[1:]), y.dtype)
-        return result.at[self.index].add(self._exchanged(y, *self.counts[::-1]), mode="drop")
+        return result.at[self.row_of_copy].add(copies, mode="drop")
 
-    def _exchanged(self, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
-        x = as_varying(x, self.axis)
-        padded = partial(_all_to_all, axis=self.axis)
-        if any(map(is_vmapped, self.axis)):
-            return padded(x)
 
-        def ragged(x: jax.Array) -> jax.Array:
-            starts = jnp.arange(len(sent)) * (len(x) // len(sent))
-            places = jnp.full_like(starts, lax.axis_index(self.axis) * (len(x) // len(sent)))
-            tables = (table.astype(jnp.int32) for table in (starts, sent, places, received))
-            arguments = (as_varying(y, varying_axes(x)) for y in (jnp.zeros_like(x), *tables))
-            return lax.ragged_all_to_all(x, *arguments, axis_name=self.axis)
+def _exchanged(
+    x: jax.Array, axis: tuple[str, ...], n_sent: jax.Array, n_received: jax.Array
+) -> jax.Array:
+    """Send each device its part of a buffer, padding left out where the platform can.
 
-        return lax.platform_dependent(
-            x, cpu=padded, default=ragged
-        )  # XLA has no ragged one for CPUs
+    Args:
+        x: A buffer with equal parts, one for each device: [devices * capacity, ...].
+        axis: The axes along which the devices are numbered.
+        n_sent: The rows in use at the beginning of each part: [devices].
+        n_received: The rows that each device sends to this one: [devices].
+    """
+    x = as_varying(x, axis)
+
+    def padded(x: jax.Array) -> jax.Array:
+        return _all_to_all(x, axis)
+
+    def ragged(x: jax.Array) -> jax.Array:
+        """Send the rows in use only; both ends keep a part's place in the buffer."""
+        n_devices = len(n_sent)
+        capacity = len(x) // n_devices
+        starts = jnp.arange(n_devices) * capacity
+        places = jnp.full_like(starts, lax.axis_index(axis) * capacity)
+        # All arguments need the type of x, the result's buffer too.
+        varying = sorted(varying_axes(x))
+        return lax.ragged_all_to_all(
+            x,
+            as_varying(jnp.zeros_like(x), varying),
+            as_varying(starts.astype(jnp.int32), varying),
+            as_varying(n_sent.astype(jnp.int32), varying),
+            as_varying(places.astype(jnp.int32), varying),
+            as_varying(n_received.astype(jnp.int32), varying),
+            axis_name=axis,
+        )
+
+    if any(map(is_vmapped, axis)):
+        return padded(x)
+    return lax.platform_dependent(x, cpu=padded, default=ragged)  # XLA has no ragged one for CPUs
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Rows that came, by group, and the way back. `sizes`: how many each group has; rows after those are
-    zeros. `dropped`: how many copies of this device's rows were not sent.
+    """Rows that came, by group, and the way back.
+
+    Attributes:
+        rows: A row per choice, by group; zeros at the end.
+        sizes: The number of rows of each group.
+        dropped: The number of copies of this device's rows that were not sent.
     """
 
     rows: jax.Array
     sizes: jax.Array
     dropped: jax.Array
-    _there: Copies
-    _choices: jax.Array  # of each row: its number among all choices of all copies
+    _copies: Copies
+    _choice_of_row: jax.Array  # the number of each row among the choices of all copies that came
 
     def back(self, y: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-        """A result per row of `rows` -> the sum of results of each row at home: `[n, ...] -> [rows, ...]`.
+        """Bring results home, and add up the results of each row: `[n, ...] -> [rows, ...]`.
 
-        weights: factors of results, with the shape of `to`. Products are added up before one row returns for
-        each copy. Raises ShapeError.
+        Products are added up before one row returns for each copy.
+
+        Args:
+            y: A result for each row of `rows`, in their order.
+            weights: Factors of the results, with the shape of `to`.
+
+        Returns:
+            The sum of the results of each of this device's rows.
+
+        Raises:
+            ShapeError: There are other numbers of results or weights.
         """
         if y.ndim < 1 or len(y) != len(self.rows):
             hint = f"a result for each of {len(self.rows)} rows, in their order"
             raise ShapeError(f"results of shape {y.shape}", hint=hint)
-        known = jnp.arange(len(y)) < self.sizes.sum()
-        ones = [1] * (y.ndim - 1)
-        y = jnp.where(known.reshape(-1, *ones), y, 0)  # padding has any values
+        copies = self._copies
+        is_row = jnp.arange(len(y)) < self.sizes.sum()
+        y = jnp.where(_per_row(is_row, y.ndim), y, 0)  # padding may hold anything
         if weights is not None:
-            if (
-                len(weights) != self._there.n_rows
-                or weights.size != self._there.n_rows * self._there.k
-            ):
+            n_weights = copies.n_rows * copies.n_choices
+            if len(weights) != copies.n_rows or weights.size != n_weights:
                 raise ShapeError(f"weights have shape {weights.shape}", hint="the shape of to")
-            factors = self._there.sent(weights.reshape(len(weights), -1)).reshape(-1)[self._choices]
-            y = y * factors.reshape(-1, *ones).astype(y.dtype)
-        shares = jnp.zeros((len(self._there.index), *y.shape[1:]), y.dtype)
-        return self._there.home(shares.at[self._choices // self._there.k].add(y))
+            weights_of_choices = copies.sent(weights.reshape(len(weights), -1)).reshape(-1)
+            factors = weights_of_choices[self._choice_of_row]
+            y = y * _per_row(factors, y.ndim).astype(y.dtype)
+        copy_of_row = self._choice_of_row // copies.n_choices
+        sums = jnp.zeros((len(copies.row_of_copy), *y.shape[1:]), y.dtype)
+        return copies.home(sums.at[copy_of_row].add(y))
+
+
+def _per_row(values: jax.Array, ndim: int) -> jax.Array:
+    """Reshape a value per row to broadcast over the rows' other dims: [rows] -> [rows, 1, ...]."""
+    return values.reshape(-1, *[1] * (ndim - 1))
 
 
 def _all_to_all(x: jax.Array, axis: tuple[str, ...]) -> jax.Array:
+    """Send each device its part of a buffer, padding included."""
     return lax.all_to_all(x, axis, 0, 0, tiled=True)
 
 
@@ -104,29 +155,44 @@ def route(
     groups: int | Sequence[int] | None = None,
     capacity: int | None = None,
 ) -> Routed:
-    """Send each row to the devices of the groups that it chose, as tokens to experts, inside `shard_map`.
+    """Send each row to the devices of the groups that it chose, as tokens to experts.
 
-    `[rows, ...]` -> a `Routed`: its `rows` are those that came, a row per choice, by group, then by the
-    device and the row that they come from: `[devices * capacity * k, ...]`, zeros at the end. `sizes` says
-    how many each group has, `[most groups of a device]`, as `lax.ragged_dot` takes them. `back(y, weights=)`
-    brings one result per row home and adds them up. A device gets one copy of a row, however many of its
-    groups the row chose, and one returns. Every mode of differentiation works.
+        routed = route(x, to, "ep", groups=8)                    # x: [rows, d], to: [rows, k]
+        y = routed.back(expert(routed.rows, routed.sizes))       # [n, d] -> [rows, d]
 
-    to: the group of each row, `[rows]`, or several, `[rows, k]`; other numbers than 0 to `groups` - 1 go
-    nowhere. axis: an axis that is manual here, or several taken as one. groups: their number, sharded as
-    `"g/axis"` says, or for each the part of the axis that it is on. Default: one per device.
-    capacity: the most copies from each device to each; the first rows go, and `dropped` is the number of
-    copies of this device's rows that did not. Default: as many as rows, none is dropped.
-    GPUs and TPUs send no padding (`lax.ragged_all_to_all`), CPUs do.
-    Raises MeshError for an axis that is not manual here, and ShapeError.
+    It works inside `shard_map`. A device gets one copy of a row, however many of its groups the row
+    chose, and one returns. Every mode of differentiation works. GPUs and TPUs send no padding
+    (`lax.ragged_all_to_all`), CPUs do.
 
-    >>> def doubled(x, to):
-    ...     there = route(x, to, "ep", groups=2)
-    ...     return there.sizes, there.back(2 * there.rows)
-    >>> x, to = jnp.arange(3.0)[:, None], jnp.array([[1, 0], [0, 1], [1, -1]])
-    >>> sizes, y = jax.pmap(doubled, "ep")(x[None], to[None])  # one device
-    >>> sizes.tolist(), y.ravel().tolist()
-    ([[2, 3]], [0.0, 4.0, 4.0])
+    Args:
+        x: This device's rows: `[rows, ...]`.
+        to: The group of each row, `[rows]`, or several, `[rows, k]`; other numbers than 0 to
+            `groups` - 1 go nowhere.
+        axis: An axis that is manual here, or several taken as one.
+        groups: The number of groups, sharded as `"g/axis"` says, or for each the part of the axis
+            that it is on. Default: one per device.
+        capacity: The most copies from each device to each. The first rows go, and `dropped` is the
+            number of copies of this device's rows that did not. Default: as many as rows, none is
+            dropped.
+
+    Returns:
+        A `Routed`. Its `rows` are the rows that came, `[devices * capacity * k, ...]`: a row per
+        choice, by group, then by the device and the row that they come from, and zeros at the end.
+        `sizes` says how many each group has, `[most groups of a device]`, as `lax.ragged_dot` takes
+        them. `back(y, weights=)` brings one result per row home and adds them up.
+
+    Raises:
+        MeshError: An axis is not manual here.
+        ShapeError: `to`, `groups` or `capacity` do not fit.
+
+    Examples:
+        >>> def doubled(x, to):
+        ...     there = route(x, to, "ep", groups=2)
+        ...     return there.sizes, there.back(2 * there.rows)
+        >>> x, to = jnp.arange(3.0)[:, None], jnp.array([[1, 0], [0, 1], [1, -1]])
+        >>> sizes, y = jax.pmap(doubled, "ep")(x[None], to[None])  # one device
+        >>> sizes.tolist(), y.ravel().tolist()
+        ([[2, 3]], [0.0, 4.0, 4.0])
     """
     x = as_array(x, "route")
     to = as_array(to, "route")
@@ -137,33 +203,84 @@ def route(
                 f"'{name}' is not manual here", hint="call it inside shard_map over this axis"
             )
     check_rows(x.shape, to.shape, jnp.issubdtype(to.dtype, jnp.integer), capacity=capacity)
-    n = axis_size(axis)
     n_rows = len(to)
-    own = Groups.of(groups, n)
-    most = len(to) if capacity is None else min(capacity, len(to))
-    chosen = to.reshape(n_rows, -1)
-    n_groups = max(Groups.of(groups, n).sizes)
-    k = chosen.shape[1]
-    chosen = jnp.where((chosen >= 0) & (chosen < len(own.parts)), chosen, len(own.parts))
-    parts = jnp.asarray((*own.parts, n))[chosen]
-    meets = (parts[:, :, None] == jnp.arange(n)).any(1)
-    place = jnp.cumsum(meets, 0) - 1
-    kept = meets & (place < most)
-    # Copies are written to `part * most + place`; beyond all of them is nowhere.
-    slots = jnp.where(kept, jnp.arange(n) * most + place, n * most)
-    rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], slots.shape)
-    index = jnp.full((n * most,), n_rows).at[slots].set(rows, mode="drop")
-    count = kept.sum(0)
-    there = Copies(axis, n_rows, k, index, (count, _all_to_all(as_varying(count, axis), axis)))
-    is_here = (
-        parts.at[index].get(mode="fill", fill_value=n) == jnp.repeat(jnp.arange(n), most)[:, None]
-    )
-    numbers = jnp.asarray((*own.numbers, 0))[chosen].at[index].get(mode="fill", fill_value=0)
-    sent = jnp.where(is_here, numbers, n_groups)
-    choices = _all_to_all(as_varying(sent, axis), axis).reshape(-1)
-    order = jnp.argsort(choices, stable=True)
-    sizes = jnp.bincount(choices, length=n_groups + 1)[:n_groups]
-    known = jnp.arange(len(order)) < sizes.sum()
-    came = there.sent(x)[order // k]
-    came = jnp.where(known.reshape(-1, *[1] * (x.ndim - 1)), came, 0)
-    return Routed(came, sizes, meets.sum() - count.sum(), there, order)
+    n_devices = axis_size(axis)
+    groups_on_devices = Groups.of(groups, n_devices)
+    copies_per_device = n_rows if capacity is None else min(capacity, n_rows)
+
+    choices = _choices_of_rows(to.reshape(n_rows, -1), groups_on_devices)
+    placed = _placed_copies(choices.device, n_devices, copies_per_device)
+    n_received = _all_to_all(as_varying(placed.n_sent, axis), axis)
+    n_choices = choices.device.shape[1]
+    copies = Copies(axis, n_rows, n_choices, placed.row_of_copy, placed.n_sent, n_received)
+
+    # Each copy brings the group of each of its choices along: [devices * capacity, choices].
+    n_groups = max(groups_on_devices.sizes)
+    sent_groups = _groups_of_copies(choices, placed.row_of_copy, n_devices, n_groups)
+    arrived_groups = _all_to_all(as_varying(sent_groups, axis), axis).reshape(-1)
+
+    # By group; choices of groups elsewhere, and padding, have number `n_groups` and come last.
+    choice_of_row = jnp.argsort(arrived_groups, stable=True)
+    sizes = jnp.bincount(arrived_groups, length=n_groups + 1)[:n_groups]
+    is_row = jnp.arange(len(choice_of_row)) < sizes.sum()
+    rows = copies.sent(x)[choice_of_row // n_choices]
+    rows = jnp.where(_per_row(is_row, x.ndim), rows, 0)
+    return Routed(rows, sizes, placed.n_dropped, copies, choice_of_row)
+
+
+class _Choices(NamedTuple):
+    """The groups that rows chose: [rows, choices]."""
+
+    device: (
+        jax.Array
+    )  # the device of the group; the number of devices for a choice that goes nowhere
+    local_group: jax.Array  # the group's number among the groups of its device
+
+
+def _choices_of_rows(to: jax.Array, groups: Groups) -> _Choices:
+    """Look up the device of each chosen group. to: numbers of groups, [rows, choices]."""
+    nowhere = len(groups.parts)
+    chosen = jnp.where((to >= 0) & (to < nowhere), to, nowhere)
+    device_of_group = jnp.asarray((*groups.parts, groups.n_parts))
+    local_number_of_group = jnp.asarray((*groups.numbers, 0))
+    return _Choices(device_of_group[chosen], local_number_of_group[chosen])
+
+
+class _PlacedCopies(NamedTuple):
+    """Where copies of rows lie in the buffer that is sent."""
+
+    row_of_copy: jax.Array  # [devices * capacity], the number of rows for padding
+    n_sent: jax.Array  # [devices]
+    n_dropped: jax.Array
+
+
+def _placed_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedCopies:
+    """Give each row a place in the part of each device that it goes to, up to the capacity.
+
+    device: the device of each choice, [rows, choices]
+    """
+    n_rows = len(device)
+    goes = (device[:, :, None] == jnp.arange(n_devices)).any(1)  # [rows, devices]
+    place = jnp.cumsum(goes, 0) - 1  # the number of rows before it that go to the same device
+    is_sent = goes & (place < capacity)
+    # [rows, devices] -> places in the buffer. Index `n_devices * capacity` is out of bounds: JAX
+    # drops what is written there.
+    index = jnp.where(is_sent, jnp.arange(n_devices) * capacity + place, n_devices * capacity)
+    rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], index.shape)
+    row_of_copy = jnp.full((n_devices * capacity,), n_rows).at[index].set(rows, mode="drop")
+    n_sent = is_sent.sum(0)
+    return _PlacedCopies(row_of_copy, n_sent, goes.sum() - n_sent.sum())
+
+
+def _groups_of_copies(
+    choices: _Choices, row_of_copy: jax.Array, n_devices: int, n_groups: int
+) -> jax.Array:
+    """Return the groups that the row of each copy chose, by their numbers on the copy's device.
+
+    Choices of groups on other devices, and padding, get the number `n_groups`.
+    """
+    devices = choices.device.at[row_of_copy].get(mode="fill", fill_value=n_devices)
+    groups = choices.local_group.at[row_of_copy].get(mode="fill", fill_value=0)
+    capacity = len(row_of_copy) // n_devices
+    receiver = jnp.repeat(jnp.arange(n_devices), capacity)[:, None]
+    return jnp.where(devices == receiver, groups, n_groups)

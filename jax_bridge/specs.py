@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
@@ -19,81 +20,140 @@ __all__ = ["from_partition_spec", "to_named_sharding", "to_partition_spec"]
 
 
 def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> PartitionSpec:
-    """A layout -> the equivalent spec: `sum` is unreduced, `copy` is reduced.
+    """Convert a layout to the equivalent spec: `sum` is unreduced, `copy` is reduced.
 
-    ndim: dims of the array, needed for `...`. JAX takes unreduced and reduced specs on Explicit axes only.
-    Raises PlanError for a layout that no spec can express: with orders, overlaps, mean, max or min.
+        spec = to_partition_spec("b/dp s c/tp")     # P("dp", None, "tp")
 
-    >>> to_partition_spec("n/(dp,tp) d | sum(cp)") == PartitionSpec(
-    ...     ("dp", "tp"), None, unreduced={"cp"}
-    ... )
-    True
+    JAX takes unreduced and reduced specs on Explicit axes only.
+
+    Args:
+        layout: The layout.
+        ndim: The number of dims of the array, needed for `...`.
+
+    Returns:
+        The spec.
+
+    Raises:
+        PlanError: No spec can express the layout: it has orders, overlaps, mean, max or min.
+
+    Examples:
+        >>> to_partition_spec("n/(dp,tp) d | sum(cp)") == PartitionSpec(
+        ...     ("dp", "tp"), None, unreduced={"cp"}
+        ... )
+        True
     """
     layout = Layout.parse(layout)
-    layout = layout.resolved(len(layout.dims) if ndim is None else ndim)
-    hint = "its blocks are contiguous; reshard keeps a dim of another order in storage order"
-    for dim in layout.dims:
-        if dim.overlap is not None:
-            raise PlanError("a PartitionSpec cannot have overlaps", text=str(layout))
-        for shard in dim.shards:
-            if shard.order != "block":
-                raise PlanError(
-                    f"a PartitionSpec cannot have order '{shard}'", text=str(layout), hint=hint
-                )
+    if ndim is None:
+        ndim = len(layout.dims)
+    layout = layout.resolved(ndim)
+    entries = [_entry_of(dim, str(layout)) for dim in layout.dims]
     if layout.tagged("mean", "max", "min"):
         raise PlanError("a PartitionSpec can only have the reduction sum", text=str(layout))
-    entries = [
-        dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None for dim in layout.dims
-    ]
     return PartitionSpec(
         *entries, unreduced=set(layout.tagged("sum")), reduced=set(layout.tagged("copy"))
     )
 
 
+def _entry_of(dim: Dim, text: str) -> str | tuple[str, ...] | None:
+    """Return a dim's entry of a spec: n -> None, n/dp -> "dp", n/(dp,tp) -> ("dp", "tp")."""
+    if dim.overlap is not None:
+        raise PlanError("a PartitionSpec cannot have overlaps", text=text)
+    for shard in dim.shards:
+        if shard.order != "block":
+            hint = (
+                "its blocks are contiguous; reshard keeps a dim of another order in storage order"
+            )
+            raise PlanError(f"a PartitionSpec cannot have order '{shard}'", text=text, hint=hint)
+    if not dim.axes:
+        return None
+    if len(dim.axes) == 1:
+        return dim.axes[0]
+    return dim.axes
+
+
 def from_partition_spec(
     spec: PartitionSpec, ndim: int, names: Sequence[str] | None = None
 ) -> Layout:
-    """A spec of an array of `ndim` dims -> the layout. names: names of the dims; default: `d0`, `d1`, ...
+    """Convert a spec of an array to the equivalent layout.
 
-    Raises ShapeError for other numbers of names or dims, PlanError for an open dim, NotationError for
-    anything but a spec.
+        layout = from_partition_spec(P("dp", "tp"), 2, ("n", "d"))     # n/dp d/tp
 
-    >>> str(from_partition_spec(PartitionSpec("dp", None, ("cp", "tp")), 3))
-    'd0/dp d1 d2/(cp,tp)'
+    Args:
+        spec: The spec.
+        ndim: The number of dims of the array.
+        names: The names of its dims; default: `d0`, `d1`, ...
+
+    Returns:
+        The layout.
+
+    Raises:
+        ShapeError: There are other numbers of names or dims.
+        PlanError: The spec leaves a dim open.
+        NotationError: It is not a spec.
+
+    Examples:
+        >>> str(from_partition_spec(PartitionSpec("dp", None, ("cp", "tp")), 3))
+        'd0/dp d1 d2/(cp,tp)'
     """
     if not isinstance(spec, PartitionSpec):
-        own = isinstance(spec, NamedSharding)
-        hint = "pass its .spec" if own else "as in PartitionSpec('dp', None, ('cp', 'tp'))"
+        hint = "as in PartitionSpec('dp', None, ('cp', 'tp'))"
+        if isinstance(spec, NamedSharding):
+            hint = "pass its .spec"
         raise NotationError(f"a {type(spec).__name__} is not a PartitionSpec", hint=hint)
     if names is not None and len(names) != ndim:
         raise ShapeError(f"{len(names)} names for {ndim} dims")
     if len(spec) > ndim:
         raise ShapeError(f"{spec} has {len(spec)} dims, the array has {ndim}")
-    entries = [*cuts_of(spec), *[None] * (ndim - len(spec))]
+
+    if not names:
+        names = [f"d{i}" for i in range(ndim)]
+    n_left_out = ndim - len(spec)  # a short spec leaves the last dims whole
+    entries = [*cuts_of(spec), *[None] * n_left_out]
     dims = []
-    for name, entry in zip(names or [f"d{i}" for i in range(ndim)], entries, strict=True):
-        axes = (entry,) if isinstance(entry, str) else () if entry is None else entry
-        if not isinstance(axes, tuple) or not all(isinstance(a, str) for a in axes):
-            raise PlanError(f"{entry} in {spec} names no axes")
+    for name, entry in zip(names, entries, strict=True):
+        axes = _axes_of(entry, spec)
         dims.append(Dim(name, (Shard(axes),) if axes else ()))
-    return Layout(
-        tuple(dims), ((unreduced_kind(spec), tuple(spec.unreduced)), ("copy", tuple(spec.reduced)))
-    )
+    # Tags are sets in a spec; a layout orders their axes itself.
+    addends = (unreduced_kind(spec), tuple(spec.unreduced))
+    copies = ("copy", tuple(spec.reduced))
+    return Layout(tuple(dims), (addends, copies))
+
+
+def _axes_of(entry: Any, spec: PartitionSpec) -> tuple[str, ...]:
+    """Return the mesh axes that an entry of a spec names. Raises PlanError for an open dim."""
+    if entry is None:
+        return ()
+    axes = (entry,) if isinstance(entry, str) else entry
+    if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
+        raise PlanError(f"{entry} in {spec} names no axes")
+    return axes
 
 
 def to_named_sharding(
     layout: Layout | str, mesh: JaxMesh | AbstractMesh, ndim: int | None = None
 ) -> NamedSharding:
-    """A layout on a mesh of JAX -> the sharding.
+    """Put a layout on a mesh of JAX.
 
-    Raises PlanError; MeshError for anything but a mesh of JAX, and for tags on one with Auto axes;
-    NotationError for an axis that the mesh lacks.
+        sharding = to_named_sharding("n/dp d", jax.make_mesh((4,), ("dp",)))
+
+    Args:
+        layout: The layout.
+        mesh: The mesh.
+        ndim: The number of dims of the array, needed for `...`.
+
+    Returns:
+        The sharding.
+
+    Raises:
+        PlanError: No spec can express the layout.
+        MeshError: It is not a mesh of JAX, or the layout has tags and the mesh has Auto axes.
+        NotationError: The mesh lacks an axis of the layout.
     """
     spec = to_partition_spec(layout, ndim)
     check_axes(Layout.parse(layout), xshard_mesh(jax_mesh(mesh)))
-    if (spec.unreduced or spec.reduced) and any(
-        kind != AxisType.Explicit for kind in mesh.axis_types
-    ):
+    # An array on Auto axes has no tags in its type.
+    has_tags = spec.unreduced or spec.reduced
+    if has_tags and any(kind != AxisType.Explicit for kind in mesh.axis_types):
         hint = "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Explicit,) * n)"
         reason = f"'{layout}' has a tag, which a jax.Array carries on a mesh of Explicit axes only"
         raise MeshError(reason, hint=hint)
@@ -101,11 +161,17 @@ def to_named_sharding(
 
 
 def storage_layout(layout: Layout) -> Layout:
-    """The layout of the array in storage order: the same axes shard each dim, into contiguous blocks."""
-    dims = (replace(d, shards=tuple(Shard(s.axes) for s in d.shards)) for d in layout.dims)
+    """Return how JAX shards an array of the layout: the same axes, contiguous blocks.
+
+    s/zigzag(cp) -> s/cp
+    """
+    dims = []
+    for dim in layout.dims:
+        shards = tuple(Shard(shard.axes) for shard in dim.shards)
+        dims.append(replace(dim, shards=shards))
     return replace(layout, dims=tuple(dims))
 
 
 def storage_sharding(layout: Layout, mesh: JaxMesh | AbstractMesh) -> NamedSharding:
-    """JAX's sharding of an array in storage order."""
+    """Return JAX's sharding of an array of the layout, with its rows in storage order."""
     return to_named_sharding(storage_layout(layout), mesh)

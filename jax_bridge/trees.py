@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,13 +14,29 @@ from xshard.trees import Leaf, leaf_name, prefix_branches, spread
 
 
 def is_array(x: Any) -> bool:
-    """True for an array of any framework, and for its type or shape; False for numbers and functions."""
+    """Return whether x is an array of any framework, or its type or shape.
+
+    Not for numbers and functions.
+    """
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def is_layout(value: Any) -> bool:
-    """True for one layout or expression, or None for other leaves than arrays; a pair is a tree."""
+    """Return whether a value is one layout or expression, or None for other leaves.
+
+    A pair is a tree.
+    """
     return value is None or isinstance(value, str | Layout | Plan | Sides)
+
+
+def _never(x: Any) -> bool:
+    """Stop at no inner node of a pytree."""
+    return False
+
+
+def _always(x: Any) -> bool:
+    """Expect a value for every leaf."""
+    return True
 
 
 def leaves_of(
@@ -27,48 +44,75 @@ def leaves_of(
     tree: Any,
     is_value: Callable[[Any], bool] = is_layout,
     *,
-    is_leaf: Callable[[Any], bool] = lambda _: False,
-    takes_value: Callable[[Any], bool] = lambda _: True,
+    is_leaf: Callable[[Any], bool] = _never,
+    takes_value: Callable[[Any], bool] = _always,
 ) -> list[Leaf]:
-    """Every leaf of a tree with the value given for it, in JAX's order.
+    """List the leaves of a tree with the value given for each, in JAX's order.
 
-    given: one value for all leaves, rules, or a pytree prefix of these; names then count from there.
-    is_value: True for one value. takes_value: False for leaves with the value None.
-    Raises XshardError if the prefix has other branches, and as `Rules.match` does.
+    Args:
+        given: One value for all leaves, rules, or a pytree prefix of these; names then count from
+            there.
+        tree: The tree.
+        is_value: True for one value.
+        is_leaf: True for inner nodes that count as leaves.
+        takes_value: False for leaves with the value None.
 
-    >>> [leaf[:2] for leaf in leaves_of("n", {"w": 1, "b": [2]})]
-    [('b.0', 2), ('w', 1)]
+    Returns:
+        The leaves.
+
+    Raises:
+        XshardError: The prefix has other branches, or as `Rules.match` raises it.
+
+    Examples:
+        >>> [leaf[:2] for leaf in leaves_of("n", {"w": 1, "b": [2]})]
+        [('b.0', 2), ('w', 1)]
     """
 
-    def is_one(value: Any) -> bool:
-        return is_value(value) or _children(value) is None  # others raise as layouts
+    def is_one_value(value: Any) -> bool:
+        # What is neither a value nor a tree raises later, when it is read as a layout.
+        return is_value(value) or _children(value) is None
 
     what = ("the arrays", "the layouts")
-    branches = prefix_branches(given, tree, is_one, what, children=_children, error=XshardError)
-    return spread(branches, lambda branch: _named_leaves(branch, is_leaf), takes_value)
+    branches = prefix_branches(
+        given, tree, is_one_value, what, children=_children, error=XshardError
+    )
+    return spread(branches, partial(_named_leaves, is_leaf=is_leaf), takes_value)
 
 
 def _children(tree: Any) -> dict[Any, Any] | None:
-    """The branches of a pytree by name; None for a leaf."""
-    parts = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)[0]
-    return None if parts and not parts[0][0] else {leaf_name(path): x for path, x in parts}
+    """Return the branches of a pytree by name; None for a leaf."""
+    # All that is below the root counts as a leaf: one level of branches.
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, lambda x: x is not tree)
+    is_leaf = bool(children) and not children[0][0]  # its path is empty
+    return None if is_leaf else {leaf_name(path): child for path, child in children}
 
 
 def array_leaves(given: Any, tree: Any) -> list[Leaf]:
-    """`leaves_of` a tree in which only arrays have layouts."""
+    """List the leaves of a tree in which only arrays have layouts."""
     return leaves_of(given, tree, takes_value=is_array)
 
 
 def _named_leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """Leaves by name. A variable of flax nnx, or a box of linen, has the name of what it is."""
-    named = jax.tree_util.tree_flatten_with_path(tree, lambda x: _is_box(x) or is_leaf(x))[0]
-    return [
-        (leaf_name(path), x) for path, box in named for x in jax.tree.leaves(box, is_leaf=is_leaf)
-    ]
+    """List the leaves of a tree with their names.
+
+    A variable of flax nnx, or a box of linen, has the name of the array in it.
+    """
+
+    def ends_path(x: Any) -> bool:
+        return _is_box(x) or is_leaf(x)
+
+    boxes, _ = jax.tree_util.tree_flatten_with_path(tree, ends_path)
+    named: list[tuple[str, Any]] = []
+    for path, box in boxes:
+        name = leaf_name(path)
+        for leaf in jax.tree.leaves(box, is_leaf=is_leaf):
+            named.append((name, leaf))
+    return named
 
 
 def _is_box(x: Any) -> bool:
-    flax_classes = (
-        kind.__name__ for kind in type(x).__mro__ if kind.__module__.startswith("flax.")
-    )
-    return any(name in ("Variable", "AxisMetadata") for name in flax_classes)
+    """Return whether x is a variable of flax nnx or a box of flax linen, without importing flax."""
+    for base in type(x).__mro__:
+        if base.__module__.startswith("flax.") and base.__name__ in ("Variable", "AxisMetadata"):
+            return True
+    return False

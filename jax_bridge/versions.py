@@ -1,4 +1,4 @@
-"""Everything used of JAX that JAX does not promise to keep: the only file to change for another release."""
+"""All that is used of JAX without a promise that it stays: the file to change for a release."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Also in jax.extend.core, which imports Pallas.
+# `Primitive` is public in jax.extend.core, too, but that imports Pallas: 30 ms that few need.
 from jax._src.core import Primitive, unsafe_get_axis_names
 from jax.experimental import jet
 from jax.experimental.buffer_callback import buffer_callback
@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 OLDEST = (0, 10)
-ACCELERATORS = ("cuda", "rocm", "tpu")
+ACCELERATORS = ("cuda", "rocm", "tpu")  # platforms as `mlir.register_lowering` names them
 
 if jax.__version_info__ < OLDEST:
     raise ImportError(
@@ -26,12 +26,19 @@ if jax.__version_info__ < OLDEST:
 
 
 def named_axes() -> Collection[object]:
-    """The axes that collectives can name here: manual ones, and those that `vmap` has bound."""
+    """Return the axes that collectives can name here: manual ones, and those that `vmap` has bound.
+
+    JAX has no public list of them. Without it no call could tell a missing `shard_map` from a wrong
+    axis.
+    """
     return unsafe_get_axis_names()
 
 
+# Operations under every transformation of JAX.
+
+
 class Batch(NamedTuple):
-    """A batch of `vmap`: its length, its name if it has one, and the mesh axes over which it is cut."""
+    """A batch of `vmap`: its length, its name if it has one, and the mesh axes that shard it."""
 
     size: int
     name: object
@@ -41,14 +48,31 @@ class Batch(NamedTuple):
 def linear_primitive(
     name: str, *, transpose: Callable[..., jax.Array], **rules: Any
 ) -> Callable[..., jax.Array]:
-    """A linear operation on one array, with parameters as keywords, under every transformation of JAX. run:
-    the operation, made of other operations; on_platforms: the same for platforms that differ. abstract_eval:
-    type of the array -> type of the result, and effects; default: the same, none. transpose: the cotangent's
-    map. batch: the array, its batch dim or None, the batch -> the result and its batch dim; default: the same
-    operation.
+    """Define a linear operation on one array that every transformation of JAX knows.
+
+    The operation takes its parameters as keywords. `jax.custom_vjp` has reverse mode only; with a
+    primitive forward mode, jet, vmap and linear_transpose work, too.
+
+    Args:
+        name: The name that jaxprs show.
+        transpose: Cotangent of the result -> cotangent of the array.
+        rules: Further rules:
+            `run`, the operation, made of other operations;
+            `on_platforms`, the same for platforms that differ, by name;
+            `abstract_eval`, type of the array -> type of the result and effects; default: the same,
+            none; `batch`, the array, its batch dim or None, the `Batch` -> the result and its batch
+            dim; default: the same operation.
+
+    Returns:
+        The operation.
     """
     primitive = _primitive(name, **rules)
-    ad.deflinear2(primitive, lambda cotangent, _, **params: [transpose(cotangent, **params)])
+
+    def transpose_rule(cotangent: jax.Array, _: Any, **params: Any) -> list[jax.Array]:
+        return [transpose(cotangent, **params)]
+
+    ad.deflinear2(primitive, transpose_rule)
+    # Without this rule `jax.experimental.jet` knows no derivative of the operation.
     jet.deflinear(primitive)
     return primitive.bind
 
@@ -60,39 +84,57 @@ def bilinear_primitive(
     transposes: Sequence[Callable[..., jax.Array]],
     **rules: Any,
 ) -> Callable[..., jax.Array]:
-    """An operation on two arrays that is linear in each, with parameters as keywords, as `linear_primitive`.
-    transposes: cotangent, type of one array, the other array -> cotangent of the one.
+    """Define an operation on two arrays that is linear in each, as `linear_primitive` does.
+
+    Args:
+        name: The name that jaxprs show.
+        run: The operation, made of other operations.
+        transposes: For each array: cotangent, type of the array, the other array -> its cotangent.
+        rules: Further rules, as of `linear_primitive`; `batch` takes both arrays, then both batch
+            dims.
+
+    Returns:
+        The operation.
     """
     primitive = _primitive(name, run=run, **rules)
 
     def jvp(primals: Any, tangents: Any, **params: object) -> tuple[jax.Array, Any]:
-        pairs = zip(((tangents[0], primals[1]), (primals[0], tangents[1])), tangents, strict=True)
-        terms = [
-            primitive.bind(*pair, **params)
-            for pair, tangent in pairs
-            if type(tangent) is not ad.Zero
-        ]
+        """Differentiate a product: d(x y) = dx y + x dy, without the terms that are zero."""
+        terms = []
+        if type(tangents[0]) is not ad.Zero:
+            terms.append(primitive.bind(tangents[0], primals[1], **params))
+        if type(tangents[1]) is not ad.Zero:
+            terms.append(primitive.bind(primals[0], tangents[1], **params))
         # Not the primitive: policies of jax.checkpoint look for the operations.
         return run(*primals, **params), reduce(ad.add_tangents, terms)
 
-    ad.defbilinear(
-        primitive,
-        lambda cotangent, x, y, **params: transposes[0](cotangent, x.aval, y, **params),
-        lambda cotangent, x, y, **params: transposes[1](cotangent, y.aval, x, **params),
-    )
+    def transpose_first(cotangent: jax.Array, x: Any, y: jax.Array, **params: Any) -> jax.Array:
+        return transposes[0](cotangent, x.aval, y, **params)
+
+    def transpose_second(cotangent: jax.Array, x: jax.Array, y: Any, **params: Any) -> jax.Array:
+        return transposes[1](cotangent, y.aval, x, **params)
+
+    ad.defbilinear(primitive, transpose_first, transpose_second)
+    # `defbilinear` has set a jvp that binds the primitive itself.
     ad.primitive_jvps[primitive] = jvp
     jet.jet_rules[primitive] = partial(jet._bilinear_taylor_rule, primitive)
     return primitive.bind
+
+
+def _same_type(x: Any, **_: Any) -> tuple[Any, set[Any]]:
+    """Return the type of a result that is like its argument, and no effects."""
+    return x, set()
 
 
 def _primitive(
     name: str,
     *,
     run: Callable[..., jax.Array],
-    abstract_eval: Callable[..., Any] = lambda x, **_: (x, set()),
+    abstract_eval: Callable[..., Any] = _same_type,
     batch: Callable[..., tuple[jax.Array, int | None]] | None = None,
     on_platforms: Mapping[str, Callable[..., jax.Array]] | None = None,
 ) -> Primitive:
+    """Define a primitive with all rules but derivatives, as `linear_primitive` describes them."""
     primitive = Primitive(name)
     primitive.def_impl(run)
     primitive.def_effectful_abstract_eval(abstract_eval)
@@ -100,29 +142,42 @@ def _primitive(
     def batched(
         axis_data: Any, arrays: Any, dims: Any, **params: object
     ) -> tuple[jax.Array, int | None]:
-        # A batch that `spmd_axis_name` spreads is unsharded in its type if the axes are Explicit.
-        context = jax.sharding.get_abstract_mesh()
-        kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
-        spread = tuple(a for a in axis_data.spmd_name or () if kinds.get(a) != AxisType.Explicit)
-        cut = axis_data.explicit_mesh_axis or spread
         if batch is None:
             return primitive.bind(*arrays, **params), dims[0]
-        return batch(*arrays, *dims, Batch(axis_data.size, axis_data.name, cut), **params)
+        mesh_axes = axis_data.explicit_mesh_axis
+        if not mesh_axes:
+            mesh_axes = _spread_axes(axis_data.spmd_name)
+        axis = Batch(axis_data.size, axis_data.name, mesh_axes)
+        return batch(*arrays, *dims, axis, **params)
 
+    # The public `primitive_batchers` get neither the batch's name nor the axes that shard it.
     batching.fancy_primitive_batchers[primitive] = batched
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
-    for platform, there in (on_platforms or {}).items():
-        mlir.register_lowering(
-            primitive, mlir.lower_fun(there, multiple_results=False), platform=platform
-        )
+    if on_platforms is not None:
+        for platform, run_on_platform in on_platforms.items():
+            lowering = mlir.lower_fun(run_on_platform, multiple_results=False)
+            mlir.register_lowering(primitive, lowering, platform=platform)
     return primitive
+
+
+def _spread_axes(spmd_axis_name: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the mesh axes over which `vmap(spmd_axis_name=)` spreads a batch."""
+    if not spmd_axis_name:
+        return ()
+    context = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+    # Over Explicit axes the batch is unsharded in its type, whatever the name says.
+    return tuple(axis for axis in spmd_axis_name if kinds.get(axis) != AxisType.Explicit)
 
 
 def types_of(
     run: Callable[..., jax.Array], static: Sequence[str]
 ) -> Callable[..., tuple[Any, Any]]:
-    """An operation -> its `abstract_eval`. static: its parameters."""
-    traced = jax.jit(run, static_argnames=static, inline=True)
+    """Return the `abstract_eval` of an operation, by tracing it.
+
+    static: the names of its parameters.
+    """
+    traced = jax.jit(run, static_argnames=static, inline=True)  # jit caches the traces
 
     def abstract_eval(*arrays: Any, **params: Any) -> tuple[Any, Any]:
         jaxpr = traced.trace(*arrays, **params).jaxpr
@@ -133,59 +188,101 @@ def types_of(
 
 
 def batch_first(x: jax.Array, dim: int | None, size: int) -> jax.Array:
-    """The array with its batch dim first; repeated along one if it has none."""
+    """Return the array with its batch dim first; repeated along one if it has none.
+
+    JAX keeps this function for its own batching rules.
+    """
     return batching.bdim_at_front(x, dim, size)
 
 
+# Types of arrays.
+
+
 def with_sharding(aval: Any, sharding: NamedSharding, shape: tuple[int, ...] | None = None) -> Any:
-    """The aval of an array with another sharding, and shape. A type tells Explicit axes only."""
-    context = jax.sharding.get_abstract_mesh()
-    mesh = sharding.mesh.abstract_mesh if context.empty else context
-    shape = aval.shape if shape is None else shape
+    """Return the type of an array with another sharding, and shape.
+
+    A type tells Explicit axes only.
+
+    JAX documents no way to build one; `reshard` needs it to tell the type of a result before it
+    runs.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        mesh = sharding.mesh.abstract_mesh
+    if shape is None:
+        shape = aval.shape
     return aval.update(shape=shape, sharding=NamedSharding(mesh, sharding.spec))
 
 
 def manual_type(x: Any) -> Any:
-    """The type along manual axes: sets `varying`, `unreduced`, `reduced`, `vur` (all). None under `vmap`."""
-    return getattr(jax.typeof(x) if isinstance(x, jax.Array) else x, "manual_axis_type", None)
+    """Return the type along manual axes; None under `vmap`.
+
+    It has sets of axes: `varying`, `unreduced`, `reduced`, and `vur` with all of them. JAX
+    documents no way to ask for it. Without it a missing `sum(...)` on the left of an expression
+    would go unnoticed.
+    """
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+    return getattr(aval, "manual_axis_type", None)
 
 
 def with_manual_type(aval: Any, manual: Any) -> Any:
-    """The aval with another type along the manual axes."""
+    """Return the type of an array with another type along the manual axes.
+
+    Without it a block could not be declared invariant: `jax.lax.pcast` has no such direction.
+    """
     return aval.update(manual_axis_type=manual)
 
 
 def changed_type(manual: Any, **axes: frozenset[str]) -> Any:
-    """The type along manual axes with other sets of axes: `varying`, `unreduced` and `reduced`."""
+    """Return the type along manual axes with other sets `varying`, `unreduced`, `reduced`."""
+    # From 0.12 on a type with unreduced axes needs the kind of their reduction; others have none.
     kind = getattr(manual, "unreduced_kind", None)
-    return type(manual)(**axes, **({"unreduced_kind": kind} if axes["unreduced"] and kind else {}))
+    if kind and axes["unreduced"]:
+        return type(manual)(**axes, unreduced_kind=kind)
+    return type(manual)(**axes)
 
 
 def unreduced_kind(typed: Any) -> str:
-    """The pending reduction of unreduced values, in a type along manual axes or a spec: before 0.12 "sum"."""
+    """Return the pending reduction of unreduced values: "sum", "max" or "min"; before 0.12 "sum".
+
+    Args:
+        typed: A type along manual axes, or a spec.
+    """
     kind = getattr(typed, "unreduced_kind", None)
     return "sum" if kind is None else str(kind.name)
 
 
 def cuts_of(spec: PartitionSpec) -> tuple[Any, ...]:
-    """The entries of a spec, also of one with tags, over which JAX refuses to iterate."""
-    kind = {"unreduced_kind": None} if hasattr(spec, "unreduced_kind") else {}
-    return tuple(spec.update(unreduced=frozenset(), reduced=frozenset(), **kind))
+    """Return the entries of a spec, also of one with tags, over which JAX refuses to iterate."""
+    untagged: dict[str, Any] = {"unreduced": frozenset(), "reduced": frozenset()}
+    if hasattr(spec, "unreduced_kind"):  # from 0.12 on; a spec without unreduced axes has none
+        untagged["unreduced_kind"] = None
+    return tuple(spec.update(**untagged))
 
 
 def cotangent_type(manual: Any) -> Any:
-    """The cotangent's type along the manual axes: unreduced and reduced change places."""
+    """Return the cotangent's type along the manual axes: unreduced and reduced change places."""
     return manual.to_ct_mat()
 
 
+# Programs.
+
+
 def host_callback(function: Callable[..., None], types: Any) -> Callable[..., Any]:
-    """`function(context, results, *arguments)`, called by XLA on the memory of its device."""
-    # `jax.pure_callback` holds a thread while others copy: with a device per thread it deadlocks.
+    """Return an operation that calls a function on the host.
+
+    The function takes `(context, results, *arguments)`, on the memory of its device.
+
+    `jax.pure_callback` holds a thread while others copy: with a device per thread it deadlocks.
+    """
     return buffer_callback(function, types, vmap_method="sequential")
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many arguments of a scan are constants, and how many are carries."""
+    """Return how many arguments of a scan are constants, and how many are carries.
+
+    The parameters of the primitive in a jaxpr tell it; JAX 0.12 has other names for them.
+    """
     if "ft_in" in params:  # from 0.12 on
         consts, carries, _ = params["ft_in"].unpack()
         return len(consts), len(carries)

@@ -1,0 +1,1 @@
+"""Functions on global `jax.Array`s: reshard, place, einsum, and shard_map with layouts."""

@@ -1,10 +1,10 @@
-"""`einsum`: the contraction of blocks inside `shard_map`, or of global arrays by one cached program."""
+"""`einsum`: the contraction of blocks inside `shard_map`, or of global arrays outside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh
 from jax_bridge.arrays.program import LOG
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, remember
 from jax_bridge.calls import are_keys, as_array
-from jax_bridge.einsum import Choices, check_operands, check_shapes, einsum_blocks
+from jax_bridge.einsum import Choices, Given, check_operands, check_shapes, einsum_blocks
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine
-from xshard import ContractionPlan, ProfileLike
+from xshard import ContractionPlan, Mesh, ProfileLike
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
@@ -28,7 +28,7 @@ from xshard.notation.maps import Maps
 from xshard.notation.parser import with_maps
 
 
-def einsum(
+def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has the same
     expression: str | ContractionPlan,
     *operands: jax.typing.ArrayLike,
     mesh: AnyMesh | None = None,
@@ -40,107 +40,184 @@ def einsum(
     precision: jax.lax.PrecisionLike = None,
     maps: Maps | None = None,
 ) -> jax.Array:
-    """Arrays under the layouts left of the arrow -> their einsum under the right one, differentiable.
+    """Contract sharded arrays to a sharded result: einsum with layouts, differentiably.
 
-    Inside `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=)` over the axes that the expression names, they
-    are blocks, as for `redistribute`; outside, global arrays, as for `reshard`.
-    expression: `"layout, layout -> layout"`, in which dims that the right side lacks are summed, or a plan of
-    one; `...`, composed dims, `(h d)/tp`, and diagonals, `i i`, are as in numpy and einops.
-    mesh: default: the one of the context, or the arrays' own. sizes: the length of every dim, by name;
-    or shape: the global shape of every operand; by default the arrays', or, assuming that all blocks are
-    equal, as the blocks say. Uneven blocks are padded, as in `redistribute`.
-    profile: the machine to plan for. overlap: whether gathers and reduce-scatters may run in rounds, so that
-    XLA can send while it contracts: "never", "auto" or "always", as for `xshard.plan`.
-    preferred_element_type, precision: options of `jax.numpy.einsum` for the local products; sums over devices
-    are in the dtype of these. maps: the `Owners` and `Needs` that layouts name.
+        y = einsum("n d, d f/tp -> n f/tp", x, w)     # [n, d], [d, f] -> [n, f]; f sharded over tp
 
-    Raises, before anything is sent, NotationError, MeshError, ShapeError, DtypeError, PlanError.
+    Inside `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=)` over the axes that the expression
+    names, operands are blocks, as for `redistribute`; outside, global arrays, as for `reshard`.
+    Uneven blocks are padded, as in `redistribute`.
 
-    >>> mesh = jax.make_mesh((1,), ("tp",))
-    >>> x, w = (
-    ...     jnp.ones((8, 4)),
-    ...     jax.device_put(jnp.ones((4, 6)), jax.NamedSharding(mesh, jax.P(None, "tp"))),
-    ... )
-    >>> y = einsum("n d, d f/tp -> n f/tp", x, w)
-    >>> y.sharding.spec, float(y[0, 0])
-    (P(None, 'tp'), 4.0)
+    Args:
+        expression: `"layout, layout -> layout"`, in which dims that the right side lacks are
+            summed, or a plan of one. `...`, composed dims, `(h d)/tp`, and diagonals, `i i`, are as
+            in numpy and einops.
+        operands: The arrays or blocks, each under its layout left of the arrow.
+        mesh: The mesh; by default the mesh of the context, or the arrays' own.
+        shape: The global shape of every operand. Default: the arrays' shapes; of blocks, as they
+            say if all blocks are equal.
+        sizes: The length of every dim, by name, in place of `shape`.
+        profile: The machine to plan for.
+        overlap: Whether gathers and reduce-scatters may run in rounds, so that XLA can send while
+            it contracts: "never", "auto" or "always", as for `xshard.plan`.
+        preferred_element_type: As for `jax.numpy.einsum`, for the local products. Sums over devices
+            are in the dtype of these.
+        precision: As for `jax.numpy.einsum`, for the local products.
+        maps: The `Owners` and `Needs` that layouts name.
+
+    Returns:
+        The result under the layout right of the arrow.
+
+    Raises:
+        NotationError: The text is wrong, marked with a caret. All errors come before anything is
+            sent.
+        MeshError: An axis is not in the mesh, or is manual where arrays are global.
+        ShapeError: Lengths disagree, do not divide, or an array has another sharding or order.
+        DtypeError: JAX cannot hold the numbers, or they are PRNG keys.
+        PlanError: No plan leads to the result, or the given plan does not fit.
+
+    Examples:
+        >>> mesh = jax.make_mesh((1,), ("tp",))
+        >>> x = jnp.ones((8, 4))
+        >>> w = jax.device_put(jnp.ones((4, 6)), jax.NamedSharding(mesh, jax.P(None, "tp")))
+        >>> y = einsum("n d, d f/tp -> n f/tp", x, w)
+        >>> y.sharding.spec, float(y[0, 0])
+        (P(None, 'tp'), 4.0)
     """
     call = contraction_of(with_maps(expression, maps))
     text = call.text
     arrays = tuple(as_array(x, text) for x in operands)
     if any(map(are_keys, arrays)):
         raise DtypeError("PRNG keys cannot be multiplied", text=text, hint="reshard moves them")
-    own_shapes = tuple(x.shape for x in arrays)
-    shapes = (
-        None
-        if sizes is None and shape is None
-        else shapes_of(call, *whole_lengths(sizes, shape))[1]
-    )
-    call = for_operands(call, own_shapes)
-    asked = expression if isinstance(expression, ContractionPlan) else call
+    operand_shapes = tuple(x.shape for x in arrays)
+    shapes = None
+    if sizes is not None or shape is not None:
+        known_sizes, known_shapes = whole_lengths(sizes, shape)
+        _, shapes = shapes_of(call, known_sizes, known_shapes)
+    call = for_operands(call, operand_shapes)
+    given = expression if isinstance(expression, ContractionPlan) else call
+
     dtype = jnp.result_type(*arrays)
-    preferred = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
-    options = Choices(profile, overlap, preferred, precision)
-    axes = {axis for layout in (*call.operands, call.result) for axis in layout.axes}
-    if bound_sizes(axes) and not (
-        axes and axes <= set(free_axes(jax.sharding.get_abstract_mesh()))
-    ):
-        return einsum_blocks(asked, arrays, mesh, shapes, options)
-    here = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
+    product_dtype = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
+    options = Choices(profile, overlap, product_dtype, precision)
+    if _are_blocks(call):
+        return einsum_blocks(given, arrays, mesh, shapes, options)
     if shapes is None:
-        shapes = (
-            asked.shapes
-            if isinstance(asked, ContractionPlan)
-            else shapes_of(call, None, own_shapes)[1]
-        )
-    options = options._replace(profile=machine(profile, here.here))
-    plan, sources, run = _program(asked, here, shapes, dtype, options)
-    check_shapes(tuple(array.shape for array in plan.arrays), own_shapes, text)
-    for x, source in zip(arrays, sources, strict=True):
-        source.check(x)
-        check_order(x, source.array, text)
-    placed = [source.bring(x) for x, source in zip(arrays, sources, strict=True)]
-    return remember(run(*placed), plan.arrays[-1])
+        if isinstance(given, ContractionPlan):
+            shapes = given.shapes
+        else:
+            _, shapes = shapes_of(call, None, operand_shapes)
+    return _einsum_of_arrays(given, arrays, mesh, shapes, dtype, options)
 
 
-@lru_cache(maxsize=4096)
-def _program(
-    given: Contraction | ContractionPlan,
-    mesh: ArrayMesh,
+def _einsum_of_arrays(
+    given: Given,
+    arrays: Sequence[jax.Array],
+    mesh: AnyMesh | None,
     shapes: Shapes,
     dtype: np.dtype,
     options: Choices,
-) -> tuple[ContractionPlan, list[StoredArray], Callable[..., jax.Array]]:
+) -> jax.Array:
+    """Contract global arrays by one program, from the cache if it is there.
+
+    Args:
+        given: The contraction, or a plan of it.
+        arrays: The operands.
+        mesh: The mesh; None for the arrays' own.
+        shapes: Their global shapes as the plan needs them, a length per name.
+        dtype: Their common dtype.
+        options: How the contraction is planned and computed.
+    """
+    # Hot: this and its caller are all that a warm call does.
+    text = contraction_of(given).text
+    array_mesh = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
+    options = options._replace(profile=machine(options.profile, array_mesh.in_context))
+    program = _make_program(given, array_mesh, shapes, dtype, options)
+    expected_shapes = tuple(array.shape for array in program.plan.arrays)
+    check_shapes(expected_shapes, tuple(x.shape for x in arrays), text)
+    # All arrays are checked before one is brought to its source: an error leaves nothing half done.
+    for x, source in zip(arrays, program.sources, strict=True):
+        source.check(x)
+        check_order(x, source.array, text)
+    placed = [source.bring(x) for x, source in zip(arrays, program.sources, strict=True)]
+    return remember(program.run(*placed), program.plan.arrays[-1])
+
+
+def _are_blocks(call: Contraction) -> bool:
+    """Return whether operands are blocks: collectives can name an axis of the layouts here.
+
+    An axis can also be free inside a `shard_map` over other axes: arrays are global along it.
+    """
+    axes: set[str] = set()
+    for layout in (*call.operands, call.result):
+        axes.update(layout.axes)
+    if not bound_sizes(axes):
+        return False
+    free = free_axes(jax.sharding.get_abstract_mesh())
+    return not axes or not axes <= free.keys()
+
+
+class _ContractionProgram(NamedTuple):
     """A plan, the arrays that it expects, and a jitted function of all operands."""
+
+    plan: ContractionPlan
+    sources: list[StoredArray]
+    run: Callable[..., jax.Array]
+
+
+@lru_cache(maxsize=4096)
+def _make_program(
+    given: Given, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: Choices
+) -> _ContractionProgram:
+    """Plan and compile the contraction of global arrays.
+
+    Args:
+        given: The contraction, or a plan of it.
+        mesh: The mesh of the arrays.
+        shapes: The operands' global shapes.
+        dtype: The operands' common dtype.
+        options: How it is planned and computed.
+    """
     call = contraction_of(given)
-    text = call.text
-    free = mesh.free([axis for layout in call.arrays for axis in layout.axes], text)
-    if isinstance(given, ContractionPlan):
-        plan = given
-        check_operands(plan, shapes, dtype.name)
-        mesh.free(plan.axes, text, plan.mesh)
-    else:
-        plan = options.plan(call, free, shapes, dtype)
-    *sources, target = (StoredArray.of(array, mesh, text) for array in plan.arrays)
-    received = format_bytes(plan.bytes_received)
+    named_axes: list[str] = []
+    for layout in call.arrays:
+        named_axes += layout.axes
+    free = mesh.free(named_axes, call.text)
+    plan = _planned(given, mesh, free, shapes, dtype, options)
+    stored = [StoredArray.of(array, mesh, call.text) for array in plan.arrays]
+    sources = stored[:-1]
+    target = stored[-1]
     LOG.info(
         "einsum %s, %s%s: %s received by the busiest device",
-        text,
+        call.text,
         dtype.name,
         list(shapes),
-        received,
+        format_bytes(plan.bytes_received),
     )
 
-    def local(*blocks: jax.Array) -> jax.Array:
+    def contract_blocks(*blocks: jax.Array) -> jax.Array:
         return as_tagged(einsum_blocks(plan, blocks, None, None, options), call.result)
 
-    specs: Any = {
-        "in_specs": tuple(x.sharding.spec for x in sources),
-        "out_specs": target.sharding.spec,
-    }
-    on_devices = jax.shard_map(local, mesh=mesh.here, axis_names=frozenset(free.axes), **specs)
-    # A mesh without devices comes from the context: the jit around this one knows the devices.
-    run = jax.jit(
-        on_devices, out_shardings=None if isinstance(mesh.here, AbstractMesh) else target.sharding
+    on_devices = jax.shard_map(
+        contract_blocks,
+        mesh=mesh.in_context,
+        axis_names=frozenset(free.axes),
+        in_specs=tuple(source.sharding.spec for source in sources),
+        out_specs=target.sharding.spec,
     )
-    return plan, sources, run
+    # A mesh without devices comes from the context: the jit around this one knows the devices.
+    has_devices = not isinstance(mesh.in_context, AbstractMesh)
+    out_sharding = target.sharding if has_devices else None
+    run = jax.jit(on_devices, out_shardings=out_sharding)
+    return _ContractionProgram(plan, sources, run)
+
+
+def _planned(
+    given: Given, mesh: ArrayMesh, free: Mesh, shapes: Shapes, dtype: np.dtype, options: Choices
+) -> ContractionPlan:
+    """Plan a contraction on the free axes of the mesh, or check that a given plan fits them."""
+    if not isinstance(given, ContractionPlan):
+        return options.plan(given, free, shapes, dtype)
+    check_operands(given, shapes, dtype.name)
+    mesh.free(given.axes, contraction_of(given).text, given.mesh)
+    return given

@@ -1,6 +1,8 @@
-"""One compiled program for all arrays of a `reshard` call, cached for the next call like it. A plan on a
-global array is a primitive that carries the plan and the mesh. A batch is one more dim, so that JAX never has
-to batch the `shard_map` inside: the mesh axes of the batch would be Explicit among manual ones.
+"""One compiled program for all arrays of a `reshard` call, cached for the next call like it.
+
+A plan on a global array is a primitive that carries the plan and the mesh. A batch is one more dim,
+so that JAX never has to batch the `shard_map` inside: the mesh axes of the batch would be Explicit
+among manual ones.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +20,13 @@ from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_even
-from jax_bridge.autodiff.function import batch_dim, batched
+from jax_bridge.autodiff.function import batch_dim, with_batch_dim
 from jax_bridge.calls import BlockCall
 from jax_bridge.mesh.axis_types import as_tagged
 from jax_bridge.mesh.context import free_axes
 from jax_bridge.specs import storage_sharding
 from jax_bridge.versions import Batch, linear_primitive, with_sharding
-from xshard import Plan, ProfileLike, planner
+from xshard import Layout, Plan, ProfileLike, Sharding, planner
 from xshard.errors import MeshError, located
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
@@ -32,16 +34,16 @@ from xshard.plans.expression import Expression, check_given, sides
 
 LOG = logging.getLogger("xshard.reshard")
 
-Move = tuple[
-    Expression, tuple[int, ...], np.dtype, str
-]  # an array's shape, dtype, and name for errors
+# One array of a call: its expression, shape, dtype, and name for errors. A plain tuple, since every
+# call makes one for each array and looks the program up by them.
+Move = tuple[Expression, tuple[int, ...], np.dtype, str]
 
 
 class Program(NamedTuple):
-    """A function of all arrays, as it is and jitted, its plans, and the arrays that it expects."""
+    """A function of all arrays of a call, as it is (`traced`) and jitted (`run`)."""
 
     plans: tuple[Plan, ...]
-    sources: tuple[StoredArray, ...]
+    sources: tuple[StoredArray, ...]  # the arrays that it expects
     traced: Callable[..., Sequence[jax.Array]]
     run: Callable[..., Sequence[jax.Array]]
 
@@ -50,96 +52,143 @@ class Program(NamedTuple):
 def make_program(
     moves: tuple[Move, ...], mesh: ArrayMesh, donate: bool, profile: ProfileLike
 ) -> Program:
-    """The program for one array per move."""
+    """Plan and compile the moves of several arrays as one program.
+
+    Args:
+        moves: A move for each array.
+        mesh: The mesh of the arrays.
+        donate: Whether results may use the memory of the arrays.
+        profile: The machine to plan for.
+    """
     plans = list[Plan]()
     sources = list[StoredArray]()
     targets = list[StoredArray]()
-    for i, (expression, shape, dtype, path) in enumerate(moves, 1):
-        src, dst, text = sides(expression)
+    for i, (expression, shape, dtype, path) in enumerate(moves):
+        text = sides(expression).text
         with located(path):
-            if isinstance(expression, Plan):
-                plan = expression
-                with mark_errors(text):
-                    check_given("the array is", plan, dtype.name, shape)
-                    mesh.free(plan.axes, text, plan.mesh)
-            else:
-                free = mesh.free((*src.axes, *dst.axes), text)
-                plan = planner.plan(expression, free, shape, dtype.name, profile=profile)
+            plan = _planned(expression, shape, dtype, mesh, profile)
             check_even(plan.source, text)
             targets.append(StoredArray.of(plan.target, mesh, text, path))
             sources.append(StoredArray.of(plan.source, mesh, text, path))
         plans.append(plan)
-        array = (text, dtype.name, list(shape))
-        sent = (len(plan.steps), format_bytes(plan.bytes_received))
-        what = "array %d of %d: %s, %s%s: %d steps, %s received by the busiest device"
-        LOG.info(what, i, len(moves), *array, *sent)
+        LOG.info(
+            "array %d of %d: %s, %s%s: %d steps, %s received by the busiest device",
+            i + 1,
+            len(moves),
+            text,
+            dtype.name,
+            list(shape),
+            len(plan.steps),
+            format_bytes(plan.bytes_received),
+        )
 
     def run(*arrays: jax.Array) -> Sequence[jax.Array]:
-        LOG.info(
-            "tracing one program for %d arrays", len(arrays)
-        )  # a compiled program is not traced again
-        return [_move(x, plan=plan, mesh=mesh.here) for plan, x in zip(plans, arrays, strict=True)]
+        # A compiled program is not traced again: the log tells how often JAX traced it.
+        LOG.info("tracing one program for %d arrays", len(arrays))
+        pairs = zip(plans, arrays, strict=True)
+        return [_move(x, plan=plan, mesh=mesh.in_context) for plan, x in pairs]
 
-    # Blocks that keep their size can use the memory of donated ones.
-    reusable = [
-        i
-        for i, plan in enumerate(plans)
-        if plan.source.max_local_size == plan.target.max_local_size
-    ]
+    reusable = []
+    for i, plan in enumerate(plans):
+        # Blocks that keep their size can use the memory of donated ones.
+        if plan.source.max_local_size == plan.target.max_local_size:
+            reusable.append(i)
+    out_shardings = None
     # A mesh without devices comes from the context: the jit around this one knows the devices.
-    known = None if isinstance(mesh.here, AbstractMesh) else [x.sharding for x in targets]
-    jitted = jax.jit(run, donate_argnums=reusable if donate else [], out_shardings=known)
+    if not isinstance(mesh.in_context, AbstractMesh):
+        out_shardings = [target.sharding for target in targets]
+    donated = reusable if donate else []
+    jitted = jax.jit(run, donate_argnums=donated, out_shardings=out_shardings)
     return Program(tuple(plans), tuple(sources), run, jitted)
+
+
+def _planned(
+    expression: Expression,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    mesh: ArrayMesh,
+    profile: ProfileLike,
+) -> Plan:
+    """Plan the move of an array, or check that a given plan fits it."""
+    src, dst, text = sides(expression)
+    if not isinstance(expression, Plan):
+        free = mesh.free((*src.axes, *dst.axes), text)
+        return planner.plan(expression, free, shape, dtype.name, profile=profile)
+    with mark_errors(text):
+        check_given("the array is", expression, dtype.name, shape)
+        mesh.free(expression.axes, text, expression.mesh)
+    return expression
+
+
+# The primitive: a global array under `plan.src` -> the same array under `plan.dst`.
 
 
 @partial(jax.jit, static_argnames=("plan", "mesh"), inline=True)
 def _run(x: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array:
-    def local(x: jax.Array) -> jax.Array:
-        return as_tagged(BlockCall(sides(plan), plan).run(x), plan.dst)
+    """Run a plan on the blocks of a global array."""
 
-    specs = (
-        storage_sharding(plan.source.layout, mesh).spec,
-        storage_sharding(plan.target.layout, mesh).spec,
+    def move_block(block: jax.Array) -> jax.Array:
+        return as_tagged(BlockCall(sides(plan), plan).run(block), plan.dst)
+
+    on_devices = jax.shard_map(
+        move_block,
+        mesh=mesh,
+        in_specs=storage_sharding(plan.source.layout, mesh).spec,
+        out_specs=storage_sharding(plan.target.layout, mesh).spec,
+        axis_names=frozenset(free_axes(mesh)),
     )
-    axes = frozenset(free_axes(mesh))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], axis_names=axes)(
-        x
-    )
+    return on_devices(x)
 
 
-def _batched_plan(plan: Plan, along: Batch) -> Plan:
-    if used := [axis for axis in along.mesh_axes if axis in (*plan.src.axes, *plan.dst.axes)]:
-        hint = "an axis shards one dim at a time: reshard the unsharded batch, outside of vmap"
-        reason = f"mesh axis {used[0]!r} shards the batch of vmap"
-        raise MeshError(reason, text=f"{plan.src} -> {plan.dst}", hint=hint)
-    if not set(along.mesh_axes) & set(plan.axes):
-        return batched(plan, along.size, along.mesh_axes)
-    # The steps borrow an axis of the batch: other steps can do without it.
-    dim = batch_dim(plan, along.mesh_axes)
-    src, dst = (
-        replace(side.layout, dims=(dim, *side.layout.dims)) for side in (plan.source, plan.target)
-    )
-    return planner.plan(
-        (src, dst), plan.mesh, (along.size, *plan.shape), plan.dtype, profile=plan.profile
-    )
+def _type_of_result(aval: Any, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> tuple[Any, set[Any]]:
+    """Return the type of the moved array, and no effects."""
+    sharding = storage_sharding(plan.target.layout, mesh)
+    return with_sharding(aval, sharding, plan.target.shape), set()
 
 
-def _batch(
-    x: jax.Array, dim: int | None, along: Batch, *, plan: Plan, mesh: JaxMesh | AbstractMesh
+def _transposed(cotangent: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array:
+    """Move a cotangent back, by the dual plan."""
+    return _move(cotangent, plan=plan.backward, mesh=mesh)
+
+
+def _batched(
+    x: jax.Array, dim: int | None, batch: Batch, *, plan: Plan, mesh: JaxMesh | AbstractMesh
 ) -> tuple[jax.Array, int | None]:
+    """Move all arrays of a batch at once, as one array with one more dim."""
     if dim is None:
         return _move(x, plan=plan, mesh=mesh), None
-    return _move(jnp.moveaxis(x, dim, 0), plan=_batched_plan(plan, along), mesh=mesh), 0
+    return _move(jnp.moveaxis(x, dim, 0), plan=_batched_plan(plan, batch), mesh=mesh), 0
 
 
-# A global array under `plan.src` -> the same array under `plan.dst`.
+def _batched_plan(plan: Plan, batch: Batch) -> Plan:
+    """Return the plan for an array with the batch as its first dim."""
+    for axis in batch.mesh_axes:
+        if axis in plan.src.axes or axis in plan.dst.axes:
+            hint = "an axis shards one dim at a time: reshard the unsharded batch, outside of vmap"
+            reason = f"mesh axis {axis!r} shards the batch of vmap"
+            raise MeshError(reason, text=f"{plan.src} -> {plan.dst}", hint=hint)
+    if not set(batch.mesh_axes) & set(plan.axes):
+        return with_batch_dim(plan, batch.size, batch.mesh_axes)
+
+    # The steps borrow an axis of the batch: other steps can do without it.
+    dim = batch_dim(plan, batch.mesh_axes)
+
+    def wider(side: Sharding) -> Layout:
+        return replace(side.layout, dims=(dim, *side.layout.dims))
+
+    return planner.plan(
+        (wider(plan.source), wider(plan.target)),
+        plan.mesh,
+        (batch.size, *plan.shape),
+        plan.dtype,
+        profile=plan.profile,
+    )
+
+
 _move: Callable[..., jax.Array] = linear_primitive(
     "xshard_reshard",
     run=_run,
-    abstract_eval=lambda x, *, plan, mesh: (
-        with_sharding(x, storage_sharding(plan.target.layout, mesh), plan.target.shape),
-        set(),
-    ),
-    transpose=lambda cotangent, *, plan, mesh: _move(cotangent, plan=plan.backward, mesh=mesh),
-    batch=_batch,
+    abstract_eval=_type_of_result,
+    transpose=_transposed,
+    batch=_batched,
 )

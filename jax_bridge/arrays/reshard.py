@@ -1,6 +1,8 @@
-"""`reshard`: global arrays from one sharding to another, outside `shard_map` or under `jit`. A dim in zigzag
-or cyclic order is in storage order: `s -> s/zigzag(cp)` permutes the rows to the order in which the devices
-store them. A global array has one gradient, so `copy` and `sum` need Explicit axes.
+"""`reshard`: global arrays from one sharding to another, outside `shard_map` or under `jit`.
+
+A dim in zigzag or cyclic order is in storage order: `s -> s/zigzag(cp)` permutes the rows to the
+order in which the devices store them. A global array has one gradient, so `copy` and `sum` need
+Explicit axes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from jax_bridge.calls import are_keys, as_array, as_words, check_dtype, is_expre
 from jax_bridge.mesh.context import jax_mesh, machine
 from jax_bridge.specs import storage_layout
 from jax_bridge.trees import array_leaves, is_array, leaves_of
-from xshard import Layout, Plan, ProfileLike, Rules
+from xshard import Layout, Plan, ProfileLike, Rules, Sharding
 from xshard.errors import MeshError, located
 from xshard.notation.maps import Maps
 from xshard.notation.parser import with_maps
@@ -45,54 +47,82 @@ def reshard(
     donate: bool = False,
     maps: Maps | None = None,
 ) -> Any:
-    """Global arrays under the left layout -> the same arrays under the right one, differentiable.
+    """Move global arrays from one layout to another, differentiably, outside `shard_map`.
 
-    arrays: an array, or a pytree of arrays, which one program moves. layouts: `"layout -> layout"`, a pair of
-    layouts, or a plan; for a pytree one for all, `xshard.Rules` over the names of leaves, or a pytree prefix
-    of these. mesh: default: the arrays' own. profile: the machine to plan for. A committed array must be
-    sharded by its left layout; XLA first brings others (a tracer on Auto axes, a numpy array) there. An array
-    that is known to be stored in another order is refused; results of JAX are believed, unless XSHARD_DEBUG
-    is on. donate: results may reuse the arrays' memory, and the arrays are deleted.
-    maps: the `Owners` and `Needs` that layouts name.
-    Compiled once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it.
+        y = reshard(x, "s/cp c -> s c/cp")     # [s, c] sharded by rows -> by columns
 
-    Raises, before anything is sent, NotationError, MeshError, DtypeError, PlanError; ShapeError for dims that
-    do not divide and for another sharding or order; XshardError for layouts that do not fit the pytree.
+    It also works under `jit`. A committed array must be sharded by its left layout; XLA first
+    brings others (a tracer on Auto axes, a numpy array) there. An array that is known to be stored
+    in another order is refused. Results of JAX are believed, unless XSHARD_DEBUG is on. Compiled
+    once per expression, mesh, shape and dtype; the log "xshard.reshard" reports it.
 
-    >>> mesh = jax.make_mesh((1,), ("cp",))
-    >>> x = jax.device_put(jax.numpy.ones((4, 2)), jax.NamedSharding(mesh, jax.P("cp")))
-    >>> reshard(x, "s/cp c -> s c/cp").sharding.spec
-    P(None, 'cp')
-    >>> moved = reshard({"w": x, "b": x}, {"w": "s/cp c -> s c/cp", "b": "s/cp c -> s c"})
-    >>> moved["b"].sharding.spec
-    P(None, None)
+    Args:
+        arrays: An array, or a pytree of arrays, which one program moves.
+        layouts: `"layout -> layout"`, a pair of layouts, or a plan. For a pytree one for all,
+            `xshard.Rules` over the names of leaves, or a pytree prefix of these.
+        mesh: The mesh; by default the arrays' own.
+        profile: The machine to plan for.
+        donate: Results may reuse the arrays' memory, and the arrays are deleted.
+        maps: The `Owners` and `Needs` that layouts name.
+
+    Returns:
+        The arrays under the right layout.
+
+    Raises:
+        NotationError: The text is wrong, marked with a caret. All errors come before anything is
+            sent.
+        MeshError: The arrays are on several meshes or on another one, or an axis is manual here.
+        DtypeError: JAX cannot hold the numbers, or keys would be added up.
+        PlanError: No plan leads from the left layout to the right one, or the given plan does not
+            fit.
+        ShapeError: Dims do not divide, or an array has another sharding or order.
+        XshardError: The layouts do not fit the pytree.
+
+    Examples:
+        >>> mesh = jax.make_mesh((1,), ("cp",))
+        >>> x = jax.device_put(jax.numpy.ones((4, 2)), jax.NamedSharding(mesh, jax.P("cp")))
+        >>> reshard(x, "s/cp c -> s c/cp").sharding.spec
+        P(None, 'cp')
+        >>> moved = reshard({"w": x, "b": x}, {"w": "s/cp c -> s c/cp", "b": "s/cp c -> s c"})
+        >>> moved["b"].sharding.spec
+        P(None, None)
     """
+    # Hot: this is all that a warm call does; `make_program` finds its program in a cache.
     layouts = with_maps(layouts, maps)
     leaves = leaves_of(layouts, arrays, is_expression)
     if not leaves:
         return arrays
-    moves = []
+    calls = []
     for leaf in leaves:
-        with located(leaf.place):
-            moves.append(_array_call(leaf.x, leaf.given))
-    array_mesh = ArrayMesh.of([call.x for call in moves], [call.sides.text for call in moves], mesh)
-    named = zip(moves, leaves, strict=True)
-    wanted = tuple((c.expression, c.x.shape, c.x.dtype, leaf.place) for c, leaf in named)
-    program = make_program(wanted, array_mesh, donate, machine(profile, array_mesh.here))
-    for leaf, call, source in zip(leaves, moves, program.sources, strict=True):
+        with located(leaf.place):  # errors name the leaf
+            calls.append(_array_call(leaf.x, leaf.given))
+    array_mesh = ArrayMesh.of([call.x for call in calls], [call.sides.text for call in calls], mesh)
+    moves = []
+    for call, leaf in zip(calls, leaves, strict=True):
+        moves.append((call.expression, call.x.shape, call.x.dtype, leaf.place))
+    # "auto" is looked up outside the cache: it stands for the machine of these devices.
+    on_machine = machine(profile, array_mesh.in_context)
+    program = make_program(tuple(moves), array_mesh, donate, on_machine)
+
+    # All arrays are checked before one is brought to its source: an error leaves nothing half done.
+    for leaf, call, source in zip(leaves, calls, program.sources, strict=True):
         with located(leaf.place):
             source.check(call.x, donate)
             check_order(leaf.x, source.array, source.text)
-    xs = [source.bring(call.x) for call, source in zip(moves, program.sources, strict=True)]
-    # Transformations see each move as it is. A program of its own is for arrays, which have memory to donate.
-    ys = (program.traced if any(isinstance(x, Tracer) for x in xs) else program.run)(*xs)
-    for x in xs:  # those with memory that no result could reuse
-        if donate and not x.is_deleted():
-            x.delete()
-    moved = zip(ys, moves, program.plans, strict=True)
-    results = [
-        stored.remember(call.back(y) if call.back else y, plan.target) for y, call, plan in moved
-    ]
+    xs = [source.bring(call.x) for call, source in zip(calls, program.sources, strict=True)]
+    if any(isinstance(x, Tracer) for x in xs):
+        ys = program.traced(*xs)  # transformations see each move as it is
+    else:
+        ys = program.run(*xs)  # a program of its own: arrays have memory to donate
+    if donate:
+        for x in xs:
+            if not x.is_deleted():  # no result could reuse its memory
+                x.delete()
+
+    results = []
+    for y, call, plan in zip(ys, calls, program.plans, strict=True):
+        result = y if call.back is None else call.back(y)
+        results.append(stored.remember(result, plan.target))
     return jax.tree.unflatten(jax.tree.structure(arrays), results)
 
 
@@ -106,28 +136,32 @@ class ArrayCall(NamedTuple):
 
 
 def _array_call(x: Any, expression: Any) -> ArrayCall:
+    """Check one array and parse its expression. PRNG keys become their words."""
     parsed = sides_of(expression)
     x = as_array(x, parsed.text)
-    back = None
     if isinstance(expression, Plan):
         return ArrayCall(x, parsed, expression)
     if are_keys(x):
-        x, parsed, back = as_words(x, parsed)
-    return ArrayCall(x, parsed, parsed, back)
+        words = as_words(x, parsed)
+        return ArrayCall(words.array, words.sides, words.sides, words.back)
+    return ArrayCall(x, parsed, parsed)
 
 
 def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
-    """The array at rest as `target`: moved by a plan if it is known to be sharded differently."""
+    """Bring an array to its place at a border, by a plan if it is known to be elsewhere."""
     with located(target.path):
         check_order(x, target.array, target.text)
-        if (sharding := target.other_sharding(x)) is not None:
-            if not is_on(x, target.mesh.own):
+        sharding = target.other_sharding(x)
+        if sharding is not None:
+            mesh = target.mesh.of_arrays
+            if not is_on(x, mesh):
                 what = f"the array is not on the mesh: {sharding}"
                 raise MeshError(what, text=target.text, hint="place puts it there")
-            layout = (
-                storage_layout(target.array.layout) if order_of(x) is None else target.array.layout
-            )
-            x = reshard(x, (known_layout(x, sharding, target.array), layout), target.mesh.own)
+            layout = target.array.layout
+            if order_of(x) is None:
+                # Nothing says in which order the rows are: they stay as they are stored.
+                layout = storage_layout(layout)
+            x = reshard(x, (known_layout(x, sharding, target.array), layout), mesh)
         return target.bring(x)
 
 
@@ -139,26 +173,44 @@ def place(
     profile: ProfileLike = "auto",
     maps: Maps | None = None,
 ) -> Any:
-    """A tree of arrays -> the same tree of global `jax.Array`s, each under its layout.
+    """Put a tree of arrays on a mesh, each as a global `jax.Array` under its layout.
 
-    tree: arrays of numpy or JAX in dicts, lists, `flax.nnx` modules and states, variables of `flax.linen`,
-    `equinox` modules. Other leaves stay as they are, and take no rule.
-    layouts: `xshard.Rules`, or a dict like it, from patterns of leaf names (`"layers.*.kernel"`) to layouts,
-    as for `shard_map`; or one layout for all. Of `"layout -> layout"` the left side counts. Arrays are held
-    as `shard_map` takes them. An array on the mesh is moved by a plan; of others devices receive their parts.
-    maps: the `Owners` and `Needs` that layouts name.
+        model = place(model, {"**.kernel": "i o/tp", "**": "..."}, mesh)     # [i, o] by columns
 
-    Raises, before anything is sent, with the name of the leaf: NotationError, ShapeError, MeshError;
-    DtypeError for an array that JAX would narrow; XshardError for leaves or rules without the other.
+    An array on the mesh is moved by a plan; of others devices receive their parts. Arrays are held
+    as `shard_map` takes them.
 
-    >>> mesh = jax.make_mesh((1,), ("tp",))
-    >>> model = {"up": {"kernel": np.ones((4, 6), np.float32), "bias": np.ones(6, np.float32)}}
-    >>> place(model, {"**.kernel": "i o/tp", "**": "..."}, mesh)["up"]["kernel"].sharding.spec
-    P(None, 'tp')
+    Args:
+        tree: Arrays of numpy or JAX in dicts, lists, `flax.nnx` modules and states, variables of
+            `flax.linen`, `equinox` modules. Other leaves stay as they are, and take no rule.
+        layouts: `xshard.Rules`, or a dict like it, from patterns of leaf names
+            (`"layers.*.kernel"`) to layouts, as for `shard_map`; or one layout for all. Of `"layout
+            -> layout"` the left side counts.
+        mesh: The mesh.
+        profile: The machine to plan for.
+        maps: The `Owners` and `Needs` that layouts name.
+
+    Returns:
+        The same tree of placed arrays.
+
+    Raises:
+        NotationError: The text is wrong. All errors name the leaf, and come before anything is
+            sent.
+        ShapeError: Dims do not divide in an order, or an array is known to be in another order.
+        MeshError: It is not a mesh, or lacks an axis.
+        DtypeError: JAX would narrow the array.
+        XshardError: A leaf lacks a rule, or a rule lacks leaves.
+
+    Examples:
+        >>> mesh = jax.make_mesh((1,), ("tp",))
+        >>> model = {"up": {"kernel": np.ones((4, 6), np.float32), "bias": np.ones(6, np.float32)}}
+        >>> place(model, {"**.kernel": "i o/tp", "**": "..."}, mesh)["up"]["kernel"].sharding.spec
+        P(None, 'tp')
     """
     array_mesh = ArrayMesh(jax_mesh(mesh), mesh)
     layouts = with_maps(layouts, maps)
     leaves = array_leaves(Rules(layouts) if isinstance(layouts, Mapping) else layouts, tree)
+    # All targets first: an error leaves nothing half placed.
     targets = []
     for leaf in leaves:
         with located(leaf.place):
@@ -171,6 +223,7 @@ def place(
 
 
 def _target(x: Any, given: Any, mesh: ArrayMesh) -> StoredArray:
+    """Return how an array will be held under a given layout. Raises as `place` does."""
     layout, _, text = sides_or_one(given)
     target = stored.at_rest(layout, mesh.free(layout.axes, text), tuple(x.shape), text)
     if not isinstance(x, jax.Array):
@@ -179,20 +232,28 @@ def _target(x: Any, given: Any, mesh: ArrayMesh) -> StoredArray:
 
 
 def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
+    """Put one array at its place: by a plan if it is on the mesh already, else from the host."""
     array = target.array
-    mesh = target.mesh.own
+    mesh = target.mesh.of_arrays
     if isinstance(x, jax.Array) and (isinstance(x, Tracer) or are_keys(x) or is_on(x, mesh)):
         src = known_layout(x, target.other_sharding(x), array)
         return reshard(x, (src, array.layout), mesh, profile=profile)
+    # The rows of the host are in their own order, unless a record says otherwise.
     check_order(x, array.with_layout(Layout.parse("...")), target.text)
-    host = np.asarray(x)
-    orders = [stored.stored_rows(array, dim) for dim in range(host.ndim)]
+    return stored.remember(_from_host(np.asarray(x), array, target), array)
+
+
+def _from_host(host: NDArray, array: Sharding, target: StoredArray) -> jax.Array:
+    """Give devices their parts of an array of the host, with rows in storage order."""
+    rows_of_dims = [stored.stored_rows(array, dim) for dim in range(host.ndim)]
 
     def part(index: Any) -> NDArray:
+        """Return the part of the stored array that JAX asks for. index: a slice for each dim."""
         block = host
-        for dim, (order, rows) in enumerate(zip(orders, index, strict=True)):
-            block = block[(slice(None),) * dim + (rows if order is None else order[rows],)]
+        for dim, (rows, storage_rows) in enumerate(zip(rows_of_dims, index, strict=True)):
+            wanted = storage_rows if rows is None else rows[storage_rows]
+            # One dim after the other: numpy would pair arrays of indices in one expression.
+            block = block[(*[slice(None)] * dim, wanted)]
         return block
 
-    placed = jax.make_array_from_callback(host.shape, target.sharding, part, dtype=host.dtype)
-    return stored.remember(placed, array)
+    return jax.make_array_from_callback(host.shape, target.sharding, part, dtype=host.dtype)

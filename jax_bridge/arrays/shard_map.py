@@ -1,5 +1,7 @@
-"""`shard_map`: a function of blocks as a function of global arrays, with layouts at the border. At the border
-overlaps are filled or trimmed, blocks of several sizes padded, and pending reductions taken.
+"""`shard_map`: a function of blocks as a function of global arrays, with layouts at the border.
+
+At the border overlaps are filled or trimmed, blocks of several sizes padded, and pending reductions
+taken.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from jax_bridge.arrays.stored import ArrayMesh, StoredArray, at_rest, remember
 from jax_bridge.calls import BlockCall, as_array
 from jax_bridge.mesh.context import free_axes, jax_mesh
 from jax_bridge.trees import array_leaves, is_array
-from xshard import ProfileLike, XshardError
+from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
 from xshard.arguments import shown
 from xshard.errors import NotationError, located
 from xshard.layout.layout import check_axes, parse_layouts
@@ -42,38 +44,74 @@ def shard_map(
     donate_argnums: int | Sequence[int] = (),
     maps: Maps | None = None,
 ) -> Callable[..., Any]:
-    """A function of blocks -> the function of global arrays, with layouts where `jax.shard_map` has specs.
+    """Make a function of blocks a function of global arrays: `jax.shard_map` with layouts.
 
-    layouts: `"layout, layout -> layout"`, one for each positional argument and for each result; or a pair: a
-    tuple for the arguments, and the layouts of the results. Each is a layout for all arrays of an argument,
-    `xshard.Rules` over the names of its leaves, or a pytree prefix of these. `"layout -> layout"` in the
-    place of a layout moves an array on its way. Non-array arguments, numbers included, take None; they are
-    passed through unchanged and must be hashable.
-    Outside, an array is unsharded in meaning: `copy(dp)` says that devices use copies of it, `sum(dp)` that
-    they have addends of it. A dim in zigzag or another order is in storage order, as with `reshard`. An array
-    that is known to be sharded otherwise is moved by a plan; one known to be in another order is refused.
-    mesh: default: the arrays' own, or the one of the context. sizes: lengths of dims by name, needed for a
-    result with a dim of another length than arguments have under its name, or with a new dim in blocks of
-    several sizes. profile: the machine to plan for. maps: the `Owners` and `Needs` that layouts name.
-    check_vma: as for `jax.shard_map`. Without it layouts have to say `copy` if devices use an unsharded value
-    differently, or its gradient is wrong. donate_argnums: arguments with memory that results may use.
+        up = shard_map(lambda x, w: x @ w, "n d, d f/tp -> n f/tp", mesh)
+        # inside x: [n, d], w: [d, f/4] on 4 devices; outside w: [d, f]
 
-    Without `f` this is a decorator. `f` is traced twice, to find the shapes of its results first.
-    Raises, while tracing: NotationError, MeshError, ShapeError, DtypeError, PlanError with the name of the
-    argument or result; XshardError for arguments or results that the layouts do not fit.
+    Outside, an array is unsharded in meaning: `copy(dp)` says that devices use copies of it,
+    `sum(dp)` that they have addends of it. A dim in zigzag or another order is in storage order, as
+    with `reshard`. An array that is known to be sharded otherwise is moved by a plan; one known to
+    be in another order is refused. `f` is traced twice, to find the shapes of its results first.
 
-    >>> mesh = jax.make_mesh((1,), ("tp",))
-    >>> up = shard_map(lambda x, w: x @ w, "n d, d f/tp -> n f/tp", mesh)
-    >>> up(jax.numpy.ones((4, 3)), jax.numpy.ones((3, 2))).sharding.spec
-    P(None, 'tp')
+    Args:
+        f: The function of blocks. Without it this is a decorator. Non-array arguments, numbers
+            included, take None as their layout; they are passed through unchanged and must be
+            hashable.
+        layouts: `"layout, layout -> layout"`, one for each positional argument and for each result;
+            or a pair: a tuple for the arguments, and the layouts of the results. Each is a layout
+            for all arrays of an argument, `xshard.Rules` over the names of its leaves, or a pytree
+            prefix of these. `"layout -> layout"` in the place of a layout moves an array on its
+            way.
+        mesh: The mesh; by default the arrays' own, or the mesh of the context.
+        sizes: Lengths of dims by name. Needed for a result with a dim of another length than
+            arguments have under its name, or with a new dim in blocks of several sizes.
+        profile: The machine to plan for.
+        check_vma: As for `jax.shard_map`. Without it layouts have to say `copy` if devices use an
+            unsharded value differently, or its gradient is wrong.
+        donate_argnums: Arguments with memory that results may use.
+        maps: The `Owners` and `Needs` that layouts name.
+
+    Returns:
+        The function of global arrays, or a decorator.
+
+    Raises:
+        NotationError: The text is wrong. All errors come while tracing, and name the argument or
+            result.
+        MeshError: An axis is not in the mesh, or is manual here.
+        ShapeError: Lengths disagree, or a result has a length that the layouts do not explain.
+        DtypeError: JAX cannot hold an argument.
+        PlanError: No plan leads from a layout to another.
+        XshardError: The layouts do not fit the arguments or results.
+
+    Examples:
+        >>> mesh = jax.make_mesh((1,), ("tp",))
+        >>> up = shard_map(lambda x, w: x @ w, "n d, d f/tp -> n f/tp", mesh)
+        >>> up(jax.numpy.ones((4, 3)), jax.numpy.ones((3, 2))).sharding.spec
+        P(None, 'tp')
     """
     layouts = with_maps(layouts, maps)
-    if f is None:
-        options: Any = {"sizes": sizes, "donate_argnums": donate_argnums, "profile": profile}
-        return partial(shard_map, layouts=layouts, mesh=mesh, check_vma=check_vma, **options)
-    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    own = None if mesh is None else jax_mesh(mesh)
-    mapped = _MappedFunction(f, *_signature(layouts), own, sizes or {}, check_vma, donated, profile)
+    if f is None:  # as a decorator: @shard_map(layouts=..., mesh=...)
+        return partial(
+            shard_map,
+            layouts=layouts,
+            mesh=mesh,
+            sizes=sizes,
+            profile=profile,
+            check_vma=check_vma,
+            donate_argnums=donate_argnums,
+        )
+    signature = _signature(layouts)
+    mapped = _MappedFunction(
+        f=f,
+        in_layouts=signature.arguments,
+        out_layouts=signature.results,
+        mesh=None if mesh is None else jax_mesh(mesh),
+        sizes={} if sizes is None else sizes,
+        has_types=check_vma,
+        donated=(donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums),
+        profile=profile,
+    )
 
     @wraps(f)
     def of_arrays(*args: Any, **static: Any) -> Any:
@@ -82,15 +120,29 @@ def shard_map(
     return of_arrays
 
 
-def _signature(layouts: Any) -> tuple[Any, Any]:
-    """The layouts of arguments and of results, as trees."""
+class _Signature(NamedTuple):
+    """The layouts of a function's arguments and of its results, as trees."""
+
+    arguments: Any
+    results: Any
+
+
+def _signature(layouts: Any) -> _Signature:
+    """Read the layouts that the user gives: one text, or a pair."""
     if isinstance(layouts, str):
         arguments, results = parse_layouts(layouts, "signature")
-        return arguments, results[0] if len(results) == 1 else results
+        # The layout of one result is no tuple: the function returns an array, not a tuple of one.
+        return _Signature(arguments, results[0] if len(results) == 1 else results)
     if isinstance(layouts, list | tuple) and len(layouts) == 2:
-        return layouts[0], layouts[1]
-    hint = '"b s/cp c, c f/tp -> b s/cp f/tp", or a pair: layouts of the arguments, layouts of the results'
+        return _Signature(layouts[0], layouts[1])
+    hint = (
+        '"b s/cp c, c f/tp -> b s/cp f/tp", '
+        "or a pair: layouts of the arguments, layouts of the results"
+    )
     raise NotationError(f"{shown(layouts)} are not layouts of a function", hint=hint)
+
+
+# Arrays at the border.
 
 
 class _BorderArray(NamedTuple):
@@ -100,21 +152,164 @@ class _BorderArray(NamedTuple):
     outside: StoredArray
 
     def move(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """This device's block on its way. axes: the mesh's."""
+        """Move this device's block on its way in or out. axes: the mesh's."""
         with located(self.outside.path):
             return self.call.run(x, axes)
 
 
-_Ends = list[_BorderArray]
+class _Border(NamedTuple):
+    """Where arrays change between global arrays and blocks."""
+
+    mesh: ArrayMesh
+    has_types: bool
+    profile: ProfileLike
+
+    def argument(self, path: str, given: Any, shape: tuple[int, ...]) -> _BorderArray:
+        """Plan the way in of an argument.
+
+        Args:
+            path: Its name, for errors.
+            given: Its layout, or "layout -> layout".
+            shape: Its global shape.
+        """
+        with located(path):
+            sides = self._resolved_sides(given, len(shape))
+            axes = self._axes_of(sides)
+            array = at_rest(sides.src, axes, shape, sides.text)
+            way_in = sides._replace(src=self._layout_at_border(array, axes))
+            return self._border_array(array, way_in, path)
+
+    def result(
+        self, path: str, given: Any, block_shape: tuple[int, ...], lengths: Lengths
+    ) -> _BorderArray:
+        """Plan the way out of a result.
+
+        Args:
+            path: Its name, for errors.
+            given: Its layout, or "layout -> layout".
+            block_shape: The shape of a device's block.
+            lengths: The global lengths that dims may have, by name.
+        """
+        with located(path):
+            sides = self._resolved_sides(given, len(block_shape))
+            axes = self._axes_of(sides)
+            hint = (
+                "dims are as long as arguments have them: "
+                "take another name, or say sizes={{dim}: ...}"
+            )
+            shape = global_shape(sides.src, axes, block_shape, sides.text, lengths, hint)
+            length_of = dict(zip(sides.src.names, shape, strict=True))
+            shape_outside = tuple(length_of[name] for name in sides.dst.names)
+            array = at_rest(sides.dst, axes, shape_outside, sides.text)
+            way_out = sides._replace(dst=self._layout_at_border(array, axes))
+            return self._border_array(array, way_out, path)
+
+    def _axes_of(self, sides: Sides) -> Mesh:
+        """Return the axes of the mesh that may shard arrays.
+
+        Raises MeshError if the sides name others.
+        """
+        return self.mesh.free((*sides.src.axes, *sides.dst.axes), sides.text)
+
+    def _resolved_sides(self, given: Any, ndim: int) -> Sides:
+        """Parse a layout, or "layout -> layout", for an array of `ndim` dims."""
+        src, dst, text = sides_or_one(given)
+        axes = self._axes_of(Sides(src, dst, text))
+        with mark_errors(text):
+            check_axes(src, axes, text)
+            check_axes(dst, axes, text)
+            return Sides(src.resolved(ndim), dst.resolved(ndim), text)
+
+    def _layout_at_border(self, array: Sharding, axes: Mesh) -> Layout:
+        """Return the layout of the blocks that `jax.shard_map` passes on of a global array."""
+        if self.has_types:
+            return replace(array.layout, tags=())
+        # Without types JAX takes each device's value for its own, also in derivatives: as a `copy`.
+        copies = tuple(axis for axis in axes.axes if axis not in array.layout.axes)
+        if not copies:
+            return replace(array.layout, tags=())
+        return replace(array.layout, tags=(("copy", copies),))
+
+    def _border_array(self, array: Sharding, sides: Sides, path: str) -> _BorderArray:
+        """Put together the array outside and the move of its blocks."""
+        length_of = dict(zip(array.layout.names, array.shape, strict=True))
+        shape = tuple(length_of[name] for name in sides.src.names)
+        call = BlockCall(sides, None, shape=shape, profile=self.profile)
+        return _BorderArray(call, StoredArray.of(array, self.mesh, sides.text, path))
+
+
+# The function of blocks, and the program that runs it.
+
+
+class _Call(NamedTuple):
+    """The arguments of one call."""
+
+    names: list[str]  # of positional arguments
+    tree: Any  # the structure of all arguments, by name
+    structure: Any  # the same, and which leaves are arrays
+    leaves: list[Leaf]
+
+    def without_arrays(self) -> _Call:
+        """Return the call without its arrays: a cached program must not keep their memory."""
+        leaves = []
+        for leaf in self.leaves:
+            is_constant = leaf.given is None
+            leaves.append(leaf if is_constant else leaf._replace(x=None))
+        return self._replace(leaves=leaves)
+
+
+class _Outputs(NamedTuple):
+    """The leaves of a function's result, and their structure."""
+
+    leaves: list[Any]
+    structure: Any
+
+    @property
+    def types(self) -> _Outputs:
+        """The same with the types of arrays in their place; other leaves stay as they are."""
+        types = [jax.typeof(leaf) if is_array(leaf) else leaf for leaf in self.leaves]
+        return _Outputs(types, self.structure)
+
+
+@dataclass(frozen=True, eq=False)
+class _BlockFunction:
+    """The user's function, as a function of one device's blocks as they cross the border."""
+
+    f: Callable[..., Any]
+    call: _Call  # with the values of arguments that are not arrays
+    arguments: list[_BorderArray]  # for each leaf that is an array
+    axes: tuple[str, ...]  # the mesh's
+
+    def __call__(self, blocks: Sequence[jax.Array]) -> _Outputs:
+        """Run the function on a device's blocks of all array arguments."""
+        remaining_blocks = zip(blocks, self.arguments, strict=True)
+        values = []
+        for leaf in self.call.leaves:
+            if leaf.given is None:
+                values.append(leaf.x)
+            else:
+                block, argument = next(remaining_blocks)
+                values.append(argument.move(block, self.axes))
+        by_keyword = jax.tree.unflatten(self.call.tree, values)
+        by_position = [by_keyword.pop(name) for name in self.call.names]
+        leaves, structure = jax.tree.flatten(self.f(*by_position, **by_keyword))
+        return _Outputs(leaves, structure)
 
 
 class _Program(NamedTuple):
-    """A jitted function of arrays, its arguments and results at the border, and the tree of results."""
+    """A jitted function of all arrays, for calls with the same structure, shapes and constants."""
 
-    arguments: _Ends
+    arguments: list[_BorderArray]
     run: Callable[..., Sequence[jax.Array]]
-    results: _Ends
-    tree: Callable[[Sequence[jax.Array]], Any]
+    results: dict[int, _BorderArray]  # by the number of the result's leaf
+    outputs: _Outputs  # with the leaves that are not arrays
+
+    def result_of(self, arrays: Sequence[jax.Array]) -> Any:
+        """Put the arrays that `run` returns into the tree of the result, and record their order."""
+        leaves = list(self.outputs.leaves)
+        for (i, border), array in zip(self.results.items(), arrays, strict=True):
+            leaves[i] = remember(array, border.outside.array)
+        return jax.tree.unflatten(self.outputs.structure, leaves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,45 +321,64 @@ class _MappedFunction:
     out_layouts: Any
     mesh: JaxMesh | AbstractMesh | None
     sizes: Mapping[str, int]
-    typed: bool
+    has_types: bool
     donated: tuple[int, ...]
     profile: ProfileLike
-    layouts: dict[Any, list[Leaf]] = field(default_factory=dict)
+    # The leaves of the arguments, by the arguments' structure.
+    leaves: dict[Any, list[Leaf]] = field(default_factory=dict)
     programs: dict[Any, _Program] = field(default_factory=dict)
 
     def __call__(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
-        names = [*self.names[: len(args)], *map(str, range(len(self.names), len(args)))]
-        values, tree = jax.tree.flatten({**dict(zip(names, args, strict=True)), **static})
-        key: Any = tree, tuple(map(is_array, values))
-        if key not in self.layouts:
-            self.layouts[key] = self._leaves(names, jax.tree.unflatten(tree, values))
-        leaves = [leaf._replace(x=x) for leaf, x in zip(self.layouts[key], values, strict=True)]
-        taken = [leaf for leaf in leaves if leaf.given is not None]
-        arrays = [as_array(leaf.x, leaf.name) for leaf in taken]
-        mesh = ArrayMesh.of(arrays, [sides_or_one(leaf.given).text for leaf in taken], self.mesh)
-        constants = tuple(
-            (type(leaf.x), leaf.x) for leaf in leaves if leaf.given is None
-        )  # True equals 1
-        key = key, constants, tuple((x.shape, x.dtype) for x in arrays), mesh
+        """Call the function with global arrays.
+
+        static: arguments by keyword, which are compiled in.
+        """
+        # Hot: this is all that a warm call does; its program is found by a key.
+        call = self._structured(args, static)
+        leaves_of_arrays = [leaf for leaf in call.leaves if leaf.given is not None]
+        arrays = [as_array(leaf.x, leaf.name) for leaf in leaves_of_arrays]
+        texts = [sides_or_one(leaf.given).text for leaf in leaves_of_arrays]
+        mesh = ArrayMesh.of(arrays, texts, self.mesh)
+
+        # With their types: True equals 1, and finds its program.
+        constants = tuple((type(leaf.x), leaf.x) for leaf in call.leaves if leaf.given is None)
+        types = tuple((x.shape, x.dtype) for x in arrays)
+        key = (call.structure, constants, types, mesh)
         try:
             program = self.programs.get(key)
         except TypeError as error:
             hint = "other arguments than arrays are compiled in, and the program is cached by them"
-            raise XshardError(
-                f"an argument that is not an array lacks a hash: {error}", hint=hint
-            ) from None
-        arguments = program.arguments if program else []
-        for leaf, x in [] if program else zip(taken, arrays, strict=True):
-            arguments.append(self._at_border(mesh, f"argument '{leaf.name}'", leaf.given, x.shape))
+            what = f"an argument that is not an array lacks a hash: {error}"
+            raise XshardError(what, hint=hint) from None
+
+        if program is not None:
+            arguments = program.arguments
+        else:
+            border = _Border(mesh, self.has_types, self.profile)
+            arguments = []
+            for leaf, x in zip(leaves_of_arrays, arrays, strict=True):
+                path = f"argument '{leaf.name}'"
+                arguments.append(border.argument(path, leaf.given, x.shape))
         placed = [
             arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)
         ]
         if program is None:
-            program = self.programs[key] = self._program(
-                names, tree, leaves, arguments, mesh, placed
-            )
-        ys = zip(program.run(*placed), program.results, strict=True)
-        return program.tree([remember(y, result.outside.array) for y, result in ys])
+            axes = tuple(free_axes(mesh.in_context))
+            of_blocks = _BlockFunction(self.f, call.without_arrays(), arguments, axes)
+            program = self._program(of_blocks, border, placed)
+            self.programs[key] = program
+        return program.result_of(program.run(*placed))
+
+    def _structured(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> _Call:
+        """Name the arguments of a call, and find the layout of each of their leaves."""
+        names = self.names[: len(args)]
+        names += map(str, range(len(names), len(args)))  # *args have numbers
+        values, tree = jax.tree.flatten({**dict(zip(names, args, strict=True)), **static})
+        structure = (tree, tuple(map(is_array, values)))
+        if structure not in self.leaves:
+            self.leaves[structure] = self._leaves(names, jax.tree.unflatten(tree, values))
+        pairs = zip(self.leaves[structure], values, strict=True)
+        return _Call(names, tree, structure, [leaf._replace(x=x) for leaf, x in pairs])
 
     @cached_property
     def names(self) -> list[str]:
@@ -172,21 +386,32 @@ class _MappedFunction:
         try:
             parameters = inspect.signature(self.f).parameters.values()
         except (TypeError, ValueError):
-            return []
-        return [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+            return []  # some functions in C have no signature
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return [parameter.name for parameter in parameters if parameter.kind in positional]
 
     def _leaves(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
-        """Every leaf of the arguments, without its value, with its layout; None for others than arrays."""
-        stated = self.in_layouts
-        layouts = stated if isinstance(stated, list | tuple) else [stated] * len(names)
+        """List the leaves of the arguments, without their values, with layouts.
+
+        None for non-arrays.
+
+        Args:
+            names: The names of the positional arguments.
+            arguments: All arguments, by name.
+
+        Raises:
+            XshardError: Arguments or arrays lack a layout, or layouts lack arguments.
+        """
+        layouts = self.in_layouts
+        if not isinstance(layouts, list | tuple):
+            layouts = [layouts] * len(names)
         if len(layouts) != len(names):
             hint = "one for each: a layout, Rules, a tree of these, or None"
             raise XshardError(
                 f"{len(names)} arguments by position, layouts for {len(layouts)}", hint=hint
             )
-        by_name = {**dict.fromkeys(arguments), **dict(zip(names, layouts, strict=True))}
+        by_name: dict[str, Any] = dict.fromkeys(arguments)  # None for arguments by keyword
+        by_name |= zip(names, layouts, strict=True)
         leaves = array_leaves(by_name, arguments)
         for leaf in leaves:
             if leaf.given is None and is_array(leaf.x):
@@ -194,94 +419,84 @@ class _MappedFunction:
                 raise XshardError(f"argument '{leaf.name}' is an array without a layout", hint=hint)
         return [leaf._replace(x=None) for leaf in leaves]
 
-    def _at_border(
-        self,
-        mesh: ArrayMesh,
-        path: str,
-        given: Any,
-        shape: tuple[int, ...],
-        lengths: Lengths | None = None,
-    ) -> _BorderArray:
-        """A global array on its way in, or blocks on their way out. lengths: results' dims, by name."""
-        with located(path):
-            src, dst, text = sides_or_one(given)
-            axes = mesh.free((*src.axes, *dst.axes), text)
-            with mark_errors(text):
-                for side in (src, dst):
-                    check_axes(side, axes, text)
-                src = src.resolved(len(shape))
-                dst = dst.resolved(len(shape))
-            if lengths is not None:
-                hint = "dims are as long as arguments have them: take another name, or say sizes={{dim}: ...}"
-                named = dict(
-                    zip(src.names, global_shape(src, axes, shape, text, lengths, hint), strict=True)
-                )
-                shape = tuple(named[name] for name in dst.names)
-            array = at_rest(src if lengths is None else dst, axes, shape, text)
-            # Without types JAX takes each device's value for its own, also in derivatives: as a `copy`.
-            copies = () if self.typed else tuple(a for a in axes.axes if a not in array.layout.axes)
-            inside = replace(array.layout, tags=(("copy", copies),) if copies else ())
-            both = Sides(inside, dst, text) if lengths is None else Sides(src, inside, text)
-            named = dict(zip(array.layout.names, array.shape, strict=True))
-            whole = tuple(named[name] for name in both.src.names)
-            call = BlockCall(both, None, shape=whole, profile=self.profile)
-            return _BorderArray(call, StoredArray.of(array, mesh, text, path))
-
     def _program(
-        self,
-        names: list[str],
-        tree: Any,
-        leaves: list[Leaf],
-        arguments: _Ends,
-        mesh: ArrayMesh,
-        placed: Any,
+        self, of_blocks: _BlockFunction, border: _Border, placed: Sequence[jax.Array]
     ) -> _Program:
-        axes = tuple(free_axes(mesh.here))
-        taken = [i for i, leaf in enumerate(leaves) if leaf.given is not None]
+        """Compile the function for arrays like `placed`."""
+        # Over the free axes alone: inside another `shard_map` its axes are manual already.
+        on_devices = partial(
+            jax.shard_map,
+            mesh=border.mesh.in_context,
+            axis_names=frozenset(of_blocks.axes),
+            check_vma=self.has_types,
+            in_specs=tuple(argument.outside.sharding.spec for argument in of_blocks.arguments),
+        )
+        outputs = _traced_outputs(of_blocks, on_devices, placed)
+        results = self._results(of_blocks, border, outputs)
 
-        def inside(blocks: Sequence[jax.Array]) -> tuple[list[Any], Any]:
-            """The leaves and the structure of the function's result for a device's blocks."""
-            values = [leaf.x if leaf.given is None else None for leaf in leaves]
-            for i, x, argument in zip(taken, blocks, arguments, strict=True):
-                values[i] = argument.move(x, axes)
-            called = jax.tree.unflatten(tree, values)
-            return jax.tree.flatten(self.f(*[called.pop(name) for name in names], **called))
-
-        traced: list[Any] = []
-
-        def probe(*blocks: jax.Array) -> tuple[()]:
-            ys, structure = inside(blocks)
-            traced[:] = [jax.typeof(y) if is_array(y) else y for y in ys], structure
-            return ()
-
-        options: Any = {"mesh": mesh.here, "axis_names": frozenset(axes), "check_vma": self.typed}
-        options["in_specs"] = tuple(argument.outside.sharding.spec for argument in arguments)
-        jax.eval_shape(jax.shard_map(probe, out_specs=(), **options), *placed)
-        types, structure = traced
-        results: dict[int, _BorderArray] = {}
-        with located("the result"):
-            result_leaves = array_leaves(self.out_layouts, jax.tree.unflatten(structure, types))
-        lengths = defaultdict[str, set[int]](set)  # that dims of results may have
-        for array in (argument.outside.array for argument in arguments):
-            for name, n in zip(array.layout.names, array.shape, strict=True):
-                if not name.startswith("_"):  # a dim of `...` is anonymous
-                    lengths[name].add(n)
-        lengths |= {name: {n} for name, n in self.sizes.items()}
-        for i, leaf in enumerate(result_leaves):
-            if is_array(leaf.x):
-                path = f"result '{leaf.name}'" if leaf.name else "the result"
-                results[i] = self._at_border(mesh, path, leaf.given, leaf.x.shape, lengths)
-
-        def local(*blocks: jax.Array) -> list[jax.Array]:
-            ys, _ = inside(blocks)
-            return [result.move(ys[i], axes) for i, result in results.items()]
-
-        def result_tree(arrays: Sequence[jax.Array]) -> Any:
-            values = dict(enumerate(types)) | dict(zip(results, arrays, strict=True))
-            return jax.tree.unflatten(structure, [values[i] for i in range(len(types))])
+        def move_blocks(*blocks: jax.Array) -> list[jax.Array]:
+            leaves = of_blocks(blocks).leaves
+            return [result.move(leaves[i], of_blocks.axes) for i, result in results.items()]
 
         specs = [result.outside.sharding.spec for result in results.values()]
-        owners = {names[i] for i in self.donated}
-        donated = [k for k, i in enumerate(taken) if leaves[i].name.partition(".")[0] in owners]
-        run = jax.jit(jax.shard_map(local, out_specs=specs, **options), donate_argnums=donated)
-        return _Program(arguments, run, list(results.values()), result_tree)
+        run = jax.jit(
+            on_devices(move_blocks, out_specs=specs),
+            donate_argnums=self._donated_arrays(of_blocks),
+        )
+        return _Program(of_blocks.arguments, run, results, outputs)
+
+    def _results(
+        self, of_blocks: _BlockFunction, border: _Border, outputs: _Outputs
+    ) -> dict[int, _BorderArray]:
+        """Plan the way out of every array of the result, by the number of its leaf."""
+        with located("the result"):
+            tree = jax.tree.unflatten(outputs.structure, outputs.leaves)
+            leaves = array_leaves(self.out_layouts, tree)
+        lengths = self._lengths(of_blocks.arguments)
+        results: dict[int, _BorderArray] = {}
+        for i, leaf in enumerate(leaves):
+            if is_array(leaf.x):
+                path = f"result '{leaf.name}'" if leaf.name else "the result"
+                results[i] = border.result(path, leaf.given, leaf.x.shape, lengths)
+        return results
+
+    def _lengths(self, arguments: Sequence[_BorderArray]) -> dict[str, set[int]]:
+        """Collect the lengths that dims of results may have, by name."""
+        lengths = defaultdict[str, set[int]](set)
+        for argument in arguments:
+            array = argument.outside.array
+            for name, length in zip(array.layout.names, array.shape, strict=True):
+                if not name.startswith("_"):  # a dim of `...` is anonymous
+                    lengths[name].add(length)
+        for name, length in self.sizes.items():
+            lengths[name] = {length}  # the user's word counts, whatever arguments have
+        return lengths
+
+    def _donated_arrays(self, of_blocks: _BlockFunction) -> list[int]:
+        """Return the numbers of the arrays that belong to donated arguments."""
+        # `jax.jit` counts arrays, the user counts arguments.
+        donated_names = {of_blocks.call.names[i] for i in self.donated}
+        donated = []
+        leaves_of_arrays = (leaf for leaf in of_blocks.call.leaves if leaf.given is not None)
+        for number, leaf in enumerate(leaves_of_arrays):
+            argument_name = leaf.name.partition(".")[0]
+            if argument_name in donated_names:
+                donated.append(number)
+        return donated
+
+
+def _traced_outputs(
+    of_blocks: _BlockFunction, on_devices: Callable[..., Any], placed: Sequence[jax.Array]
+) -> _Outputs:
+    """Trace a function inside `shard_map` for the types of its results.
+
+    Their specs depend on their shapes, and `shard_map` needs the specs first.
+    """
+    traced: list[_Outputs] = []
+
+    def probe(*blocks: jax.Array) -> tuple[()]:
+        traced.append(of_blocks(blocks).types)
+        return ()  # a result would need a spec
+
+    jax.eval_shape(on_devices(probe, out_specs=()), *placed)
+    return traced[-1]

@@ -1,6 +1,8 @@
-"""A global array at rest: its layout, its mesh, how JAX shards it, and the order of its rows. An array of JAX
-is the concatenation of the blocks in device order, so that a dim in zigzag or another order is in storage
-order. A move records that order on the array; the results of JAX and tracers are without.
+"""A global array at rest: its layout, its mesh, how JAX shards it, and the order of its rows.
+
+An array of JAX is the concatenation of the blocks in device order, so that a dim in zigzag or
+another order is in storage order. A move records that order on the array; the results of JAX and
+tracers are without.
 """
 
 from __future__ import annotations
@@ -30,25 +32,44 @@ from xshard.notation.maps import Maps
 from xshard.notation.parser import Dim, Shard, mark_errors
 
 STRICT = is_set("XSHARD_DEBUG")  # unknown orders are refused, too
-_RECORD = "_xshard_order"
+_RECORD = "_xshard_order"  # the attribute of an array with the order of its rows
+
+# The order of an array's rows.
 
 
 def stored_as(
     array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = None, *, maps: Maps | None = None
 ) -> jax.Array:
-    """Record in which order the rows of an array are stored -> the same array.
+    """Record in which order the rows of an array are stored.
 
-    `reshard` then refuses to read them in another order. Nothing moves; a tracer is returned as it is.
-    layout: an order such as `s/zigzag(cp)`, or none, as in `s/cp`. mesh: default: the array's own.
-    maps: the `Owners` that it names. Raises NotationError, ShapeError, MeshError.
+        x = stored_as(x, "s/zigzag(cp)")     # x: [s], zigzag blocks one after the other
 
-    >>> mesh = jax.make_mesh((1,), ("cp",))
-    >>> stored_as(jax.numpy.arange(4), "s/zigzag(cp)", mesh).tolist()
-    [0, 1, 2, 3]
+    `reshard` then refuses to read them in another order. Nothing moves.
+
+    Args:
+        array: The array; a tracer is returned as it is.
+        layout: An order such as `s/zigzag(cp)`, or none, as in `s/cp`.
+        mesh: The mesh; by default the array's own.
+        maps: The `Owners` that the layout names.
+
+    Returns:
+        The same array.
+
+    Raises:
+        NotationError: The layout's text is wrong.
+        ShapeError: The layout does not fit the array.
+        MeshError: The array lacks a mesh, or the mesh an axis.
+
+    Examples:
+        >>> mesh = jax.make_mesh((1,), ("cp",))
+        >>> stored_as(jax.numpy.arange(4), "s/zigzag(cp)", mesh).tolist()
+        [0, 1, 2, 3]
     """
     if isinstance(array, Tracer):
         return array
-    if (mesh := _own_mesh(array) if mesh is None else mesh) is None:
+    if mesh is None:
+        mesh = _mesh_of_array(array)
+    if mesh is None:
         raise MeshError(
             "the array lacks a mesh", text=str(layout), hint="stored_as(array, layout, mesh)"
         )
@@ -56,162 +77,233 @@ def stored_as(
 
 
 def remember(array: Any, stored: Sharding) -> Any:
-    """Record the order of the rows -> the same array. stored: the array, or the words of its keys."""
-    if not isinstance(array, Tracer):
-        if len(stored.shape) > array.ndim:
-            layout = replace(stored.layout, dims=stored.layout.dims[: array.ndim])
-            stored = Sharding(layout, stored.mesh, array.shape)
-        setattr(array, _RECORD, stored)
+    """Record the order of an array's rows on it, and return it.
+
+    Args:
+        array: The array; tracers cannot hold a record.
+        stored: The array as it is stored; of PRNG keys their words.
+    """
+    if isinstance(array, Tracer):
+        return array  # a tracer lives for one trace; what it stands for is another array
+    if len(stored.shape) > array.ndim:
+        # The words of PRNG keys have a dim more than the keys.
+        layout = replace(stored.layout, dims=stored.layout.dims[: array.ndim])
+        stored = Sharding(layout, stored.mesh, array.shape)
+    setattr(array, _RECORD, stored)
     return array
 
 
 def order_of(array: Any) -> Sharding | None:
-    """The recorded order of the rows, if any."""
+    """Return the recorded order of the rows, if any."""
     return None if isinstance(array, Tracer) else getattr(array, _RECORD, None)
 
 
 def check_order(array: Any, source: Sharding, text: str) -> None:
-    """Raise ShapeError for rows in another order than `source`, or under XSHARD_DEBUG, in an unknown one."""
+    """Raise ShapeError for rows that are known to be in another order than `source`.
+
+    Under XSHARD_DEBUG it raises for an unknown order, too.
+    """
     known = order_of(array)
     if isinstance(array, Tracer) or (known is None and not STRICT):
         return
-    if (() if known is None else _orders(known)) != _orders(source):
-        unknown = f"nothing says that the rows of the array are stored as '{source.layout}'"
-        reason = (
-            unknown if known is None else f"the rows of the array are stored as '{known.layout}'"
-        )
-        hint = (
-            f"write their order on the left, or say what it is: stored_as(array, '{source.layout}')"
-        )
-        raise ShapeError(reason, text=text, hint=hint)
+    known_orders = () if known is None else _orders(known)
+    if known_orders == _orders(source):
+        return
+    if known is None:
+        reason = f"nothing says that the rows of the array are stored as '{source.layout}'"
+    else:
+        reason = f"the rows of the array are stored as '{known.layout}'"
+    hint = f"write their order on the left, or say what it is: stored_as(array, '{source.layout}')"
+    raise ShapeError(reason, text=text, hint=hint)
 
 
 def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
-    """The rows of a dim, device by device; None if that is their own order."""
+    """Return the rows of a dim in storage order, device by device; None if that is their own order.
+
+    8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]
+    """
     rows = np.concatenate([row_numbers(owned) for owned in array.owners(dim)])
-    return None if np.array_equal(rows, np.arange(array.shape[dim])) else rows
+    if np.array_equal(rows, np.arange(array.shape[dim])):
+        return None
+    return rows
+
+
+class _OrderedShard(NamedTuple):
+    """A shard of a dim whose rows are not stored in their own order."""
+
+    dim: int
+    shard: Shard
+    axis_sizes: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def _orders(stored: Sharding) -> tuple[tuple[int, Shard, tuple[int, ...]], ...]:
-    """The shards in another order than their rows' own: the dim, the shard, the sizes of its axes."""
-    dims = stored.normal.dims
-    ordered = [
-        i for i, dim in enumerate(dims) if any(shard.order != "block" for shard in dim.shards)
-    ]
-    return tuple(
-        (i, shard, stored.mesh.sizes_of(shard.axes)) for i in ordered for shard in dims[i].shards
-    )
+def _orders(stored: Sharding) -> tuple[_OrderedShard, ...]:
+    """List the shards of dims in another order than their rows' own: equal lists, equal orders."""
+    result = []
+    for i, dim in enumerate(stored.normal.dims):
+        if any(shard.order != "block" for shard in dim.shards):
+            for shard in dim.shards:
+                result.append(_OrderedShard(i, shard, stored.mesh.sizes_of(shard.axes)))
+    return tuple(result)
+
+
+# Meshes and arrays of a call.
 
 
 class ArrayMesh(NamedTuple):
-    """The mesh of a call's arrays, and the same mesh with the types that its axes have in the context."""
+    """The mesh of a call's arrays, and the same with the axis types of the context."""
 
-    own: JaxMesh | AbstractMesh
-    here: JaxMesh | AbstractMesh
+    of_arrays: JaxMesh | AbstractMesh
+    in_context: JaxMesh | AbstractMesh
 
     @classmethod
     def of(
         cls, arrays: Sequence[jax.Array], texts: Sequence[str], mesh: object = None
     ) -> ArrayMesh:
-        """The mesh given, or of the arrays, or of the context. texts: for errors, one per array."""
-        own = mesh_of(arrays, texts) if mesh is None else jax_mesh(mesh)
+        """Return the given mesh, or the mesh of the arrays, or of the context.
+
+        Args:
+            arrays: The arrays.
+            texts: Their expressions, for errors.
+            mesh: The mesh that the user passed.
+        """
+        array_mesh = mesh_of(arrays, texts) if mesh is None else jax_mesh(mesh)
         context = jax.sharding.get_abstract_mesh()
-        if context.empty or own.abstract_mesh == context:
-            return cls(own, own)
-        if tuple(own.shape.items()) != tuple(context.shape.items()):
-            reason = (
-                f"the array is on {xshard_mesh(own)!r}, the context has {xshard_mesh(context)!r}"
-            )
+        if context.empty or array_mesh.abstract_mesh == context:
+            return cls(array_mesh, array_mesh)
+        # Inside a `shard_map` the context has the same axes, some of them manual.
+        if tuple(array_mesh.shape.items()) != tuple(context.shape.items()):
+            reason = f"the array is on {xshard_mesh(array_mesh)!r}, the context has {xshard_mesh(context)!r}"
             hint = "leave the context, or let jax.reshard take the array to its mesh first"
-            raise MeshError(reason, text=next(iter(texts), None), hint=hint)
-        return cls(own, context)
+            raise MeshError(reason, text=texts[0] if texts else None, hint=hint)
+        return cls(array_mesh, context)
 
     def free(self, axes: Sequence[str], text: str, planned: Mesh | None = None) -> Mesh:
-        """The axes that may shard arrays. Raises MeshError if one of `axes` is manual, or not as planned."""
-        free = Mesh(free_axes(self.here))
+        """Return the axes that may shard arrays.
+
+        Args:
+            axes: The axes that an expression names.
+            text: The expression, for errors.
+            planned: The mesh of a given plan.
+
+        Raises:
+            MeshError: One of `axes` is manual, or not as planned.
+        """
+        free = Mesh(free_axes(self.in_context))
+        # An axis that the mesh lacks is refused later, when layouts are put on the mesh.
         for axis in axes:
-            if axis in self.here.shape and axis not in free.axes:
+            if axis in self.in_context.shape and axis not in free.axes:
                 reason = f"mesh axis {axis!r} is manual here"
                 span = axis_span(axis, text)
-                hint = "reshard moves an array along other axes, redistribute its blocks along this one"
+                hint = (
+                    "reshard moves an array along other axes, "
+                    "redistribute its blocks along this one"
+                )
                 raise MeshError(reason, text=text, span=span, hint=hint)
-            if planned is not None and (
-                axis not in free.axes or free.size(axis) != planned.size(axis)
-            ):
+            if planned is None:
+                continue
+            if axis not in free.axes or free.size(axis) != planned.size(axis):
                 raise MeshError(f"the plan is for {planned!r}, the array is on {free!r}", text=text)
         return free
 
 
 class StoredArray(NamedTuple):
-    """A global array at rest. sharding: in storage order. text, path: expression and name, for errors."""
+    """A global array at rest, and how JAX shards it: in storage order."""
 
     array: Sharding
     mesh: ArrayMesh
     sharding: NamedSharding
-    text: str
-    path: str = ""
+    text: str  # the expression, for errors
+    path: str = ""  # the array's name, for errors
 
     @classmethod
     def of(cls, array: Sharding, mesh: ArrayMesh, text: str, path: str = "") -> StoredArray:
-        """Raises ShapeError unless all blocks have one size, and as `to_named_sharding` does."""
+        """Put an array on a mesh.
+
+        Raises ShapeError for uneven blocks, and as `to_named_sharding` does.
+        """
         check_even(array, text)
-        with mark_errors(text):
-            return cls(array, mesh, storage_sharding(array.layout, mesh.here), text, path)
+        with mark_errors(text):  # errors show the user's text, not the storage layout's
+            sharding = storage_sharding(array.layout, mesh.in_context)
+        return cls(array, mesh, sharding, text, path)
 
     def check(self, x: jax.Array, donate: bool = False) -> None:
-        """Raise ShapeError for an array known to be sharded otherwise, XshardError to donate a tracer."""
+        """Raise ShapeError for an array that is known to be sharded otherwise.
+
+        With `donate` also XshardError for a tracer.
+        """
         if donate and isinstance(x, Tracer):
             hint = "donate it to the jit that is being traced: jax.jit(f, donate_argnums=...)"
             raise XshardError("a traced array cannot be donated", text=self.text, hint=hint)
-        if (other := self.other_sharding(x)) is not None:
+        other = self.other_sharding(x)
+        if other is not None:
             reason = f"the array is not sharded as '{self.array.layout}' says"
             raise ShapeError(reason, text=self.text, hint=f"it has {other}")
 
     def other_sharding(self, x: jax.Array) -> JaxSharding | None:
-        """The sharding of an array that is known to have another; None if it has, or may have, this one."""
+        """Return the sharding of an array if it is known to be another than this one.
+
+        None: the array has this sharding, or may have it.
+        """
         if isinstance(x, Tracer):
+            # Only along Explicit axes the sharding is part of the type.
             known = jax.typeof(x).sharding
             if known.mesh.empty or any(kind != AxisType.Explicit for kind in known.mesh.axis_types):
                 return None
             source = NamedSharding(known.mesh, self.sharding.spec, memory_kind=known.memory_kind)
         elif not x.committed:
-            return None
-        elif isinstance(self.mesh.own, AbstractMesh):
+            return None  # XLA may put it anywhere
+        elif isinstance(self.mesh.of_arrays, AbstractMesh):
             reason = "the array is on devices, the mesh passed lacks them"
             raise MeshError(reason, text=self.text, hint="pass the jax.Mesh, or nothing")
         else:
             known = x.sharding
-            source = NamedSharding(self.mesh.own, self.sharding.spec)
+            source = NamedSharding(self.mesh.of_arrays, self.sharding.spec)
         return None if are_the_same(known, source, x.ndim) else known
 
     def bring(self, x: jax.Array) -> jax.Array:
-        """The array with this sharding as its type; one without devices is put on a mesh of Explicit axes."""
+        """Return the array with this sharding as its type.
+
+        An array that is on no devices yet is put on a mesh of Explicit axes: only there types are
+        checked.
+        """
+        is_traced = isinstance(x, Tracer)
+        has_context_types = self.mesh.in_context is self.mesh.of_arrays
+        if not is_traced and x.committed and has_context_types:
+            return x  # hot: most arrays come this way
         mesh = jax.typeof(x).sharding.mesh
         target = self.sharding.mesh
-        if not mesh.empty if isinstance(x, Tracer) else x.committed:
-            if self.mesh.here is self.mesh.own or mesh.empty or mesh == target:
-                return x
-        elif AxisType.Explicit not in target.axis_types:
+        if is_traced:
+            is_placed = not mesh.empty
+        else:
+            is_placed = x.committed
+        if is_placed and (has_context_types or mesh.empty or mesh == target):
             return x
-        spec = with_sharding(
-            jax.typeof(x), self.sharding
-        ).sharding.spec  # of the Explicit axes alone
+        if not is_placed and AxisType.Explicit not in target.axis_types:
+            return x  # XLA brings it there
+        typed = with_sharding(jax.typeof(x), self.sharding)
+        spec = typed.sharding.spec  # of the Explicit axes alone
         return jax.reshard(x, NamedSharding(target, spec))
 
 
 def is_on(x: jax.Array, mesh: JaxMesh | AbstractMesh) -> bool:
-    """True for an array that is sharded over the mesh."""
-    own = _own_mesh(x)
-    return own is not None and _are_one(own, mesh)
+    """Return whether an array is sharded over the mesh."""
+    array_mesh = _mesh_of_array(x)
+    return array_mesh is not None and _are_one(array_mesh, mesh)
 
 
 def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) -> Layout:
-    """The layout that an array is known to have, by its order or `sharding`, with the names of `default`."""
-    known = order_of(x)
+    """Return the layout that an array is known to have.
+
+    Args:
+        x: The array, perhaps with a recorded order.
+        sharding: Its sharding, if that is not as `default` says.
+        default: The array whose names of dims are taken, and whose layout if nothing else is known.
+    """
+    recorded = order_of(x)
     names = default.layout.names
-    if known is not None:
-        return known.layout.named(names)
+    if recorded is not None:
+        return recorded.layout.named(names)
     if isinstance(sharding, NamedSharding):
         return from_partition_spec(sharding.spec, x.ndim, names)
     return storage_layout(default.layout)
@@ -220,7 +312,10 @@ def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) 
 def check_even(array: Sharding, text: str) -> None:
     """Raise ShapeError unless all devices have blocks of one size."""
     if not array.is_even:
-        reason = f"a jax.Array cannot have uneven blocks: {array.shape} does not divide by '{array.layout}'"
+        reason = (
+            "a jax.Array cannot have uneven blocks: "
+            f"{array.shape} does not divide by '{array.layout}'"
+        )
         hint = (
             "pad it, or move it at shard_map's border, as in 's -> s/zigzag(cp)', which pads blocks"
         )
@@ -228,15 +323,31 @@ def check_even(array: Sharding, text: str) -> None:
 
 
 def at_rest(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: str) -> Sharding:
-    """The array of blocks of a layout, without tags, overlaps, uneven axes. Raises ShapeError."""
+    """Return an array that JAX can hold: the layout without tags, overlaps and uneven axes.
+
+    "h/sp:halo(1,1,zero) | sum(tp)" -> "h/sp"
+
+    Args:
+        layout: A layout of blocks.
+        mesh: The mesh.
+        shape: The global shape.
+        text: The expression, for errors.
+
+    Raises:
+        ShapeError: Blocks would be uneven in an order other than the rows' own.
+    """
     with mark_errors(text):
-        dims = zip(layout.resolved(len(shape)).dims, shape, strict=True)
-        return Sharding(
-            Layout(tuple(_even_dim(dim, mesh, n, text) for dim, n in dims)), mesh, shape
-        )
+        dims = []
+        for dim, length in zip(layout.resolved(len(shape)).dims, shape, strict=True):
+            dims.append(_even_dim(dim, mesh, length, text))
+        return Sharding(Layout(tuple(dims)), mesh, shape)
 
 
 def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
+    """Return the dim with as many of its axes as divide its length into equal blocks.
+
+    6 rows of n/(a,b) with a=2, b=2 -> n/a
+    """
     plain = replace(dim, overlap=None)
     alone = Sharding(Layout((plain,)), mesh, (length,))
     if alone.is_even:
@@ -246,6 +357,7 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
         raise ShapeError(
             reason, text=text, hint=f"a pair in layouts= may reorder: '{dim.name} -> {plain}'"
         )
+    # An array of JAX has equal blocks, so the last axes hold copies where they do not divide.
     axes = dim.axes
     while length % math.prod(map(mesh.size, axes)):
         axes = axes[:-1]
@@ -253,43 +365,73 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
 
 
 def are_the_same(a: JaxSharding, b: NamedSharding, ndim: int) -> bool:
-    """True if every device has the same part of the array, under the same tags, which JAX would ignore."""
+    """Return whether every device has the same part of the array, and under the same tags.
+
+    JAX's own `is_equivalent_to` ignores tags.
+    """
     return a == b or (_tags(a) == _tags(b) and a.is_equivalent_to(b, ndim))
 
 
-def _tags(sharding: JaxSharding) -> tuple[frozenset[str], frozenset[str], str]:
-    if isinstance(sharding, NamedSharding):
-        spec = sharding.spec
-        return frozenset(spec.unreduced), frozenset(spec.reduced), unreduced_kind(spec)
-    return frozenset(), frozenset(), "sum"
+class _Tags(NamedTuple):
+    """What a spec says beside the dims: axes of addends and of copies, and how addends add up."""
+
+    unreduced: frozenset[str]
+    reduced: frozenset[str]
+    kind: str
+
+
+def _tags(sharding: JaxSharding) -> _Tags:
+    """Return the tags of a sharding."""
+    if not isinstance(sharding, NamedSharding):
+        return _Tags(frozenset(), frozenset(), "sum")
+    spec = sharding.spec
+    return _Tags(frozenset(spec.unreduced), frozenset(spec.reduced), unreduced_kind(spec))
 
 
 def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | AbstractMesh:
-    """The mesh of the arrays, or else of the context. texts: expressions for errors, one per array."""
+    """Return the mesh of the arrays, or else of the context.
+
+    Args:
+        arrays: The arrays.
+        texts: Their expressions, for errors.
+
+    Raises:
+        MeshError: The arrays are on several meshes, or nothing says on which.
+    """
     common: JaxMesh | AbstractMesh | None = None
-    for mesh, text in zip(map(_own_mesh, arrays), texts, strict=True):
+    for array, text in zip(arrays, texts, strict=True):
+        mesh = _mesh_of_array(array)
         if mesh is None:
             continue
         if common is not None and not _are_one(mesh, common):
             reason = f"the arrays are on several meshes: {common} and {mesh}"
             raise MeshError(reason, text=text, hint="one call moves the arrays of one mesh")
-        common = mesh if common is None or isinstance(common, AbstractMesh) else common
+        if common is None or isinstance(common, AbstractMesh):
+            common = mesh  # a mesh with devices rather than one without
+    if common is not None:
+        return common
     context = jax.sharding.get_abstract_mesh()
-    if common is None and context.empty:
-        first = texts[0] if texts else None
+    if context.empty:
+        text_of_first = texts[0] if texts else None
         raise MeshError(
-            "JAX does not say on which mesh the array is", text=first, hint="pass mesh="
+            "JAX does not say on which mesh the array is", text=text_of_first, hint="pass mesh="
         )
-    return context if common is None else common
+    return context
 
 
-def _own_mesh(x: jax.Array) -> JaxMesh | AbstractMesh | None:
-    if not isinstance(x, Tracer):
-        return x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
-    mesh = jax.typeof(x).sharding.mesh
-    return None if mesh.empty else mesh
+def _mesh_of_array(x: jax.Array) -> JaxMesh | AbstractMesh | None:
+    """Return the mesh that JAX knows of an array; None if it knows none."""
+    if isinstance(x, Tracer):
+        mesh = jax.typeof(x).sharding.mesh
+        return None if mesh.empty else mesh
+    if isinstance(x.sharding, NamedSharding):
+        return x.sharding.mesh
+    return None
 
 
 def _are_one(a: JaxMesh | AbstractMesh, b: JaxMesh | AbstractMesh) -> bool:
-    """True for equal meshes; of a traced array JAX knows the mesh without its devices."""
-    return a == b or (a.abstract_mesh == b.abstract_mesh and AbstractMesh in (type(a), type(b)))
+    """Return whether meshes are equal; of a traced array JAX knows the mesh without its devices."""
+    if a == b:
+        return True
+    lacks_devices = isinstance(a, AbstractMesh) or isinstance(b, AbstractMesh)
+    return lacks_devices and a.abstract_mesh == b.abstract_mesh

@@ -1,0 +1,1 @@
+"""Plans and products as operations that JAX can differentiate."""

@@ -1,15 +1,15 @@
-"""The einsum of two blocks as one operation of JAX. Its derivatives are such einsums again. JAX computes the
-gradient of a product in the order of the cotangent's dims and transposes it; here it is computed in the order
-of the operand.
+"""The einsum of two blocks as one operation of JAX, whose derivatives are such einsums again.
+
+JAX computes the gradient of a product in the order of the cotangent's dims and transposes it; here
+it is computed in the order of the operand.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,93 +29,197 @@ from jax_bridge.versions import (
 Names = tuple[int, ...]  # of the dims of an array, as `jnp.einsum` takes them in place of letters
 
 
-def multiplied(x: jax.Array, y: jax.Array, names: Sequence[Names], **options: Any) -> jax.Array:
-    """Two arrays -> `jnp.einsum(x, names[0], y, names[1], names[2], **options)`."""
-    varying = varying_axes(x) | varying_axes(y)
+class ProductNames(NamedTuple):
+    """The names of the dims of two operands and of their einsum.
+
+    "ij,jk->ik" is ((0, 1), (1, 2)), (0, 2).
+    """
+
+    operands: tuple[Names, Names]
+    result: Names
+
+
+def multiplied(x: jax.Array, y: jax.Array, names: ProductNames, **options: Any) -> jax.Array:
+    """Compute the einsum of two arrays, differentiably.
+
+    Args:
+        x: The first operand.
+        y: The second operand.
+        names: The names of all dims.
+        options: `preferred_element_type` and `precision`, as for `jnp.einsum`.
+    """
+    # Both operands of a primitive need one type: a cotangent is then of that type, too.
+    varying = sorted(varying_axes(x) | varying_axes(y))
     return _product(
-        as_varying(x, varying), as_varying(y, varying), names=tuple(names), cuts=None, **options
+        as_varying(x, varying), as_varying(y, varying), names=names, cuts=None, **options
     )
 
 
-def _run(x: jax.Array, y: jax.Array, *, names: Any, cuts: Any, **options: Any) -> jax.Array:
-    """names: names of the dims of both and of the result. cuts: Explicit axes that shard it, or None."""
-    kept = names[2]
-    sizes = dict(zip(itertools.chain(*names[:2]), (*x.shape, *y.shape), strict=True))
+class _DimOrder(NamedTuple):
+    """An order of dims in which a product is a matrix product, without transpositions."""
 
-    def rows_of(i: int) -> tuple[int, int, Names, Names]:
-        """Elements to copy if operand i has the rows; i; its order; the order of the result."""
-        mine = names[i]
-        other = names[1 - i]
-        batch, summed = ([n for n in one if n in mine and n in other] for one in (kept, other))
-        rows = [*batch, *(n for n in kept if n not in other)]
-        order = (*rows, *(n for n in summed if n not in kept))
-        result_order = (*rows, *(n for n in kept if n not in mine))
-        copied = [dims for dims, wanted in ((mine, order), (result_order, kept)) if dims != wanted]
-        return sum(prod(sizes[n] for n in dims) for dims in copied), i, order, result_order
+    row_operand: int  # the operand whose dims begin the result
+    operand_dims: Names
+    result_dims: Names
+    n_copied: int  # elements to copy into this order and back
 
-    _, i, order, result_order = min(rows_of(0), rows_of(1))
-    arrays = [x, y]
-    dims = [*names[:2]]
-    if dims[i] != order and sorted(dims[i]) == sorted(
-        order
-    ):  # else it has dims that are summed before
-        arrays[i] = _in_order(lax.transpose(arrays[i], [dims[i].index(n) for n in order]))
-        dims[i] = order
-    to = None if cuts is None else jax.P(*(cuts[kept.index(n)] for n in result_order))
-    y = jnp.einsum(
-        arrays[i], dims[i], arrays[1 - i], dims[1 - i], result_order, out_sharding=to, **options
+
+def _dim_order(i: int, names: ProductNames, sizes: dict[int, int]) -> _DimOrder:
+    """Order the dims with operand `i` as the rows: batch dims, rows, summed dims.
+
+    "ij,jk->ki" with operand 0 as the rows computes "ij,jk->ik", and then transposes the result.
+    """
+    rows_names = names.operands[i]
+    other_names = names.operands[1 - i]
+    shared = set(rows_names) & set(other_names)
+    batch = [n for n in names.result if n in shared]
+    row_dims = [n for n in names.result if n not in other_names]
+    summed = [n for n in other_names if n in shared and n not in names.result]
+    columns = [n for n in names.result if n not in rows_names]
+    operand_dims = (*batch, *row_dims, *summed)
+    result_dims = (*batch, *row_dims, *columns)
+
+    n_copied = 0
+    if rows_names != operand_dims:
+        n_copied += prod(sizes[n] for n in rows_names)
+    if result_dims != names.result:
+        n_copied += prod(sizes[n] for n in result_dims)
+    return _DimOrder(i, operand_dims, result_dims, n_copied)
+
+
+def _run(
+    x: jax.Array, y: jax.Array, *, names: ProductNames, cuts: Any, **options: Any
+) -> jax.Array:
+    """Compute the einsum with the rows of that operand for which fewer elements have to be copied.
+
+    Args:
+        x: The first operand.
+        y: The second operand.
+        names: The names of all dims.
+        cuts: For each dim of the result the Explicit axes that shard it; None if there are no such
+            axes.
+        options: As for `jnp.einsum`.
+    """
+    sizes = dict(zip(names.operands[0], x.shape, strict=True))
+    sizes |= zip(names.operands[1], y.shape, strict=True)
+    by_first = _dim_order(0, names, sizes)
+    by_second = _dim_order(1, names, sizes)
+    order = by_first
+    if by_second.n_copied < by_first.n_copied:
+        order = by_second
+
+    i = order.row_operand
+    rows = (x, y)[i]
+    rows_names = names.operands[i]
+    other = (x, y)[1 - i]
+    other_names = names.operands[1 - i]
+    # Dims that are summed alone are summed before the product: the operand is left as it is.
+    has_same_dims = sorted(rows_names) == sorted(order.operand_dims)
+    if rows_names != order.operand_dims and has_same_dims:
+        permutation = [rows_names.index(n) for n in order.operand_dims]
+        rows = _in_order(lax.transpose(rows, permutation))
+        rows_names = order.operand_dims
+
+    out_sharding = None
+    if cuts is not None:
+        entries = [cuts[names.result.index(n)] for n in order.result_dims]
+        out_sharding = jax.P(*entries)
+    result = jnp.einsum(
+        rows,
+        rows_names,
+        other,
+        other_names,
+        order.result_dims,
+        out_sharding=out_sharding,
+        **options,
     )
-    return (
-        y
-        if result_order == kept
-        else lax.transpose(_in_order(y), [result_order.index(n) for n in kept])
-    )
+    if order.result_dims == names.result:
+        return result
+    permutation = [order.result_dims.index(n) for n in names.result]
+    return lax.transpose(_in_order(result), permutation)
 
 
 def _transpose(
     i: int,
     cotangent: jax.Array,
-    one: Any,
+    operand_type: Any,
     other: jax.Array,
     *,
-    names: Any,
+    names: ProductNames,
     cuts: Any,
     **options: Any,
 ) -> jax.Array:
-    """The cotangent of operand i, of type `one`."""
-    mine = names[i]
-    theirs = names[1 - i]
-    kept = names[2]
-    dims = [k for k, name in enumerate(mine) if name in kept or name in theirs]
-    explicit = AxisType.Explicit in one.sharding.mesh.axis_types
-    cuts = tuple(cuts_of(one.sharding.spec)[k] for k in dims) if explicit else None
-    new_names = kept, theirs, tuple(mine[k] for k in dims)
-    y = lax.convert_element_type(
-        _product(cotangent, other, names=new_names, cuts=cuts, **options), one.dtype
+    """Compute the cotangent of operand `i`: the result's cotangent times the other operand.
+
+    Args:
+        i: The number of the operand.
+        cotangent: The cotangent of the result.
+        operand_type: The operand's type.
+        other: The other operand.
+        names: The names of all dims of the product.
+        cuts: As for `_run`, of the product.
+        options: As for `jnp.einsum`.
+    """
+    operand_names = names.operands[i]
+    other_names = names.operands[1 - i]
+    # A dim of this operand alone is summed by the product; the cotangent does not depend on it.
+    computed_dims = []
+    for dim, name in enumerate(operand_names):
+        if name in names.result or name in other_names:
+            computed_dims.append(dim)
+
+    is_explicit = AxisType.Explicit in operand_type.sharding.mesh.axis_types
+    computed_cuts = None
+    if is_explicit:
+        entries = cuts_of(operand_type.sharding.spec)
+        computed_cuts = tuple(entries[dim] for dim in computed_dims)
+    computed_names = tuple(operand_names[dim] for dim in computed_dims)
+    y = _product(
+        cotangent,
+        other,
+        names=ProductNames((names.result, other_names), computed_names),
+        cuts=computed_cuts,
+        **options,
     )
+    y = lax.convert_element_type(y, operand_type.dtype)
+    if len(computed_dims) == operand_type.ndim:
+        return y
     # Along a dim that is summed alone, the gradient is repeated.
-    to = one.sharding if explicit else None
-    return y if len(dims) == one.ndim else lax.broadcast_in_dim(y, one.shape, dims, out_sharding=to)
+    out_sharding = operand_type.sharding if is_explicit else None
+    return lax.broadcast_in_dim(y, operand_type.shape, computed_dims, out_sharding=out_sharding)
 
 
 def _batch(
     x: jax.Array,
     y: jax.Array,
-    x_dim: Any,
-    y_dim: Any,
-    along: Batch,
+    x_dim: int | None,
+    y_dim: int | None,
+    batch: Batch,
     *,
-    names: Any,
+    names: ProductNames,
     cuts: Any,
     **options: Any,
 ) -> tuple[jax.Array, int | None]:
+    """Batch the product: the batch is one more dim, the first of the result.
+
+    x_dim, y_dim: None without it.
+    """
     if x_dim is None and y_dim is None:
         return _product(x, y, names=names, cuts=cuts, **options), None
-    new = 1 + max(itertools.chain(*names))
-    pairs = zip(names, (x_dim, y_dim, 0), strict=True)
-    wider = tuple(some if dim is None else (*some[:dim], new, *some[dim:]) for some, dim in pairs)
-    cuts = None if cuts is None else (along.mesh_axes or None, *cuts)
-    return _product(x, y, names=wider, cuts=cuts, **options), 0
+    first_names, second_names = names.operands
+    new_name = 1 + max(first_names + second_names, default=-1)
+
+    def wider(dims: Names, batch_dim: int | None) -> Names:
+        if batch_dim is None:
+            return dims
+        return (*dims[:batch_dim], new_name, *dims[batch_dim:])
+
+    operands = (wider(first_names, x_dim), wider(second_names, y_dim))
+    wider_names = ProductNames(operands, wider(names.result, 0))
+    if cuts is not None:
+        batch_cut = batch.mesh_axes if batch.mesh_axes else None
+        cuts = (batch_cut, *cuts)
+    return _product(x, y, names=wider_names, cuts=cuts, **options), 0
 
 
 _product: Callable[..., jax.Array] = bilinear_primitive(

@@ -1,0 +1,1 @@
+"""How JAX executes each step of a plan, on one device's block."""

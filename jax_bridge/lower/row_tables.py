@@ -1,5 +1,8 @@
-"""Rows of padded blocks, picked by tables: the local part of every step in an SPMD program. A table is a
-numpy constant with one row of positions per device. Padding with zeros stays zero.
+"""Tables of row positions: how one program picks different rows on every device.
+
+All devices run the same program, so rows that differ between them are looked up. A table is a numpy
+constant with one line of row positions for each device: `[devices, rows]`. The file also masks
+padding: a block is padded at its ends to the shape of the largest block.
 """
 
 from __future__ import annotations
@@ -17,118 +20,189 @@ from numpy.typing import NDArray
 from xshard import Mesh, Sharding
 from xshard.steps.exchange.messages import fill_boxes
 
-VOID = -1  # the position of no row: it is filled with zeros
-Table = NDArray[np.int64]  # (devices along some axes, rows): positions
+# The position of no row: a row of zeros is put there.
+VOID = -1
+
+# Row positions: [devices along some mesh axes, rows].
+Table = NDArray[np.int64]
 
 
-def table(
+def group_table(
     mesh: Mesh, axes: Sequence[str], width: int, rows_of: Callable[[int], NDArray[np.int64]]
 ) -> Table:
-    """Positions for every device along `axes`, padded to `width` with VOID."""
-    return table_of([rows_of(device) for device in mesh.group(0, axes)], width)
+    """Tabulate `rows_of(device)` for every device along mesh axes, padded with VOID to `width`."""
+    return padded_table([rows_of(device) for device in mesh.group(0, axes)], width)
 
 
-def table_of(rows: Sequence[Sequence[int] | NDArray], width: int | None = None) -> Table:
-    """Positions for every device, padded with VOID to `width`, or to the longest."""
-    result = np.full((len(rows), max(map(len, rows)) if width is None else width), VOID, np.int64)
-    for own, numbers in zip(result, rows, strict=True):
-        own[: len(numbers)] = numbers
+def padded_table(rows: Sequence[Sequence[int] | NDArray], width: int | None = None) -> Table:
+    """Stack lists of positions, padded with VOID to `width` or to the longest list.
+
+    [[0, 1], [2]] -> [[0, 1], [2, -1]]
+    """
+    if width is None:
+        width = max(map(len, rows))
+    result = np.full((len(rows), width), VOID, np.int64)
+    for line, positions in zip(result, rows, strict=True):
+        line[: len(positions)] = positions
     return result
 
 
-def along(values: jax.Array, dim: int, ndim: int) -> jax.Array:
-    """A number for each row of a dim, to be broadcast over the other dims of a block."""
-    return values.reshape([-1 if d == dim else 1 for d in range(ndim)])
+def along_dim(values: jax.Array, dim: int, ndim: int) -> jax.Array:
+    """Reshape one value per row to broadcast over the other dims: [rows] -> [1, rows, 1]."""
+    shape = [1] * ndim
+    shape[dim] = -1
+    return values.reshape(shape)
+
+
+def with_lengths(x: jax.Array, dim: int, n_dims: int, *lengths: int) -> jax.Array:
+    """Reshape `n_dims` dims, from `dim` on, to other lengths: [2, 8] with dim 1 -> [2, 4, 2]."""
+    return x.reshape(*x.shape[:dim], *lengths, *x.shape[dim + n_dims :])
 
 
 def row_table(sharding: Sharding, dim: int) -> Table:
-    """The global rows of every device along a dim's axes, padded to the most."""
-    axes = sharding.layout.dims[dim].axes
-    width = sharding.max_local_shape[dim]
-    rows_of = partial(sharding.layout.positions, sharding.mesh, sharding.shape, dim)
-    return table(sharding.mesh, axes, width, rows_of)
+    """Tabulate the global row numbers that every device along a dim's mesh axes holds."""
+    layout = sharding.layout
+    rows_of = partial(layout.positions, sharding.mesh, sharding.shape, dim)
+    return group_table(sharding.mesh, layout.dims[dim].axes, sharding.max_local_shape[dim], rows_of)
 
 
 def inverse(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """The index of each of `length` numbers in `positions`; VOID for a number that they lack."""
+    """Return the index of each of `length` numbers in `positions`.
+
+    VOID for a number that is not there.
+
+    [2, 0] with length 3 -> [1, -1, 0]
+    """
     result = np.full(length, VOID, np.int64)
     result[positions] = np.arange(len(positions))
     return result
 
 
-def pick(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.Array:
-    """Pick rows of a dim by a table over `axes`: out[i] = x[positions[my index, i]], zero for VOID."""
+def pick_rows(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.Array:
+    """Gather rows of a block along one dim: out[i] = x[positions[this device, i]], zeros for VOID.
+
+    The table is known while tracing, so the cheapest operation that does the same is compiled:
+    none, zeros, a slice, or a gather of the largest runs of rows that always move together.
+
+    Args:
+        x: This device's block.
+        dim: The dim whose rows are picked.
+        positions: A line for every device along `axes`, or one line for all: `[devices, rows]`.
+        axes: The mesh axes that the table's lines are numbered over.
+    """
     length = x.shape[dim]
     width = positions.shape[1]
-    if width == length and (positions == np.arange(length)).all():
+    picks_all = width == length and (positions == np.arange(length)).all()
+    if picks_all:
         return x
-    if (positions == VOID).all():
-        return jnp.zeros((*x.shape[:dim], width, *x.shape[dim + 1 :]), x.dtype)
-    if (positions == positions[:, :1] + np.arange(width)).all() and (positions[:, 0] != VOID).all():
-        return lax.dynamic_slice_in_dim(x, mine(positions[:, 0].astype(np.int32), axes), width, dim)
-    chunk = _chunk(positions, length)
-    chunks = positions[:, ::chunk] // chunk
-    filled = bool((chunks < 0).any())
-    chunks = np.where(chunks < 0, length // chunk, chunks)  # out of bounds: filled
-    x = x.reshape(*x.shape[:dim], length // chunk, chunk, *x.shape[dim + 1 :])
-    taken = x.at[(slice(None),) * dim + (mine(chunks.astype(np.int32), axes),)].get(
-        mode="fill" if filled else "promise_in_bounds", fill_value=0, wrap_negative_indices=False
-    )
-    return taken.reshape(*x.shape[:dim], width, *x.shape[dim + 2 :])
+    if (positions == VOID).all():  # also a table of no rows, which has no first column
+        shape = list(x.shape)
+        shape[dim] = width
+        return jnp.zeros(shape, x.dtype)
+
+    first = positions[:, 0]
+    are_consecutive = (positions == first[:, None] + np.arange(width)).all()
+    if are_consecutive and (first != VOID).all():
+        # XLA copies a slice faster than it gathers rows.
+        start = row_of_this_device(first.astype(np.int32), axes)
+        return lax.dynamic_slice_in_dim(x, start, width, dim)
+    return _gather_chunks(x, dim, positions, axes)
 
 
-def mine(values: NDArray, axes: Sequence[str]) -> jax.Array:
-    """This device's row of a table over `axes`; a constant if all rows are equal."""
+def _gather_chunks(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.Array:
+    """Gather rows in chunks of consecutive rows, as long as possible."""
+    length = x.shape[dim]
+    chunk_rows = _rows_moving_together(positions, length)
+    n_chunks = length // chunk_rows
+    chunks = positions[:, ::chunk_rows] // chunk_rows
+    is_void = chunks < 0
+    # JAX fills what is out of bounds; a negative index would count from the end.
+    chunks = np.where(is_void, n_chunks, chunks)
+    # Filling costs a comparison of every index with the bounds.
+    mode = "fill" if is_void.any() else "promise_in_bounds"
+
+    x = with_lengths(x, dim, 1, n_chunks, chunk_rows)
+    indices = row_of_this_device(chunks.astype(np.int32), axes)
+    index = (*[slice(None)] * dim, indices)
+    taken = x.at[index].get(mode=mode, fill_value=0, wrap_negative_indices=False)
+    return with_lengths(taken, dim, 2, positions.shape[1])
+
+
+def _rows_moving_together(positions: Table, length: int) -> int:
+    """Return the largest chunk of rows that every device moves as a whole.
+
+    Chunks begin at multiples of their length, before and after.
+
+    [[4, 5, 6, 7, 0, 1]] with length 8 -> 2. Few large chunks copy faster than many rows.
+    """
+    previous = positions[:, :-1]
+    current = positions[:, 1:]
+    # True where a row does not continue the row before it. A run of VOID counts as a run, too.
+    starts_run = np.ones(positions.shape, bool)
+    after_void = current != VOID
+    after_row = current != previous + 1
+    starts_run[:, 1:] = np.where(previous == VOID, after_void, after_row)
+
+    # Every run begins at a multiple of the chunk, in the block and in the result.
+    run_sources = positions[starts_run]
+    source_divisor = np.gcd.reduce(run_sources[run_sources != VOID])
+    target_divisor = np.gcd.reduce(np.nonzero(starts_run)[1])
+    return math.gcd(length, positions.shape[1], int(source_divisor), int(target_divisor))
+
+
+def row_of_this_device(values: NDArray, axes: Sequence[str]) -> jax.Array:
+    """Look up this device's line of a table over mesh axes: `[devices, ...]` -> `[...]`."""
     if (values == values[0]).all():
-        return jnp.asarray(values[0])
+        return jnp.asarray(values[0])  # a constant: XLA folds it, and no device index is needed
     index = lax.axis_index(tuple(axes))
     return lax.dynamic_index_in_dim(
         jnp.asarray(values), index, keepdims=False, allow_negative_indices=False
     )
 
 
-def valid(sharding: Sharding) -> jax.Array:
-    """True where this device's padded block holds an element of the array."""
+def valid_elements(sharding: Sharding) -> jax.Array:
+    """Return a mask of this device's padded block: True at elements, False in padding."""
     shape = sharding.max_local_shape
     mask = jnp.ones(shape, bool)
     for dim, sizes in enumerate(sharding.local_sizes):
-        if len(set(sizes)) > 1:
-            length = mine(np.array(sizes, np.int32), sharding.layout.dims[dim].axes)
+        if len(set(sizes)) > 1:  # else no device has padding along this dim
+            axes = sharding.layout.dims[dim].axes
+            length = row_of_this_device(np.array(sizes, np.int32), axes)
             mask &= lax.broadcasted_iota(np.int32, shape, dim) < length
     return mask
 
 
-def without_padding(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """A padded block with zeros in its padding."""
-    return x if sharding.is_even else jnp.where(valid(sharding), x, jnp.zeros_like(x))
+def with_zero_padding(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """Overwrite the padding of a block with zeros; its shape stays."""
+    if sharding.is_even:
+        return x
+    return jnp.where(valid_elements(sharding), x, jnp.zeros_like(x))
 
 
-def with_fills(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """A block with the constants of its boundaries filled in beyond the ends of the array."""
-    mesh = sharding.mesh
+def with_boundary_constants(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """Write the constants of a layout's boundaries into the halo rows beyond the ends of the array.
+
+    `h/sp:halo(1,1,constant(7))` puts 7 before the first row of the first block and after the last
+    row.
+    """
+    long_axes = sharding.mesh.long_axes
     for dim, length in enumerate(sharding.max_local_shape):
-        axes = [axis for axis in sharding.layout.dims[dim].axes if axis in mesh.long_axes]
-        devices = mesh.group(0, axes)  # the same along other axes: the type stays invariant
-        values = np.zeros((len(devices), length))
-        outside = np.zeros((len(devices), length), bool)
-        for i, device in enumerate(devices):
-            for d, start, stop, value in fill_boxes(sharding, device):
-                if d == dim:
-                    values[i, start:stop] = value
-                    outside[i, start:stop] = True
-        if x.size and outside.any():  # JAX gives an empty array the type of a constant
-            constants = along(mine(values, axes).astype(x.dtype), dim, x.ndim)
-            x = jnp.where(along(mine(outside, axes), dim, x.ndim), constants, x)
-    return without_padding(x, sharding)  # constants along one dim reach the padding of the others
+        # Only over the dim's own axes: along others all devices agree, and x stays invariant.
+        axes = [axis for axis in sharding.layout.dims[dim].axes if axis in long_axes]
+        devices = sharding.mesh.group(0, axes)
+        constants = np.zeros((len(devices), length))
+        is_outside = np.zeros((len(devices), length), bool)
+        for line, device in enumerate(devices):
+            for box_dim, start, stop, constant in fill_boxes(sharding, device):
+                if box_dim == dim:
+                    constants[line, start:stop] = constant
+                    is_outside[line, start:stop] = True
 
-
-def _chunk(positions: Table, length: int) -> int:
-    """The largest number of rows that always move together, aligned: few large rows copy faster."""
-    jumps = np.ones(positions.shape, bool)
-    last = positions[:, :-1]
-    here = positions[:, 1:]
-    jumps[:, 1:] = np.where(last == VOID, here != VOID, here != last + 1)
-    starts = positions[jumps]
-    columns = np.nonzero(jumps)[1]
-    aligned = np.gcd.reduce(starts[starts != VOID]), np.gcd.reduce(columns)
-    return math.gcd(length, positions.shape[1], *map(int, aligned))
+        # JAX would give an empty array the type of the constant.
+        if x.size and is_outside.any():
+            local_constants = row_of_this_device(constants, axes).astype(x.dtype)
+            fills = along_dim(local_constants, dim, x.ndim)
+            mask = along_dim(row_of_this_device(is_outside, axes), dim, x.ndim)
+            x = jnp.where(mask, fills, x)
+    # The constants along one dim have reached the padding of the other dims.
+    return with_zero_padding(x, sharding)

@@ -1,6 +1,7 @@
-"""JAX's rule for each step of a plan: collectives of `jax.lax` on one device's block. A block is padded to
-the largest, and varying along all axes of the plan; the end declares replicas once. A step works on the
-normal form of its layouts: all its axes have more than one device.
+"""JAX's rule for each step of a plan: collectives of `jax.lax` on one device's block.
+
+A block is padded to the largest, and varying along all axes of the plan; the end declares replicas
+once. A step works on the normal form of its layouts: all its axes have more than one device.
 """
 
 from __future__ import annotations
@@ -19,10 +20,23 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from jax_bridge.lower.exchange import exchange
-from jax_bridge.lower.row_tables import inverse, pick, table, without_padding
+from jax_bridge.lower.row_tables import (
+    group_table,
+    inverse,
+    pick_rows,
+    with_lengths,
+    with_zero_padding,
+)
 from jax_bridge.lower.transports import PERMUTE, Transport
 from jax_bridge.mesh import axis_types
-from jax_bridge.mesh.axis_types import as_bits, as_varying, group, is_vmapped, spanned, subgroups
+from jax_bridge.mesh.axis_types import (
+    as_bits,
+    as_varying,
+    group_arguments,
+    is_vmapped,
+    subgroup_arguments,
+    whole_axes,
+)
 from jax_bridge.versions import cuts_of
 from xshard import Plan, Sharding, steps
 from xshard.cost.model import Fabric
@@ -34,254 +48,353 @@ from xshard.steps.permute import senders
 from xshard.steps.traffic import Phases
 
 ALL_REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
-ALONG = {"max": jnp.max, "min": jnp.min}
+REDUCE_BLOCKS = {"max": jnp.max, "min": jnp.min}
 
 
 class StepContext(NamedTuple):
-    """The shardings before and after a step, the links of the mesh, and how boxes of an exchange travel."""
+    """What a step needs beside its block: shardings on both sides, links, and how boxes travel."""
 
     before: Sharding
     after: Sharding
-    fabric: Fabric
+    fabric: Fabric  # the links between the devices of the mesh
     transport: Transport
 
     def phases(self, axes: Sequence[str], op: str = "sum") -> Phases:
-        """The phases of a collective along axes; one if several are no faster, or JAX has no groups."""
-        # `jax.vmap` has no groups of devices, and XLA scatters no reduction but sums.
-        has_several = (
-            op == "sum" and not any(map(is_vmapped, axes)) and self.fabric.has_phases(axes)
-        )
-        spans = self.fabric.spans if has_several else ()
-        return Phases.along(self.before.mesh, axes, spans, range(self.before.mesh.n_devices))
+        """Split a collective into phases, one per kind of link, where that is faster.
 
-    def groups(self, phases: Phases) -> list[dict[str, Any]]:
-        """Arguments of the collective of every phase, the fastest links first."""
+        Args:
+            axes: The axes of the collective.
+            op: "sum" for a sum or a gather; other reductions and all-to-alls run in one phase.
+
+        Returns:
+            The phases; one if several are no faster, or JAX has no groups of devices for them.
+        """
+        # `jax.vmap` has no groups of devices, and XLA scatters no reduction but sums.
+        can_split = op == "sum" and not any(map(is_vmapped, axes))
+        is_faster = can_split and self.fabric.has_phases(axes)
+        mesh = self.before.mesh
+        spans = self.fabric.spans if is_faster else ()
+        return Phases.along(mesh, axes, spans, range(mesh.n_devices))
+
+    def group_arguments(self, phases: Phases) -> list[dict[str, Any]]:
+        """Return the arguments of the collective of every phase, the fastest links first."""
         mesh = self.before.mesh
         if not phases.are_several:
-            return [group(mesh, phases.axes)]
-        levels = [[span.axis for span in level] for level in phases.levels]
-        return [
-            subgroups(mesh, axes, partial(phases.members, level=i)) for i, axes in enumerate(levels)
-        ]
+            return [group_arguments(mesh, phases.axes)]
+        arguments = []
+        for level, spans in enumerate(phases.levels):
+            axes = [span.axis for span in spans]
+            members = partial(phases.members, level=level)
+            arguments.append(subgroup_arguments(mesh, axes, members))
+        return arguments
 
 
-# Jitted: a plan is traced once for all its uses in a model, and compiled once for shard_map without jit.
+# Jitted: a plan is traced once for all its uses in a model, and compiled once where `shard_map`
+# runs outside of jit.
 @partial(jax.jit, static_argnames=("plan", "transport"), inline=True)
 def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
-    """A block under `plan.src`, its padding unknown -> the block under `plan.dst`, padded with zeros, and
-    invariant along the plan's axes that `plan.dst` does not name.
+    """Run a plan on this device's block: the block under `plan.src` -> the block under `plan.dst`.
+
+    Args:
+        plan: The plan.
+        x: The block, padded to the largest; the padding may hold anything.
+        transport: How the boxes of an exchange travel.
+
+    Returns:
+        The new block, padded with zeros, and invariant along the plan's axes that `plan.dst` does
+        not name.
     """
     if explicit_axes(x):
         return _part_by_part(partial(run, transport=transport), plan, x)
-    stays_varying = axis_types.varying_axes(x).difference(plan.axes).union(plan.dst.axes)
-    axes = sorted(
-        axis_types.varying_axes(x).union(plan.axes)
-    )  # a rule's constants are declared varying too
+    block_axes = axis_types.varying_axes(x)
+    stays_varying = block_axes.difference(plan.axes).union(plan.dst.axes)
+    # A rule's constants are declared varying too: all values of a program need one type.
+    axes = sorted(block_axes.union(plan.axes))
     if 0 in plan.shape:  # XLA has no collectives of nothing
         x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
     else:
-        x = without_padding(as_varying(x, axes), plan.source.with_layout(plan.source.normal))
+        source = plan.source.with_layout(plan.source.normal)
+        x = with_zero_padding(as_varying(x, axes), source)
         for step, before, after in plan.stages:
-            context = StepContext(before, after, plan.profile.fabric(before.mesh), transport)
-            x = as_varying(RULES[type(step)](step, x, context), axes)
+            fabric = plan.profile.fabric(before.mesh)
+            rule = RULES[type(step)]
+            x = as_varying(rule(step, x, StepContext(before, after, fabric, transport)), axes)
     # A permutation is along all axes of the mesh.
     return axis_types.as_invariant(x, axis_types.varying_axes(x) - stays_varying)
 
 
+# Blocks that Explicit axes shard further.
+
+
 def explicit_axes(x: jax.Array) -> frozenset[str]:
-    """The Explicit axes over which JAX shards the block further, inside a `shard_map` over other axes."""
-    return frozenset(axis for axes in _explicit_cuts(x) for axis in axes)
+    """Return the Explicit axes over which JAX shards the block further.
+
+    There are such axes inside a `shard_map` over other axes.
+    """
+    axes: set[str] = set()
+    for dim_axes in _explicit_axes_of_dims(x):
+        axes.update(dim_axes)
+    return frozenset(axes)
 
 
-def _explicit_cuts(x: jax.Array) -> list[tuple[str, ...]]:
-    entries = cuts_of(jax.typeof(x).sharding.spec)
-    return [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
+def _explicit_axes_of_dims(x: jax.Array) -> list[tuple[str, ...]]:
+    """Return the Explicit axes that shard each dim of a block: [("tp",), ()]."""
+    result: list[tuple[str, ...]] = []
+    for entry in cuts_of(jax.typeof(x).sharding.spec):
+        if entry is None:
+            result.append(())
+        elif isinstance(entry, str):
+            result.append((entry,))
+        else:
+            result.append(tuple(entry))
+    return result
 
 
 def _part_by_part(
     move: Callable[[Plan, jax.Array], jax.Array], plan: Plan, x: jax.Array
 ) -> jax.Array:
-    """Move each part of a block that Explicit axes shard, with these axes manual: collectives need that.
+    """Move each part of a block that Explicit axes shard, in a `shard_map` over these axes.
+
+    Collectives work along manual axes only.
+
     Raises ShapeError if the plan shards a dim that Explicit axes shard.
     """
     sizes = jax.typeof(x).sharding.mesh.shape
-    lengths = []
     target = plan.target.layout
-    for axes, length, dim in zip(
-        _explicit_cuts(x), plan.shape, plan.source.layout.dims, strict=True
-    ):
+    part_shape = []
+    dims = zip(_explicit_axes_of_dims(x), plan.shape, plan.source.layout.dims, strict=True)
+    for axes, length, dim in dims:
         if axes and (dim.shards or target.dim(dim.name).shards):
             reason = (
                 f"dim {dim.name!r} of the block is also sharded over the Explicit axis {axes[0]!r}"
             )
             hint = "make that axis manual as well, and name it in the expression"
             raise ShapeError(reason, text=f"{plan.src} -> {plan.dst}", hint=hint)
-        lengths.append(length // math.prod(sizes[axis] for axis in axes))
-    part_plan = replace(plan, shape=tuple(lengths))
+        part_shape.append(length // math.prod(sizes[axis] for axis in axes))
+
     spec = jax.typeof(x).sharding.spec
-    entries = [cuts_of(spec)[plan.source.dim_index(name)] for name in target.names]
-    after = PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
-    specs: Any = {"in_specs": spec, "out_specs": after, "axis_names": explicit_axes(x)}
-    return jax.shard_map(partial(move, part_plan), **specs)(x)
+    entries = cuts_of(spec)
+    out_entries = [entries[plan.source.dim_index(name)] for name in target.names]
+    on_parts = jax.shard_map(
+        partial(move, replace(plan, shape=tuple(part_shape))),
+        in_specs=spec,
+        out_specs=PartitionSpec(*out_entries, unreduced=spec.unreduced, reduced=spec.reduced),
+        axis_names=explicit_axes(x),
+    )
+    return on_parts(x)
+
+
+# The rules: one function per step.
 
 
 def _all_gather(step: steps.AllGather, x: jax.Array, context: StepContext) -> jax.Array:
+    """Gather the parts of a dim from the devices along the step's axes, rows in order."""
     dim = context.before.dim_index(step.dim)
-    block = x.shape
+    block_shape = x.shape
     phases = context.phases(axes_of(step.shards))
-    # Gathered along a new first dim, one copy puts the parts in place. Along another dim XLA transposes the
-    # blocks before the collective and back after it.
-    for devices in reversed(
-        context.groups(phases)
-    ):  # the slowest link first, while blocks are small
-        x = lax.all_gather(x, **devices)
-    x = _merged(jnp.moveaxis(x.reshape(-1, *block), 0, dim), dim)
-    return _from_parts(x, dim, _joined_parts(context.before, step.dim, step.shards, phases))
+    # Gathered along a new first dim, one copy puts the parts in place. Along another dim XLA
+    # transposes the blocks before the collective and back after it.
+    for devices in reversed(context.group_arguments(phases)):
+        x = lax.all_gather(x, **devices)  # the slowest link first, while blocks are small
+    parts = x.reshape(-1, *block_shape)  # [devices, *block]
+    x = _merge_dims(jnp.moveaxis(parts, 0, dim), dim)
+    return _rows_in_order(x, dim, _rows_of_parts(context.before, step.dim, step.shards, phases))
 
 
 def _slice(step: steps.Slice, x: jax.Array, context: StepContext) -> jax.Array:
+    """Keep this device's rows of each dim that the step shards; nothing is sent."""
     before = context.before
     after = context.after
     for name, shards in step.cuts:
-        dim, (axes, names) = (
-            before.dim_index(name),
-            spanned(before.mesh, after.layout.dim(name).axes),
-        )
-        rows = partial(_own_rows, before, name, shards)
-        x = pick(x, dim, table(before.mesh, axes, after.max_local_shape[dim], rows), names)
+        dim = before.dim_index(name)
+        span = whole_axes(before.mesh, after.layout.dim(name).axes)
+        rows_of = partial(_rows_kept, before, name, shards)
+        rows = group_table(before.mesh, span.sub_axes, after.max_local_shape[dim], rows_of)
+        x = pick_rows(x, dim, rows, span.names)
     return x
 
 
-def _own_rows(
+def _rows_kept(
     before: Sharding, dim: str, shards: tuple[Shard, ...], device: int
 ) -> NDArray[np.int64]:
+    """Return the rows of its block that a device keeps when a dim is sharded further."""
     return row_numbers(own_part(before, dim, shards, device))
 
 
 def _embed(step: steps.Embed, x: jax.Array, context: StepContext) -> jax.Array:
+    """Put a part's rows at their places in a larger block of zeros: the transpose of `_slice`."""
     before = context.before
     dim = before.dim_index(step.dim)
     axes = before.layout.dim(step.dim).axes
     length = context.after.max_local_shape[dim]
 
-    def own_positions(device: int) -> NDArray[np.int64]:
-        return inverse(_own_rows(before, step.dim, step.shards, device), length)
+    def places(device: int) -> NDArray[np.int64]:
+        return inverse(_rows_kept(before, step.dim, step.shards, device), length)
 
-    return pick(x, dim, table(before.mesh, axes, length, own_positions), axes)
+    return pick_rows(x, dim, group_table(before.mesh, axes, length, places), axes)
 
 
 def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> jax.Array:
+    """Reduce blocks over all devices along the step's axes."""
     phases = context.phases(step.axes, step.op)
     if not phases.are_several:
         return ALL_REDUCE[step.op](x, step.axes)
+
     # Scattered over the fast links, so that the slowest carries small pieces, and gathered back.
-    *near, far = context.groups(phases)
-    if "axis_index_groups" in far:  # JAX sums typed values over whole axes only
-        near.append(far)
-    pieces = jnp.pad(x.reshape(-1), (0, -x.size % context.before.mesh.size(*step.axes)))
-    for devices in near:
+    scattered = context.group_arguments(phases)
+    slowest = scattered.pop()
+    has_whole_axes = "axis_index_groups" not in slowest
+    if not has_whole_axes:  # JAX sums typed values over whole axes only
+        scattered.append(slowest)
+    n_devices = context.before.mesh.size(*step.axes)
+    pieces = jnp.pad(x.reshape(-1), (0, -x.size % n_devices))  # scattered in equal pieces
+    for devices in scattered:
         pieces = lax.psum_scatter(pieces, **devices, tiled=True)
-    if far not in near:
-        pieces = as_varying(lax.psum(pieces, **far), step.axes)
-    for devices in reversed(near):
+    if has_whole_axes:
+        pieces = as_varying(lax.psum(pieces, **slowest), step.axes)
+    for devices in reversed(scattered):
         pieces = lax.all_gather(pieces, **devices, tiled=True)
     return pieces[: x.size].reshape(x.shape)
 
 
 def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContext) -> jax.Array:
+    """Reduce blocks over devices along the step's axes, and leave each its part of the sum."""
     before = context.before
     axes = axes_of(step.shards)
     dim = before.dim_index(step.dim)
     phases = context.phases(axes, step.op)
-    x = pick(x, dim, _joined_parts(before, step.dim, step.shards, phases)[None], ())
-    pieces = jnp.moveaxis(_split(x, dim, before.mesh.size(*axes)), dim, 0)
+    rows = _rows_of_parts(before, step.dim, step.shards, phases)
+    x = pick_rows(x, dim, rows[None], ())
+    parts = _split_dim(x, dim, before.mesh.size(*axes))
+    pieces = jnp.moveaxis(parts, dim, 0)  # [devices, *block]
     if step.op == "sum":
-        for devices in context.groups(phases):  # the slowest link last, when pieces are small
+        for devices in context.group_arguments(phases):
+            # The slowest link last, when pieces are small.
             pieces = lax.psum_scatter(pieces, **devices, tiled=True)
         return pieces.reshape(pieces.shape[1:])
+
     # XLA scatters sums only: pieces travel and are reduced on arrival, for the same bytes.
-    return ALONG[step.op](
-        as_bits(lambda x: lax.all_to_all(x, axes, 0, 0, tiled=True), pieces), axis=0
-    )
+    arrived = as_bits(lambda bits: lax.all_to_all(bits, axes, 0, 0, tiled=True), pieces)
+    return REDUCE_BLOCKS[step.op](arrived, axis=0)
 
 
 def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax.Array:
+    """Shard the step's `dst_dim` instead of its `src_dim`, which becomes whole."""
     before = context.before
     src = before.dim_index(step.src_dim)
     dst = before.dim_index(step.dst_dim)
     phases = context.phases(axes_of(step.dst_shards), op="")
-    x = pick(x, dst, _joined_parts(before, step.dst_dim, step.dst_shards, phases)[None], ())
-    # With the parts along a dim of their own one copy puts them in place; a tiled `all_to_all` makes two.
-    x = _split(x, dst, before.mesh.size(*phases.axes))
-    x = lax.all_to_all(
-        x, split_axis=dst, concat_axis=dst, tiled=True, **group(before.mesh, phases.axes)
-    )
-    x = _merged(jnp.moveaxis(x, dst, src), src)
-    return _from_parts(x, src, _joined_parts(before, step.src_dim, step.src_shards, phases))
+    sent_rows = _rows_of_parts(before, step.dst_dim, step.dst_shards, phases)
+    x = pick_rows(x, dst, sent_rows[None], ())
+    # With the parts along a dim of their own one copy puts them in place; a tiled `all_to_all`
+    # makes two.
+    x = _split_dim(x, dst, before.mesh.size(*phases.axes))  # [..., devices, rows, ...]
+    devices = group_arguments(before.mesh, phases.axes)
+    x = lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **devices)
+    # Along `dst` lie now the parts of `src` that the devices had.
+    x = _merge_dims(jnp.moveaxis(x, dst, src), src)
+    return _rows_in_order(x, src, _rows_of_parts(before, step.src_dim, step.src_shards, phases))
 
 
-def _permute(_: steps.Permute, x: jax.Array, context: StepContext) -> jax.Array:
-    pairs = enumerate(senders(context.before, context.after))
-    return axis_types.ppermute(
-        x, context.before.mesh, [(sender, receiver) for receiver, sender in pairs]
-    )
+def _exchange(step: steps.Exchange, x: jax.Array, context: StepContext) -> jax.Array:
+    """Send boxes of elements between any devices."""
+    return exchange(step, x, context.before, context.after, context.transport)
 
 
-def _scale(step: steps.Scale, x: jax.Array, _: StepContext) -> jax.Array:
-    n = step.factor.denominator
+def _mask(step: steps.Mask, x: jax.Array, context: StepContext) -> jax.Array:
+    """Keep the block on the first device along the step's axes; zeros elsewhere: a sum."""
+    return jnp.where(lax.axis_index(step.axes) == 0, x, jnp.zeros_like(x))
+
+
+def _permute(step: steps.Permute, x: jax.Array, context: StepContext) -> jax.Array:
+    """Send whole blocks to other devices."""
+    pairs = []
+    for receiver, sender in enumerate(senders(context.before, context.after)):
+        pairs.append((sender, receiver))
+    return axis_types.ppermute(x, context.before.mesh, pairs)
+
+
+def _retag(step: steps.Retag, x: jax.Array, context: StepContext) -> jax.Array:
+    """Return the block as it is: only the meaning changes, as from a replica to a copy."""
+    return x
+
+
+def _scale(step: steps.Scale, x: jax.Array, context: StepContext) -> jax.Array:
+    """Multiply the block by a fraction."""
+    denominator = step.factor.denominator
     x = x * np.array(step.factor.numerator, x.dtype)
-    if n == 1:
+    if denominator == 1:
         return x
-    by = jnp.full_like(x, n)
-    # XLA replaces division by a constant with multiplication by its reciprocal, fused into a sum. A rounded
-    # reciprocal would make a mean of whole numbers fractional; the barrier hides the constant.
-    return x / (by if n & (n - 1) == 0 else lax.optimization_barrier(by))
+    divisor = jnp.full_like(x, denominator)
+    is_power_of_two = denominator & (denominator - 1) == 0
+    if not is_power_of_two:
+        # XLA replaces division by a constant with multiplication by its reciprocal, fused into a
+        # sum. A rounded reciprocal would make a mean of whole numbers fractional; the barrier hides
+        # the constant.
+        divisor = lax.optimization_barrier(divisor)
+    return x / divisor
 
 
-def _joined_parts(
+def _transpose(step: steps.Transpose, x: jax.Array, context: StepContext) -> jax.Array:
+    """Reorder the dims of the block."""
+    return jnp.transpose(x, step.order(context.before))
+
+
+def _rows_of_parts(
     before: Sharding, dim: str, shards: tuple[Shard, ...], phases: Phases
 ) -> NDArray[np.int64]:
-    """Rows of a dim's parts under `shards`, part after part in the order that the phases leave them in."""
+    """Return the rows of a dim's parts, part after part.
+
+    Parts are in the order in which the phases of a collective leave them.
+
+    8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    mesh = before.mesh
     parts = even_parts(before, dim, shards)
-    devices = phases.reached(0) if phases.are_several else before.mesh.group(0, phases.axes)
-    return np.concatenate(
-        [row_numbers(parts[before.mesh.index(d, axes_of(shards))]) for d in devices]
-    )
+    axes = axes_of(shards)
+    # Phases within fast links and between them leave parts in another order than one collective.
+    devices = phases.reached(0) if phases.are_several else mesh.group(0, phases.axes)
+    return np.concatenate([row_numbers(parts[mesh.index(device, axes)]) for device in devices])
 
 
-def _from_parts(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
-    return pick(x, dim, inverse(rows, len(rows))[None], ())
+def _rows_in_order(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:
+    """Sort a dim whose i-th row is row `rows[i]` of the array."""
+    return pick_rows(x, dim, inverse(rows, len(rows))[None], ())
 
 
-def _split(x: jax.Array, dim: int, n: int) -> jax.Array:
-    """Split a dim into `n` parts and the rows of a part."""
-    return x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+def _split_dim(x: jax.Array, dim: int, n_parts: int) -> jax.Array:
+    """Split a dim into its parts and the rows of a part: [8, 3] -> [4, 2, 3]."""
+    return with_lengths(x, dim, 1, n_parts, x.shape[dim] // n_parts)
 
 
-def _merged(x: jax.Array, dim: int) -> jax.Array:
-    """Merge a dim and the next into one."""
-    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+def _merge_dims(x: jax.Array, dim: int) -> jax.Array:
+    """Merge a dim and the next into one: [4, 2, 3] -> [8, 3]."""
+    return with_lengths(x, dim, 2, x.shape[dim] * x.shape[dim + 1])
 
 
 Rule = Callable[[Any, jax.Array, StepContext], jax.Array]
 
 
-def _of_bits(rule: Rule) -> Rule:
-    """A rule that only moves elements: short floats travel as integers."""
-    return lambda step, x, context: as_bits(lambda bits: rule(step, bits, context), x)
+def _on_bits(rule: Rule) -> Rule:
+    """Make a rule that only moves elements move short floats as integers."""
+
+    def rule_on_bits(step: steps.Step, x: jax.Array, context: StepContext) -> jax.Array:
+        return as_bits(lambda bits: rule(step, bits, context), x)
+
+    return rule_on_bits
 
 
 RULES: dict[type[steps.Step], Rule] = {
-    steps.AllGather: _of_bits(_all_gather),
+    steps.AllGather: _on_bits(_all_gather),
     steps.AllReduce: _all_reduce,
-    steps.AllToAll: _of_bits(_all_to_all),
-    steps.Embed: _of_bits(_embed),
-    steps.Exchange: lambda step, x, context: exchange(step, x, *context[:2], context.transport),
-    steps.Mask: lambda step, x, _: jnp.where(lax.axis_index(step.axes) == 0, x, jnp.zeros_like(x)),
+    steps.AllToAll: _on_bits(_all_to_all),
+    steps.Embed: _on_bits(_embed),
+    steps.Exchange: _exchange,
+    steps.Mask: _mask,
     steps.Permute: _permute,
     steps.ReduceScatter: _reduce_scatter,
-    steps.Retag: lambda step, x, context: x,
+    steps.Retag: _retag,
     steps.Scale: _scale,
-    steps.Slice: _of_bits(_slice),
-    steps.Transpose: lambda step, x, context: jnp.transpose(x, step.order(context.before)),
+    steps.Slice: _on_bits(_slice),
+    steps.Transpose: _transpose,
 }

@@ -1,7 +1,9 @@
-"""Messages in rounds, and how their boxes travel: one permutation per round, or all rounds in one buffer.
-Every device sends and receives at most one message in a round. Rounds colour the edges of the bipartite graph
-of senders and receivers; the minimum, the most messages at one device, is always reached (König 1916).
-`lax.ragged_all_to_all` is one collective for all rounds; XLA has it for GPUs and TPUs, not for CPUs.
+"""Messages in rounds, and how their boxes travel: by permutations, or in one buffer.
+
+Every device sends and receives at most one message in a round. Rounds colour the edges of the
+bipartite graph of senders and receivers; the minimum, the most messages at one device, is always
+reached (König 1916). `lax.ragged_all_to_all` is one collective for all rounds; XLA has it for GPUs
+and TPUs, not for CPUs.
 """
 
 from __future__ import annotations
@@ -19,221 +21,334 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.lower.row_tables import mine
+from jax_bridge.lower.row_tables import row_of_this_device
 from jax_bridge.mesh.axis_types import as_varying, long_axes, ppermute, varying_axes
 from xshard import Mesh, Sharding
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, messages_to
 
 Round = tuple[Message, ...]
-MOST_PADDING = (
-    1.02  # received elements per element of the messages; above it rounds are split by shape
-)
+
+# Received elements per element of the messages; above it rounds are split by shape.
+MOST_PADDING = 1.02
+
+# Rounds.
 
 
 class Schedule(NamedTuple):
     """The messages of an exchange in rounds."""
 
-    local: tuple[
-        Round, ...
-    ]  # of devices to themselves, one shape and at most one per device in each round
-    sent: tuple[Round, ...]  # all others
+    # Of devices to themselves; one shape and at most one message per device in each round.
+    local: tuple[Round, ...]
+    # All other messages; local ones too where that adds no round.
+    sent: tuple[Round, ...]
 
     @property
-    def every(self) -> tuple[Round, ...]:
+    def all_rounds(self) -> tuple[Round, ...]:
+        """The rounds in the order in which boxes are placed."""
         return self.local + self.sent
 
 
 @lru_cache(maxsize=1024)
 def rounds(step: Exchange, before: Sharding) -> Schedule:
-    """The schedule of an exchange."""
+    """Put the messages of an exchange into rounds. before: the sharding before the step."""
     after = step.after(before)
-    devices = range(before.mesh.n_devices)
-    messages = [
-        m for device in devices for m in messages_to(before, after, device, step.node_devices)
-    ]
+    messages: list[Message] = []
+    for device in range(before.mesh.n_devices):
+        messages += messages_to(before, after, device, step.node_devices)
     return scheduled(messages, adds=step.op(before) is not None)
 
 
 def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
-    """The schedule of messages. adds: True if boxes are added up: a sum starts with the device's own box."""
-    # Else local messages join the rounds if that adds none: devices that receive nothing still write a box.
-    sent = _in_rounds([m for m in messages if not _is_local(m)])
-    # The busiest device's messages bound the rounds from below: most schedules need not be tried.
-    if not adds and _busiest((m.src, m.dst) for m in messages) <= len(sent):
+    """Put messages into as few rounds as possible.
+
+    Args:
+        messages: The messages; local ones are from a device to itself.
+        adds: Whether boxes are added up. A sum starts with the device's own box, so local messages
+            come first, in rounds of their own.
+    """
+    local = [message for message in messages if _is_local(message)]
+    sent = _in_rounds([message for message in messages if not _is_local(message)])
+    # Local messages join the rounds if that adds none: devices that receive nothing still write a
+    # box. The busiest device's messages bound the rounds from below, so that most schedules need
+    # not be tried.
+    if not adds and _most_at_one_vertex(_edges(messages)) <= len(sent):
         joint = _in_rounds(messages)
         if len(joint) <= len(sent):
             return Schedule((), tuple(joint))
-    local = _by_shape([m for m in messages if _is_local(m)])
-    return Schedule(tuple(r for of_shape in local for r in _one_per_device(of_shape)), tuple(sent))
+
+    local_rounds: list[Round] = []
+    for same_shape in _by_shape(local):
+        local_rounds += _one_per_device(same_shape)
+    return Schedule(tuple(local_rounds), tuple(sent))
 
 
 def box_shape(messages: Round) -> tuple[int, ...]:
-    """The longest message along every dim."""
-    return tuple(map(max, zip(*(m.shape for m in messages), strict=True)))
+    """Return the longest message along every dim: all boxes of a round are padded to it."""
+    shapes = (message.shape for message in messages)
+    return tuple(map(max, zip(*shapes, strict=True)))
+
+
+def _edges(messages: Sequence[Message]) -> list[tuple[int, int]]:
+    """Return the (sender, receiver) of each message."""
+    return [(message.src, message.dst) for message in messages]
 
 
 def _in_rounds(messages: Sequence[Message]) -> list[Round]:
-    """The fewest rounds; rounds of one shape each if padding to the longest message costs too much."""
-    fewest = _coloured(sorted(messages, key=lambda m: -m.size))  # long messages share rounds
-    if _received(fewest, padded=True) > MOST_PADDING * _received(fewest, padded=False):
-        return [r for of_shape in _by_shape(messages) for r in _coloured(of_shape)]
-    return fewest
+    """Return the fewest rounds.
+
+    Rounds of one shape each if padding to the longest message costs too much.
+    """
+    longest_first = sorted(
+        messages, key=lambda message: -message.size
+    )  # long messages share rounds
+    fewest = _coloured(longest_first)
+    if _received(fewest, padded=True) <= MOST_PADDING * _received(fewest, padded=False):
+        return fewest
+    result: list[Round] = []
+    for same_shape in _by_shape(messages):
+        result += _coloured(same_shape)
+    return result
 
 
 def _is_local(message: Message) -> bool:
+    """Return whether a device sends the message to itself."""
     return message.src == message.dst
 
 
 def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
-    return [
-        [m for m in messages if m.shape == shape]
-        for shape in dict.fromkeys(m.shape for m in messages)
-    ]
+    """Group messages by the shape of their boxes, in the order in which shapes first occur."""
+    groups: dict[tuple[int, ...], list[Message]] = {}
+    for message in messages:
+        groups.setdefault(message.shape, []).append(message)
+    return list(groups.values())
 
 
 def _coloured(messages: Sequence[Message]) -> list[Round]:
-    colours = edge_colours([(m.src, m.dst) for m in messages])
+    """Put messages into the fewest rounds, each an edge colour."""
+    colours = edge_colours(_edges(messages))
     by_colour: list[list[Message]] = [[] for _ in range(max(colours, default=-1) + 1)]
     for message, colour in zip(messages, colours, strict=True):
         by_colour[colour].append(message)
-    return [tuple(messages) for messages in by_colour]
+    return [tuple(same_colour) for same_colour in by_colour]
 
 
 def _one_per_device(local: Sequence[Message]) -> list[Round]:
-    """Local messages in rounds: the first of every device, then the second, ..."""
-    by_device = [list(own) for _, own in itertools.groupby(local, key=lambda m: m.dst)]
-    return [tuple(m for m in turn if m is not None) for turn in itertools.zip_longest(*by_device)]
+    """Put local messages into rounds: the first of every device, then the second, ..."""
+    grouped = itertools.groupby(local, key=lambda message: message.dst)
+    by_device = [list(of_device) for _, of_device in grouped]
+    result = []
+    for nth_of_devices in itertools.zip_longest(*by_device):
+        result.append(tuple(message for message in nth_of_devices if message is not None))
+    return result
 
 
 def _received(schedule: Sequence[Round], *, padded: bool) -> int:
-    """Elements that the busiest device receives, with or without the padding of the rounds."""
+    """Count the elements that the busiest device receives, with or without padding."""
     elements: Counter[int] = Counter()
     for messages in schedule:
-        for message in itertools.filterfalse(_is_local, messages):
-            elements[message.dst] += math.prod(box_shape(messages)) if padded else message.size
+        padded_size = math.prod(box_shape(messages))
+        for message in messages:
+            if not _is_local(message):
+                elements[message.dst] += padded_size if padded else message.size
     return max(elements.values(), default=0)
 
 
-def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Edges (sender, receiver) -> a colour each, different at every vertex; as few as the largest degree.
+# Edge colours.
 
-    >>> edge_colours([(0, 1), (0, 2), (1, 2)])
-    [0, 1, 0]
+
+def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Colour the edges (sender, receiver) of a bipartite graph so that no two meet in one colour.
+
+    There are as few colours as the largest degree.
+
+    Examples:
+        >>> edge_colours([(0, 1), (0, 2), (1, 2)])
+        [0, 1, 0]
     """
-    # edge_of[side][vertex][colour] is an edge; side 0 has the senders, side 1 the receivers.
-    edge_of: tuple[dict[int, dict[int, int]], ...] = ({}, {})
+    # edge_at[side][vertex][colour] is an edge; side 0 has the senders, side 1 the receivers.
+    edge_at: tuple[dict[int, dict[int, int]], ...] = ({}, {})
     colours: list[int] = []
-    most = _busiest(edges)
-    for edge, vertices in enumerate(edges):
-        used = [edge_of[side].setdefault(vertices[side], {}) for side in (0, 1)]
-        mine, theirs = (_first_free(u) for u in used)
-        both = _first_free({**used[0], **used[1]})
-        if both < most:
-            mine = both
-        elif mine in used[1]:
-            # Swap the two colours along the path that starts at the receiver with `mine`: it
-            # alternates between them and cannot reach the sender, where `mine` is free.
-            path = []
-            side = 1
-            vertex = vertices[1]
-            colour = mine
-            while (step := edge_of[side][vertex].get(colour)) is not None:
-                path.append(step)
-                side = 1 - side
-                colour = theirs if colour == mine else mine
-                vertex = edges[step][side]
-            for step in path:
-                for side in (0, 1):
-                    del edge_of[side][edges[step][side]][colours[step]]
-            for step in path:
-                colours[step] = theirs if colours[step] == mine else mine
-                for side in (0, 1):
-                    edge_of[side][edges[step][side]][colours[step]] = step
-        colours.append(mine)
-        for u in used:
-            u[mine] = edge
+    n_colours = _most_at_one_vertex(edges)
+    for edge, (sender, receiver) in enumerate(edges):
+        at_sender = edge_at[0].setdefault(sender, {})
+        at_receiver = edge_at[1].setdefault(receiver, {})
+        colour = _first_free({**at_sender, **at_receiver})
+        if colour >= n_colours:
+            # No colour is free at both ends: take the sender's, and free it at the receiver.
+            colour = _first_free(at_sender)
+            if colour in at_receiver:
+                other_colour = _first_free(at_receiver)
+                path = _alternating_path(edges, edge_at, receiver, colour, other_colour)
+                _swap_colours(edges, edge_at, colours, path, (colour, other_colour))
+        colours.append(colour)
+        at_sender[colour] = edge
+        at_receiver[colour] = edge
     return colours
 
 
-def _busiest(edges: Iterable[tuple[int, int]]) -> int:
-    """The most edges at one vertex."""
-    return max((n for side in zip(*edges, strict=True) for n in Counter(side).values()), default=0)
+def _alternating_path(
+    edges: Sequence[tuple[int, int]],
+    edge_at: Sequence[dict[int, dict[int, int]]],
+    receiver: int,
+    colour: int,
+    next_colour: int,
+) -> list[int]:
+    """Follow edges from a receiver whose colours alternate, beginning with `colour`.
+
+    The path cannot reach the sender of the edge that is being coloured, where `colour` is free.
+    """
+    path: list[int] = []
+    side = 1
+    vertex = receiver
+    for wanted in itertools.cycle((colour, next_colour)):
+        edge = edge_at[side][vertex].get(wanted)
+        if edge is None:
+            break
+        path.append(edge)
+        side = 1 - side
+        vertex = edges[edge][side]
+    return path
 
 
-def _first_free(used: dict[int, int]) -> int:
-    return next(colour for colour in range(len(used) + 1) if colour not in used)
+def _swap_colours(
+    edges: Sequence[tuple[int, int]],
+    edge_at: Sequence[dict[int, dict[int, int]]],
+    colours: list[int],
+    path: Sequence[int],
+    pair: tuple[int, int],
+) -> None:
+    """Exchange two colours along a path, in `colours` and in `edge_at`."""
+    # All old entries go first: a new entry may stand where the next edge of the path stood.
+    for edge in path:
+        for side, vertex in enumerate(edges[edge]):
+            del edge_at[side][vertex][colours[edge]]
+    other_colour = {pair[0]: pair[1], pair[1]: pair[0]}
+    for edge in path:
+        colours[edge] = other_colour[colours[edge]]
+        for side, vertex in enumerate(edges[edge]):
+            edge_at[side][vertex][colours[edge]] = edge
+
+
+def _most_at_one_vertex(edges: Iterable[tuple[int, int]]) -> int:
+    """Return the largest degree: the most edges at one sender or receiver."""
+    degrees = [0]
+    for vertices in zip(*edges, strict=True):
+        degrees += Counter(vertices).values()
+    return max(degrees)
+
+
+def _first_free(edge_of_colour: dict[int, int]) -> int:
+    """Return the smallest colour that no edge at a vertex has."""
+    colour = 0
+    while colour in edge_of_colour:
+        colour += 1
+    return colour
+
+
+# Ways to send boxes.
 
 
 class Transport(NamedTuple):
     """A way to send the boxes of an exchange."""
 
-    send: Callable[
-        [Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]
-    ]  # -> those that arrived
-    branches: bool  # devices may take different branches of a program; on GPUs the host would wait for each
+    # Boxes to send, their rounds, the mesh -> the boxes that arrived.
+    send: Callable[[Sequence[jax.Array], Sequence[Round], Mesh], list[jax.Array]]
+    # Devices may take different branches of a program; on GPUs the host would wait for each.
+    branches: bool
 
 
 def _by_ppermute(
     boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh
 ) -> list[jax.Array]:
-    """One `ppermute` per round."""
-    pairs = ([(m.src, m.dst) for m in messages] for messages in rounds)
-    return [ppermute(box, mesh, sent) for box, sent in zip(boxes, pairs, strict=True)]
+    """Send the boxes of each round by one `ppermute`."""
+    return [
+        ppermute(box, mesh, _edges(messages)) for box, messages in zip(boxes, rounds, strict=True)
+    ]
 
 
 def _by_ragged_all_to_all(
     boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh
 ) -> list[jax.Array]:
-    """All rounds in one buffer, sent by one `ragged_all_to_all`, or as many as a pair has messages."""
-    result = list(boxes)
+    """Send all rounds by one `ragged_all_to_all`, or by as many as a pair has messages."""
+    arrived = list(boxes)
     axes = long_axes(mesh)
-    for sent in _once_per_pair(rounds):
-        shapes = [boxes[i].shape for i in sent]
-        arguments = ragged_arguments([rounds[i] for i in sent], shapes, mesh.n_devices)
-        buffer = jnp.concatenate([boxes[i].reshape(-1) for i in sent])
+    # The collective takes one piece per pair of devices.
+    for members in _once_per_pair(rounds):
+        shapes = [boxes[i].shape for i in members]
+        arguments = ragged_arguments([rounds[i] for i in members], shapes, mesh.n_devices)
+        buffer = jnp.concatenate([boxes[i].reshape(-1) for i in members])
         # The result has the type of the buffer that it is written to: zeros are declared varying.
-        new = as_varying(jnp.zeros_like(buffer), varying_axes(buffer))
-        tables = [mine(table, axes) for table in arguments]
-        arrived = lax.ragged_all_to_all(buffer, new, *tables, axis_name=axes)
+        output = as_varying(jnp.zeros_like(buffer), varying_axes(buffer))
+        buffer = lax.ragged_all_to_all(
+            buffer,
+            output,
+            row_of_this_device(arguments.input_offsets, axes),
+            row_of_this_device(arguments.send_sizes, axes),
+            row_of_this_device(arguments.output_offsets, axes),
+            row_of_this_device(arguments.recv_sizes, axes),
+            axis_name=axes,
+        )
         stops = np.cumsum([math.prod(shape) for shape in shapes])
-        for i, shape, box in zip(sent, shapes, jnp.split(arrived, stops[:-1]), strict=True):
-            result[i] = box.reshape(shape)
-    return result
+        pieces = jnp.split(buffer, stops[:-1])
+        for i, shape, piece in zip(members, shapes, pieces, strict=True):
+            arrived[i] = piece.reshape(shape)
+    return arrived
 
 
 def _once_per_pair(rounds: Sequence[Round]) -> list[list[int]]:
-    """Indices of the rounds, in groups with at most one message per pair of devices."""
-    groups: list[tuple[list[int], set[tuple[int, int]]]] = []
+    """Group the numbers of rounds so that no pair of devices has two messages in a group."""
+    groups: list[list[int]] = []
+    pairs_of_groups: list[set[tuple[int, int]]] = []
     for i, messages in enumerate(rounds):
-        pairs = {(m.src, m.dst) for m in messages}
-        group = next((group for group in groups if not pairs & group[1]), None)
-        if group is None:
-            groups.append(group := ([], set()))
-        group[0].append(i)
-        group[1].update(pairs)
-    return [members for members, _ in groups]
+        pairs = set(_edges(messages))
+        for group, taken in zip(groups, pairs_of_groups, strict=True):
+            if pairs.isdisjoint(taken):
+                group.append(i)
+                taken.update(pairs)
+                break
+        else:
+            groups.append([i])
+            pairs_of_groups.append(pairs)
+    return groups
+
+
+class RaggedArguments(NamedTuple):
+    """Arguments of `lax.ragged_all_to_all`, in elements: [devices, partners]."""
+
+    input_offsets: NDArray[np.int32]
+    send_sizes: NDArray[np.int32]
+    output_offsets: NDArray[np.int32]
+    recv_sizes: NDArray[np.int32]
 
 
 def ragged_arguments(
     rounds: Sequence[Round], shapes: Sequence[tuple[int, ...]], n_devices: int
-) -> tuple[NDArray[np.int32], ...]:
-    """Input offsets, send sizes, output offsets and receive sizes in elements, by device and partner, of the
-    messages in a buffer with one box per round. Padding along the first dim of a box is not sent.
+) -> RaggedArguments:
+    """Say where messages lie in a buffer with one box per round, and how much of each is sent.
+
+    Args:
+        rounds: The rounds, with at most one message per pair of devices in all of them.
+        shapes: The shape of each round's box. Padding along its first dim is not sent.
+        n_devices: The number of devices.
     """
-    offsets, sizes = np.zeros((2, n_devices, n_devices), np.int32)
-    start = 0
+    offsets = np.zeros((n_devices, n_devices), np.int32)  # [senders, receivers]
+    sizes = np.zeros((n_devices, n_devices), np.int32)
+    box_offset = 0
     for messages, shape in zip(rounds, shapes, strict=True):
         for message in messages:
-            offsets[message.src, message.dst] = start
-            last = [n - 1 for n in message.shape]
-            sizes[message.src, message.dst] = np.ravel_multi_index(last, shape) + 1 if shape else 1
-        start += math.prod(shape)
-    return offsets, sizes, offsets, sizes.T.copy()
+            offsets[message.src, message.dst] = box_offset
+            size = 1  # of an array without dims
+            if shape:
+                last_element = [length - 1 for length in message.shape]
+                size = int(np.ravel_multi_index(last_element, shape)) + 1
+            sizes[message.src, message.dst] = size
+        box_offset += math.prod(shape)
+    # A box has one place in the buffers of all devices, so offsets are equal at both ends.
+    return RaggedArguments(offsets, sizes, offsets, sizes.T.copy())
 
 
 PERMUTE = Transport(_by_ppermute, branches=True)
 RAGGED = Transport(_by_ragged_all_to_all, branches=False)
-PERMUTE_UNBRANCHED = Transport(
-    _by_ppermute, branches=False
-)  # for programs that do not know their platform
+# For programs that do not know their platform.
+PERMUTE_UNBRANCHED = Transport(_by_ppermute, branches=False)

@@ -1,0 +1,1 @@
+"""Device meshes as JAX and as xshard know them, and the types of values along their axes."""

@@ -1,13 +1,15 @@
-"""Mesh axes around a call: which are manual, in what order, their sub-axes, and a value's type along them.
-Under `check_vma=True` a value is invariant, varying, unreduced or reduced along every manual axis. Under
-`check_vma=False`, in `pmap` and in `vmap` there are no types, and declaring one does nothing.
+"""Mesh axes around a call: which are manual, in what order, and what type a value has along them.
+
+Under `check_vma=True` JAX types every value along every manual axis: invariant (equal on all
+devices), varying, unreduced (addends) or reduced (copies). Under `check_vma=False`, in `pmap` and
+in `vmap` there are no such types, and declaring one does nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,63 +22,41 @@ from xshard import Layout, Mesh
 from xshard.layout.sub_axes import SubAxisMesh, unfactored
 from xshard.ops import Axes
 
+# Axes around a call.
+
 
 def bound_size(axis: str) -> int | None:
-    """Devices along an axis; None if no collective here can name it."""
-    return lax.axis_size(axis) if axis in versions.named_axes() else None
+    """Return the number of devices along an axis; None if no collective can name the axis here."""
+    if axis not in versions.named_axes():
+        return None
+    return lax.axis_size(axis)
 
 
 def axis_size(axis: Axes) -> int:
-    """Devices along an axis, or along several together; an axis that no collective here can name counts 1."""
-    return math.prod(bound_size(a) or 1 for a in ([axis] if isinstance(axis, str) else axis))
+    """Return the number of devices along an axis or several.
+
+    An axis that no collective can name counts 1.
+    """
+    axes = (axis,) if isinstance(axis, str) else axis
+    sizes = (bound_size(name) for name in axes)
+    return math.prod(size for size in sizes if size is not None)
 
 
-def bound_sizes(also: Iterable[str] = ()) -> dict[str, int]:
-    """Sizes of the manual axes in mesh order, then of the axes of `also` that vmap has bound."""
-    return {name: size for name in (*_manual(), *also) if (size := bound_size(name)) is not None}
+def bound_sizes(vmap_axes: Iterable[str] = ()) -> dict[str, int]:
+    """Return the sizes of the manual axes in mesh order, then of axes that vmap has bound.
 
-
-def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply `move` to the bits of an array."""
-    return from_bits(move(to_bits(x)), x.dtype)
-
-
-def to_bits(x: jax.Array) -> jax.Array:
-    """Short floats as integers, and numbers of 4 bits as bytes; all others as they are."""
-    # XLA:CPU would send, slice and concatenate wider floats; NCCL has nothing shorter than a byte.
-    if jnp.issubdtype(x.dtype, jnp.floating) and (bits := jnp.finfo(x.dtype).bits) <= 16:
-        x = lax.bitcast_convert_type(x, f"uint{bits}")
-    return x.astype(jnp.uint8) if _is_short(x.dtype) else x
-
-
-def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `to_bits`."""
-    if jnp.issubdtype(dtype, jnp.floating) and (n := jnp.finfo(dtype).bits) <= 16:
-        return lax.bitcast_convert_type(from_bits(bits, jnp.dtype(f"uint{n}")), dtype)
-    return bits.astype(dtype) if _is_short(dtype) else bits
-
-
-def _is_short(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
-
-
-def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Array:
-    """Send whole blocks between devices of `mesh`: pairs (sender, receiver). Other results mean nothing."""
-    # JAX's ppermute numbers devices in the order of its own mesh, whatever the order of the axes given.
-    names = jax.sharding.get_abstract_mesh().axis_names
-    mesh = unfactored(mesh, mesh.axes)[0]
-    axes = sorted(long_axes(mesh), key=lambda a: names.index(a) if a in names else 0)
-    indexed = [(mesh.index(s, axes), mesh.index(d, axes)) for s, d in pairs]
-    if any(map(is_vmapped, axes)):  # under vmap every device must take part
-        idle = [
-            set(range(mesh.size(*axes))).difference(busy) for busy in zip(*indexed, strict=True)
-        ]
-        indexed += zip(*map(sorted, idle), strict=True)
-    return as_bits(lambda x: lax.ppermute(x, tuple(axes), indexed), x)
+    vmap_axes: names that may be axes of vmap.
+    """
+    sizes: dict[str, int] = {}
+    for name in (*_manual_axes(), *vmap_axes):
+        size = bound_size(name)
+        if size is not None:
+            sizes[name] = size
+    return sizes
 
 
 def is_typed(axis: str) -> bool:
-    """True if values have a type along the axis, as inside a shard_map with check_vma=True."""
+    """Return whether values have a type along the axis, as in a shard_map with check_vma=True."""
     if bound_size(axis) is None:
         return False
     # With types the index along an axis is varying; under vmap it has no type.
@@ -85,63 +65,77 @@ def is_typed(axis: str) -> bool:
 
 
 def is_vmapped(axis: str) -> bool:
-    """True if the axis is a batch named by `jax.vmap(axis_name=)`."""
-    return bound_size(axis) is not None and axis not in _manual()
+    """Return whether the axis is a batch named by `jax.vmap(axis_name=)`."""
+    return bound_size(axis) is not None and axis not in _manual_axes()
 
 
-def _manual() -> list[str]:
-    """The manual axes of the context's mesh (of shard_map and pmap), in its order."""
+def _manual_axes() -> list[str]:
+    """List the manual axes of the context's mesh (of shard_map and pmap), in its order."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return [name for name, kind in kinds if kind == AxisType.Manual]
 
 
+# Types of values along axes.
+
+
 def varying_axes(x: jax.Array) -> frozenset[str]:
-    """The axes along which the blocks may differ by their type; none without types."""
+    """Return the axes along which blocks may differ by their type; none if there are no types."""
     return manual_type(x).varying
 
 
 def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Declare that the blocks may differ along the axes."""
-    axes = [a for a in axes if is_typed(a)]
+    typed_axes = [axis for axis in axes if is_typed(axis)]
     block_type = manual_type(x)
-    if invariant := tuple(a for a in axes if a not in block_type.vur):
-        x = lax.pcast(x, invariant, to="varying")  # its cotangents are added up
-    return _retyped(
-        x, "varying", (a for a in axes if a in block_type.unreduced | block_type.reduced)
-    )
+    invariant = tuple(axis for axis in typed_axes if axis not in block_type.vur)
+    if invariant:
+        # The cotangents of one value on many devices are addends: the transpose of pcast sums them.
+        x = lax.pcast(x, invariant, to="varying")
+    tagged = block_type.unreduced | block_type.reduced
+    return _retyped(x, "varying", (axis for axis in typed_axes if axis in tagged))
 
 
 def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Declare that the blocks are equal along the axes. This has no derivative: `autodiff` wraps it."""
-    return _retyped(x, "invariant", (a for a in axes if is_typed(a)))
+    """Declare that the blocks are equal along the axes.
+
+    This has no derivative: `autodiff` wraps it.
+    """
+    return _retyped(x, "invariant", (axis for axis in axes if is_typed(axis)))
 
 
 def as_tagged(x: jax.Array, layout: Layout) -> jax.Array:
-    """Declare that varying blocks are addends or copies along the axes that the layout tags so."""
-    return _retyped(
-        _retyped(x, "unreduced", layout.tagged("sum")), "reduced", layout.tagged("copy")
-    )
+    """Declare varying blocks to be addends or copies along the axes that the layout tags so."""
+    x = _retyped(x, "unreduced", layout.tagged("sum"))
+    return _retyped(x, "reduced", layout.tagged("copy"))
 
 
 def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
-    before = manual_type(x)
+    """Give a value another type along axes: invariant, varying, unreduced or reduced."""
     changed = frozenset(axes)
-    kinds = {k: getattr(before, k) - changed for k in ("varying", "unreduced", "reduced")}
-    if kind in kinds:
-        kinds[kind] |= changed
-    return _retype(x, before=before, after=versions.changed_type(before, **kinds)) if changed else x
+    if not changed:
+        return x
+    old_type = manual_type(x)
+    # An axis is in one of the sets at most.
+    axes_by_kind = {
+        name: getattr(old_type, name) - changed for name in ("varying", "unreduced", "reduced")
+    }
+    if kind != "invariant":  # an axis in none of the sets is invariant
+        axes_by_kind[kind] |= changed
+    return _retype(x, before=old_type, after=versions.changed_type(old_type, **axes_by_kind))
 
 
-def _retype_transpose(cotangent: jax.Array, *, before, after) -> jax.Array:
+def _retype_transpose(cotangent: jax.Array, *, before: Any, after: Any) -> jax.Array:
+    """Retype a cotangent backwards: from the cotangent type of `after` to the one of `before`."""
     if before.vur != after.vur:
+        # What was varying becomes invariant: only the plan knows that the blocks are equal.
         raise NotImplementedError("the cast to invariant cannot be transposed: the plan can")
     return _retype(
         cotangent, before=versions.cotangent_type(after), after=versions.cotangent_type(before)
     )
 
 
-# The identity on blocks; only the type changes.
+# The identity on blocks; only the type changes. JAX has no public operation for it.
 _retype: Callable[..., jax.Array] = linear_primitive(
     "xshard_retype",
     run=lambda x, **_: x,
@@ -150,41 +144,154 @@ _retype: Callable[..., jax.Array] = linear_primitive(
 )
 
 
+# Collectives along axes of a plan's mesh.
+
+
+def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Apply a function that only moves elements to the bits of an array."""
+    return from_bits(move(to_bits(x)), x.dtype)
+
+
+def to_bits(x: jax.Array) -> jax.Array:
+    """View floats of up to 16 bits as integers, and store 4-bit numbers as bytes.
+
+    Others stay as they are.
+
+    XLA:CPU would send, slice and concatenate short floats as wider floats; NCCL sends nothing
+    shorter than a byte.
+    """
+    if _is_short_float(x.dtype):
+        n_bits = jnp.finfo(x.dtype).bits
+        x = lax.bitcast_convert_type(x, f"uint{n_bits}")
+    if _is_short_integer(x.dtype):  # also the bits of a float of 4 bits
+        x = x.astype(jnp.uint8)
+    return x
+
+
+def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """Undo `to_bits` for an array of `dtype`."""
+    if _is_short_float(dtype):
+        n_bits = jnp.finfo(dtype).bits
+        integers = from_bits(bits, jnp.dtype(f"uint{n_bits}"))
+        return lax.bitcast_convert_type(integers, dtype)
+    if _is_short_integer(dtype):
+        return bits.astype(dtype)
+    return bits
+
+
+def _is_short_float(dtype: Any) -> bool:
+    """Return whether the dtype is a float of up to 16 bits, such as bfloat16 or float8."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return jnp.finfo(dtype).bits <= 16
+
+
+def _is_short_integer(dtype: Any) -> bool:
+    """Return whether the dtype is an integer shorter than a byte, such as int4."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return False
+    return jnp.iinfo(dtype).bits < 8
+
+
+def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Array:
+    """Send whole blocks between devices of `mesh`.
+
+    Args:
+        x: This device's block.
+        mesh: The mesh that numbers the devices in `pairs`.
+        pairs: (sender, receiver) of each block. What other devices get means nothing.
+    """
+    # JAX numbers devices in the order of its own mesh, whatever the order of the axes.
+    mesh_order = jax.sharding.get_abstract_mesh().axis_names
+    mesh = unfactored(mesh, mesh.axes)[0]
+    axes = list(long_axes(mesh))
+    if all(axis in mesh_order for axis in axes):  # an axis of vmap is none of the mesh, and alone
+        axes.sort(key=mesh_order.index)
+    jax_pairs = []
+    for sender, receiver in pairs:
+        jax_pairs.append((mesh.index(sender, axes), mesh.index(receiver, axes)))
+    if any(map(is_vmapped, axes)):
+        jax_pairs += _idle_pairs(jax_pairs, mesh.size(*axes))
+    return as_bits(lambda bits: lax.ppermute(bits, tuple(axes), jax_pairs), x)
+
+
+def _idle_pairs(pairs: Sequence[tuple[int, int]], n_devices: int) -> list[tuple[int, int]]:
+    """Pair the devices that do not send with others that do not receive.
+
+    Under vmap every device has to take part in a permutation.
+    """
+    senders = {sender for sender, _ in pairs}
+    receivers = {receiver for _, receiver in pairs}
+    not_sending = [device for device in range(n_devices) if device not in senders]
+    not_receiving = [device for device in range(n_devices) if device not in receivers]
+    return list(zip(not_sending, not_receiving, strict=True))
+
+
 def long_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of more than one device, as JAX knows them, in mesh order."""
+    """Return the axes of more than one device under the names that JAX knows, in mesh order."""
     return unfactored(mesh, mesh.axes)[0].long_axes
 
 
-def group(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:
-    """Arguments of a collective of `jax.lax` along axes of a plan's mesh; the first axis is the slowest.
+def group_arguments(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments that run a collective of `jax.lax` along axes of a plan's mesh.
 
-    >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
-    >>> group(fine, ("x_0", "x_1")), group(fine, ("x_1",))["axis_index_groups"]
-    ({'axis_name': ('x',)}, ((0, 1), (2, 3)))
+    A plan may split an axis into sub-axes, which JAX does not know: it is given groups of devices
+    instead.
+
+    Args:
+        mesh: The plan's mesh.
+        axes: Its axes; the first is the slowest.
+
+    Examples:
+        >>> fine = SubAxisMesh(Mesh(x=4, y=2), (("x", (2, 2)),))
+        >>> group_arguments(fine, ("x_0", "x_1"))
+        {'axis_name': ('x',)}
+        >>> group_arguments(fine, ("x_1",))["axis_index_groups"]
+        ((0, 1), (2, 3))
     """
-    whole, names = unfactored(mesh, axes)
-    if whole is not mesh or not isinstance(mesh, SubAxisMesh):
+    whole_mesh, names = unfactored(mesh, axes)
+    # Sub-axes that make up whole axes, and axes that are not split.
+    if whole_mesh is not mesh or not isinstance(mesh, SubAxisMesh):
         return {"axis_name": names}
-    return subgroups(mesh, axes, lambda device: mesh.group(device, axes))
+    return subgroup_arguments(mesh, axes, lambda device: mesh.group(device, axes))
 
 
-def subgroups(
+def subgroup_arguments(
     mesh: Mesh, axes: Sequence[str], members: Callable[[int], Sequence[int]]
 ) -> dict[str, Any]:
-    """Arguments of a collective among the members that each device has along the axes, in their order."""
-    parts, names = spanned(mesh, [axis for axis in mesh.axes if axis in axes])
-    # JAX names the devices of a group by their index along the axes that span it.
-    groups = {
-        tuple(mesh.index(d, parts) for d in members(device)): () for device in mesh.group(0, parts)
-    }
-    if tuple(groups) == (tuple(range(mesh.size(*parts))),):
-        return {"axis_name": names}
-    return {"axis_name": names, "axis_index_groups": tuple(groups)}
+    """Return the arguments that run a collective of `jax.lax` within groups of devices.
+
+    Args:
+        mesh: The plan's mesh.
+        axes: The axes along which the members of a group differ.
+        members: Device -> the devices of its group, in their order.
+    """
+    span = whole_axes(mesh, [axis for axis in mesh.axes if axis in axes])
+    # JAX names the devices of a group by their index along the whole axes.
+    groups: dict[tuple[int, ...], None] = {}
+    for device in mesh.group(0, span.sub_axes):
+        groups[tuple(mesh.index(member, span.sub_axes) for member in members(device))] = None
+
+    # JAX compiles a collective over whole axes without a list of groups.
+    all_devices = tuple(range(mesh.size(*span.sub_axes)))
+    if tuple(groups) == (all_devices,):
+        return {"axis_name": span.names}
+    return {"axis_name": span.names, "axis_index_groups": tuple(groups)}
 
 
-def spanned(mesh: Mesh, axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """All sub-axes of the whole axes that these are part of, and the whole axes: the same devices."""
+class AxisSpan(NamedTuple):
+    """Whole axes of JAX's mesh, and the sub-axes of a plan's mesh that they are split into."""
+
+    sub_axes: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+def whole_axes(mesh: Mesh, axes: Sequence[str]) -> AxisSpan:
+    """Return the whole axes that contain these sub-axes: ("x_1",) -> ("x_0", "x_1"), ("x",)."""
     if not isinstance(mesh, SubAxisMesh):
-        return tuple(axes), tuple(axes)
-    names = tuple(dict.fromkeys(map(mesh.origin, axes)))
-    return tuple(part for name in names for part in mesh.sub_axes[name]), names
+        return AxisSpan(tuple(axes), tuple(axes))
+    names = tuple(dict.fromkeys(map(mesh.origin, axes)))  # a dict keeps their order
+    sub_axes: list[str] = []
+    for name in names:
+        sub_axes += mesh.sub_axes[name]
+    return AxisSpan(tuple(sub_axes), names)

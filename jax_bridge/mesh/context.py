@@ -1,10 +1,10 @@
-"""The mesh around a call inside `shard_map`, `pmap` or `vmap(axis_name=)`, layouts on it, and its machine."""
+"""The mesh around a call inside `shard_map`, `pmap` or `vmap(axis_name=)`, and its machine."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -22,14 +22,18 @@ from xshard.plans.expression import check_block
 
 AnyMesh = JaxMesh | AbstractMesh | Mesh
 
+# Meshes of JAX and of xshard.
+
 
 def xshard_mesh(mesh: AnyMesh) -> Mesh:
-    """The names and sizes of a mesh's axes. Raises MeshError for anything but a mesh."""
-    return mesh if isinstance(mesh, Mesh) else Mesh(dict(jax_mesh(mesh).shape))
+    """Return the names and sizes of a mesh's axes. Raises MeshError for anything but a mesh."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    return Mesh(dict(jax_mesh(mesh).shape))
 
 
 def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
-    """A mesh of JAX, unchanged. Raises MeshError for anything else."""
+    """Return a mesh of JAX unchanged. Raises MeshError for anything else."""
     if isinstance(mesh, JaxMesh | AbstractMesh):
         return mesh
     why = "lacks devices" if isinstance(mesh, Mesh) else "is not a mesh"
@@ -39,152 +43,258 @@ def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
 
 
 def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
-    """Sizes of the axes that may shard arrays: inside a `shard_map` those that are not manual."""
+    """Return the sizes of the axes that may shard arrays: the axes that are not manual."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
 
 
-def sharding_here(layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None) -> Sharding:
-    """The layout of an array of global `shape` on the mesh here. Raises as `redistribute` does."""
+# Layouts on the mesh of the context.
+
+
+def sharding_in_context(
+    layout: Layout | str, shape: Sequence[int], mesh: AnyMesh | None
+) -> Sharding:
+    """Put the layout of an array of global `shape` on the context's mesh.
+
+    Raises as `redistribute` does.
+    """
     text = str(layout)
     with mark_errors(text):
         lengths = lengths_of(shape)
         resolved = Layout.parse(layout).resolved(len(lengths))
-        return Sharding(resolved, _mesh_here(mesh, (resolved,), text)[0], lengths)
+        return Sharding(resolved, _mesh_in_context(mesh, (resolved,), text).named, lengths)
 
 
-def block_sharding_here(
+def block_sharding_in_context(
     x: jax.Array, layout: Layout, mesh: AnyMesh | None, shape: Sequence[int | None] | None
 ) -> Sharding:
-    """The layout on the mesh here, for this block. shape: global lengths, None if they follow from blocks."""
+    """Infer the sharding of the global array that a block is a part of, on the context's mesh.
+
+    Args:
+        x: This device's block.
+        layout: The layout of the global array.
+        mesh: The mesh; None for the one of the context.
+        shape: Global lengths; None for lengths that follow from the blocks.
+    """
     text = str(layout)
     with mark_errors(text):
-        here, _ = _mesh_here(mesh, (layout.resolved(x.ndim),), text)
-    return block_sharding(x, layout, here, shape)
+        named_mesh = _mesh_in_context(mesh, (layout.resolved(x.ndim),), text).named
+    return block_sharding(x, layout, named_mesh, shape)
 
 
 def block_sharding(
     x: jax.Array, layout: Layout, mesh: Mesh, shape: Sequence[int | None] | None
 ) -> Sharding:
-    """The same on all of a mesh."""
+    """Infer the sharding of the global array that a block is a part of.
+
+    A block [2, 3] under "n/dp d" on 4 devices along dp belongs to an array [8, 3].
+
+    Args:
+        x: This device's block.
+        layout: The layout of the global array.
+        mesh: A mesh with the layout's axes.
+        shape: Global lengths; None for lengths that follow from the blocks.
+    """
     text = str(layout)
+    # A length of None follows from the blocks, which are then equal.
     lengths = x.ndim * (None,) if shape is None else lengths_of(shape)
     if len(lengths) != x.ndim:
         raise ShapeError(f"shape {lengths} of a block with {x.ndim} dims", text=text)
-    known = dict(zip(layout.resolved(x.ndim).names, lengths, strict=True))
-    lengths = global_shape(layout, mesh, x.shape, text, known)
-    sharding = Sharding(layout.resolved(x.ndim), mesh, lengths)
-    check_block_here(x.shape, sharding, text, inferred=shape is None)
+
+    resolved = layout.resolved(x.ndim)
+    known_lengths = dict(zip(resolved.names, lengths, strict=True))
+    whole_shape = global_shape(layout, mesh, x.shape, text, known_lengths)
+    sharding = Sharding(resolved, mesh, whole_shape)
+    check_block_shape(x.shape, sharding, text, inferred=shape is None)
     return sharding
 
 
-def check_block_here(
+def check_block_shape(
     local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool, start: int = 0
 ) -> None:
-    """Raise ShapeError for another shape, marking a dim of the layout, which is at `start` in the text."""
+    """Raise ShapeError for a block that is not as large as the largest block of its array.
+
+    Args:
+        local_shape: The block's shape.
+        sharding: The global array.
+        text: The expression, for the error, which marks the dim.
+        inferred: Whether the global shape follows from the blocks.
+        start: Where the array's layout begins in the text.
+    """
     hint = f"that is the largest block of a {sharding.shape} array on {sharding.mesh!r}"
-    expected = sharding.max_local_shape
-    names = sharding.layout.names
     check_block(
-        "the block", local_shape, expected, names, text, hint, inferred=inferred, start=start
+        "the block",
+        local_shape,
+        sharding.max_local_shape,
+        sharding.layout.names,
+        text,
+        hint,
+        inferred=inferred,
+        start=start,
     )
 
 
-def machine_here(
+class MeshAndMachine(NamedTuple):
+    """The part of a mesh that a plan is for, and the machine to plan for."""
+
+    mesh: Mesh
+    machine: Profile
+
+
+def mesh_and_machine(
     mesh: AnyMesh | None, layouts: Sequence[Layout], text: str, profile: ProfileLike
-) -> tuple[Mesh, Profile]:
-    """The part of the mesh, or of the context's, with the axes of the layouts, and the profile for it."""
-    here, context = _mesh_here(mesh, layouts, text)
+) -> MeshAndMachine:
+    """Return the part of the mesh with the layouts' axes, and the machine that it is.
+
+    Args:
+        mesh: The mesh; None for the one of the context.
+        layouts: The layouts, whose axes must be manual here.
+        text: The expression, for errors.
+        profile: The machine that the user asks for.
+    """
+    context = _mesh_in_context(mesh, layouts, text)
     # On a part of the mesh devices are renumbered; the links between them stay the same.
-    return here, load_profile(machine(profile, mesh)).along(here.axes, context)
+    profile_of_part = load_profile(machine(profile, mesh)).along(context.named.axes, context.whole)
+    return MeshAndMachine(context.named, profile_of_part)
 
 
-def planned_mesh_here(mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], text: str) -> Mesh:
-    """The part of a plan's mesh with the axes that the plan uses, after a check that they are manual here."""
+def planned_mesh_in_context(
+    mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], text: str
+) -> Mesh:
+    """Return the part of a plan's mesh with the axes that it uses.
+
+    They must be manual here, and in `mesh` if the user passed one.
+    """
     if mesh is not None:
-        _named_mesh(xshard_mesh(mesh), axes, text)
-    return _named_mesh(planned, axes, text)
+        _part_of_mesh(xshard_mesh(mesh), axes, text)  # raises if it has other axes or sizes
+    return _part_of_mesh(planned, axes, text)
 
 
-def _mesh_here(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> tuple[Mesh, Mesh]:
-    """The part with the layouts' axes, and all, of the mesh given or around. Raises as `check_axes` does."""
-    named = [axis for layout in layouts for axis in layout.axes]
-    if mesh is None:
-        manual = bound_sizes(named)
-        context = Mesh({**jax.sharding.get_abstract_mesh().shape, **manual})
-        if named and not context.axes:
-            raise _not_manual(named[0], manual, text)
-    else:
-        context = xshard_mesh(mesh)
+class _ContextMesh(NamedTuple):
+    """The mesh around a call, and the part of it with the axes that layouts name."""
+
+    named: Mesh
+    whole: Mesh
+
+
+def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> _ContextMesh:
+    """Return the given mesh or the one of the context. Raises as `check_axes` does."""
+    named_axes: list[str] = []  # in the order of the text: errors name the first
     for layout in layouts:
-        check_axes(layout, context, text)
-    return _named_mesh(context, named, text), context
+        named_axes += layout.axes
+
+    if mesh is None:
+        manual_sizes = bound_sizes(named_axes)
+        # The sizes of manual axes last: they include the axes that vmap has bound.
+        whole = Mesh({**jax.sharding.get_abstract_mesh().shape, **manual_sizes})
+        if named_axes and not whole.axes:
+            raise _not_manual(named_axes[0], manual_sizes, text)
+    else:
+        whole = xshard_mesh(mesh)
+
+    for layout in layouts:
+        check_axes(layout, whole, text)
+    return _ContextMesh(_part_of_mesh(whole, named_axes, text), whole)
 
 
-def _named_mesh(mesh: Mesh, named: Sequence[str], text: str) -> Mesh:
-    """The part of the mesh with the named axes, which must be manual here unless they have one device."""
-    manual = bound_sizes(named)
-    for axis in named:
+def _part_of_mesh(mesh: Mesh, named_axes: Sequence[str], text: str) -> Mesh:
+    """Return the part of a mesh with the named axes.
+
+    They must be manual here unless they have one device.
+    """
+    manual_sizes = bound_sizes(named_axes)
+    for axis in named_axes:
         if axis not in mesh.axes:
             raise MeshError(
                 f"the plan is for a mesh with axis {axis!r}, {mesh!r} lacks it", text=text
             )
         size = mesh.size(axis)
-        if axis not in manual and size > 1:
-            raise _not_manual(axis, manual, text)
-        if size != manual.get(axis, 1):
-            reason = f"axis {axis!r} has size {size} in {mesh!r}, and {manual[axis]} here"
+        # Along an axis of one device nothing is sent: it need not be manual.
+        if axis not in manual_sizes and size > 1:
+            raise _not_manual(axis, manual_sizes, text)
+        if size != manual_sizes.get(axis, 1):
+            reason = f"axis {axis!r} has size {size} in {mesh!r}, and {manual_sizes[axis]} here"
             raise MeshError(reason, text=text, span=axis_span(axis, text))
-    here = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named})
-    for axis in filter(is_vmapped, here.long_axes if len(here.long_axes) > 1 else ()):
-        reason = (
-            f"axis {axis!r} is a batch of vmap, and the expression names {len(here.long_axes)} axes"
-        )
-        hint = "JAX lacks collectives over several axes under vmap; jax.shard_map has them"
-        raise MeshError(reason, text=text, span=axis_span(axis, text), hint=hint)
-    return here
+
+    part = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named_axes})
+    if len(part.long_axes) > 1:
+        _refuse_vmapped_axes(part.long_axes, text)
+    return part
 
 
-def _not_manual(axis: str, manual: Mapping[str, int], text: str) -> MeshError:
+def _refuse_vmapped_axes(axes: Sequence[str], text: str) -> None:
+    """Raise MeshError if one of several axes is a batch of vmap."""
+    for axis in axes:
+        if is_vmapped(axis):
+            reason = f"axis {axis!r} is a batch of vmap, and the expression names {len(axes)} axes"
+            hint = "JAX lacks collectives over several axes under vmap; jax.shard_map has them"
+            raise MeshError(reason, text=text, span=axis_span(axis, text), hint=hint)
+
+
+def _not_manual(axis: str, manual_sizes: Mapping[str, int], text: str) -> MeshError:
+    """Return the error for an axis that no `shard_map` around the call makes manual."""
     where = (
         "redistribute works inside jax.shard_map or jax.pmap over the axis, reshard works outside"
     )
-    hint = f"manual are: {Mesh(manual).describe()}; {where}"
+    hint = f"manual are: {Mesh(manual_sizes).describe()}; {where}"
     span = axis_span(axis, text)
     return MeshError(f"mesh axis {axis!r} is not manual here", text=text, span=span, hint=hint)
 
 
 def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:
-    """The first mention of an axis in the text, or in a layout of the text; else the whole layout."""
-    start, stop = layout or (0, len(text))
-    spans = (
-        span for name, span in text_spans(text).axes if name == axis and start <= span[0] < stop
-    )
-    return next(spans, layout)
+    """Find the first mention of an axis in an expression, for an error to mark.
+
+    Args:
+        axis: The name of the axis.
+        text: The expression.
+        layout: The part of the text to search; also the result if that part does not name the axis.
+    """
+    start, stop = (0, len(text)) if layout is None else layout
+    for name, span in text_spans(text).axes:
+        if name == axis and start <= span[0] < stop:
+            return span
+    return layout
+
+
+# The machine that a mesh is.
 
 
 def machine(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
-    """The profile; for "auto" the one of the mesh's devices, or of JAX's own if it lacks devices."""
+    """Return the profile.
+
+    For "auto" the profile of the mesh's devices, or of JAX's own if it lacks devices.
+    """
     asked = asked_for(profile)
     if asked != AUTO:
         return asked
-    return _found(mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else jax.devices()[0])
+    if isinstance(mesh, jax.sharding.Mesh):
+        return _machine_of_device(mesh.devices.flat[0])
+    return _machine_of_device(jax.devices()[0])
 
 
+# Cached, since each call with profile="auto" asks: all devices of JAX are looked at.
 @functools.lru_cache(maxsize=64)
-def _found(device: jax.Device) -> Profile:
-    """The machine of a device. A node is a process, several of one host, or what NVLink joins."""
+def _machine_of_device(device: jax.Device) -> Profile:
+    """Return the machine of a device.
+
+    A node is a process, the processes of a host, or what NVLink joins.
+    """
     devices = jax.devices(device.platform)
-    of_process = sum(other.process_index == device.process_index for other in devices)
-    if (
-        device.platform == "cpu"
-    ):  # what leaves a process is sent by gloo, also to one of the same host
-        return machine_of("host", None if of_process == len(devices) else of_process)
-    island = getattr(
-        device, "slice_index", None
-    )  # of GPUs: their host, or a rack that NVLink joins
-    if device.platform == "gpu" and island is not None:
-        near = sum(other.slice_index == island for other in devices)
+    n_in_process = sum(other.process_index == device.process_index for other in devices)
+    if device.platform == "cpu":
+        # Gloo sends whatever leaves a process, also to another process of the same host.
+        has_one_process = n_in_process == len(devices)
+        return machine_of("host", None if has_one_process else n_in_process)
+
+    slice_index = getattr(device, "slice_index", None)
+    if device.platform == "gpu" and slice_index is not None:
+        # A slice of GPUs is their host, or a rack that NVLink joins.
+        n_in_node = sum(other.slice_index == slice_index for other in devices)
     else:
-        near = of_process * (node_processes(len({other.process_index for other in devices})) or 1)
-    return machine_of(device.device_kind, near if near > 1 and near < len(devices) else None)
+        n_processes = len({other.process_index for other in devices})
+        processes_of_node = node_processes(n_processes)
+        n_in_node = n_in_process
+        if processes_of_node is not None:
+            n_in_node *= processes_of_node
+    has_several_nodes = 1 < n_in_node < len(devices)
+    return machine_of(device.device_kind, n_in_node if has_several_nodes else None)

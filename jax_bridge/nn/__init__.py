@@ -8,6 +8,17 @@ from jax_bridge.nn.sharded import Sharded
 from jax_bridge.nn.window import interpolate, resize
 
 __all__ = [
-    "Sharded", "attention", "avg_pool", "batch_norm", "conv_general_dilated", "cross_entropy", "group_norm",
-    "interpolate", "layer_norm", "max_pool", "moments", "reduce_window", "resize",
-]  # fmt: skip
+    "Sharded",
+    "attention",
+    "avg_pool",
+    "batch_norm",
+    "conv_general_dilated",
+    "cross_entropy",
+    "group_norm",
+    "interpolate",
+    "layer_norm",
+    "max_pool",
+    "moments",
+    "reduce_window",
+    "resize",
+]

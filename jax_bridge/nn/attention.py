@@ -1,4 +1,6 @@
-"""Attention over a sharded sequence, in blocks merged by log-sum-exps; in a ring, blocks of keys travel.
+"""Attention over a sharded sequence, in blocks merged by log-sum-exps.
+
+In a ring, blocks of keys travel.
 
 >>> row = jnp.arange(8.0).reshape(1, 1, 8, 1, 1)  # one block on one device
 >>> means = jax.pmap(lambda v: attention(0 * v, 0 * v, v, "b s/zigzag(cp) h k", causal=True), "cp")
@@ -12,16 +14,16 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_bridge.calls import as_array, redistribute
-from jax_bridge.lower.row_tables import mine, table, without_padding
+from jax_bridge.lower.row_tables import group_table, row_of_this_device, with_zero_padding
 from jax_bridge.mesh.axis_types import as_varying, varying_axes
-from jax_bridge.mesh.context import AnyMesh, block_sharding, machine_here
+from jax_bridge.mesh.context import AnyMesh, block_sharding, mesh_and_machine
 from jax_bridge.ops import positions
 from xshard import Layout, Sharding
 from xshard.contractions.attention import AttentionCall, Verb
@@ -39,74 +41,139 @@ from xshard.nn.attention import (
 )
 
 
+class Tile(NamedTuple):
+    """A run of a device's queries and a run of keys.
+
+    Slices are places in the blocks. Rows are global numbers, -1 in padding.
+    """
+
+    queries: slice
+    keys: slice
+    query_rows: Array
+    key_rows: Array
+
+
+Update = Callable[[Array, Array], tuple[Array, Array]]
+
+
+def _unchanged(a: Array, b: Array) -> tuple[Array, Array]:
+    """Leave running sums as they are."""
+    return a, b
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DeviceAttention(AttentionCall):
-    """A call on this device, of arrays of a dtype."""
+    """Attention of this device's blocks, as `AttentionCall` drives it.
+
+    Blocks are [batch, heads, rows, width].
+    """
 
     dtype: Any
-    implementation: Any  # of JAX's own attention
+    implementation: Any  # of `jax.nn.dot_product_attention`
     mesh: Any = None
     machine: Any = None
     xp = jnp
 
+    # The flow: what `AttentionCall.run` calls in turn.
+
     def enter(
         self, x: Array, layout: Layout, shape: Sequence[int | None] | None
     ) -> tuple[Array, Sharding]:
+        """Return a block with zeros in its padding, and its sharding."""
         sharding = block_sharding(x, layout, self.mesh, shape)
-        return without_padding(x, sharding), sharding
+        return with_zero_padding(x, sharding), sharding
 
     def move(self, x: Array, layouts: tuple[Layout, Layout], shape: Sequence[int]) -> Array:
+        """Redistribute a block."""
         return redistribute(x, layouts, self.mesh, shape=shape)
 
     def choose(self, attn: Attention, is_plain: bool) -> Attention:
+        """Choose the fastest method on this machine, if the user has left it open."""
         return fastest_attention(attn, self.dtype.name, self.machine)
 
     def compute(self, q: Array, kv: Array, is_plain: bool) -> tuple[Array, Array]:
+        """Compute the result of this device's queries, and their log-sum-exps.
+
+        Args:
+            q: Queries: [batch, heads, rows, width].
+            kv: Keys with the values beside them: [batch, heads, rows, width + value width].
+            is_plain: Whether JAX's own attention can do all that the call asks for.
+        """
         if self.attn.how == RING:
             return ring(self, q, kv)
-        rows = self.held(SEQUENCE)
-        keys = self.key_rows()
-        width = self.attn.value_width
-        how = self.attn.how
-        if not is_plain or how == REDUCE or self.dtype == jnp.float64 or q.shape[-1] != width:
-            return self.attend(q, kv, rows, keys)
-        bias = None if self.alibi is None else self.bias(rows, keys).astype(q.dtype)
-        q, k, v = (x.swapaxes(1, 2) for x in (q, *self.read(kv)))
-        options: Any = {
-            "mask": self.visible(rows, keys),
-            "bias": bias,
-            "implementation": self.implementation,
-        }
-        y = jax.nn.dot_product_attention(q, k, v, scale=self.scale, **options).swapaxes(1, 2)
-        return y, y[..., 0]  # log-sum-exps are not returned
+        query_rows = self.held(SEQUENCE)
+        key_rows = self.key_rows()
+        # JAX's own attention computes in float32 at most, and takes values as wide as keys.
+        has_one_width = q.shape[-1] == self.attn.value_width
+        has_kernel = has_one_width and self.dtype != jnp.float64
+        # "reduce" merges results by log-sum-exps, which the kernel does not return.
+        if is_plain and has_kernel and self.attn.how != REDUCE:
+            return self._by_kernel(q, kv, query_rows, key_rows)
+        return self.attend(q, kv, query_rows, key_rows)
+
+    def _by_kernel(
+        self, q: Array, kv: Array, query_rows: Array, key_rows: Array
+    ) -> tuple[Array, Array]:
+        """Compute the result by JAX's own attention, which returns no log-sum-exps."""
+        k, v = self.read(kv)
+        bias = None
+        if self.alibi is not None:
+            bias = self.bias(query_rows, key_rows).astype(q.dtype)
+        y = jax.nn.dot_product_attention(
+            q.swapaxes(1, 2),  # JAX takes [batch, rows, heads, width]
+            k.swapaxes(1, 2),
+            v.swapaxes(1, 2),
+            scale=self.scale,
+            mask=self.visible(query_rows, key_rows),
+            bias=bias,
+            implementation=self.implementation,
+        ).swapaxes(1, 2)
+        placeholder = y[..., 0]  # for log-sum-exps, which a plain call never reads
+        return y, placeholder
+
+    # What `AttentionCall` asks of a framework.
 
     @property
     def wide_dtype(self) -> Any:
+        """The dtype of scores: float32, or the arrays' own if that is wider."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
     @property
-    def empty(self) -> float:  # finite: all derivatives are
+    def empty(self) -> float:
+        """The score of a key that does not count: very low, but finite, as are derivatives."""
         return float(jnp.finfo(self.wide_dtype).min) / 2
 
     def held(self, dim: int) -> Array:
-        """The numbers of this device's queries, or their heads or batches; -1 in padding."""
+        """Return the global numbers of this device's queries, or their heads or batches.
+
+        -1 in padding.
+        """
         queries = self.attn.queries
         return positions(queries.layout, queries.mesh, shape=queries.shape, dim=dim)
 
     def product(self, q: Array, k: Array) -> Array:
+        """Multiply queries by keys: [batch, heads, queries, keys]."""
         return jnp.einsum("bhqk,bhsk->bhqs", q, k, preferred_element_type=self.wide_dtype)
 
     def wide(self, x: Any) -> Array:
+        """Return constants in the dtype of scores."""
         return lax.stop_gradient(jnp.asarray(x)).astype(self.wide_dtype)
 
     def whole(self, x: Any) -> Array:
+        """Return whole numbers for the random bits of dropout."""
         return jnp.asarray(x).astype(jnp.uint32)
 
-    def key_rows(self, turn: int = 0) -> Array:
-        """The numbers of the rows of keys in a round; -1 in padding."""
+    # Blocks of keys.
+
+    def key_rows(self, round_number: int = 0) -> Array:
+        """Return the global rows of the keys that are here in a round of the ring.
+
+        -1 in padding.
+        """
         attn = self.attn
-        rows_of = partial(attn.key_rows, turn=turn)
-        return mine(table(attn.q.mesh, attn.axes, attn.block_rows, rows_of), attn.axes)
+        rows_of = partial(attn.key_rows, turn=round_number)
+        rows = group_table(attn.q.mesh, attn.axes, attn.block_rows, rows_of)
+        return row_of_this_device(rows, attn.axes)
 
     @property
     def heads_read(self) -> Array | None:
@@ -115,159 +182,260 @@ class DeviceAttention(AttentionCall):
         if self.attn.group == 1:
             return None
         axes = queries.layout.dims[HEADS].axes
-        width = queries.max_local_shape[HEADS]
-        return jnp.maximum(mine(table(queries.mesh, axes, width, self.attn.heads_read), axes), 0)
+        n_heads = queries.max_local_shape[HEADS]
+        heads = group_table(queries.mesh, axes, n_heads, self.attn.heads_read)
+        return jnp.maximum(row_of_this_device(heads, axes), 0)  # padding reads any head
 
     def read(self, kv: Array) -> tuple[Array, Array]:
-        """Keys and values, for every head of queries."""
-        reads = self.heads_read
-        return self.attn.split(kv if reads is None else kv.take(reads, 1))
-
-    def attend(self, q: Array, kv: Array, rows: Array, keys: Array) -> tuple[Array, Array]:
-        """The result of a block, and the log-sum-exps; a row that sees nothing has 0 and -inf."""
-        (k, v), sees = self.read(kv), self.visible(rows, keys).any(-1)
-        scores, _ = self.scores(q, k, rows, keys)
-        log_sum = jax.nn.logsumexp(scores, -1)
-        weights = jnp.exp(scores - log_sum[..., None]) * self.kept(rows, keys)
-        y = jnp.einsum(
-            "bhqs,bhsk->bhqk", weights.astype(v.dtype), v, preferred_element_type=scores.dtype
-        )
-        return jnp.where(sees[..., None], y, 0), jnp.where(sees, log_sum, -jnp.inf)
-
-    def pairs(self) -> Sequence[tuple[slice, slice]]:
-        """Runs of queries, and of keys."""
-        arrays = self.attn.queries, self.attn.keys
-        starts = ((*run_starts(self.attn, x), x.max_local_shape[SEQUENCE]) for x in arrays)
-        rows, keys = ([slice(a, b) for a, b in itertools.pairwise(each)] for each in starts)
-        return [*itertools.product(rows, keys)]
+        """Split keys from values, with a head for every head of queries."""
+        heads = self.heads_read
+        if heads is not None:
+            kv = kv.take(heads, 1)
+        return self.attn.split(kv)
 
     def send(self, block: Array, by: int = 1) -> Callable[[], Array]:
+        """Send a block to the device `by` further on in the ring.
+
+        Returns:
+            A function that returns the block that arrived: XLA itself decides when to wait.
+        """
         layouts, shape = self.attn.rotation(block.shape, by)
         arrived = redistribute(block, layouts, self.attn.q.mesh, shape=shape)
         return lambda: arrived
 
+    # Scores.
 
-def ring(blocks: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
-    """Queries, and keys beside values -> the result for the device's queries, and their log-sum-exps."""
-    constants = {name: getattr(blocks, name) for name in ("documents", "alibi", "seed")}
-    arrays = jax.tree.leaves((constants, q, kv))
-    axes = frozenset(blocks.attn.q.layout.axes).union(blocks.attn.axes, *map(varying_axes, arrays))
+    def attend(
+        self, q: Array, kv: Array, query_rows: Array, key_rows: Array
+    ) -> tuple[Array, Array]:
+        """Compute the result of a block, and its log-sum-exps.
+
+        A row that sees no key has 0 and -inf.
+        """
+        k, v = self.read(kv)  # [batch, heads of queries, keys, width]
+        has_key = self.visible(query_rows, key_rows).any(-1)
+        scores, _ = self.scores(q, k, query_rows, key_rows)
+        log_sum = jax.nn.logsumexp(scores, -1)  # [batch, heads, queries]
+        weights = jnp.exp(scores - log_sum[..., None])  # [batch, heads, queries, keys]
+        weights = weights * self.kept(query_rows, key_rows)  # dropout
+        # Products in the arrays' short dtype are fast; they are added up in the dtype of scores.
+        y = jnp.einsum(
+            "bhqs,bhsk->bhqk", weights.astype(v.dtype), v, preferred_element_type=scores.dtype
+        )
+        y = jnp.where(has_key[..., None], y, 0)
+        return y, jnp.where(has_key, log_sum, -jnp.inf)
+
+    def tiles(self, query_rows: Array, key_rows: Array) -> list[Tile]:
+        """Cut a device's scores into runs of queries by runs of keys, to skip the hidden ones."""
+        tiles = []
+        for queries in self._runs(self.attn.queries):
+            for keys in self._runs(self.attn.keys):
+                tiles.append(Tile(queries, keys, query_rows[queries], key_rows[keys]))
+        return tiles
+
+    def _runs(self, array: Sharding) -> list[slice]:
+        """Return the runs of consecutive rows in a device's block: in zigzag order two halves."""
+        bounds = (*run_starts(self.attn, array), array.max_local_shape[SEQUENCE])
+        return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+    def if_visible(self, tile: Tile, update: Update, a: Array, b: Array) -> tuple[Array, Array]:
+        """Update two running sums by a tile, unless masks hide all of it from this device."""
+        is_visible = self.visible(tile.query_rows, tile.key_rows).any()
+        # A branch at run time: which tiles a mask hides differs between devices.
+        return lax.cond(is_visible, update, _unchanged, a, b)
+
+
+def ring(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
+    """Attend to all keys while blocks of keys and values pass from device to device.
+
+    Args:
+        call: The attention.
+        q: This device's queries: [batch, heads, rows, width].
+        kv: This device's keys with the values beside them: [batch, heads, rows, width + value
+            width].
+
+    Returns:
+        The result for this device's queries, and their log-sum-exps.
+    """
+    # Arguments of the custom rule: JAX forbids it to close over tracers.
+    constants = {"documents": call.documents, "alibi": call.alibi, "seed": call.seed}
+    axes = {*call.attn.q.layout.axes, *call.attn.axes}
+    for array in jax.tree.leaves((constants, q, kv)):
+        axes |= varying_axes(array)
 
     @jax.custom_vjp
     def run(constants: Any, q: Array, kv: Array) -> tuple[Array, Array]:
-        return _forward(replace(blocks, **constants), q, kv)
+        return _ring_forward(replace(call, **constants), q, kv)
 
     def forward(constants: Any, q: Array, kv: Array) -> tuple[Any, Any]:
-        outputs = _forward(replace(blocks, **constants), q, kv)
-        return outputs, (constants, q, kv, *outputs)
+        y, log_sum = _ring_forward(replace(call, **constants), q, kv)
+        return (y, log_sum), (constants, q, kv, y, log_sum)
 
-    run.defvjp(
-        forward, lambda saved, of: (None, *_backward(replace(blocks, **saved[0]), *saved[1:], *of))
-    )
-    return run(constants, as_varying(q, axes), as_varying(kv, axes))
+    def backward(saved: Any, cotangents: Any) -> tuple[None, Array, Array]:
+        constants, q, kv, y, log_sum = saved
+        dy, log_sum_cotangent = cotangents
+        rows = _rows_for_backward(q, y, log_sum, dy, log_sum_cotangent)
+        q_gradient, kv_gradient = _ring_backward(replace(call, **constants), rows, kv)
+        return None, q_gradient, kv_gradient
 
-
-def _forward(blocks: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
-    wide = blocks.wide_dtype
-    own_rows = blocks.held(SEQUENCE)
-    y = jnp.zeros((*q.shape[:3], blocks.attn.value_width))
-    log_sum = jnp.full(q.shape[:3], -jnp.inf)
-    sums = tuple(as_varying(x.astype(wide), varying_axes(q)) for x in (y, log_sum))
-    for turn, block in blocks.attn.in_turn(kv, blocks.send):
-        their_rows = blocks.key_rows(turn)
-        for rows, keys in blocks.pairs():
-            numbers = own_rows[rows], their_rows[keys]
-
-            def merged(y, log_sum, block=block, rows=rows, keys=keys, numbers=numbers):
-                part, added = blocks.attend(q[:, :, rows], block[:, :, keys], *numbers)
-                before = log_sum[:, :, rows]
-                after = jnp.logaddexp(before, added)
-                finite = jnp.maximum(
-                    after, blocks.empty
-                )  # -inf for rows that have seen nothing so far
-                part *= jnp.exp(added - finite)[..., None]
-                part += y[:, :, rows] * jnp.exp(before - finite)[..., None]
-                return y.at[:, :, rows].set(part), log_sum.at[:, :, rows].set(after)
-
-            sums = lax.cond(blocks.visible(*numbers).any(), merged, lambda *same: same, *sums)
-    return sums[0].astype(q.dtype), sums[1]
+    run.defvjp(forward, backward)
+    # Sorted: the order of a set of names differs between processes.
+    return run(constants, as_varying(q, sorted(axes)), as_varying(kv, sorted(axes)))
 
 
-def _backward(
-    blocks: DeviceAttention,
-    q: Array,
-    kv: Array,
-    y: Array,
-    log_sum: Array,
-    dy: Array,
-    of_log_sum: Array,
+def _ring_forward(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
+    """Merge the results of one block of keys per round into the result of all keys."""
+    dtype = call.wide_dtype
+    query_rows = call.held(SEQUENCE)
+    varying = varying_axes(q)
+    rows_shape = q.shape[:3]  # [batch, heads, rows]
+    y = jnp.zeros((*rows_shape, call.attn.value_width), dtype)
+    log_sum = jnp.full(rows_shape, -jnp.inf, dtype)
+    # Both branches of a condition need one type: what is computed from q varies as q does.
+    y = as_varying(y, varying)
+    log_sum = as_varying(log_sum, varying)
+    for round_number, block in call.attn.in_turn(kv, call.send):
+        for tile in call.tiles(query_rows, call.key_rows(round_number)):
+            merge = partial(_merge_tile, call, q, block, tile)
+            y, log_sum = call.if_visible(tile, merge, y, log_sum)
+    return y.astype(q.dtype), log_sum
+
+
+def _merge_tile(
+    call: DeviceAttention, q: Array, block: Array, tile: Tile, y: Array, log_sum: Array
 ) -> tuple[Array, Array]:
-    wide = log_sum.dtype
-    own_rows = blocks.held(SEQUENCE)
-    reads = blocks.heads_read
-    arrived: Any = None
-    share = ((dy.astype(wide) * y).sum(-1) - of_log_sum)[..., None]
-    # Weights are exp(score - log_sum): none for rows that see nothing.
-    log_sum = jnp.where(jnp.isinf(log_sum), jnp.inf, log_sum)[..., None]
-    product = partial(jnp.einsum, preferred_element_type=wide)
-    q_gradient, nothing = (as_varying(jnp.zeros_like(x, wide), varying_axes(q)) for x in (q, kv))
-    for turn, block in blocks.attn.in_turn(kv, blocks.send):
-        their_rows = blocks.key_rows(turn)
-        kv_gradient = nothing
-        for rows, keys in blocks.pairs():
-            numbers = own_rows[rows], their_rows[keys]
+    """Merge the result of a tile into the result so far, weighted by their sums of exponentials."""
+    tile_q = q[:, :, tile.queries]
+    tile_kv = block[:, :, tile.keys]
+    tile_y, tile_log_sum = call.attend(tile_q, tile_kv, tile.query_rows, tile.key_rows)
+    old_log_sum = log_sum[:, :, tile.queries]
+    new_log_sum = jnp.logaddexp(old_log_sum, tile_log_sum)
+    # -inf for rows that have seen no key so far: -inf - -inf would be NaN.
+    finite = jnp.maximum(new_log_sum, call.empty)
+    old_share = jnp.exp(old_log_sum - finite)[..., None]
+    tile_share = jnp.exp(tile_log_sum - finite)[..., None]
+    merged = tile_y * tile_share + y[:, :, tile.queries] * old_share
+    y = y.at[:, :, tile.queries].set(merged)
+    return y, log_sum.at[:, :, tile.queries].set(new_log_sum)
 
-            def added(q_gradient, kv_gradient, block=block, rows=rows, keys=keys, numbers=numbers):
-                k, v = blocks.read(block[:, :, keys])
-                queries = q[:, :, rows]
-                of_y = dy[:, :, rows]
-                scores, slope = blocks.scores(queries, k, *numbers)
-                weights = jnp.exp(scores - log_sum[:, :, rows])
-                kept = blocks.kept(*numbers)
-                change = (
-                    weights
-                    * (product("bhqk,bhsk->bhqs", of_y, v) * kept - share[:, :, rows])
-                    * slope
-                )
-                change = change.astype(q.dtype)
-                weights = (weights * kept).astype(q.dtype)
-                pairs = (change, queries), (weights, of_y)
-                of_kv = jnp.concatenate([product("bhqs,bhqk->bhsk", *pair) for pair in pairs], -1)
-                if reads is not None:
-                    of_kv = jnp.zeros_like(block[:, :, keys], wide).at[:, reads].add(of_kv)
-                of_q = product("bhqs,bhsk->bhqk", change, k)
-                return q_gradient.at[:, :, rows].add(of_q), kv_gradient.at[:, :, keys].add(of_kv)
 
-            is_seen = blocks.visible(*numbers).any()
-            q_gradient, kv_gradient = lax.cond(
-                is_seen, added, lambda *same: same, q_gradient, kv_gradient
-            )
-        kv_gradient = kv_gradient if arrived is None else arrived + kv_gradient
-        arrived = blocks.send(kv_gradient, -turn if turn + 1 == blocks.attn.rounds else 1)()
-    return q_gradient.astype(q.dtype), arrived.astype(kv.dtype)
+class BackwardRows(NamedTuple):
+    """What the backward pass needs of each query: [batch, heads, rows, width or 1]."""
+
+    q: Array
+    dy: Array
+    log_sum: Array  # inf for rows that see no key: their weights exp(score - log_sum) are then 0
+    shared: Array  # of the gradient of each score: what all scores of the row have in common
+
+
+def _rows_for_backward(
+    q: Array, y: Array, log_sum: Array, dy: Array, log_sum_cotangent: Array
+) -> BackwardRows:
+    """Prepare the backward pass: the gradient of score s is weight_s * (dy . v_s - shared)."""
+    shared = (dy.astype(log_sum.dtype) * y).sum(-1) - log_sum_cotangent
+    log_sum = jnp.where(jnp.isinf(log_sum), jnp.inf, log_sum)
+    return BackwardRows(q, dy, log_sum[..., None], shared[..., None])
+
+
+def _ring_backward(call: DeviceAttention, rows: BackwardRows, kv: Array) -> tuple[Array, Array]:
+    """Return the gradients of queries, and of keys with values.
+
+    Blocks of keys pass around once more. The gradient of each block follows one round behind it,
+    gathers an addend on every device, and the last message takes it home.
+    """
+    dtype = rows.log_sum.dtype
+    query_rows = call.held(SEQUENCE)
+    varying = varying_axes(rows.q)
+    q_gradient = as_varying(jnp.zeros_like(rows.q, dtype), varying)
+    zeros = as_varying(jnp.zeros_like(kv, dtype), varying_axes(kv))
+    # The gradient of the block that is here, by the devices that it has visited.
+    travelling: Any = None
+    for round_number, block in call.attn.in_turn(kv, call.send):
+        kv_gradient = zeros
+        for tile in call.tiles(query_rows, call.key_rows(round_number)):
+            accumulate = partial(_add_tile_gradients, call, rows, block, tile)
+            q_gradient, kv_gradient = call.if_visible(tile, accumulate, q_gradient, kv_gradient)
+        if travelling is not None:
+            kv_gradient = travelling + kv_gradient
+        # In the last round straight home: by now the block is `round_number` devices away.
+        is_last = round_number + 1 == call.attn.rounds
+        steps = -round_number if is_last else 1
+        travelling = call.send(kv_gradient, steps)()
+    return q_gradient.astype(rows.q.dtype), travelling.astype(kv.dtype)
+
+
+def _add_tile_gradients(
+    call: DeviceAttention,
+    rows: BackwardRows,
+    block: Array,
+    tile: Tile,
+    q_gradient: Array,
+    kv_gradient: Array,
+) -> tuple[Array, Array]:
+    """Add a tile's gradients to the gradients of queries, and of keys with values."""
+    tile_rows = BackwardRows._make(x[:, :, tile.queries] for x in rows)
+    dq, dkv = _tile_gradients(call, tile_rows, block[:, :, tile.keys], tile)
+    q_gradient = q_gradient.at[:, :, tile.queries].add(dq)
+    return q_gradient, kv_gradient.at[:, :, tile.keys].add(dkv)
+
+
+def _tile_gradients(
+    call: DeviceAttention, rows: BackwardRows, block: Array, tile: Tile
+) -> tuple[Array, Array]:
+    """Compute the gradients of a tile's queries and keys with values. Scores are recomputed."""
+    product = partial(jnp.einsum, preferred_element_type=rows.log_sum.dtype)
+    k, v = call.read(block)
+    scores, slope = call.scores(rows.q, k, tile.query_rows, tile.key_rows)
+    weights = jnp.exp(scores - rows.log_sum)  # [batch, heads, queries, keys]
+    dropout_factors = call.kept(tile.query_rows, tile.key_rows)
+    dweights = product("bhqk,bhsk->bhqs", rows.dy, v) * dropout_factors
+    dscores = weights * (dweights - rows.shared)
+    dproducts = (dscores * slope).astype(rows.q.dtype)  # of q . k, before scale and softcap
+    weights = (weights * dropout_factors).astype(rows.q.dtype)
+
+    dk = product("bhqs,bhqk->bhsk", dproducts, rows.q)
+    dv = product("bhqs,bhqk->bhsk", weights, rows.dy)
+    dkv = jnp.concatenate([dk, dv], -1)
+    heads = call.heads_read
+    if heads is not None:
+        # Several heads of queries read one head of keys: its gradient is their sum.
+        dkv = jnp.zeros_like(block, dkv.dtype).at[:, heads].add(dkv)
+    return product("bhqs,bhsk->bhqk", dproducts, k), dkv
 
 
 def _attention(
     qkv: Sequence[Array], layout: Layout | str, mesh: Any, profile: Any, kernel: Any, *options: Any
 ) -> Any:
+    """Compute `nn.attention`, whose docstring has the arguments."""
     layout = Layout.parse(layout)
-    q, k, v = (as_array(x, str(layout)) for x in qkv)
+    text = str(layout)
+    q, k, v = (as_array(x, text) for x in qkv)
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
         raise DtypeError(
             f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype"
         )
+    # The options come in the order of the fields of `AttentionCall`.
     call = DeviceAttention(*options, dtype=q.dtype, implementation=kernel)
-    dim_order(layout, call.sequence, call.heads)
-    here, machine = machine_here(
-        mesh, (layout, Layout.parse(call.kv_layout or layout)), str(layout), profile
-    )
-    alibi = None if call.alibi is None else jnp.asarray(call.alibi)
-    seed = None if call.seed is None else jnp.asarray(call.seed & BITS, jnp.uint32)
-    call = replace(call, alibi=alibi, seed=seed, mesh=here, machine=machine)
-    results, (_, sharding) = call.run(q, k, v, layout), call.enter(q, layout, call.shape)
-    of_results = (replace(sharding, shape=(*sharding.shape[:-1], x.shape[-1])) for x in results)
-    y, *lse = map(without_padding, results, of_results)
-    return (y.astype(q.dtype), lse[0].squeeze(-1)) if lse else y.astype(q.dtype)
+    dim_order(layout, call.sequence, call.heads)  # raises if the layout lacks them
+    kv_layout = Layout.parse(call.kv_layout) if call.kv_layout else layout
+    context = mesh_and_machine(mesh, (layout, kv_layout), text, profile)
+    call = replace(call, mesh=context.mesh, machine=context.machine)
+    if call.alibi is not None:
+        call = replace(call, alibi=jnp.asarray(call.alibi))
+    if call.seed is not None:
+        call = replace(call, seed=jnp.asarray(call.seed & BITS, jnp.uint32))
+
+    results = call.run(q, k, v, layout)  # the result, and log-sum-exps if they are asked for
+    # What a row of padding computes is no result: results are padded with zeros.
+    _, q_sharding = call.enter(q, layout, call.shape)
+    cleaned = []
+    for x in results:
+        shape = (*q_sharding.shape[:-1], x.shape[-1])  # values may have another width
+        cleaned.append(with_zero_padding(x, replace(q_sharding, shape=shape)))
+    y = cleaned[0].astype(q.dtype)
+    if not call.return_lse:
+        return y
+    return y, cleaned[1].squeeze(-1)
 
 
 attention = Verb[Array, AnyMesh](_attention).attention

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import jax
@@ -13,9 +12,9 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from jax_bridge.lower.row_tables import along, mine
+from jax_bridge.lower.row_tables import along_dim, row_of_this_device
 from jax_bridge.nn.sharded import Sharded
-from jax_bridge.nn.window import Boundaries, Local, apply_windows
+from jax_bridge.nn.window import Boundaries, LocalWindow, WindowRules, apply_windows
 from xshard.errors import ShapeError
 from xshard.layout.runs import row_numbers
 from xshard.nn.windows import pool_counts, pool_window
@@ -27,7 +26,7 @@ Padding = str | Pads
 Reducer = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def conv_general_dilated(
+def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_dilated`
     lhs: Sharded,
     rhs: jax.Array,
     window_strides: Sequence[int],
@@ -42,64 +41,114 @@ def conv_general_dilated(
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> Sharded:
-    """`lax.conv_general_dilated` of the global array: blocks [n, c, *space] -> blocks [n, features, *space].
+    """Convolve a sharded array: `lax.conv_general_dilated` of the global array.
 
-    Takes the arguments of `lax`, for the global array; spatial dims may be sharded in any way.
-    rhs: this device's copy of the kernel. With `check_vma=True` JAX adds the gradients of a kernel
-    that all devices share; without, `copy_to(rhs, axes)` does. boundary: the rows of `padding`: zeros by
-    default, or `periodic`, `reflect`, `edge`, `pole`, ... for all spatial dims or by name. outputs: how the
-    outputs are sharded: like the dim (""), `balanced`, or `aligned` (each on the device where its stride
-    begins). Raises ShapeError for sharded features, and as `redistribute` does.
+        y = conv_general_dilated(Sharded(x, "n c h/sp w"), kernel, (1, 1), "SAME")
+        # x: [n, c, h/4, w], kernel: [features, c, 3, 3] -> y.block: [n, features, h/4, w] on 4
+        devices
 
-    >>> def blur(x):
-    ...     return conv_general_dilated(Sharded(x, "n c h/sp"), jnp.ones((1, 1, 3)), (1,), "SAME")
-    >>> jax.pmap(blur, "sp")(jnp.ones((1, 1, 1, 4))).block  # one block on one device
-    Array([[[[2., 3., 3., 2.]]]], dtype=float32)
+    Takes the arguments of `lax`, for the global array. Spatial dims may be sharded in any way.
+
+    Args:
+        lhs: The sharded array.
+        rhs: This device's copy of the kernel. With `check_vma=True` JAX adds the gradients of a
+            kernel that all devices share; without, `copy_to(rhs, axes)` does.
+        window_strides: As in `lax`.
+        padding: As in `lax`.
+        lhs_dilation: As in `lax`.
+        rhs_dilation: As in `lax`.
+        dimension_numbers: As in `lax`.
+        feature_group_count: As in `lax`.
+        boundary: The rows of `padding`: zeros by default, or `periodic`, `reflect`, `edge`, `pole`,
+            ... for all spatial dims or by name.
+        outputs: How the outputs are sharded: like the dim (""), `balanced`, or `aligned` (each on
+            the device where its stride begins).
+        precision: As in `lax`.
+        preferred_element_type: As in `lax`.
+
+    Returns:
+        The convolved array, with the tags of `lhs`.
+
+    Raises:
+        ShapeError: The features of `lhs` are sharded.
+        XshardError: As `redistribute` does.
+
+    Examples:
+        >>> def blur(x):
+        ...     return conv_general_dilated(
+        ...         Sharded(x, "n c h/sp"), jnp.ones((1, 1, 3)), (1,), "SAME"
+        ...     )
+        >>> jax.pmap(blur, "sp")(jnp.ones((1, 1, 1, 4))).block  # one block on one device
+        Array([[[[2., 3., 3., 2.]]]], dtype=float32)
     """
     shape = lhs.sharding.shape
     numbers = lax.conv_dimension_numbers(shape, rhs.shape, dimension_numbers)
-    (_, channel, *space), (out, _, *taps) = numbers.lhs_spec, numbers.rhs_spec
-    if lhs.layout.dims[channel].axes:
-        what = f"features {str(lhs.layout.dims[channel])!r} are sharded, and a convolution adds over them"
-        raise ShapeError(
-            what, text=str(lhs.layout), hint="x.to(...) a layout with unsharded features"
-        )
-    base, dilation = (tuple(d or (1,) * len(space)) for d in (lhs_dilation, rhs_dilation))
-    options: Any = {"lhs_dilation": base, "rhs_dilation": dilation, "dimension_numbers": numbers}
-    options |= {"feature_group_count": feature_group_count, "precision": precision}
-    options["preferred_element_type"] = preferred_element_type
-    convolve: Any = partial(lax.conv_general_dilated, **options)
-    # On the global array: lax raises its own errors for arguments that do not fit.
-    whole = jax.ShapeDtypeStruct(shape, lhs.block.dtype), jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
-    jax.eval_shape(lambda x, kernel: convolve(x, kernel, tuple(window_strides), padding), *whole)
-    kernel = [rhs.shape[d] for d in taps]
+    channel_dim = numbers.lhs_spec[1]  # specs list batch, features, then space
+    space_dims = numbers.lhs_spec[2:]
+    kernel_sizes = [rhs.shape[dim] for dim in numbers.rhs_spec[2:]]
+    _check_features(lhs, channel_dim)
     strides = tuple(window_strides)
-    windows = windows_of([shape[d] for d in space], kernel, strides, dilation, padding)
+    base = _or_ones(lhs_dilation, len(space_dims))
+    dilation = _or_ones(rhs_dilation, len(space_dims))
+    convolve: Any = partial(
+        lax.conv_general_dilated,
+        lhs_dilation=base,
+        rhs_dilation=dilation,
+        dimension_numbers=numbers,
+        feature_group_count=feature_group_count,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    # On the global array: lax raises its own errors for arguments that do not fit.
+    jax.eval_shape(
+        partial(convolve, window_strides=strides, padding=padding),
+        jax.ShapeDtypeStruct(shape, lhs.block.dtype),
+        jax.ShapeDtypeStruct(rhs.shape, rhs.dtype),
+    )
+
+    def convolve_block(block: jax.Array, local: Mapping[int, LocalWindow]) -> jax.Array:
+        block_strides = [local[dim].stride for dim in space_dims]
+        block_padding = [local[dim].padding for dim in space_dims]
+        return convolve(block, rhs, block_strides, block_padding)
+
+    lengths = [shape[dim] for dim in space_dims]
+    windows = windows_of(lengths, kernel_sizes, strides, dilation, padding)
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
-    order = [
-        dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))[d] for d in range(len(shape))
-    ]
-    by_dim = dict(zip(space, windows, strict=True))
-    bases = dict(zip(space, base, strict=True))
+    input_dim_of = dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
+    return apply_windows(
+        lhs,
+        dict(zip(space_dims, windows, strict=True)),
+        convolve_block,
+        WindowRules(0.0, boundary, outputs),
+        base=dict(zip(space_dims, base, strict=True)),
+        order=[input_dim_of[dim] for dim in range(len(shape))],
+        features={channel_dim: rhs.shape[numbers.rhs_spec[0]]},
+    )
 
-    def convolved(x: jax.Array, local: Mapping[int, Local]) -> jax.Array:
-        return convolve(x, rhs, [local[d].stride for d in space], [local[d].padding for d in space])
 
-    rules: Any = {
-        "fill": 0.0,
-        "boundary": boundary,
-        "outputs": outputs,
-        "base": bases,
-        "order": order,
-    }
-    return apply_windows(lhs, by_dim, convolved, **rules, features={channel: rhs.shape[out]})
+def _check_features(x: Sharded, channel_dim: int) -> None:
+    """Raise ShapeError if the features, which a convolution adds up, are sharded."""
+    dim = x.layout.dims[channel_dim]
+    if dim.axes:
+        what = f"features {str(dim)!r} are sharded, and a convolution adds over them"
+        hint = "x.to(...) a layout with unsharded features"
+        raise ShapeError(what, text=str(x.layout), hint=hint)
+
+
+def _or_ones(values: Ints | None, n: int) -> tuple[int, ...]:
+    """Return `n` strides or dilations: the given ones, or ones."""
+    return tuple(values) if values else (1,) * n
 
 
 def windows_of(
     lengths: Ints, sizes: Ints, strides: Ints | None, dilation: Ints | None, padding: Padding
 ) -> list[Window]:
-    """The window over every dim of the global array."""
-    strides, dilation = (tuple(numbers or (1,) * len(sizes)) for numbers in (strides, dilation))
+    """Return the window over every dim of the global array, with the padding in numbers.
+
+    Lengths [8], sizes [3], padding "SAME" -> [Window(3, p=(1, 1))]
+    """
+    strides = _or_ones(strides, len(sizes))
+    dilation = _or_ones(dilation, len(sizes))
     if isinstance(padding, str):
         spans = [d * (k - 1) + 1 for k, d in zip(sizes, dilation, strict=True)]
         padding = lax.padtype_to_pads(lengths, spans, strides, padding)
@@ -107,7 +156,7 @@ def windows_of(
     return list(map(Window, sizes, strides, dilation, pads))
 
 
-def reduce_window(
+def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     operand: Sharded,
     init_value: float,
     computation: Reducer,
@@ -120,33 +169,69 @@ def reduce_window(
     boundary: Boundaries = None,
     outputs: str = "",
 ) -> Sharded:
-    """`lax.reduce_window` of the global array: every output is the reduction of a window of inputs.
+    """Reduce a window of inputs to each output: `lax.reduce_window` of the global array.
 
-    Takes the arguments of `lax`, with a number for every dim, for the global array. boundary: the rows of
-    `padding`, by default `init_value`. outputs: as in `conv_general_dilated`. Raises as `redistribute` does.
+        y = reduce_window(Sharded(x, "h/sp"), 0.0, lax.add, (2,), (2,))     # [8] -> [4]
+
+    Takes the arguments of `lax`, with a number for every dim, for the global array.
+
+    Args:
+        operand: The sharded array.
+        init_value: As in `lax`.
+        computation: As in `lax`.
+        window_dimensions: As in `lax`.
+        window_strides: As in `lax`.
+        padding: As in `lax`.
+        base_dilation: As in `lax`.
+        window_dilation: As in `lax`.
+        boundary: The rows of `padding`, by default `init_value`.
+        outputs: How the outputs are sharded, as in `conv_general_dilated`.
+
+    Returns:
+        The reduced array.
+
+    Raises:
+        XshardError: As `redistribute` does.
     """
-    whole = operand.sharding.shape
-    ones = (1,) * operand.block.ndim
-    strides, base, dilation = (
-        tuple(o or ones) for o in (window_strides, base_dilation, window_dilation)
-    )
+    shape = operand.sharding.shape
+    ndim = operand.block.ndim
+    strides = _or_ones(window_strides, ndim)
+    base = _or_ones(base_dilation, ndim)
+    dilation = _or_ones(window_dilation, ndim)
     init = np.array(init_value, operand.block.dtype)
     # On the global array: lax raises its own errors for arguments that do not fit.
-    arguments = computation, window_dimensions, strides, padding, base, dilation
     jax.eval_shape(
-        lambda x: lax.reduce_window(x, init, *arguments), jax.ShapeDtypeStruct(whole, init.dtype)
+        lambda x: lax.reduce_window(
+            x, init, computation, window_dimensions, strides, padding, base, dilation
+        ),
+        jax.ShapeDtypeStruct(shape, init.dtype),
     )
-    every = windows_of(whole, window_dimensions, strides, dilation, padding)
-    windows = {d: w for d, w in enumerate(every) if w != Window(1, p=(0, 0)) or base[d] > 1}
+    windows: dict[int, Window] = {}
+    for dim, window in enumerate(windows_of(shape, window_dimensions, strides, dilation, padding)):
+        # Dims that windows only pass over, as the batch, may be sharded in any order.
+        if window != Window(1, p=(0, 0)) or base[dim] > 1:
+            windows[dim] = window
 
-    def reduced(block: jax.Array, local: Mapping[int, Local]) -> jax.Array:
-        stride = [local[d].stride if d in local else 1 for d in range(block.ndim)]
-        pads = [local[d].padding if d in local else (0, 0) for d in range(block.ndim)]
-        reduce = lax.reduce_window if dilation == ones else _by_phases
-        return reduce(block, init, computation, window_dimensions, stride, pads, base, dilation)
+    def reduce_block(block: jax.Array, local: Mapping[int, LocalWindow]) -> jax.Array:
+        block_strides = [1] * ndim
+        pads = [(0, 0)] * ndim
+        for dim, window in local.items():
+            block_strides[dim] = window.stride
+            pads[dim] = window.padding
+        reduce: Callable[..., jax.Array] = lax.reduce_window
+        if dilation != (1,) * ndim:
+            reduce = _reduce_dilated_window
+        return reduce(
+            block, init, computation, window_dimensions, block_strides, pads, base, dilation
+        )
 
-    rules: Any = {"fill": float(init_value), "boundary": boundary, "outputs": outputs}
-    return apply_windows(operand, windows, reduced, **rules, base=dict(enumerate(base)))
+    return apply_windows(
+        operand,
+        windows,
+        reduce_block,
+        WindowRules(float(init_value), boundary, outputs),
+        base=dict(enumerate(base)),
+    )
 
 
 def max_pool(
@@ -159,18 +244,44 @@ def max_pool(
     ceil_mode: bool = False,
     outputs: str = "",
 ) -> Sharded:
-    """The largest value of every window; rows beyond the array do not count.
+    """Take the largest value of every window; rows beyond the array do not count.
 
-    ceil_mode: keep a last window that begins inside the array. Else as in `reduce_window`.
+        y = max_pool(Sharded(x, "n c h/sp w"), (1, 1, 2, 2), (1, 1, 2, 2))
+        # [n, c, 8, 8] -> [n, c, 4, 4]
+
+    Args:
+        x: The sharded array.
+        window_dimensions: As in `reduce_window`.
+        window_strides: As in `reduce_window`.
+        padding: As in `reduce_window`.
+        window_dilation: As in `reduce_window`.
+        ceil_mode: Keep a last window that begins inside the array.
+        outputs: How the outputs are sharded, as in `conv_general_dilated`.
+
+    Returns:
+        The pooled array.
+
+    Raises:
+        XshardError: As `redistribute` does.
     """
-    least = -np.inf if jnp.issubdtype(x.block.dtype, jnp.inexact) else jnp.iinfo(x.block.dtype).min
+    dtype = x.block.dtype
+    if jnp.issubdtype(dtype, jnp.inexact):
+        least = -np.inf
+    else:
+        least = jnp.iinfo(dtype).min
     lengths = x.sharding.shape
     windows = windows_of(lengths, window_dimensions, window_strides, window_dilation, padding)
-    pads = [
-        pool_window(n, w, ceil=ceil_mode).padding for n, w in zip(lengths, windows, strict=False)
-    ]
-    arguments = window_dimensions, window_strides, pads, None, window_dilation
-    return reduce_window(x, least, lax.max, *arguments, outputs=outputs)
+    return reduce_window(
+        x,
+        least,
+        lax.max,
+        window_dimensions,
+        window_strides,
+        [window.padding for window in _pool_windows(lengths, windows, ceil_mode)],
+        None,
+        window_dilation,
+        outputs=outputs,
+    )
 
 
 def avg_pool(
@@ -183,36 +294,67 @@ def avg_pool(
     ceil_mode: bool = False,
     outputs: str = "",
 ) -> Sharded:
-    """The mean of every window, as in `max_pool`.
+    """Take the mean of every window.
 
-    count_include_pad: count rows of `padding`; rows that `ceil_mode` adds never count.
+        y = avg_pool(Sharded(x, "n c h/sp w"), (1, 1, 2, 2), (1, 1, 2, 2))
+        # [n, c, 8, 8] -> [n, c, 4, 4]
+
+    Args:
+        x: The sharded array.
+        window_dimensions: As in `reduce_window`.
+        window_strides: As in `reduce_window`.
+        padding: As in `reduce_window`.
+        count_include_pad: Count rows of `padding`; rows that `ceil_mode` adds never count.
+        ceil_mode: Keep a last window that begins inside the array.
+        outputs: How the outputs are sharded, as in `conv_general_dilated`.
+
+    Returns:
+        The pooled array.
+
+    Raises:
+        XshardError: As `redistribute` does.
     """
     lengths = x.sharding.shape
     windows = windows_of(lengths, window_dimensions, window_strides, None, padding)
-    wider = [pool_window(n, w, ceil=ceil_mode) for n, w in zip(lengths, windows, strict=False)]
-    pads = [window.padding for window in wider]
+    pool_windows = _pool_windows(lengths, windows, ceil_mode)
+    pads = [window.padding for window in pool_windows]
     total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
+
+    # A window has the product of its rows along each dim: divide by one after the other.
     mean = total.block
-    rows = map(range, total.sharding.shape)
-    for d, each in enumerate(zip(lengths, wider, rows, strict=True)):
-        counts = pool_counts(*each, padding=windows[d].padding[1], include_pad=count_include_pad)
-        mean = mean / _along(total, d, counts)
+    for dim, window in enumerate(pool_windows):
+        counts = pool_counts(
+            lengths[dim],
+            window,
+            range(total.sharding.shape[dim]),
+            padding=windows[dim].padding[1],
+            include_pad=count_include_pad,
+        )
+        mean = mean / _local_divisors(total, dim, counts)
     return Sharded(mean, total.sharding)
 
 
-def _along(y: Sharded, d: int, values: NDArray[np.int64]) -> jax.Array:
-    """Values for all rows of a dim -> the values of this device's rows, and 1 in the padding."""
-    axes = y.layout.dims[d].axes
-    table = np.ones((y.sharding.mesh.size(*axes), y.block.shape[d]), np.float32)
-    for part, runs in enumerate(y.sharding.owners(d)):
+def _pool_windows(lengths: Ints, windows: Sequence[Window], ceil_mode: bool) -> list[Window]:
+    """Pad the windows at their ends by what torch's `ceil_mode` reads there."""
+    pairs = zip(lengths, windows, strict=False)
+    return [pool_window(length, window, ceil=ceil_mode) for length, window in pairs]
+
+
+def _local_divisors(y: Sharded, dim: int, counts: NDArray[np.int64]) -> jax.Array:
+    """Pick the counts of this device's rows along one dim, to be broadcast; 1 in the padding."""
+    axes = y.layout.dims[dim].axes
+    n_parts = y.sharding.mesh.size(*axes)
+    table = np.ones((n_parts, y.block.shape[dim]), np.float32)
+    for part, runs in enumerate(y.sharding.owners(dim)):
         rows = row_numbers(runs)
-        table[part, : len(rows)] = values[rows]
-    return along(
-        mine(table, axes).astype(jnp.promote_types(y.block.dtype, np.float16)), d, y.block.ndim
-    )
+        table[part, : len(rows)] = counts[rows]
+    # Whole numbers are divided as floats; short floats keep their dtype.
+    dtype = jnp.promote_types(y.block.dtype, np.float16)
+    divisors = row_of_this_device(table, axes).astype(dtype)
+    return along_dim(divisors, dim, y.block.ndim)
 
 
-def _by_phases(
+def _reduce_dilated_window(
     x: jax.Array,
     init: Any,
     op: Reducer,
@@ -222,11 +364,28 @@ def _by_phases(
     base: Ints,
     dilation: Ints,
 ) -> jax.Array:
-    """`lax.reduce_window` with dilated windows as dense ones: JAX has no gradient of a dilated maximum."""
-    x = lax.pad(x, init, [(*pair, b - 1) for pair, b in zip(pads, base, strict=True)])
-    starts = [n - (k - 1) * d for n, k, d in zip(x.shape, window, dilation, strict=True)]
-    x = lax.pad(x, init, [(0, -n % d, 0) for n, d in zip(x.shape, dilation, strict=True)])
-    x = x.reshape([*chain(*((n // d, d) for n, d in zip(x.shape, dilation, strict=True)))])
-    y = lax.reduce_window(x, init, op, [*chain(*((k, 1) for k in window))], None, "VALID")
-    y = y.reshape([m * d for m, d in zip(y.shape[::2], dilation, strict=True)])
-    return lax.slice(y, (0,) * y.ndim, starts, strides)
+    """Compute `lax.reduce_window` with dilated windows by dense ones, which JAX can differentiate.
+
+    JAX lacks the gradient of a dilated maximum. A dim [n] is split into [n / d, d] phases: the rows
+    that one dilated window reads lie side by side in one phase.
+    """
+    interior = [b - 1 for b in base]
+    padding = [(*pair, gap) for pair, gap in zip(pads, interior, strict=True)]
+    x = lax.pad(x, init, padding)
+    # Every position gets a window; the strides leave some out at the end.
+    n_positions = []
+    to_multiples = []  # of the dilation: phases have equally many rows
+    for length, k, d in zip(x.shape, window, dilation, strict=True):
+        n_positions.append(length - (k - 1) * d)
+        to_multiples.append((0, -length % d, 0))
+    x = lax.pad(x, init, to_multiples)
+
+    phase_shape: list[int] = []  # [rows, phases] for each dim
+    dense_window: list[int] = []
+    for length, k, d in zip(x.shape, window, dilation, strict=True):
+        phase_shape += [length // d, d]
+        dense_window += [k, 1]
+    y = lax.reduce_window(x.reshape(phase_shape), init, op, dense_window, None, "VALID")
+
+    shape = [rows * d for rows, d in zip(y.shape[::2], dilation, strict=True)]
+    return lax.slice(y.reshape(shape), [0] * len(shape), n_positions, strides)

@@ -1,9 +1,7 @@
 """Cross entropy of logits with sharded classes: no device holds the logits of all classes.
 
->>> logits, labels = (
-...     jnp.arange(8.0).reshape(1, 2, 4),
-...     jnp.array([[3, 0]]),
-... )  # one block on one device
+>>> logits = jnp.arange(8.0).reshape(1, 2, 4)  # one block on one device
+>>> labels = jnp.array([[3, 0]])
 >>> loss = jax.pmap(lambda x, y: cross_entropy(x, y, "b v/tp"), "tp")
 >>> [round(x.item(), 4) for x in (loss(logits, labels)[0], jax.nn.logsumexp(jnp.arange(4.0)) - 1.5)]
 [1.9402, 1.9402]
@@ -11,73 +9,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_bridge.calls import as_array, redistribute
-from jax_bridge.lower.row_tables import valid, without_padding
-from jax_bridge.mesh.context import AnyMesh, block_sharding, machine_here
+from jax_bridge.lower.row_tables import valid_elements, with_zero_padding
+from jax_bridge.mesh.context import AnyMesh, MeshAndMachine, block_sharding, mesh_and_machine
 from jax_bridge.ops import positions
-from xshard import Layout, Sharding
+from xshard import Layout, ProfileLike, Sharding
 from xshard.contractions.attention import Verb
 from xshard.errors import DtypeError
 from xshard.nn.cross_entropy import class_dim
 from xshard.ops import move, tag
 
 
+class Options(NamedTuple):
+    """The options of `nn.cross_entropy`, in the order in which its signature passes them on."""
+
+    reduction: Literal["mean", "sum", "none"]
+    ignore_index: int
+    label_smoothing: float
+    shape: Sequence[int | None] | None
+    classes: str
+    profile: ProfileLike
+
+
 def _cross_entropy(
-    logits: Any, labels: Any, layout: Layout | str, mesh: Any, *options: Any
+    logits: Any, labels: Any, layout: Layout | str, mesh: AnyMesh | None, *options: Any
 ) -> jax.Array:
-    reduction, ignore_index, label_smoothing, shape, classes, profile = options
+    """Compute `nn.cross_entropy`, whose docstring has the arguments."""
+    given = Options._make(options)
     layout = Layout.parse(layout)
     text = str(layout)
     logits = as_array(logits, text)
     labels = as_array(labels, text)
-    if not jnp.issubdtype(labels.dtype, jnp.integer) or not jnp.issubdtype(
-        logits.dtype, jnp.floating
-    ):
+    _check_dtypes(logits, labels, text)
+    layout_of_logits = layout.resolved(logits.ndim)
+    context = mesh_and_machine(mesh, (layout_of_logits,), text, given.profile)
+    sharding = block_sharding(logits, layout_of_logits, context.mesh, given.shape)
+    dim, class_axes, token_axes = class_dim(
+        sharding, given.classes, logits.shape, labels.shape, given.reduction
+    )
+
+    losses = _token_losses(
+        logits, labels, sharding, dim, class_axes, given.label_smoothing, context
+    )
+    is_no_class = (labels < 0) | (labels >= sharding.shape[dim])
+    is_ignored = (labels == given.ignore_index) | ~valid_elements(_without_dim(sharding, dim))
+    losses = jnp.where(is_no_class, jnp.nan, losses)  # a program of JAX cannot raise
+    losses = jnp.where(is_ignored, 0, losses)
+    if given.reduction == "none":
+        return losses
+
+    # The count travels with the sum: one message instead of two.
+    local_count = (~is_ignored).sum().astype(losses.dtype)
+    sum_and_count = jnp.stack([losses.sum(), local_count])
+    loss, count = _all_reduced(sum_and_count, "sum", token_axes, context)
+    if given.reduction == "sum":
+        return loss
+    return loss / count
+
+
+def _check_dtypes(logits: jax.Array, labels: jax.Array, text: str) -> None:
+    """Raise DtypeError unless labels are whole numbers, and logits floats."""
+    are_classes = jnp.issubdtype(labels.dtype, jnp.integer)
+    if not are_classes or not jnp.issubdtype(logits.dtype, jnp.floating):
         hint = "labels are numbers of classes"
         raise DtypeError(f"logits {logits.dtype}, labels {labels.dtype}", text=text, hint=hint)
-    here, machine = machine_here(mesh, (layout.resolved(logits.ndim),), text, profile)
-    sharding = block_sharding(logits, layout.resolved(logits.ndim), here, shape)
-    d, axes, token_axes = class_dim(sharding, classes, logits.shape, labels.shape, reduction)
-    n = sharding.shape[d]
 
-    def reduced(x: jax.Array, kind: str, axes: tuple[str, ...]) -> jax.Array:
-        return (
-            redistribute(x, move(x.shape, tag(kind, axes), ""), here, profile=machine)
-            if axes
-            else x
-        )
 
-    rest = replace(
-        sharding.layout, dims=(*sharding.layout.dims[:d], *sharding.layout.dims[d + 1 :])
-    )
-    tokens = Sharding(rest, here, (*sharding.shape[:d], *sharding.shape[d + 1 :]))
-    ignored = (labels == ignore_index) | ~valid(tokens)
-    x = jnp.moveaxis(without_padding(logits, sharding), d, -1)
+def _without_dim(sharding: Sharding, dim: int) -> Sharding:
+    """Return the sharding of an array that lacks one dim: [b, v] -> [b]."""
+    dims = sharding.layout.dims
+    other_dims = (*dims[:dim], *dims[dim + 1 :])
+    shape = list(sharding.shape)
+    del shape[dim]
+    return Sharding(replace(sharding.layout, dims=other_dims), sharding.mesh, tuple(shape))
+
+
+def _all_reduced(
+    x: jax.Array, op: str, axes: tuple[str, ...], context: MeshAndMachine
+) -> jax.Array:
+    """Reduce a block over the devices along axes, by "sum" or "max".
+
+    The result is on all of them.
+    """
+    if not axes:
+        return x
+    expression = move(x.shape, tag(op, axes), "")
+    return redistribute(x, expression, context.mesh, profile=context.machine)
+
+
+def _token_losses(
+    logits: jax.Array,
+    labels: jax.Array,
+    sharding: Sharding,
+    dim: int,
+    class_axes: tuple[str, ...],
+    label_smoothing: float,
+    context: MeshAndMachine,
+) -> jax.Array:
+    """Compute the loss of each token, by two reductions over the axes that shard classes.
+
+    The loss is log(sum over classes of exp(logit)) - logit of the label; smoothing mixes in the
+    mean logit.
+    """
+    class_numbers = positions(sharding.layout, context.mesh, shape=sharding.shape, dim=dim)
+    x = jnp.moveaxis(with_zero_padding(logits, sharding), dim, -1)  # [*tokens, classes]
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    own = positions(sharding.layout, here, shape=sharding.shape, dim=d)
-    known = jnp.where(own < 0, -jnp.inf, x)
-    top = reduced(lax.stop_gradient(known).max(-1), "max", axes)
-    addends = [jnp.exp(known - top[..., None]), jnp.where(own == labels[..., None], x, 0)]
-    addends += [x] if label_smoothing else []
-    total, picked, *sums = reduced(jnp.stack([part.sum(-1) for part in addends]), "sum", axes)
-    losses = top + jnp.log(total) - (1 - label_smoothing) * picked
+
+    # Without the largest logit exponentials would overflow. The loss does not depend on it, so it
+    # needs no gradient.
+    known = jnp.where(class_numbers < 0, -jnp.inf, x)
+    largest = _all_reduced(lax.stop_gradient(known).max(-1), "max", class_axes, context)
+    exponentials = jnp.exp(known - largest[..., None])  # 0 in the padding
+    logits_of_labels = jnp.where(class_numbers == labels[..., None], x, 0)
+    local_sums = [exponentials.sum(-1), logits_of_labels.sum(-1)]
     if label_smoothing:
-        losses -= label_smoothing / n * sums[0]
-    losses = jnp.where((labels < 0) | (labels >= n), jnp.nan, losses)
-    losses = jnp.where(ignored, 0, losses)
-    if reduction == "none":
-        return losses
-    loss, count = reduced(
-        jnp.stack([losses.sum(), (~ignored).sum().astype(losses.dtype)]), "sum", token_axes
-    )
-    return loss / count if reduction == "mean" else loss
+        local_sums.append(x.sum(-1))
+
+    # One message for all sums: [2 or 3, *tokens].
+    sums = _all_reduced(jnp.stack(local_sums), "sum", class_axes, context)
+    log_sum = largest + jnp.log(sums[0])
+    losses = log_sum - (1 - label_smoothing) * sums[1]
+    if label_smoothing:
+        losses -= label_smoothing / sharding.shape[dim] * sums[2]
+    return losses
 
 
 cross_entropy = Verb[jax.Array, AnyMesh](_cross_entropy).cross_entropy

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_bridge.calls import redistribute
-from jax_bridge.lower.row_tables import without_padding
-from jax_bridge.mesh.context import AnyMesh, block_sharding_here
+from jax_bridge.lower.row_tables import with_zero_padding
+from jax_bridge.mesh.context import AnyMesh, block_sharding_in_context
 from xshard import Layout, Sharding
 from xshard.errors import PlanError
 from xshard.notation.parser import Dim
@@ -21,17 +21,28 @@ from xshard.notation.parser import Dim
 class Sharded:
     """This device's block of a global array.
 
-    block: the block, padded at its ends to the shape of the largest; the padding may hold anything. Layers
-    return blocks padded with zeros. sharding: the array's layout, or its `Sharding`. mesh: by default the one
-    of the context. shape: the global shape; by default inferred, assuming that all blocks are equal.
-    A pytree with a static sharding: it passes through jit, grad, scan and remat, and
+        x = Sharded(block, "b h/sp c")     # block [b, h/4, c] of an array [b, h, c] on 4 devices
+
+    It is a pytree with a static sharding. So it passes through jit, grad, scan and remat, and
     `jax.tree.map(jax.nn.relu, x)` applies a function to its block.
 
-    Raises NotationError, MeshError, ShapeError; PlanError for a layout with a pending reduction.
+    Args:
+        block: The block, padded at its ends to the shape of the largest; the padding may hold
+            anything. Layers return blocks padded with zeros.
+        sharding: The array's layout, or its `Sharding`.
+        mesh: The mesh; by default the mesh of the context.
+        shape: The global shape; by default inferred, assuming that all blocks are equal.
 
-    >>> rows = jax.pmap(lambda x: Sharded(x, "h/sp w").to("h/sp:halo(1,1,periodic) w"), "sp")
-    >>> rows(jnp.ones((1, 4, 2))).block.shape  # one block on one device
-    (1, 6, 2)
+    Raises:
+        NotationError: The layout's text is wrong.
+        MeshError: The mesh lacks an axis of the layout, or the axis is not manual here.
+        ShapeError: The block does not have the shape of the largest block.
+        PlanError: The layout has a pending reduction.
+
+    Examples:
+        >>> rows = jax.pmap(lambda x: Sharded(x, "h/sp w").to("h/sp:halo(1,1,periodic) w"), "sp")
+        >>> rows(jnp.ones((1, 4, 2))).block.shape  # one block on one device
+        (1, 6, 2)
     """
 
     block: jax.Array
@@ -47,37 +58,62 @@ class Sharded:
     ) -> None:
         if not isinstance(sharding, Sharding):
             block = jnp.asarray(block)
-            sharding = block_sharding_here(block, Layout.parse(sharding), mesh, shape)
+            sharding = block_sharding_in_context(block, Layout.parse(sharding), mesh, shape)
+        # The dataclass is frozen: only this way may its own __init__ set fields.
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "sharding", sharding)
-        if kinds := [kind for kind, _ in self.layout.tags if kind != "copy"]:
-            what = f"a layer on values still to be reduced by {kinds[0]}"
-            raise PlanError(
-                what, text=str(self.layout), hint="redistribute first: layers take values"
-            )
+        for kind, _ in self.layout.tags:
+            if kind != "copy":
+                what = f"a layer on values still to be reduced by {kind}"
+                hint = "redistribute first: layers take values"
+                raise PlanError(what, text=str(self.layout), hint=hint)
 
     @property
     def layout(self) -> Layout:
+        """The layout of the global array."""
         return self.sharding.layout
 
     def to(self, layout: Layout | str) -> Sharded:
-        """The same array under another layout."""
+        """Move the array to another layout: "h/sp w" -> "h w/sp".
+
+        Args:
+            layout: The new layout, with the same dims.
+
+        Returns:
+            The same array, as this device's block under the new layout.
+
+        Raises:
+            XshardError: As `redistribute` does.
+        """
         target = self.sharding.with_layout(Layout.parse(layout))
-        pair = self.layout, target.layout
-        return Sharded(
-            redistribute(self.block, pair, self.sharding.mesh, shape=self.sharding.shape), target
-        )
+        pair = (self.layout, target.layout)
+        source = self.sharding
+        return Sharded(redistribute(self.block, pair, source.mesh, shape=source.shape), target)
 
     def owned(self) -> Sharded:
-        """The same array with every row at its owner only and zeros in the padding: ready for sums."""
-        plain = replace(
-            self.layout, dims=tuple(replace(dim, overlap=None) for dim in self.layout.dims)
-        )
+        """Drop overlaps and set the padding to zero: every row is counted once, ready for sums.
+
+        "h/sp:halo(1,1,zero)" -> "h/sp"
+
+        Returns:
+            The same array, without overlaps.
+        """
+        dims = tuple(replace(dim, overlap=None) for dim in self.layout.dims)
+        plain = replace(self.layout, dims=dims)
         if plain != self.layout:
-            return self.to(plain)
-        return Sharded(without_padding(self.block, self.sharding), self.sharding)
+            return self.to(plain)  # a move pads with zeros
+        return Sharded(with_zero_padding(self.block, self.sharding), self.sharding)
 
     def with_block(self, block: jax.Array, dims: Sequence[Dim], shape: Sequence[int]) -> Sharded:
-        """A block of an array computed from this one, with this layout's tags; its padding becomes zero."""
+        """Wrap a block of an array that was computed from this one.
+
+        Args:
+            block: The new block; its padding becomes zero.
+            dims: The dims of the new array; its tags stay those of this array.
+            shape: The new global shape.
+
+        Returns:
+            The new array.
+        """
         layout = Layout(tuple(dims), self.layout.tags)
         return Sharded(block, Sharding(layout, self.sharding.mesh, tuple(shape))).owned()

@@ -9,7 +9,7 @@ import pytest
 
 import xshard as xs
 from jax_bridge.lower.exchange import tilings
-from jax_bridge.lower.row_tables import VOID, pick
+from jax_bridge.lower.row_tables import VOID, pick_rows
 from jax_bridge.lower.rules import RULES
 from jax_bridge.lower.transports import Schedule, edge_colours, rounds
 from jax_bridge.testing.stacked import collectives
@@ -101,7 +101,7 @@ def test_rounds_of_very_different_messages_are_not_padded() -> None:
     """Blocks of thirds onto fifths: messages of one shape go together, in more rounds than the fewest."""
     plan = xs.plan("n/a d/b -> n/b d/a", xs.Mesh(a=3, b=5), (90, 90))
     ((step, before, _),) = plan.stages
-    for messages in rounds(step, before).every:
+    for messages in rounds(step, before).all_rounds:
         assert len({m.shape for m in messages}) == 1
 
 
@@ -153,9 +153,9 @@ def test_picked_rows() -> None:
     ]
     x = np.arange(1, 2 * 3 * 8 * 2 + 1).reshape(2, 3, 8, 2)
     for table in (np.array(rows, int) for rows in tables):
-        found = jax.pmap(lambda x, t=table: pick(x, 1, t, ("a",)), "a", devices=jax.devices()[:2])(
-            x
-        )
+        found = jax.pmap(
+            lambda x, t=table: pick_rows(x, 1, t, ("a",)), "a", devices=jax.devices()[:2]
+        )(x)
         for device in (0, 1):
             expected = x[device][:, table[device]]
             expected[:, table[device] == VOID] = 0
@@ -214,4 +214,4 @@ def test_what_devices_keep() -> None:
 )
 def test_blocks_without_gaps_and_of_few_orders_are_made_of_boxes(case, made_of_boxes) -> None:
     plan, schedule = scheduled(*case)
-    assert (tilings(schedule.every, plan.target) is not None) == made_of_boxes
+    assert (tilings(schedule.all_rounds, plan.target) is not None) == made_of_boxes

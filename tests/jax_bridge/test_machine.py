@@ -9,7 +9,7 @@ import numpy as np
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.mesh.context import _found, machine
+from jax_bridge.mesh.context import _machine_of_device, machine
 from jax_bridge.torch_interop.route import Options
 from tests.jax_bridge.helpers import in_jax, placed
 
@@ -61,6 +61,6 @@ def test_nodes_are_hosts_of_gpus_and_processes_of_cpus() -> None:
         devices = [Device(i, i // of_process, island, platform) for i, island in enumerate(islands)]
         environment = mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": launcher})
         with environment, mock.patch.object(jax, "devices", lambda *_, n=devices: n):
-            _found.cache_clear()
+            _machine_of_device.cache_clear()
             assert machine("auto").name == wanted
-    _found.cache_clear()
+    _machine_of_device.cache_clear()

@@ -1,5 +1,8 @@
 """`shard_map`: blocks of any layout, exact gradients, trees by rules, orders remembered, errors by name."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -286,3 +289,14 @@ def test_lengths_of_results() -> None:
         xs.errors.ShapeError, match="2 rows are a block of dim 'n' if it is 3 or 4 long"
     ):
         two(x[:4, 0], x[:3, 0])  # both have blocks of 2
+
+
+@in_jax
+def test_a_cached_program_keeps_no_array_of_its_first_call() -> None:
+    doubled = xj.shard_map(lambda x: 2 * x, "n/a d -> n/a d", mesh())
+    x = placed(whole(4, 6), mesh(), "a")
+    jax.block_until_ready(doubled(x))
+    first = weakref.ref(x)
+    del x
+    gc.collect()
+    assert first() is None
