@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_bridge import compat, dtensor, errors, live, nn, ops, testing  # noqa: F401
+    from torch_bridge import compat, dtensor, errors, live, nn, ops, testing
     from torch_bridge.autodiff.pending import PendingTensor
     from torch_bridge.contractions.einsum import einsum
     from torch_bridge.mesh.process_mesh import positions

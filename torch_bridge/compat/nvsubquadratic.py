@@ -26,7 +26,7 @@ Group = dist.ProcessGroup | None
 Direction = Literal["split_to_full", "full_to_split"]
 
 
-def all_to_all_single_fn(  # noqa: PLR0913  the original's arguments, and three of our own
+def all_to_all_single_fn(
     group: Group,
     type: Direction,
     input: Tensor,

@@ -293,7 +293,7 @@ class Verb(Generic[A, M]):
 
     call: Callable[..., Any]
 
-    def attention(  # noqa: PLR0913  public, with the options of the papers it covers
+    def attention(
         self,
         q: A,
         k: A,
@@ -385,7 +385,7 @@ class Verb(Generic[A, M]):
             sequence, heads,
         )  # fmt: skip
 
-    def cross_entropy(  # noqa: PLR0913  public, with the options of torch's
+    def cross_entropy(
         self,
         logits: A,
         labels: A,

@@ -179,7 +179,7 @@ class _Solver:
         if self.request.overlap != NEVER:
             return self._plan(self._as_single_contraction(candidate)).cost
         # The same without making a plan, and rounded as candidates' seconds are.
-        return round(candidate.work + sum([move.seconds for move in candidate.estimates]), 15)
+        return round(candidate.work + sum(move.seconds for move in candidate.estimates), 15)
 
     def _as_single_contraction(self, candidate: Candidate) -> ContractionPath:
         """Return the path of one contraction of all operands."""
