@@ -16,10 +16,12 @@ from xshard.dtypes import itemsize
 from xshard.layout import Mesh
 from xshard.nn.attention import AUTO, HEADS, METHODS, REDUCE, RING, SEQUENCE, WIDTH, Attention
 from xshard.plans.plan import Plan, find_plan, search_plan
-from xshard.search.grid import Cut, Grid, State, grid, remembered
-from xshard.search.moves import Space, estimate
+from xshard.search.estimates import estimate
+from xshard.search.grid import Grid, grid
+from xshard.search.moves import Space
 from xshard.search.request import Request
 from xshard.search.solve import best_path, respelled
+from xshard.search.states import Cut, State, remembered
 
 # Operations of attention's backward pass for each forward one: 5 products instead of 2, since the scores are
 # computed again (FlashAttention, Dao et al. 2022).
