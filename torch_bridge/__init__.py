@@ -48,7 +48,7 @@ ROOMS = ("compat", "dtensor", "errors", "live", "nn", "ops", "testing")
 __all__ = [
     "PendingTensor", "check_replicas", "clip_grad_norm_", "einsum", "explain", "grad_norm", "load",
     "load_state_dict", "no_sync", "own_experts", "parallelize", "positions", "redistribute", "route", "save",
-    "state_dict", "suggest", "transfer", "verify",
+    "state_dict", "suggest", "transfer", "verify", "compat", "dtensor", "errors", "live", "nn", "ops", "testing",
 ]  # fmt: skip
 
 
