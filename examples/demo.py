@@ -91,7 +91,7 @@ def in_torch() -> dict[str, Any]:
             torch.tensor(blocks(layout, value)[dist.get_rank()])
             for layout, value in zip(layouts, data(), strict=True)
         )
-        linear = lambda text, a, b: xt.einsum(text, a, b, mesh=MESH)
+        linear = lambda text, a, b: xt.einsum(text, a, b, mesh=MESH)  # noqa: E731
         parts = losses(x, target, up.requires_grad_(), down.requires_grad_(), linear)
         return xt.redistribute(torch.tensor(parts), "n | sum(dp) -> n", MESH).tolist()
 

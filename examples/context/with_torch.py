@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch._dynamo
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from support.runs import run_in_torch
 from support.text import Characters
 from torch import Tensor

@@ -28,7 +28,7 @@ from xshard.notation.maps import Maps
 from xshard.notation.parser import with_maps
 
 
-def einsum(
+def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has the same
     expression: str | ContractionPlan,
     *operands: jax.typing.ArrayLike,
     mesh: AnyMesh | None = None,

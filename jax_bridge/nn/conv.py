@@ -26,7 +26,7 @@ Padding = str | Pads
 Reducer = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def conv_general_dilated(
+def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_dilated`
     lhs: Sharded,
     rhs: jax.Array,
     window_strides: Sequence[int],
@@ -156,7 +156,7 @@ def windows_of(
     return list(map(Window, sizes, strides, dilation, pads))
 
 
-def reduce_window(
+def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     operand: Sharded,
     init_value: float,
     computation: Reducer,

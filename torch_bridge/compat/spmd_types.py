@@ -32,7 +32,7 @@ AXIS = "axis"
 _TYPE_OF_TAG = {"sum": "P", "copy": "R"}
 
 
-def redistribute(
+def redistribute(  # noqa: PLR0913  the original's arguments, and the global shape
     x: Tensor,
     axis: Any,
     *,

@@ -45,7 +45,7 @@ from xshard.plans.expression import sides
 from xshard.replicas import ReplicaCheck
 
 
-def redistribute(
+def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and layouts
     dtensor: DTensor,
     placements: Sequence[Placement],
     *,

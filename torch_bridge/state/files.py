@@ -121,7 +121,7 @@ def _source_of(name: str, array: LocalArray) -> Source:
         return Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
 
 
-def load(
+def load(  # noqa: PLR0913  one option for each thing that a file does not say
     path: str | Path | Checkpoint,
     rules: RulesLike | None = None,
     mesh: MeshLike | None = None,

@@ -28,7 +28,7 @@ from xshard.state.transfer import BUCKET
 from xshard.state.tree_plan import ArrayPlan, TreePlan
 
 
-def transfer(
+def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their execution
     tree: Any,
     rules: RulesLike | tuple[RulesLike | None, RulesLike],
     dst_mesh: MeshLike,
