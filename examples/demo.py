@@ -44,7 +44,7 @@ def blocks(layout: str, value: np.ndarray) -> list[np.ndarray]:
 def in_torch() -> dict[str, Any]:
     """Gradients of four all-gathers, and the losses on one device and on four processes."""
     import torch
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401  DTensor needs it: imported once, before there are four processes
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_gather_single_autograd
     from torch.distributed.device_mesh import init_device_mesh
