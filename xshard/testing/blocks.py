@@ -26,12 +26,9 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
     """
     layout = sharding.layout
     mesh = sharding.mesh
-    has_addends = bool(layout.tagged("sum", "mean")) or any(
-        isinstance(dim.overlap, Fold) for dim in layout.dims
-    )
     # In short floats and small whole numbers, noise would be rounded or overflow.
     can_hold_noise = x.dtype.itemsize >= 4 and x.dtype.kind in "fci"
-    if not has_addends or not can_hold_noise:
+    if not _has_addends(layout) or not can_hold_noise:
         return tuple(reference.scatter(x, layout, mesh))
 
     rng = np.random.default_rng((11, seed))
@@ -39,12 +36,20 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
     noise = random_blocks(rng, layout, mesh, x.shape, dtypes.name_of(x.dtype), unit)
     if x.dtype.kind in "fc":
         # As large as the array, by a power of two, so that nothing is rounded twice.
-        largest = float(np.abs(x).max(initial=0)) or 1.0
+        largest = float(np.abs(x).max(initial=0))
+        if largest == 0:
+            largest = 1.0
         scale = x.dtype.type(2.0 ** round(np.log2(largest) - 2))
         noise = [block * scale for block in noise]
     missing = x - reference.gather(noise, layout, mesh, x.shape)
     pairs = zip(reference.scatter(missing, layout, mesh), noise, strict=True)
     return tuple((part + noise_block).astype(x.dtype) for part, noise_block in pairs)
+
+
+def _has_addends(layout: Layout) -> bool:
+    """Tell whether rows of several blocks are added up to those of the array."""
+    has_folds = any(isinstance(dim.overlap, Fold) for dim in layout.dims)
+    return has_folds or bool(layout.tagged("sum", "mean"))
 
 
 def cotangents_of(cotangent: Block, sharding: Sharding, seed: int) -> Devices:

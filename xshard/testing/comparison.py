@@ -136,15 +136,18 @@ class _Comparison:
             subject = Subject(
                 "gradient", self.problem.names[i], runtime, self.truth.mesh, DIFFERENCES
             )
+            n_directions = slope.of_gradient[0].shape
+            dtype = self.problem.values[i].dtype.name
             mismatch = find_mismatch(
                 subject,
                 slope.of_gradient,
                 slope.by_differences,
-                Sharding(Layout.parse("direction"), self.truth.mesh, slope.of_gradient[0].shape),
-                max(DERIVATIVE, rounding([self.problem.values[i].dtype.name])),
-                # A case takes a hundredth of this for the size of the values.
-                max(100 * slope.size, largest_size),
-                {},
+                Sharding(Layout.parse("direction"), self.truth.mesh, n_directions),
+                tolerance=max(DERIVATIVE, rounding([dtype])),
+                # A hundredth of it counts: so a slope is measured by its own size, but one that is
+                # small beside those of other arguments by a hundredth of the largest.
+                largest=max(100 * slope.size, largest_size),
+                arguments={},
             )
             if mismatch is not None:
                 self.mismatches.append(_with_cause(mismatch, (), self.truth.draws))
@@ -221,9 +224,8 @@ def _arrays_of(problem: Problem, truth: Truth, run: RunAnswer) -> Iterator[Compa
         output = truth.outputs[name]
         sharding = Sharding(truth.layouts[name], run.mesh, output.shape)
         yield ComparedArray("output", name, got, output, sharding)
-    if answer.gradients is not None:
-        for i, got in answer.gradients.items():
-            yield ComparedArray("gradient", problem.names[i], got, truth.gradients[i], shardings[i])
+    for i, got in answer.gradients_if_any.items():
+        yield ComparedArray("gradient", problem.names[i], got, truth.gradients[i], shardings[i])
     for i, got in answer.updated.items():
         yield ComparedArray("parameter", problem.names[i], got, truth.updated[i], shardings[i])
 

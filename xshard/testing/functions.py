@@ -186,8 +186,9 @@ def _compare_slopes(
     loss: Callable[[Block], float], x: Block, gradient: Block, rng: np.random.Generator
 ) -> Slope:
     """Differentiate a loss of one array along random directions, by its gradient and by differences."""
-    largest = float(np.abs(x).max(initial=0))
-    length = largest if largest else 1.0  # directions are as large as the array
+    length = float(np.abs(x).max(initial=0))  # directions are as large as the array
+    if length == 0:
+        length = 1.0
     by_gradient = np.zeros(_N_DIRECTIONS)
     by_differences = np.zeros(_N_DIRECTIONS)
     size = 0.0
@@ -208,7 +209,8 @@ def _nearest_slope(
     """
     nearest = np.inf
     for step in _STEPS:
-        slope = (loss(x + step * direction) - loss(x - step * direction)) / (2 * step)
+        rise = loss(x + step * direction) - loss(x - step * direction)
+        slope = rise / (2 * step)
         # NaN of the first step stays, and is reported: the function has no derivative there.
         if step == _STEPS[0] or abs(slope - expected) < abs(nearest - expected):
             nearest = slope

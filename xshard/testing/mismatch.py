@@ -155,15 +155,16 @@ def located(subject: Subject, case: Case) -> Mismatch:
     largest = _find_largest_error(case)
     device = largest.device
     index = largest.local_index
-    global_index = tuple(int(case.rows(dim, device)[i]) for dim, i in enumerate(index))
+    global_index = []
     right_rows = []
     for dim, name in enumerate(case.sharding.layout.names):
+        global_index.append(int(case.rows(dim, device)[index[dim]]))
         right_rows.append(f"{name} {rows_text(~wrong_rows(case.whole_wrong, dim))}")
     return Mismatch(
         subject,
         device,
         index,
-        global_index,
+        tuple(global_index),
         got=in_double(case.got[device])[index].item(),
         want=in_double(case.want[device])[index].item(),
         error=largest.error,

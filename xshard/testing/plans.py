@@ -138,11 +138,9 @@ class Verdict:
 
 def judge(answer: Answer, expected: Answer) -> Verdict:
     """Compare a runtime's answer with the reference's, block by block."""
-    gradients = {} if answer.gradients is None else answer.gradients
-    expected_gradients = {} if expected.gradients is None else expected.gradients
     return Verdict(
         forward=_largest_error(answer.outputs, expected.outputs),
-        backward=_largest_error(gradients, expected_gradients),
+        backward=_largest_error(answer.gradients_if_any, expected.gradients_if_any),
     )
 
 
@@ -187,9 +185,8 @@ def audit(question: Question, answer: Answer) -> Verdict:
 
     backward = 0.0
     for i, gradient in enumerate(_gradients_by_definition(question, operands, sources, target)):
-        assert answer.gradients is not None
-        got_gradient = answer.gradients[i]
-        got = reference.by_name(got_gradient, question.shardings[i], sources[i])
+        written = question.shardings[i]
+        got = reference.by_name(answer.gradients_if_any[i], written, sources[i])
         backward = max(backward, _error_in_array(got, gradient, sources[i].dual))
     return Verdict(forward, backward)
 

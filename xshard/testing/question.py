@@ -141,3 +141,8 @@ class Answer:
     backward_bytes: int | None = None
     seconds: float | None = None
     draws: bool = False
+
+    @property
+    def gradients_if_any(self) -> Mapping[int, Devices]:
+        """The gradients by number of input; empty where `gradients` is None."""
+        return {} if self.gradients is None else self.gradients

@@ -17,7 +17,15 @@ from xshard.testing.functions import broadcast_prefix
 from xshard.testing.mismatch import Subject
 from xshard.testing.moves import Seen
 from xshard.testing.problem import SIDES, Problem, Side
-from xshard.testing.question import Answer, Question, Result, Slopes, StructureError, Update
+from xshard.testing.question import (
+    Answer,
+    Devices,
+    Question,
+    Result,
+    Slopes,
+    StructureError,
+    Update,
+)
 
 Key = TypeVar("Key", str, int)  # the name of an output, or the number of an argument
 
@@ -101,21 +109,19 @@ class Runs:
             why = f"a layout does not fit one device: {error.reason}"
             raise StructureError(why, text=error.text, hint="pass reference=") from None
 
+        # The truth says what the outputs are, and draws the cotangents that all runs are given.
         question = self._question(runtime, function, mesh, shardings, results=None)
         answer = self._answer(runtime, question)
         output_layouts = broadcast_prefix(problem.outputs, answer.tree, "output")
         declared = dict(zip(answer.outputs, output_layouts, strict=True))
         outputs = _output_shardings(answer, declared, mesh)
-        cotangent_shardings = {name: sharding.dual for name, sharding in outputs.items()}
-        input_shardings = dict(enumerate(shardings))
-        gradient_shardings = {i: sharding.dual for i, sharding in input_shardings.items()}
-        gradients = {} if answer.gradients is None else answer.gradients
+        inputs = dict(enumerate(shardings))
         return Truth(
             outputs=_whole_arrays(answer.outputs, outputs),
             layouts=declared,
-            cotangents=_whole_arrays(answer.cotangents, cotangent_shardings),
-            gradients=_whole_arrays(gradients, gradient_shardings),
-            updated=_whole_arrays(answer.updated, input_shardings),
+            cotangents=_whole_arrays(answer.cotangents, outputs, are_dual=True),
+            gradients=_whole_arrays(answer.gradients_if_any, inputs, are_dual=True),
+            updated=_whole_arrays(answer.updated, inputs),
             source="the reference" if is_unsharded else f"{runtime} on one device",
             mesh=mesh,
             derivatives=answer.derivatives,
@@ -173,6 +179,7 @@ class Runs:
 
     def _ask(self, runtime: Side, name: str, asked: Any, *, quiet: bool = False) -> Any:
         """Call a function of the bridge's kit in its process."""
+        # The process stays for later questions: starting a framework takes seconds.
         process = kit_process(runtime, self.preload if runtime == "torch" else ())
         function = BACKENDS[runtime].function(f"worker.{name}")
         return process.ask(function, asked, timeout_s=self.timeout_s, quiet=quiet)
@@ -197,7 +204,11 @@ def _output_shardings(
 
 
 def _whole_arrays(
-    blocks: Mapping[Key, tuple[Block, ...]], shardings: Mapping[Key, Sharding]
+    blocks: Mapping[Key, Devices], shardings: Mapping[Key, Sharding], *, are_dual: bool = False
 ) -> dict[Key, Block]:
-    """Gather the blocks of every array."""
-    return {key: whole(devices, shardings[key]) for key, devices in blocks.items()}
+    """Gather the blocks of every array. are_dual: they are under the dual shardings, as gradients are."""
+    arrays: dict[Key, Block] = {}
+    for key, devices in blocks.items():
+        sharding = shardings[key]
+        arrays[key] = whole(devices, sharding.dual if are_dual else sharding)
+    return arrays

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, islice
+from itertools import chain, combinations, islice
 
 import numpy as np
 
 from xshard.errors import XshardError
 from xshard.layout import Mesh
+from xshard.steps.base import Block
 from xshard.testing.comparison import compare_runs
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import Mismatch
@@ -73,10 +74,10 @@ def _find_transposition(
     """Run with square arguments transposed: some that make the outputs right are the cause."""
     problem = runs.problem
     for transposed in _transposable(problem):
-        values = tuple(
-            np.swapaxes(x, -1, -2) if i in transposed else x for i, x in enumerate(problem.values)
-        )
-        trial = replace(runs, problem=replace(problem, values=values))
+        values = list(problem.values)
+        for i in transposed:
+            values[i] = np.swapaxes(values[i], -1, -2)
+        trial = replace(runs, problem=replace(problem, values=tuple(values)))
         try:
             run = trial.run(runtime, mesh, truth)
         except XshardError:
@@ -90,14 +91,16 @@ def _find_transposition(
 
 def _transposable(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Yield sets of arguments to transpose, small ones first, then the set of all."""
-    square = tuple(
-        i for i, x in enumerate(problem.values) if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1
-    )
+    square = tuple(i for i, x in enumerate(problem.values) if _is_square(x))
     if not square:
         return
-    subsets = (s for count in range(1, len(square)) for s in combinations(square, count))
-    yield from islice(subsets, _MAX_SUBSETS)
+    proper_subsets = chain.from_iterable(combinations(square, n) for n in range(1, len(square)))
+    yield from islice(proper_subsets, _MAX_SUBSETS)
     yield square
+
+
+def _is_square(x: Block) -> bool:
+    return x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1
 
 
 def _find_replica_fault(runs: Runs, truth: Truth, runtime: Side, mesh: Mesh) -> Cause | None:

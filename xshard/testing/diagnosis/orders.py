@@ -32,9 +32,9 @@ def moved_rows(case: Case) -> str | None:
     if case.whole_got is None:
         return None
     for d, dim in enumerate(case.sharding.layout.dims):
-        origins = matched(
-            np.moveaxis(case.whole_got, d, 0), np.moveaxis(case.whole_want, d, 0), case
-        )
+        got = np.moveaxis(case.whole_got, d, 0)
+        want = np.moveaxis(case.whole_want, d, 0)
+        origins = matched(got, want, case)
         if (origins == np.arange(len(origins))).all():
             continue
         if (origins == _NOWHERE).any():  # an offset has rows of its own at an end
@@ -63,8 +63,10 @@ def positions(case: Case) -> str | None:
             # Under causal attention a row is right only if all rows before it have their positions.
             for right in (same, np.logical_and.accumulate(same)):
                 if _explains(right, wrong):
-                    names = exact if (wrong == ~right).all() else partial
-                    names.append(name)
+                    if (wrong == ~right).all():
+                        exact.append(name)
+                    else:
+                        partial.append(name)
                     break
         names = exact if exact else partial
         if names:
@@ -108,8 +110,10 @@ def _assumed_positions(dim: Dim, mesh: Mesh, rows: Mask) -> Iterator[tuple[str, 
 def rows_text(rows: Mask) -> str:
     """Write the rows of a mask: [True, True, False, True] -> "0-1, 3"."""
     padded = np.concatenate([[False], rows, [False]]).astype(np.int8)
-    edges = np.flatnonzero(np.diff(padded))  # the first row of a run, the first after it, ...
-    runs = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in edges.reshape(-1, 2)]
+    edges = np.flatnonzero(np.diff(padded))  # starts and ends of runs, in turn
+    runs = []
+    for start, end in edges.reshape(-1, 2):
+        runs.append(f"{start}" if end - start == 1 else f"{start}-{end - 1}")
     if not runs:
         return "none"
     if len(runs) > _MAX_RUNS_SHOWN:
@@ -127,8 +131,9 @@ def matched(got: Block, want: Block, case: Case) -> Order:
     want_rows = want.reshape(n_rows, -1)
     # Equal rows have equal products with one random vector: n numbers to compare, not n rows.
     probe = np.random.default_rng(0).normal(size=got_rows.shape[1])
-    distances = np.abs((got_rows @ probe)[:, None] - (want_rows @ probe)[None, :])
-    nearest = distances.argmin(axis=1)
+    got_products = got_rows @ probe
+    want_products = want_rows @ probe
+    nearest = np.abs(got_products[:, None] - want_products[None, :]).argmin(axis=1)
     origins = np.full(n_rows, _NOWHERE, np.int64)
     for row, candidate in enumerate(nearest):
         if case.near(got_rows[row], want_rows[row]):

@@ -84,15 +84,19 @@ def halo_rows(case: Case) -> str | None:
     for d, dim in enumerate(case.sharding.layout.dims):
         if dim.overlap is None:
             continue
-        wrong = [wrong_rows(mask, d) for mask in case.wrong]
-        own_rows_are_right = not any(
-            (rows & ~_borrowed_rows(case, d, device)).any() for device, rows in enumerate(wrong)
-        )
-        if own_rows_are_right:
-            device = case.wrong_devices[0]
-            found = _found_in_halo(case, d, device, wrong[device])
+        if not _has_wrong_own_rows(case, d):
+            found = _found_in_halo(case, d, case.wrong_devices[0])
             return f"only the rows that blocks of '{dim}' borrow are wrong: {found}"
     return None
+
+
+def _has_wrong_own_rows(case: Case, dim: int) -> bool:
+    """Tell whether a row is wrong that its device owns."""
+    for device, mask in enumerate(case.wrong):
+        wrong_own_rows = wrong_rows(mask, dim) & ~_borrowed_rows(case, dim, device)
+        if wrong_own_rows.any():
+            return True
+    return False
 
 
 def seam(case: Case) -> str | None:
@@ -174,7 +178,8 @@ def _side_of_seams(case: Case, dim: int) -> str:
     wrong = np.flatnonzero(wrong_rows(case.whole_wrong, dim))
     seams = np.array(_block_starts(case, dim))
     # A seam lies between two rows: half a row before the one that follows it.
-    nearest = seams[np.abs(seams[None, :] - 0.5 - wrong[:, None]).argmin(axis=1)]
+    distances = np.abs((seams - 0.5)[None, :] - wrong[:, None])  # [wrong rows, seams]
+    nearest = seams[distances.argmin(axis=1)]
     if (wrong >= nearest).all():
         return ", at the beginning of blocks (rows of the previous one)"
     if (wrong < nearest).all():
@@ -192,13 +197,13 @@ def _borrowed_rows(case: Case, dim: int, device: int) -> Mask:
     return np.array(is_borrowed, bool)
 
 
-def _found_in_halo(case: Case, dim: int, device: int, wrong: Mask) -> str:
+def _found_in_halo(case: Case, dim: int, device: int) -> str:
     """Describe what the wrong rows of a block hold instead."""
     got = np.moveaxis(in_double(case.got[device]), dim, 0)
     want = np.moveaxis(in_double(case.want[device]), dim, 0)
-    if not got[wrong].any():
+    wrong_indices = np.flatnonzero(wrong_rows(case.wrong[device], dim))
+    if not got[wrong_indices].any():
         return "zeros: nothing was exchanged"
-    wrong_indices = np.flatnonzero(wrong)
     first = wrong_indices[0]
     last = wrong_indices[-1]
     if first != last and case.near(got[first], want[last]) and case.near(got[last], want[first]):

@@ -45,8 +45,10 @@ def only_first(case: Case) -> str | None:
 
     def is_only_on_first(axes: tuple[str, ...]) -> bool:
         for device, (got, want) in enumerate(zip(case.got, case.want, strict=True)):
-            is_first = mesh.index(device, axes) == 0
-            fits = case.near(got, want) if is_first else not in_double(got).any()
+            if mesh.index(device, axes) == 0:
+                fits = case.near(got, want)
+            else:
+                fits = not in_double(got).any()
             if not fits:
                 return False
         return True
@@ -60,7 +62,7 @@ def only_first(case: Case) -> str | None:
 def not_summed(case: Case) -> str | None:
     """Find addends in place of their sum, or norms of parts in place of the whole norm."""
     is_number = case.want[0].ndim == 0
-    for axes in subsets(case.free_axes):
+    for axes in subsets(case.free_axes):  # along others, blocks are different parts
         # Blocks that are equal along the axes are off by a factor: that is another cause.
         if case.all_near(_reduced(case, axes, np.mean), case.got):
             continue
@@ -137,6 +139,7 @@ def not_averaged(case: Case) -> str | None:
 def summed(case: Case) -> str | None:
     """Find values that are too large by the size of axes: equal ones were added up."""
     factor = _factor(case)
+    # The same value, added up on n devices, is n times as large: 2, 3, ...
     if factor is None or factor < 2 or factor != round(factor):
         return None
     axes = _axes_of_size(case, factor)
@@ -185,17 +188,20 @@ def counted_argument(case: Case) -> str | None:
         if not argument.any() or error.shape[len(row_dims) :] != argument.shape:
             continue
         mean_error = error.mean(axis=row_dims)
-        excess = float(np.real(np.vdot(argument, mean_error) / np.vdot(argument, argument)))
+        power = np.vdot(argument, argument).real
+        # By least squares: error = excess * argument; counted twice, it is in excess once.
+        excess = float(np.vdot(argument, mean_error).real / power)
         is_multiple = case.near(error, np.broadcast_to(excess * argument, error.shape))
         if abs(excess) < _CONSTANT or not is_multiple:
             continue
-        if round(excess + 1, 6) == 0:
+        if round(excess + 1, 6) == 0:  # counted 0 times
             return f"{name} is left out"
         count = f"{excess + 1:.4g}"
         axes = _axes_of_size(case, excess + 1)
-        size_of = axes if axes else "no axis"
+        if not axes:
+            axes = "no axis"
         return (
-            f"{name} is counted {count} times instead of once, and {count} is the size of {size_of}: "
+            f"{name} is counted {count} times instead of once, and {count} is the size of {axes}: "
             "every device adds it before a sum; add it after, or on one"
         )
     return None
@@ -328,9 +334,8 @@ def _factor(case: Case) -> float | None:
     factor = _exact_if_whole(_ratio(got, want))
     error = np.abs(got - factor * want).max()
     # Both arrays are rounded, and the factor as well.
-    if error > 4 * max(1.0, abs(factor)) * case.slack:
-        return None
-    return factor
+    is_the_factor = error <= 4 * max(1.0, abs(factor)) * case.slack  # False for NaN
+    return factor if is_the_factor else None
 
 
 def _exact_if_whole(factor: float) -> float:

@@ -107,7 +107,11 @@ class Cluster:
         """
         backend = BACKENDS["torch"]
         backend.check_installed()
-        sent = packed(work, *args) if callable(work) else (str(work), *map(str, args))
+        sent: bytes | tuple[str, ...]
+        if callable(work):
+            sent = packed(work, *args)
+        else:
+            sent = (str(work), *map(str, args))
         if not collective_timeout_s:
             collective_timeout_s = _PATIENCE * timeout_s
         self._start("torch", {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"})

@@ -50,10 +50,12 @@ class Namespace:
             NoNodesError: The system does not let this user make one.
         """
         self._has_processes = bool(host)
-        own_processes = ("--uts", "--pid", "--fork") if host else ()
-        set_host = f"hostname {host} && " if host else ""
+        own_processes: tuple[str, ...] = ()
         # The empty line says that all is made; `cat` waits until the pipe is closed.
-        script = f"{set_host}ip link set lo up && echo && exec cat"
+        script = "ip link set lo up && echo && exec cat"
+        if host:
+            own_processes = ("--uts", "--pid", "--fork")
+            script = f"hostname {host} && {script}"
         self._holder = subprocess.Popen(
             [*inside, "unshare", *new, "--net", *own_processes, "sh", "-c", script],
             stdin=subprocess.PIPE,
