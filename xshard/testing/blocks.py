@@ -41,6 +41,7 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
             largest = 1.0
         scale = x.dtype.type(2.0 ** round(np.log2(largest) - 2))
         noise = [block * scale for block in noise]
+    # One contribution takes what the others lack, so that they add up to the array.
     missing = x - reference.gather(noise, layout, mesh, x.shape)
     pairs = zip(reference.scatter(missing, layout, mesh), noise, strict=True)
     return tuple((part + noise_block).astype(x.dtype) for part, noise_block in pairs)
@@ -63,6 +64,7 @@ def cotangents_of(cotangent: Block, sharding: Sharding, seed: int) -> Devices:
 
 def wanted_gradient(gradient: Block, sharding: Sharding) -> Devices:
     """Cut the gradient of a whole array into blocks, as far as the layout determines them."""
+    # A mean over n devices gives each 1/n of the gradient: the dual layout alone says a sum.
     scale = gradient.dtype.type(float(sharding.scale))
     blocks = reference.scatter(gradient, sharding.layout.dual, sharding.mesh)
     return tuple(block * scale for block in blocks)

@@ -144,8 +144,8 @@ class _Comparison:
                 slope.by_differences,
                 Sharding(Layout.parse("direction"), self.truth.mesh, n_directions),
                 tolerance=max(DERIVATIVE, rounding([dtype])),
-                # A hundredth of it counts: so a slope is measured by its own size, but one that is
-                # small beside those of other arguments by a hundredth of the largest.
+                # A case takes a hundredth of it: the slope's own size, or a hundredth of the
+                # largest, if that is more.
                 largest=max(100 * slope.size, largest_size),
                 arguments={},
             )

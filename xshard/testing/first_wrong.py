@@ -27,10 +27,15 @@ _LAW_TOLERANCE = 1e-3  # of the largest error: how closely an error keeps to a l
 
 
 class FirstWrong(NamedTuple):
-    """The first wrong redistribution of a run, if there is one, and a sentence on where it is."""
+    """The first wrong redistribution of a run.
 
-    mismatch: Mismatch | None
+    Attributes:
+        text: Where it is, or after what; "" if nothing was recorded.
+        cause: Of its wrong blocks, if one is known.
+    """
+
     text: str
+    cause: Cause | None = None
 
 
 def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> list[Mismatch]:
@@ -49,21 +54,20 @@ def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> l
     earlier_causes: dict[tuple[str, str], Cause] = {}  # by kind and name of the array
     located = []
     for mismatch in found:
+        # The redistributions were recorded on one mesh, in one direction.
         is_located = mismatch in sharded and mismatch.subject.mesh == subject.mesh
-        cause = mismatch.cause
+        better = None
         if _may_have_better_cause(mismatch):
-            better = None
-            is_same_kind = mismatch.subject.kind == subject.kind
-            if is_located and is_same_kind and first_wrong.mismatch is not None:
-                better = first_wrong.mismatch.cause
+            if is_located and mismatch.subject.kind == subject.kind:
+                better = first_wrong.cause
             if better is None:
                 better = _cause_by_meshes(mismatch, earlier_causes, runs, truth)
-            if better is not None:
-                cause = better
+        cause = mismatch.cause if better is None else better
         if cause is None:
             cause = _cause_by_other_arrays(mismatch, sharded)
 
         if cause is not None:
+            # The first mesh with a cause says it; it holds on the others.
             again = cause._replace(text=f"as on {mismatch.subject.mesh}: {cause.text}")
             earlier_causes.setdefault((mismatch.subject.kind, mismatch.subject.name), again)
         located.append(replace(mismatch, cause=cause, first=first_wrong.text if is_located else ""))
@@ -114,7 +118,7 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
         seen_on_one = runs.seen(runtime, truth.mesh, truth)
         seen_on_mesh = runs.seen(runtime, mesh, truth)
     except XshardError:
-        return FirstWrong(None, "")
+        return FirstWrong("")
 
     arguments = dict(zip(runs.problem.names, runs.problem.values, strict=True))
     last_right = ""
@@ -124,15 +128,15 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
     for one, many in zip(on_one, on_mesh, strict=False):
         if one.check.text != many.check.text:  # from here on they do different things
             break
-        place = (
-            f"the gradient that comes back to {many}" if is_backward else f"what {many} is given"
-        )
+        place = f"what {many} is given"
+        if is_backward:
+            place = f"the gradient that comes back to {many}"
         mismatch = find_wrong(one, many, mesh, runtime, arguments)
         if mismatch is not None:
             text = f"{place}; right is {last_right}" if last_right else place
-            return FirstWrong(mismatch, text)
+            return FirstWrong(text, mismatch.cause)
         last_right = place
-    return FirstWrong(None, f"after {last_right}, which is right" if last_right else "")
+    return FirstWrong(f"after {last_right}, which is right" if last_right else "")
 
 
 def _law_of_growth(subject: Subject, runs: Runs, truth: Truth) -> Cause | None:

@@ -57,7 +57,7 @@ def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
 
 def numbered(tree: Tree) -> Tree:
     """Replace the leaves of a tree by 0, 1, 2, ... in the order of `leaves`."""
-    numbers = iter(range(len(leaves(tree))))
+    numbers = iter(range(len(leaves(tree))))  # `mapped` visits leaves in the same order
 
     def next_number(_leaf: Any) -> int:
         return next(numbers)
@@ -114,6 +114,7 @@ def _draw_normal(rng: np.random.Generator, shape: tuple[int, ...], is_complex: b
 
 def called(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Any:
     """Call the function, with `mesh=` if it has such a parameter and the arrays are blocks."""
+    # A reference on unsharded arrays may be the same function: there is no mesh to give it.
     if mesh.axes and "mesh" in parameters_of(function):
         return function(*arguments, mesh=mesh)
     return function(*arguments)
@@ -164,10 +165,11 @@ def derivatives(loss: Loss, inputs: Sequence[Block], gradients: Mapping[int, Dev
     Returns:
         By number of input, the derivatives along the directions by the gradient and by differences.
     """
+    # Differences in single precision would have no right digits.
     wide = [in_double(x) if i in gradients else x for i, x in enumerate(inputs)]
     slopes: Slopes = {}
     for i, (gradient,) in gradients.items():
-        rng = np.random.default_rng((13, i))
+        rng = np.random.default_rng((13, i))  # the same directions in every run
         loss_of_input = _loss_of_input(loss, wide, i)
         slopes[i] = _compare_slopes(loss_of_input, wide[i], in_double(gradient), rng)
     return slopes
@@ -195,6 +197,7 @@ def _compare_slopes(
     for k in range(_N_DIRECTIONS):
         direction = length * _draw_normal(rng, x.shape, is_complex=x.dtype.kind == "c")
         by_gradient[k] = np.vdot(gradient, direction).real
+        # Not the slope itself, which is small where the direction is along a level line.
         size = max(size, float(np.linalg.norm(gradient * direction)))
         by_differences[k] = _nearest_slope(loss, x, direction, by_gradient[k], size)
     return Slope((by_gradient,), (by_differences,), size)

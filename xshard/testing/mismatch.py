@@ -30,7 +30,7 @@ class Subject:
         kind: "output", "gradient" or "parameter".
         name: Of the output, or of the argument.
         runtime: "torch" or "jax".
-        mesh: The mesh of the run; without axes for unsharded arrays.
+        mesh: The mesh of the run.
         against: The source, in words: "torch on one device".
     """
 
@@ -42,8 +42,7 @@ class Subject:
 
     def __str__(self) -> str:
         array = self.name if self.kind == "output" else f"{self.kind} of {self.name}"
-        mesh = self.mesh if self.mesh.axes else "whole arrays"
-        return f"{array}, {self.runtime} on {mesh}, against {self.against}"
+        return f"{array}, {self.runtime} on {self.mesh}, against {self.against}"
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,7 @@ def find_mismatch(
     Returns:
         The mismatch, or None if they agree.
     """
+    # First, since blocks of other shapes have no elements to compare.
     for device, (a, b) in enumerate(zip(got, want, strict=True)):
         problem = _difference_of_form(a, b, sharding)
         if problem:
@@ -203,6 +203,7 @@ class EquivalenceError(AssertionError):
         self.compared = compared
         super().__init__(self._text())
 
+    # Exceptions are pickled with their text alone, and this one is made of other arguments.
     def __reduce__(self) -> tuple[object, ...]:
         return EquivalenceError, (self.mismatches, self.compared)
 
@@ -210,6 +211,7 @@ class EquivalenceError(AssertionError):
         paragraphs = [self._summary()]
         for mismatch in self.mismatches:
             subject = mismatch.subject
+            # Differences say that a gradient is wrong, not that two functions differ.
             if subject.mesh.n_devices == 1 and subject.against != DIFFERENCES:
                 paragraphs.append(
                     "they differ on one device already: the functions differ, not their sharding"
@@ -232,6 +234,7 @@ class EquivalenceError(AssertionError):
         Returns:
             The table, and below it the likely causes with the rows that have them.
         """
+        # An extra package: errors are raised and printed without it.
         from rich.box import SIMPLE
         from rich.console import Group
         from rich.table import Table
@@ -239,6 +242,7 @@ class EquivalenceError(AssertionError):
         table = Table(title=self._summary(), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         for head in ("", "array", "run", "device", "index", "got", "wanted"):
             table.add_column(head, overflow="fold")
+        # A cause is a long sentence, and often the same for many arrays: below, each stands once.
         rows_of_cause: dict[str, list[str]] = {}
         for number, mismatch in enumerate(self.mismatches, start=1):
             rows_of_cause.setdefault(_cause_in_table(mismatch), []).append(str(number))
@@ -276,7 +280,7 @@ def mismatch_text(mismatch: Mismatch) -> str:
         count = f"{mismatch.n_wrong} of {mismatch.n_elements} elements differ"
         devices = _wrong_devices_text(mismatch)
         lines.append(f"{count}, {devices}; the largest error is {mismatch.error:.3g}")
-        local = ""
+        local = ""  # on one device, and where a dim is not cut, both indices are the same
         if mismatch.index != mismatch.global_index:
             local = f", {_index_text(mismatch.index)} in its block,"
         place = f"at global index {_index_text(mismatch.global_index)}{local}"

@@ -60,6 +60,7 @@ class Seen:
 
     def _difference_in_group(self, devices: Sequence[int]) -> tuple[float, float]:
         """Measure the largest difference between blocks of some devices, and their largest value."""
+        # NaN in all copies is no difference between them.
         blocks = np.nan_to_num([in_double(self.blocks[device]) for device in devices])
         differences = np.abs(blocks[:, None] - blocks)
         return float(differences.max(initial=0)), float(np.abs(blocks).max(initial=0))
@@ -127,15 +128,18 @@ def find_wrong(
     try:
         right = _meant_on_one_device(one, many, mesh)
         readings = _readings(layout, _hidden_axes(many, mesh))
-        cases = _cases(many, right, readings, mesh, arguments)
+        read_cases = [_case(many, right, reading, mesh, arguments) for reading in readings]
     except XshardError:  # a mesh of the function's own, or a batch of vmap
         return None
+    cases = [case for case in read_cases if case is not None]
+    # The layout is silent about some axes: one reading that agrees is enough.
     if any(case.agrees for case in cases):
         return None
 
     mismatches = [located(subject, case) for case in cases]
     if not mismatches:  # shapes fit no reading
         mismatches = [Mismatch(subject, 0)]
+    # Of many readings, one with a known cause is the likeliest.
     for mismatch in mismatches:
         if mismatch.cause is not None:
             return mismatch
@@ -158,7 +162,9 @@ def _meant_on_one_device(one: Seen, many: Seen, mesh: Mesh) -> Block:
 
 def _hidden_axes(many: Seen, mesh: Mesh) -> list[str]:
     """List the long mesh axes that a call's expression does not name."""
-    src, dst, _ = sides(many.check.text)
+    src, dst, _ = sides(
+        many.check.text
+    )  # along axes on either side the layout says what blocks are
     named = {*src.axes, *dst.axes}
     return [axis for axis in mesh.long_axes if axis not in named]
 
@@ -173,18 +179,6 @@ def _other_layout(many: Seen, right: Block, mesh: Mesh, arguments: Arrays) -> Ca
             text = f"blocks of '{other}' are taken for blocks of '{layout}'"
             return Cause("another layout", text)
     return None
-
-
-def _cases(
-    many: Seen, right: Block, layouts: Iterable[Layout], mesh: Mesh, arguments: Arrays
-) -> list[Case]:
-    """Read the recorded blocks under each layout that fits their shapes."""
-    cases = []
-    for layout in layouts:
-        case = _case(many, right, layout, mesh, arguments)
-        if case is not None:
-            cases.append(case)
-    return cases
 
 
 def _case(many: Seen, right: Block, layout: Layout, mesh: Mesh, arguments: Arrays) -> Case | None:
@@ -228,6 +222,7 @@ def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
         tags = layout.tags
         for axis, (meaning, dim) in zip(axes, choice, strict=True):
             if meaning in _HIDDEN_ORDERS:
+                # Outermost, as if the function had cut the array along it before.
                 shard = Shard((axis,), meaning)
                 dims[dim] = replace(dims[dim], shards=(shard, *dims[dim].shards))
             else:

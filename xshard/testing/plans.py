@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +71,7 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
 
     *sources, target = arrays
     unit = plan.mesh.n_devices if any(array.scale != 1 for array in arrays) else 1
-    # The winners of a max are in the candidates' layout, so its cotangent has no dual one.
+    # A result that keeps a max has no dual layout: blocks under its own stand in for a cotangent.
     cotangent = target.dual if target.layout.is_linear else target
     rng = np.random.default_rng(seed)
     blocks: list[Devices] = []
@@ -105,6 +105,7 @@ def _check_size(arrays: Sequence[Sharding], plan: AnyPlan) -> None:
 def in_numpy(question: Question) -> Answer:
     """Answer a question about a plan by the numpy reference."""
     plan = question.plan
+    # Both passes, as for the runtimes; drawing the blocks is not counted.
     start = time.perf_counter()
     outputs = reference.run(plan, *question.inputs)
     if isinstance(plan, ContractionPlan):
@@ -151,11 +152,8 @@ def _largest_error(got: Mapping[Any, Devices], want: Mapping[Any, Devices]) -> f
     return max((largest_error(got[key], want[key]) for key in want), default=0.0)
 
 
-class _NamedArray(NamedTuple):
-    """A whole array with one dim per name, as numpy's einsum takes it: names, and a list of the array."""
-
-    names: tuple[str, ...]
-    arrays: list[Block]
+# A whole array with one dim per name, as one device of `reference.contract` holds it.
+_NamedArray = tuple[tuple[str, ...], list[Block]]
 
 
 def audit(question: Question, answer: Answer) -> Verdict:
@@ -175,7 +173,7 @@ def audit(question: Question, answer: Answer) -> Verdict:
     operands: list[_NamedArray] = []
     for blocks, written, source in zip(question.inputs, question.shardings, sources, strict=True):
         by_name = reference.by_name(blocks, written, source)
-        operands.append(_NamedArray(source.layout.names, [whole(by_name, source)]))
+        operands.append((source.layout.names, [whole(by_name, source)]))
 
     [result] = reference.contract(operands, target.layout.names)
     got = reference.by_name(answer.outputs[OUTPUT], output, target)
@@ -200,7 +198,7 @@ def _gradients_by_definition(
     """Yield the gradient of each operand: its cotangent contracted with the other operands."""
     output = arrays_of(question.plan)[-1]
     cotangents = reference.by_name(question.cotangents, output, target)
-    cotangent = _NamedArray(target.layout.names, [whole(cotangents, target.dual)])
+    cotangent = (target.layout.names, [whole(cotangents, target.dual)])
     for i, source in enumerate(sources):
         others = [cotangent, *operands[:i], *operands[i + 1 :]]
         names, arrays = operands[i]
@@ -242,6 +240,7 @@ def random_blocks(
     blocks: list[Block] = []
     for device in range(mesh.n_devices):
         first_device = mesh.group(device, equal_axes)[0]
+        # The first device of a group of replicas draws; the others copy.
         if first_device < device:
             blocks.append(blocks[first_device].copy())
         else:
@@ -283,6 +282,7 @@ class Runtime:
         """Answer every question. timeout_s: see `Process.ask`. Raises FunctionError."""
         if self.backend is None:
             return [in_numpy(question) for question in questions]
+        # One process, with as many devices as the largest question needs, answers all.
         n_devices = max((question.mesh.n_devices for question in questions), default=1)
         asked = [replace(question, mode=self.mode) for question in questions]
         try:
@@ -309,6 +309,7 @@ def _all_runtimes() -> tuple[Runtime, ...]:
     return tuple(runtimes)
 
 
+# All of them, also those that are not installed: `choose` says how to get one.
 RUNTIMES = _all_runtimes()
 
 

@@ -91,7 +91,11 @@ def check_problem(
 
     parsed_outputs = list(leaves(outputs).values())
     if mesh is None:
-        mesh = usual_meshes(_axes_of([*parsed, *parsed_outputs]))
+        axes: list[str] = []
+        for layout in [*parsed, *parsed_outputs]:
+            axes += layout.axes
+        mesh = usual_meshes(axes)
+    # Every array on every mesh, before a process is started: errors name the array.
     meshes = _checked_meshes(mesh)
     for checked_mesh in meshes:
         for name, value, layout in zip(names, values, parsed, strict=True):
@@ -125,18 +129,11 @@ def _argument_names(function: Function, count: int) -> list[str]:
     """Name the arguments: by the function's parameters, then `args[i]`."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = parameters_of(function).values()
+    # A parameter that takes many arguments, as `*args`, names none of them.
     names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
     for i in range(len(names), count):
         names.append(f"args[{i}]")
     return names
-
-
-def _axes_of(layouts: Iterable[Layout]) -> list[str]:
-    """List the axes of all layouts, each once, in the order in which they are named."""
-    axes: dict[str, None] = {}
-    for layout in layouts:
-        axes.update(dict.fromkeys(layout.axes))
-    return list(axes)
 
 
 def _read_array(value: Any, name: str) -> Block:
@@ -146,6 +143,7 @@ def _read_array(value: Any, name: str) -> Block:
         StructureError: It is no array.
         DtypeError: It has a dtype that xshard does not know, or whole numbers that JAX would narrow.
     """
+    # numpy would make arrays of numbers and texts too, which are rather options of the function.
     if not hasattr(value, "shape"):
         hint = "let the functions close over other values; trees are dicts, lists and tuples"
         raise StructureError(f"{name} is a {type(value).__name__}, arguments are arrays", hint=hint)
@@ -206,11 +204,11 @@ def usual_meshes(axes: Iterable[str]) -> list[Mesh]:
     >>> usual_meshes(["dp"]), usual_meshes(["dp", "tp"])[1:]
     ([Mesh(dp=2), Mesh(dp=3)], [Mesh(dp=1, tp=3), Mesh(dp=2, tp=2), Mesh(dp=3, tp=2)])
     """
-    twos = dict.fromkeys(axes, 2)
+    twos = dict.fromkeys(axes, 2)  # axes that several layouts name, once
     ones = dict.fromkeys(twos, 1)
     # Neighbouring axes alone have 2 and 3 devices: exchanged axes have other sizes then.
     sizes = [{**ones, axis: 2 + i % 2} for i, axis in enumerate(ones)]
-    sizes.append(twos)
+    sizes.append(twos)  # small, so that it runs on most machines
     for first_axis in islice(twos, 1):
         sizes.append({**twos, first_axis: 3})
     return list(dict.fromkeys(map(Mesh, sizes)))  # with one axis, two are equal
@@ -227,6 +225,7 @@ def parse_meshes(text: str) -> list[Mesh]:
 def mesh_of_ones(meshes: Sequence[Mesh]) -> Mesh:
     """Return a mesh of one device with the axes of all these meshes."""
     sizes: dict[str, int] = {}
+    # Functions name these axes also where one device runs them.
     for mesh in meshes:
         sizes.update(dict.fromkeys(mesh.axes, 1))
     return Mesh(sizes)

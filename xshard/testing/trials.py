@@ -37,9 +37,9 @@ def explain_by_trials(
         if outputs:
             if runtime not in transpositions and any(map(_lacks_cause, outputs)):
                 transpositions[runtime] = _find_transposition(runs, truth, tol, runtime, mesh)
-            causes[runtime, mesh] = transpositions.get(runtime)
-            if causes[runtime, mesh] is None:
-                causes[runtime, mesh] = OUTPUT_IS_WRONG
+            transposition = transpositions.get(runtime)
+            causes[runtime, mesh] = transposition if transposition else OUTPUT_IS_WRONG
+        # Outputs are right: then devices may use copies of one value in different ways.
         elif mesh.n_devices > 1 and any(map(_lacks_cause, mismatches)):
             causes[runtime, mesh] = _find_replica_fault(runs, truth, runtime, mesh)
 
@@ -50,6 +50,7 @@ def _with_cause_of_run(mismatch: Mismatch, cause: Cause | None) -> Mismatch:
     """Add the cause of the whole run, unless the mismatch has its own or is that cause."""
     if cause is None or not _lacks_cause(mismatch):
         return mismatch
+    # "An output is wrong already" explains gradients and parameters.
     if cause is OUTPUT_IS_WRONG and mismatch.subject.kind == "output":
         return mismatch
     return replace(mismatch, cause=cause)
@@ -73,6 +74,7 @@ def _find_transposition(
 ) -> Cause | None:
     """Run with square arguments transposed: some that make the outputs right are the cause."""
     problem = runs.problem
+    # A weight of shape [in, out] in one framework is [out, in] in the other: a square one fits both.
     for transposed in _transposable(problem):
         values = list(problem.values)
         for i in transposed:
@@ -80,8 +82,9 @@ def _find_transposition(
         trial = replace(runs, problem=replace(problem, values=tuple(values)))
         try:
             run = trial.run(runtime, mesh, truth)
-        except XshardError:
+        except XshardError:  # the function takes no such arguments
             continue
+        # The truth is that of the arguments as they are.
         mismatches = compare_runs(problem, truth, [run], tol).mismatches
         if not any(m.subject.kind == "output" for m in mismatches):
             names = " and ".join(problem.names[i] for i in transposed)
@@ -94,6 +97,7 @@ def _transposable(problem: Problem) -> Iterator[tuple[int, ...]]:
     square = tuple(i for i, x in enumerate(problem.values) if _is_square(x))
     if not square:
         return
+    # Small sets first, since they say more; lazily, since there are 2^n.
     proper_subsets = chain.from_iterable(combinations(square, n) for n in range(1, len(square)))
     yield from islice(proper_subsets, _MAX_SUBSETS)
     yield square
@@ -127,5 +131,6 @@ def _find_replica_fault(runs: Runs, truth: Truth, runtime: Side, mesh: Mesh) -> 
 
 def _on_one_line(message: str) -> str:
     """Join the lines of an error: the reason with the text, without the caret below it, then the rest."""
+    # An error marks a place in a text: reason, text, caret, and then what to do.
     reason, text, _, *details = (line.strip() for line in message.splitlines())
     return "; ".join([f"{reason} {text}", *details])

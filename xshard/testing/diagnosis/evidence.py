@@ -41,6 +41,7 @@ def whole(blocks: Sequence[Block], sharding: Sharding) -> Block:
 def settle(blocks: Sequence[Block], sharding: Sharding) -> tuple[Block, ...]:
     """Bring blocks under any layout to its settled one: addends are added up."""
     layout = sharding.layout
+    # Most layouts are settled, and blocks of these need no copies.
     has_open_tags = layout.tagged("sum", "mean", "max", "min")
     if not has_open_tags and settled(layout).dims == layout.dims:
         return tuple(blocks)
@@ -117,7 +118,7 @@ class Case:
 
     def near(self, a: Any, b: Any) -> bool:
         """Tell whether two arrays are equal within the tolerance."""
-        a = in_double(a)
+        a = in_double(a)  # bfloat16 would be rounded in the difference
         b = in_double(b)
         return a.shape == b.shape and bool(self._close(a, b).all())
 
@@ -168,6 +169,7 @@ class Case:
     def whole_got(self) -> Block | None:
         """The array that the blocks stand for; None if copies of a row differ."""
         array = in_double(whole(self.got, self.sharding))
+        # Gathering takes one copy of each row: scattered again, all copies have to be equal to it.
         scattered = reference.scatter(array, self.sharding.layout, self.sharding.mesh)
         return array if self.all_near(scattered, self.got) else None
 

@@ -53,6 +53,7 @@ def moved_rows(case: Case) -> str | None:
 
 def positions(case: Case) -> str | None:
     """Find rows that are right only where another order, or the index in the block, has the same position."""
+    # Positions matter where blocks are cut: an uncut dim has one index only.
     for d, dim in enumerate(case.sharding.layout.dims):
         if not set(dim.axes) & set(case.cut_axes):
             continue
@@ -171,6 +172,7 @@ def _named_order(origins: Order, dim: Dim, mesh: Mesh) -> str | None:
     declared = replace(dim, overlap=None)
     cuts = list(dict.fromkeys([declared, *_cuts(declared, mesh)]))
     orders = {cut: stored_rows(cut, n_rows, mesh) for cut in cuts}
+    # An uncut dim was cut within the function: in which order, its layout does not say.
     for meant in [declared] if declared.axes else cuts:
         if _halves_swapped(origins[orders[meant]], list(_blocks(meant, n_rows, mesh))):
             return (
@@ -212,6 +214,7 @@ def _pairs_of_cuts(cuts: list[Dim]) -> Iterator[tuple[Dim, Dim]]:
 
 def _offset(origins: Order, dim: Dim) -> str | None:
     """Find one offset that all rows found elsewhere have, and at least half of the rows are found."""
+    # Rows that have come in at one end may equal no row of the array.
     found_rows = np.flatnonzero(origins != _NOWHERE)
     offsets = np.unique(origins[found_rows] - found_rows)
     if len(offsets) != 1 or offsets[0] == 0 or 2 * len(found_rows) < len(origins):

@@ -28,6 +28,7 @@ def stale(case: Case) -> str | None:
     mesh = case.sharding.mesh
     for axes in subsets(case.cut_axes):
         for index in range(mesh.size(*axes)):
+            # Within its group along the axes, each device holds what this member should.
             held = [case.want[mesh.group(d, axes)[index]] for d in range(mesh.n_devices)]
             if case.all_near(case.got, held):
                 owner = "the first device" if index == 0 else f"device {index}"
@@ -191,7 +192,7 @@ def _borrowed_rows(case: Case, dim: int, device: int) -> Mask:
     """Mark the rows of a block that another device owns, or that lie beyond the ends of the array."""
     end = dim_end(case.sharding, dim)
     spans = all_row_spans(end.dim, end.length, end.sizes)[case.sharding.dim_device(dim, device)]
-    is_borrowed = []
+    is_borrowed: list[bool] = []
     for span in spans:
         is_borrowed += [span.origin != "own"] * (span.run.length * span.run.repeats)
     return np.array(is_borrowed, bool)
@@ -209,6 +210,7 @@ def _found_in_halo(case: Case, dim: int, device: int) -> str:
     if first != last and case.near(got[first], want[last]) and case.near(got[last], want[first]):
         return "rows of the previous and of the next block have changed places"
 
+    # Any row of the array may stand in the halo: an offset is named by which.
     array_rows = _rows_beside_block(case, dim, device)
     meant_rows = case.rows(dim, device)
     for i in wrong_indices:

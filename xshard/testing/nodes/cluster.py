@@ -112,6 +112,7 @@ class Cluster:
             sent = packed(work, *args)
         else:
             sent = (str(work), *map(str, args))
+        # By default, ranks that make no progress are ended before a collective gives up.
         if not collective_timeout_s:
             collective_timeout_s = _PATIENCE * timeout_s
         self._start("torch", {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"})
@@ -158,6 +159,7 @@ class Cluster:
             n_threads = max(_MIN_JAX_THREADS, 2 * self._ranks)
             threads = {"PJRT_NPROC": str(n_threads)}
             self._start("jax", backend.environment(self._ranks) | threads)
+            # Once for the life of these processes: JAX cannot join a second time.
             endpoint = self._new_endpoint()
             join_arguments = [(endpoint, self._n_nodes, node) for node in range(self._n_nodes)]
             self._ask("jax", backend.function("worker.join"), join_arguments, timeout_s)

@@ -66,6 +66,7 @@ class Namespace:
         assert self._holder.stdin and self._holder.stdout and self._holder.stderr
         self._pipes = (self._holder.stdin, self._holder.stdout, self._holder.stderr)
         self.pid = self._holder.pid
+        # An end of the file in place of a line: a command has failed.
         if not self._holder.stdout.readline():
             why = self._holder.stderr.read().decode().strip()
             raise NoNodesError("no namespaces here", hint=why)
@@ -93,7 +94,7 @@ class Namespace:
 
     def end(self) -> None:
         """End all that runs in it, at once."""
-        self._pipes[0].close()
+        self._pipes[0].close()  # `cat` reads the end of its input
         with suppress(subprocess.TimeoutExpired):  # only an unreaped zombie can keep it
             self._holder.wait(_END_TIMEOUT_S)
         for pipe in self._pipes:
@@ -120,6 +121,7 @@ class Network:
             for i in range(n_nodes):
                 self._add_node(i, stack)
                 self.limit(i, rate)
+            # All are made: from here on they live until `close`.
             self.close = stack.pop_all().close
 
     def _add_node(self, i: int, stack: ExitStack) -> None:
@@ -160,6 +162,7 @@ def _burst_bytes(rate: str) -> int:
         why = f"a link cannot have the rate {rate!r}"
         raise XshardError(why, hint='bits per second, as in "200mbit"')
     number, unit = match.groups()
+    # The kernel refills the burst when its timer fires: at high rates, a late one needs more of it.
     bytes_per_s = float(number) * _UNITS[unit] / 8
     return max(_MIN_BURST_BYTES, round(bytes_per_s * _TIMER_LATE_S))
 
