@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from xshard import dtypes, reference
-from xshard.layout import Layout, Sharding
+from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.overlap import Fold
 from xshard.notation.parser import Dim
 from xshard.steps.base import Block
@@ -31,20 +31,26 @@ def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
     if not _has_addends(layout) or not can_hold_noise:
         return tuple(reference.scatter(x, layout, mesh))
 
-    rng = np.random.default_rng((11, seed))
-    unit = mesh.n_devices if layout.tagged("mean") else 1  # so that means are whole numbers
-    noise = random_blocks(rng, layout, mesh, x.shape, dtypes.name_of(x.dtype), unit)
-    if x.dtype.kind in "fc":
-        # As large as the array, by a power of two, so that nothing is rounded twice.
-        largest = float(np.abs(x).max(initial=0))
-        if largest == 0:
-            largest = 1.0
-        scale = x.dtype.type(2.0 ** round(np.log2(largest) - 2))
-        noise = [block * scale for block in noise]
+    noise = _draw_contributions(x, layout, mesh, seed)
     # One contribution takes what the others lack, so that they add up to the array.
     missing = x - reference.gather(noise, layout, mesh, x.shape)
     pairs = zip(reference.scatter(missing, layout, mesh), noise, strict=True)
     return tuple((part + noise_block).astype(x.dtype) for part, noise_block in pairs)
+
+
+def _draw_contributions(x: Block, layout: Layout, mesh: Mesh, seed: int) -> list[Block]:
+    """Draw blocks of an array of this shape and dtype, about as large as the array."""
+    rng = np.random.default_rng((11, seed))
+    unit = mesh.n_devices if layout.tagged("mean") else 1  # so that means are whole numbers
+    noise = random_blocks(rng, layout, mesh, x.shape, dtypes.name_of(x.dtype), unit)
+    if x.dtype.kind == "i":
+        return noise
+    largest = float(np.abs(x).max(initial=0))
+    if largest == 0:
+        largest = 1.0
+    # By a power of two, so that nothing is rounded twice; drawn values go up to 4, or 2^2.
+    scale = x.dtype.type(2.0 ** round(np.log2(largest) - 2))
+    return [block * scale for block in noise]
 
 
 def _has_addends(layout: Layout) -> bool:

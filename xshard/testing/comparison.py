@@ -17,7 +17,7 @@ from xshard.testing.blocks import wanted_gradient
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.diagnosis.evidence import in_double, largest_value, whole
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject, find_mismatch
-from xshard.testing.problem import SIDES, Problem
+from xshard.testing.problem import Problem
 from xshard.testing.question import Devices
 from xshard.testing.runs import RunAnswer, Truth
 from xshard.tolerances import DERIVATIVE, rounding
@@ -169,15 +169,14 @@ class _Comparison:
 
     def compare_runtimes(self) -> None:
         """Compare the torch arrays that are right with JAX's: they may lie on two sides of the truth."""
-        torch, jax = SIDES
         for (mesh, key), array in self._right.items():
-            jax_key = key._replace(runtime=jax)
+            jax_key = key._replace(runtime="jax")
             jax_array = self._right.get((mesh, jax_key))
-            if key.runtime != torch or jax_array is None:
+            if key.runtime != "torch" or jax_array is None:
                 continue
             # An array of JAX that was wrong on one device was compared with itself only.
             if jax_key not in self._wrong_on_one_device:
-                self._compare(array, jax_array.got, torch, jax)
+                self._compare(array, jax_array.got, "torch", "jax")
 
     def _compare(
         self, array: ComparedArray, want: Devices, runtime: str, against: str

@@ -16,7 +16,7 @@ from xshard.testing.diagnosis.evidence import whole
 from xshard.testing.functions import broadcast_prefix
 from xshard.testing.mismatch import Subject
 from xshard.testing.moves import Seen
-from xshard.testing.problem import SIDES, Problem, Side
+from xshard.testing.problem import Problem, Side
 from xshard.testing.question import (
     Answer,
     Devices,
@@ -187,8 +187,7 @@ class Runs:
 
 def side_of(subject: Subject) -> Side:
     """Return the runtime of a compared array, as the name of a side."""
-    torch, jax = SIDES
-    return jax if subject.runtime == jax else torch
+    return "jax" if subject.runtime == "jax" else "torch"
 
 
 def _output_shardings(

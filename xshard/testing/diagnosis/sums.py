@@ -109,7 +109,11 @@ def own_factors(case: Case) -> str | None:
         return None
 
     shown_factors = ", ".join(f"{factor:.4g}" for factor in factors)
-    right_but = f"right but for factors {shown_factors} of the devices"
+    return f"right but for factors {shown_factors} of the devices: {_meaning_of(factors, case)}"
+
+
+def _meaning_of(factors: Sequence[float], case: Case) -> str:
+    """Say what was divided by, on each device, in place of what all devices have together."""
     for axes in subsets(case.cut_axes):
         group = case.sharding.mesh.group(0, axes)
         weights = 1 / np.array([factors[device] for device in group])
@@ -117,11 +121,11 @@ def own_factors(case: Case) -> str | None:
         # A mean over n_i of n rows is wrong by n / n_i, whose inverses add up to 1; if these means
         # are then averaged over the devices, to their number.
         if np.isclose(weights.sum(), (1, len(weights)), rtol=_CONSTANT).any():
-            return f"{right_but}: means over each one's own count along {along}, not over the count of all"
+            return f"means over each one's own count along {along}, not over the count of all"
         # The squares of the norms of parts add up to the square of the whole norm.
         if np.isclose(np.square(weights).sum(), 1, rtol=_CONSTANT):
-            return f"{right_but}: divided by the norm of each one's own part along {along}"
-    return f"{right_but}: weights or statistics of their own"
+            return f"divided by the norm of each one's own part along {along}"
+    return "weights or statistics of their own"
 
 
 def not_averaged(case: Case) -> str | None:
