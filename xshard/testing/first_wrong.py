@@ -18,7 +18,7 @@ from xshard.steps.base import Block
 from xshard.testing.comparison import whole_of
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject
-from xshard.testing.moves import find_wrong, in_turn
+from xshard.testing.moves import calls_in_order, find_wrong_input
 from xshard.testing.runs import Runs, Truth, side_of
 from xshard.testing.trials import OUTPUT_IS_WRONG
 
@@ -122,8 +122,8 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
 
     arguments = dict(zip(runs.problem.names, runs.problem.values, strict=True))
     last_right = ""
-    on_one = in_turn(seen_on_one, 1, is_backward)
-    on_mesh = in_turn(seen_on_mesh, mesh.n_devices, is_backward)
+    on_one = calls_in_order(seen_on_one, 1, is_backward)
+    on_mesh = calls_in_order(seen_on_mesh, mesh.n_devices, is_backward)
     # Not strict: a function may redistribute more often on one of them.
     for one, many in zip(on_one, on_mesh, strict=False):
         if one.check.text != many.check.text:  # from here on they do different things
@@ -131,7 +131,7 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
         place = f"what {many} is given"
         if is_backward:
             place = f"the gradient that comes back to {many}"
-        mismatch = find_wrong(one, many, mesh, runtime, arguments)
+        mismatch = find_wrong_input(one, many, mesh, runtime, arguments)
         if mismatch is not None:
             text = f"{place}; right is {last_right}" if last_right else place
             return FirstWrong(text, mismatch.cause)

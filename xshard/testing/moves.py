@@ -97,7 +97,7 @@ def merged(ranks: Iterable[Sequence[Seen]]) -> list[Seen]:
     return calls
 
 
-def in_turn(seen: Iterable[Seen], n_devices: int, cotangents: bool) -> list[Seen]:
+def calls_in_order(seen: Iterable[Seen], n_devices: int, cotangents: bool) -> list[Seen]:
     """List calls of one direction, in the order in which they ran, that have blocks of all devices."""
     calls = [
         call
@@ -108,7 +108,7 @@ def in_turn(seen: Iterable[Seen], n_devices: int, cotangents: bool) -> list[Seen
     return calls[::-1] if cotangents else calls
 
 
-def find_wrong(
+def find_wrong_input(
     one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Arrays
 ) -> Mismatch | None:
     """Compare what one redistribution is given on a mesh with what it is given on one device.

@@ -14,7 +14,7 @@ from xshard.steps.base import Block
 from xshard.testing.comparison import compare_runs
 from xshard.testing.diagnosis.causes import Cause
 from xshard.testing.mismatch import Mismatch
-from xshard.testing.moves import in_turn
+from xshard.testing.moves import calls_in_order
 from xshard.testing.problem import Problem, Side
 from xshard.testing.runs import Runs, Truth, side_of
 
@@ -116,8 +116,8 @@ def _find_replica_fault(runs: Runs, truth: Truth, runtime: Side, mesh: Mesh) -> 
         seen = runs.seen(runtime, mesh, truth)
     except XshardError:
         return None
-    inputs = in_turn(seen, mesh.n_devices, cotangents=False)
-    cotangents = in_turn(seen, mesh.n_devices, cotangents=True)
+    inputs = calls_in_order(seen, mesh.n_devices, cotangents=False)
+    cotangents = calls_in_order(seen, mesh.n_devices, cotangents=True)
     for redistribution in (*inputs, *cotangents):
         fault = redistribution.replica_fault
         if fault is not None:
