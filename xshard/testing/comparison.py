@@ -132,17 +132,17 @@ class _Comparison:
         derivatives = self.truth.derivatives
         self.n_compared += len(derivatives)
         largest_size = max((slope.size for slope in derivatives.values()), default=0.0)
+        directions = Layout.parse("direction")
         for i, slope in derivatives.items():
             subject = Subject(
                 "gradient", self.problem.names[i], runtime, self.truth.mesh, DIFFERENCES
             )
-            n_directions = slope.of_gradient[0].shape
             dtype = self.problem.values[i].dtype.name
             mismatch = find_mismatch(
                 subject,
                 slope.of_gradient,
                 slope.by_differences,
-                Sharding(Layout.parse("direction"), self.truth.mesh, n_directions),
+                Sharding(directions, self.truth.mesh, slope.of_gradient[0].shape),
                 tolerance=max(DERIVATIVE, rounding([dtype])),
                 # A case takes a hundredth of it: the slope's own size, or a hundredth of the
                 # largest, if that is more.

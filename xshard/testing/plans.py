@@ -274,9 +274,7 @@ class Runtime:
 
     def takes(self, mesh: Mesh) -> bool:
         """Tell whether it can run on a mesh: `pmap` knows one axis, others have to be of size 1."""
-        if self.mode != "pmap" or len(mesh.axes) == 1:
-            return True
-        return len([size for size in mesh.sizes if size > 1]) == 1
+        return self.mode != "pmap" or len(mesh.axes) == 1 or len(mesh.long_axes) == 1
 
     def answers(self, questions: Sequence[Question], timeout_s: float) -> list[Answer]:
         """Answer every question. timeout_s: see `Process.ask`. Raises FunctionError."""

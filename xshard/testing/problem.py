@@ -116,8 +116,9 @@ def _checked_pair(layouts: Any, n_arguments: int) -> tuple[Sequence[Tree], Tree]
         )
     inputs, outputs = layouts
     # One text would be a sequence too, of letters.
-    n_layouts = len(inputs) if isinstance(inputs, tuple | list) else 1
-    if not isinstance(inputs, tuple | list) or n_layouts != n_arguments:
+    is_sequence = isinstance(inputs, tuple | list)
+    n_layouts = len(inputs) if is_sequence else 1
+    if not is_sequence or n_layouts != n_arguments:
         raise StructureError(
             f"{n_arguments} arguments, layouts of {n_layouts}",
             hint="a layout, or a tree, for each",

@@ -98,12 +98,12 @@ class Case:
         if tolerance is None:
             tolerance = rounding((want[0].dtype.name, got[0].dtype.name))
         return cls(
-            got=settle(got, sharding),
-            want=settle(want, sharding),
-            sharding=sharding.with_layout(settled(sharding.layout)),
-            tolerance=tolerance,
-            largest=largest,
-            arguments=arguments,
+            settle(got, sharding),
+            settle(want, sharding),
+            sharding.with_layout(settled(sharding.layout)),
+            tolerance,
+            largest,
+            arguments,
         )
 
     @cached_property

@@ -34,7 +34,7 @@ def moved_rows(case: Case) -> str | None:
     for d, dim in enumerate(case.sharding.layout.dims):
         got = np.moveaxis(case.whole_got, d, 0)
         want = np.moveaxis(case.whole_want, d, 0)
-        origins = matched(got, want, case)
+        origins = _find_origins(got, want, case)
         if (origins == np.arange(len(origins))).all():
             continue
         if (origins == _NOWHERE).any():  # an offset has rows of its own at an end
@@ -58,24 +58,30 @@ def positions(case: Case) -> str | None:
         if not set(dim.axes) & set(case.cut_axes):
             continue
         wrong = wrong_rows(case.whole_wrong, d)
-        exact: list[str] = []  # wrong in all rows that have another position
-        partial: list[str] = []
-        for name, same in _assumed_positions(replace(dim, overlap=None), case.sharding.mesh, wrong):
-            # Under causal attention a row is right only if all rows before it have their positions.
-            for right in (same, np.logical_and.accumulate(same)):
-                if _explains(right, wrong):
-                    if (wrong == ~right).all():
-                        exact.append(name)
-                    else:
-                        partial.append(name)
-                    break
-        names = exact if exact else partial
+        names = _assumptions_that_explain(wrong, replace(dim, overlap=None), case.sharding.mesh)
         if names:
             return (
                 f"right in rows {rows_text(~wrong)} of {dim.name!r} alone, where it makes no difference that "
                 f"positions are {' or '.join(names)} in place of '{dim}' (rotary embeddings, masks)"
             )
     return None
+
+
+def _assumptions_that_explain(wrong: Mask, dim: Dim, mesh: Mesh) -> list[str]:
+    """Name the positions that, taken for a dim's, make these rows wrong: all of them, or else most."""
+    exact: list[str] = []
+    partial: list[str] = []
+    for name, same in _assumed_positions(dim, len(wrong), mesh):
+        # Under causal attention a row is right only if all rows before it have their positions.
+        for right in (same, np.logical_and.accumulate(same)):
+            if not _explains(right, wrong):
+                continue
+            if (wrong == ~right).all():
+                exact.append(name)
+            else:
+                partial.append(name)
+            break
+    return exact if exact else partial
 
 
 def _explains(right: Mask, wrong: Mask) -> bool:
@@ -85,22 +91,19 @@ def _explains(right: Mask, wrong: Mask) -> bool:
     return bool(wrong[~right].mean() >= _MIN_WRONG_SHARE)
 
 
-def _assumed_positions(dim: Dim, mesh: Mesh, rows: Mask) -> Iterator[tuple[str, Mask]]:
-    """Yield positions that may have been taken for a dim's, by name, and where they are the same.
-
-    rows: one element per row of the dim.
-    """
-    n_rows = len(rows)
+def _assumed_positions(dim: Dim, n_rows: int, mesh: Mesh) -> Iterator[tuple[str, Mask]]:
+    """Yield positions that may have been taken for a dim's, by name, and the rows that have the same."""
     blocks = list(_blocks(dim, n_rows, mesh))
     assumed = {"the index in the block": [np.arange(len(block)) for block in blocks]}
     for order in _ORDERS:
         other = Dim(dim.name, (Shard(dim.axes, order),))
         assumed[f"those of '{other}'"] = list(_blocks(other, n_rows, mesh))
 
-    shapes = [len(block) for block in blocks]
+    block_lengths = [len(block) for block in blocks]
     stored = np.concatenate(blocks)
     for name, other_blocks in assumed.items():
-        if [len(block) for block in other_blocks] != shapes:
+        # Code that takes these positions has blocks of this length.
+        if [len(block) for block in other_blocks] != block_lengths:
             continue
         same = np.zeros(n_rows, bool)
         same[stored] = np.concatenate(other_blocks) == stored
@@ -122,7 +125,7 @@ def rows_text(rows: Mask) -> str:
     return ", ".join(runs)
 
 
-def matched(got: Block, want: Block, case: Case) -> Order:
+def _find_origins(got: Block, want: Block, case: Case) -> Order:
     """Find for every row of `got` the row of `want` that it equals, the one in its place first.
 
     got, want: `[rows, ...]`. Rows that equal none have -1.

@@ -167,24 +167,53 @@ class Cluster:
         return self._ask("jax", call, [(sent,)] * self._n_nodes, timeout_s)
 
     def cut(self, node: int) -> None:
-        """Pull a node's cable: messages to it and from it are lost silently until `restore`."""
+        """Pull a node's cable: messages to it and from it are lost silently until `restore`.
+
+        Args:
+            node: Its number, from 0.
+        """
         # At the switch: the node does not see that its link is down.
         self._network.switch.call(f"ip link set port{node} down")
 
     def restore(self, node: int) -> None:
-        """Undo `cut`."""
+        """Undo `cut`.
+
+        Args:
+            node: Its number, from 0.
+        """
         self._network.switch.call(f"ip link set port{node} up")
 
     def slow(self, node: int, rate: str | None) -> None:
-        """Give a node's link another rate, in both directions. rate: see `nodes`."""
+        """Give a node's link another rate, in both directions.
+
+            cluster.slow(1, "200mbit")
+
+        Args:
+            node: Its number, from 0.
+            rate: Bits per second, as in `nodes`; None for no limit.
+
+        Raises:
+            XshardError: `rate` is no rate.
+        """
         self._network.limit(node, rate)
 
     def kill(self, node: int) -> None:
-        """End a node with all its processes, at once and for good."""
+        """End a node with all its processes, at once and for good.
+
+        Args:
+            node: Its number, from 0.
+        """
         self._network.nodes[node].end()
 
     def bytes(self, node: int) -> tuple[int, int]:
-        """Count the bytes that a node has received and sent on its link so far, with all headers."""
+        """Count the bytes that a node has received and sent on its link so far.
+
+        Args:
+            node: Its number, from 0.
+
+        Returns:
+            The bytes received, and the bytes sent, with all headers.
+        """
         counters = Path(f"/proc/{self._network.nodes[node].pid}/net/dev").read_text()
         for line in counters.splitlines():
             device, _, numbers = line.strip().partition(":")
