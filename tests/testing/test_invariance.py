@@ -14,7 +14,7 @@ from tests.testing.programs import MISTAKES, PROGRAMS, Jax, Mistake, Torch, norm
 from xshard import Mesh
 from xshard.testing import EquivalenceError, Mismatch, assert_equivalent, assert_mesh_invariant
 from xshard.testing.mismatch import DIFFERENCES
-from xshard.testing.runs import usual_meshes
+from xshard.testing.problem import usual_meshes
 
 RIGHT = {name: program.function for name, program in PROGRAMS.items()}
 LIBRARIES = {"torch": Torch, "jax": Jax}

@@ -172,7 +172,7 @@ def test_ranks_begin_with_preloaded_modules() -> None:
     def loaded() -> bool:
         return "wave" in sys.modules
 
-    assert plugin._asked("torch", (), (2,), loaded, ()) == [False, False]
-    assert plugin._asked("torch", ["wave"], (2,), loaded, ()) == [True, True]
+    assert plugin._ask("torch", loaded, (), n_ranks=2, preload=()) == [False, False]
+    assert plugin._ask("torch", loaded, (), n_ranks=2, preload=["wave"]) == [True, True]
     with pytest.raises(FunctionError, match="preload: 'no_such_module' cannot be imported\n"):
-        plugin._asked("torch", ["no_such_module"], (2,), loaded, ())
+        plugin._ask("torch", loaded, (), n_ranks=2, preload=["no_such_module"])

@@ -21,7 +21,7 @@ import pytest
 from xshard.runtimes.backends import host_devices
 from xshard.runtimes.processes import FunctionError, Process
 from xshard.testing.pickling import packed
-from xshard.testing.plugin import _asked
+from xshard.testing.plugin import _ask
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 600.0  # a few seconds, as a rule
@@ -31,7 +31,7 @@ reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def _on_devices(function: Callable[..., Any], *args: Any) -> Any:
-    return _asked("jax", (), (), function, args)
+    return _ask("jax", function, args)
 
 
 def test_a_comparison_of_torch_functions_needs_no_jax(tmp_path: Path) -> None:

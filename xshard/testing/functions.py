@@ -11,78 +11,117 @@ import numpy as np
 from xshard.layout import Mesh
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.evidence import in_double
-from xshard.testing.question import OUTPUT, Devices, Result, Slopes, StructureError, Tree
+from xshard.testing.question import OUTPUT, Devices, Result, Slope, Slopes, StructureError, Tree
 from xshard.tolerances import DERIVATIVE
 from xshard.trees import children, prefix_branches
 
+Loss = Callable[[Sequence[Block]], float]
+
+_N_DIRECTIONS = 3
+# Of a difference, relative to the largest value of a block. A kink (relu, max) that lies within one
+# step does not lie within both.
+_STEPS = (1e-5, 1e-7)
+
 
 def leaves(tree: Tree, name: str = "") -> dict[str, Any]:
-    """Every leaf by its place, in order; the keys of a dict are sorted, as in JAX.
+    """List every leaf of a tree by its place, in order; the keys of a dict are sorted, as in JAX.
 
     >>> leaves({"w": 1, "b": (2, 3)}, "x")
     {"x['b'][0]": 2, "x['b'][1]": 3, "x['w']": 1}
     """
+    if tree is None:
+        return {}
     branches = _sorted_children(tree)
     if branches is None:
-        return {} if tree is None else {name: tree}
-    parts = (leaves(branch, f"{name}[{key!r}]") for key, branch in branches.items())
-    return {place: leaf for part in parts for place, leaf in part.items()}
+        return {name: tree}
+    by_place: dict[str, Any] = {}
+    for key, branch in branches.items():
+        by_place.update(leaves(branch, f"{name}[{key!r}]"))
+    return by_place
 
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """The same tree with `function` applied to every leaf: `(1, None)` -> `('1', None)` for `str`."""
+    """Apply a function to every leaf of a tree: `str` and `(1, None)` -> `('1', None)`."""
+    if tree is None:
+        return None
     branches = _sorted_children(tree)
     if branches is None:
-        return None if tree is None else function(tree)
-    parts = {key: mapped(function, branch) for key, branch in branches.items()}
+        return function(tree)
+    new_branches = {key: mapped(function, branch) for key, branch in branches.items()}
     if isinstance(tree, dict):
-        return parts
-    return type(tree)(*parts.values()) if hasattr(tree, "_fields") else type(tree)(parts.values())
+        return new_branches
+    if hasattr(tree, "_fields"):  # a NamedTuple takes its fields one by one
+        return type(tree)(*new_branches.values())
+    return type(tree)(new_branches.values())
 
 
 def numbered(tree: Tree) -> Tree:
-    """The same tree with leaves 0, 1, 2, ... in the order of `leaves`."""
-    numbers = iter(range(len(leaves(tree))))
-    return mapped(lambda _: next(numbers), tree)
+    """Replace the leaves of a tree by 0, 1, 2, ... in the order of `leaves`."""
+    numbers = iter(range(len(leaves(tree))))  # `mapped` visits leaves in the same order
+
+    def next_number(_leaf: Any) -> int:
+        return next(numbers)
+
+    return mapped(next_number, tree)
 
 
 def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
-    """One leaf of `prefix` for every leaf of `tree`: a leaf in the place of a branch stands for all of it.
+    """List one leaf of `prefix` for every leaf of `tree`: one in the place of a branch stands for all of it.
+
+    Raises:
+        StructureError: The prefix is another tree; the message has `name`.
 
     >>> broadcast_prefix(("a", "b"), (1, {"w": 2, "v": 3}))
     ['a', 'b', 'b']
     """
-    options: Any = {"children": _sorted_children, "error": StructureError}
-    what = (name, "layouts")
-    branches = prefix_branches(prefix, tree, lambda x: _sorted_children(x) is None, what, **options)
-    return [value for _, value, branch in branches for _ in leaves(branch)]
+    branches = prefix_branches(
+        prefix,
+        tree,
+        _is_leaf,
+        (name, "layouts"),
+        children=_sorted_children,
+        error=StructureError,
+    )
+    values: list[Any] = []
+    for _, value, branch in branches:
+        values += [value] * len(leaves(branch))
+    return values
+
+
+def _is_leaf(tree: Tree) -> bool:
+    return _sorted_children(tree) is None
 
 
 def _sorted_children(tree: Tree) -> dict[Any, Any] | None:
-    return (
-        {key: tree[key] for key in sorted(tree, key=str)}
-        if isinstance(tree, dict)
-        else children(tree)
-    )
+    """Return the branches of a tree by key, those of a dict sorted; None for a leaf."""
+    if isinstance(tree, dict):
+        return {key: tree[key] for key in sorted(tree, key=str)}
+    return children(tree)
 
 
 def draw(number: int, shape: Sequence[int], dtype: np.dtype[Any]) -> Block:
-    """The random cotangent of output `number`: the same in every process."""
+    """Draw the random cotangent of output `number`: the same in every process."""
     rng = np.random.default_rng((7, number))
-    values = rng.normal(size=tuple(shape))
-    if dtype.kind == "c":
-        values = values + 1j * rng.normal(size=tuple(shape))
-    return values.astype(dtype)
+    return _draw_normal(rng, tuple(shape), is_complex=dtype.kind == "c").astype(dtype)
+
+
+def _draw_normal(rng: np.random.Generator, shape: tuple[int, ...], is_complex: bool) -> Block:
+    values: Block = np.asarray(rng.normal(size=shape))
+    if is_complex:
+        values = values + 1j * rng.normal(size=shape)
+    return values
 
 
 def called(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Any:
-    """Call the function, with `mesh=` if it has such a parameter."""
-    options = {"mesh": mesh} if mesh.axes and "mesh" in parameters_of(function) else {}
-    return function(*arguments, **options)
+    """Call the function, with `mesh=` if it has such a parameter and the arrays are blocks."""
+    # A reference on unsharded arrays may be the same function: there is no mesh to give it.
+    if mesh.axes and "mesh" in parameters_of(function):
+        return function(*arguments, mesh=mesh)
+    return function(*arguments)
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters by name; none if a function has no signature, like torch's own."""
+    """Return the parameters by name; none if a function has no signature, like torch's own."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -92,54 +131,92 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def named_outputs(
     returned: Tree, results: dict[str, Result] | None, runtime: str
 ) -> dict[str, Any]:
-    """The outputs by name. Raises StructureError if the reference has others."""
+    """Name what a function returned.
+
+    Args:
+        returned: One array or a tree of them.
+        results: The results of the reference, by name; None if this is the reference.
+        runtime: The function's framework, for the message.
+
+    Raises:
+        StructureError: The reference returned others.
+    """
     outputs = leaves(returned, OUTPUT)
     if results is not None and list(outputs) != list(results):
-        own, others = (", ".join(names) or "nothing" for names in (outputs, results))
-        what = f"the {runtime} function returns {own}, the reference returns {others}"
         raise StructureError(
-            what, hint="dicts, lists and tuples of arrays with the same names on both sides"
+            f"the {runtime} function returns {_listed(outputs)}, the reference returns {_listed(results)}",
+            hint="dicts, lists and tuples of arrays with the same names on both sides",
         )
     return outputs
 
 
-_DIRECTIONS = 3
-# Relative to the largest value of a block. A kink (relu, max) that lies within one is not within both.
-_STEPS = (1e-5, 1e-7)
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(names) if names else "nothing"
 
 
-def derivatives(
-    loss: Callable[[Sequence[Block]], float],
-    inputs: Sequence[Block],
-    gradients: Mapping[int, Devices],
-) -> Slopes:
-    """By number of input, along a few directions: the gradient's derivatives, differences, and their size.
-    loss: takes blocks of float64 or complex128; blocks of whole numbers stay as they are.
+def derivatives(loss: Loss, inputs: Sequence[Block], gradients: Mapping[int, Devices]) -> Slopes:
+    """Compare gradients with differences of their function, along a few random directions.
+
+    Args:
+        loss: A function of the blocks of one device, those with gradients in float64 or complex128.
+        inputs: The blocks.
+        gradients: By number of input.
+
+    Returns:
+        By number of input, the derivatives along the directions by the gradient and by differences.
     """
+    # Differences in single precision would have no right digits.
     wide = [in_double(x) if i in gradients else x for i, x in enumerate(inputs)]
-    by_input: Slopes = {}
-    for i, (block,) in gradients.items():
-        rng = np.random.default_rng((13, i))
-        gradient = in_double(block)
-        x = wide[i]
-        length = float(np.abs(x).max(initial=0)) or 1.0
-        got = np.zeros(_DIRECTIONS)
-        want = np.zeros(_DIRECTIONS)
-        size = 0.0
-        for k in range(_DIRECTIONS):
-            v = length * rng.normal(size=x.shape)
-            if x.dtype.kind == "c":
-                v = v + 1j * length * rng.normal(size=x.shape)
-            got[k] = np.vdot(gradient, v).real
-            size = max(size, float(np.linalg.norm(gradient * v)))
-            for step in _STEPS:
-                after, before = (
-                    loss([*wide[:i], x + s * v, *wide[i + 1 :]]) for s in (step, -step)
-                )
-                slope = (after - before) / (2 * step)
-                if step == _STEPS[0] or abs(slope - got[k]) < abs(want[k] - got[k]):
-                    want[k] = slope
-                if abs(want[k] - got[k]) <= DERIVATIVE / 10 * size:
-                    break
-        by_input[i] = (got,), (want,), size
-    return by_input
+    slopes: Slopes = {}
+    for i, (gradient,) in gradients.items():
+        rng = np.random.default_rng((13, i))  # the same directions in every run
+        loss_of_input = _loss_of_input(loss, wide, i)
+        slopes[i] = _compare_slopes(loss_of_input, wide[i], in_double(gradient), rng)
+    return slopes
+
+
+def _loss_of_input(loss: Loss, inputs: Sequence[Block], i: int) -> Callable[[Block], float]:
+    """Make the loss a function of input `i` alone."""
+
+    def loss_of_input(x: Block) -> float:
+        return loss([*inputs[:i], x, *inputs[i + 1 :]])
+
+    return loss_of_input
+
+
+def _compare_slopes(
+    loss: Callable[[Block], float], x: Block, gradient: Block, rng: np.random.Generator
+) -> Slope:
+    """Differentiate a loss of one array along random directions, by its gradient and by differences."""
+    length = float(np.abs(x).max(initial=0))  # directions are as large as the array
+    if length == 0:
+        length = 1.0
+    by_gradient = np.zeros(_N_DIRECTIONS)
+    by_differences = np.zeros(_N_DIRECTIONS)
+    size = 0.0
+    for k in range(_N_DIRECTIONS):
+        direction = length * _draw_normal(rng, x.shape, is_complex=x.dtype.kind == "c")
+        by_gradient[k] = np.vdot(gradient, direction).real
+        # Not the slope itself, which is small where the direction is along a level line.
+        size = max(size, float(np.linalg.norm(gradient * direction)))
+        by_differences[k] = _nearest_slope(loss, x, direction, by_gradient[k], size)
+    return Slope((by_gradient,), (by_differences,), size)
+
+
+def _nearest_slope(
+    loss: Callable[[Block], float], x: Block, direction: Block, expected: float, size: float
+) -> float:
+    """Return the central difference that is nearest to the expected slope, of steps until one is near.
+
+    Near means a tenth of the tolerance, relative to `size`.
+    """
+    nearest = np.inf
+    for step in _STEPS:
+        rise = loss(x + step * direction) - loss(x - step * direction)
+        slope = rise / (2 * step)
+        # NaN of the first step stays, and is reported: the function has no derivative there.
+        if step == _STEPS[0] or abs(slope - expected) < abs(nearest - expected):
+            nearest = slope
+        if abs(nearest - expected) <= DERIVATIVE / 10 * size:
+            break
+    return float(nearest)

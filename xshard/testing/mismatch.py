@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,33 +17,53 @@ from xshard.testing.diagnosis.orders import rows_text
 if TYPE_CHECKING:
     from rich.console import Group
 
-_SHOWN = 8  # mismatches in the text of an error
+_MAX_SHOWN = 8  # mismatches in the text of an error
 # The source of values that a gradient on one device is compared with.
 DIFFERENCES = "differences of its function along random directions"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An array of a run, and the source of the values it is compared with."""
+    """An array of a run, and the source of the values that it is compared with.
 
-    kind: str  # output, gradient or parameter
+    Attributes:
+        kind: "output", "gradient" or "parameter".
+        name: Of the output, or of the argument.
+        runtime: "torch" or "jax".
+        mesh: The mesh of the run.
+        against: The source, in words: "torch on one device".
+    """
+
+    kind: str
     name: str
     runtime: str
     mesh: Mesh
     against: str
 
     def __str__(self) -> str:
-        of = self.name if self.kind == "output" else f"{self.kind} of {self.name}"
-        return f"{of}, {self.runtime} on {self.mesh or 'whole arrays'}, against {self.against}"
+        array = self.name if self.kind == "output" else f"{self.kind} of {self.name}"
+        return f"{array}, {self.runtime} on {self.mesh}, against {self.against}"
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The place of an array's largest error: device, global index, and both values.
+    """An array that differs, with the place of its largest error.
 
-    index: None if shapes or dtypes differ; then `problem` says how. global_index: -1 for a row beyond the
-    ends of the array. n_wrong, n_elements: counted over all devices. right: rows of every dim without errors.
-    first: the first redistribution of the run with a wrong meaning, if the run was asked for it.
+    Attributes:
+        subject: The array.
+        device: Where the largest error is.
+        index: In the device's block; None if shapes or dtypes differ, then `problem` says how.
+        global_index: In the array; -1 for a row beyond its ends.
+        got: The value there.
+        want: The right value.
+        error: The absolute difference of both.
+        n_wrong: Wrong elements, counted over all devices.
+        n_elements: Elements, counted over all devices.
+        wrong_devices: Those with a wrong element.
+        problem: How shapes or dtypes differ.
+        cause: The likely one, if one is known.
+        right: The rows of every dim that have no errors.
+        first: The first redistribution of the run with a wrong meaning, if the run was asked for it.
     """
 
     subject: Subject
@@ -68,6 +88,7 @@ class Mismatch:
 
     @property
     def likely_cause(self) -> str:
+        """The cause in a sentence."""
         return self.cause.text if self.cause else "none that is known"
 
 
@@ -76,18 +97,35 @@ def find_mismatch(
     got: Sequence[Block],
     want: Sequence[Block],
     sharding: Sharding,
-    *evidence: Any,
+    tolerance: float | None,
+    largest: float,
+    arguments: Mapping[str, Block],
 ) -> Mismatch | None:
-    """Blocks of one array against blocks of another under the same layout, or None. evidence: see `Case`."""
+    """Compare the blocks of one array with others under the same layout.
+
+    Args:
+        subject: What is compared with what, for the report.
+        got: One block per device.
+        want: The right blocks.
+        sharding: Of both.
+        tolerance: As of a `Case`; None goes by the dtypes.
+        largest: As of a `Case`.
+        arguments: As of a `Case`.
+
+    Returns:
+        The mismatch, or None if they agree.
+    """
+    # First, since blocks of other shapes have no elements to compare.
     for device, (a, b) in enumerate(zip(got, want, strict=True)):
-        if problem := _problem(a, b, sharding):
+        problem = _difference_of_form(a, b, sharding)
+        if problem:
             return Mismatch(subject, device, problem=problem)
-    case = Case.of(got, want, sharding, *evidence)
+    case = Case.of(got, want, sharding, tolerance, largest, arguments)
     return None if case.agrees else located(subject, case)
 
 
-def _problem(got: Block, want: Block, sharding: Sharding) -> str:
-    """The mismatch of a block's shape or dtype, or nothing."""
+def _difference_of_form(got: Block, want: Block, sharding: Sharding) -> str:
+    """Describe how a block's shape or dtype differs; "" if neither does."""
     if got.shape != want.shape:
         array = f"the block of a {sharding.shape} array under '{sharding.layout}'"
         hint = ""
@@ -96,113 +134,183 @@ def _problem(got: Block, want: Block, sharding: Sharding) -> str:
         elif want.shape == sharding.shape and got.size < want.size:
             hint = ": a part of the array, where all of it was meant"
         return f"shape {got.shape} in place of {want.shape}, {array}{hint}"
-    a = got.dtype
-    b = want.dtype
+
     # The width of whole numbers may differ: JAX has no 64-bit ones by default.
-    if a != b and not (a.kind in "iu" and b.kind in "iu"):
-        return f"{a.name} in place of {b.name}"
+    both_integers = got.dtype.kind in "iu" and want.dtype.kind in "iu"
+    if got.dtype != want.dtype and not both_integers:
+        return f"{got.dtype.name} in place of {want.dtype.name}"
     return ""
 
 
+class _LargestError(NamedTuple):
+    """The place of the largest error, and its size."""
+
+    device: int
+    local_index: tuple[int, ...]
+    error: float
+
+
 def located(subject: Subject, case: Case) -> Mismatch:
-    """The report of blocks that do not agree: the largest error, and the likely cause."""
-    blocks = zip(case.got, case.want, case.wrong, strict=True)
-    gaps = ((np.abs(in_double(a) - in_double(b)), mask) for a, b, mask in blocks)
-    errors = [
-        np.where(mask, np.nan_to_num(gap, nan=np.inf), -1) for gap, mask in gaps
-    ]  # NaN is the largest
-    device = int(np.argmax([e.max(initial=-1) for e in errors]))
-    index = tuple(int(i) for i in np.unravel_index(errors[device].argmax(), errors[device].shape))
-    rows = tuple(int(case.rows(d, device)[i]) for d, i in enumerate(index))
-    got, want = (in_double(blocks[device])[index].item() for blocks in (case.got, case.want))
-    counts = sum(int(mask.sum()) for mask in case.wrong), sum(mask.size for mask in case.wrong)
-    error = float(errors[device][index])
-    names = case.sharding.layout.names
-    wrong = case.whole_wrong
-    right = "; ".join(f"{name} {rows_text(~wrong_rows(wrong, d))}" for d, name in enumerate(names))
-    largest = (device, index, rows, got, want, error)
-    cause = likely_cause(case)
-    return Mismatch(subject, *largest, *counts, case.wrong_devices, cause=cause, right=right)
+    """Report blocks that do not agree: the largest error with its place, and the likely cause."""
+    largest = _find_largest_error(case)
+    device = largest.device
+    index = largest.local_index
+    global_index = []
+    right_rows = []
+    for dim, name in enumerate(case.sharding.layout.names):
+        global_index.append(int(case.rows(dim, device)[index[dim]]))
+        right_rows.append(f"{name} {rows_text(~wrong_rows(case.whole_wrong, dim))}")
+    return Mismatch(
+        subject,
+        device,
+        index,
+        tuple(global_index),
+        got=in_double(case.got[device])[index].item(),
+        want=in_double(case.want[device])[index].item(),
+        error=largest.error,
+        n_wrong=sum(int(mask.sum()) for mask in case.wrong),
+        n_elements=sum(mask.size for mask in case.wrong),
+        wrong_devices=case.wrong_devices,
+        cause=likely_cause(case),
+        right="; ".join(right_rows),
+    )
+
+
+def _find_largest_error(case: Case) -> _LargestError:
+    """Find the largest error among the wrong elements of all devices; NaN is the largest of all."""
+    largest = _LargestError(0, (), -np.inf)
+    for device, (got, want, wrong) in enumerate(zip(case.got, case.want, case.wrong, strict=True)):
+        if not wrong.size:  # a device without rows
+            continue
+        errors = np.nan_to_num(np.abs(in_double(got) - in_double(want)), nan=np.inf)
+        errors = np.where(wrong, errors, -1)  # an element within the tolerance is no error
+        index = np.unravel_index(errors.argmax(), errors.shape)
+        if errors[index] > largest.error:  # of equal errors, on the first device
+            largest = _LargestError(device, tuple(map(int, index)), float(errors[index]))
+    return largest
 
 
 class EquivalenceError(AssertionError):
-    """Two functions that should be equal are not; `mismatches` has every array that differs."""
+    """Two functions that should be equal are not.
+
+    Attributes:
+        mismatches: Every array that differs.
+        compared: The number of comparisons.
+    """
 
     def __init__(self, mismatches: Sequence[Mismatch], compared: int) -> None:
         self.mismatches = tuple(mismatches)
         self.compared = compared
         super().__init__(self._text())
 
+    # Exceptions are pickled with their text alone, and this one is made of other arguments.
     def __reduce__(self) -> tuple[object, ...]:
         return EquivalenceError, (self.mismatches, self.compared)
 
     def _text(self) -> str:
-        parts = [f"{len(self.mismatches)} of {self.compared} comparisons differ"]
-        alone = [m for m in self.mismatches if m.subject.mesh.n_devices == 1]
-        if any(m.subject.against != DIFFERENCES for m in alone):
-            parts.append(
-                "they differ on one device already: the functions differ, not their sharding"
-            )
-        parts += map(mismatch_text, self.mismatches[:_SHOWN])
-        if (more := len(self.mismatches) - _SHOWN) > 0:
-            parts.append(f"and {more} more: .mismatches has all")
-        return "\n\n".join(parts)
+        paragraphs = [self._summary()]
+        for mismatch in self.mismatches:
+            subject = mismatch.subject
+            # Differences say that a gradient is wrong, not that two functions differ.
+            if subject.mesh.n_devices == 1 and subject.against != DIFFERENCES:
+                paragraphs.append(
+                    "they differ on one device already: the functions differ, not their sharding"
+                )
+                break
+        paragraphs += map(mismatch_text, self.mismatches[:_MAX_SHOWN])
+        n_hidden = len(self.mismatches) - _MAX_SHOWN
+        if n_hidden > 0:
+            paragraphs.append(f"and {n_hidden} more: .mismatches has all")
+        return "\n\n".join(paragraphs)
+
+    def _summary(self) -> str:
+        return f"{len(self.mismatches)} of {self.compared} comparisons differ"
 
     def table(self) -> Group:
-        """All mismatches, a row each: array, place and both values; below it the likely causes."""
+        """Draw all mismatches with rich, a row each: array, place and both values.
+
+            Console().print(error.table())
+
+        Returns:
+            The table, and below it the likely causes with the rows that have them.
+        """
+        # An extra package: errors are raised and printed without it.
         from rich.box import SIMPLE
         from rich.console import Group
         from rich.table import Table
 
-        table = Table(
-            title=self._text().partition("\n")[0], box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0)
-        )
+        table = Table(title=self._summary(), box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         for head in ("", "array", "run", "device", "index", "got", "wanted"):
             table.add_column(head, overflow="fold")
-        causes: dict[str, list[str]] = {}
-        for number, m in enumerate(self.mismatches, start=1):
-            kind = m.subject.kind if m.subject.kind != "output" else ""
-            array = f"{kind} {m.subject.name}".strip()
-            run = f"{m.subject.runtime} {m.subject.mesh}"
-            values = _index(m.global_index), _value(m.got), _value(m.want)
-            right = f"right rows: {m.right}" if m.right else ""
-            why = "; first wrong: ".join(filter(None, (m.problem or m.likely_cause, m.first)))
-            causes.setdefault("; ".join(filter(None, (why, right))), []).append(str(number))
-            table.add_row(str(number), array, run, m.place, *values)
-        return Group(table, *(f"{', '.join(rows)}: {cause}" for cause, rows in causes.items()))
+        # A cause is a long sentence, and often the same for many arrays: below, each stands once.
+        rows_of_cause: dict[str, list[str]] = {}
+        for number, mismatch in enumerate(self.mismatches, start=1):
+            rows_of_cause.setdefault(_cause_in_table(mismatch), []).append(str(number))
+            subject = mismatch.subject
+            is_output = subject.kind == "output"
+            table.add_row(
+                str(number),
+                subject.name if is_output else f"{subject.kind} {subject.name}",
+                f"{subject.runtime} {subject.mesh}",
+                mismatch.place,
+                _index_text(mismatch.global_index),
+                _value_text(mismatch.got),
+                _value_text(mismatch.want),
+            )
+        lines = [f"{', '.join(rows)}: {cause}" for cause, rows in rows_of_cause.items()]
+        return Group(table, *lines)
 
 
-def mismatch_text(m: Mismatch) -> str:
-    """A mismatch in a few lines."""
-    lines = [str(m.subject)]
-    if m.index is None:
-        lines.append(f"device {m.place}: {m.problem}")
+def _cause_in_table(mismatch: Mismatch) -> str:
+    """Write the cause, the first wrong redistribution and the right rows, as far as they are known."""
+    text = mismatch.problem if mismatch.problem else mismatch.likely_cause
+    if mismatch.first:
+        text += f"; first wrong: {mismatch.first}"
+    if mismatch.right:
+        text += f"; right rows: {mismatch.right}"
+    return text
+
+
+def mismatch_text(mismatch: Mismatch) -> str:
+    """Write a mismatch in a few lines."""
+    lines = [str(mismatch.subject)]
+    if mismatch.index is None:
+        lines.append(f"device {mismatch.place}: {mismatch.problem}")
     else:
-        count = f"{m.n_wrong} of {m.n_elements} elements differ, {_devices(m)}"
-        lines.append(f"{count}; the largest error is {m.error:.3g}")
-        local = "" if m.index == m.global_index else f", {_index(m.index)} in its block,"
-        place = f"at global index {_index(m.global_index)}{local} on device {m.place}"
-        lines.append(f"{place}: {_value(m.got)} in place of {_value(m.want)}")
-        if m.right:
-            lines.append(f"right rows: {m.right}")
-        lines.append(f"likely cause: {m.likely_cause}")
-    if m.first:
-        lines.append(f"first wrong: {m.first}")
+        count = f"{mismatch.n_wrong} of {mismatch.n_elements} elements differ"
+        devices = _wrong_devices_text(mismatch)
+        lines.append(f"{count}, {devices}; the largest error is {mismatch.error:.3g}")
+        local = ""  # on one device, and where a dim is not cut, both indices are the same
+        if mismatch.index != mismatch.global_index:
+            local = f", {_index_text(mismatch.index)} in its block,"
+        place = f"at global index {_index_text(mismatch.global_index)}{local}"
+        values = f"{_value_text(mismatch.got)} in place of {_value_text(mismatch.want)}"
+        lines.append(f"{place} on device {mismatch.place}: {values}")
+        if mismatch.right:
+            lines.append(f"right rows: {mismatch.right}")
+        lines.append(f"likely cause: {mismatch.likely_cause}")
+    if mismatch.first:
+        lines.append(f"first wrong: {mismatch.first}")
     return "\n  ".join(lines)
 
 
-def _devices(m: Mismatch) -> str:
-    n = m.subject.mesh.n_devices
-    if len(m.wrong_devices) == n:
-        return "on every device" if n > 1 else "on the one device"
-    return (
-        f"on device{'s' * (len(m.wrong_devices) > 1)} {', '.join(map(str, m.wrong_devices))} of {n}"
-    )
+def _wrong_devices_text(mismatch: Mismatch) -> str:
+    """Name the wrong devices: "on every device", or "on devices 0, 2 of 4"."""
+    n_devices = mismatch.subject.mesh.n_devices
+    wrong = mismatch.wrong_devices
+    if len(wrong) == n_devices:
+        return "on every device" if n_devices > 1 else "on the one device"
+    noun = "device" if len(wrong) == 1 else "devices"
+    return f"on {noun} {', '.join(map(str, wrong))} of {n_devices}"
 
 
-def _index(index: tuple[int, ...] | None) -> str:
-    return "" if index is None else f"({', '.join('beyond' if i < 0 else str(i) for i in index)})"
+def _index_text(index: tuple[int, ...] | None) -> str:
+    """Write an index: "(0, 3)"; rows outside of the array as "beyond"."""
+    if index is None:
+        return ""
+    rows = ["beyond" if row < 0 else str(row) for row in index]
+    return f"({', '.join(rows)})"
 
 
-def _value(value: complex | float | None) -> str:
+def _value_text(value: complex | float | None) -> str:
     return "" if value is None else f"{value:.6g}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,18 +25,22 @@ from xshard.testing.mismatch import Mismatch, Subject, located
 from xshard.testing.pickling import OURS
 
 Arrays = Mapping[str, Block]
-_HIDDEN_ORDERS = (
-    "block",
-    "zigzag",
-)  # orders of a cut along an axis that an expression does not name
+# Orders of a cut along an axis that an expression does not name.
+_HIDDEN_ORDERS = ("block", "zigzag")
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """The input of a redistribution, or the cotangent of its result."""
+    """The input of a redistribution, or the cotangent of its result.
+
+    Attributes:
+        check: What the redistribution says of its blocks.
+        where: The user's file and line: " (model.py:12)".
+        blocks: By device.
+    """
 
     check: ReplicaCheck
-    where: str  # the user's file and line
+    where: str
     blocks: dict[int, Block] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -48,109 +51,190 @@ class Seen:
         """The error that `check_replicated=True` would have raised."""
         mesh = self.check.mesh
         axes = self.check.axes
+        # [devices, axes, 2]: the largest difference and the largest value in each device's group.
         differences = np.zeros((mesh.n_devices, len(axes), 2))
-        for device, (a, axis) in itertools.product(range(mesh.n_devices), enumerate(axes)):
-            group = np.nan_to_num([in_double(self.blocks[d]) for d in mesh.group(device, (axis,))])
-            apart = np.abs(group[:, None] - group)
-            differences[device, a] = apart.max(initial=0), np.abs(group).max(initial=0)
+        for device in range(mesh.n_devices):
+            for a, axis in enumerate(axes):
+                differences[device, a] = self._difference_in_group(mesh.group(device, (axis,)))
         return self.check.fault(differences)
+
+    def _difference_in_group(self, devices: Sequence[int]) -> tuple[float, float]:
+        """Measure the largest difference between blocks of some devices, and their largest value."""
+        # NaN in all copies is no difference between them.
+        blocks = np.nan_to_num([in_double(self.blocks[device]) for device in devices])
+        differences = np.abs(blocks[:, None] - blocks)
+        return float(differences.max(initial=0)), float(np.abs(blocks).max(initial=0))
 
 
 class Recorder:
-    """Watches the replicas of a run (`replicas.watched`). If a call runs again, the first time counts."""
+    """Record the blocks of all redistributions of a run, as a watcher for `replicas.watched`."""
 
     def __init__(self, as_array: Callable[[Any], Block] = np.array) -> None:
+        """as_array: converts a framework's block to numpy."""
         self.seen: list[Seen] = []
         self._as_array = as_array
 
     def __call__(self, check: ReplicaCheck) -> Callable[[int, Any], Block]:
-        call = Seen(check, _users_line())
-        self.seen.append(call)
-        return lambda device, block: call.blocks.setdefault(device, self._as_array(block))
+        seen = Seen(check, _users_line())
+        self.seen.append(seen)
+
+        def record(device: int, block: Any) -> Block:
+            # If a compiled call runs again, the first time counts.
+            return seen.blocks.setdefault(device, self._as_array(block))
+
+        return record
 
 
 def merged(ranks: Iterable[Sequence[Seen]]) -> list[Seen]:
-    """The recorded calls of every rank, with its own blocks -> calls with the blocks of all."""
-    calls = zip(*ranks, strict=False)
-    return [
-        replace(call[0], blocks=dict(ChainMap(*(part.blocks for part in call)))) for call in calls
+    """Merge what every rank recorded, each with its own blocks -> calls with the blocks of all."""
+    calls = []
+    # Not strict: ranks may have failed after different calls.
+    for seen_by_ranks in zip(*ranks, strict=False):
+        blocks: dict[int, Block] = {}
+        for seen in reversed(seen_by_ranks):  # the first rank's come last, and stay
+            blocks.update(seen.blocks)
+        calls.append(replace(seen_by_ranks[0], blocks=blocks))
+    return calls
+
+
+def calls_in_order(seen: Iterable[Seen], n_devices: int, cotangents: bool) -> list[Seen]:
+    """List calls of one direction, in the order in which they ran, that have blocks of all devices."""
+    calls = [
+        call
+        for call in seen
+        if call.check.cotangents == cotangents and len(call.blocks) == n_devices
     ]
-
-
-def in_turn(seen: Iterable[Seen], n: int, cotangents: bool) -> list[Seen]:
-    """The calls of one direction with blocks of all `n` devices, in the order in which they ran."""
-    calls = [each for each in seen if each.check.cotangents == cotangents and len(each.blocks) == n]
+    # They are recorded in the order of the forward pass: cotangents come back the other way.
     return calls[::-1] if cotangents else calls
 
 
-def find_wrong(
+def find_wrong_input(
     one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Arrays
 ) -> Mismatch | None:
-    """The difference in meaning between one device and a mesh; None if the layout does not say it."""
-    source = one.check.sharding
+    """Compare what one redistribution is given on a mesh with what it is given on one device.
+
+    Args:
+        one: The call on one device.
+        many: The same call on the mesh.
+        mesh: All devices.
+        runtime: The framework, for the report.
+        arguments: Whole arguments of the function by name: some causes are found by them.
+
+    Returns:
+        The mismatch; None if they mean the same, or if layouts do not say what they mean.
+    """
     layout = many.check.sharding.layout
-    src, dst, _ = sides(many.check.text)
-    named = (*src.axes, *dst.axes)
-    mean = dst.tagged("mean") if many.check.cotangents else ()
-    hidden = [axis for axis in mesh.long_axes if axis not in named]
     subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
     try:
-        whole: Block = reference.gather([one.blocks[0]], source.layout, source.mesh, source.shape)
-        whole = np.divide(whole, mesh.size(*mean)) if mean else whole
-        cases = [_case(many, whole, each, mesh, arguments) for each in _readings(layout, hidden)]
+        right = _meant_on_one_device(one, many, mesh)
+        readings = _readings(layout, _hidden_axes(many, mesh))
+        read_cases = [_case(many, right, reading, mesh, arguments) for reading in readings]
     except XshardError:  # a mesh of the function's own, or a batch of vmap
         return None
-    own = [case for case in cases if case is not None]
-    if any(case.agrees for case in own):
+    cases = [case for case in read_cases if case is not None]
+    # The layout is silent about some axes: one reading that agrees is enough.
+    if any(case.agrees for case in cases):
         return None
-    mismatches = [located(subject, case) for case in own] or [Mismatch(subject, 0)]
-    wrong = next((m for m in mismatches if m.cause is not None), mismatches[0])
-    plain = Layout(tuple(map(Dim, layout.names)))
-    for other in _readings(plain, mesh.long_axes) if wrong.cause is None else ():
-        case = _case(many, whole, other, mesh, arguments)
-        if case and case.agrees:
-            cause = Cause(
-                "another layout", f"blocks of '{other}' are taken for blocks of '{layout}'"
-            )
-            return replace(wrong, cause=cause)
-    return wrong
+
+    mismatches = [located(subject, case) for case in cases]
+    if not mismatches:  # shapes fit no reading
+        mismatches = [Mismatch(subject, 0)]
+    # Of many readings, one with a known cause is the likeliest.
+    for mismatch in mismatches:
+        if mismatch.cause is not None:
+            return mismatch
+    cause = _other_layout(many, right, mesh, arguments)
+    return replace(mismatches[0], cause=cause)
 
 
-def _case(many: Seen, whole: Block, layout: Layout, mesh: Mesh, arguments: Arrays) -> Case | None:
-    """The recorded blocks beside the global array's; None if their shapes do not fit the layout."""
-    devices = range(mesh.n_devices)
+def _meant_on_one_device(one: Seen, many: Seen, mesh: Mesh) -> Block:
+    """Return the array that a call on a mesh should be given, from the call on one device."""
+    source = one.check.sharding
+    right: Block = reference.gather([one.blocks[0]], source.layout, source.mesh, source.shape)
+    if many.check.cotangents:
+        # The cotangent of a mean over n devices is 1/n on each; on one device n is 1.
+        _, dst, _ = sides(many.check.text)
+        mean_axes = dst.tagged("mean")
+        if mean_axes:
+            right = np.divide(right, mesh.size(*mean_axes))
+    return right
+
+
+def _hidden_axes(many: Seen, mesh: Mesh) -> list[str]:
+    """List the long mesh axes that a call's expression does not name."""
+    src, dst, _ = sides(
+        many.check.text
+    )  # along axes on either side the layout says what blocks are
+    named = {*src.axes, *dst.axes}
+    return [axis for axis in mesh.long_axes if axis not in named]
+
+
+def _other_layout(many: Seen, right: Block, mesh: Mesh, arguments: Arrays) -> Cause | None:
+    """Find another layout under which the recorded blocks are right, as a cause."""
+    layout = many.check.sharding.layout
+    unsharded = Layout(tuple(map(Dim, layout.names)))
+    for other in _readings(unsharded, mesh.long_axes):
+        case = _case(many, right, other, mesh, arguments)
+        if case is not None and case.agrees:
+            text = f"blocks of '{other}' are taken for blocks of '{layout}'"
+            return Cause("another layout", text)
+    return None
+
+
+def _case(many: Seen, right: Block, layout: Layout, mesh: Mesh, arguments: Arrays) -> Case | None:
+    """Put the recorded blocks beside those of the right array; None if shapes do not fit the layout."""
     try:
-        sharding = Sharding(layout, mesh, whole.shape)
+        sharding = Sharding(layout, mesh, right.shape)
     except XshardError:
         return None
-    blocks = [many.blocks[d] for d in devices]
-    shapes = [sharding.local_shape(d) for d in devices]
-    if all(block.shape == sharding.max_local_shape for block in blocks):  # JAX pads
-        blocks = [
-            block[tuple(map(slice, shape))] for block, shape in zip(blocks, shapes, strict=True)
-        ]
+    devices = range(mesh.n_devices)
+    blocks = [many.blocks[device] for device in devices]
+    shapes = [sharding.local_shape(device) for device in devices]
+    # JAX pads uneven blocks to one shape.
+    if all(block.shape == sharding.max_local_shape for block in blocks):
+        blocks = [_without_padding(b, shape) for b, shape in zip(blocks, shapes, strict=True)]
     if [block.shape for block in blocks] != shapes:
         return None
-    return Case.of(blocks, reference.scatter(whole, layout, mesh), sharding, None, 0.0, arguments)
+    return Case.of(
+        blocks,
+        reference.scatter(right, layout, mesh),
+        sharding,
+        tolerance=None,
+        largest=0.0,
+        arguments=arguments,
+    )
+
+
+def _without_padding(block: Block, shape: tuple[int, ...]) -> Block:
+    return block[tuple(map(slice, shape))]
 
 
 def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
-    """The layout with copies, addends or cuts of a dim along each axis that it leaves out."""
-    ways = ("copy", 0), ("sum", 0), *itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
-    for choice in itertools.product(ways, repeat=len(axes)):
+    """Yield what a layout may mean along axes that it leaves out.
+
+    Along each, blocks may be copies, addends, or cuts of a dim: "n" with axis "a" -> "n | copy(a)",
+    "n | sum(a)", "n/a", "n/zigzag(a)".
+    """
+    cuts = itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
+    meanings = [("copy", 0), ("sum", 0), *cuts]  # a dim belongs to cuts only
+    for choice in itertools.product(meanings, repeat=len(axes)):
         dims = list(layout.dims)
         tags = layout.tags
-        for axis, (way, d) in zip(axes, choice, strict=True):
-            if way in _HIDDEN_ORDERS:
-                dims[d] = replace(dims[d], shards=(Shard((axis,), way), *dims[d].shards))
+        for axis, (meaning, dim) in zip(axes, choice, strict=True):
+            if meaning in _HIDDEN_ORDERS:
+                # Outermost, as if the function had cut the array along it before.
+                shard = Shard((axis,), meaning)
+                dims[dim] = replace(dims[dim], shards=(shard, *dims[dim].shards))
             else:
-                tags = (*tags, (way, (axis,)))
+                tags = (*tags, (meaning, (axis,)))
         yield Layout(tuple(dims), tags)
 
 
 def _users_line() -> str:
-    """The file and line of the user's call, as in ` (model.py:12)`."""
+    """Return the file and line of the user's call, as in ` (model.py:12)`: the first frame not ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
         frame = frame.f_back
-    return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})" if frame else ""
+    if frame is None:
+        return ""
+    return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

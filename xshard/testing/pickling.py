@@ -6,7 +6,8 @@ import inspect
 import io
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,37 +22,51 @@ OURS = ("xshard", "torch_bridge", "jax_bridge")
 
 
 def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
-    """A function, closures too, and its arguments, pickled. Raises FunctionError. The user's own file is sent
-    by value: the process need not import it, with the other framework.
+    """Pickle a function, closures too, with its arguments.
+
+    The user's own file is sent by value: the process need not import it, since it may import the
+    other framework.
+
+    Raises:
+        FunctionError: It closes over something that cannot be sent.
+        XshardError: cloudpickle is not installed.
     """
     if find_spec("cloudpickle") is None:
         raise XshardError("cloudpickle is not installed", hint="pip install 'xshard[testing]'")
     cloudpickle = import_module("cloudpickle")
-    module = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None
-    by_value = (
-        module is not None and module.__name__ != "__main__" and not is_installed(module.__name__)
-    )
-    if by_value:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        file = io.BytesIO()
-        _pickler(cloudpickle)(file).dump((function, arguments))
-    except Exception as error:
-        why = (
-            f"{getattr(function, '__name__', function)} cannot be sent to another process: {error}"
-        )
-        hint = "it may close over arrays, modules and functions, not over locks, files or process groups"
-        raise FunctionError(why, hint=hint) from None
-    finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
+    with _sending_module_of(function, cloudpickle):
+        try:
+            file = io.BytesIO()
+            _pickler_class(cloudpickle)(file).dump((function, arguments))
+        except Exception as error:
+            name = getattr(function, "__name__", function)
+            raise FunctionError(
+                f"{name} cannot be sent to another process: {error}",
+                hint="it may close over arrays, modules and functions, "
+                "not over locks, files or process groups",
+            ) from None
     return file.getvalue()
 
 
-def _pickler(cloudpickle: Any) -> Any:
-    """cloudpickle's, which also sends modules of a class of their own by name, as `torch.ops` is one."""
+@contextmanager
+def _sending_module_of(function: Callable[..., Any], cloudpickle: Any) -> Iterator[None]:
+    """Send what is defined in the function's module by value, unless the module is installed."""
+    module = inspect.getmodule(inspect.unwrap(function)) if callable(function) else None
+    # cloudpickle sends `__main__` by value of itself.
+    if module is None or module.__name__ == "__main__" or is_installed(module.__name__):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
-    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+
+def _pickler_class(cloudpickle: Any) -> Any:
+    """Make cloudpickle's pickler send modules of a class of their own by name: `torch.ops` is one."""
+
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # its class is known at run time only
         def reducer_override(self, x: Any) -> Any:
             if isinstance(x, ModuleType) and type(x) is not ModuleType:
                 return import_module, (x.__name__,)
@@ -62,8 +77,12 @@ def _pickler(cloudpickle: Any) -> Any:
 
 @cache
 def is_installed(module: str) -> bool:
-    """Whether a module is imported wherever it is needed, as this package and the installed ones are."""
+    """Tell whether every process can import a module: it is installed, or part of these packages."""
     root = module.partition(".")[0]
+    if root in OURS:
+        return True
     file = getattr(sys.modules.get(root), "__file__", None)
+    if file is None:  # built in, or a namespace
+        return True
     places = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib")]
-    return root in OURS or file is None or any(Path(file).is_relative_to(place) for place in places)
+    return any(Path(file).is_relative_to(place) for place in places)

@@ -1,9 +1,9 @@
-"""Questions about plans, in whole numbers: every sum is exact; the runtimes that answer, and verdicts."""
+"""Questions about plans in whole numbers, where sums are exact; runtimes that answer, and verdicts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,53 +29,83 @@ MOST_BYTES = 2**32  # of all devices' blocks, which one process holds
 
 
 def arrays_of(plan: AnyPlan) -> tuple[Sharding, ...]:
-    """The shardings of the operands, and of the result."""
+    """Return the shardings of the operands, and then of the result."""
     return plan.arrays if isinstance(plan, ContractionPlan) else (plan.source, plan.target)
 
 
 def is_linear(plan: AnyPlan) -> bool:
-    """True if no max or min ends or stays."""
+    """Tell whether a plan takes no max or min: only then it has one backward plan."""
     return all(source.layout.is_linear for source in arrays_of(plan)[:-1])
 
 
 def backward_bytes(plan: AnyPlan) -> int | None:
-    """Bytes that the busiest device receives for the gradients, by the plan; None for gradients of a max."""
+    """Return the bytes that the busiest device receives for the gradients, as planned.
+
+    None for gradients of a max: they are more than one plan.
+    """
     if isinstance(plan, ContractionPlan):
         return plan.backward_bytes_received
     return plan.backward.bytes_received if is_linear(plan) else None
 
 
 def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
-    """A plan with blocks of whole numbers: contributions arbitrary, copies equal. Raises DtypeError for
-    contractions of whole numbers, ShapeError for blocks of more than MOST_BYTES. Values are multiples of
-    every mesh size, so that means are whole too.
+    """Ask for a plan's result and gradients on random blocks of whole numbers.
+
+    Contributions to a sum are arbitrary, copies are equal. Under means, values are multiples of the
+    number of devices, so that means are whole too.
+
+    Args:
+        plan: A plan, or a contraction's plan.
+        seed: Of the random numbers.
+
+    Raises:
+        DtypeError: It is a contraction of whole numbers, which has no gradients.
+        ShapeError: The blocks of all devices have more than MOST_BYTES.
     """
     if isinstance(plan, ContractionPlan) and not precision(plan.dtype):
         raise DtypeError(
             f"no gradients of a contraction in {plan.dtype}", hint="as in --dtype float64"
         )
-    rng, (*sources, target) = np.random.default_rng(seed), arrays_of(plan)
-    sizes = [
-        n_bytes(s.max_local_shape, plan.dtype) * plan.mesh.n_devices for s in (*sources, target)
-    ]
-    if sum(sizes) > MOST_BYTES:
-        hint = f"at most {format_bytes(MOST_BYTES)}, which one process holds: shorter dims show the same"
+    arrays = arrays_of(plan)
+    _check_size(arrays, plan)
+
+    *sources, target = arrays
+    unit = plan.mesh.n_devices if any(array.scale != 1 for array in arrays) else 1
+    # A result that keeps a max has no dual layout: blocks under its own stand in for a cotangent.
+    cotangent = target.dual if target.layout.is_linear else target
+    rng = np.random.default_rng(seed)
+    blocks: list[Devices] = []
+    for array in (*sources, cotangent):
+        drawn = random_blocks(rng, array.layout, plan.mesh, array.shape, plan.dtype, unit)
+        blocks.append(tuple(drawn))
+    return Question(
+        function=plan,
+        mesh=plan.mesh,
+        arguments=tuple(range(len(sources))),
+        inputs=tuple(blocks[:-1]),
+        shardings=tuple(sources),
+        results={OUTPUT: Result(target, cotangents=blocks[-1])},
+        wide=itemsize(plan.dtype) >= 8,
+    )
+
+
+def _check_size(arrays: Sequence[Sharding], plan: AnyPlan) -> None:
+    """Raise ShapeError if the blocks of all devices are more than one process can hold."""
+    total_bytes = 0
+    for array in arrays:
+        total_bytes += n_bytes(array.max_local_shape, plan.dtype) * plan.mesh.n_devices
+    if total_bytes > MOST_BYTES:
         raise ShapeError(
-            f"the blocks of all devices have {format_bytes(sum(sizes))} together", hint=hint
+            f"the blocks of all devices have {format_bytes(total_bytes)} together",
+            hint=f"at most {format_bytes(MOST_BYTES)}, which one process holds: "
+            "shorter dims show the same",
         )
-    unit = plan.mesh.n_devices if any(s.scale != 1 for s in (*sources, target)) else 1
-    every = *sources, target.dual if target.layout.is_linear else target
-    random = (random_blocks(rng, s.layout, plan.mesh, s.shape, plan.dtype, unit) for s in every)
-    *inputs, cotangents = map(tuple, random)
-    arrays = tuple(range(len(sources))), tuple(inputs), tuple(sources)
-    results = {OUTPUT: Result(target, cotangents)}
-    wide = itemsize(plan.dtype) >= 8
-    return Question(plan, plan.mesh, *arrays, results, wide=wide)
 
 
 def in_numpy(question: Question) -> Answer:
-    """The reference's answer to a question about a plan."""
+    """Answer a question about a plan by the numpy reference."""
     plan = question.plan
+    # Both passes, as for the runtimes; drawing the blocks is not counted.
     start = time.perf_counter()
     outputs = reference.run(plan, *question.inputs)
     if isinstance(plan, ContractionPlan):
@@ -83,71 +113,104 @@ def in_numpy(question: Question) -> Answer:
     else:
         gradients = [reference.pullback(plan, question.inputs[0], question.cotangents)]
     seconds = time.perf_counter() - start
+    gradients_of_inputs = {i: tuple(blocks) for i, blocks in enumerate(gradients)}
     # One process holds all blocks: no bytes travel, so none are measured.
-    return Answer({OUTPUT: tuple(outputs)}, dict(enumerate(map(tuple, gradients))), seconds=seconds)
+    return Answer({OUTPUT: tuple(outputs)}, gradients_of_inputs, seconds=seconds)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Largest absolute error of the outputs and of the gradients; None where nothing was compared."""
+    """How far an answer is from the right one.
+
+    Attributes:
+        forward: Largest absolute error of the outputs.
+        backward: Largest absolute error of the gradients; None if they were not compared.
+    """
 
     forward: float
     backward: float | None
 
     @property
     def agrees(self) -> bool:
-        return self.forward <= EXACT and (self.backward or 0) <= EXACT
+        """True if both are exact, as whole numbers have to be."""
+        backward_is_exact = self.backward is None or self.backward <= EXACT
+        return self.forward <= EXACT and backward_is_exact
 
 
 def judge(answer: Answer, expected: Answer) -> Verdict:
-    """A runtime against the reference, block by block."""
-    pairs = (answer.outputs, expected.outputs), (answer.gradients or {}, expected.gradients or {})
-    return Verdict(*(_largest_error(got, want) for got, want in pairs))
-
-
-def audit(question: Question, answer: Answer) -> Verdict:
-    """An answer against the definition, numpy's einsum of the global arrays, without the steps of the plan.
-    Gradients are right but for the scales of means; a max has winners, so they are not compared.
-    """
-    plan = question.plan
-    shardings = question.shardings
-    end = arrays_of(question.plan)[-1]
-    sources = shardings
-    target = end
-    if isinstance(plan, ContractionPlan):
-        sources = tuple(move.source for move in plan.moves)
-        target = plan.result.target
-    inputs = map(reference.by_name, question.inputs, shardings, sources)
-    arrays = [
-        (source.layout.names, [whole(x, source)]) for x, source in zip(inputs, sources, strict=True)
-    ]
-    [result] = reference.contract(arrays, target.layout.names)
-    forward = _error_in_array(
-        reference.by_name(answer.outputs[OUTPUT], end, target), result, target
+    """Compare a runtime's answer with the reference's, block by block."""
+    return Verdict(
+        forward=_largest_error(answer.outputs, expected.outputs),
+        backward=_largest_error(answer.gradients_if_any, expected.gradients_if_any),
     )
-    if not is_linear(plan):
-        return Verdict(forward, None)
-    cotangents = reference.by_name(question.cotangents, end, target)
-    errors = [0.0]
-    cotangent = target.layout.names, [whole(cotangents, target.dual)]
-    for i, source in enumerate(sources):
-        others = [cotangent, *(x for j, x in enumerate(arrays) if j != i)]
-        [gradient] = reference.contract_gradient(others, source.layout.names, arrays[i][1])
-        if (scale := source.scale / target.scale) != 1:
-            [gradient] = Scale(scale).run([gradient], source)
-        own = reference.by_name((answer.gradients or {})[i], shardings[i], source)
-        errors.append(_error_in_array(own, gradient, source.dual))
-    return Verdict(forward, max(errors))
 
 
 def _largest_error(got: Mapping[Any, Devices], want: Mapping[Any, Devices]) -> float:
+    """Return the largest error over arrays by name; infinite if the names differ."""
     if got.keys() != want.keys():
         return float("inf")
     return max((largest_error(got[key], want[key]) for key in want), default=0.0)
 
 
+# A whole array with one dim per name, as one device of `reference.contract` holds it.
+_NamedArray = tuple[tuple[str, ...], list[Block]]
+
+
+def audit(question: Question, answer: Answer) -> Verdict:
+    """Compare an answer about a plan with its definition: numpy's einsum of the global arrays.
+
+    The steps of the plan are not used. Gradients of a max are not compared: they go to the winners,
+    which an einsum does not name.
+    """
+    plan = question.plan
+    output = arrays_of(plan)[-1]
+    sources = question.shardings
+    target = output
+    if isinstance(plan, ContractionPlan):
+        # One dim per name, also where the text repeats a name or groups several in one dim.
+        sources = tuple(move.source for move in plan.moves)
+        target = plan.result.target
+    operands: list[_NamedArray] = []
+    for blocks, written, source in zip(question.inputs, question.shardings, sources, strict=True):
+        by_name = reference.by_name(blocks, written, source)
+        operands.append((source.layout.names, [whole(by_name, source)]))
+
+    [result] = reference.contract(operands, target.layout.names)
+    got = reference.by_name(answer.outputs[OUTPUT], output, target)
+    forward = _error_in_array(got, result, target)
+    if not is_linear(plan):
+        return Verdict(forward, None)
+
+    backward = 0.0
+    for i, gradient in enumerate(_gradients_by_definition(question, operands, sources, target)):
+        written = question.shardings[i]
+        got = reference.by_name(answer.gradients_if_any[i], written, sources[i])
+        backward = max(backward, _error_in_array(got, gradient, sources[i].dual))
+    return Verdict(forward, backward)
+
+
+def _gradients_by_definition(
+    question: Question,
+    operands: Sequence[_NamedArray],
+    sources: Sequence[Sharding],
+    target: Sharding,
+) -> Iterator[Block]:
+    """Yield the gradient of each operand: its cotangent contracted with the other operands."""
+    output = arrays_of(question.plan)[-1]
+    cotangents = reference.by_name(question.cotangents, output, target)
+    cotangent = (target.layout.names, [whole(cotangents, target.dual)])
+    for i, source in enumerate(sources):
+        others = [cotangent, *operands[:i], *operands[i + 1 :]]
+        names, arrays = operands[i]
+        [gradient] = reference.contract_gradient(others, names, arrays)
+        scale = source.scale / target.scale  # a mean is a sum times 1/n
+        if scale != 1:
+            [gradient] = Scale(scale).run([gradient], source)
+        yield gradient
+
+
 def _error_in_array(blocks: Iterable[Block], array: Block, sharding: Sharding) -> float:
-    """Largest error of the blocks where the array determines them; of addends only the sum counts."""
+    """Return the largest error of blocks where the array determines them; of addends only the sum counts."""
     want = reference.scatter(array, sharding.layout, sharding.mesh)
     return largest_error(settle(tuple(blocks), sharding), settle(want, sharding))
 
@@ -160,79 +223,114 @@ def random_blocks(
     dtype: str,
     unit: int = 1,
 ) -> list[Block]:
-    """Blocks of small multiples of `unit`: contributions are arbitrary, all copies of a row are equal."""
-    dims = tuple(
-        d if isinstance(d.overlap, Fold) else replace(d, overlap=None) for d in layout.dims
-    )
-    if dims != layout.dims:  # rows that several blocks hold are equal: drawn once, then sent to all
-        plain = replace(layout, dims=dims)
+    """Draw blocks of small multiples of `unit`: contributions are arbitrary, copies of a row are equal."""
+    without_halos = []
+    for dim in layout.dims:
+        is_plain = dim.overlap is None or isinstance(dim.overlap, Fold)
+        without_halos.append(dim if is_plain else replace(dim, overlap=None))
+    plain = replace(layout, dims=tuple(without_halos))
+    if plain.dims != layout.dims:
+        # Rows that several blocks hold are equal: drawn once, then sent to all.
         plan = make_plan((plain, layout), mesh, shape, dtype)
         return reference.run(plan, random_blocks(rng, plain, mesh, shape, dtype, unit))
+
     sharding = Sharding(layout, mesh, shape)
-    equal = [a for a in mesh.axes if a not in layout.axes or a in layout.tagged("copy")]
-    least, beyond = (0, 2) if dtype == "bool" else (0 if dtype.startswith("uint") else -4, 5)
+    equal_axes = [a for a in mesh.axes if a not in layout.axes or a in layout.tagged("copy")]
+    lowest, end = _range_of_values(dtype)
     blocks: list[Block] = []
     for device in range(mesh.n_devices):
-        first = mesh.group(device, equal)[0]
-        if first < device:
-            blocks.append(blocks[first].copy())
+        first_device = mesh.group(device, equal_axes)[0]
+        # The first device of a group of replicas draws; the others copy.
+        if first_device < device:
+            blocks.append(blocks[first_device].copy())
         else:
-            values = rng.integers(least, beyond, sharding.local_shape(device))
+            values = rng.integers(lowest, end, sharding.local_shape(device))
             blocks.append((values * unit).astype(numpy_dtype(dtype)))
     return blocks
 
 
+def _range_of_values(dtype: str) -> tuple[int, int]:
+    """Return the lowest of the values to draw, and the end: small, so that sums stay exact."""
+    if dtype == "bool":
+        return 0, 2
+    if dtype.startswith("uint"):
+        return 0, 5
+    return -4, 5
+
+
 @dataclass(frozen=True)
 class Runtime:
-    """A runtime by name. backend: the framework; none for numpy. mode: one of the backend's."""
+    """A way to run plans.
+
+    Attributes:
+        name: "numpy", or the framework and the mode: "jax-vma".
+        backend: The framework; None for numpy, which is the reference.
+        mode: One of the backend's.
+    """
 
     name: str
     backend: Backend | None = None
     mode: str = ""
 
     def takes(self, mesh: Mesh) -> bool:
-        """True if the runtime can run on the mesh: `pmap` knows one axis, others have to be of size 1."""
-        return self.mode != "pmap" or len(mesh.axes) == 1 or sum(n > 1 for n in mesh.sizes) == 1
+        """Tell whether it can run on a mesh: `pmap` knows one axis, others have to be of size 1."""
+        return self.mode != "pmap" or len(mesh.axes) == 1 or len(mesh.long_axes) == 1
 
     def answers(self, questions: Sequence[Question], timeout_s: float) -> list[Answer]:
-        """The answer to every question. timeout_s: see `Process.ask`. Raises FunctionError."""
+        """Answer every question. timeout_s: see `Process.ask`. Raises FunctionError."""
         if self.backend is None:
             return [in_numpy(question) for question in questions]
-        n = max((question.mesh.n_devices for question in questions), default=1)
+        # One process, with as many devices as the largest question needs, answers all.
+        n_devices = max((question.mesh.n_devices for question in questions), default=1)
         asked = [replace(question, mode=self.mode) for question in questions]
         try:
             answers: list[Answer] = self.backend.ask(
-                n, "worker.answers", asked, timeout_s=timeout_s
+                n_devices, "worker.answers", asked, timeout_s=timeout_s
             )
         except XshardError as error:
-            about: Any = {"text": error.text, "span": error.span, "hint": error.hint}
-            raise FunctionError(f"{self.name}: {error.reason}", **about) from None
+            why = f"{self.name}: {error.reason}"
+            raise FunctionError(why, text=error.text, span=error.span, hint=error.hint) from None
         return answers
 
     def judge(self, question: Question, answer: Answer, expected: Answer) -> Verdict:
-        """The answer against the reference; numpy, which is the reference, against the definition."""
+        """Compare the answer with the reference; numpy's, which is the reference, with the definition."""
         return audit(question, answer) if self.backend is None else judge(answer, expected)
 
 
-_MODES = [(name, backend, mode) for name, backend in BACKENDS.items() for mode in backend.modes]
-RUNTIMES = (
-    Runtime("numpy"),
-    *(Runtime(f"{n}-{mode}" if mode else n, b, mode) for n, b, mode in _MODES),
-)
+def _all_runtimes() -> tuple[Runtime, ...]:
+    """List numpy, and every mode of every framework."""
+    runtimes = [Runtime("numpy")]
+    for framework, backend in BACKENDS.items():
+        for mode in backend.modes:
+            name = f"{framework}-{mode}" if mode else framework
+            runtimes.append(Runtime(name, backend, mode))
+    return tuple(runtimes)
+
+
+# All of them, also those that are not installed: `choose` says how to get one.
+RUNTIMES = _all_runtimes()
 
 
 def choose(names: Sequence[str], meshes: Sequence[Mesh]) -> tuple[Runtime, ...]:
-    """The runtimes of these names, by default all that can take one of the meshes. Raises NoRuntimeError."""
-    known = {runtime.name: runtime for runtime in RUNTIMES}
-    for name in names:
-        if name not in known:
-            raise NoRuntimeError(f"no runtime {name!r}", hint=f"runtimes are: {', '.join(known)}")
-    takes = [runtime for runtime in RUNTIMES if any(map(runtime.takes, meshes))]
-    chosen = tuple(known[name] for name in dict.fromkeys(names)) if names else tuple(takes)
+    """Choose runtimes by name; without names, all that can take one of the meshes.
+
+    Raises:
+        NoRuntimeError: A name is unknown, its package is not installed, or it can take no mesh.
+    """
+    by_name = {runtime.name: runtime for runtime in RUNTIMES}
+    able = [runtime for runtime in RUNTIMES if any(map(runtime.takes, meshes))]
+    chosen = able
+    if names:
+        chosen = []
+        for name in dict.fromkeys(names):
+            if name not in by_name:
+                hint = f"runtimes are: {', '.join(by_name)}"
+                raise NoRuntimeError(f"no runtime {name!r}", hint=hint)
+            chosen.append(by_name[name])
     for runtime in chosen:
-        if runtime not in takes:
+        if runtime not in able:
             why = f"{runtime.name} cannot run on {meshes[0]!r}"
             raise NoRuntimeError(why, hint="it knows one axis: others have size 1")
         if runtime.backend is not None:
             runtime.backend.check_installed(f", or leave {runtime.name} out with --runtime")
-    return chosen
+    return tuple(chosen)

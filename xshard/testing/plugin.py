@@ -1,4 +1,7 @@
-"""The pytest plugin: functions on torch ranks and JAX devices. It loads with pytest: imports nothing slow."""
+"""The pytest plugin: functions on torch ranks and JAX devices.
+
+It loads with every run of pytest, so it imports nothing slow.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 from xshard.errors import XshardError
 from xshard.runtimes.backends import BACKENDS, check_size, kit_process
 from xshard.testing.pickling import packed
-from xshard.testing.runs import parse_meshes
+from xshard.testing.problem import parse_meshes
 
 DEFAULT_MESHES = "dp=2,tp=2; tp=4"
 TIMEOUT_S = 120.0
@@ -20,65 +23,107 @@ OnDevices = Callable[..., Any]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option `--xshard-meshes`."""
     meaning = 'the meshes of tests that take `xshard_mesh`, as in "dp=2,cp=2;cp=4"'
     parser.getgroup("xshard").addoption("--xshard-meshes", metavar="MESHES", help=meaning)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker `xshard_meshes`, and check the option before any test runs."""
     meaning = "the meshes of this test, as in 'cp=2', 'cp=4'; --xshard-meshes comes first"
     config.addinivalue_line("markers", f"xshard_meshes(*meshes): {meaning}")
-    if (text := config.getoption("--xshard-meshes")) is not None:
-        try:
-            meshes = parse_meshes(text)
-        except XshardError as error:
-            raise pytest.UsageError(f"--xshard-meshes: {error}") from None
-        if not meshes:
-            raise pytest.UsageError('--xshard-meshes: no mesh; as in "dp=2,cp=2;cp=4"')
+    text = config.getoption("--xshard-meshes")
+    if text is None:
+        return
+    try:
+        meshes = parse_meshes(text)
+    except XshardError as error:
+        raise pytest.UsageError(f"--xshard-meshes: {error}") from None
+    if not meshes:
+        raise pytest.UsageError('--xshard-meshes: no mesh; as in "dp=2,cp=2;cp=4"')
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that takes `xshard_mesh` once per mesh of the option, of its marker, or of the default."""
     if "xshard_mesh" not in metafunc.fixturenames:
         return
-    marker = metafunc.definition.get_closest_marker("xshard_meshes")
-    own = "; ".join(marker.args) if marker else DEFAULT_MESHES
-    text = metafunc.config.getoption("--xshard-meshes") or own
+    text = metafunc.config.getoption("--xshard-meshes")
+    if not text:
+        marker = metafunc.definition.get_closest_marker("xshard_meshes")
+        text = "; ".join(marker.args) if marker else DEFAULT_MESHES
     metafunc.parametrize("xshard_mesh", parse_meshes(text), ids=str)
 
 
 @pytest.fixture
 def torch_ranks() -> Callable[..., OnRanks]:
-    """`torch_ranks(n)(function, *args)`: the results of the function on n forked gloo ranks, by rank.
+    """Run a function on forked gloo ranks: `torch_ranks(n)(function, *args)` -> the results, by rank.
 
-    A failure in one is raised here with the rank's own traceback; closures are allowed.
-    `torch_ranks(n, preload=["transformers"])`: ranks begin with these modules imported.
+        def test_sum(torch_ranks):
+            assert torch_ranks(2)(summed_over_ranks, 1.0) == [2.0, 2.0]
+
+    A failure in one rank is raised here, with the rank's own traceback. Closures are allowed.
+    With `torch_ranks(n, preload=["transformers"])`, ranks begin with these modules imported.
+
+    Returns:
+        A function of `n`, the number of ranks, and of `preload`. What it returns takes the function
+        and its arguments.
+
+    Raises:
+        XshardError: More ranks than this host has.
+        FunctionError: The function failed, or cannot be sent to another process.
     """
 
-    def ranks(n: int, preload: Sequence[str] = ()) -> OnRanks:
+    def make_ranks(n: int, preload: Sequence[str] = ()) -> OnRanks:
         check_size(n)
-        return lambda function, *args: _asked("torch", preload, (n,), function, args)
 
-    return ranks
+        def run_on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
+            results: list[Any] = _ask("torch", function, args, n_ranks=n, preload=preload)
+            return results
+
+        return run_on_ranks
+
+    return make_ranks
 
 
 @pytest.fixture
 def jax_devices() -> Callable[[int], OnDevices]:
-    """`jax_devices(n)(function, *args)`: the result of the function where JAX has n host devices or more.
+    """Run a function where JAX has n host devices or more: `jax_devices(n)(function, *args)` -> its result.
 
-    A failure is raised here with its own traceback; closures are allowed. Results must be picklable: as numpy
-    arrays, since JAX arrays start JAX in this process.
+        def test_mesh(jax_devices):
+            assert jax_devices(4)(count_devices) >= 4
+
+    A failure is raised here, with its own traceback. Closures are allowed. Results must be picklable:
+    return numpy arrays, since JAX arrays start JAX in this process.
+
+    Returns:
+        A function of `n`, the number of devices. What it returns takes the function and its arguments.
+
+    Raises:
+        XshardError: More devices than this host has.
+        FunctionError: The function failed, or cannot be sent to another process.
     """
 
-    def devices(n: int) -> OnDevices:
+    def make_devices(n: int) -> OnDevices:
         check_size(n)
-        return lambda function, *args: _asked("jax", (), (), function, args)
 
-    return devices
+        def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
+            return _ask("jax", function, args)
+
+        return run_on_devices
+
+    return make_devices
 
 
-def _asked(
-    name: str, preload: Sequence[str], ranks: tuple[int, ...], function: Any, args: Any
+def _ask(
+    framework: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    n_ranks: int | None = None,
+    preload: Sequence[str] = (),
 ) -> Any:
+    """Call a function in the process that the kit keeps for a framework. n_ranks: for torch."""
     sent = packed(function, *args)
-    call = BACKENDS[name].function("worker.call_packed")
-    return kit_process(name, preload).ask(call, *ranks, sent, timeout_s=TIMEOUT_S)
+    arguments = (sent,) if n_ranks is None else (n_ranks, sent)
+    call = BACKENDS[framework].function("worker.call_packed")
+    return kit_process(framework, preload).ask(call, *arguments, timeout_s=TIMEOUT_S)

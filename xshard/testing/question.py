@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from xshard.contractions.plan import ContractionPlan
 from xshard.errors import XshardError
@@ -14,9 +14,25 @@ from xshard.steps.base import Block
 
 Tree = Any  # a leaf, or a dict, list or tuple of trees; None is a tree without leaves
 Devices = tuple[Block, ...]  # the blocks of one array, one per device
-Slopes = dict[int, tuple[Devices, Devices, float]]  # see `derivatives`
 AnyPlan = Plan | ContractionPlan
 OUTPUT = "output"  # the name of a result that is one array
+
+
+class Slope(NamedTuple):
+    """Derivatives of a function along a few random directions, in two ways: each one block of one device.
+
+    Attributes:
+        of_gradient: The dot products of the gradient with the directions.
+        by_differences: The differences of the function, divided by the steps.
+        size: The largest norm of gradient times direction: what an error is measured by.
+    """
+
+    of_gradient: Devices
+    by_differences: Devices
+    size: float
+
+
+Slopes = dict[int, Slope]  # by number of input
 
 
 class StructureError(XshardError):
@@ -25,18 +41,23 @@ class StructureError(XshardError):
 
 @dataclass(frozen=True)
 class Update:
-    """One optimiser step on the arguments at `positions`, with the leaves `arrays`."""
+    """One optimiser step on some of the arguments.
 
-    function: (
-        bytes  # for torch a list of tensors -> the optimiser, for JAX (values, gradients) -> values
-    )
+    Attributes:
+        function: Packed; for torch a list of tensors -> the optimiser, for JAX (values, gradients) ->
+            values.
+        positions: Of the arguments.
+        arrays: Numbers of the arrays in these arguments.
+    """
+
+    function: bytes
     positions: tuple[int, ...]
     arrays: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Result:
-    """The layout of one output, and its cotangent blocks; None if it has no derivative."""
+    """The sharding of one output, and the blocks of its cotangent; None if it has no derivative."""
 
     sharding: Sharding
     cotangents: Devices | None
@@ -44,26 +65,36 @@ class Result:
 
 @dataclass(frozen=True)
 class Question:
-    """A function, the blocks of its arguments, and the cotangents of what it returns."""
+    """A function, the blocks of its arguments, and the cotangents of what it returns.
 
-    function: (
-        bytes | AnyPlan
-    )  # packed, see `pickling`; or a plan: its bytes and seconds are measured too
-    mesh: Mesh  # without axes: one device with unsharded arrays
-    arguments: Tree  # of numbers of `inputs`, one branch per argument
+    Attributes:
+        function: Packed, see `pickling`; or a plan, whose bytes and seconds are measured too.
+        mesh: Without axes: one device with unsharded arrays.
+        arguments: Trees of numbers of `inputs`, one branch per argument.
+        inputs: The blocks of every array.
+        shardings: Of the inputs.
+        results: By name; None for a reference, which draws its own cotangents.
+        update: An optimiser step, if there is one.
+        wide: Whether there are 64-bit numbers, which JAX must be told to keep.
+        mode: For JAX: `shard_map` with types ("vma") or without ("novma"), or "pmap".
+        differences: Whether gradients of a reference are compared with differences of its function.
+    """
+
+    function: bytes | AnyPlan
+    mesh: Mesh
+    arguments: Tree
     inputs: tuple[Devices, ...]
     shardings: tuple[Sharding, ...]
-    results: dict[str, Result] | None  # None for a reference, which draws its own cotangents
+    results: dict[str, Result] | None
     update: Update | None = None
-    wide: bool = False  # 64-bit numbers, which JAX must be told to keep
-    mode: str = "vma"  # JAX: `shard_map` with types ("vma") or without ("novma"), or "pmap"
-    differences: bool = (
-        False  # compare the gradients of a reference with differences of its function
-    )
+    wide: bool = False
+    mode: str = "vma"
+    differences: bool = False
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """The numbers of the inputs that have gradients. By name, since bfloat16 is no float to numpy."""
+        """The numbers of the inputs that have gradients."""
+        # By name: to numpy, bfloat16 is no float.
         names = (blocks[0].dtype.name for blocks in self.inputs)
         return tuple(
             i for i, name in enumerate(names) if name.startswith(("float", "bfloat", "complex"))
@@ -77,26 +108,41 @@ class Question:
 
     @property
     def cotangents(self) -> Devices:
-        """The cotangent blocks of a plan's result."""
+        """The cotangent blocks of a plan's result; none for a result without derivatives."""
         assert self.results is not None
-        return self.results[OUTPUT].cotangents or ()
+        cotangents = self.results[OUTPUT].cotangents
+        return () if cotangents is None else cotangents
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Results of a function: outputs by name, gradients and updated values by number of input."""
+    """Results of a function.
+
+    Attributes:
+        outputs: By name.
+        gradients: By number of input; None if the shapes of outputs do not fit the cotangents.
+        updated: Parameters after the optimiser step, by number of input.
+        cotangents: By name; a reference's, as `tree` and `derivatives`.
+        tree: What the function returned, with numbers in the place of arrays.
+        derivatives: Gradients beside differences, see `Question.differences`.
+        forward_bytes: That the busiest device received; None if not measured.
+        backward_bytes: The same for the gradients.
+        seconds: Of one forward and backward pass after a first one.
+        draws: Whether the framework's own random numbers were used, as dropout does.
+    """
 
     outputs: Mapping[str, Devices]
-    gradients: (
-        Mapping[int, Devices] | None
-    )  # None if the shapes of outputs do not fit the cotangents
+    gradients: Mapping[int, Devices] | None
     updated: Mapping[int, Devices] = field(default_factory=dict)
-    cotangents: Mapping[str, Devices] = field(
-        default_factory=dict
-    )  # as `tree`, `derivatives`: a reference's
+    cotangents: Mapping[str, Devices] = field(default_factory=dict)
     tree: Tree = None
-    derivatives: Slopes = field(default_factory=dict)  # see `differences`
-    forward_bytes: int | None = None  # that the busiest device received; None if not measured
+    derivatives: Slopes = field(default_factory=dict)
+    forward_bytes: int | None = None
     backward_bytes: int | None = None
-    seconds: float | None = None  # of one forward and backward pass after a first one
-    draws: bool = False  # numbers of the framework's own generator, as dropout does
+    seconds: float | None = None
+    draws: bool = False
+
+    @property
+    def gradients_if_any(self) -> Mapping[int, Devices]:
+        """The gradients by number of input; empty where `gradients` is None."""
+        return {} if self.gradients is None else self.gradients

@@ -1,0 +1,1 @@
+"""Likely causes of wrong blocks, by the traces that classic mistakes leave."""

@@ -1,4 +1,4 @@
-"""Blocks of one array, or sums of addends, as they are and as they should be: the evidence."""
+"""Blocks of one array as they are and as they should be: the evidence that causes are found in."""
 
 from __future__ import annotations
 
@@ -22,39 +22,59 @@ Mask = NDArray[np.bool_]
 
 
 def settled(layout: Layout) -> Layout:
-    """The layout without addends and contributions: cuts and overlaps alone, which determine the blocks."""
-    return Layout(
-        tuple(replace(d, overlap=None) if isinstance(d.overlap, Fold) else d for d in layout.dims)
-    )
+    """Drop tags, and overlaps whose rows are addends: "h/a:fold(1,1) | sum(b)" -> "h/a".
+
+    The layout that is left determines every block, so blocks under it can be compared.
+    """
+    dims = []
+    for dim in layout.dims:
+        has_addends = isinstance(dim.overlap, Fold)
+        dims.append(replace(dim, overlap=None) if has_addends else dim)
+    return Layout(tuple(dims))
 
 
 def whole(blocks: Sequence[Block], sharding: Sharding) -> Block:
-    """The array that blocks stand for."""
+    """Gather the array that blocks stand for."""
     return reference.gather(blocks, sharding.layout, sharding.mesh, sharding.shape)
 
 
 def settle(blocks: Sequence[Block], sharding: Sharding) -> tuple[Block, ...]:
-    """Blocks under any layout -> under its settled one; addends and contributions are added."""
+    """Bring blocks under any layout to its settled one: addends are added up."""
     layout = sharding.layout
-    if not layout.tagged("sum", "mean", "max", "min") and settled(layout).dims == layout.dims:
+    # Most layouts are settled, and blocks of these need no copies.
+    has_open_tags = layout.tagged("sum", "mean", "max", "min")
+    if not has_open_tags and settled(layout).dims == layout.dims:
         return tuple(blocks)
     return tuple(reference.scatter(whole(blocks, sharding), settled(layout), sharding.mesh))
 
 
 def largest_error(got: Sequence[Block], want: Sequence[Block]) -> float:
-    """Largest absolute error over all devices; infinite if shapes or dtypes differ, or for NaN."""
-    pairs = list(zip(got, want, strict=False))
-    if len(got) != len(want) or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
+    """Return the largest absolute error over all devices; infinite for NaN, or for other shapes or dtypes."""
+    if len(got) != len(want):
         return float("inf")
-    errors = (np.abs(in_double(a) - in_double(b)).max(initial=0) for a, b in pairs)
-    return max((float("inf") if np.isnan(error) else float(error) for error in errors), default=0.0)
+    largest = 0.0
+    for a, b in zip(got, want, strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return float("inf")
+        error = float(np.abs(in_double(a) - in_double(b)).max(initial=0))
+        if np.isnan(error):
+            return float("inf")
+        largest = max(largest, error)
+    return largest
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """got, want: a block per device, both under `sharding`, with a settled layout. tolerance: relative to the
-    largest value wanted, or to `largest` / 100 if that is more: beside larger arrays, a deviation from zero
-    is rounding. arguments: whole arrays by name.
+    """Blocks of one array that may be wrong, beside the right ones.
+
+    Attributes:
+        got: The blocks as they are, one per device.
+        want: The right blocks.
+        sharding: Of both, with a settled layout.
+        tolerance: Relative to the largest value wanted.
+        largest: The largest value among arrays of this kind. The tolerance is relative to a hundredth of
+            it if that is more: beside larger arrays, a deviation from zero is rounding.
+        arguments: Whole arguments of the function by name.
     """
 
     got: tuple[Block, ...]
@@ -69,19 +89,21 @@ class Case:
         cls,
         got: Sequence[Block],
         want: Sequence[Block],
-        on: Sharding,
+        sharding: Sharding,
         tolerance: float | None,
-        *beside: Any,
+        largest: float,
+        arguments: Mapping[str, Block],
     ) -> Case:
-        """Blocks under any layout as evidence. tolerance: None goes by the dtype."""
+        """Make a case of blocks under any layout. tolerance: None goes by the dtypes."""
         if tolerance is None:
             tolerance = rounding((want[0].dtype.name, got[0].dtype.name))
         return cls(
-            settle(got, on),
-            settle(want, on),
-            on.with_layout(settled(on.layout)),
+            settle(got, sharding),
+            settle(want, sharding),
+            sharding.with_layout(settled(sharding.layout)),
             tolerance,
-            *beside,
+            largest,
+            arguments,
         )
 
     @cached_property
@@ -95,19 +117,24 @@ class Case:
         return self.tolerance * max(self.scale, self.largest / 100)
 
     def near(self, a: Any, b: Any) -> bool:
-        """Whether arrays are equal within the tolerance."""
-        a = in_double(a)
+        """Tell whether two arrays are equal within the tolerance."""
+        a = in_double(a)  # bfloat16 would be rounded in the difference
         b = in_double(b)
         return a.shape == b.shape and bool(self._close(a, b).all())
 
-    def _close(self, a: Any, b: Any) -> Mask:
-        return np.asarray(np.isclose(a, b, rtol=self.tolerance, atol=self.slack, equal_nan=True))
+    def all_near(self, a: Iterable[Any], b: Iterable[Any]) -> bool:
+        """Tell whether the arrays of all devices are equal within the tolerance."""
+        return all(map(self.near, a, b))
+
+    def _close(self, a: Block, b: Block) -> Mask:
+        close = np.isclose(a, b, rtol=self.tolerance, atol=self.slack, equal_nan=True)
+        return np.asarray(close)
 
     @cached_property
     def wrong(self) -> tuple[Mask, ...]:
-        """Per device, which elements are wrong."""
-        pairs = zip(map(in_double, self.got), map(in_double, self.want), strict=True)
-        return tuple(~self._close(got, want) for got, want in pairs)
+        """Per device, which elements of the block are wrong."""
+        pairs = zip(self.got, self.want, strict=True)
+        return tuple(~self._close(in_double(got), in_double(want)) for got, want in pairs)
 
     @property
     def agrees(self) -> bool:
@@ -116,10 +143,11 @@ class Case:
 
     @cached_property
     def wrong_devices(self) -> tuple[int, ...]:
+        """The devices with a wrong element."""
         return tuple(device for device, mask in enumerate(self.wrong) if mask.any())
 
     def rows(self, dim: int, device: int) -> NDArray[np.int64]:
-        """The global row of every row of a block, FILL beyond the ends of the array."""
+        """Return the global row of every row of a block, FILL beyond the ends of the array."""
         return row_numbers(self.sharding.held(dim, device))
 
     @cached_property
@@ -129,18 +157,21 @@ class Case:
 
     @cached_property
     def cut_axes(self) -> tuple[str, ...]:
+        """Axes of more than one device that cut a dim."""
         return tuple(a for a in self.sharding.layout.axes if a in self.sharding.mesh.long_axes)
 
     @cached_property
     def whole_want(self) -> Block:
+        """The right array."""
         return in_double(whole(self.want, self.sharding))
 
     @cached_property
     def whole_got(self) -> Block | None:
         """The array that the blocks stand for; None if copies of a row differ."""
         array = in_double(whole(self.got, self.sharding))
-        again = reference.scatter(array, self.sharding.layout, self.sharding.mesh)
-        return array if all(map(self.near, again, self.got)) else None
+        # Gathering takes one copy of each row: scattered again, all copies have to be equal to it.
+        scattered = reference.scatter(array, self.sharding.layout, self.sharding.mesh)
+        return array if self.all_near(scattered, self.got) else None
 
     @cached_property
     def whole_wrong(self) -> Mask:
@@ -148,40 +179,50 @@ class Case:
         wrong = np.zeros(self.sharding.shape, bool)
         for device, mask in enumerate(self.wrong):
             rows = [self.rows(d, device) for d in range(mask.ndim)]
-            inside = np.ix_(*(np.flatnonzero(r != FILL) for r in rows))
-            wrong[np.ix_(*(r[r != FILL] for r in rows))] |= mask[inside]
+            # Rows beyond the ends of the array have no place in it.
+            is_inside = [r != FILL for r in rows]
+            local = np.ix_(*map(np.flatnonzero, is_inside))
+            in_array = np.ix_(*(r[inside] for r, inside in zip(rows, is_inside, strict=True)))
+            wrong[in_array] |= mask[local]
         return wrong
 
 
 def in_double(x: Any) -> Block:
-    """The array in double precision, complex if it was."""
+    """Convert to double precision: float64, or complex128 for complex numbers."""
     x = np.asarray(x)
     wide: Block = x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
     return wide
 
 
 def largest_value(arrays: Iterable[Block]) -> float:
-    """Largest finite absolute value of all arrays."""
-    sizes = (np.abs(x).max(initial=0, where=np.isfinite(x)) for x in map(in_double, arrays))
-    return float(max(sizes, default=0.0))
+    """Return the largest finite absolute value of all arrays, 0 for none."""
+    largest = 0.0
+    for array in arrays:
+        x = in_double(array)
+        largest = max(largest, float(np.abs(x).max(initial=0, where=np.isfinite(x))))
+    return largest
 
 
 def wrong_rows(mask: Mask, dim: int) -> Mask:
-    """The rows of a dim in which anything is wrong."""
-    return np.asarray(mask.any(axis=tuple(d for d in range(mask.ndim) if d != dim)))
+    """Mark the rows of a dim in which anything is wrong: `[..., rows, ...]` -> `[rows]`."""
+    other_dims = tuple(d for d in range(mask.ndim) if d != dim)
+    return np.asarray(mask.any(axis=other_dims))
 
 
 def subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """All sets of axes, small before large."""
-    for n in range(1, len(axes) + 1):
-        yield from itertools.combinations(axes, n)
+    """Yield all sets of axes but the empty one, small ones first."""
+    for count in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
 
 
 def first_of(axes: Sequence[str], fits: Callable[[tuple[str, ...]], bool]) -> str | None:
-    """The first set of axes for which it holds, in a sentence."""
-    return next((names_of(each) for each in subsets(axes) if fits(each)), None)
+    """Return the first set of axes that fits, as a sentence names it."""
+    for subset in subsets(axes):
+        if fits(subset):
+            return names_of(subset)
+    return None
 
 
 def names_of(axes: Sequence[str]) -> str:
-    """Axes in a sentence, as the notation writes a group."""
+    """Name axes in a sentence, as the notation writes a group: "dp", or "(dp,tp)"."""
     return axes[0] if len(axes) == 1 else f"({','.join(axes)})"

@@ -1,4 +1,4 @@
-"""Rows of an array in the wrong order, and its name, if a cut over mesh axes makes it."""
+"""Rows of an array in the wrong order, and the order's name, if a cut over mesh axes makes it."""
 
 from __future__ import annotations
 
@@ -16,45 +16,50 @@ from xshard.notation.parser import Dim, Shard
 from xshard.steps.base import Block
 from xshard.testing.diagnosis.evidence import Case, Mask, wrong_rows
 
-Order = NDArray[np.int64]  # of the rows of a dim
+Order = NDArray[np.int64]  # numbers of the rows of a dim
 
 _ORDERS = ("block", "zigzag", "cyclic")
 _NOWHERE = -1
-_MOSTLY = 0.75  # of the rows with another position, which attention may all the same leave right
-_RUNS = 4  # of rows that a sentence lists
+# Of the rows with another position this share has to be wrong: attention may leave some right.
+_MIN_WRONG_SHARE = 0.75
+_MAX_RUNS_SHOWN = 4
+_MAX_ROWS_SHOWN = 4
+_MAX_AXES = 3  # of a dim's cut, in trying which order is meant
 
 
 def moved_rows(case: Case) -> str | None:
-    """Rows of a dim in another order: another cut, swapped ends, or an offset."""
+    """Find rows of a dim in another order: another cut, swapped ends, or an offset."""
     if case.whole_got is None:
         return None
     for d, dim in enumerate(case.sharding.layout.dims):
-        came = matched(np.moveaxis(case.whole_got, d, 0), np.moveaxis(case.whole_want, d, 0), case)
-        if (came == np.arange(len(came))).all():
+        got = np.moveaxis(case.whole_got, d, 0)
+        want = np.moveaxis(case.whole_want, d, 0)
+        origins = _find_origins(got, want, case)
+        if (origins == np.arange(len(origins))).all():
             continue
-        if (came != _NOWHERE).all():
-            return (
-                _named(came, dim, case.sharding.mesh) or _shifted(came, dim) or _listed(came, dim)
-            )
-        if shifted := _shifted(came, dim):
-            return shifted
+        if (origins == _NOWHERE).any():  # an offset has rows of its own at an end
+            offset = _offset(origins, dim)
+            if offset is not None:
+                return offset
+            continue
+        text = _named_order(origins, dim, case.sharding.mesh)
+        if text is None:
+            text = _offset(origins, dim)
+        if text is None:
+            text = _listed_rows(origins, dim)
+        return text
     return None
 
 
 def positions(case: Case) -> str | None:
-    """Right only where another order, or the index in the block, has the same position."""
+    """Find rows that are right only where another order, or the index in the block, has the same position."""
+    # Positions matter where blocks are cut: an uncut dim has one index only.
     for d, dim in enumerate(case.sharding.layout.dims):
         if not set(dim.axes) & set(case.cut_axes):
             continue
         wrong = wrong_rows(case.whole_wrong, d)
-        assumed: dict[bool, list[str]] = {True: [], False: []}
-        for name, same in _assumed(replace(dim, overlap=None), len(wrong), case.sharding.mesh):
-            # Under causal attention a row is right only if all rows before it have their positions.
-            for right in (same, np.logical_and.accumulate(same)):
-                if right.any() and not wrong[right].any() and wrong[~right].mean() >= _MOSTLY:
-                    assumed[bool((wrong == ~right).all())].append(name)
-                    break
-        if names := assumed[True] or assumed[False]:
+        names = _assumptions_that_explain(wrong, replace(dim, overlap=None), case.sharding.mesh)
+        if names:
             return (
                 f"right in rows {rows_text(~wrong)} of {dim.name!r} alone, where it makes no difference that "
                 f"positions are {' or '.join(names)} in place of '{dim}' (rotary embeddings, masks)"
@@ -62,120 +67,184 @@ def positions(case: Case) -> str | None:
     return None
 
 
-def _assumed(dim: Dim, n: int, mesh: Mesh) -> Iterator[tuple[str, Mask]]:
-    """Positions that may have been taken for a dim's, by name, and the rows that they are right for."""
-    blocks = list(_blocks(dim, n, mesh))
-    own = np.concatenate(blocks)
-    named = {"the index in the block": [np.arange(len(block)) for block in blocks]}
+def _assumptions_that_explain(wrong: Mask, dim: Dim, mesh: Mesh) -> list[str]:
+    """Name the positions that, taken for a dim's, make these rows wrong: all of them, or else most."""
+    exact: list[str] = []
+    partial: list[str] = []
+    for name, same in _assumed_positions(dim, len(wrong), mesh):
+        # Under causal attention a row is right only if all rows before it have their positions.
+        for right in (same, np.logical_and.accumulate(same)):
+            if not _explains(right, wrong):
+                continue
+            if (wrong == ~right).all():
+                exact.append(name)
+            else:
+                partial.append(name)
+            break
+    return exact if exact else partial
+
+
+def _explains(right: Mask, wrong: Mask) -> bool:
+    """Tell whether rows that should be right are, and most of the others are wrong."""
+    if not right.any() or wrong[right].any():
+        return False
+    return bool(wrong[~right].mean() >= _MIN_WRONG_SHARE)
+
+
+def _assumed_positions(dim: Dim, n_rows: int, mesh: Mesh) -> Iterator[tuple[str, Mask]]:
+    """Yield positions that may have been taken for a dim's, by name, and the rows that have the same."""
+    blocks = list(_blocks(dim, n_rows, mesh))
+    assumed = {"the index in the block": [np.arange(len(block)) for block in blocks]}
     for order in _ORDERS:
         other = Dim(dim.name, (Shard(dim.axes, order),))
-        named[f"those of '{other}'"] = list(_blocks(other, n, mesh))
-    for name, rows in named.items():
-        if list(map(len, rows)) == list(map(len, blocks)):
-            same = np.zeros(n, bool)
-            same[own] = np.concatenate(rows) == own
-            if not same.all():
-                yield name, same
+        assumed[f"those of '{other}'"] = list(_blocks(other, n_rows, mesh))
+
+    block_lengths = [len(block) for block in blocks]
+    stored = np.concatenate(blocks)
+    for name, other_blocks in assumed.items():
+        # Code that takes these positions has blocks of this length.
+        if [len(block) for block in other_blocks] != block_lengths:
+            continue
+        same = np.zeros(n_rows, bool)
+        same[stored] = np.concatenate(other_blocks) == stored
+        if not same.all():
+            yield name, same
 
 
 def rows_text(rows: Mask) -> str:
-    """The rows of a mask in a sentence, as in `0-1, 3`."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], rows, [False]]).astype(np.int8)))
-    runs = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in edges.reshape(-1, 2)]
-    more = [f"... ({rows.sum()} of {len(rows)})"] if len(runs) > _RUNS else []
-    return ", ".join((*runs[:_RUNS], *more)) or "none"
+    """Write the rows of a mask: [True, True, False, True] -> "0-1, 3"."""
+    padded = np.concatenate([[False], rows, [False]]).astype(np.int8)
+    edges = np.flatnonzero(np.diff(padded))  # starts and ends of runs, in turn
+    runs = []
+    for start, end in edges.reshape(-1, 2):
+        runs.append(f"{start}" if end - start == 1 else f"{start}-{end - 1}")
+    if not runs:
+        return "none"
+    if len(runs) > _MAX_RUNS_SHOWN:
+        runs = [*runs[:_MAX_RUNS_SHOWN], f"... ({rows.sum()} of {len(rows)})"]
+    return ", ".join(runs)
 
 
-def matched(got: Block, want: Block, case: Case) -> Order:
-    """For every row of `got` the row of `want` that it equals, the one in its place first; -1 for none."""
-    n = len(got)
-    a = got.reshape(n, -1)
-    b = want.reshape(n, -1)
-    probe = np.random.default_rng(0).normal(size=a.shape[1])
-    seen = a @ probe
-    known = b @ probe  # equal rows have equal products
-    nearest = np.abs(seen[:, None] - known[None, :]).argmin(axis=1)
-    pairs = enumerate(nearest)
-    rows = [
-        r if case.near(a[r], b[r]) else f if case.near(a[r], b[f]) else _NOWHERE for r, f in pairs
-    ]
-    return np.array(rows, np.int64)
+def _find_origins(got: Block, want: Block, case: Case) -> Order:
+    """Find for every row of `got` the row of `want` that it equals, the one in its place first.
+
+    got, want: `[rows, ...]`. Rows that equal none have -1.
+    """
+    n_rows = len(got)
+    got_rows = got.reshape(n_rows, -1)
+    want_rows = want.reshape(n_rows, -1)
+    # Equal rows have equal products with one random vector: n numbers to compare, not n rows.
+    probe = np.random.default_rng(0).normal(size=got_rows.shape[1])
+    got_products = got_rows @ probe
+    want_products = want_rows @ probe
+    nearest = np.abs(got_products[:, None] - want_products[None, :]).argmin(axis=1)
+    origins = np.full(n_rows, _NOWHERE, np.int64)
+    for row, candidate in enumerate(nearest):
+        if case.near(got_rows[row], want_rows[row]):
+            origins[row] = row
+        elif case.near(got_rows[row], want_rows[candidate]):
+            origins[row] = candidate
+    return origins
 
 
 def stored_rows(dim: Dim, length: int, mesh: Mesh) -> Order:
-    """The rows of a dim as the devices hold them, in the mesh's order of the dim's axes.
+    """List the rows of a dim as the devices hold them, in the mesh's order of the dim's axes.
 
     >>> from xshard.layout.layout import Layout
     >>> stored_rows(Layout.parse("s/zigzag(cp)").dims[0], 8, Mesh(cp=2)).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    return np.concatenate(list(_blocks(dim, length, mesh)) or [np.arange(length)])
+    return np.concatenate(list(_blocks(dim, length, mesh)))
 
 
 def _blocks(dim: Dim, length: int, mesh: Mesh) -> Iterator[Order]:
+    """Yield the rows of every block of a dim, in the mesh's order of the dim's axes."""
     axes = sorted(dim.axes, key=mesh.position)
-    for coords in itertools.product(*map(range, mesh.sizes_of(axes))):
-        index = dict(zip(axes, coords, strict=True))
-        yield row_numbers(
-            owned_rows(dim, length, mesh.sizes_of(dim.axes), [index[a] for a in dim.axes])
-        )
+    sizes = mesh.sizes_of(dim.axes)
+    for coordinates in itertools.product(*map(range, mesh.sizes_of(axes))):
+        index = dict(zip(axes, coordinates, strict=True))
+        yield row_numbers(owned_rows(dim, length, sizes, [index[axis] for axis in dim.axes]))
 
 
-def _named(came: Order, dim: Dim, mesh: Mesh) -> str | None:
-    """Which order is taken for which: `came[order it should have] == order it has`."""
-    n = len(came)
-    own = replace(dim, overlap=None)
-    if np.array_equal(came, np.arange(n)[::-1]):
+def _named_order(origins: Order, dim: Dim, mesh: Mesh) -> str | None:
+    """Name the order that was taken for another. origins: per row of the array, the row that it holds."""
+    n_rows = len(origins)
+    if np.array_equal(origins, np.arange(n_rows)[::-1]):
         return f"rows of {dim.name!r} are in reverse order"
-    cuts = tuple(dict.fromkeys((own, *_cuts(own, mesh))))
-    orders = {cut: stored_rows(cut, n, mesh) for cut in cuts}
-    for meant in (own,) if own.axes else cuts:
-        halves = [np.roll(block, len(block) // 2) for block in _blocks(meant, n, mesh)]
-        is_even = all(len(half) % 2 == 0 for half in halves)
-        if is_even and np.array_equal(came[orders[meant]], np.concatenate(halves)):
-            swapped = (
-                f"the first and the second half of every block of '{meant}' have changed places"
+
+    declared = replace(dim, overlap=None)
+    cuts = list(dict.fromkeys([declared, *_cuts(declared, mesh)]))
+    orders = {cut: stored_rows(cut, n_rows, mesh) for cut in cuts}
+    # An uncut dim was cut within the function: in which order, its layout does not say.
+    for meant in [declared] if declared.axes else cuts:
+        if _halves_swapped(origins[orders[meant]], list(_blocks(meant, n_rows, mesh))):
+            return (
+                f"the first and the second half of every block of '{meant}' have changed places: "
+                "head and tail swapped"
             )
-            return f"{swapped}: head and tail swapped"
-    # Orders over the same axes come before the whole dim: `s/cp` says more than `s`.
-    pairs = sorted(
-        itertools.product(cuts, cuts), key=lambda pair: bool(pair[0].axes) != bool(pair[1].axes)
-    )
-    for meant, other in pairs:
-        if meant.axes and other.axes and sorted(meant.axes) != sorted(other.axes):
-            continue
-        rows = orders[meant]
-        stored = orders[other]
-        if not np.array_equal(rows, stored) and np.array_equal(came[rows], stored):
-            stored_as = f"rows of {dim.name!r} that are stored as '{other}'"
-            return f"{stored_as} are taken for '{meant}': another shard order"
+    for meant, stored in _pairs_of_cuts(cuts):
+        # Where the order that was meant has row i, the array holds what the stored order has there.
+        is_taken_for = np.array_equal(origins[orders[meant]], orders[stored])
+        if is_taken_for and not np.array_equal(orders[meant], orders[stored]):
+            return (
+                f"rows of {dim.name!r} that are stored as '{stored}' are taken for '{meant}': "
+                "another shard order"
+            )
     return None
 
 
-def _shifted(came: Order, dim: Dim) -> str | None:
-    matched_rows = np.flatnonzero(came != _NOWHERE)
-    steps = np.unique(came[matched_rows] - matched_rows)
-    if len(steps) != 1 or steps[0] == 0 or 2 * len(matched_rows) < len(came):
+def _halves_swapped(rows: Order, blocks: list[Order]) -> bool:
+    """Tell whether the rows are those of the blocks with their halves exchanged."""
+    if any(len(block) % 2 for block in blocks):
+        return False
+    swapped = [np.roll(block, len(block) // 2) for block in blocks]
+    return np.array_equal(rows, np.concatenate(swapped))
+
+
+def _pairs_of_cuts(cuts: list[Dim]) -> Iterator[tuple[Dim, Dim]]:
+    """Yield pairs of cuts that may be taken for each other: over the same axes, then with the whole dim.
+
+    `s/cp` taken for `s/zigzag(cp)` says more than `s` taken for it.
+    """
+    pairs = list(itertools.product(cuts, cuts))
+    for meant, stored in pairs:
+        if sorted(meant.axes) == sorted(stored.axes):
+            yield meant, stored
+    for meant, stored in pairs:
+        if bool(meant.axes) != bool(stored.axes):
+            yield meant, stored
+
+
+def _offset(origins: Order, dim: Dim) -> str | None:
+    """Find one offset that all rows found elsewhere have, and at least half of the rows are found."""
+    # Rows that have come in at one end may equal no row of the array.
+    found_rows = np.flatnonzero(origins != _NOWHERE)
+    offsets = np.unique(origins[found_rows] - found_rows)
+    if len(offsets) != 1 or offsets[0] == 0 or 2 * len(found_rows) < len(origins):
         return None
-    off = f"row r of {dim.name!r} holds what belongs to row r{steps[0]:+d}: off by {abs(steps[0])}"
-    why = "a halo one wider at one end and narrower at the other, an offset, a window that begins elsewhere"
-    return f"{off} ({why})"
+    offset = offsets[0]
+    return (
+        f"row r of {dim.name!r} holds what belongs to row r{offset:+d}: off by {abs(offset)} "
+        "(a halo one wider at one end and narrower at the other, an offset, "
+        "a window that begins elsewhere)"
+    )
 
 
-def _listed(came: Order, dim: Dim) -> str | None:
-    moved = np.flatnonzero(came != np.arange(len(came)))
-    if len(np.unique(came)) < len(came):
+def _listed_rows(origins: Order, dim: Dim) -> str | None:
+    """List the first rows of an order without a name."""
+    if len(np.unique(origins)) < len(origins):
         return None  # some rows twice: then the block's owner tells more
-    rows = ", ".join(f"{r} holds {came[r]}" for r in moved[:4])
+    moved = np.flatnonzero(origins != np.arange(len(origins)))
+    rows = ", ".join(f"{row} holds {origins[row]}" for row in moved[:_MAX_ROWS_SHOWN])
     return f"rows of {dim.name!r} are in another order: {rows}, ..."
 
 
 def _cuts(dim: Dim, mesh: Mesh) -> Iterator[Dim]:
-    """Cuts of a dim over the mesh's axes: in every order, axes in every order, together and nested."""
-    for count in (1, 2, 3):
-        for axes in itertools.permutations(mesh.long_axes, count):
+    """Yield cuts of a dim over the mesh's axes: in every order, axes in every order, together and nested."""
+    for n_axes in range(1, _MAX_AXES + 1):
+        for axes in itertools.permutations(mesh.long_axes, n_axes):
             for order in _ORDERS:
                 yield Dim(dim.name, (Shard(axes, order),))
-            if count == 2:
+            if n_axes == 2:
                 for outer, inner in itertools.product(_ORDERS, _ORDERS):
                     yield Dim(dim.name, (Shard(axes[:1], outer), Shard(axes[1:], inner)))

@@ -1,4 +1,7 @@
-"""Mistakes of place: another device's block, swapped dims, a local index, wrong rows at seams."""
+"""Mistakes of place: another device's block, swapped dims, a local index, wrong rows at seams.
+
+Each public function is a finder, see `causes`.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +12,55 @@ from numpy.typing import NDArray
 
 from xshard.layout.block_rows import all_row_spans
 from xshard.layout.partition import owner_of_rows
+from xshard.steps.base import Block
 from xshard.steps.exchange.sources import dim_end
 from xshard.testing.diagnosis.evidence import Case, Mask, in_double, names_of, subsets, wrong_rows
 
+_SEAMS = ("seams",)  # where blocks meet
+_ENDS = ("ends",)  # of the array
+_MAX_NEAR_SHARE = 0.75  # of the array near a seam: of more, nearness says nothing
+_MIN_WRONG_SHARE = 0.25  # of the elements near a seam
+_MAX_MOVES_SHOWN = 3
+
 
 def stale(case: Case) -> str | None:
-    """All devices hold the block of one."""
+    """Find the block of one device on all devices along an axis."""
     mesh = case.sharding.mesh
     for axes in subsets(case.cut_axes):
         for index in range(mesh.size(*axes)):
-            held = [mesh.group(d, axes)[index] for d in range(mesh.n_devices)]
-            if all(case.near(got, case.want[h]) for got, h in zip(case.got, held, strict=True)):
-                which = "the first device" if index == 0 else f"device {index}"
+            # Within its group along the axes, each device holds what this member should.
+            held = [case.want[mesh.group(d, axes)[index]] for d in range(mesh.n_devices)]
+            if case.all_near(case.got, held):
+                owner = "the first device" if index == 0 else f"device {index}"
                 return (
-                    f"all devices along {names_of(axes)} hold the block of {which} there: a broadcast in "
+                    f"all devices along {names_of(axes)} hold the block of {owner} there: a broadcast in "
                     "place of a scatter, a stale buffer, or an index that is the same on all"
                 )
     return None
 
 
 def exchanged(case: Case) -> str | None:
-    """Whole blocks on the wrong devices."""
+    """Find whole blocks on the wrong devices."""
     mesh = case.sharding.mesh
-    owners = [[d for d, want in enumerate(case.want) if case.near(got, want)] for got in case.got]
-    moved = [(d, own[0]) for d, own in enumerate(owners) if own and d not in own]
-    if not moved or not all(owners):
+    moves = []
+    for device, got in enumerate(case.got):
+        owners = [other for other, want in enumerate(case.want) if case.near(got, want)]
+        if not owners:
+            return None
+        if device not in owners:  # several owners hold equal blocks
+            moves.append(f"{mesh.place(device)} has the block of {mesh.place(owners[0])}")
+    if not moves:
         return None
-    places = "; ".join(f"{mesh.place(d)} has the block of {mesh.place(h)}" for d, h in moved[:3])
-    return f"blocks are on other devices: {places}: axes in another order, or another rank's index"
+    shown = "; ".join(moves[:_MAX_MOVES_SHOWN])
+    return f"blocks are on other devices: {shown}: axes in another order, or another rank's index"
 
 
 def transposed(case: Case) -> str | None:
-    """Two dims of equal length are swapped."""
+    """Find two dims of equal length that are swapped in every block."""
     names = case.sharding.layout.names
     for a, b in itertools.combinations(range(len(names)), 2):
-        if all(
-            case.near(np.swapaxes(x, a, b), y) for x, y in zip(case.got, case.want, strict=True)
-        ):
+        swapped = [np.swapaxes(block, a, b) for block in case.got]
+        if case.all_near(swapped, case.want):
             return (
                 f"dims {names[a]!r} and {names[b]!r} have changed places in every block: transposed"
             )
@@ -53,10 +68,11 @@ def transposed(case: Case) -> str | None:
 
 
 def first_only_right(case: Case) -> str | None:
-    """Right on the first devices along an axis, wrong on all others."""
+    """Find blocks that are right on the first devices along an axis, and wrong on all others."""
     mesh = case.sharding.mesh
     for axis in case.cut_axes:
-        if case.wrong_devices == tuple(d for d in range(mesh.n_devices) if mesh.index(d, (axis,))):
+        others = tuple(d for d in range(mesh.n_devices) if mesh.index(d, (axis,)) != 0)
+        if case.wrong_devices == others:
             return (
                 f"right where {axis}=0, wrong on all other devices along {axis}: the index in the block is "
                 "used where the one in the array was meant (positions, masks, offsets)"
@@ -64,111 +80,162 @@ def first_only_right(case: Case) -> str | None:
     return None
 
 
-_SEAMS = ("seams",)
-_ENDS = ("ends",)
-_MOST = 0.75
-_LEAST = 0.25  # the largest part of the array near a seam; the least part of that to be wrong
-
-
 def halo_rows(case: Case) -> str | None:
-    """Blocks with right rows of their own and wrong borrowed rows."""
+    """Find blocks whose own rows are right and whose borrowed rows are wrong."""
     for d, dim in enumerate(case.sharding.layout.dims):
         if dim.overlap is None:
             continue
-        bad = [wrong_rows(mask, d) for mask in case.wrong]
-        if not any((rows & ~_borrowed(case, d, device)).any() for device, rows in enumerate(bad)):
-            device = case.wrong_devices[0]
-            instead = _borrowed_instead(case, d, device, bad[device])
-            return f"only the rows that blocks of '{dim}' borrow are wrong: {instead}"
+        if not _has_wrong_own_rows(case, d):
+            found = _found_in_halo(case, d, case.wrong_devices[0])
+            return f"only the rows that blocks of '{dim}' borrow are wrong: {found}"
     return None
+
+
+def _has_wrong_own_rows(case: Case, dim: int) -> bool:
+    """Tell whether a row is wrong that its device owns."""
+    for device, mask in enumerate(case.wrong):
+        wrong_own_rows = wrong_rows(mask, dim) & ~_borrowed_rows(case, dim, device)
+        if wrong_own_rows.any():
+            return True
+    return False
 
 
 def seam(case: Case) -> str | None:
-    """Wrong near the ends of blocks, or near the ends of the array."""
+    """Find errors near the seams between blocks, or near the ends of the array."""
     if not case.whole_wrong.any():
         return None
-    cut = [d for d, dim in enumerate(case.sharding.layout.dims) if dim.axes]
-    for place in (_SEAMS, _ENDS, _SEAMS + _ENDS):
-        for dims in [[d] for d in cut] + ([cut] if len(cut) > 1 else []):
-            if (reach := _reach(case, dims, place)) is None:
-                continue
-            names = " or ".join(f"{case.sharding.layout.names[d]!r}" for d in dims)
-            within = f"wrong only within {reach} row{'s' * (reach > 1)} of"
-            if place == _ENDS:
-                return f"{within} the ends of {names}: the rule beyond the boundary is another"
-            side = _side(case, dims[0]) if place == _SEAMS and len(dims) == 1 else ""
-            more = "" if place == _SEAMS else " and the ends of the array"
-            return (
-                f"{within} the seams between blocks along {names}{more}{side}: "
-                "a halo is missing, too narrow, stale or from the wrong neighbour"
-            )
+    cut_dims = [d for d, dim in enumerate(case.sharding.layout.dims) if dim.axes]
+    candidates = [[d] for d in cut_dims]
+    if len(cut_dims) > 1:
+        candidates.append(cut_dims)
+    # What fewer places explain comes first.
+    for places in (_SEAMS, _ENDS, _SEAMS + _ENDS):
+        for dims in candidates:
+            reach = _reach_of_errors(case, dims, places)
+            if reach is not None:
+                return _seam_text(case, dims, places, reach)
     return None
 
 
-def _reach(case: Case, dims: list[int], place: tuple[str, ...]) -> int | None:
-    """The fewest rows around the seams that hold all errors; None if the seams do not explain them."""
+def _seam_text(case: Case, dims: list[int], places: tuple[str, ...], reach: int) -> str:
+    """Write a sentence on errors within `reach` rows of seams or ends of dims."""
+    names = " or ".join(repr(case.sharding.layout.names[d]) for d in dims)
+    rows = "row" if reach == 1 else "rows"
+    within = f"wrong only within {reach} {rows} of"
+    if places == _ENDS:
+        return f"{within} the ends of {names}: the rule beyond the boundary is another"
+    detail = ""
+    if places != _SEAMS:
+        detail = " and the ends of the array"
+    elif len(dims) == 1:
+        detail = _side_of_seams(case, dims[0])
+    return (
+        f"{within} the seams between blocks along {names}{detail}: "
+        "a halo is missing, too narrow, stale or from the wrong neighbour"
+    )
+
+
+def _reach_of_errors(case: Case, dims: list[int], places: tuple[str, ...]) -> int | None:
+    """Return the fewest rows around seams or ends that hold all errors; None if these do not explain them."""
     wrong = case.whole_wrong
-    distance = np.full(wrong.shape, max(wrong.shape))
+    distance = np.full(wrong.shape, max(wrong.shape))  # of each element to the nearest place
     for d in dims:
-        shape = [-1 if i == d else 1 for i in range(wrong.ndim)]
-        distance = np.minimum(distance, _distances(case, d, place).reshape(shape))
-    reach = int(distance[wrong].max())
-    near = distance <= reach
-    # Errors elsewhere lie far from a seam, or are few among the rows near it.
-    return reach + 1 if near.mean() <= _MOST and wrong[near].mean() >= _LEAST else None
+        shape = [1] * wrong.ndim
+        shape[d] = -1
+        distance = np.minimum(distance, _distances(case, d, places).reshape(shape))
+    largest_distance = int(distance[wrong].max())
+    near = distance <= largest_distance
+    # Otherwise errors lie far from a seam, or are few among the rows near it.
+    if near.mean() > _MAX_NEAR_SHARE or wrong[near].mean() < _MIN_WRONG_SHARE:
+        return None
+    return largest_distance + 1
 
 
-def _distances(case: Case, dim: int, place: tuple[str, ...]) -> NDArray[np.int64]:
-    """Rows between each row of a dim and the next seam or end: 0 beside it."""
-    n = case.sharding.shape[dim]
-    starts = _starts(case, dim) * ("seams" in place) + [0, n] * ("ends" in place)
-    rows = np.arange(n)
-    distances = [np.full(n, n), *(np.where(rows >= s, rows - s, s - 1 - rows) for s in starts)]
-    return np.asarray(np.min(distances, axis=0))
+def _distances(case: Case, dim: int, places: tuple[str, ...]) -> NDArray[np.int64]:
+    """Count the rows between each row of a dim and the nearest seam or end: 0 beside it."""
+    n_rows = case.sharding.shape[dim]
+    boundaries: list[int] = []  # the row after each
+    if "seams" in places:
+        boundaries += _block_starts(case, dim)
+    if "ends" in places:
+        boundaries += [0, n_rows]
+    rows = np.arange(n_rows)
+    distances = np.full(n_rows, n_rows)
+    for boundary in boundaries:
+        distance = np.where(rows >= boundary, rows - boundary, boundary - 1 - rows)
+        distances = np.minimum(distances, distance)
+    return distances
 
 
-def _starts(case: Case, dim: int) -> list[int]:
-    """Rows at which another device's block begins."""
-    owner = owner_of_rows(*dim_end(case.sharding, dim)[:3])
-    return (np.flatnonzero(np.diff(owner)) + 1).tolist()
+def _block_starts(case: Case, dim: int) -> list[int]:
+    """List the rows at which another device's block begins."""
+    end = dim_end(case.sharding, dim)
+    owners = owner_of_rows(end.dim, end.length, end.sizes)
+    return (np.flatnonzero(np.diff(owners)) + 1).tolist()
 
 
-def _side(case: Case, dim: int) -> str:
-    """The side of the seams, if all errors are on one."""
-    bad = np.flatnonzero(wrong_rows(case.whole_wrong, dim))
-    seams = np.array(_starts(case, dim))
-    nearest = seams[np.abs(seams[None, :] - 0.5 - bad[:, None]).argmin(axis=1)]
-    if (bad >= nearest).all():
+def _side_of_seams(case: Case, dim: int) -> str:
+    """Name the side of the seams, if all errors are on one; "" if not."""
+    wrong = np.flatnonzero(wrong_rows(case.whole_wrong, dim))
+    seams = np.array(_block_starts(case, dim))
+    # A seam lies between two rows: half a row before the one that follows it.
+    distances = np.abs((seams - 0.5)[None, :] - wrong[:, None])  # [wrong rows, seams]
+    nearest = seams[distances.argmin(axis=1)]
+    if (wrong >= nearest).all():
         return ", at the beginning of blocks (rows of the previous one)"
-    if (bad < nearest).all():
+    if (wrong < nearest).all():
         return ", at the end of blocks (rows of the next one)"
     return ""
 
 
-def _borrowed(case: Case, dim: int, device: int) -> Mask:
-    """The rows of a block that another device owns, or that lie beyond the ends of the array."""
-    spans = all_row_spans(*dim_end(case.sharding, dim)[:3])[case.sharding.dim_device(dim, device)]
-    borrowed = [np.full(span.run.length * span.run.repeats, span.origin != "own") for span in spans]
-    return np.concatenate(borrowed) if borrowed else np.zeros(0, bool)
+def _borrowed_rows(case: Case, dim: int, device: int) -> Mask:
+    """Mark the rows of a block that another device owns, or that lie beyond the ends of the array."""
+    end = dim_end(case.sharding, dim)
+    spans = all_row_spans(end.dim, end.length, end.sizes)[case.sharding.dim_device(dim, device)]
+    is_borrowed: list[bool] = []
+    for span in spans:
+        is_borrowed += [span.origin != "own"] * (span.run.length * span.run.repeats)
+    return np.array(is_borrowed, bool)
 
 
-def _borrowed_instead(case: Case, dim: int, device: int, bad: Mask) -> str:
-    """The values that the wrong rows of a block hold instead."""
-    got, want = (np.moveaxis(in_double(x[device]), dim, 0) for x in (case.got, case.want))
-    if not got[bad].any():
+def _found_in_halo(case: Case, dim: int, device: int) -> str:
+    """Describe what the wrong rows of a block hold instead."""
+    got = np.moveaxis(in_double(case.got[device]), dim, 0)
+    want = np.moveaxis(in_double(case.want[device]), dim, 0)
+    wrong_indices = np.flatnonzero(wrong_rows(case.wrong[device], dim))
+    if not got[wrong_indices].any():
         return "zeros: nothing was exchanged"
-    first, last = np.flatnonzero(bad)[[0, -1]]
+    first = wrong_indices[0]
+    last = wrong_indices[-1]
     if first != last and case.near(got[first], want[last]) and case.near(got[last], want[first]):
         return "rows of the previous and of the next block have changed places"
-    known = case.whole_want
-    for other in range(known.ndim):
-        if other != dim:
-            known = known.take(case.rows(other, device), axis=other)
-    known = np.moveaxis(known, dim, 0)
-    rows = case.rows(dim, device)
-    for i in np.flatnonzero(bad):
-        for row, values in enumerate(known):
-            if row != rows[i] and case.near(got[i], values):
-                by = abs(row - int(rows[i]))
-                return f"as on device {device}, where row {row} stands in place of row {rows[i]}: off by {by}"
+
+    # Any row of the array may stand in the halo: an offset is named by which.
+    array_rows = _rows_beside_block(case, dim, device)
+    meant_rows = case.rows(dim, device)
+    for i in wrong_indices:
+        meant = int(meant_rows[i])
+        row = _row_equal_to(case, got[i], array_rows, meant)
+        if row is not None:
+            return (
+                f"as on device {device}, where row {row} stands in place of row {meant}: "
+                f"off by {abs(row - meant)}"
+            )
     return "of no row of the array: stale, or computed"
+
+
+def _rows_beside_block(case: Case, dim: int, device: int) -> Block:
+    """Return all rows of a dim of the right array, in the other dims as far as a block has them."""
+    array = case.whole_want
+    for other in range(array.ndim):
+        if other != dim:
+            array = array.take(case.rows(other, device), axis=other)
+    return np.moveaxis(array, dim, 0)
+
+
+def _row_equal_to(case: Case, values: Block, array_rows: Block, meant: int) -> int | None:
+    """Find the first row with these values, other than the one that was meant."""
+    for row, row_values in enumerate(array_rows):
+        if row != meant and case.near(values, row_values):
+            return row
+    return None

@@ -1,8 +1,12 @@
-"""Mistakes in sums: missing, made twice, replaced by means, or with addends counted once per device."""
+"""Mistakes in sums: missing, made twice, replaced by means, or with addends counted once per device.
+
+Each public function is a finder, see `causes`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,46 +26,52 @@ _CUT_OFF = (
 # The unit roundoff of floats, times the growth over a few hundred operations.
 _ROUNDINGS = (("float32", 2.0**-20), ("float16 or TF32", 2.0**-8), ("bfloat16", 2.0**-5))
 _CONSTANT = 2.0**-10  # a factor nearer to 1 may be rounding
-_SAMPLE = 48  # elements that statistics need at least
+_MIN_SAMPLE = 48  # elements that statistics need
+_MAX_WHOLE_FACTOR = 64  # whole factors are tried up to it: they may be sizes of axes
 
 
 def zero(case: Case) -> str | None:
-    """All zeros in place of values, or the reverse."""
+    """Find zeros in place of values, or the reverse."""
     if not case.scale:
         return f"it is compared with zeros alone: there {_CUT_OFF}"
-    return None if any(in_double(block).any() for block in case.got) else f"all zeros: {_CUT_OFF}"
+    if any(in_double(block).any() for block in case.got):
+        return None
+    return f"all zeros: {_CUT_OFF}"
 
 
 def only_first(case: Case) -> str | None:
-    """Right on the first device along axes of replicas, zeros on the others."""
-    pairs = [*enumerate(zip(case.got, case.want, strict=True))]
+    """Find right values on the first device along axes of replicas, and zeros on the others."""
+    mesh = case.sharding.mesh
 
-    def is_alone(axes: tuple[str, ...]) -> bool:
-        index = [case.sharding.mesh.index(device, axes) for device, _ in pairs]
-        return all(
-            not in_double(x).any() if index[d] else case.near(x, want) for d, (x, want) in pairs
-        )
+    def is_only_on_first(axes: tuple[str, ...]) -> bool:
+        for device, (got, want) in enumerate(zip(case.got, case.want, strict=True)):
+            if mesh.index(device, axes) == 0:
+                fits = case.near(got, want)
+            else:
+                fits = not in_double(got).any()
+            if not fits:
+                return False
+        return True
 
-    along = first_of(case.free_axes, is_alone)
-    return (
-        along
-        and f"only the first device along {along} has the value, others have zeros: nothing sent it"
-    )
+    axes = first_of(case.free_axes, is_only_on_first)
+    if axes is None:
+        return None
+    return f"only the first device along {axes} has the value, others have zeros: nothing sent it"
 
 
 def not_summed(case: Case) -> str | None:
-    """Addends in place of their sum."""
-    for axes in subsets(case.free_axes):
-        equal = all(map(case.near, _over(case, axes, np.mean), case.got))  # then it is a factor
-        is_norm = not case.want[0].ndim and all(
-            map(case.near, _over(case, axes, np.linalg.norm), case.want)
-        )
+    """Find addends in place of their sum, or norms of parts in place of the whole norm."""
+    is_number = case.want[0].ndim == 0
+    for axes in subsets(case.free_axes):  # along others, blocks are different parts
+        # Blocks that are equal along the axes are off by a factor: that is another cause.
+        if case.all_near(_reduced(case, axes, np.mean), case.got):
+            continue
         along = names_of(axes)
-        if not equal and is_norm:
+        if is_number and case.all_near(_reduced(case, axes, np.linalg.norm), case.want):
             return (
                 f"the squares of the values along {along} add up to the right one's: norms of parts"
             )
-        if not equal and all(map(case.near, _over(case, axes, np.sum), case.want)):
+        if case.all_near(_reduced(case, axes, np.sum), case.want):
             return (
                 f"the blocks along {along} are addends and add up to what is right: "
                 f"a sum over {along} is missing (an all-reduce; in a gradient, that of a copy)"
@@ -70,128 +80,155 @@ def not_summed(case: Case) -> str | None:
 
 
 def other_axes(case: Case) -> str | None:
-    """A sum over some axes in place of others, or over the devices that hold different parts."""
-    if len({block.shape for block in case.want}) > 1:
+    """Find a sum over some axes in place of others, or over devices that hold different parts."""
+    if len({block.shape for block in case.want}) > 1:  # uneven blocks cannot be added up
         return None
-    for summed in subsets(case.sharding.mesh.long_axes):
-        wanted = _over(case, summed, np.sum, case.want)
-        for left in ((), *subsets([a for a in case.free_axes if a not in summed])):
-            if all(map(case.near, _over(case, left, np.sum), wanted)):
+    for summed_axes in subsets(case.sharding.mesh.long_axes):
+        wrong_sum = _reduced(case, summed_axes, np.sum, case.want)
+        left_axes = [axis for axis in case.free_axes if axis not in summed_axes]
+        # The right sums, over `left`, were not made instead: made now, they give the same.
+        for left in ((), *subsets(left_axes)):
+            if case.all_near(_reduced(case, left, np.sum), wrong_sum):
                 instead = f" in place of {names_of(left)}" if left else ""
-                return f"summed over {names_of(summed)}{instead}: that adds what belongs to different devices"
+                return (
+                    f"summed over {names_of(summed_axes)}{instead}: "
+                    "that adds what belongs to different devices"
+                )
     return None
 
 
 def own_factors(case: Case) -> str | None:
-    """Every device's part right but for a factor of its own."""
-    factors = [_ratio(got, want) for got, want in zip(case.got, case.want, strict=True)]
-    right = min(block.size for block in case.want) > 1 and all(
-        case.near(g, f * in_double(w)) for g, w, f in zip(case.got, case.want, factors, strict=True)
-    )
-    if not right or min(factors) <= 0 or np.ptp(factors) <= _CONSTANT:
+    """Find parts that are right but for a positive factor, another one on each device."""
+    if min(block.size for block in case.want) < 2:  # of one number there always is a factor
         return None
-    told = f"right but for factors {', '.join(f'{f:.4g}' for f in factors)} of the devices"
+    factors = [_ratio(got, want) for got, want in zip(case.got, case.want, strict=True)]
+    scaled_blocks = [f * in_double(want) for f, want in zip(factors, case.want, strict=True)]
+    if not case.all_near(case.got, scaled_blocks):
+        return None
+    if min(factors) <= 0 or np.ptp(factors) <= _CONSTANT:
+        return None
+
+    shown_factors = ", ".join(f"{factor:.4g}" for factor in factors)
+    return f"right but for factors {shown_factors} of the devices: {_meaning_of(factors, case)}"
+
+
+def _meaning_of(factors: Sequence[float], case: Case) -> str:
+    """Say what was divided by, on each device, in place of what all devices have together."""
     for axes in subsets(case.cut_axes):
-        weights = 1 / np.array([factors[d] for d in case.sharding.mesh.group(0, axes)])
+        group = case.sharding.mesh.group(0, axes)
+        weights = 1 / np.array([factors[device] for device in group])
         along = names_of(axes)
+        # A mean over n_i of n rows is wrong by n / n_i, whose inverses add up to 1; if these means
+        # are then averaged over the devices, to their number.
         if np.isclose(weights.sum(), (1, len(weights)), rtol=_CONSTANT).any():
-            return (
-                f"{told}: means over each one's own count along {along}, not over the count of all"
-            )
+            return f"means over each one's own count along {along}, not over the count of all"
+        # The squares of the norms of parts add up to the square of the whole norm.
         if np.isclose(np.square(weights).sum(), 1, rtol=_CONSTANT):
-            return f"{told}: divided by the norm of each one's own part along {along}"
-    return f"{told}: weights or statistics of their own"
+            return f"divided by the norm of each one's own part along {along}"
+    return "weights or statistics of their own"
 
 
 def not_averaged(case: Case) -> str | None:
-    """Values of single devices in place of their mean."""
-    along = first_of(
-        case.free_axes, lambda axes: all(map(case.near, _over(case, axes, np.mean), case.want))
-    )
-    return (
-        along
-        and f"blocks along {along} differ and their mean is right: a mean over {along} is missing"
-    )
+    """Find values of single devices in place of their mean."""
+
+    def has_right_mean(axes: tuple[str, ...]) -> bool:
+        return case.all_near(_reduced(case, axes, np.mean), case.want)
+
+    axes = first_of(case.free_axes, has_right_mean)
+    if axes is None:
+        return None
+    return f"blocks along {axes} differ and their mean is right: a mean over {axes} is missing"
 
 
 def summed(case: Case) -> str | None:
-    """Too large by the size of axes: equal values were added up."""
-    if (factor := _factor(case)) is None or factor < 2 or factor != round(factor):
+    """Find values that are too large by the size of axes: equal ones were added up."""
+    factor = _factor(case)
+    # The same value, added up on n devices, is n times as large: 2, 3, ...
+    if factor is None or factor < 2 or factor != round(factor):
         return None
-    if not (sizes := _axes_of_size(case, factor)):
+    axes = _axes_of_size(case, factor)
+    if not axes:
         return f"{factor:g} times too large, which is the size of no mesh axis: counted {factor:g} times"
     return (
-        f"{factor:g} times too large, and {factor:g} is the size of {sizes}: equal values were summed over "
+        f"{factor:g} times too large, and {factor:g} is the size of {axes}: equal values were summed over "
         "it where one was meant (a sum in place of a slice, a gradient added up twice), or a mean's 1/n is "
         "missing"
     )
 
 
 def averaged(case: Case) -> str | None:
-    """Too small by the size of axes: a mean in place of a sum."""
-    if not (factor := _factor(case)) or not (sizes := _axes_of_size(case, 1 / factor)):
+    """Find values that are too small by the size of axes: a mean in place of a sum."""
+    factor = _factor(case)
+    if not factor:  # none, or zero
+        return None
+    axes = _axes_of_size(case, 1 / factor)
+    if not axes:
         return None
     return (
-        f"{1 / factor:g} times too small, and {1 / factor:g} is the size of {sizes}: divided by it where a "
+        f"{1 / factor:g} times too small, and {1 / factor:g} is the size of {axes}: divided by it where a "
         "sum was meant (a mean in place of a sum, 1/n applied twice), or one of equal addends was taken"
     )
 
 
 def scaled(case: Case) -> str | None:
-    """A constant factor that is no axis size; of one number there always is one."""
+    """Find a constant factor that is no axis size."""
     factor = _factor(case)
-    if factor is None or abs(factor - 1) < _CONSTANT or max(block.size for block in case.want) < 2:
+    if factor is None or abs(factor - 1) < _CONSTANT:
+        return None
+    if max(block.size for block in case.want) < 2:  # of one number there always is a factor
         return None
     return f"{factor:.6g} times what it should be, everywhere: a constant factor"
 
 
 def counted_argument(case: Case) -> str | None:
-    """Off by a multiple of an argument: a bias or a residual that every device adds before a sum."""
+    """Find an error that is a multiple of an argument: a bias that every device adds before a sum."""
     if case.whole_got is None:
         return None
     error = case.whole_got - case.whole_want
     for name, value in case.arguments.items():
-        x = in_double(value)
-        outer = tuple(range(error.ndim - x.ndim))
-        if not x.any() or error.shape[len(outer) :] != x.shape:
+        argument = in_double(value)
+        # A bias is added to every row: it has the last dims of the array.
+        row_dims = tuple(range(error.ndim - argument.ndim))
+        if not argument.any() or error.shape[len(row_dims) :] != argument.shape:
             continue
-        times = float(np.real(np.vdot(x, error.mean(axis=outer)) / np.vdot(x, x)))
-        if abs(times) < _CONSTANT or not case.near(error, np.broadcast_to(times * x, error.shape)):
+        mean_error = error.mean(axis=row_dims)
+        power = np.vdot(argument, argument).real
+        # By least squares: error = excess * argument; counted twice, it is in excess once.
+        excess = float(np.vdot(argument, mean_error).real / power)
+        is_multiple = case.near(error, np.broadcast_to(excess * argument, error.shape))
+        if abs(excess) < _CONSTANT or not is_multiple:
             continue
-        if round(times + 1, 6) == 0:
+        if round(excess + 1, 6) == 0:  # counted 0 times
             return f"{name} is left out"
-        count = f"{times + 1:.4g}"
+        count = f"{excess + 1:.4g}"
+        axes = _axes_of_size(case, excess + 1)
+        if not axes:
+            axes = "no axis"
         return (
-            f"{name} is counted {count} times instead of once, and {count} is the size of "
-            f"{_axes_of_size(case, times + 1) or 'no axis'}: every device adds it before a sum; "
-            "add it after, or on one"
+            f"{name} is counted {count} times instead of once, and {count} is the size of {axes}: "
+            "every device adds it before a sum; add it after, or on one"
         )
     return None
 
 
 def own_statistics(case: Case) -> str | None:
-    """Every device's part right but for a factor and a shift of its own per index of a dim."""
+    """Find parts that are right but for a factor and a shift per device and index of a dim.
+
+    Batch normalisation over the rows of one device leaves such a trace for every channel.
+    """
     mesh = case.sharding.mesh
-    layout = case.sharding.layout
-    for k, dim in enumerate(layout.dims):
+    if len(case.wrong_devices) < mesh.n_devices:
+        return None
+    for d, dim in enumerate(case.sharding.layout.dims):
+        # Along these axes a device has some of the elements of each index.
         axes = [axis for axis in case.cut_axes if axis not in dim.axes]
-        fits = list[Block]()
-        if not axes or len(case.wrong_devices) < mesh.n_devices:
+        if not axes:
             continue
-        for pair in zip(case.got, case.want, strict=True):
-            got, want = (np.moveaxis(in_double(x), k, 0).reshape(x.shape[k], -1) for x in pair)
-            if want.shape[1] < 3:  # two numbers always fit
-                break
-            centred = want - want.mean(1, keepdims=True)
-            power = (np.abs(centred) ** 2).sum(1, keepdims=True)
-            factor = (centred.conj() * got).sum(1, keepdims=True) / np.where(power > 0, power, 1)
-            shift = got.mean(1, keepdims=True) - factor * want.mean(1, keepdims=True)
-            if not case.near(got, factor * want + shift):
-                break
-            fits.append(np.stack([factor, shift]))
-        if len(fits) == mesh.n_devices and not all(
-            case.near(fits[0], fits[d]) for d in mesh.group(0, axes)
-        ):
+        fits = _fits_of_devices(case, d)
+        if fits is None:
+            continue
+        # Equal fits on all devices are one factor and shift for the whole array.
+        if not all(case.near(fits[0], fits[device]) for device in mesh.group(0, axes)):
             return (
                 f"right but for a factor and a shift per device and index of {dim.name!r}: statistics of its "
                 f"own part along {names_of(axes)}, not of all (batch normalisation, a loss per rank)"
@@ -199,80 +236,135 @@ def own_statistics(case: Case) -> str | None:
     return None
 
 
+def _fits_of_devices(case: Case, dim: int) -> list[Block] | None:
+    """Fit got = factor * want + shift for each index of a dim, on every device.
+
+    Returns the fits of each device, `[2, indices, 1]`, or None if one does not fit.
+    """
+    fits = []
+    for got, want in zip(case.got, case.want, strict=True):
+        fit = _fit_of_device(case, _rows_of_dim(got, dim), _rows_of_dim(want, dim))
+        if fit is None:
+            return None
+        fits.append(fit)
+    return fits
+
+
+def _fit_of_device(case: Case, got: Block, want: Block) -> Block | None:
+    """Fit every row by least squares: both `[indices, elements]`."""
+    if want.shape[1] < 3:  # two numbers always fit
+        return None
+    want_mean = want.mean(1, keepdims=True)
+    centred = want - want_mean
+    power = (np.abs(centred) ** 2).sum(1, keepdims=True)
+    covariance = (centred.conj() * got).sum(1, keepdims=True)
+    factor = covariance / np.where(power > 0, power, 1)  # rows of one value have a shift only
+    shift = got.mean(1, keepdims=True) - factor * want_mean
+    if not case.near(got, factor * want + shift):
+        return None
+    return np.stack([factor, shift])
+
+
+def _rows_of_dim(block: Block, dim: int) -> Block:
+    """Bring a dim to the front, and flatten the others: `[..., n, ...]` -> `[n, elements]`."""
+    return np.moveaxis(in_double(block), dim, 0).reshape(block.shape[dim], -1)
+
+
 def rounded(case: Case) -> str | None:
-    """An error as large as the rounding of a shorter float; one number may be as near by chance."""
-    if max(block.size for block in case.want) < 2:
+    """Find errors as large as the rounding of a shorter float."""
+    if max(block.size for block in case.want) < 2:  # one number may be as near by chance
         return None
     error = largest_error(list(map(in_double, case.got)), list(map(in_double, case.want)))
     for name, unit in _ROUNDINGS:
         if error <= unit * case.scale:
-            share = f"errors are at most {error / case.scale:.1e} of the largest value"
-            return f"{share}: rounding, as of {name}, or an approximation (a GELU by tanh, another epsilon)"
+            return (
+                f"errors are at most {error / case.scale:.1e} of the largest value: "
+                f"rounding, as of {name}, or an approximation (a GELU by tanh, another epsilon)"
+            )
     return None
 
 
 def one_addend(case: Case) -> str | None:
-    """One of n addends in place of their sum: with slope 1 it explains 1/n of the sum's variance."""
-    got, want = _flat(case)
-    if got.size < _SAMPLE:
+    """Find one of n addends in place of their sum, by statistics.
+
+    Of n independent addends of equal size, one has slope 1 against their sum, when the sum is
+    regressed on it, and explains 1/n of the sum's variance.
+    """
+    got = _all_numbers(case.got)
+    want = _all_numbers(case.want)
+    if got.size < _MIN_SAMPLE:
         return None
     product = np.vdot(got, want).real
-    power = np.vdot(got, got).real
-    wanted = np.vdot(want, want).real
-    slope = product / power
-    share = product**2 / (power * wanted)
+    got_power = np.vdot(got, got).real
+    slope = product / got_power
+    explained_share = product**2 / (got_power * np.vdot(want, want).real)
     for axes in subsets(case.sharding.mesh.long_axes):
-        n = case.sharding.mesh.size(*axes)
-        spread = 3 * np.sqrt((n - 1) / got.size)
-        if abs(slope - 1) < min(spread, 0.5) and abs(share - 1 / n) < spread / n:
+        n_addends = case.sharding.mesh.size(*axes)
+        spread = 3 * np.sqrt((n_addends - 1) / got.size)  # three standard deviations of the slope
+        has_slope = abs(slope - 1) < min(spread, 0.5)
+        if has_slope and abs(explained_share - 1 / n_addends) < spread / n_addends:
             return (
-                f"it looks like one of {n} addends: what the other devices along {names_of(axes)} "
+                f"it looks like one of {n_addends} addends: what the other devices along {names_of(axes)} "
                 "contribute is missing (a slice where a sum was meant, a gradient not added up over copies)"
             )
     return None
 
 
-def _over(
+def _reduced(
     case: Case,
     axes: tuple[str, ...],
-    reduce: Callable[..., object],
+    reduce: Callable[..., Any],
     blocks: Sequence[Block] | None = None,
-) -> list[object]:
-    """Per device, the reduction of the blocks along the axes."""
+) -> list[Any]:
+    """Reduce blocks over the devices along axes, one result per device. blocks: by default those got."""
     mesh = case.sharding.mesh
-    got = [in_double(block) for block in (case.got if blocks is None else blocks)]
-    return [
-        reduce([got[d] for d in mesh.group(device, axes)], axis=0)
-        for device in range(mesh.n_devices)
-    ]
+    wide = [in_double(block) for block in (case.got if blocks is None else blocks)]
+    reduced = []
+    for device in range(mesh.n_devices):
+        group = [wide[other] for other in mesh.group(device, axes)]
+        reduced.append(reduce(group, axis=0))
+    return reduced
 
 
-def _flat(case: Case) -> Iterator[Block]:
-    """All numbers of the blocks, as they are and as they should be."""
-    return (
-        np.concatenate([in_double(b).ravel() for b in blocks]) for blocks in (case.got, case.want)
-    )
+def _all_numbers(blocks: Sequence[Block]) -> Block:
+    """Join the elements of all blocks: `[elements]`."""
+    return np.concatenate([in_double(block).ravel() for block in blocks])
 
 
 def _factor(case: Case) -> float | None:
-    """The one factor between both arrays; exact if it is a whole number or 1/n."""
-    got, want = _flat(case)
-    factor = _ratio(got, want)
-    for n in range(2, 65):
-        for exact in (float(n), 1 / n):
-            factor = exact if abs(factor - exact) <= 1e-3 * exact else factor
+    """Return the one factor between both arrays, exact if it is n or 1/n; None if there is none."""
+    got = _all_numbers(case.got)
+    want = _all_numbers(case.want)
+    factor = _exact_if_whole(_ratio(got, want))
     error = np.abs(got - factor * want).max()
-    return factor if error <= 4 * max(1.0, abs(factor)) * case.slack else None
+    # Both arrays are rounded, and the factor as well.
+    is_the_factor = error <= 4 * max(1.0, abs(factor)) * case.slack  # False for NaN
+    return factor if is_the_factor else None
+
+
+def _exact_if_whole(factor: float) -> float:
+    """Return the whole number, or the inverse of one, that a factor is nearly equal to, or the factor."""
+    for n in range(2, _MAX_WHOLE_FACTOR + 1):
+        for exact in (float(n), 1 / n):
+            if abs(factor - exact) <= 1e-3 * exact:
+                return exact
+    return factor
 
 
 def _ratio(got: Block, want: Block) -> float:
+    """Fit got = factor * want by least squares -> the factor; 0 if all wanted values are zero."""
     got = in_double(got)
     want = in_double(want)
-    return float(np.real(np.vdot(want, got) / (np.vdot(want, want) or 1.0)))
+    power = np.vdot(want, want).real
+    if power == 0:
+        return 0.0
+    return float(np.vdot(want, got).real / power)
 
 
 def _axes_of_size(case: Case, size: float) -> str:
-    """The sets of axes with so many devices."""
+    """Name the sets of axes with so many devices: "a or of b"; "" for none."""
     mesh = case.sharding.mesh
-    sets = (axes for axes in subsets(mesh.long_axes) if np.isclose(mesh.size(*axes), size))
-    return " or of ".join(map(names_of, sets))
+    names = [
+        names_of(axes) for axes in subsets(mesh.long_axes) if np.isclose(mesh.size(*axes), size)
+    ]
+    return " or of ".join(names)

@@ -1,0 +1,175 @@
+"""Where a function first means something else on a mesh than on one device.
+
+The redistributions of both runs are compared in the order in which they ran. Where they say
+nothing, the way in which an error grows with the number of devices may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from xshard.errors import XshardError
+from xshard.layout import Mesh
+from xshard.steps.base import Block
+from xshard.testing.comparison import whole_of
+from xshard.testing.diagnosis.causes import Cause
+from xshard.testing.mismatch import DIFFERENCES, Mismatch, Subject
+from xshard.testing.moves import calls_in_order, find_wrong_input
+from xshard.testing.runs import Runs, Truth, side_of
+from xshard.testing.trials import OUTPUT_IS_WRONG
+
+_PER_DEVICE_CAUSES = ("own factors", "own statistics")
+_LAW_TOLERANCE = 1e-3  # of the largest error: how closely an error keeps to a law
+
+
+class FirstWrong(NamedTuple):
+    """The first wrong redistribution of a run.
+
+    Attributes:
+        text: Where it is, or after what; "" if nothing was recorded.
+        cause: Of its wrong blocks, if one is known.
+    """
+
+    text: str
+    cause: Cause | None = None
+
+
+def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> list[Mismatch]:
+    """Add to mismatches with one device the first wrong redistribution, and causes that follow.
+
+    A mismatch that has no certain cause takes the redistribution's, or that of the same array on an
+    earlier mesh, or a law by which the error grows with the devices.
+    """
+    sharded = [m for m in found if m.subject.against != DIFFERENCES]
+    if not sharded:  # gradients that are wrong on one device pass no redistribution
+        return list(found)
+
+    # The first mismatch is the one nearest to the function's own mistake: outputs come first.
+    subject = sharded[0].subject
+    first_wrong = _first_wrong_redistribution(subject, runs, truth)
+    earlier_causes: dict[tuple[str, str], Cause] = {}  # by kind and name of the array
+    located = []
+    for mismatch in found:
+        # The redistributions were recorded on one mesh, in one direction.
+        is_located = mismatch in sharded and mismatch.subject.mesh == subject.mesh
+        better = None
+        if _may_have_better_cause(mismatch):
+            if is_located and mismatch.subject.kind == subject.kind:
+                better = first_wrong.cause
+            if better is None:
+                better = _cause_by_meshes(mismatch, earlier_causes, runs, truth)
+        cause = mismatch.cause if better is None else better
+        if cause is None:
+            cause = _cause_by_other_arrays(mismatch, sharded)
+
+        if cause is not None:
+            # The first mesh with a cause says it; it holds on the others.
+            again = cause._replace(text=f"as on {mismatch.subject.mesh}: {cause.text}")
+            earlier_causes.setdefault((mismatch.subject.kind, mismatch.subject.name), again)
+        located.append(replace(mismatch, cause=cause, first=first_wrong.text if is_located else ""))
+    return located
+
+
+def _may_have_better_cause(mismatch: Mismatch) -> bool:
+    """Tell whether nothing explains a mismatch of values, or statistics alone."""
+    if mismatch.problem:
+        return False
+    return mismatch.cause is None or mismatch.cause.name == "one addend"
+
+
+def _cause_by_meshes(
+    mismatch: Mismatch, earlier_causes: Mapping[tuple[str, str], Cause], runs: Runs, truth: Truth
+) -> Cause | None:
+    """Explain an array by the cause on an earlier mesh, or by its errors on other meshes."""
+    earlier = earlier_causes.get((mismatch.subject.kind, mismatch.subject.name))
+    if earlier is not None:
+        return earlier
+    return _law_of_growth(mismatch.subject, runs, truth)
+
+
+def _cause_by_other_arrays(mismatch: Mismatch, sharded: Sequence[Mismatch]) -> Cause | None:
+    """Explain an array by others of the same run: a wrong output makes wrong gradients."""
+    same_mesh = [other for other in sharded if other.subject.mesh == mismatch.subject.mesh]
+    is_gradient = mismatch.subject.kind == "gradient"
+    if is_gradient and any(other.subject.kind == "output" for other in same_mesh):
+        return OUTPUT_IS_WRONG
+    for other in same_mesh:
+        if other.cause is None:
+            continue
+        # A loss of one number cannot show a factor per device: its gradients do.
+        if is_gradient or other.cause.name in _PER_DEVICE_CAUSES:
+            return other.cause
+    return None
+
+
+def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> FirstWrong:
+    """Find the first redistribution whose input means something else than on one device.
+
+    If only gradients are wrong, the cotangents that come back are compared instead.
+    """
+    runtime = side_of(subject)
+    mesh = subject.mesh
+    is_backward = subject.kind != "output"
+    try:
+        seen_on_one = runs.seen(runtime, truth.mesh, truth)
+        seen_on_mesh = runs.seen(runtime, mesh, truth)
+    except XshardError:
+        return FirstWrong("")
+
+    arguments = dict(zip(runs.problem.names, runs.problem.values, strict=True))
+    last_right = ""
+    on_one = calls_in_order(seen_on_one, 1, is_backward)
+    on_mesh = calls_in_order(seen_on_mesh, mesh.n_devices, is_backward)
+    # Not strict: a function may redistribute more often on one of them.
+    for one, many in zip(on_one, on_mesh, strict=False):
+        if one.check.text != many.check.text:  # from here on they do different things
+            break
+        place = f"what {many} is given"
+        if is_backward:
+            place = f"the gradient that comes back to {many}"
+        mismatch = find_wrong_input(one, many, mesh, runtime, arguments)
+        if mismatch is not None:
+            text = f"{place}; right is {last_right}" if last_right else place
+            return FirstWrong(text, mismatch.cause)
+        last_right = place
+    return FirstWrong(f"after {last_right}, which is right" if last_right else "")
+
+
+def _law_of_growth(subject: Subject, runs: Runs, truth: Truth) -> Cause | None:
+    """Find a cause by how the error grows along a mesh axis, from runs on 2 and on 3 devices."""
+    for axis in subject.mesh.long_axes:
+        try:
+            on_two, right = _whole_along(axis, 2, subject, runs, truth)
+            on_three, _ = _whole_along(axis, 3, subject, runs, truth)
+        except XshardError:
+            continue
+        # A norm is a root: its square is the sum that has a part for each device.
+        for power, part in ((1, "a part"), (2, "of a sum of squares a part")):
+            error_on_two = on_two**power - right**power
+            error_on_three = on_three**power - right**power
+            slack = _LAW_TOLERANCE * np.abs(error_on_three).max(initial=0)
+            if not slack:
+                continue
+            # n * part in place of part is wrong by (n - 1) * part.
+            if np.allclose(error_on_three, 2 * error_on_two, 0, slack):
+                text = f"{part} is counted once on every device along {axis}, so the error grows"
+                return Cause("counted", text)
+            # part / n in place of part is wrong by (1 - 1/n) * part.
+            if np.allclose(error_on_three, 4 / 3 * error_on_two, 0, slack):
+                text = f"{part} is divided by the number of devices along {axis}"
+                return Cause("divided", text)
+    return None
+
+
+def _whole_along(
+    axis: str, n_devices: int, subject: Subject, runs: Runs, truth: Truth
+) -> tuple[Block, Block]:
+    """Run on a mesh that is long along one axis alone -> the subject's whole array, and the right one."""
+    sizes = dict.fromkeys(subject.mesh.axes, 1)
+    sizes[axis] = n_devices
+    run = runs.run(side_of(subject), Mesh(sizes), truth)
+    return whole_of(runs.problem, truth, run, subject.kind, subject.name)

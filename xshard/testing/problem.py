@@ -1,0 +1,274 @@
+"""The input of a comparison, checked before anything runs: arguments, layouts, meshes and optimisers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+
+from xshard import dtypes
+from xshard.errors import DtypeError, MeshError, XshardError
+from xshard.layout import Layout, Mesh, Sharding
+from xshard.layout.layout import check_axes
+from xshard.runtimes.backends import check_size
+from xshard.steps.base import Block
+from xshard.testing.blocks import blocks_of
+from xshard.testing.functions import broadcast_prefix, leaves, mapped, numbered, parameters_of
+from xshard.testing.pickling import packed
+from xshard.testing.question import Devices, StructureError, Tree, Update
+
+Function = Callable[..., Any]
+Meshes = Mesh | str | Sequence[Mesh | str]
+Side = Literal["torch", "jax"]
+SIDES: tuple[Side, Side] = ("torch", "jax")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Checked input of a comparison.
+
+    Attributes:
+        names: Of all arrays among the arguments: "x", "w['b']".
+        values: The whole arrays, in the same order.
+        layouts: Their layouts.
+        outputs: Layouts of the outputs, as a tree.
+        meshes: All meshes to run on.
+        arguments: The arguments as trees of numbers of arrays.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[Block, ...]
+    layouts: tuple[Layout, ...]
+    outputs: Tree
+    meshes: tuple[Mesh, ...]
+    arguments: Tree
+
+    def inputs(self, shardings: Sequence[Sharding]) -> tuple[Devices, ...]:
+        """Cut every array into blocks."""
+        pairs = zip(self.values, shardings, strict=True)
+        return tuple(blocks_of(x, sharding, i) for i, (x, sharding) in enumerate(pairs))
+
+    def shardings(self, mesh: Mesh) -> tuple[Sharding, ...]:
+        """Place the layout of every array on a mesh."""
+        pairs = zip(self.layouts, self.values, strict=True)
+        return tuple(Sharding(layout, mesh, x.shape) for layout, x in pairs)
+
+
+def check_problem(
+    function: Function, args: Sequence[Tree], layouts: Any, mesh: Meshes | None
+) -> Problem:
+    """Check the arguments of `assert_equivalent`.
+
+    Args:
+        function: The names of its parameters become names of arrays.
+        args: Trees of whole arrays.
+        layouts: A pair: one for each argument, and of the outputs.
+        mesh: One or several; None for `usual_meshes` of the axes that the layouts name.
+
+    Raises:
+        StructureError: Layouts and arguments are different trees, or leaves are no arrays.
+        XshardError: A layout or mesh is wrong, or an array does not fit its layout.
+    """
+    args = tuple(args)
+    input_layouts, output_layouts = _checked_pair(layouts, len(args))
+    names: list[str] = []
+    values: list[Block] = []
+    parsed: list[Layout] = []
+    titles = _argument_names(function, len(args))
+    for title, argument, prefix in zip(titles, args, input_layouts, strict=True):
+        leaf_layouts = broadcast_prefix(prefix, argument, title)
+        for (name, value), layout in zip(
+            leaves(argument, title).items(), leaf_layouts, strict=True
+        ):
+            names.append(name)
+            values.append(_read_array(value, name))
+            parsed.append(_parse_layout(layout, name))
+    outputs = mapped(lambda layout: _parse_layout(layout, "output"), output_layouts)
+
+    parsed_outputs = list(leaves(outputs).values())
+    if mesh is None:
+        axes: list[str] = []
+        for layout in [*parsed, *parsed_outputs]:
+            axes += layout.axes
+        mesh = usual_meshes(axes)
+    # Every array on every mesh, before a process is started: errors name the array.
+    meshes = _checked_meshes(mesh)
+    for checked_mesh in meshes:
+        for name, value, layout in zip(names, values, parsed, strict=True):
+            _check_fits(name, value, layout, checked_mesh)
+        for layout in parsed_outputs:
+            check_axes(layout, checked_mesh)
+    return Problem(
+        tuple(names), tuple(values), tuple(parsed), outputs, meshes, arguments=numbered(args)
+    )
+
+
+def _checked_pair(layouts: Any, n_arguments: int) -> tuple[Sequence[Tree], Tree]:
+    """Split `layouts=` into those of the arguments and of the outputs. Raises StructureError."""
+    if not isinstance(layouts, tuple | list) or len(layouts) != 2:
+        raise StructureError(
+            "layouts= is a pair: of the arguments, and of what is returned",
+            hint='as in layouts=(("b s/sp d", "d f/tp"), "b s/sp f/tp")',
+        )
+    inputs, outputs = layouts
+    # One text would be a sequence too, of letters.
+    is_sequence = isinstance(inputs, tuple | list)
+    n_layouts = len(inputs) if is_sequence else 1
+    if not is_sequence or n_layouts != n_arguments:
+        raise StructureError(
+            f"{n_arguments} arguments, layouts of {n_layouts}",
+            hint="a layout, or a tree, for each",
+        )
+    return inputs, outputs
+
+
+def _argument_names(function: Function, count: int) -> list[str]:
+    """Name the arguments: by the function's parameters, then `args[i]`."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = parameters_of(function).values()
+    # A parameter that takes many arguments, as `*args`, names none of them.
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+    for i in range(len(names), count):
+        names.append(f"args[{i}]")
+    return names
+
+
+def _read_array(value: Any, name: str) -> Block:
+    """Read an argument as a numpy array.
+
+    Raises:
+        StructureError: It is no array.
+        DtypeError: It has a dtype that xshard does not know, or whole numbers that JAX would narrow.
+    """
+    # numpy would make arrays of numbers and texts too, which are rather options of the function.
+    if not hasattr(value, "shape"):
+        hint = "let the functions close over other values; trees are dicts, lists and tuples"
+        raise StructureError(f"{name} is a {type(value).__name__}, arguments are arrays", hint=hint)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        hint = "tensors are detached and on the CPU; bfloat16 is numpy's with ml_dtypes"
+        raise StructureError(
+            f"{name} cannot be read as a numpy array: {error}", hint=hint
+        ) from None
+    dtypes.name_of(array.dtype)  # raises for dtypes that xshard does not know
+
+    has_long_integers = array.dtype.kind in "iu" and array.dtype.itemsize == 8
+    if has_long_integers and array.size and abs(array).max() >= 2**31:
+        raise DtypeError(f"{name} has whole numbers of more than 32 bits, which JAX would narrow")
+    return array
+
+
+def _parse_layout(layout: Any, name: str) -> Layout:
+    """Parse a layout that has a dual. Raises LinearityError for a max or min."""
+    if not isinstance(layout, Layout | str):
+        why = f"the layout of {name} is a {type(layout).__name__}"
+        raise StructureError(why, hint='text, as in "n/dp d"')
+    parsed = Layout.parse(layout)
+    _ = parsed.dual  # raises if gradients have no layout
+    return parsed
+
+
+def _check_fits(name: str, value: Block, layout: Layout, mesh: Mesh) -> None:
+    """Raise the error of an array that does not fit its layout, with the array's name."""
+    try:
+        Sharding(layout, mesh, value.shape)
+    except XshardError as error:
+        why = f"{name} of shape {value.shape} does not fit its layout: {error.reason}"
+        text = error.text if error.text else str(layout)
+        raise type(error)(why, text=text, span=error.span, hint=error.hint) from None
+
+
+def _checked_meshes(meshes: Meshes) -> tuple[Mesh, ...]:
+    """Read one or several meshes. Raises MeshError for none, for one without axes, for too many devices."""
+    if isinstance(meshes, Mesh | str):
+        meshes = [meshes]
+    checked: list[Mesh] = []
+    for mesh in meshes:
+        checked += parse_meshes(mesh) if isinstance(mesh, str) else [mesh]
+    if not checked:
+        raise MeshError("no mesh", hint='as in mesh="dp=2,tp=2"')
+    if not all(mesh.axes for mesh in checked):
+        raise MeshError("a mesh without axes", hint='as in mesh="dp=2,tp=2"')
+    for mesh in checked:
+        check_size(mesh.n_devices)
+    return tuple(checked)
+
+
+def usual_meshes(axes: Iterable[str]) -> list[Mesh]:
+    """List meshes that tell sizes and axes apart: each axis alone, all with 2 devices, the first with 3.
+
+    >>> usual_meshes(["dp"]), usual_meshes(["dp", "tp"])[1:]
+    ([Mesh(dp=2), Mesh(dp=3)], [Mesh(dp=1, tp=3), Mesh(dp=2, tp=2), Mesh(dp=3, tp=2)])
+    """
+    twos = dict.fromkeys(axes, 2)  # axes that several layouts name, once
+    ones = dict.fromkeys(twos, 1)
+    # Neighbouring axes alone have 2 and 3 devices: exchanged axes have other sizes then.
+    sizes = [{**ones, axis: 2 + i % 2} for i, axis in enumerate(ones)]
+    sizes.append(twos)  # small, so that it runs on most machines
+    for first_axis in islice(twos, 1):
+        sizes.append({**twos, first_axis: 3})
+    return list(dict.fromkeys(map(Mesh, sizes)))  # with one axis, two are equal
+
+
+def parse_meshes(text: str) -> list[Mesh]:
+    """Parse meshes: "dp=2,cp=2;cp=4" has two. Raises MeshError, also for more devices than this host has."""
+    meshes = [Mesh.parse(part.strip()) for part in text.split(";") if part.strip()]
+    for mesh in meshes:
+        check_size(mesh.n_devices)
+    return meshes
+
+
+def mesh_of_ones(meshes: Sequence[Mesh]) -> Mesh:
+    """Return a mesh of one device with the axes of all these meshes."""
+    sizes: dict[str, int] = {}
+    # Functions name these axes also where one device runs them.
+    for mesh in meshes:
+        sizes.update(dict.fromkeys(mesh.axes, 1))
+    return Mesh(sizes)
+
+
+def updates_of(
+    problem: Problem,
+    args: Sequence[Tree],
+    parameters: Sequence[int],
+    optimisers: Sequence[Function] | None,
+) -> dict[str, Update]:
+    """Pack the optimiser step of each runtime.
+
+    Args:
+        problem: The checked input.
+        args: The arguments as the user gave them.
+        parameters: Positions of the arguments that take the step.
+        optimisers: For torch and for JAX.
+
+    Raises:
+        StructureError: Parameters that cannot have a step, or parameters without optimisers.
+    """
+    if bool(parameters) != (optimisers is not None):
+        hint = "as in parameters=[1], optimisers=(torch_factory, jax_update)"
+        raise StructureError("parameters= and optimisers= belong together", hint=hint)
+    if optimisers is None:
+        return {}
+
+    numbers: list[int] = []
+    for position in parameters:
+        if not 0 <= position < len(args):
+            raise StructureError(f"no argument {position} of {len(args)}", hint="counted from 0")
+        numbers += leaves(problem.arguments[position]).values()
+    for i in numbers:
+        layout = problem.layouts[i]
+        # Otherwise a device's gradient is an addend, or lacks what neighbours contribute.
+        if layout.dual != layout:
+            why = f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up"
+            hint = "no tags and no overlaps: the function itself redistributes to copies"
+            raise StructureError(why, text=str(layout), hint=hint)
+
+    updates: dict[str, Update] = {}
+    for side, optimiser in zip(SIDES, optimisers, strict=True):
+        updates[side] = Update(packed(optimiser), tuple(parameters), tuple(numbers))
+    return updates
