@@ -44,7 +44,7 @@ def blocks(layout: str, value: np.ndarray) -> list[np.ndarray]:
 def in_torch() -> dict[str, Any]:
     """Gradients of four all-gathers, and the losses on one device and on four processes."""
     import torch
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401  DTensor needs it: imported once, before there are four processes
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_gather_single_autograd
     from torch.distributed.device_mesh import init_device_mesh
@@ -91,7 +91,7 @@ def in_torch() -> dict[str, Any]:
             torch.tensor(blocks(layout, value)[dist.get_rank()])
             for layout, value in zip(layouts, data(), strict=True)
         )
-        linear = lambda text, a, b: xt.einsum(text, a, b, mesh=MESH)
+        linear = lambda text, a, b: xt.einsum(text, a, b, mesh=MESH)  # noqa: E731
         parts = losses(x, target, up.requires_grad_(), down.requires_grad_(), linear)
         return xt.redistribute(torch.tensor(parts), "n | sum(dp) -> n", MESH).tolist()
 

@@ -20,7 +20,7 @@ from jax_bridge.ops import positions
 from jax_bridge.routing import route
 
 if TYPE_CHECKING:
-    from jax_bridge import compat, nn, ops, specs, torch_interop
+    from jax_bridge import compat, nn, ops, specs, torch_interop  # noqa: F401
     from jax_bridge.state.files import load, save
     from jax_bridge.state.transfer import transfer
     from jax_bridge.step.suggest import suggest

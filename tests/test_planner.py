@@ -252,7 +252,7 @@ def test_more_devices_than_rows(expression, shape, profile):
 def test_the_same_question_gets_the_same_object_whatever_the_dtype_is_called():
     import torch
 
-    ask = lambda dtype: xs.plan("n/a -> n", xs.Mesh(a=2), [4], dtype)
+    ask = lambda dtype: xs.plan("n/a -> n", xs.Mesh(a=2), [4], dtype)  # noqa: E731
     assert (
         ask("float32") is ask("f4") is ask(np.float32) is ask(np.dtype("f4")) is ask(torch.float32)
     )

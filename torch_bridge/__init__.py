@@ -46,9 +46,10 @@ _MODULES = {
 ROOMS = ("compat", "dtensor", "errors", "live", "nn", "ops", "testing")
 
 __all__ = [
-    "PendingTensor", "check_replicas", "clip_grad_norm_", "einsum", "explain", "grad_norm", "load",
-    "load_state_dict", "no_sync", "own_experts", "parallelize", "positions", "redistribute", "route", "save",
-    "state_dict", "suggest", "transfer", "verify",
+    "PendingTensor", "check_replicas", "clip_grad_norm_", "compat", "dtensor", "einsum", "errors",
+    "explain", "grad_norm", "live", "load", "load_state_dict", "nn", "no_sync", "ops",
+    "own_experts", "parallelize", "positions", "redistribute", "route", "save", "state_dict",
+    "suggest", "testing", "transfer", "verify",
 ]  # fmt: skip
 
 

@@ -46,7 +46,6 @@ class MoveOptions(NamedTuple):
     objective: str
 
 
-@api_boundary
 @overload
 def plan(
     expression: LayoutPair,
@@ -79,7 +78,8 @@ def plan(
     overlap: str = NEVER,
     maps: Maps | None = None,
 ) -> ContractionPlan: ...
-def plan(
+@api_boundary
+def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contractions
     expression: Any,
     mesh: Mesh | None = None,
     shape: Any = None,
@@ -218,7 +218,7 @@ def _check_flops_limit(flops_limit: Any) -> None:
 
 
 @layout_cache(maxsize=4096)
-def plan_contraction(
+def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its arguments are the key
     call: Contraction,
     mesh: Mesh,
     shapes: Shapes,

@@ -142,10 +142,10 @@ def xla_rows(bytes_per_s: float, profile: Any, rounds: int, quick: bool) -> list
         x = jax.jit(lambda: jnp.ones(shape), out_shardings=src)()
         theirs = jax.jit(lambda x: x + 0, out_shardings=dst)
         ways = {
-            OURS: lambda: jax.block_until_ready(xj.reshard(x, text, profile=profile)),
-            "XLA": lambda: jax.block_until_ready(theirs(x)),
+            OURS: lambda: jax.block_until_ready(xj.reshard(x, text, profile=profile)),  # noqa: B023
+            "XLA": lambda: jax.block_until_ready(theirs(x)),  # noqa: B023
         }
-        meet = lambda: multihost_utils.sync_global_devices("turn")
+        meet = lambda: multihost_utils.sync_global_devices("turn")  # noqa: E731
         times = by_turns.seconds(ways, rounds, warm_up=1, before=meet)
         slowest = multihost_utils.process_allgather(np.array(list(times.values()))).max(0)
         seconds = {

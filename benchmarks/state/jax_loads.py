@@ -36,7 +36,7 @@ def resharded(folder: Path, scale: int, rounds: int, _: float) -> Row:
         )
         for name, x in served.items()
     }
-    load = lambda: jax.block_until_ready(xj.load(stored, weights.SERVED, mesh))
+    load = lambda: jax.block_until_ready(xj.load(stored, weights.SERVED, mesh))  # noqa: E731
     with open_checkpoint(stored) as checkpoint:
         loaded = xj.load(checkpoint, weights.SERVED, mesh)
         read = checkpoint.bytes_read

@@ -68,7 +68,7 @@ def resharded(folder: Path, scale: int, rounds: int) -> Row:
         expected = xt.load(checkpoint, weights.SERVED, Mesh(tp=RANKS))
         read = checkpoint.bytes_read
         needed = sum(x.nbytes for x in expected.values())
-    load = lambda: xt.load(folder / "safetensors", weights.SERVED, Mesh(tp=RANKS))
+    load = lambda: xt.load(folder / "safetensors", weights.SERVED, Mesh(tp=RANKS))  # noqa: E731
     beyond = torch.tensor(floor.bytes_beyond(load, needed))
     dist.all_reduce(beyond, dist.ReduceOp.MAX)
     calls: floor.Calls = {

@@ -67,7 +67,7 @@ def autoparallel(model: str, step: Any, mesh: Mesh, overlap: float) -> float | N
 
 
 def run(model: str, batch: int, sequence: int, overlap: float) -> tuple[Suggestion, dict[str, Any]]:
-    import scipy.optimize  # not part of what is measured
+    import scipy.optimize  # noqa: F401  # not part of what is measured
 
     step, mesh = step_of(model, batch, sequence)
     start = time.process_time()

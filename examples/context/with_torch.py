@@ -8,9 +8,9 @@ The model is the same both times. On a single device a block is the whole array,
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch._dynamo
+import torch._dynamo  # noqa: F401  which an optimiser needs: once here, not on every rank
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from support.runs import run_in_torch
 from support.text import Characters
 from torch import Tensor

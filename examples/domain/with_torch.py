@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch._dynamo
+import torch._dynamo  # noqa: F401  which an optimiser needs: once here, not on every rank
 import torch.distributed as dist
 from support.runs import run_in_torch
 from torch import Tensor, nn

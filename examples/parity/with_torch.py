@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from support.runs import run_in_torch
 from torch import Tensor

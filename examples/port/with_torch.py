@@ -1,7 +1,7 @@
 """The block in torch, on one device's blocks."""
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import torch_bridge as xt

@@ -29,7 +29,7 @@ from xshard.notation.parser import with_maps
 
 
 @api_boundary
-def einsum(
+def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has the same
     expression: str | ContractionPlan,
     *operands: jax.typing.ArrayLike,
     mesh: AnyMesh | None = None,

@@ -27,7 +27,7 @@ Reducer = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @api_boundary
-def conv_general_dilated(
+def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_dilated`
     lhs: Sharded,
     rhs: jax.Array,
     window_strides: Sequence[int],
@@ -158,7 +158,7 @@ def windows_of(
 
 
 @api_boundary
-def reduce_window(
+def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     operand: Sharded,
     init_value: float,
     computation: Reducer,

@@ -37,7 +37,7 @@ def test_a_quick_run_leaves_rows_and_claims_that_can_fail(tmp_path: Path) -> Non
 
 @in_jax
 def test_each_way_of_a_step_of_jax_is_compared_with_one_device() -> None:
-    broken = lambda plan, loss: lambda *args: 1.01 * loss(*args)
+    broken = lambda plan, loss: lambda *args: 1.01 * loss(*args)  # noqa: E731
     with mock.patch.object(JaxSuggestion, "constrain", broken):
         rows = gspmd.rows_of("scan", "host", transformer(True, batch=16, c=64, n=2), 1)
     ways = [(row["way"], row["partitioner"]) for row in rows]

@@ -358,7 +358,7 @@ def test_selfcheck_exits_with_1_where_a_runtime_is_wrong(monkeypatch, given, cha
 
 @pytest.mark.parametrize("where", ["outputs", "gradients"])
 def test_selfcheck_exits_with_1_where_the_reference_itself_is_wrong(monkeypatch, where):
-    wrong = lambda q: replace(o := in_numpy(q), **{where: one_off(getattr(o, where))})
+    wrong = lambda q: replace(o := in_numpy(q), **{where: one_off(getattr(o, where))})  # noqa: E731
     monkeypatch.setattr(plans, "in_numpy", wrong)
     selfcheck_one("--runtime", "numpy", code=1)
 

@@ -67,11 +67,11 @@ def credit() -> Iterator[Worked]:
         return torch
 
     def halo(*options: int) -> Calls:
-        jax = lambda c, x, axis: c.halo_exchange(x, *options, axis=axis)
+        jax = lambda c, x, axis: c.halo_exchange(x, *options, axis=axis)  # noqa: E731
         return managed(lambda c, x: c.HaloExchange(*options)(x)), jax
 
     def parts(name: str) -> Calls:
-        jax = lambda c, x, axis: getattr(c, name)(x, axis=axis)
+        jax = lambda c, x, axis: getattr(c, name)(x, axis=axis)  # noqa: E731
         return managed(lambda c, x: getattr(c, name)(x)), jax
 
     def columns(*rows: Any) -> Blocks:
@@ -164,7 +164,7 @@ def nvsubquadratic() -> Iterator[Worked]:
     """Sequence and channels change places; the value of a row is 100 * channel + position."""
 
     def turned(direction: str, zigzag: bool) -> Calls:
-        jax = lambda c, x, axis: c.all_to_all_single_fn(axis, direction, x, zigzag)
+        jax = lambda c, x, axis: c.all_to_all_single_fn(axis, direction, x, zigzag)  # noqa: E731
         return lambda c, x: c.AllToAllSingleFunction.apply(x, None, direction, zigzag), jax
 
     def both(

@@ -85,7 +85,7 @@ def test_blocks_of_several_devices_have_the_gradients_of_the_whole() -> None:
 def test_addends_come_back_as_copies() -> None:
     """An output `sum(a)` has a cotangent `copy(a)`: on a mesh of Explicit axes JAX has both."""
     mesh = jax_mesh(AxisType.Explicit, a=2)
-    contracted = lambda x: jnp.einsum("ni,ni->n", x, x, out_sharding=P(None, unreduced={"a"}))
+    contracted = lambda x: jnp.einsum("ni,ni->n", x, x, out_sharding=P(None, unreduced={"a"}))  # noqa: E731
     f = from_jax(contracted, "n i/a", "n | sum(a)", mesh)
     x = [torch.full((2, 3), float(i + 1), requires_grad=True) for i in range(2)]
     y = f(x)
@@ -210,7 +210,7 @@ def test_errors_of_the_function_keep_their_kind_and_message() -> None:
 def test_layouts_that_do_not_fit() -> None:
     mesh = jax_mesh(a=2)
     x = [torch.zeros(2, 3), torch.zeros(2, 3)]
-    double = lambda x: x * 2
+    double = lambda x: x * 2  # noqa: E731
     for ins, outs, kind, message in (
         (("n d", "n d"), "n d", xs.XshardError, "in_layouts: the arrays .* differ: 1 items, and 2"),
         ("n/a d", ("n d", "n d"), xs.XshardError, "out_layouts: the arrays"),

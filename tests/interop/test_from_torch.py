@@ -71,7 +71,7 @@ def test_complex_gradients_are_jaxs_conjugates() -> None:
         def second(f):
             return jax.grad(lambda x: (first(f)(x) * (1 + 3j)).sum().imag)
 
-        g = lambda x: jnp.exp(x) * x.conj() + x**3 * (1 + 2j)
+        g = lambda x: jnp.exp(x) * x.conj() + x**3 * (1 + 2j)  # noqa: E731
         assert (
             equal(f(z), g(z))
             and equal(first(f)(z), first(g)(z))

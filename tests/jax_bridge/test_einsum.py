@@ -318,7 +318,7 @@ def test_on_explicit_axes_addends_are_unreduced() -> None:
             xj.einsum("n/dp f | sum(tp), d f -> n/dp d", y, jnp.asarray(W)), X @ W @ W.T
         )
         # One operand is traced there, the other is on devices.
-        loss = lambda x: (xj.einsum("n/dp d/tp, d/tp f -> n/dp f/tp", x, w) ** 2).sum()
+        loss = lambda x: (xj.einsum("n/dp d/tp, d/tp f -> n/dp f/tp", x, w) ** 2).sum()  # noqa: E731
         assert np.array_equal(jax.grad(loss)(x), 2 * X @ W @ W.T)
 
 

@@ -360,7 +360,7 @@ REFUSED = [
 def test_what_is_refused() -> None:
     for words, call, *layout in REFUSED:
         there = xs.Sharding(xs.Layout.parse(*layout or ["n c h/sp"]), xs.Mesh(sp=2), (2, 4, 8))
-        local = lambda x, f=call, to=there: f(nn.Sharded(x, to.layout, shape=to.shape)).block
+        local = lambda x, f=call, to=there: f(nn.Sharded(x, to.layout, shape=to.shape)).block  # noqa: E731
         with pytest.raises((ValueError, TypeError)) as caught:
             jax.eval_shape(
                 sharded(local, there.mesh), np.zeros((2, *there.max_local_shape), np.float32)

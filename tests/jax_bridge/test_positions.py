@@ -30,7 +30,7 @@ def padded(text: str, mesh: xs.Mesh) -> list[list[int]]:
 @in_jax
 def test_positions_of_this_devices_block(layout, check_vma) -> None:
     specs = {"in_specs": (), "out_specs": P(("dp", "cp")), "check_vma": check_vma}
-    here = lambda: xj.positions(layout, shape=(12,), dim="s")[None]
+    here = lambda: xj.positions(layout, shape=(12,), dim="s")[None]  # noqa: E731
     inside = jax.shard_map(here, mesh=device_mesh(MESH), **specs)
     for run in (inside, jax.jit(inside)):
         assert run().tolist() == padded(layout, MESH)

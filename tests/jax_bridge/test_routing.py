@@ -119,7 +119,7 @@ def test_rows_results_and_gradients_are_those_of_one_device(check_vma) -> None:
 
 def columns(x, output, *tables, axis_name):
     """`stand_in` for rows: along the first dim."""
-    one = lambda x, output: stand_in(x, output, *tables, axis_name=axis_name)
+    one = lambda x, output: stand_in(x, output, *tables, axis_name=axis_name)  # noqa: E731
     return jax.vmap(one, 1, 1)(*(a.reshape(len(a), -1) for a in (x, output))).reshape(x.shape)
 
 
@@ -157,4 +157,4 @@ def test_under_names_of_pmap_and_vmap_and_what_is_refused() -> None:
         kind, _, words = error.partition(": ")
         options = {"axis": "ep"} | options
         with pytest.raises(getattr(xs.errors, kind), match=words):
-            jax.vmap(lambda x, to: xj.route(x, to, **options).rows, axis_name="ep")(case.x, to)
+            jax.vmap(lambda x, to: xj.route(x, to, **options).rows, axis_name="ep")(case.x, to)  # noqa: B023

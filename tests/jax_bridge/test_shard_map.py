@@ -123,7 +123,7 @@ def test_jit_vmap_and_donation() -> None:
     jax.jit(xj.shard_map(lambda x: x + 1, "... d/a -> ... d/a", mesh()), donate_argnums=0)(given)
     assert given.is_deleted()
     tree = {"kept": xj.place(x, "... d/a", mesh()), "gone": [xj.place(x, "... d/a", mesh())]}
-    add = lambda kept, gone: [y + kept for y in gone]
+    add = lambda kept, gone: [y + kept for y in gone]  # noqa: E731
     step = xj.shard_map(add, "... d/a, ... d/a -> ... d/a", mesh(), donate_argnums=1)
     assert np.array_equal(step(tree["kept"], tree["gone"])[0], 2 * x)
     assert tree["gone"][0].is_deleted() and not tree["kept"].is_deleted()
@@ -135,7 +135,7 @@ def test_a_dim_in_another_order_is_in_storage_order_and_this_is_remembered() -> 
     stored = xj.place(x, "s/zigzag(a)", mesh())
     assert stored.tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
 
-    plus_positions = lambda x: x + xj.positions("s/zigzag(a)", shape=(8,), dim="s")
+    plus_positions = lambda x: x + xj.positions("s/zigzag(a)", shape=(8,), dim="s")  # noqa: E731
     f = xj.shard_map(plus_positions, "s/zigzag(a) -> s/zigzag(a)", mesh())
     y = f(f(stored))
     assert np.array_equal(xj.reshard(y, "s/zigzag(a) -> s"), 3 * x)

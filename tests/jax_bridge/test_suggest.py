@@ -121,7 +121,7 @@ def test_constraints_leave_results_and_save_bytes() -> None:
     mesh = device_mesh(xs.Mesh(dp=2, tp=2))
     fixed = {"embed": "v c/tp", "head": "c/tp v"}
     plan = xj.suggest(loss, args, mesh, profile="h100:2", fixed=fixed, **ONE)
-    is_spec = lambda x: isinstance(x, PartitionSpec)
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs, is_leaf=is_spec)
     arrays = _filled(args)
     results = []

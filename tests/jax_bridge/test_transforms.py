@@ -93,7 +93,7 @@ def vjp_inside(m, X, T, W):
 
 
 def jvp_inside(m, X, T, W):
-    square = lambda x: m.op(x) ** 2
+    square = lambda x: m.op(x) ** 2  # noqa: E731
     return m.spread(lambda x, t: jax.jvp(square, (x,), (t,)), ("src", "src"), ("dst", "dst"))(X, T)
 
 

@@ -55,7 +55,7 @@ class Case(NamedTuple):
     mode: str = ""
     align_corners: bool = False
     outputs: str = ""
-    out_sizes: dict[int, list[int]] = {}
+    out_sizes: dict[int, list[int]] = {}  # noqa: RUF012
 
     @property
     def kernel_shape(self) -> Ints:
@@ -273,8 +273,8 @@ def one_device(
         size = case.groups
         features = kernel.shape[0] // case.groups
         weights = kernel.reshape(size, features, *kernel.shape[1:])
-        grouped = lambda z: z.reshape(z.shape[0], size, -1, *z.shape[2:])
-        flat = lambda z: z.reshape(z.shape[0], -1, *z.shape[3:])
+        grouped = lambda z: z.reshape(z.shape[0], size, -1, *z.shape[2:])  # noqa: E731
+        flat = lambda z: z.reshape(z.shape[0], -1, *z.shape[3:])  # noqa: E731
         wide = f"ngi{taps_of}"
         narrow = f"ngo{axes}"
         of_kernel = f"goi{axes.upper()}"

@@ -89,7 +89,7 @@ def test_a_plan_of_nothing_holds_its_ends():
 
 
 def test_equal_plans_are_equal_values():
-    make = lambda **options: xs.plan("n/a d -> n d/a", xs.Mesh(a=2), ROWS, **options)
+    make = lambda **options: xs.plan("n/a d -> n d/a", xs.Mesh(a=2), ROWS, **options)  # noqa: E731
     assert make() == make() and hash(make()) == hash(make())
     assert make() != make(dtype="float64")
     assert make(profile="bandwidth") != make(profile="h100")

@@ -232,7 +232,7 @@ def test_devices_that_do_not_begin_at_a_node_cross_it():
     near = xs.Link(0.0, 8e9)
     far = xs.Link(0.0, 1e9)
     machine = xs.Profile("nodes", "made up", near, far, 4)
-    at = lambda *devices: located(machine, xs.Mesh(x=2, y=2), devices)
+    at = lambda *devices: located(machine, xs.Mesh(x=2, y=2), devices)  # noqa: E731
     assert at(0, 1, 2, 3) is at(4, 5, 6, 7) is machine
     assert dict(at(2, 3, 4, 5).axes) == {"x": far, "y": near}
     assert dict(at(0, 4, 1, 5).axes) == {"x": near, "y": far}

@@ -5,7 +5,7 @@ its tests. Each has a class, which pytest-xdist keeps in one process (--dist=loa
 twice.
 """
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (makes numpy know bfloat16)
 import numpy as np
 import pytest
 

@@ -148,7 +148,7 @@ def served(m: Model, weights: Arrays, mesh: Mesh, rank: int) -> Arrays:
     for name, x in weights.items():
         layer, part = split_name(name)
         kind = part.split(".")[-2] if "." in part else part
-        narrow = lambda x, d=0, n=tp, i=me: np.split(x, n, d)[i]
+        narrow = lambda x, d=0, n=tp, i=me: np.split(x, n, d)[i]  # noqa: E731
         if kind in ("embed_tokens", "lm_head"):
             found[name] = x[vocab]
         elif kind in ("k_proj", "v_proj"):

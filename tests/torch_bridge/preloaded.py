@@ -3,6 +3,7 @@
 Ranks look for cyclic garbage rarely, and never among these modules: it would copy the pages that they share.
 """
 
+# ruff: noqa: E402, F401
 import gc
 
 gc.disable()

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
-import torch.distributed._functional_collectives
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import device_mesh

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from torch_bridge.mesh.process_mesh import ProcessMesh, group_mesh, mesh_of_ranks, process_mesh
@@ -312,6 +312,7 @@ def sync_domain_gradients(model: nn.Module, manager: Manager = None) -> None:
     if manager is None:
         return
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # One collective for all gradients.
     means = redistribute(gradients, f"... | mean({AXIS}) -> ...", _domain_of(manager))
     for gradient, mean in zip(gradients, means, strict=True):
         gradient.copy_(mean)
@@ -364,6 +365,7 @@ def _placement(x: Tensor, shard_dim: int) -> Placement | None:
     manager = _sharding_manager(None)
     if manager is None:
         return None
+    # A block that another layer returned has a record of its own layout.
     layout = Layout.parse(_layout_text(shard_dim)).resolved(x.ndim)
     placement = placed_as(x, layout, _domain_of(manager))
     # Gradients of parameters stay shares: `sync_domain_gradients` ends them.
@@ -467,6 +469,7 @@ class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
 
     def __init__(self, branch: Any, shard_dim: int = -2) -> None:
         super().__init__(branch[1], shard_dim)
+        # `ZeroPad2d` counts dims from the last one.
         left, right, top, bottom = branch[0].padding
         self.padding = ((top, bottom), (left, right))
 

@@ -140,6 +140,7 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
     if not dist.is_initialized():
         return block
     sent = block.to(_served(block.device))
+    # Rank r has samples r, r + P, ...: the layout deals rows out in turn.
     samples = redistribute(sent, compat.sampler_gather(sent.shape, AXIS), _world())
     return samples[:max_length].to(block.device)
 
@@ -217,6 +218,7 @@ def _reduced(x: Values, *, mean: bool) -> Tensor:
     block = torch.as_tensor(x)
     if not dist.is_initialized():
         return block
+    # In a wider dtype: a sum of booleans counts, and bfloat16 would round at every rank.
     sum_dtype = _ADDED_AS.get(block.dtype, block.dtype)
     sent = block.to(_served(block.device), sum_dtype)
     total = all_reduce(sent, AXIS, _world(), grad="replicated")

@@ -32,7 +32,7 @@ AXIS = "axis"
 _TYPE_OF_TAG = {"sum": "P", "copy": "R"}
 
 
-def redistribute(
+def redistribute(  # noqa: PLR0913  the original's arguments, and the global shape
     x: Tensor,
     axis: Any,
     *,
@@ -194,6 +194,7 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
     layout = Layout.parse(layout)
     axes = mesh_of(mesh)
     check_axes(layout, axes)
+    # Axes that the layout does not name hold replicas.
     type_names = dict.fromkeys(axes.axes, "I")
     entries: list[Any] = []  # of each dim: None, one axis, or several
     for dim in layout.dims:
@@ -237,6 +238,7 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
         kinds[_axis_name(axis)] = _type_name(kind)
     spec = getattr(types, "partition_spec", partition_spec) or ()
     axes_of_dims = _axes_of_dims(spec, ndim)
+    # A V of these axes says no more than the spec does.
     sharding_axes = {axis for axes in axes_of_dims for axis in axes}
     for axis, kind in kinds.items():
         if axis not in sharding_axes:

@@ -26,7 +26,7 @@ from xshard.notation.maps import Maps
 from xshard.notation.parser import text_spans
 
 
-def einsum(
+def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
     expression: str | ContractionPlan,
     *operands: Tensor,
     mesh: MeshLike | None = None,

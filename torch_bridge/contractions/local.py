@@ -51,7 +51,7 @@ class LocalContraction:
         names = tuple(layout.names for layout in layouts)
         return cls(names, part.result.src.names, tuple(lengths.items()))
 
-    @lru_cache(maxsize=256)
+    @lru_cache(maxsize=256)  # noqa: B019 (a value, as its results)
     def gradient(self, i: int) -> LocalContraction:
         """Return the gradient of operand `i`: the contraction of the cotangent and the other operands.
 

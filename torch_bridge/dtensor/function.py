@@ -132,6 +132,7 @@ class _OfCopies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, block: Tensor, layout: Layout, mesh: DeviceMesh, shape: Shape) -> DTensor:
+        # The gradient of copies is partial: its addends are the dual of the layout.
         ctx.gradient_mesh = mesh
         ctx.gradient_placements = to_placements(gradient_layout(layout), mesh, shape)
         return dtensor_of(block, mesh, to_placements(layout, mesh, shape), shape)
@@ -141,6 +142,7 @@ class _OfCopies(torch.autograd.Function):
         """Move the gradient to the placements of addends, and return its block."""
         arrives = _end(gradient.device_mesh, gradient.placements, gradient)
         target = _end(ctx.gradient_mesh, ctx.gradient_placements, gradient)
+        # The profile of the devices: a backward pass has no options of its own.
         move = DTensorMove(arrives, target, gradient.dtype, gradient.dtype, AUTO)
         return RedistributeDTensor.apply(gradient, move).to_local(), None, None, None
 
@@ -211,6 +213,7 @@ def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
         hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...) moves tensors between any two"
         reason = f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes"
         raise MeshError(reason, hint=hint)
+    # Blocks that torch cut unevenly, or that a user made, may have any size.
     processes = dtensor_mesh(move.src.mesh)
     expected = Sharding(move.src.layout, processes.mesh, shape).local_shape(processes.device)
     if local_shape != expected:

@@ -156,6 +156,7 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
     mesh = mesh_of(x.device_mesh)
     shape = tuple(x.shape)
     stated = Sharding(layout, mesh, shape)
+    # Dim names are the expression's, for the comparison and for the error.
     placed_layout = from_placements(x.placements, mesh, x.ndim, shape).named(stated.layout.names)
     placed = Sharding(placed_layout, mesh, shape)
     # Placements do not tell copies from replicas.
@@ -370,6 +371,7 @@ def _uneven_cuts(
 
     They are found from the rows of each device. order: as from `_nesting_order`.
     """
+    # Other axes of the mesh do not cut this dim.
     submesh = Mesh({axis: mesh.size(axis) for axis in factors})
     devices = range(submesh.n_devices)
     rows = [_rows_of_device(length, factors, submesh, device) for device in devices]
@@ -411,6 +413,7 @@ def _shares(length: int, n_devices: int, n_pieces: int, coordinate: int) -> Iter
     piece_rows = max(-(-length // n_pieces), 1)
     for start in range(0, length, piece_rows):
         stop = min(start + piece_rows, length)
+        # Rounded up, as `torch.chunk` does.
         share_rows = -(-(stop - start) // n_devices)
         first = start + coordinate * share_rows
         yield from interval(min(first, stop), min(first + share_rows, stop))

@@ -45,7 +45,7 @@ from xshard.plans.expression import sides
 from xshard.replicas import ReplicaCheck
 
 
-def redistribute(
+def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and layouts
     dtensor: DTensor,
     placements: Sequence[Placement],
     *,
@@ -217,6 +217,7 @@ def _end(
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
     as_layout = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
     axes = dtensor_axes(mesh)
+    # Also with a layout: placements that have none are refused.
     inferred = moves.layout_of(as_layout, axes, shape)
     if layout is None:
         return End(mesh, placements, inferred)
@@ -323,6 +324,7 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     left, right, text = sides(call.expression)
     check_placed(x, left, text)
     src = positional(left, x.ndim)
+    # Placements count dims by position: the move keeps the order, `_permuted` changes it.
     dst = positional(right.in_order(left.names), x.ndim)
     dtypes = comm_dtype_of(call.comm_dtype, x.dtype)
     mesh = x.device_mesh

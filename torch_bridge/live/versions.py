@@ -116,6 +116,7 @@ class Publisher(Endpoint):
             hint = "all its ranks call Subscriber.receive, on the same store and name"
             reason = f"no server took version {version} within {self.timeout_s:g} s"
             raise LostVersionError(reason, hint=hint)
+        # The server lives: from now on a rank of it that stops ends the wait.
         self.heart.watch("server", int(server_session), self.dst_mesh.n_devices, version)
         device = tensor_device_of(first_on_device(blocks), None, None)
         failed = f"version {version} did not reach the server"
@@ -205,6 +206,7 @@ class Subscriber(Endpoint):
         version = offer["version"]
         self._tell("taken", version, str(self.session))
         plan = self._answered_plan(offer)
+        # Messages come next: a trainer that stops would leave this program waiting.
         self.heart.watch("trainer", offer["session"], self.src_mesh.n_devices, version)
         device = tensor_device_of(None, self.device, None)
         sessions = f"{offer['session']}-{self.session}"

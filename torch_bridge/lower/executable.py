@@ -27,7 +27,7 @@ Moves = Move | list[Move]  # of one step
 T = TypeVar("T")
 
 
-class computed_once(Generic[T]):
+class computed_once(Generic[T]):  # noqa: N801 (read as the decorator that it is)
     """A property computed once, without the lock of Python 3.11's `cached_property`.
 
     All objects share that lock: a thread that makes a group would hold it while it waits for other ranks,

@@ -20,6 +20,7 @@ from torch_bridge.lower.step_context import Lengths, StepContext
 from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from xshard import Plan, Sharding, steps
+from xshard.caches import layout_cache
 from xshard.errors import DtypeError, PlanError
 from xshard.steps.base import axes_of, even_parts
 from xshard.steps.exchange.sources import view_pairs
@@ -65,7 +66,7 @@ def _lowered(
     return Executable(plan, processes, tuple(moves), tuple(step_of_move), lower_like)
 
 
-_lowered_once = functools.lru_cache(maxsize=4096)(_lowered)
+_lowered_once = layout_cache(maxsize=4096)(_lowered)
 
 
 def _moves_of_step(

@@ -52,7 +52,7 @@ class _PreparedModel(NamedTuple):
 @explained(
     params="parameters", parallelize_plan="parameters", plan="parameters", device_mesh="mesh"
 )
-def parallelize(
+def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they travel
     model: nn.Module,
     parameters: RulesLike,
     inputs: RulesLike,

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes

@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor

@@ -45,7 +45,7 @@ def redistribute(
 
 
 # The overloads leave its options open. It has many, as one verb for all moves: most calls pass three.
-def redistribute(  # type: ignore[misc]
+def redistribute(  # type: ignore[misc]  # noqa: PLR0913
     x: Any,
     layouts: Any,
     mesh: MeshLike | None = None,

@@ -65,6 +65,7 @@ def open_dcp(path: str | Path) -> Checkpoint:
             # A value that is not a tensor has no offset.
             offset = None if index.offset is None else tuple(index.offset)
             items[index.fqn, offset] = _item(folder, info)
+        # The names of the state dict, each a tensor in parts or a value.
         for name, record in records.state_dict_metadata.items():
             if isinstance(record, metadata.BytesStorageMetadata):
                 constants[name] = items[name, None]
@@ -133,6 +134,7 @@ class _Part:
     @cached_property
     def numbers(self) -> Mapped:
         """All elements, mapped from the disk."""
+        # Checked against the file: the metadata may be of another save.
         shape = tuple(rows.stop - rows.start for rows in self.box)
         with _malformed(self.item.file):
             tensor = self.item.load("meta")
@@ -142,6 +144,7 @@ class _Part:
             self._check_end(tensor, start_byte, strides_bytes)
             file, memory = map_file(self.item.file)
             file_byte = self.item.offset + start_byte
+            # numpy lacks some dtypes: whole numbers of the same size carry them.
             carrier = dtypes.carrier(self.dtype)
             whole = np.ndarray(shape, carrier, memory, file_byte, strides_bytes)
             return Mapped(shape, self.dtype, whole, file, file_byte, self.item.file.name)
@@ -191,6 +194,7 @@ class _Tensor(NamedTuple):
             common = [_common(rows, part_rows) for rows, part_rows in pairs]
             in_out: tuple[Any, ...] = tuple(rows.in_wanted for rows in common)
             if all(rows.start < rows.stop for rows in in_out):
+                # Ellipsis: a tensor without dims is read into an array, not into a number.
                 in_part = tuple(rows.in_part for rows in common)
                 part.numbers.read(in_part, out[(*in_out, ...)])
 
@@ -220,6 +224,7 @@ def _item(folder: Path, info: Any) -> _Item:
     stop = info.offset + info.length
     if file.parent != folder or file.is_symlink():
         raise FileError(f"'{info.relative_path}' is not a file in the folder itself")
+    # A file that was cut short would map to memory that cannot be read.
     file_bytes = file.stat().st_size
     if not 0 <= info.offset <= stop <= file_bytes:
         raise FileError(f"{file.name} has {file_bytes} bytes, and not {info.offset} to {stop}")

@@ -121,7 +121,7 @@ def _source_of(name: str, array: LocalArray) -> Source:
         return Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
 
 
-def load(
+def load(  # noqa: PLR0913  one option for each thing that a file does not say
     path: str | Path | Checkpoint,
     rules: RulesLike | None = None,
     mesh: MeshLike | None = None,
@@ -168,6 +168,7 @@ def load(
     loading = _Loading(ranks, load_profile(machine(profile)))
 
     def planned() -> dict[str, Any]:
+        # Opened inside the comparison: a file that one process cannot read stops all.
         loading.checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         if like is None:
             loading.plan_new(rules, mesh, names, dtype)
@@ -307,6 +308,7 @@ class _Loading:
                 load = self.loads[name].load
                 moves[name] = f"{load.source.layout} -> {load.target.layout}"
                 shapes[name] = load.array.shape
+            # A block of the source layout, which shards rows over replicas, becomes the target's.
             moved = redistribute(on_mesh, moves, mesh, shape=shapes, profile=self.profile)
             for name, block in moved.items():
                 tensors[name].copy_(block)
@@ -344,6 +346,7 @@ def _read(checkpoint: Checkpoint, load: Load, device: int, out: Tensor) -> Tenso
     A block with the bytes of `out` is read right into its memory, without a copy.
     """
     stored_dtype = getattr(torch, load.stored)
+    # Only memory that numpy can write to, with the bytes as they are in the file.
     is_plain = out.device.type == "cpu" and not (out.is_conj() or out.is_neg())
     is_direct = is_plain and not load.is_shared and out.dtype == stored_dtype
     if is_direct:

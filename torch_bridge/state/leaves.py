@@ -40,6 +40,7 @@ def processes_of(mesh: MeshLike | None) -> tuple[int, ...]:
     """Return the ranks of a mesh; for None, the ranks of the world, or this process alone."""
     if not dist.is_initialized():
         if mesh is not None and mesh_of(mesh).n_devices > 1:
+            # A mesh of one device works without a world: one process is all of it.
             process_mesh(mesh)  # raises
         return (0,)
     if mesh is None:
@@ -173,6 +174,7 @@ def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Const
 
     Raises XshardError for leaves of other types, and for two leaves of one name.
     """
+    # Containers of torch's pytrees: dicts, lists, tuples and named tuples.
     named_leaves = [(trees.leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Constant] = {}

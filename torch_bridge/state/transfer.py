@@ -28,7 +28,7 @@ from xshard.state.transfer import BUCKET
 from xshard.state.tree_plan import ArrayPlan, TreePlan
 
 
-def transfer(
+def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their execution
     tree: Any,
     rules: RulesLike | tuple[RulesLike | None, RulesLike],
     dst_mesh: MeshLike,
@@ -115,6 +115,7 @@ def transfer(
     plan = tree_facts.plan_described(tuple(facts.items()), dst_rules, names, route)
     if dry_run:
         return plan
+    # A process without a tree says by `device` where its result goes.
     tensor_device = tensor_device_of(tree_facts.first_on_device(blocks), device, dst_mesh)
     group = dist.group.WORLD
     assert group is not None
@@ -160,6 +161,7 @@ def execute(
     All processes of `group` call it. donate: free source blocks after the last bucket that reads
     them.
     """
+    # In a group of two programs ranks are counted there, not in the world.
     rank = rank_in(group)
     src_device = _position(plan.src_devices, rank)
     dst_device = _position(plan.dst_devices, rank)
@@ -252,6 +254,7 @@ def _torch_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _free(block: Tensor) -> None:
     """Free the memory of a block, unless it is a view of a larger tensor."""
+    # A view's storage has elements that the caller still needs.
     storage = block.untyped_storage()
     if storage.nbytes() == block.nbytes and storage.resizable():
         # Others may still hold the tensor, which would keep its memory: take it from the storage.

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 # A backward pass imports it: 0.4 s once, not on every rank.
-import torch.fx.experimental.symbolic_shapes
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from xshard import XshardError
@@ -94,6 +93,7 @@ def _wait(context: ProcessContext, n: int, timeout_s: float) -> None:
 
     Raises RankError if none of them makes progress, as torch does if one fails.
     """
+    # Progress is processor time, so a slow machine is not taken for a standstill.
     pids = [process.pid for process in context.processes]
     watch = Watch(lambda: processor_time(pids), timeout_s)
     while not context.join(watch.pause_s, grace_period=1.0):
@@ -120,6 +120,7 @@ def _first_failure(context: ProcessContext, folder: Path) -> _Failure | None:
                 # gloo ends a process that receives more than it waits for.
                 reason += "\nif blocks differ in size, XSHARD_DEBUG=1 says whose"
             return _Failure(rank, reason)
+    # Others fail when they lose the first one: the earliest failure is the cause.
     failures = [pickle.loads(file.read_bytes()) for file in sorted(folder.glob("*.failure"))]
     if not failures:
         return None

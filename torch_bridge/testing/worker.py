@@ -216,8 +216,10 @@ def _call(packed: bytes) -> Any:
 def _answer_plan(question: Question) -> RankAnswer:
     """Run a plan on this rank's blocks, and measure its bytes and seconds."""
     rank = dist.get_rank()
+    # Device i of the mesh is rank i.
     blocks = [tensor_of(array[rank]) for array in question.inputs]
     cotangent = tensor_of(question.cotangents[rank])
+    # Forward and backward bytes apart, as a plan has them.
     with Meter() as forward:
         output, pull = _forward(question.plan, blocks)
     with Meter() as backward:
@@ -308,6 +310,7 @@ def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor]
     for i in question.differentiable:
         inputs[i].requires_grad_()
     assert isinstance(question.function, bytes)
+    # Unpacked for each call: the function may keep state.
     function, _ = pickle.loads(question.function)
     arguments = mapped(inputs.__getitem__, question.arguments)
     try:
@@ -480,6 +483,7 @@ class _PlanTimer:
 
     def __init__(self, plan: AnyPlan) -> None:
         processes = process_mesh(plan.mesh)
+        # Ones: what a plan costs does not depend on values.
         dtype = getattr(torch, plan.dtype)
         # The last array is the result.
         shapes = [source.local_shape(processes.device) for source in arrays_of(plan)[:-1]]

@@ -27,7 +27,7 @@ from xshard.search.request import OBJECTIVES
 MOST_DRAWN = 4096  # devices: each has a line
 
 
-def plan_command(
+def plan_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
     expression: options.ExpressionText,
     mesh: options.MeshOrNone = None,
     shape: options.ShapeOrNone = None,

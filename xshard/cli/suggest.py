@@ -17,7 +17,7 @@ from xshard.errors import PlanError
 from xshard.layout import Mesh
 
 
-def suggest_command(
+def suggest_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
     config: Annotated[
         Path, Argument(metavar="CONFIG", help="A config.json of transformers, or its folder.")
     ],

@@ -293,7 +293,7 @@ class Verb(Generic[A, M]):
 
     call: Callable[..., Any]
 
-    def attention(
+    def attention(  # noqa: PLR0913  public, with the options of the papers it covers
         self,
         q: A,
         k: A,
@@ -385,7 +385,7 @@ class Verb(Generic[A, M]):
             sequence, heads,
         )  # fmt: skip
 
-    def cross_entropy(
+    def cross_entropy(  # noqa: PLR0913  public, with the options of torch's
         self,
         logits: A,
         labels: A,

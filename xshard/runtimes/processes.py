@@ -40,7 +40,7 @@ class Process:
 
     def __init__(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         self._asking = Lock()  # one question at a time
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
         self._child = subprocess.Popen(
             [*prefix, sys.executable, "-m", "xshard.runtimes.server"],
             stdin=subprocess.PIPE,

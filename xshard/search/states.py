@@ -65,7 +65,7 @@ class AxisRole(NamedTuple):
     cut: Cut
 
 
-class remembered(Generic[P, R]):
+class remembered(Generic[P, R]):  # noqa: N801, a decorator
     """A method that an object computes once for each tuple of arguments.
 
     The cache belongs to the object and dies with it, where `functools.cache` would keep the object.

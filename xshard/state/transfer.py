@@ -44,7 +44,7 @@ class Layouts(NamedTuple):
     targets: dict[str, TargetArray]
 
 
-def plan_transfer(
+def plan_transfer(  # noqa: PLR0913  all but two are keywords
     shapes: Mapping[str, Sequence[int]],
     rules: RulesLike | tuple[RulesLike | None, RulesLike],
     *,

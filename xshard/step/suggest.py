@@ -40,7 +40,7 @@ def _no_progress(done: int, total: int) -> None:
 
 
 @api_boundary
-def suggest(
+def suggest(  # noqa: PLR0913  the public signature
     step: TrainingStep,
     mesh: Mesh,
     *,

@@ -173,7 +173,7 @@ def _parsed(layout: Any, name: str) -> Layout:
         why = f"the layout of {name} is a {type(layout).__name__}"
         raise StructureError(why, hint='text, as in "n/dp d"')
     parsed = Layout.parse(layout)
-    parsed.dual
+    parsed.dual  # noqa: B018  max and min have none: refused
     return parsed
 
 

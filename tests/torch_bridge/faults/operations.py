@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-import tests.torch_bridge.preloaded_torch
+import tests.torch_bridge.preloaded_torch  # noqa: F401  ranks on nodes are forked from an agent, without JAX
 import torch_bridge as xt
 from torch_bridge.mesh import process_groups
 from xshard import Mesh

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import tests.torch_bridge.helpers
+import tests.torch_bridge.helpers  # noqa: F401  the server that ranks are forked from has their modules
 import torch_bridge as xt
 from tests.torch_bridge.faults.operations import BARE, WAYS, bare, own_mesh
 from tests.torch_bridge.faults.ranks import Act, N, Ranks, act, ends_of, say

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import tests.torch_bridge.helpers
+import tests.torch_bridge.helpers  # noqa: F401  the server that ranks are forked from has their modules
 from tests.torch_bridge.faults.ranks import ALL, Ranks, ends_of, say, take_part
 from tests.torch_bridge.faults.table import check_column
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (tells numpy of bfloat16 and 8-bit floats)
 import pytest
 
 import xshard as xs

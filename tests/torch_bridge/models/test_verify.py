@@ -147,7 +147,7 @@ def _mutated() -> None:
         rules[kind] |= {name: text}
         rules[kind] = {n: each for n, each in rules[kind].items() if each is not None}
         batch, loss = (_x(), _mean) if make is _net else (blocks._ids(), logits_loss)
-        with pytest.raises(Exception) as caught:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
             xt.verify(xt.parallelize(make(), mesh=MESH, **rules), batch, loss=loss)
         found = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
         assert words in found, (kind, name, text, found)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
@@ -126,7 +126,7 @@ class Forgetful(nn.Module):
         self.weight = nn.Parameter(torch.ones(6))
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
-        by = lambda x: x * self.weight
+        by = lambda x: x * self.weight  # noqa: E731
         return (torch.utils.checkpoint.checkpoint(by, x, use_reentrant=True) + 1,)
 
 

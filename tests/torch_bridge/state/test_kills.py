@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import tests.torch_bridge.helpers
+import tests.torch_bridge.helpers  # noqa: F401  the server of forks has torch_bridge already
 import torch_bridge as xt
 from torch_bridge.live import endpoint
 from torch_bridge.state import files, leaves, transfer
