@@ -241,14 +241,14 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
     in_place = transfer_step.is_in_place
     for message in _messages_in_place(transfer_step) if in_place else transfer_step.messages:
         box = list(message.box)
-        src_rows = _rows_of_part(move.src, message.src)
-        if src_rows is not None:
-            d = move.src.part.dim
-            box[d] = _shifted(box[d], src_rows, side=0)
-        dst_rows = _rows_of_part(move.dst, message.dst)
-        if dst_rows is not None:
-            d = dst_dims.index(move.dst.part.dim)
-            box[d] = _shifted(box[d], dst_rows, side=1)
+        src_part = _rows_of_part(move.src, message.src)
+        if src_part is not None:
+            d = src_part.dim
+            box[d] = _shifted(box[d], src_part.rows, side=0)
+        dst_part = _rows_of_part(move.dst, message.dst)
+        if dst_part is not None:
+            d = dst_dims.index(dst_part.dim)
+            box[d] = _shifted(box[d], dst_part.rows, side=1)
         src = numbers.index(transfer_step.src_devices[message.src])
         dst = numbers.index(transfer_step.dst_devices[message.dst])
         sent = Message(src, dst, tuple(box))
@@ -263,11 +263,19 @@ def _messages_in_place(step: Transfer) -> Iterator[Message]:
         yield Message(step.src_devices.index(device), dst, box)
 
 
-def _rows_of_part(sharded: PartSharding, device: int) -> Runs | None:
+class _PartRows(NamedTuple):
+    """The rows that a part of an array has along one dim of a block."""
+
+    dim: int
+    rows: Runs
+
+
+def _rows_of_part(sharded: PartSharding, device: int) -> _PartRows | None:
     """Return the rows of a part in a device's block; None if the part is the whole block."""
-    if not sharded.rows or sharded.part.dim is None:
+    dim = sharded.part.dim
+    if not sharded.rows or dim is None:
         return None
-    return sharded.rows[sharded.whole.dim_device(sharded.part.dim, device)]
+    return _PartRows(dim, sharded.rows[sharded.whole.dim_device(dim, device)])
 
 
 def _shifted(segments: tuple[Segment, ...], rows: Runs, side: int) -> tuple[Segment, ...]:
