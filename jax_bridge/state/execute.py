@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -195,6 +195,7 @@ def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: 
 def _source_of(move: PartMove, array: LocalBlocks, src_devices: Devices) -> LocalBlocks:
     """Return the blocks that a move sends: those of the array after the stages on the first mesh."""
     before = _stages_of(move).before
+    # Without steps before it the transfer itself takes its part out of whole blocks.
     sent = move.transfer.source if before else move.src.whole
     blocks = _run_stages(array.blocks, move.plan, before, src_devices)
     return LocalBlocks(blocks, jnp.dtype(array.dtype), sent.local_shape(0))
@@ -238,8 +239,11 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
     dst_names = move.plan.dst.names
     # Boxes have their dims in the order of the source: where does the destination have each?
     dst_dims = [dst_names.index(name) for name in move.plan.src.names]
-    in_place = transfer_step.is_in_place
-    for message in _messages_in_place(transfer_step) if in_place else transfer_step.messages:
+    messages: Iterable[Message] = transfer_step.messages
+    if transfer_step.is_in_place:
+        # Nothing travels, but the program builds the new block of messages alone.
+        messages = _messages_in_place(transfer_step)
+    for message in messages:
         box = list(message.box)
         src_part = _rows_of_part(move.src, message.src)
         if src_part is not None:
@@ -279,7 +283,10 @@ def _rows_of_part(sharded: PartSharding, device: int) -> _PartRows | None:
 
 
 def _shifted(segments: tuple[Segment, ...], rows: Runs, side: int) -> tuple[Segment, ...]:
-    """Renumber rows of a part as rows of the block, at the sender (side 0) or the receiver (1)."""
+    """Renumber rows of a part as rows of the block, at the sender (side 0) or the receiver (1).
+
+    A part of the rows 4-7 of a block: its row 0 is row 4.
+    """
     sent_and_received = [rows_at(segments, 0), rows_at(segments, 1)]
     sent_and_received[side] = row_numbers(rows)[sent_and_received[side]]
     lengths = np.ones_like(sent_and_received[0])

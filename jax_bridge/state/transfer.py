@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,7 @@ from xshard.rules import RulesLike
 from xshard.state import Names, TreePlan, plan_transfer
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
+from xshard.state.tree_plan import ArrayPlan
 from xshard.trees import Leaf, named_once, place_of
 
 
@@ -192,7 +193,9 @@ def _source(leaf: Leaf, meshes: _Meshes, *, has_rule: bool) -> _SourceArray:
     """
     with located(leaf.place):
         expression = sides_or_one(leaf.given if has_rule else "...")
-        x = leaf.x if _is_placed(leaf.x) else place(leaf.x, "...", meshes.src)
+        x = leaf.x
+        if not _is_placed(x):
+            x = place(x, "...", meshes.src)
         check_axes(expression.dst, xshard_mesh(meshes.dst), expression.text)
         if ARROW in expression.text:
             src = expression.src.resolved(len(x.shape))
@@ -200,10 +203,13 @@ def _source(leaf: Leaf, meshes: _Meshes, *, has_rule: bool) -> _SourceArray:
         else:
             src = _current_layout(x, expression, meshes.dst)
         rule = Sides(src, expression.dst, expression.text)
-        if not calls.are_keys(x):
-            return _SourceArray(x, rule if has_rule else src, leaf.x, _unchanged)
-        words = calls.as_words(x, rule)
-        return _SourceArray(words.array, words.sides if has_rule else src, leaf.x, words.back)
+        as_leaf: Callable[[jax.Array], jax.Array] = _unchanged
+        if calls.are_keys(x):
+            words = calls.as_words(x, rule)
+            x = words.array
+            rule = words.sides
+            as_leaf = words.back
+        return _SourceArray(x, rule if has_rule else src, leaf.x, as_leaf)
 
 
 def _current_layout(x: Any, expression: Sides, dst_mesh: JaxMesh) -> Layout:
@@ -243,7 +249,9 @@ def _plan(
     by_name = {re.compile(re.escape(name)): source.rule for name, source in sources.items()}
     all_rules: Any = by_name
     if names is not None:
-        all_rules = (by_name, rules if isinstance(rules, Rules) else {"**": rules})
+        if not isinstance(rules, Rules):
+            rules = {"**": rules}  # one layout for all
+        all_rules = (by_name, rules)
     return plan_transfer(
         {name: source.x.shape for name, source in sources.items()},
         all_rules,
@@ -295,7 +303,7 @@ def _run(
     for name, source in sources.items():
         blocks_by_name[name] = LocalBlocks(blocks_of(source.x), source.x.dtype)
     # Several buckets may read one array: how many moves of each are still to come.
-    moves_left = Counter(move.name for array in plan.arrays for move in array.moves)
+    moves_left = _count_moves(plan.arrays)
     first_device = devices[min(*plan.src_devices, *plan.dst_devices)]
     shows_progress = first_device.process_index == jax.process_index()
     moved: dict[str, jax.Array] = {}
@@ -310,7 +318,7 @@ def _run(
                 moved[array.name] = remember(y, array.sharding)
             # Else buckets would overlap, and devices would need memory for all of them.
             jax.block_until_ready([moved[array.name] for array in bucket])
-            moves_left.subtract(move.name for array in bucket for move in array.moves)
+            moves_left.subtract(_count_moves(bucket))
             if donate:
                 for name in [name for name in blocks_by_name if moves_left[name] == 0]:
                     # The blocks hold the memory, too.
@@ -318,6 +326,14 @@ def _run(
                     _delete(sources[name])
             report(sum(array.traffic.total() for array in bucket))
     return moved
+
+
+def _count_moves(arrays: Iterable[ArrayPlan]) -> Counter[str]:
+    """Count the moves that read each source array, by its name."""
+    counts: Counter[str] = Counter()
+    for array in arrays:
+        counts.update(move.name for move in array.moves)
+    return counts
 
 
 def _delete(source: _SourceArray) -> None:

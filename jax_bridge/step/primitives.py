@@ -130,17 +130,18 @@ def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) ->
     table = []
     whole = []
     for d, length in enumerate(shapes[0]):
-        if d in index_dim_of:
+        if d in index_dim_of:  # a batch dim: the indices and the result have it, too
             table.append(index_dims[index_dim_of[d]])
-        elif d in numbers.collapsed_slice_dims:
+        elif d in numbers.collapsed_slice_dims:  # one row at a time: the result lacks the dim
             table.append(next(new_letters))
         else:
             window = next(window_dims)
-            if window_sizes[d] == length:
+            if window_sizes[d] == length:  # all of the dim
                 table.append(window)
             else:
-                table.append(next(new_letters))
-                whole += [window, table[-1]]
+                table_dim = next(new_letters)
+                table.append(table_dim)
+                whole += [window, table_dim]
     coordinates = next(new_letters)  # the last dim of the indices: where a window begins
     arrays = [table, [*index_dims, coordinates], result]
     return Written(arrays, "lookup", [*whole, coordinates])

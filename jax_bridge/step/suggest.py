@@ -66,8 +66,10 @@ class Loss:
         for name, argument in others:
             for leaf in leaves_of(None, {name: argument}):
                 if is_array(leaf.x):
-                    is_taken = leaf.name in parameter_names
-                    self.names.append(f"{leaf.name} (input)" if is_taken else leaf.name)
+                    new_name = leaf.name
+                    if new_name in parameter_names:
+                        new_name += " (input)"
+                    self.names.append(new_name)
                     self.arrays.append(leaf.x)
 
     def filled(
@@ -75,7 +77,11 @@ class Loss:
     ) -> tuple[Any, ...]:
         """Return the arguments with other values in place of arrays, and of other leaves."""
         next_value = iter(values)
-        return jax.tree.map(lambda x: next(next_value) if is_array(x) else other(x), self.args)
+
+        def fill(x: Any) -> Any:
+            return next(next_value) if is_array(x) else other(x)
+
+        return jax.tree.map(fill, self.args)
 
     def run(self, *arrays: Any) -> Any:
         """Return the loss for these arrays."""
@@ -221,9 +227,10 @@ def traced(loss: Loss) -> Traced:
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
     closed = jax.make_jaxpr(loss.run)(*structs)
     if [out.shape for out in closed.out_avals] != [()]:
-        returned = ", ".join(out.str_short() for out in closed.out_avals)
+        types = [out.str_short() for out in closed.out_avals]
+        returned = ", ".join(types) if types else "nothing"
         hint = "pass the loss, which returns one number; gradients and the optimizer are always counted"
-        raise PlanError(f"the function returns {returned if returned else 'nothing'}", hint=hint)
+        raise PlanError(f"the function returns {returned}", hint=hint)
     parameters = structs[: loss.n_parameters]
     inputs = structs[loss.n_parameters :]
     trace = Trace(_batch_length(inputs), _dtype_of_step(parameters))

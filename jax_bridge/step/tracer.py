@@ -72,6 +72,11 @@ def _opened(body: Any) -> Jaxpr:
 # ---- a jaxpr as a step
 
 
+def _names_of(variables: Sequence[Any], name_of: Mapping[Any, Name]) -> list[Name]:
+    """Return the names of variables, None for numbers."""
+    return [None if is_number(v) else name_of[v] for v in variables]
+
+
 @dataclass
 class Tracer:
     """Collects the operations of a jaxpr in a `Trace`.
@@ -108,10 +113,10 @@ class Tracer:
             # Constants are made on the spot, as by `iota`.
             name_of[v] = self._add(f"{prefix}const.{i}", "iota", (), v.aval.shape, times)
         for place, eqn in places(jaxpr, prefix):
-            operands = [None if is_number(v) else name_of[v] for v in eqn.invars]
+            operands = _names_of(eqn.invars, name_of)
             results = self._results(place, eqn, operands, times)
             name_of.update(zip(eqn.outvars, results, strict=True))
-        return [None if is_number(v) else name_of[v] for v in jaxpr.outvars]
+        return _names_of(jaxpr.outvars, name_of)
 
     def _results(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
         """Add one equation, and return the names of its results."""

@@ -243,8 +243,11 @@ class _Apply(torch.autograd.Function):
             # Saved so that torch notices writes to memory that the pullback reads.
             borrowed = chain.from_iterable(groups[i] for i in program.borrowed(outputs, pull))
             ctx.save_for_backward(*tensors, *borrowed)
-        whole_numbers = [x for i, x in enumerate(groups) if i not in program.inexact_outputs]
-        ctx.mark_non_differentiable(*chain.from_iterable(whole_numbers))
+        whole_numbers = []
+        for i, group in enumerate(groups):
+            if i not in program.inexact_outputs:
+                whole_numbers += group
+        ctx.mark_non_differentiable(*whole_numbers)
         return tuple(chain.from_iterable(groups))
 
     @staticmethod
