@@ -38,6 +38,7 @@ def jax_name(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if not hasattr(jnp, name):
         raise DtypeError(f"JAX has no {dtype}", hint="convert the tensor to a dtype that both have")
+    # JAX would not raise: without 64 bits it narrows, and results differ from torch's.
     narrow = jax.dtypes.canonicalize_dtype(name).name
     if narrow != name:
         hint = 'jax.config.update("jax_enable_x64", True), or convert it'
@@ -74,6 +75,7 @@ def check_dense(x: Tensor) -> None:
 
 def why_copied(x: Tensor, device: jax.Device) -> str | None:
     """Return the reason why JAX cannot use the memory of a tensor; None if it can."""
+    # DLPack hands over an address, a shape and strides: nothing of what torch does when it reads.
     if x.is_conj() or x.is_neg():
         return "it is conjugated or negated lazily"
     if not x.is_contiguous():
@@ -103,6 +105,7 @@ def array_over(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
     if block.device.type == "cpu":
         return jax.device_put(array_of(block), device, may_alias=True)
     array = jax.dlpack.from_dlpack(block)
+    # On a GPU it is where torch's memory is, which may be another one than the mesh has.
     if array.device == device:
         return array
     return jax.device_put(array, device)
@@ -148,6 +151,7 @@ class ReadOnlyTensor(Tensor):
         names = [argument.name for argument in func._schema.arguments]
         by_name = {**dict(zip(names, args, strict=False)), **kwargs}
         cls._check_not_written(func, by_name)
+        # A result in the memory of an argument is a view of it: a slice, a transpose.
         shared_storages = set()
         for x in tree_leaves(by_name):
             if isinstance(x, cls):

@@ -83,6 +83,7 @@ class MeshPair:
     def by_number(self) -> dict[int, jax.Device]:
         """Devices by their numbers in plans: ranks, or positions if a process has several."""
         if self.has_device_per_process:
+            # Ranks, so that torch can run the plan, too.
             return {device.process_index: device for device in self.all_devices}
         return dict(enumerate(self.all_devices))
 
@@ -102,7 +103,7 @@ def mesh_pair(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> MeshPai
     if not isinstance(jax_mesh, JaxMesh):
         hint = "pass a jax.sharding.Mesh of devices"
         raise MeshError(f"{type(jax_mesh).__name__} {jax_mesh} is not a mesh of devices", hint=hint)
-    check_processes()
+    check_processes()  # not cached: torch's process group may start later
     return _matched(jax_mesh, torch_mesh)
 
 
@@ -132,6 +133,7 @@ def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
     if torch_mesh is None:
         meshes = MeshPair(jax_mesh, jax_axes, jax_devices, jax_axes, jax_devices)
     else:
+        # Another mesh: its axes differ, and its devices or their order may.
         torch_axes = mesh_of(torch_mesh)
         torch_devices = _torch_devices(torch_mesh, torch_axes, jax_devices)
         meshes = MeshPair(jax_mesh, jax_axes, jax_devices, torch_axes, torch_devices)
@@ -226,6 +228,7 @@ def initialize(*, local_devices: int = 1, backend: str | None = None, timeout_s:
         if not backend:
             backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
         dist.init_process_group(backend)
+    # torchrun says which GPU of the machine is this process's; without it the rank does.
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     if on_gpus:
         torch.cuda.set_device(local_rank)
@@ -260,6 +263,7 @@ def _start_jax(local_devices: int, local_device_ids: list[int] | None, timeout_s
         address = [f"{host}:{port}"]
     dist.broadcast_object_list(address, src=0)
     try:
+        # Both have to be set before JAX makes its devices; on GPUs they are without effect.
         jax.config.update("jax_num_cpu_devices", local_devices)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(

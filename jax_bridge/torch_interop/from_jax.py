@@ -146,6 +146,7 @@ class _JaxFunction:
         arrays = [argument.to_jax(self.mesh) for argument in arguments]
         program = self._program(meshes, tree, layouts, arrays, _differentiated(arguments))
 
+        # Autograd sees tensors only as arguments of their own, not inside lists.
         others = [argument.other for argument in arguments]
         tensors = chain.from_iterable(argument.tensors for argument in arguments)
         groups = program.divided(_Apply.apply(program, arrays, others, *tensors))
@@ -181,6 +182,7 @@ class _JaxFunction:
         """Return the program for such arguments, made on the first call."""
         fn = self.fn
         avals = tuple(map(jax.typeof, arrays))
+        # All that the compiled programs depend on.
         key = (tree, layouts, avals, wrt)
         if key in self._programs:
             return self._programs[key]
@@ -323,6 +325,7 @@ class VjpProgram:
 
     def to_torch(self, array: jax.Array, layout: Layout) -> Group:
         """Hand an array over to torch."""
+        # The program's outputs are in storage order, which only the layout tells.
         array = stored_as(array, layout, self.meshes.jax_mesh)
         hand_over = prepare_to_torch(array, layout, self.meshes.jax_mesh, OPTIONS)
         blocks = hand_over()

@@ -277,6 +277,7 @@ class HostCall:
             # XLA has queued what makes the arguments on a stream of its own.
             stream = torch.cuda.stream(torch.cuda.ExternalStream(context.stream))
         with stream:
+            # Copies: the function may write to its blocks, and XLA's memory has to stay as it is.
             blocks = [from_dlpack(x).clone() for x in memory]
             with torch.no_grad():
                 outputs = self.fn(*blocks)
@@ -301,7 +302,7 @@ class HostCall:
         inputs = list(tensors[:n_arguments])
         cotangents = tensors[n_arguments:]
         with torch.enable_grad():
-            varied = []
+            varied = []  # with respect to these
             for i in _inexact(self.in_plans):
                 if not inputs[i].requires_grad:
                     inputs[i] = inputs[i].detach().requires_grad_()

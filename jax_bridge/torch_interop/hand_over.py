@@ -377,7 +377,7 @@ def _meshes_of(array: jax.Array, mesh: TorchMesh | JaxMesh | None) -> MeshPair:
     jax_mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     torch_mesh = None
     if isinstance(mesh, JaxMesh):
-        jax_mesh = mesh
+        jax_mesh = mesh  # of an array without one, on a single device
     else:
         torch_mesh = mesh
     if not isinstance(jax_mesh, JaxMesh):

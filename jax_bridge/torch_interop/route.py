@@ -210,6 +210,7 @@ def _route(
     src_end = ends.src
     dst_end = ends.dst
     with mark_errors(text):
+        # All that can be wrong with the user's arguments is noticed here, before anything is sent.
         check_axes(src, src_end.mesh, text)
         check_axes(dst, dst_end.mesh, text)
         shape = array.shape
@@ -245,6 +246,7 @@ def _route(
 def _moves_nothing(plan: Plan) -> bool:
     """Return True if every device keeps its block, maybe with another label."""
     for step in plan.steps:
+        # A retag says that replicas are copies, or the reverse: blocks stay as they are.
         stays = step is plan.transfer and step.is_in_place
         if step.kind != "retag" and not stays:
             return False
@@ -310,6 +312,7 @@ def by_torch(blocks: Sequence[Tensor], plan: Plan) -> list[Tensor]:
 
     The plan's devices are ranks.
     """
+    # A process of JAX's mesh alone has no block, but takes part.
     block = blocks[0].detach() if blocks else None
     moved = redistribute(block, plan)
     return [] if moved is None else [moved]
