@@ -128,7 +128,7 @@ class JaxSuggestion(Suggestion):
         def constrained(*args: Any) -> Any:
             loss = Loss(f, args)
             closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*loss.arrays)
-            # Parameters that are gathered in every use: a checkpoint does not keep what it gathers.
+            # Parameters that are gathered for every use: a checkpoint gathers them again, too.
             gathered_once = Rules({self.once: "..."})
             parameters = loss.names[: loss.n_parameters]
             late = {name for name in parameters if not gathered_once.pattern_for(name)}
