@@ -27,7 +27,7 @@ from jax_bridge.trees import leaves_of
 from jax_bridge.versions import manual_type, unreduced_kind
 from xshard import Layout, Plan, ProfileLike, XshardError, planner
 from xshard.arguments import lengths_of, whole_numbers
-from xshard.errors import DtypeError, NotationError, Span, located
+from xshard.errors import DtypeError, NotationError, Span, api_boundary, located
 from xshard.layout.lengths import global_shape
 from xshard.notation.maps import Maps
 from xshard.notation.parser import Dim, mark_errors, with_maps
@@ -281,6 +281,7 @@ def _with_words(layout: Layout, text: str) -> Layout:
 # The verb.
 
 
+@api_boundary
 def redistribute(
     x: T,
     layouts: Any,

@@ -23,7 +23,7 @@ from jax_bridge.mesh.axis_types import bound_sizes
 from jax_bridge.mesh.context import AnyMesh, sharding_in_context, xshard_mesh
 from xshard import Layout, Sharding
 from xshard.arguments import lengths_of
-from xshard.errors import MeshError
+from xshard.errors import MeshError, api_boundary
 from xshard.notation.maps import Maps
 from xshard.notation.parser import mark_errors
 from xshard.ops import Operations, Shape, Side, move
@@ -58,6 +58,7 @@ reduce_scatter = _operations.reduce_scatter
 shard = _operations.shard
 
 
+@api_boundary
 def valid_mask(
     layout: Layout | str, mesh: AnyMesh | None = None, *, shape: Sequence[int]
 ) -> jax.Array:
@@ -85,6 +86,7 @@ def valid_mask(
     return valid_elements(sharding_in_context(layout, shape, mesh))
 
 
+@api_boundary
 def positions(
     layout: Layout | str,
     mesh: AnyMesh | None = None,

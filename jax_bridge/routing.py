@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_bridge.calls import as_array
 from jax_bridge.mesh.axis_types import as_varying, axis_size, bound_size, is_vmapped, varying_axes
-from xshard.errors import MeshError, ShapeError
+from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.ops import Axes
 from xshard.routing import Groups, check_rows
 
@@ -104,6 +104,7 @@ class Routed:
     _copies: Copies
     _choice_of_row: jax.Array  # the number of each row among the choices of all copies that came
 
+    @api_boundary
     def back(self, y: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """Bring results home, and add up the results of each row: `[n, ...] -> [rows, ...]`.
 
@@ -147,6 +148,7 @@ def _all_to_all(x: jax.Array, axis: tuple[str, ...]) -> jax.Array:
     return lax.all_to_all(x, axis, 0, 0, tiled=True)
 
 
+@api_boundary
 def route(
     x: jax.Array,
     to: jax.Array,

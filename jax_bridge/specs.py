@@ -12,13 +12,14 @@ from jax.sharding import Mesh as JaxMesh
 from jax_bridge.mesh.context import jax_mesh, xshard_mesh
 from jax_bridge.versions import cuts_of, unreduced_kind
 from xshard import Layout
-from xshard.errors import MeshError, NotationError, PlanError, ShapeError
+from xshard.errors import MeshError, NotationError, PlanError, ShapeError, api_boundary
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim, Shard
 
 __all__ = ["from_partition_spec", "to_named_sharding", "to_partition_spec"]
 
 
+@api_boundary
 def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> PartitionSpec:
     """Convert a layout to the equivalent spec: `sum` is unreduced, `copy` is reduced.
 
@@ -71,6 +72,7 @@ def _entry_of(dim: Dim, text: str) -> str | tuple[str, ...] | None:
     return dim.axes
 
 
+@api_boundary
 def from_partition_spec(
     spec: PartitionSpec, ndim: int, names: Sequence[str] | None = None
 ) -> Layout:
@@ -129,6 +131,7 @@ def _axes_of(entry: Any, spec: PartitionSpec) -> tuple[str, ...]:
     return axes
 
 
+@api_boundary
 def to_named_sharding(
     layout: Layout | str, mesh: JaxMesh | AbstractMesh, ndim: int | None = None
 ) -> NamedSharding:

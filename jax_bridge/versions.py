@@ -287,3 +287,21 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         consts, carries, _ = params["ft_in"].unpack()
         return len(consts), len(carries)
     return params["num_consts"], params["num_carry"]
+
+
+def run_equation(jaxpr: Any, eqn: Any, arrays: Mapping[Any, Any]) -> list[Any]:
+    """Run one equation of a jaxpr and return its results.
+
+    JAX documents `primitive.bind`, but not how to keep what an equation knows of its scope, its
+    line and its context. The evaluator of JAX's own does, for whole jaxprs: this one equation is
+    made one.
+
+    Args:
+        jaxpr: The jaxpr.
+        eqn: The equation; maybe not of the jaxpr itself, but with the same variables.
+        arrays: The value of each variable of the jaxpr so far.
+    """
+    # Literals hold their value themselves.
+    variables = [v for v in eqn.invars if not hasattr(v, "val")]
+    alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn])
+    return jax.core.eval_jaxpr(alone, (), *[arrays[v] for v in variables])

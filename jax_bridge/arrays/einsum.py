@@ -22,12 +22,13 @@ from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
 from xshard.contractions.shapes import Shapes, for_operands, shapes_of, whole_lengths
-from xshard.errors import DtypeError
+from xshard.errors import DtypeError, api_boundary
 from xshard.formatting import format_bytes
 from xshard.notation.maps import Maps
 from xshard.notation.parser import with_maps
 
 
+@api_boundary
 def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has the same
     expression: str | ContractionPlan,
     *operands: jax.typing.ArrayLike,

@@ -32,12 +32,13 @@ from jax_bridge.mesh.context import jax_mesh, machine
 from jax_bridge.specs import storage_layout
 from jax_bridge.trees import array_leaves, is_array, leaves_of
 from xshard import Layout, Plan, ProfileLike, Rules, Sharding
-from xshard.errors import MeshError, located
+from xshard.errors import MeshError, api_boundary, located
 from xshard.notation.maps import Maps
 from xshard.notation.parser import with_maps
 from xshard.plans.expression import Sides, sides_or_one
 
 
+@api_boundary
 def reshard(
     arrays: Any,
     layouts: Any,
@@ -165,6 +166,7 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
         return target.bring(x)
 
 
+@api_boundary
 def place(
     tree: Any,
     layouts: Any,

@@ -24,7 +24,7 @@ from jax_bridge.mesh.context import free_axes, jax_mesh
 from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
 from xshard.arguments import shown
-from xshard.errors import NotationError, located
+from xshard.errors import NotationError, api_boundary, located
 from xshard.layout.layout import check_axes, parse_layouts
 from xshard.layout.lengths import Lengths, global_shape
 from xshard.notation.maps import Maps
@@ -33,6 +33,7 @@ from xshard.plans.expression import Sides, sides_or_one
 from xshard.trees import Leaf
 
 
+@api_boundary
 def shard_map(
     f: Callable[..., Any] | None = None,
     layouts: Any = None,
@@ -113,6 +114,7 @@ def shard_map(
         profile=profile,
     )
 
+    @api_boundary
     @wraps(f)
     def of_arrays(*args: Any, **static: Any) -> Any:
         return mapped(args, static)

@@ -26,7 +26,7 @@ from jax_bridge.specs import from_partition_spec, storage_layout, storage_shardi
 from jax_bridge.versions import unreduced_kind, with_sharding
 from xshard import Layout, Mesh, Sharding, XshardError
 from xshard.arguments import is_on as is_set
-from xshard.errors import MeshError, ShapeError
+from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.layout.runs import row_numbers
 from xshard.notation.maps import Maps
 from xshard.notation.parser import Dim, Shard, mark_errors
@@ -37,6 +37,7 @@ _RECORD = "_xshard_order"  # the attribute of an array with the order of its row
 # The order of an array's rows.
 
 
+@api_boundary
 def stored_as(
     array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = None, *, maps: Maps | None = None
 ) -> jax.Array:

@@ -28,7 +28,7 @@ from jax_bridge.ops import positions
 from xshard import Layout, Sharding
 from xshard.contractions.attention import AttentionCall, Verb
 from xshard.contractions.prices import fastest_attention
-from xshard.errors import DtypeError
+from xshard.errors import DtypeError, api_boundary
 from xshard.nn.attention import (
     BITS,
     HEADS,
@@ -438,4 +438,4 @@ def _attention(
     return y, cleaned[1].squeeze(-1)
 
 
-attention = Verb[Array, AnyMesh](_attention).attention
+attention = api_boundary(Verb[Array, AnyMesh](_attention).attention)

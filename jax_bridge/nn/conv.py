@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from jax_bridge.lower.row_tables import along_dim, row_of_this_device
 from jax_bridge.nn.sharded import Sharded
 from jax_bridge.nn.window import Boundaries, LocalWindow, WindowRules, apply_windows
-from xshard.errors import ShapeError
+from xshard.errors import ShapeError, api_boundary
 from xshard.layout.runs import row_numbers
 from xshard.nn.windows import pool_counts, pool_window
 from xshard.notation.overlap import Window
@@ -26,6 +26,7 @@ Padding = str | Pads
 Reducer = Callable[[jax.Array, jax.Array], jax.Array]
 
 
+@api_boundary
 def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_dilated`
     lhs: Sharded,
     rhs: jax.Array,
@@ -156,6 +157,7 @@ def windows_of(
     return list(map(Window, sizes, strides, dilation, pads))
 
 
+@api_boundary
 def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     operand: Sharded,
     init_value: float,
@@ -234,6 +236,7 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     )
 
 
+@api_boundary
 def max_pool(
     x: Sharded,
     window_dimensions: Sequence[int],
@@ -284,6 +287,7 @@ def max_pool(
     )
 
 
+@api_boundary
 def avg_pool(
     x: Sharded,
     window_dimensions: Sequence[int],

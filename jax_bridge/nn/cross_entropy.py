@@ -23,7 +23,7 @@ from jax_bridge.mesh.context import AnyMesh, MeshAndMachine, block_sharding, mes
 from jax_bridge.ops import positions
 from xshard import Layout, ProfileLike, Sharding
 from xshard.contractions.attention import Verb
-from xshard.errors import DtypeError
+from xshard.errors import DtypeError, api_boundary
 from xshard.nn.cross_entropy import class_dim
 from xshard.ops import move, tag
 
@@ -142,4 +142,4 @@ def _token_losses(
     return losses
 
 
-cross_entropy = Verb[jax.Array, AnyMesh](_cross_entropy).cross_entropy
+cross_entropy = api_boundary(Verb[jax.Array, AnyMesh](_cross_entropy).cross_entropy)

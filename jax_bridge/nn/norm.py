@@ -14,7 +14,7 @@ from jax_bridge.lower.row_tables import with_lengths
 from jax_bridge.nn.sharded import Sharded
 from jax_bridge.ops import all_reduce
 from xshard import Layout
-from xshard.errors import ShapeError
+from xshard.errors import ShapeError, api_boundary
 from xshard.notation.parser import Dim
 
 Parameter = jax.Array | None
@@ -27,6 +27,7 @@ class FeatureGroups(NamedTuple):
     n_groups: int
 
 
+@api_boundary
 def layer_norm(
     x: Sharded,
     dims: Sequence[int],
@@ -58,6 +59,7 @@ def layer_norm(
     return _scaled_and_shifted(x, _normalised(x, dims, epsilon), dims, scale, bias)
 
 
+@api_boundary
 def group_norm(
     x: Sharded,
     num_groups: int,
@@ -97,6 +99,7 @@ def group_norm(
     return _scaled_and_shifted(x, normal, [feature_dim], scale, bias)
 
 
+@api_boundary
 def batch_norm(
     x: Sharded,
     scale: Parameter = None,
@@ -137,6 +140,7 @@ def batch_norm(
     return _scaled_and_shifted(x, normal, [feature_dim], scale, bias)
 
 
+@api_boundary
 def moments(x: Sharded, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """Compute the mean and the variance over some dims of the global array.
 

@@ -12,7 +12,7 @@ from jax_bridge.calls import redistribute
 from jax_bridge.lower.row_tables import with_zero_padding
 from jax_bridge.mesh.context import AnyMesh, block_sharding_in_context
 from xshard import Layout, Sharding
-from xshard.errors import PlanError
+from xshard.errors import PlanError, api_boundary
 from xshard.notation.parser import Dim
 
 
@@ -48,6 +48,7 @@ class Sharded:
     block: jax.Array
     sharding: Sharding = field(metadata={"static": True})
 
+    @api_boundary
     def __init__(
         self,
         block: jax.Array,
@@ -73,6 +74,7 @@ class Sharded:
         """The layout of the global array."""
         return self.sharding.layout
 
+    @api_boundary
     def to(self, layout: Layout | str) -> Sharded:
         """Move the array to another layout: "h/sp w" -> "h w/sp".
 
@@ -90,6 +92,7 @@ class Sharded:
         source = self.sharding
         return Sharded(redistribute(self.block, pair, source.mesh, shape=source.shape), target)
 
+    @api_boundary
     def owned(self) -> Sharded:
         """Drop overlaps and set the padding to zero: every row is counted once, ready for sums.
 
@@ -104,6 +107,7 @@ class Sharded:
             return self.to(plain)  # a move pads with zeros
         return Sharded(with_zero_padding(self.block, self.sharding), self.sharding)
 
+    @api_boundary
     def with_block(self, block: jax.Array, dims: Sequence[Dim], shape: Sequence[int]) -> Sharded:
         """Wrap a block of an array that was computed from this one.
 

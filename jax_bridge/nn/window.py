@@ -27,7 +27,7 @@ from jax_bridge.lower.row_tables import (
     row_of_this_device,
 )
 from jax_bridge.nn.sharded import Sharded
-from xshard.errors import PlanError, ShapeError
+from xshard.errors import PlanError, ShapeError, api_boundary
 from xshard.nn.windows import Frame, OutputRun, Taps, resampled_frame, taps, window_frame
 from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
 from xshard.notation.overlap_parser import parse_boundaries
@@ -304,6 +304,7 @@ def _over_one_run(frame: Frame, window: Window, dilation: int) -> LocalWindow:
     return LocalWindow(None, 1, (longest_lead, padding_after), padded_table(outputs_by_part))
 
 
+@api_boundary
 def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = True) -> Sharded:
     """Interpolate a sharded array to other lengths, with the results of `jax.image.resize`.
 
@@ -336,6 +337,7 @@ def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = T
     return _resampled(x, taps_by_dim)
 
 
+@api_boundary
 def interpolate(
     x: Sharded,
     shape: Sequence[int],

@@ -1,8 +1,8 @@
-"""A tree plan as JAX executes it: all messages of a bucket are one program on the devices of both meshes."""
+"""A tree plan as JAX executes it: a bucket's messages are one program on the devices of both meshes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from jax_bridge.lower.exchange import AXIS, NewBlock, SentPart, transfer
 from jax_bridge.lower.transports import PERMUTE, RAGGED
 from jax_bridge.specs import storage_sharding
 from xshard import Mesh, Plan
-from xshard.layout.runs import Segment, merged_segments, row_numbers
+from xshard.layout.runs import Runs, Segment, merged_segments, row_numbers
 from xshard.plans.plan import Stage
 from xshard.plans.transfer import Transfer
 from xshard.state.relations import ArrayPart
@@ -30,6 +30,7 @@ from xshard.steps.exchange.messages import Message, rows_at
 Devices = Sequence[jax.Device]
 Numbered = Devices | Mapping[int, jax.Device]  # devices by their numbers in a plan
 Blocks = Mapping[jax.Device, jax.Array]  # on this process's devices
+Shape = tuple[int, ...]
 
 
 class LocalBlocks(NamedTuple):
@@ -37,44 +38,59 @@ class LocalBlocks(NamedTuple):
 
     blocks: Blocks
     dtype: Any
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
 
 
 def execute(
     arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devices: Numbered
 ) -> list[Blocks]:
-    """Source arrays by name -> the local blocks of every array of a bucket."""
-    bucket = [
-        replace(array, moves=tuple(_runnable(move, array) for move in array.moves))
-        for array in plans
-    ]
-    first = bucket[0].moves[0].plan
-    numbers = sorted({*first.src_devices, *first.dst_devices})
+    """Move the arrays of a bucket to the new mesh, and return the local blocks of each.
+
+    Args:
+        arrays: The local blocks of source arrays by name.
+        plans: The plans of the bucket's arrays, all between the same devices.
+        devices: Devices by their numbers in the plans.
+    """
+    bucket = []
+    for array in plans:
+        moves = tuple(_runnable(move, array) for move in array.moves)
+        bucket.append(replace(array, moves=moves))
+    first_plan = bucket[0].moves[0].plan
+    src_devices = [devices[number] for number in first_plan.src_devices]
+    dst_devices = [devices[number] for number in first_plan.dst_devices]
+    # The program runs on the devices of both meshes, each once, in the order of their numbers.
+    numbers = sorted({*first_plan.src_devices, *first_plan.dst_devices})
+
     sources: list[LocalBlocks] = []
-    wanted: list[NewBlock] = []
+    new_blocks: list[NewBlock] = []
     for array in bucket:
-        taken = []
+        parts = []
         for move in array.moves:
-            x = arrays[move.name]
-            before = _before_and_after(move)[0]
-            shape = (move.transfer.source if before else move.src.whole).local_shape(0)
-            blocks = _run_stages(
-                x.blocks, move.plan, before, [devices[n] for n in first.src_devices]
-            )
-            taken.append(
-                SentPart(len(sources), _with_added_dim(move.src, shape), *_messages(move, numbers))
-            )
-            sources.append(LocalBlocks(blocks, jnp.dtype(x.dtype), shape))
-        wanted.append(_wanted(array, tuple(taken)))
-    program = tuple(devices[n] for n in numbers), [devices[n] for n in first.src_devices]
-    arrived = _exchange(sources, tuple(wanted), *program)
-    dst_devices = [devices[n] for n in first.dst_devices]
-    pairs = zip(arrived, (array.moves[0] for array in bucket), strict=True)
-    return [_run_stages(x, move.plan, _before_and_after(move)[1], dst_devices) for x, move in pairs]
+            source = _source_of(move, arrays[move.name], src_devices)
+            shape = _with_added_dim(move.src, source.shape)
+            messages = tuple(_messages(move, numbers))
+            parts.append(SentPart(len(sources), shape, messages, move.transfer.op))
+            sources.append(source)
+        new_blocks.append(_new_block(array, tuple(parts)))
+    all_devices_in_order = tuple(devices[number] for number in numbers)
+    arrived = _exchange(sources, tuple(new_blocks), all_devices_in_order, src_devices)
+
+    results = []
+    for blocks, array in zip(arrived, bucket, strict=True):
+        # All parts of an array come to the same layout, so that the first plan tells how it goes on.
+        move = array.moves[0]
+        results.append(_run_stages(blocks, move.plan, _stages_of(move).after, dst_devices))
+    return results
 
 
 def run_on_mesh(blocks: Blocks, plan: Plan, devices: Devices) -> Blocks:
-    """Local blocks before a plan on one mesh -> local blocks after it. devices: the devices of the mesh."""
+    """Run a plan on one mesh: local blocks before it -> local blocks after it.
+
+    Args:
+        blocks: The local blocks.
+        plan: The plan.
+        devices: The devices of the mesh, in its order.
+    """
     mesh = plan_mesh(plan, devices)
     sharding = storage_sharding(plan.source.layout, mesh)
     array = remember(assembled(blocks, plan.shape, plan.dtype, sharding), plan.source)
@@ -83,172 +99,276 @@ def run_on_mesh(blocks: Blocks, plan: Plan, devices: Devices) -> Blocks:
 
 
 def plan_mesh(plan: Plan, devices: Devices) -> JaxMesh:
-    """The mesh of a plan, with Explicit axes, as a `jax.Array` of addends or copies needs."""
+    """Return the mesh of a plan, with Explicit axes, as an array of addends or copies needs."""
     grid = np.array(devices).reshape(plan.mesh.sizes)
     return JaxMesh(grid, plan.mesh.axes, axis_types=(AxisType.Explicit,) * grid.ndim)
 
 
-def assembled(
-    blocks: Blocks, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
-) -> jax.Array:
-    """The array of these local blocks, in the same memory."""
+# ---- arrays and their blocks
+
+
+def assembled(blocks: Blocks, shape: Shape, dtype: Any, sharding: NamedSharding) -> jax.Array:
+    """Return the array of these local blocks, in the same memory."""
     local = [blocks[device] for device in sharding.mesh.devices.flat if device in blocks]
     return jax.make_array_from_single_device_arrays(shape, sharding, local, dtype=jnp.dtype(dtype))
 
 
 def blocks_of(array: Any) -> Blocks:
-    """The local blocks of an array by device; none of a type."""
+    """Return the local blocks of an array by device; none of a type."""
     shards = getattr(array, "addressable_shards", ())
-    if shards and not array.size:  # JAX may hold all of an empty array on every device
-        block = np.zeros(array.sharding.shard_shape(array.shape), array.dtype)
-        return {shard.device: jax.device_put(block, shard.device) for shard in shards}
-    return {shard.device: shard.data for shard in shards}
+    if not shards or array.size:
+        return {shard.device: shard.data for shard in shards}
+    # JAX may hold all of an empty array on every device, so that its shards have other shapes.
+    block = np.zeros(array.sharding.shard_shape(array.shape), array.dtype)
+    return {shard.device: jax.device_put(block, shard.device) for shard in shards}
 
 
 def all_devices(like: jax.Device) -> list[jax.Device]:
-    """All devices of this kind in the program, in the order of plans: process by process."""
+    """Return all devices of this kind in the program, in the order of plans: process by process."""
     return sorted(jax.devices(like.platform), key=lambda device: (device.process_index, device.id))
 
 
 def as_array_plan(plan: Plan) -> ArrayPlan:
-    """The plan of one array as part of a tree plan."""
+    """Return the plan of one array as part of a tree plan."""
     src = part_of(plan.source, ArrayPart(""))
     dst = part_of(plan.target, ArrayPart(""))
     return ArrayPlan("", plan.target, plan.dtype, (PartMove("", src, dst, plan),))
 
 
-def _runnable(move: PartMove, array: ArrayPlan) -> PartMove:
-    """The move, as messages alone if JAX has no arrays for the results of its steps on one mesh."""
-    plan, (before, after) = move.plan, _before_and_after(move)
-    is_whole = move.src.part.dim is None and move.dst.part.dim is None and plan.dtype == array.dtype
-    if not (before or after) or (
-        is_whole and move.transfer.source.is_even and move.transfer.target.is_even
-    ):
-        return move
-    source = plan.source
-    target = plan.target.in_order(plan.src.names)
-    source = source.with_layout(source.normal)
-    target = target.with_layout(target.normal)
-    turned = (step for step in plan.steps if isinstance(step, Transpose))
-    steps = Transfer(source, target, plan.src_devices, plan.dst_devices, plan.profile), *turned
-    return move._replace(plan=replace(plan, steps=steps, split=()))
+# ---- stages on one mesh
 
 
-def _before_and_after(move: PartMove) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
-    """The stages before the transfer and after it; none after it if all only transpose."""
+class _Stages(NamedTuple):
+    """The stages of a plan that run on the first mesh and on the second, around its transfer."""
+
+    before: tuple[Stage, ...]
+    after: tuple[Stage, ...]
+
+
+def _stages_of(move: PartMove) -> _Stages:
+    """Split the stages of a move at its transfer."""
     stages = move.plan.stages
     i = move.plan.steps.index(move.transfer)
     after = stages[i + 1 :]
-    return stages[:i], () if all(isinstance(stage.step, Transpose) for stage in after) else after
+    if all(isinstance(stage.step, Transpose) for stage in after):
+        # The exchange itself writes boxes in another order of dims.
+        after = ()
+    return _Stages(stages[:i], after)
+
+
+def _runnable(move: PartMove, array: ArrayPlan) -> PartMove:
+    """Return a move that JAX can run: as messages alone if it has no arrays between its steps.
+
+    Steps on one mesh need whole arrays with equal blocks, in the dtype of the result.
+    """
+    plan = move.plan
+    stages = _stages_of(move)
+    if not stages.before and not stages.after:
+        return move
+    is_whole = move.src.part.dim is None and move.dst.part.dim is None
+    is_even = move.transfer.source.is_even and move.transfer.target.is_even
+    if is_whole and is_even and plan.dtype == array.dtype:
+        return move
+    source = plan.source
+    target = plan.target.in_order(plan.src.names)
+    messages_alone = Transfer(
+        source.with_layout(source.normal),
+        target.with_layout(target.normal),
+        plan.src_devices,
+        plan.dst_devices,
+        plan.profile,
+    )
+    transposes = [step for step in plan.steps if isinstance(step, Transpose)]
+    return move._replace(plan=replace(plan, steps=(messages_alone, *transposes), split=()))
 
 
 def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: Devices) -> Blocks:
-    """The blocks after these stages on one mesh."""
+    """Run some stages of a plan on one mesh, and return the blocks after them."""
     if not stages or not any(map(_is_here, devices)):
         return blocks
     part = plan.part(stages)
-    mesh = Mesh(dict(zip(part.mesh.axes, part.mesh.sizes, strict=True)))  # sub-axes become axes
+    # A plan may split axes into sub-axes; JAX knows them as axes of a mesh.
+    mesh = Mesh(dict(zip(part.mesh.axes, part.mesh.sizes, strict=True)))
     return run_on_mesh(blocks, replace(part, mesh=mesh), devices)
 
 
-def _wanted(array: ArrayPlan, taken: tuple[SentPart, ...]) -> NewBlock:
+def _source_of(move: PartMove, array: LocalBlocks, src_devices: Devices) -> LocalBlocks:
+    """Return the blocks that a move sends: those of the array after the stages on the first mesh."""
+    before = _stages_of(move).before
+    # Without steps before it the transfer itself takes its part out of whole blocks.
+    sent = move.transfer.source if before else move.src.whole
+    blocks = _run_stages(array.blocks, move.plan, before, src_devices)
+    return LocalBlocks(blocks, jnp.dtype(array.dtype), sent.local_shape(0))
+
+
+# ---- messages
+
+
+def _new_block(array: ArrayPlan, parts: tuple[SentPart, ...]) -> NewBlock:
+    """Return the block of an array as the exchange builds it of its parts."""
     move = array.moves[0]
     names = move.plan.src.names
-    block = array.sharding.local_shape(0)
-    order = tuple(map(names.index, move.plan.dst.names))
-    if _before_and_after(move)[1]:  # which transposes
+    if _stages_of(move).after:
+        # They transpose: the exchange leaves dims in the order of the source.
         order = tuple(range(len(names)))
         block = move.transfer.target.local_shape(0)
+    else:
+        order = tuple(names.index(name) for name in move.plan.dst.names)
+        block = array.sharding.local_shape(0)
     transposed = _with_added_dim(move.dst, block)
-    shape = tuple(transposed[order.index(i)] for i in range(len(order)))
-    return NewBlock(shape, order, block, (move.plan.dtype, array.dtype), taken)
+    shape_in_source_order = tuple(transposed[order.index(i)] for i in range(len(order)))
+    return NewBlock(shape_in_source_order, order, block, (move.plan.dtype, array.dtype), parts)
 
 
-def _with_added_dim(sharded: PartSharding, block: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a block, with the dim that stacking adds."""
+def _with_added_dim(sharded: PartSharding, block: Shape) -> Shape:
+    """Return the shape of a block, with the dim that stacking adds."""
     return sharded.part.part_shape(block) if sharded.part.adds else block
 
 
-def _messages(move: PartMove, numbers: Sequence[int]) -> tuple[tuple[Message, ...], str | None]:
-    """The messages between blocks of whole arrays, and the operation that combines them."""
-    step = move.transfer
-    messages = []
-    dst_dims = [move.plan.dst.names.index(name) for name in move.plan.src.names]  # by source dim
-    for src, dst, box, _ in _all_in_place(step) if step.is_in_place else step.messages:
-        dims = list(box)
-        for sharded, device, side in ((move.src, src, 0), (move.dst, dst, 1)):
-            dim = sharded.part.dim
-            if sharded.rows and dim is not None:
-                d = dim if side == 0 else dst_dims.index(dim)
-                rows = [rows_at(dims[d], 0), rows_at(dims[d], 1)]
-                rows[side] = row_numbers(sharded.rows[sharded.whole.dim_device(dim, device)])[
-                    rows[side]
-                ]
-                dims[d] = merged_segments(np.stack([*rows, np.ones_like(rows[0])], axis=1))
-        devices = numbers.index(step.src_devices[src]), numbers.index(step.dst_devices[dst])
-        messages.append(Message(*devices, tuple(dims)))
-    return tuple(message for message in messages if message.size), step.op
+def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
+    """Iterate over the messages of a move that are not empty, between blocks of whole arrays.
+
+    A plan has messages between blocks of parts, as rows 4-7 of an array alone; their boxes are
+    moved to the rows that the parts have in the blocks.
+
+    Args:
+        move: The move.
+        numbers: The numbers of the program's devices; its messages are between positions in these.
+    """
+    transfer_step = move.transfer
+    dst_names = move.plan.dst.names
+    # Boxes have their dims in the order of the source: where does the destination have each?
+    dst_dims = [dst_names.index(name) for name in move.plan.src.names]
+    messages: Iterable[Message] = transfer_step.messages
+    if transfer_step.is_in_place:
+        # Nothing travels, but the program builds the new block of messages alone.
+        messages = _messages_in_place(transfer_step)
+    for message in messages:
+        box = list(message.box)
+        src_part = _rows_of_part(move.src, message.src)
+        if src_part is not None:
+            d = src_part.dim
+            box[d] = _shifted(box[d], src_part.rows, side=0)
+        dst_part = _rows_of_part(move.dst, message.dst)
+        if dst_part is not None:
+            d = dst_dims.index(dst_part.dim)
+            box[d] = _shifted(box[d], dst_part.rows, side=1)
+        src = numbers.index(transfer_step.src_devices[message.src])
+        dst = numbers.index(transfer_step.dst_devices[message.dst])
+        sent = Message(src, dst, tuple(box))
+        if sent.size:
+            yield sent
 
 
-def _all_in_place(step: Transfer) -> Iterator[Message]:
+def _messages_in_place(step: Transfer) -> Iterator[Message]:
+    """Iterate over messages that bring every device its own whole block."""
     for dst, device in enumerate(step.dst_devices):
-        box = tuple((Segment(0, 0, n),) for n in step.target.local_shape(dst))
+        box = tuple((Segment(0, 0, length),) for length in step.target.local_shape(dst))
         yield Message(step.src_devices.index(device), dst, box)
 
 
+class _PartRows(NamedTuple):
+    """The rows that a part of an array has along one dim of a block."""
+
+    dim: int
+    rows: Runs
+
+
+def _rows_of_part(sharded: PartSharding, device: int) -> _PartRows | None:
+    """Return the rows of a part in a device's block; None if the part is the whole block."""
+    dim = sharded.part.dim
+    if not sharded.rows or dim is None:
+        return None
+    return _PartRows(dim, sharded.rows[sharded.whole.dim_device(dim, device)])
+
+
+def _shifted(segments: tuple[Segment, ...], rows: Runs, side: int) -> tuple[Segment, ...]:
+    """Renumber rows of a part as rows of the block, at the sender (side 0) or the receiver (1).
+
+    A part of the rows 4-7 of a block: its row 0 is row 4.
+    """
+    sent_and_received = [rows_at(segments, 0), rows_at(segments, 1)]
+    sent_and_received[side] = row_numbers(rows)[sent_and_received[side]]
+    lengths = np.ones_like(sent_and_received[0])
+    return merged_segments(np.stack([*sent_and_received, lengths], axis=1))
+
+
+# ---- program
+
+
 def _exchange(
-    sources: Sequence[LocalBlocks], wanted: tuple[NewBlock, ...], devices: Devices, senders: Devices
+    sources: Sequence[LocalBlocks],
+    new_blocks: tuple[NewBlock, ...],
+    devices: Devices,
+    senders: Devices,
 ) -> list[Blocks]:
-    """The local blocks that arrive. devices: all of both meshes; senders: all of the first."""
+    """Run the exchange of a bucket, and return the local blocks that arrive.
+
+    Args:
+        sources: The blocks that are sent.
+        new_blocks: What is built of them.
+        devices: All devices of both meshes.
+        senders: All devices of the first mesh.
+    """
     if not any(map(_is_here, devices)):
-        return [{} for _ in wanted]
+        return [{} for _ in new_blocks]
     idle = [device for device in devices if device not in senders]
     arrays = []
     for source in sources:
         blocks = source.blocks
         if any(map(_is_here, idle)):
-            shape, sharding = _side_by_side(source.shape, idle)
-            blocks = {**blocks, **blocks_of(jnp.zeros(shape, source.dtype, device=sharding))}
-        shape, sharding = _side_by_side(source.shape, devices)
-        arrays.append(assembled(blocks, shape, source.dtype, sharding))
+            # One program runs on all devices: those that send nothing need a block, too.
+            zeros = _side_by_side(source.shape, idle)
+            block = jnp.zeros(zeros.shape, source.dtype, device=zeros.sharding)
+            blocks = {**blocks, **blocks_of(block)}
+        whole = _side_by_side(source.shape, devices)
+        arrays.append(assembled(blocks, whole.shape, source.dtype, whole.sharding))
     mesh = JaxMesh(np.array(devices), (AXIS,))
-    run = _program(tuple(source.shape for source in sources), wanted, mesh)
+    run = _program(tuple(source.shape for source in sources), new_blocks, mesh)
     with jax.set_mesh(mesh):  # the caller may have set another
         return [blocks_of(y) for y in run(*arrays)]
 
 
 @lru_cache(maxsize=1024)
 def _program(
-    shapes: tuple[tuple[int, ...], ...], wanted: tuple[NewBlock, ...], mesh: JaxMesh
+    shapes: tuple[Shape, ...], new_blocks: tuple[NewBlock, ...], mesh: JaxMesh
 ) -> Callable[..., list[jax.Array]]:
+    """Compile the exchange of a bucket; blocks of these shapes -> the new blocks."""
     transport = PERMUTE if mesh.devices[0].platform == "cpu" else RAGGED
-    specs: Any = {
-        "in_specs": tuple(map(_spec, shapes)),
-        "out_specs": [_spec(new.block) for new in wanted],
-    }
+    out_specs = [_spec(new.block) for new in new_blocks]
 
     def run(*blocks: jax.Array) -> list[jax.Array]:
-        return list(transfer(blocks, wanted, mesh.size, transport))
+        return list(transfer(blocks, new_blocks, mesh.size, transport))
 
-    # Without out_shardings XLA would replicate empty arrays.
-    out_shardings = [NamedSharding(mesh, spec) for spec in specs["out_specs"]]
-    return jax.jit(
-        jax.shard_map(run, mesh=mesh, **specs, check_vma=False), out_shardings=out_shardings
+    on_devices = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(map(_spec, shapes)),
+        out_specs=out_specs,
+        check_vma=False,
     )
+    # Without out_shardings XLA would replicate empty arrays.
+    return jax.jit(on_devices, out_shardings=[NamedSharding(mesh, spec) for spec in out_specs])
 
 
-def _side_by_side(
-    block: tuple[int, ...], devices: Devices
-) -> tuple[tuple[int, ...], NamedSharding]:
-    """The shape and the sharding of one array with a block of this shape on every device."""
+class _Whole(NamedTuple):
+    """The shape and the sharding of one array with a block on every device."""
+
+    shape: Shape
+    sharding: NamedSharding
+
+
+def _side_by_side(block: Shape, devices: Devices) -> _Whole:
+    """Return the array that has a block of this shape on every device, one after the other."""
     shape = (len(devices) * block[0], *block[1:]) if block else ()
-    return shape, NamedSharding(JaxMesh(np.array(devices), (AXIS,)), _spec(block))
+    return _Whole(shape, NamedSharding(JaxMesh(np.array(devices), (AXIS,)), _spec(block)))
 
 
-def _spec(block: tuple[int, ...]) -> PartitionSpec:
-    return (
-        PartitionSpec(AXIS) if block else PartitionSpec()
-    )  # scalars differ by device, unknown to JAX
+def _spec(block: Shape) -> PartitionSpec:
+    if not block:
+        # Scalars differ by device, which JAX does not know.
+        return PartitionSpec()
+    return PartitionSpec(AXIS)
 
 
 def _is_here(device: jax.Device) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from jax_bridge.state.execute import assembled, blocks_of
 from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError, load_profile
 from xshard.dtypes import carrier, n_bytes, name_of, numpy_dtype, recast
-from xshard.errors import DtypeError, MeshError, located
+from xshard.errors import DtypeError, MeshError, api_boundary, located
 from xshard.rules import RulesLike
 from xshard.state import Names
 from xshard.state.files import Checkpoint, FileError, open_checkpoint
@@ -33,11 +33,13 @@ from xshard.state.files.loading import Load, plan_load, read_block
 from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
 from xshard.trees import Leaf, named_once, place_of
 
-Read = Callable[[], jax.Array]
+Wait = Callable[[], jax.Array]  # until an array is read
+T = TypeVar("T")
 
 _ALIGNED = 64  # bytes: host memory that begins at a multiple becomes a device's without a copy
 
 
+@api_boundary
 def save(
     tree: Any,
     path: str | Path,
@@ -47,61 +49,66 @@ def save(
     names: Names | None = None,
     shard_bytes: int | str | None = "5GiB",
 ) -> None:
-    """Save a tree of global arrays as safetensors files and an index, which appear in the folder at once.
+    """Save a tree of global arrays as safetensors files and an index.
 
-    Arrays are saved under the layouts that they have, which the files note, with the orders of rows. Every
-    row is written once, by one process that holds it; processes write at the same time, and all of them call
-    this. tree: as for `place`; its numbers and texts are noted in the index, and other leaves are left out.
-    rules: layouts by leaf names, under which `place` puts the arrays on `mesh` first; they name the dims.
-    names: maps leaf names to stored names. shard_bytes: the most bytes of a file. Raises, and leaves the
-    checkpoint that was in the folder: FileError if the disk fails; PlanError for sums, ShapeError,
-    DtypeError, XshardError for names.
+        xj.save(model, "step_100")     # a folder: model-00001-of-00002.safetensors, ..., an index
 
-    >>> import tempfile
-    >>> from xshard.state.files import open_checkpoint
-    >>> mesh = jax.make_mesh((1,), ("tp",))
-    >>> w = jax.device_put(jax.numpy.ones((4, 2)), NamedSharding(mesh, jax.P("tp")))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save({"up": {"kernel": w}}, folder)
-    ...     {name: str(layout) for name, layout in open_checkpoint(folder).layouts.items()}
-    {'up.kernel': 'd0/tp d1'}
+    The files appear in the folder at once. Arrays are saved under the layouts that they have, which
+    the files note, with the orders of rows. Every row is written once, by one process that holds
+    it. Processes write at the same time, and all of them call this.
+
+    Args:
+        tree: As for `place`. Its numbers and texts are noted in the index, and other leaves are
+            left out.
+        path: The folder.
+        rules: Layouts by leaf names, under which `place` puts the arrays on `mesh` first; they name
+            the dims.
+        mesh: The mesh for `rules`.
+        names: Maps leaf names to stored names.
+        shard_bytes: The most bytes of a file.
+
+    Raises:
+        FileError: The disk fails. After every error the checkpoint that was in the folder is still
+            there.
+        PlanError: An array is under a layout with sums.
+        ShapeError: An array does not fit its layout.
+        DtypeError: The dtype cannot be stored.
+        MeshError: There are rules without a mesh.
+        XshardError: Two leaves have one name, or processes save different trees.
+
+    Examples:
+        >>> import tempfile
+        >>> from xshard.state.files import open_checkpoint
+        >>> mesh = jax.make_mesh((1,), ("tp",))
+        >>> w = jax.device_put(jax.numpy.ones((4, 2)), NamedSharding(mesh, jax.P("tp")))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save({"up": {"kernel": w}}, folder)
+        ...     {name: str(layout) for name, layout in open_checkpoint(folder).layouts.items()}
+        {'up.kernel': 'd0/tp d1'}
     """
-    path = Path(path)
-    arrays = {}
-    saving: list[Saving] = []
     if rules is not None:
         if mesh is None:
             raise MeshError("rules without a mesh", hint="save(tree, path, rules, mesh)")
         tree = place(tree, rules, mesh)
+    plans: list[_SavePlan] = []
 
-    def planned() -> str:
-        leaves = array_leaves("...", tree)
-        arrays.update(_arrays(leaves))
-        constants = {
-            leaf.name: leaf.x for leaf in leaves if isinstance(leaf.x, bool | int | float | str)
-        }
-        sources = {}
-        for name, x in arrays.items():
-            with located(place_of(name)):
-                sources[name] = _source(x)
-        saving.append(plan_save(sources, names, shard_bytes=shard_bytes, constants=constants))
-        return saving[0].digest
+    def plan_and_digest() -> str:
+        plan = _plan_save(tree, names, shard_bytes)
+        plans.append(plan)
+        return plan.saving.digest
 
-    def block_of(name: str, device: int, dtype: str) -> NDArray[Any]:
-        x: Any = arrays[name]
-        if isinstance(sharding := getattr(x, "sharding", None), NamedSharding):
-            x = blocks_of(x)[sharding.mesh.devices.flat[device]]
-        stored = name_of(x.dtype)
-        return recast(np.asarray(x).view(carrier(stored)), stored, dtype)
-
-    if len(set(all_or_none(planned))) > 1:
+    digests = all_or_none(plan_and_digest)
+    if len(set(digests)) > 1:
         hint = "names, shapes, shardings, numbers and texts are the same in all"
         raise XshardError("processes save different trees", hint=hint)
+    plan = plans[0]
     process = jax.process_index()
-    save_blocks(saving[0], path, block_of, all_or_none, process, leads=process == 0)
+    leads = process == 0
+    save_blocks(plan.saving, Path(path), plan.block_of, all_or_none, process, leads=leads)
 
 
-def load(
+@api_boundary
+def load(  # noqa: PLR0913  one option for each decision of the user
     path: str | Path | Checkpoint,
     rules: RulesLike | None,
     mesh: jax.sharding.Mesh,
@@ -113,71 +120,107 @@ def load(
     profile: ProfileLike = "auto",
     verify: bool = False,
 ) -> Any:
-    """Load a checkpoint -> its arrays by name, or a tree of them, each under its layout.
+    """Load a checkpoint: its arrays by name, or a tree of them, each under its layout.
 
-    path: safetensors, a folder of torch's DCP or of orbax, or an open checkpoint. Every process calls this.
-    rules: layouts by leaf names, as for `place`; None: replicated. names: maps stored names to leaf names.
-    like: a tree of arrays, or of types as `jax.eval_shape` gives, maybe of flax or equinox: the result has
-    its structure and dtypes. Its other leaves take the checkpoint's value if that has one. strict: every name
-    has to be in both; else arrays of the tree that are not in the checkpoint stay. dtype: for all floats,
-    without `like`. profile: the machine; if it has a disk, devices that need the same rows may read a part
-    each and share it. verify: compare checksums, which reads everything once.
-    Raises, on all processes, before anything is read: FileError for malformed files; XshardError for names
-    without a rule and rules without a name; NotationError, MeshError, ShapeError, DtypeError.
+        model = xj.load("step_100", {"**.kernel": "i/tp o", "**": "..."}, mesh, like=model)
 
-    >>> import tempfile
-    >>> mesh = jax.make_mesh((1,), ("tp",))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save({"up": jax.numpy.ones((4, 2))}, folder)
-    ...     load(folder, {"**": "i/tp o"}, mesh)["up"].sharding.spec
-    P('tp', None)
+    Every process calls this.
+
+    Args:
+        path: Safetensors, a folder of torch's DCP or of orbax, or an open checkpoint.
+        rules: Layouts by leaf names, as for `place`. None: replicated.
+        mesh: The mesh.
+        names: Maps stored names to leaf names.
+        like: A tree of arrays, or of types as `jax.eval_shape` gives, maybe of flax or equinox: the
+            result has its structure and dtypes. Its other leaves take the checkpoint's value if
+            that has one.
+        strict: Every name has to be in both. Else arrays of the tree that are not in the checkpoint
+            stay.
+        dtype: The dtype of all floats, without `like`.
+        profile: The machine. If it has a disk, devices that need the same rows may read a part each
+            and share it.
+        verify: Compare checksums, which reads everything once.
+
+    Returns:
+        The arrays by name; with `like` a tree of its structure.
+
+    Raises:
+        FileError: A file is malformed. All errors come on all processes, before anything is read.
+        NotationError: The text of a layout is wrong.
+        MeshError: The mesh is abstract, or lacks an axis.
+        ShapeError: An array does not fit its layout, or the tree.
+        DtypeError: JAX cannot hold the numbers.
+        XshardError: A name lacks a rule, or a rule lacks names.
+
+    Examples:
+        >>> import tempfile
+        >>> mesh = jax.make_mesh((1,), ("tp",))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save({"up": jax.numpy.ones((4, 2))}, folder)
+        ...     load(folder, {"**": "i/tp o"}, mesh)["up"].sharding.spec
+        P('tp', None)
     """
     if isinstance(jax_mesh(mesh), AbstractMesh):
         raise MeshError("an abstract mesh cannot hold arrays", hint="pass a jax.Mesh")
     profile = load_profile(machine(profile, mesh))
     leaves = [] if like is None else array_leaves("...", like)
-    loads: dict[str, Load] = {}
-    opened: list[Checkpoint] = []
+    types = None
+    if like is not None:
+        types = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
     constants: dict[str, Any] = {}
 
-    def planned() -> None:
+    def plan() -> _LoadPlan:
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-        opened.append(checkpoint)
-        types = None if like is None else {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
-        options: Any = {"dtype": dtype, "like": types, "strict": strict, "profile": profile}
-        plans = plan_load(checkpoint, rules, xshard_mesh(mesh), names, **options)
-        loads.update((name, _held_by_jax(name, plan, mesh)) for name, plan in plans.items())
-        others = (leaf for leaf in leaves if not is_array(leaf.x))
-        constants.update((leaf.name, checkpoint.constant(leaf.name, leaf.x)) for leaf in others)
+        planned = plan_load(
+            checkpoint,
+            rules,
+            xshard_mesh(mesh),
+            names,
+            dtype=dtype,
+            like=types,
+            strict=strict,
+            profile=profile,
+        )
+        loads = {name: _held_by_jax(name, load, mesh) for name, load in planned.items()}
+        for leaf in leaves:
+            if not is_array(leaf.x):
+                constants[leaf.name] = checkpoint.constant(leaf.name, leaf.x)
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
+        return _LoadPlan(checkpoint, loads)
 
-    all_or_none(planned)
-    arrays: dict[str, jax.Array] = {}
-    with ThreadPoolExecutor() as threads:  # disks, and copies in numpy, release the interpreter
-        begin = partial(_begin_read, opened[0], mesh, threads)
-        all_or_none(lambda: arrays.update(_read_ahead(begin, loads)))
-    for name, each in loads.items():
-        if each.is_shared:
-            move = each.source.layout, each.target.layout
+    checkpoint, loads = _done_by_all(plan)
+    # Threads: disks, and copies in numpy, release the interpreter.
+    with ThreadPoolExecutor() as threads:
+        begin = partial(_begin_read, checkpoint, mesh, threads)
+        arrays = _done_by_all(lambda: _read_ahead(begin, loads))
+    for name, planned in loads.items():
+        if planned.is_shared:
+            move = (planned.source.layout, planned.target.layout)
             arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
     if like is None:
         return arrays
     values = {**constants, **arrays}
-    return jax.tree.unflatten(
-        jax.tree.structure(like), [values.get(leaf.name, leaf.x) for leaf in leaves]
-    )
+    new_leaves = [values.get(leaf.name, leaf.x) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(like), new_leaves)
+
+
+# ---- work that succeeds in all processes or in none
 
 
 def all_or_none(work: Callable[[], Any]) -> list[Any]:
-    """Do the work in every process -> all results, through JSON. If one fails, the others raise FileError."""
+    """Do the work in every process, and return the results of all, which travel as JSON.
+
+    If one process fails, the others raise FileError.
+    """
     value = None
     error = None
     try:
         value = work()
-    except Exception as raised:
+    except Exception as raised:  # any: else the other processes would wait for this one
         error = raised
-    results = _gathered([value, None if error is None else str(error)])
+    reason = None if error is None else str(error)
+    results = _gathered([value, reason])
     if error is not None:
         raise error
     for process, (_, reason) in enumerate(results):
@@ -186,108 +229,194 @@ def all_or_none(work: Callable[[], Any]) -> list[Any]:
     return [value for value, _ in results]
 
 
+def _done_by_all(work: Callable[[], T]) -> T:
+    """Do the work in every process, and return this one's result if all have succeeded."""
+    results: list[T] = []
+
+    def work_here() -> None:
+        results.append(work())
+
+    all_or_none(work_here)
+    return results[0]
+
+
 def _gathered(value: Any) -> list[Any]:
+    """Return the values of all processes, in their order."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    # Texts differ in length, and the collective needs equal ones: lengths first, then padded texts.
     lengths = multihost_utils.process_allgather(np.array(len(text)))
-    padded = multihost_utils.process_allgather(np.pad(text, (0, int(lengths.max()) - len(text))))
-    return [json.loads(row[:n].tobytes()) for row, n in zip(padded, lengths, strict=True)]
+    n_padding = int(lengths.max()) - len(text)
+    padded_texts = multihost_utils.process_allgather(np.pad(text, (0, n_padding)))
+    values = []
+    for padded, length in zip(padded_texts, lengths, strict=True):
+        values.append(json.loads(padded[:length].tobytes()))
+    return values
 
 
-def _arrays(leaves: list[Leaf]) -> dict[str, jax.Array]:
-    for leaf in filter(lambda leaf: is_array(leaf.x), leaves):
-        if isinstance(leaf.x, Tracer):
-            raise XshardError(
-                f"{leaf.place}: a traced array cannot be saved", hint="save outside of jax.jit"
-            )
-        if isinstance(leaf.x, jax.ShapeDtypeStruct):
-            raise XshardError(f"{leaf.place}: a type cannot be saved", hint="save arrays")
-        if isinstance(leaf.x, jax.Array) and leaf.x.is_deleted():
-            raise XshardError(
-                f"{leaf.place}: the array was donated or deleted", hint="save before that"
-            )
-        if calls.are_keys(leaf.x):
-            raise DtypeError(f"{leaf.place}: PRNG keys", hint="save jax.random.key_data(keys)")
-    return {
-        name: x
-        for name, x in named_once((leaf.name, leaf.x) for leaf in leaves).items()
-        if is_array(x)
-    }
+# ---- save
+
+
+class _SavePlan(NamedTuple):
+    """A save, and the arrays by leaf name."""
+
+    saving: Saving
+    arrays: dict[str, Any]
+
+    def block_of(self, name: str, device: int, dtype: str) -> NDArray[Any]:
+        """Return an array's block on a device of its mesh, in the bytes of a stored dtype."""
+        x = self.arrays[name]
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            x = blocks_of(x)[sharding.mesh.devices.flat[device]]
+        stored = name_of(x.dtype)
+        return recast(np.asarray(x).view(carrier(stored)), stored, dtype)
+
+
+def _plan_save(tree: Any, names: Names | None, shard_bytes: int | str | None) -> _SavePlan:
+    """Plan the save of a tree: its arrays as files, its numbers and texts in the index."""
+    leaves = array_leaves("...", tree)
+    for leaf in leaves:
+        if is_array(leaf.x):
+            _check_can_save(leaf)
+    by_name = named_once((leaf.name, leaf.x) for leaf in leaves)
+    arrays = {name: x for name, x in by_name.items() if is_array(x)}
+    constants = {name: x for name, x in by_name.items() if isinstance(x, bool | int | float | str)}
+    sources = {}
+    for name, x in arrays.items():
+        with located(place_of(name)):
+            sources[name] = _source(x)
+    saving = plan_save(sources, names, shard_bytes=shard_bytes, constants=constants)
+    return _SavePlan(saving, arrays)
+
+
+def _check_can_save(leaf: Leaf) -> None:
+    """Raise XshardError for an array without numbers, and DtypeError for PRNG keys."""
+    x = leaf.x
+    if isinstance(x, Tracer):
+        reason = f"{leaf.place}: a traced array cannot be saved"
+        raise XshardError(reason, hint="save outside of jax.jit")
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise XshardError(f"{leaf.place}: a type cannot be saved", hint="save arrays")
+    if isinstance(x, jax.Array) and x.is_deleted():
+        reason = f"{leaf.place}: the array was donated or deleted"
+        raise XshardError(reason, hint="save before that")
+    if calls.are_keys(x):
+        raise DtypeError(f"{leaf.place}: PRNG keys", hint="save jax.random.key_data(keys)")
 
 
 def _source(x: Any) -> Source:
-    """The sharding of an array; an array without a mesh is replicated, and the first process writes it."""
+    """Return the sharding of an array, and who holds it.
+
+    An array without a mesh is replicated, and the first process writes it.
+    """
+    dtype = name_of(x.dtype)
     order = order_of(x)
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return Source(Sharding(Layout.parse("..."), Mesh(), x.shape), name_of(x.dtype), [0])
-    layout = specs.from_partition_spec(sharding.spec, x.ndim) if order is None else order.layout
+        return Source(Sharding(Layout.parse("..."), Mesh(), x.shape), dtype, [0])
+    if order is None:
+        layout = specs.from_partition_spec(sharding.spec, x.ndim)
+    else:
+        layout = order.layout  # with the order of rows, which a spec cannot tell
     processes = [device.process_index for device in sharding.mesh.devices.flat]
-    return Source(
-        Sharding(layout, xshard_mesh(sharding.mesh), x.shape), name_of(x.dtype), processes
-    )
+    return Source(Sharding(layout, xshard_mesh(sharding.mesh), x.shape), dtype, processes)
+
+
+# ---- load
+
+
+class _LoadPlan(NamedTuple):
+    """An open checkpoint, and the loads of its arrays by name."""
+
+    checkpoint: Checkpoint
+    loads: dict[str, Load]
 
 
 def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
-    """The load of an array under the layout in which JAX can hold it."""
+    """Return the load of an array under the layout in which JAX can hold it."""
+    target = load.target
     with located(name):
-        text = str(load.target.layout)
+        text = str(target.layout)
         calls.check_dtype(numpy_dtype(load.array.dtype), text)
-        target = at_rest(load.target.layout, load.target.mesh, load.target.shape, text)
-        specs.storage_sharding(target.layout, mesh)  # raises before anything is read
-    shares = target == load.target and load.source.is_even
-    return load._replace(source=load.source if shares else target, target=target)
+        held = at_rest(target.layout, target.mesh, target.shape, text)
+        specs.storage_sharding(held.layout, mesh)  # raises before anything is read
+    # Devices share by `reshard`, which begins with an array of equal blocks.
+    can_share = held == target and load.source.is_even
+    return load._replace(source=load.source if can_share else held, target=held)
 
 
-def _read_ahead(
-    begin: Callable[[Load], Read], loads: Mapping[str, Load]
-) -> Iterator[tuple[str, jax.Array]]:
-    """Arrays by name; while one is made, the next is being read."""
-    reads = ((name, begin(load)) for name, load in loads.items())
-    last = next(reads, None)
-    while last is not None:
-        (name, wait), last = last, next(reads, None)
-        yield name, wait()
+def _read_ahead(begin: Callable[[Load], Wait], loads: Mapping[str, Load]) -> dict[str, jax.Array]:
+    """Read all arrays by name; while one is put on devices, the next is being read."""
+    arrays = {}
+    begun: dict[str, Wait] = {}
+    for name, load in loads.items():
+        begun[name] = begin(load)
+        if len(begun) == 2:
+            # Only one ahead: the host never holds more than two arrays.
+            first_name, wait = next(iter(begun.items()))
+            del begun[first_name]
+            arrays[first_name] = wait()
+    for name, wait in begun.items():
+        arrays[name] = wait()
+    return arrays
 
 
 def _begin_read(
     checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, load: Load
-) -> Read:
-    """Begin to read an array -> a function that waits for it. Devices with equal blocks share one."""
+) -> Wait:
+    """Begin to read an array, and return a function that waits for it.
+
+    Each block is read once in this process, whatever the number of devices that hold it.
+    """
     source = load.source
-    stored = carrier(load.stored)
     dtype = numpy_dtype(load.array.dtype)
     sharding = specs.storage_sharding(source.layout, mesh)
+    holders = _holders_of_blocks(source, mesh, sharding)
+    memories = _aligned_memory(len(holders), n_bytes(source.max_local_shape, load.stored))
+
+    def read(device: int, memory: NDArray[np.uint8]) -> NDArray[Any]:
+        block = memory.view(carrier(load.stored)).reshape(source.local_shape(device))
+        words = read_block(checkpoint, load, device, block)
+        return words.view(numpy_dtype(load.stored)).astype(dtype, copy=False)
+
+    first_holders = [devices[0] for devices in holders]
+    blocks = threads.map(read, first_holders, memories)
+
+    def wait() -> jax.Array:
+        """Put the blocks on devices: in the caller's thread, which has JAX's settings."""
+        block_of = {}
+        for devices, block in zip(holders, blocks, strict=True):
+            for i in devices:
+                block_of[mesh.devices.flat[i]] = block
+        placed = jax.device_put(list(block_of.values()), list(block_of))
+        array_of = dict(zip(block_of, placed, strict=True))
+        return remember(assembled(array_of, source.shape, dtype, sharding), source)
+
+    return wait
+
+
+def _holders_of_blocks(
+    source: Sharding, mesh: jax.sharding.Mesh, sharding: NamedSharding
+) -> list[list[int]]:
+    """Group this process's devices, as positions in the mesh, by the block that they hold."""
     holders: dict[Any, list[int]] = {}
     for i, device in enumerate(mesh.devices.flat):
         if device in sharding.addressable_devices:
-            holders.setdefault(
-                tuple(source.held(d, i) for d in range(len(source.shape))), []
-            ).append(i)
-    # One memory for all blocks, because the system has large pages for it but not for a single block.
-    n = n_bytes(source.max_local_shape, load.stored)
-    step = -(-n // _ALIGNED) * _ALIGNED
-    memory = np.empty(len(holders) * step + _ALIGNED, np.uint8)
+            rows = tuple(source.held(d, i) for d in range(len(source.shape)))
+            holders.setdefault(rows, []).append(i)
+    return list(holders.values())
+
+
+def _aligned_memory(n_blocks: int, block_bytes: int) -> list[NDArray[np.uint8]]:
+    """Allocate memory for blocks, of which each begins at a multiple of `_ALIGNED` bytes."""
+    # One memory for all: the system has large pages for it, but not for a single block.
+    stride = -(-block_bytes // _ALIGNED) * _ALIGNED
+    memory = np.empty(n_blocks * stride + _ALIGNED, np.uint8)
     start = -memory.ctypes.data % _ALIGNED
-
-    def read(i: int, offset: int) -> NDArray[Any]:
-        block = memory[offset : offset + n].view(stored).reshape(source.local_shape(i))
-        return (
-            read_block(checkpoint, load, i, block)
-            .view(numpy_dtype(load.stored))
-            .astype(dtype, copy=False)
-        )
-
-    firsts = (devices[0] for devices in holders.values())
-    starts = range(start, len(memory), step or 1)
-    blocks = zip(holders.values(), threads.map(read, firsts, starts), strict=True)
-
-    def wait() -> jax.Array:  # in the caller's thread, which has JAX's settings
-        by_device = {mesh.devices.flat[i]: block for devices, block in blocks for i in devices}
-        placed = dict(
-            zip(by_device, jax.device_put([*by_device.values()], [*by_device]), strict=True)
-        )
-        return remember(assembled(placed, source.shape, dtype, sharding), source)
-
-    return wait
+    blocks = []
+    for i in range(n_blocks):
+        offset = start + i * stride
+        blocks.append(memory[offset : offset + block_bytes])
+    return blocks

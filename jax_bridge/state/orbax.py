@@ -13,7 +13,8 @@ from etils import epath
 from numpy.typing import NDArray
 
 from jax_bridge.specs import from_partition_spec
-from xshard import Mesh, XshardError, dtypes
+from xshard import Layout, Mesh, XshardError, dtypes
+from xshard.errors import api_boundary
 from xshard.state.files.checkpoint import Box, Checkpoint
 from xshard.state.files.header import FileError
 from xshard.trees import leaf_name
@@ -22,45 +23,51 @@ METADATA = "_METADATA"
 _CACHE_BYTES = 2**28  # of chunks, so that one that several devices need is decompressed once
 
 
+@api_boundary
 def open_orbax(path: str | Path) -> Checkpoint:
-    """Open a folder that orbax wrote, or a step of its manager; no array is read yet. Numbers are arrays
-    without dims; texts are left out. Layouts are the saved shardings. Raises FileError for a folder that
-    orbax did not write, or did not finish, or that has several trees.
+    """Open a folder that orbax wrote; no array is read yet.
+
+    Numbers are arrays without dims; texts are left out. Layouts are the saved shardings.
+
+    Args:
+        path: A folder that orbax wrote, or a step of its manager.
+
+    Returns:
+        The open checkpoint.
+
+    Raises:
+        FileError: Orbax did not write the folder, or did not finish, or it has several trees.
     """
-    folder = _folder(Path(path).absolute())
-    try:
-        metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))
-        leaves = jax.tree_util.tree_flatten_with_path(metadata.tree)[0]
-        packed = ocp.type_handlers.is_ocdbt_checkpoint(epath.Path(folder))
-    except Exception as error:  # any error of a reader that trusts the bytes
-        raise FileError(f"{folder / METADATA} is not what orbax writes: {error}") from None
+    folder = _folder_of_tree(Path(path).absolute())
+    tree = _read_metadata(folder)
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     arrays = {}
     layouts = {}
     meshes = {}
-    for path_to, leaf in leaves:
+    for leaf_path, leaf in tree.leaves:
         if not isinstance(leaf, ocp.metadata.ArrayMetadata):
             continue
-        name = leaf_name(path_to)
-        sharding = leaf.sharding
-        spec = _spec(folder, leaf.name, packed, metadata.use_zarr3)
-        opened = tensorstore.open(spec, context=context, open=True, read=True)  # all at once
-        arrays[name] = _Array(
-            tuple(leaf.shape), dtypes.name_of(leaf.dtype), spec["kvstore"]["path"], opened
-        )
-        if isinstance(sharding, ocp.metadata.NamedShardingMetadata):
-            with suppress(XshardError):  # a sharding without a layout
-                layouts[name] = from_partition_spec(
-                    jax.P(*sharding.partition_spec), len(leaf.shape)
-                )
-                meshes[name] = Mesh(
-                    dict(zip(sharding.axis_names, map(int, sharding.shape), strict=True))
-                )
-    one = next(iter(meshes.values()), None)
-    layouts = {
-        name: layout for name, layout in layouts.items() if layout.axes and meshes.get(name) == one
-    }
-    return Checkpoint(arrays, layouts=layouts, mesh=one, places=dict.fromkeys(arrays, folder.name))
+        name = leaf_name(leaf_path)
+        spec = _tensorstore_spec(folder, leaf.name, tree)
+        # It returns at once: all arrays are opened side by side, and the first read waits.
+        opened = tensorstore.open(spec, context=context, open=True, read=True)
+        dtype = dtypes.name_of(leaf.dtype)
+        arrays[name] = _Array(tuple(leaf.shape), dtype, spec["kvstore"]["path"], opened)
+        with suppress(XshardError):  # a sharding without a layout
+            saved = _saved_sharding(leaf)
+            if saved is not None:
+                layouts[name] = saved.layout
+                meshes[name] = saved.mesh
+    # A checkpoint has one mesh; arrays that were saved on another one have no layout here.
+    mesh = None
+    if meshes:
+        mesh = next(iter(meshes.values()))
+    on_mesh = {}
+    for name, layout in layouts.items():
+        if layout.axes and meshes.get(name) == mesh:
+            on_mesh[name] = layout
+    places = dict.fromkeys(arrays, folder.name)
+    return Checkpoint(arrays, layouts=on_mesh, mesh=mesh, places=places)
 
 
 class _Array(NamedTuple):
@@ -72,6 +79,7 @@ class _Array(NamedTuple):
     opened: tensorstore.Future
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
+        """Read a box of the array into memory, without a copy. Raises FileError."""
         try:
             stored = self.opened.result()
             target = tensorstore.array(out.view(stored.dtype.numpy_dtype), copy=False, write=True)
@@ -80,30 +88,75 @@ class _Array(NamedTuple):
             raise FileError(f"{self.place}: {error}") from None
 
 
-def _spec(folder: Path, name: str, packed: bool, zarr3: bool) -> dict[str, Any]:
-    """The spec of an array for tensorstore. packed: all arrays are in one store, else each in a folder."""
-    if not (folder / name).resolve().is_relative_to(folder.resolve()):
-        raise FileError(f"{folder / METADATA}: '{name}' is not in the folder")
-    store: dict[str, Any] = {"driver": "file", "path": f"{folder}/{'' if packed else f'{name}/'}"}
-    if packed:
-        store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
-    # Missing chunks are an error, not zeros.
-    return {
-        "driver": "zarr3" if zarr3 else "zarr",
-        "kvstore": store,
-        "fill_missing_data_reads": False,
-    }
+class _SavedTree(NamedTuple):
+    """The metadata of a saved tree.
+
+    Attributes:
+        leaves: Pairs of a path of keys and the metadata of the leaf there.
+        is_packed: All arrays are in one store; else each is in a folder of its own.
+        is_zarr3: Arrays are in version 3 of zarr, else in version 2.
+    """
+
+    leaves: list[tuple[Any, Any]]
+    is_packed: bool
+    is_zarr3: bool
 
 
-def _folder(path: Path) -> Path:
-    """The folder of a tree: this one, or the one in it."""
-    folders = (
-        [path]
-        if (path / METADATA).exists()
-        else [file.parent for file in path.glob(f"*/{METADATA}")]
-    )
+def _folder_of_tree(path: Path) -> Path:
+    """Return the folder of a tree: this one, or the only one in it. Raises FileError."""
+    if (path / METADATA).exists():
+        return path
+    folders = [file.parent for file in path.glob(f"*/{METADATA}")]
     if len(folders) != 1:
-        trees = ", ".join(sorted(folder.name for folder in folders)) or "none"
+        trees = ", ".join(sorted(folder.name for folder in folders)) if folders else "none"
         hint = "a step of a manager, or one tree in it: one that is being written has another name"
         raise FileError(f"{path} must have one tree of orbax, but has: {trees}", hint=hint)
     return folders[0]
+
+
+def _read_metadata(folder: Path) -> _SavedTree:
+    """Read the metadata of a tree. Raises FileError if orbax cannot."""
+    try:
+        metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))
+        leaves, _ = jax.tree_util.tree_flatten_with_path(metadata.tree)
+        is_packed = ocp.type_handlers.is_ocdbt_checkpoint(epath.Path(folder))
+    except Exception as error:  # any error of a reader that trusts the bytes
+        raise FileError(f"{folder / METADATA} is not what orbax writes: {error}") from None
+    return _SavedTree(leaves, is_packed, metadata.use_zarr3)
+
+
+class _SavedSharding(NamedTuple):
+    layout: Layout
+    mesh: Mesh
+
+
+def _saved_sharding(leaf: Any) -> _SavedSharding | None:
+    """Return the layout and the mesh of an array as saved; None if it had no mesh."""
+    sharding = leaf.sharding
+    if not isinstance(sharding, ocp.metadata.NamedShardingMetadata):
+        return None
+    layout = from_partition_spec(jax.P(*sharding.partition_spec), len(leaf.shape))
+    sizes = map(int, sharding.shape)
+    return _SavedSharding(layout, Mesh(dict(zip(sharding.axis_names, sizes, strict=True))))
+
+
+def _tensorstore_spec(folder: Path, name: str, tree: _SavedTree) -> dict[str, Any]:
+    """Return what tensorstore needs to open an array.
+
+    Raises:
+        FileError: The name leads out of the folder.
+    """
+    if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise FileError(f"{folder / METADATA}: '{name}' is not in the folder")
+    store: dict[str, Any]
+    if tree.is_packed:
+        files = {"driver": "file", "path": f"{folder}/"}
+        store = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
+    else:
+        store = {"driver": "file", "path": f"{folder}/{name}/"}
+    # Missing chunks are an error, not zeros.
+    return {
+        "driver": "zarr3" if tree.is_zarr3 else "zarr",
+        "kvstore": store,
+        "fill_missing_data_reads": False,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,18 +25,20 @@ from jax_bridge.arrays.stored import (
 from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
 from jax_bridge.state.execute import LocalBlocks, all_devices, assembled, blocks_of, execute
 from xshard import Layout, ProfileLike, Rules, Sharding, XshardError
-from xshard.errors import MeshError, ShapeError, located
+from xshard.errors import MeshError, ShapeError, api_boundary, located
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
 from xshard.rules import RulesLike
-from xshard.state import Names, plan_transfer
+from xshard.state import Names, TreePlan, plan_transfer
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
+from xshard.state.tree_plan import ArrayPlan
 from xshard.trees import Leaf, named_once, place_of
 
 
-def transfer(
+@api_boundary
+def transfer(  # noqa: PLR0913  one option for each decision of the user
     tree: Any,
     rules: RulesLike | tuple[RulesLike | None, RulesLike],
     dst_mesh: JaxMesh,
@@ -48,87 +50,96 @@ def transfer(
     dry_run: bool = False,
     profile: ProfileLike = "auto",
 ) -> Any:
-    """Move a tree of arrays to another mesh; with `names` the result is a dict by destination names.
+    """Move a tree of arrays to another mesh.
 
-    tree: `jax.Array`s sharded over one mesh, in dicts, lists, modules of `flax` and `equinox`. The devices of
-    `dst_mesh` may be the same, some of them, or others of the same kind. Other leaves stay as they are; an
-    array without a mesh, as counters are, is first replicated on the mesh of the others. All processes with a
-    device in either mesh call it; a process without a device in the first passes a `jax.ShapeDtypeStruct`
-    with a sharding for each array. rules: as for `place`, patterns of leaf names -> layouts on `dst_mesh`, or
-    expressions. names: `xshard.state.Names`, if arrays get other names, or are fused or split. bucket_bytes:
-    about the most that a device sends and receives at once; None: no limit. donate: delete the arrays, bucket
-    by bucket. progress: True for a bar, or a function called with the bytes done and the total; None shows a
-    bar for large trees on a terminal. dry_run: send nothing and return the plan, which prints as a table.
-    It has no gradient, and runs outside of `jit`.
-    Raises, before anything is sent, with the name of the leaf: NotationError, ShapeError (also for blocks of
-    several sizes, and for an array with another sharding or order), DtypeError, MeshError, PlanError;
-    XshardError for leaves without a rule, rules without a leaf, and arrays that are traced or deleted.
+        model = transfer(model, {"**.kernel": "i o/tp"}, mesh_of_inference)    # -> [i, o/tp]
 
-    >>> mesh = jax.make_mesh((1,), ("dp",))
-    >>> state = place({"up": {"kernel": jax.numpy.ones((4, 6))}}, "i/dp o", mesh)
-    >>> transfer(state, {"**.kernel": "i o/tp"}, jax.make_mesh((1,), ("tp",)))["up"][
-    ...     "kernel"
-    ... ].sharding.spec
-    P(None, 'tp')
+    All processes with a device in either mesh call it. A process without a device in the first mesh
+    passes a `jax.ShapeDtypeStruct` with a sharding for each array. It has no gradient, and runs
+    outside of `jit`.
+
+    Args:
+        tree: `jax.Array`s sharded over one mesh, in dicts, lists, modules of `flax` and `equinox`.
+            Other leaves stay as they are. An array without a mesh, as counters are, is first
+            replicated on the mesh of the others.
+        rules: As for `place`, patterns of leaf names -> layouts on `dst_mesh`, or expressions.
+        dst_mesh: The new mesh. Its devices may be the same, some of them, or others of the same
+            kind.
+        names: `xshard.state.Names`, if arrays get other names, or are fused or split.
+        bucket_bytes: About the most that a device sends and receives at once; None: no limit.
+        donate: Delete the arrays, bucket by bucket.
+        progress: True for a bar, or a function called with the bytes done and the total; None shows
+            a bar for large trees on a terminal.
+        dry_run: Send nothing and return the plan, which prints as a table.
+        profile: The machine to plan for.
+
+    Returns:
+        The tree with arrays on `dst_mesh`; with `names` a dict by destination names.
+
+    Raises:
+        NotationError: The text is wrong. All errors come before anything is sent, with the name of
+            the leaf.
+        ShapeError: Blocks have several sizes, or an array has another sharding or order.
+        DtypeError: The numbers cannot be moved so.
+        MeshError: No array is on a mesh, the arrays are on several, or a mesh has no devices, or
+            devices of another kind.
+        PlanError: No plan leads from one layout to the other.
+        XshardError: A leaf lacks a rule, a rule lacks leaves, or an array is traced or deleted.
+
+    Examples:
+        >>> mesh = jax.make_mesh((1,), ("dp",))
+        >>> state = place({"up": {"kernel": jax.numpy.ones((4, 6))}}, "i/dp o", mesh)
+        >>> moved = transfer(state, {"**.kernel": "i o/tp"}, jax.make_mesh((1,), ("tp",)))
+        >>> moved["up"]["kernel"].sharding.spec
+        P(None, 'tp')
     """
-    rules = Rules(rules) if isinstance(rules, Mapping) else rules
+    if isinstance(rules, Mapping):
+        rules = Rules(rules)
+    # With `names` the rules are by destination names: no leaf of this tree has one of its own.
     leaves = trees.array_leaves(rules if names is None else "...", tree)
     to_move = [leaf for leaf in leaves if trees.is_array(leaf.x)]
     if not to_move:
         return tree
-    src_mesh, devices = _mesh_and_devices(to_move, dst_mesh)
+    ends = _meshes(to_move, dst_mesh)
     sources = named_once(
-        (leaf.name, _source(leaf, names is None, src_mesh, dst_mesh)) for leaf in to_move
+        (leaf.name, _source(leaf, ends, has_rule=names is None)) for leaf in to_move
     )
-    src_rules: Any = {re.compile(re.escape(name)): source.rule for name, source in sources.items()}
-    if names is not None:
-        src_rules = src_rules, rules if isinstance(rules, Rules) else {"**": rules}
-    shapes = {name: source.x.shape for name, source in sources.items()}
-    dtypes = {name: source.x.dtype.name for name, source in sources.items()}
-    options: Any = {
-        "names": names,
-        "profile": machine(profile, dst_mesh),
-        "bucket_bytes": bucket_bytes,
-    }
-    for side, mesh in (("src", src_mesh), ("dst", dst_mesh)):
-        options |= {f"{side}_mesh": xshard_mesh(mesh)}
-        options |= {f"{side}_devices": list(map(devices.index, mesh.devices.flat))}
-    plan = plan_transfer(shapes, src_rules, dtypes=dtypes, **options)
-    targets = {}
-    for array in plan.arrays:
-        with located(place_of(array.name)):
-            check_even(array.sharding, str(array.sharding.layout))
-            targets[array.name] = specs.storage_sharding(array.sharding.layout, dst_mesh)
+    plan = _plan(sources, rules, ends, names, bucket_bytes, profile)
+    targets = _target_shardings(plan, dst_mesh)
     if dry_run:
         return plan
-    first = devices[min(*plan.src_devices, *plan.dst_devices)].process_index == jax.process_index()
-    arrays = {
-        name: LocalBlocks(blocks_of(source.x), source.x.dtype) for name, source in sources.items()
-    }
-    left = Counter(move.name for array in plan.arrays for move in array.moves)
-    results: dict[str, jax.Array] = {}
-    with reporting(progress, plan.bytes_moved, first) as report:
-        for bucket in plan.buckets:
-            for array, blocks in zip(bucket, execute(arrays, bucket, devices), strict=True):
-                y = assembled(blocks, array.sharding.shape, array.dtype, targets[array.name])
-                y = sources[array.name].as_leaf(y) if array.name in sources else y
-                results[array.name] = remember(y, array.sharding)
-            jax.block_until_ready([results[array.name] for array in bucket])
-            left.subtract(move.name for array in bucket for move in array.moves)
-            for name in [name for name in arrays if donate and not left[name]]:
-                del arrays[name]
-                for x in (sources[name].x, sources[name].leaf):
-                    if isinstance(x, jax.Array) and not x.is_deleted():
-                        x.delete()
-            report(sum(array.traffic.total() for array in bucket))
+
+    moved = _run(plan, sources, targets, ends.devices, donate=donate, progress=progress)
     if names is not None:
-        return results
-    values = [results[leaf.name] if trees.is_array(leaf.x) else leaf.x for leaf in leaves]
+        return moved
+    values = [moved[leaf.name] if trees.is_array(leaf.x) else leaf.x for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(tree), values)
 
 
+# ---- checks
+
+
+class _Meshes(NamedTuple):
+    """Both meshes of a transfer, and all devices of the program as plans number them."""
+
+    src: JaxMesh
+    dst: JaxMesh
+    devices: list[jax.Device]
+
+    def numbers(self, mesh: JaxMesh) -> list[int]:
+        """Return the number of every device of a mesh, in the mesh's order."""
+        return [self.devices.index(device) for device in mesh.devices.flat]
+
+
 class _SourceArray(NamedTuple):
-    """An array of numbers that moves. leaf: maybe PRNG keys; as_leaf makes such a leaf of numbers."""
+    """An array of numbers that moves.
+
+    Attributes:
+        x: The array, or its type in a process that has none of it.
+        rule: The expression, or the layout if the array has no rule of its own.
+        leaf: The user's leaf: PRNG keys if `x` is their words.
+        as_leaf: Makes such a leaf of moved numbers.
+    """
 
     x: Any
     rule: Sides | Layout
@@ -136,61 +147,197 @@ class _SourceArray(NamedTuple):
     as_leaf: Callable[[jax.Array], jax.Array]
 
 
-def _mesh_and_devices(leaves: list[Leaf], dst_mesh: Any) -> tuple[JaxMesh, list[jax.Device]]:
-    """The mesh of the arrays, and all devices of the program in the order in which plans number them."""
+def _meshes(leaves: list[Leaf], dst_mesh: Any) -> _Meshes:
+    """Check that the arrays can be read and that devices of both meshes can exchange blocks."""
     for leaf in leaves:
         with located(leaf.place):
-            if isinstance(leaf.x, Tracer):
-                hint = "a transfer runs outside of jit and grad; on one mesh, reshard runs inside"
-                raise XshardError(f"the array is traced, {jax.typeof(leaf.x)}", hint=hint)
-            if isinstance(leaf.x, jax.Array) and leaf.x.is_deleted():
-                raise XshardError(
-                    "the array was donated or deleted", hint="donate a copy, jnp.copy(x)"
-                )
+            _check_readable(leaf.x)
     placed = [leaf for leaf in leaves if _is_placed(leaf.x)]
     if not placed:
         raise MeshError("no array is on a mesh", hint="xj.place(tree, rules, mesh) puts them there")
     src_mesh = mesh_of([leaf.x for leaf in placed], [leaf.name for leaf in placed])
     for mesh in (src_mesh, jax_mesh(dst_mesh)):
         if not isinstance(mesh, JaxMesh):
-            raise MeshError(
-                f"{mesh} is not a mesh of devices", hint="pass a jax.sharding.Mesh of devices"
-            )
+            reason = f"{mesh} is not a mesh of devices"
+            raise MeshError(reason, hint="pass a jax.sharding.Mesh of devices")
     assert isinstance(src_mesh, JaxMesh)
-    src = src_mesh.devices.flat[0]
-    dst = dst_mesh.devices.flat[0]
-    if src.platform != dst.platform:
-        reason = f"the arrays are on {src}, the new mesh has {dst}, of another kind"
-        raise MeshError(
-            reason, hint="jax.device_get takes arrays to the host, place from there to any mesh"
-        )
-    return src_mesh, all_devices(src)
+    src_device = src_mesh.devices.flat[0]
+    dst_device = dst_mesh.devices.flat[0]
+    if src_device.platform != dst_device.platform:
+        reason = f"the arrays are on {src_device}, the new mesh has {dst_device}, of another kind"
+        hint = "jax.device_get takes arrays to the host, place from there to any mesh"
+        raise MeshError(reason, hint=hint)
+    return _Meshes(src_mesh, dst_mesh, all_devices(src_device))
+
+
+def _check_readable(x: Any) -> None:
+    """Raise XshardError for an array that is traced or deleted."""
+    if isinstance(x, Tracer):
+        hint = "a transfer runs outside of jit and grad; on one mesh, reshard runs inside"
+        raise XshardError(f"the array is traced, {jax.typeof(x)}", hint=hint)
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise XshardError("the array was donated or deleted", hint="donate a copy, jnp.copy(x)")
 
 
 def _is_placed(x: Any) -> bool:
     return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
-def _source(leaf: Leaf, has_rule: bool, src_mesh: JaxMesh, dst_mesh: JaxMesh) -> _SourceArray:
-    """Check one array. has_rule: the leaf has an expression of its own; no other array is made of it."""
+def _source(leaf: Leaf, meshes: _Meshes, *, has_rule: bool) -> _SourceArray:
+    """Check one array against its expression, and put it on the first mesh.
+
+    Args:
+        leaf: The array and what its rule says.
+        meshes: Both meshes.
+        has_rule: The leaf has an expression of its own; no other array is made of it.
+    """
     with located(leaf.place):
         expression = sides_or_one(leaf.given if has_rule else "...")
-        src_axes = xshard_mesh(src_mesh)
-        dst_axes = xshard_mesh(dst_mesh)
-        x = leaf.x if _is_placed(leaf.x) else place(leaf.x, "...", src_mesh)
-        ndim = len(x.shape)
-        check_axes(expression.dst, dst_axes, expression.text)
-        with mark_errors(expression.text):
-            src = known_layout(
-                x, x.sharding, Sharding(expression.dst.resolved(ndim), dst_axes, x.shape)
-            )
+        x = leaf.x
+        if not _is_placed(x):
+            x = place(x, "...", meshes.src)
+        check_axes(expression.dst, xshard_mesh(meshes.dst), expression.text)
         if ARROW in expression.text:
-            src = expression.src.resolved(ndim)
-            check_axes(src, src_axes, expression.text)
-            if not are_the_same(x.sharding, specs.storage_sharding(src, src_mesh), ndim):
-                reason = f"the array is not sharded as '{src}'"
-                raise ShapeError(reason, text=expression.text, hint=f"it has {x.sharding}")
-            check_order(x, Sharding(src, src_axes, x.shape), expression.text)
+            src = expression.src.resolved(len(x.shape))
+            _check_is_sharded_as(x, src, meshes.src, expression.text)
+        else:
+            src = _current_layout(x, expression, meshes.dst)
         rule = Sides(src, expression.dst, expression.text)
-        x, rule, as_leaf = calls.as_words(x, rule) if calls.are_keys(x) else (x, rule, lambda y: y)
+        as_leaf: Callable[[jax.Array], jax.Array] = _unchanged
+        if calls.are_keys(x):
+            words = calls.as_words(x, rule)
+            x = words.array
+            rule = words.sides
+            as_leaf = words.back
         return _SourceArray(x, rule if has_rule else src, leaf.x, as_leaf)
+
+
+def _current_layout(x: Any, expression: Sides, dst_mesh: JaxMesh) -> Layout:
+    """Return the layout that an array has, with the names of dims that the expression gives."""
+    with mark_errors(expression.text):
+        wanted = expression.dst.resolved(len(x.shape))
+        return known_layout(x, x.sharding, Sharding(wanted, xshard_mesh(dst_mesh), x.shape))
+
+
+def _check_is_sharded_as(x: Any, src: Layout, mesh: JaxMesh, text: str) -> None:
+    """Raise ShapeError if an array is not sharded as the left side of its expression says."""
+    axes = xshard_mesh(mesh)
+    check_axes(src, axes, text)
+    if not are_the_same(x.sharding, specs.storage_sharding(src, mesh), len(x.shape)):
+        reason = f"the array is not sharded as '{src}'"
+        raise ShapeError(reason, text=text, hint=f"it has {x.sharding}")
+    check_order(x, Sharding(src, axes, x.shape), text)
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x
+
+
+# ---- plan
+
+
+def _plan(
+    sources: Mapping[str, _SourceArray],
+    rules: Any,
+    meshes: _Meshes,
+    names: Names | None,
+    bucket_bytes: int | str | None,
+    profile: ProfileLike,
+) -> TreePlan:
+    """Plan the transfer of all arrays."""
+    # Escaped, because a name may have characters that mean something in a pattern: `layers[0]`.
+    by_name = {re.compile(re.escape(name)): source.rule for name, source in sources.items()}
+    all_rules: Any = by_name
+    if names is not None:
+        if not isinstance(rules, Rules):
+            rules = {"**": rules}  # one layout for all
+        all_rules = (by_name, rules)
+    return plan_transfer(
+        {name: source.x.shape for name, source in sources.items()},
+        all_rules,
+        src_mesh=xshard_mesh(meshes.src),
+        dst_mesh=xshard_mesh(meshes.dst),
+        src_devices=meshes.numbers(meshes.src),
+        dst_devices=meshes.numbers(meshes.dst),
+        names=names,
+        dtypes={name: source.x.dtype.name for name, source in sources.items()},
+        profile=machine(profile, meshes.dst),
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def _target_shardings(plan: TreePlan, dst_mesh: JaxMesh) -> dict[str, NamedSharding]:
+    """Return JAX's sharding of every new array. Raises ShapeError for blocks of several sizes."""
+    shardings = {}
+    for array in plan.arrays:
+        layout = array.sharding.layout
+        with located(place_of(array.name)):
+            check_even(array.sharding, str(layout))
+            shardings[array.name] = specs.storage_sharding(layout, dst_mesh)
+    return shardings
+
+
+# ---- run
+
+
+def _run(
+    plan: TreePlan,
+    sources: Mapping[str, _SourceArray],
+    targets: Mapping[str, NamedSharding],
+    devices: list[jax.Device],
+    *,
+    donate: bool,
+    progress: Progress,
+) -> dict[str, jax.Array]:
+    """Move all arrays, bucket by bucket, and return the new ones by name.
+
+    Args:
+        plan: The plan.
+        sources: The arrays by name.
+        targets: JAX's shardings of the new arrays.
+        devices: All devices of the program by their numbers in the plan.
+        donate: Delete an array after the last bucket that reads it.
+        progress: As of `transfer`.
+    """
+    blocks_by_name = {}
+    for name, source in sources.items():
+        blocks_by_name[name] = LocalBlocks(blocks_of(source.x), source.x.dtype)
+    # Several buckets may read one array: how many moves of each are still to come.
+    moves_left = _count_moves(plan.arrays)
+    first_device = devices[min(*plan.src_devices, *plan.dst_devices)]
+    shows_progress = first_device.process_index == jax.process_index()
+    moved: dict[str, jax.Array] = {}
+    with reporting(progress, plan.bytes_moved, shows_progress) as report:
+        for bucket in plan.buckets:
+            arrived = execute(blocks_by_name, bucket, devices)
+            for array, blocks in zip(bucket, arrived, strict=True):
+                shape = array.sharding.shape
+                y = assembled(blocks, shape, array.dtype, targets[array.name])
+                if array.name in sources:
+                    y = sources[array.name].as_leaf(y)
+                moved[array.name] = remember(y, array.sharding)
+            # Else buckets would overlap, and devices would need memory for all of them.
+            jax.block_until_ready([moved[array.name] for array in bucket])
+            moves_left.subtract(_count_moves(bucket))
+            if donate:
+                for name in [name for name in blocks_by_name if moves_left[name] == 0]:
+                    # The blocks hold the memory, too.
+                    del blocks_by_name[name]
+                    _delete(sources[name])
+            report(sum(array.traffic.total() for array in bucket))
+    return moved
+
+
+def _count_moves(arrays: Iterable[ArrayPlan]) -> Counter[str]:
+    """Count the moves that read each source array, by its name."""
+    counts: Counter[str] = Counter()
+    for array in arrays:
+        counts.update(move.name for move in array.moves)
+    return counts
+
+
+def _delete(source: _SourceArray) -> None:
+    """Delete an array, and the PRNG keys that it was made of."""
+    for x in (source.x, source.leaf):
+        if isinstance(x, jax.Array) and not x.is_deleted():
+            x.delete()

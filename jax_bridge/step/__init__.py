@@ -1,0 +1,1 @@
+"""Losses of JAX as steps of training, and suggestions where their arrays live."""

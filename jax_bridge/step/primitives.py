@@ -21,9 +21,8 @@ from xshard.step.record.letters import (
     words,
 )
 
-Row = Callable[
-    [Mapping[str, Any], Sequence[Shape], Shape], Written | None
-]  # None: no rule is known
+# Parameters, shapes of the operands that are arrays, shape of the result; None: no rule is known.
+Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written | None]
 
 INLINED = words("jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call")
 ELEMENTWISE = words("""
@@ -45,69 +44,125 @@ STACK = "stack of a scan"
 def written(
     primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape
 ) -> Written:
-    """A primitive with one result as an operation. shapes: the operands', None for a literal."""
-    shown = [shape for shape in shapes if shape is not None]
-    if primitive in SOURCES or not shown:
+    """Describe a primitive with one result as an operation of a step.
+
+        dot_general of [b, s, c] and [c, d]: "abc, cd -> abd", a contraction
+
+    Args:
+        primitive: Its name.
+        params: Its parameters.
+        shapes: The shapes of its operands; None for a literal.
+        out: The shape of its result.
+    """
+    array_shapes = [shape for shape in shapes if shape is not None]
+    if primitive in SOURCES or not array_shapes:
         return placed([], out, [], "source")
-    if primitive in TABLE and (row := TABLE[primitive](params, shown, out)):
-        return row
+    if primitive in TABLE:
+        row = TABLE[primitive](params, array_shapes, out)
+        if row is not None:
+            return row
     if primitive not in ELEMENTWISE:
-        return placed(shown, out, [[None] * len(shape) for shape in shown], "opaque")
-    # Partial sums may pass sums of arrays, and products with numbers.
-    sums = primitive in ("add", "add_any", "sub") and all(shapes)
-    scaled = (primitive == "mul" and None in shapes) or (primitive == "div" and shapes[-1] is None)
-    is_linear = primitive in COPIES | {"neg", "real"} or sums or scaled
-    kind = "linear" if is_linear else "pointwise"
-    work: Mapping[str, Any] = FREE if primitive in COPIES else {}
-    if primitive in RESULTS or primitive in ("add", "sub", "select_n"):
-        work = {"keeps": (len(shown),) if primitive in RESULTS else ()}
-    return aligned(shown, out, kind, **work)
+        no_places = [[None] * len(shape) for shape in array_shapes]
+        return placed(array_shapes, out, no_places, "opaque")
+    kind = "linear" if _is_linear(primitive, shapes) else "pointwise"
+    return aligned(array_shapes, out, kind, **_work(primitive, len(array_shapes)))
+
+
+def _is_linear(primitive: str, shapes: Sequence[Shape | None]) -> bool:
+    """Return whether partial sums may pass: through sums of arrays, and products with numbers."""
+    if primitive in COPIES or primitive in ("neg", "real"):
+        return True
+    if primitive in ("add", "add_any", "sub"):
+        # A number would be added to each partial sum; an array without dims counts as one.
+        return all(shapes)
+    if primitive == "mul":
+        return None in shapes
+    return primitive == "div" and shapes[-1] is None
+
+
+def _work(primitive: str, n_operands: int) -> Mapping[str, Any]:
+    """Return the fields of `Op` that say how much work an elementwise operation is.
+
+    `keeps` says which arrays the gradient needs; the result is number `n_operands`.
+    """
+    if primitive in RESULTS:
+        return {"keeps": (n_operands,)}
+    if primitive in ("add", "sub", "select_n"):
+        return {"keeps": ()}
+    return FREE if primitive in COPIES else {}
+
+
+# ---- rows of the table
 
 
 def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-    (left, right), (rows, columns) = params["dimension_numbers"]
-    a = ascii_letters[: len(shapes[0])]
-    b = list(ascii_letters[len(a) : len(a) + len(shapes[1])])
-    for i, j in zip((*left, *rows), (*right, *columns), strict=True):
-        b[j] = a[i]
-    free = [x for i, x in enumerate(a) if i not in (*left, *rows)] + [x for x in b if x not in a]
-    return Written([a, b, [*(a[i] for i in rows), *free]], "contraction")
+    """Describe `dot_general`: its result has batch dims, then the free dims of both operands."""
+    (left_summed, right_summed), (left_batch, right_batch) = params["dimension_numbers"]
+    n_left = len(shapes[0])
+    left = list(ascii_letters[:n_left])
+    right = list(ascii_letters[n_left : n_left + len(shapes[1])])
+    left_paired = (*left_summed, *left_batch)
+    right_paired = (*right_summed, *right_batch)
+    for i, j in zip(left_paired, right_paired, strict=True):
+        right[j] = left[i]
+    result = [left[i] for i in left_batch]
+    result += [name for i, name in enumerate(left) if i not in left_paired]
+    result += [name for name in right if name not in left]
+    return Written([left, right, result], "contraction")
 
 
 def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-    """Rows by number; a dim of rows may be sharded if one row is taken at a time."""
+    """Describe `gather`: windows of a table, whose places an array of indices says.
+
+    A dim of the table may be sharded if one row of it is taken at a time, as in an embedding; a
+    window that is a part of a dim needs the dim whole.
+    """
     numbers = params["dimension_numbers"]
-    sizes = params["slice_sizes"]
+    window_sizes = params["slice_sizes"]
     result = ascii_letters[: len(out)]
-    fresh = iter(ascii_letters[len(out) :])
-    rows = [x for i, x in enumerate(result) if i not in numbers.offset_dims]
-    windows = iter(x for i, x in enumerate(result) if i in numbers.offset_dims)
-    whole = list[str]()
-    table = ""
-    batched = dict(
-        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    new_letters = iter(ascii_letters[len(out) :])
+    index_dims = [name for i, name in enumerate(result) if i not in numbers.offset_dims]
+    window_dims = iter([name for i, name in enumerate(result) if i in numbers.offset_dims])
+    batch_pairs = zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
     )
-    for d, n in enumerate(shapes[0]):
-        if d in batched:
-            table += rows[batched[d]]
-        elif d in numbers.collapsed_slice_dims:
-            table += next(fresh)
+    index_dim_of = dict(batch_pairs)
+    table = []
+    whole = []
+    for d, length in enumerate(shapes[0]):
+        if d in index_dim_of:  # a batch dim: the indices and the result have it, too
+            table.append(index_dims[index_dim_of[d]])
+        elif d in numbers.collapsed_slice_dims:  # one row at a time: the result lacks the dim
+            table.append(next(new_letters))
         else:
-            window = next(windows)
-            table += window if sizes[d] == n else next(fresh)
-            whole += [] if sizes[d] == n else [window, table[-1]]
-    index = next(fresh)
-    return Written([table, [*rows, index], result], "lookup", [*whole, index])
+            window = next(window_dims)
+            if window_sizes[d] == length:  # all of the dim
+                table.append(window)
+            else:
+                table_dim = next(new_letters)
+                table.append(table_dim)
+                whole += [window, table_dim]
+    coordinates = next(new_letters)  # the last dim of the indices: where a window begins
+    arrays = [table, [*index_dims, coordinates], result]
+    return Written(arrays, "lookup", [*whole, coordinates])
 
 
-def _along(key: str, kind: str = "pointwise", operands: int | None = None, **how: Any) -> Row:
-    """Whole along the dims that a parameter names: as a number, as numbers, or by what happens along each."""
+def _along(key: str, kind: str = "pointwise", operands: int | None = None, **options: Any) -> Row:
+    """Return a row for an operation along some dims, which stay whole or are summed.
+
+    Args:
+        key: The parameter with the dims: a number, numbers, or what happens along every dim.
+        kind: The class of the operation.
+        operands: How many operands count; the others are numbers. None: all.
+        **options: As of `xshard.step.record.letters.along`.
+    """
 
     def row(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
-        axes = params.get(key, ())
+        dims = params.get(key, ())
         if key in ("padding_config", "window_dimensions"):
-            axes = [d for d, way in enumerate(axes) if way not in (1, (0, 0, 0))]
-        return along(shapes[:operands], out, axes, kind, **how)
+            # No padding, and windows of 1, change nothing along a dim.
+            dims = [d for d, change in enumerate(dims) if change not in (1, (0, 0, 0))]
+        return along(shapes[:operands], out, dims, kind, **options)
 
     return row
 

@@ -1,4 +1,4 @@
-"""`suggest`: where the parameters, inputs and activations of a loss live, as rules and as PartitionSpecs."""
+"""`suggest`: where parameters, inputs and activations of a loss live: as rules and PartitionSpecs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh as JaxMesh
@@ -18,45 +18,86 @@ from jax_bridge.step.tracer import Tracer, evaluate
 from jax_bridge.trees import is_array, leaves_of
 from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
-from xshard.errors import PlanError
+from xshard.errors import PlanError, api_boundary
 from xshard.notation.parser import ARROW
 from xshard.step.record.fuse import fused
 from xshard.step.record.repeat import repeated
 from xshard.step.record.trace import Trace
 
-MAKERS = ("attention", "carry", "contraction", "lookup")  # XLA is told the layouts of their results
+# Operations that decide the layouts of their results; XLA is told these layouts.
+MAKERS = ("attention", "carry", "contraction", "lookup")
+
+
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def _none(_: Any) -> None:
+    return None
 
 
 class Loss:
     """A loss as a function of the arrays among its arguments.
 
-    names, arrays: all arrays, the first argument's, which are parameters, without its name.
+    Args:
+        f: The loss.
+        args: Its arguments; the first has the parameters.
+
+    Attributes:
+        arrays: All arrays: parameters, then inputs.
+        names: Their names; the first argument's, which are parameters, without its own name.
+        n_parameters: How many are parameters.
     """
 
     def __init__(self, f: Callable[..., Any], args: Sequence[Any]) -> None:
-        self.f, self.args = f, tuple(args)
-        (first, tree), *others = inspect.signature(f).bind(*args).arguments.items()
-        parameters = [leaf for leaf in leaves_of(None, tree) if is_array(leaf.x)]
-        each = (leaf for name, tree in others for leaf in leaves_of(None, {name: tree}))
-        inputs = [leaf for leaf in each if is_array(leaf.x)]
-        self.arrays = [leaf.x for leaf in (*parameters, *inputs)]
-        self.names, self.n_parameters = [leaf.name or first for leaf in parameters], len(parameters)
-        self.names += [leaf.name + " (input)" * (leaf.name in self.names) for leaf in inputs]
+        self.f = f
+        self.args = tuple(args)
+        arguments = inspect.signature(f).bind(*args).arguments
+        (first_name, first), *others = arguments.items()
+        self.names: list[str] = []
+        self.arrays: list[Any] = []
+        for leaf in leaves_of(None, first):
+            if is_array(leaf.x):
+                # A first argument that is one array has no names inside.
+                self.names.append(leaf.name if leaf.name else first_name)
+                self.arrays.append(leaf.x)
+        self.n_parameters = len(self.arrays)
+        parameter_names = set(self.names)
+        for name, argument in others:
+            for leaf in leaves_of(None, {name: argument}):
+                if is_array(leaf.x):
+                    new_name = leaf.name
+                    if new_name in parameter_names:
+                        new_name += " (input)"
+                    self.names.append(new_name)
+                    self.arrays.append(leaf.x)
 
     def filled(
-        self, values: Sequence[Any], other: Callable[[Any], Any] = lambda x: x
+        self, values: Sequence[Any], other: Callable[[Any], Any] = _unchanged
     ) -> tuple[Any, ...]:
-        """The arguments with other values in place of arrays."""
-        new = iter(values)
-        return jax.tree.map(lambda x: next(new) if is_array(x) else other(x), self.args)
+        """Return the arguments with other values in place of arrays, and of other leaves."""
+        next_value = iter(values)
+
+        def fill(x: Any) -> Any:
+            return next(next_value) if is_array(x) else other(x)
+
+        return jax.tree.map(fill, self.args)
 
     def run(self, *arrays: Any) -> Any:
+        """Return the loss for these arrays."""
         return self.f(*self.filled(arrays))
 
 
 @dataclass(eq=False)
 class JaxSuggestion(Suggestion):
-    """A suggestion for a loss, with what `jit` takes. names: places of the jaxpr -> arrays of the step."""
+    """A suggestion for a loss, with what `jit` takes.
+
+    Attributes:
+        loss: The loss.
+        tracer: What is known of its jaxpr.
+        names: Names of places in the jaxpr -> names of arrays of the step.
+        on: The mesh.
+    """
 
     loss: Loss
     tracer: Tracer
@@ -66,100 +107,158 @@ class JaxSuggestion(Suggestion):
     @property
     def specs(self) -> tuple[Any, ...]:
         """The arguments with a PartitionSpec in place of each array, and None for other leaves."""
-        return self.loss.filled([self._spec(name) for name in self.loss.names], lambda _: None)
+        return self.loss.filled([self._spec(name) for name in self.loss.names], _none)
 
+    @api_boundary
     def constrain(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with `jax.lax.with_sharding_constraint` on parameters in use and on activations.
+        """Tell XLA the layouts: return the function with sharding constraints inside.
 
-        The batch may have another length. Axes are Auto; for a mesh without devices `jax.set_mesh` has them.
+            step = jax.jit(jax.value_and_grad(plan.constrain(loss)), in_shardings=...)
+
+        `jax.lax.with_sharding_constraint` is on parameters in use and on activations. The batch may
+        have another length. Axes are Auto; for a mesh without devices `jax.set_mesh` has them.
+
+        Args:
+            f: The loss.
+
+        Returns:
+            The function with the same results.
         """
 
         def constrained(*args: Any) -> Any:
             loss = Loss(f, args)
             closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*loss.arrays)
-            once = Rules({self.once: "..."})
+            # Parameters that are gathered for every use: a checkpoint gathers them again, too.
+            gathered_once = Rules({self.once: "..."})
             parameters = loss.names[: loss.n_parameters]
-            late = {name for name in parameters if not once.pattern_for(name)}
-            results = evaluate(
-                self._placed, late, "", closed.jaxpr, closed.consts, loss.names, *loss.arrays
-            )
+            late = {name for name in parameters if not gathered_once.pattern_for(name)}
+            results = evaluate(closed, loss.arrays, loss.names, self._placed, late)
             return jax.tree.unflatten(jax.tree.structure(out), results)
 
         return constrained
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tracer.stacked:  # a stacked parameter has a dim before the dims of one layer
-            rules = self.parameters.items()
-            self.parameters = Rules(
-                {name: f"... {text}".replace(ARROW, f"{ARROW} ...") for name, text in rules}
-            )
+        if self.tracer.stacked:
+            # A stacked parameter has a dim before the dims of one layer.
+            rules = {}
+            for pattern, text in self.parameters.items():
+                rules[pattern] = f"... {text}".replace(ARROW, f"{ARROW} ...")
+            self.parameters = Rules(rules)
 
     def _spec(self, name: str) -> PartitionSpec:
-        """How an argument is stored."""
-        stored, _ = self.layouts.get(self.names.get(name, name), (Layout(()), None))
+        """Return how an argument is stored."""
+        name_in_step = self.names.get(name, name)
+        stored, _ = self.layouts.get(name_in_step, (Layout(()), None))
         spec = to_partition_spec(Layout(stored.dims))
         return PartitionSpec(None, *spec) if name in self.tracer.stacked else spec
 
-    def _placed(self, name: str, x: jax.Array) -> jax.Array:
-        """An array with the layout in which it is used, if XLA has to be told."""
-        name = self.names.get(name, name)
-        start, used = self.layouts.get(name, (None, None))
-        op = self.search.problem.step.by_name.get(name)
-        is_kept = op is not None and op.kind not in MAKERS and start == used
-        if used is None or used.tagged("sum") or len(used.dims) != x.ndim or is_kept:
+    def _placed(self, place: str, x: jax.Array) -> jax.Array:
+        """Return an array with the layout in which it is used, if XLA has to be told."""
+        name = self.names.get(place, place)
+        stored, used = self.layouts.get(name, (None, None))
+        # No layout: the step lacks it. Addends have no spec. Other dims: it is stacked, or a slice.
+        if used is None or used.tagged("sum") or len(used.dims) != x.ndim:
             return x
-        spec = to_partition_spec(Layout(used.dims))
-        where = NamedSharding(self.on, spec) if isinstance(self.on, JaxMesh) else spec
-        return jax.lax.with_sharding_constraint(x, where)
+        op = self.search.problem.step.by_name.get(name)
+        if op is not None and op.kind not in MAKERS and stored == used:
+            return x  # XLA finds it from the operands
+        sharding: Any = to_partition_spec(Layout(used.dims))
+        if isinstance(self.on, JaxMesh):
+            sharding = NamedSharding(self.on, sharding)
+        return jax.lax.with_sharding_constraint(x, sharding)
 
 
+@api_boundary
 def suggest(
     f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options: Any
 ) -> JaxSuggestion:
-    """The layouts of the parameters, inputs and activations of a loss that make a training step fastest.
+    """Find the layouts of a loss's parameters, inputs and activations for the fastest training step.
 
-    f: a loss of (parameters, batch, ...), which are pytrees, also modules of flax nnx and equinox. args: its
-    arguments, arrays or `jax.ShapeDtypeStruct`s; nothing is allocated. Gradients and the optimizer are
-    part of every suggestion. options: as for `xshard.suggest`; `recompute` is by default True for a
-    function with parts under `jax.checkpoint`.
-    Raises PlanError for a function that returns something else than one number, and as `xshard.suggest` does.
+        plan = xj.suggest(loss, (parameters, batch), Mesh(dp=4, tp=2), memory="80GiB")
+        print(plan.parameters)     # patterns of names -> layouts
+        jax.jit(loss, in_shardings=plan.specs)
 
-    >>> from xshard import Mesh
-    >>> p, x = (jax.ShapeDtypeStruct((n, 8192), "bfloat16") for n in (8192, 4096))
-    >>> plan = suggest(
-    ...     lambda p, x: (x @ p["up"]).sum(), ({"up": p}, x), Mesh(dp=4), micro_batches=1
-    ... )
-    >>> plan.parameters["up"], plan.specs
-    ('o i/dp', ({'up': P(None, 'dp')}, P(None, None)))
+    Gradients and the optimizer are part of every suggestion.
+
+    Args:
+        f: A loss of (parameters, batch, ...), which are pytrees, also modules of flax nnx and
+            equinox.
+        args: Its arguments: arrays or `jax.ShapeDtypeStruct`s. Nothing is allocated.
+        mesh: The devices: a mesh of JAX, or an `xshard.Mesh`.
+        **options: As for `xshard.suggest`; `recompute` is by default True for a function with parts
+            under `jax.checkpoint`.
+
+    Returns:
+        The rules of the fastest plan, its specs for `jit`, and its seconds and bytes.
+
+    Raises:
+        PlanError: The function returns something else than one number.
+        XshardError: As for `xshard.suggest`.
+
+    Examples:
+        >>> from xshard import Mesh
+        >>> p, x = (jax.ShapeDtypeStruct((n, 8192), "bfloat16") for n in (8192, 4096))
+        >>> loss = lambda p, x: (x @ p["up"]).sum()
+        >>> plan = suggest(loss, ({"up": p}, x), Mesh(dp=4), micro_batches=1)
+        >>> plan.parameters["up"], plan.specs
+        ('o i/dp', ({'up': P(None, 'dp')}, P(None, None)))
     """
     loss = Loss(f, args)
     step, tracer, names = traced(loss)
-    options.setdefault("recompute", True if tracer.recomputes else None)
+    if tracer.recomputes:
+        options.setdefault("recompute", True)
     plan = suggest_step(step, xshard_mesh(mesh), **options)
     return JaxSuggestion(
         plan.search, plan.assignment, plan.bound, plan.by_hand, loss, tracer, names, mesh
     )
 
 
-def traced(loss: Loss) -> tuple[TrainingStep, Tracer, dict[str, str]]:
-    """The step of a loss, and the names that places of its jaxpr have there."""
+class Traced(NamedTuple):
+    """A loss as a step; `names` says what places of its jaxpr are called in the step."""
+
+    step: TrainingStep
+    tracer: Tracer
+    names: dict[str, str]
+
+
+def traced(loss: Loss) -> Traced:
+    """Read the jaxpr of a loss as a step. Raises PlanError if it returns more than a number."""
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
     closed = jax.make_jaxpr(loss.run)(*structs)
     if [out.shape for out in closed.out_avals] != [()]:
-        returned = ", ".join(out.str_short() for out in closed.out_avals) or "nothing"
+        types = [out.str_short() for out in closed.out_avals]
+        returned = ", ".join(types) if types else "nothing"
         hint = "pass the loss, which returns one number; gradients and the optimizer are always counted"
         raise PlanError(f"the function returns {returned}", hint=hint)
     parameters = structs[: loss.n_parameters]
     inputs = structs[loss.n_parameters :]
-    largest = max(
-        parameters, key=lambda x: math.prod(x.shape), default=jax.ShapeDtypeStruct((), "bfloat16")
-    )
-    trace = Trace(next((x.shape[0] for x in inputs if x.shape), 1), str(largest.dtype))
-    for i, (name, x) in enumerate(zip(loss.names, structs, strict=True)):
-        (trace.parameter if i < loss.n_parameters else trace.input)(name, x.shape)
+    trace = Trace(_batch_length(inputs), _dtype_of_step(parameters))
+    for name, x in zip(loss.names[: loss.n_parameters], parameters, strict=True):
+        trace.parameter(name, x.shape)
+    for name, x in zip(loss.names[loss.n_parameters :], inputs, strict=True):
+        trace.input(name, x.shape)
     tracer = Tracer(trace)
-    (last,) = tracer.walk(closed.jaxpr, loss.names)
-    step, names = repeated(trace.step(last or "", moves_anywhere=True))
-    names |= {place: names.get(name, name) for place, name in tracer.aliases.items()}
-    return fused(step), tracer, names
+    (result,) = tracer.walk(closed.jaxpr, loss.names)
+    # A loss that is a number whatever the arrays has no name.
+    whole_step = trace.step("" if result is None else result, moves_anywhere=True)
+    step, names = repeated(whole_step)
+    for place, name in tracer.aliases.items():
+        names[place] = names.get(name, name)
+    return Traced(fused(step), tracer, names)
+
+
+def _batch_length(inputs: Sequence[jax.ShapeDtypeStruct]) -> int:
+    """Return the length of the first dim of the first input that has dims; 1 without any."""
+    for x in inputs:
+        if x.shape:
+            return x.shape[0]
+    return 1
+
+
+def _dtype_of_step(parameters: Sequence[jax.ShapeDtypeStruct]) -> str:
+    """Return the dtype of the largest parameter, which the step is priced for."""
+    if not parameters:
+        return "bfloat16"
+    largest = max(parameters, key=lambda x: math.prod(x.shape))
+    return str(largest.dtype)

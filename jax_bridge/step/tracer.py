@@ -1,4 +1,4 @@
-"""The jaxpr of a loss: read as a step, and evaluated with a change of the arrays at its places.
+"""The jaxpr of a loss: read as a step, and evaluated with changed arrays at some of its places.
 
 Equations are operations, inner jaxprs are inlined, and scans are repeated blocks.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jax_bridge.step.primitives import INLINED, SLICE, STACK, Shape, written
-from jax_bridge.versions import scan_counts
+from jax_bridge.versions import run_equation, scan_counts
 from xshard.step.record.trace import Trace
 
 Name = str | None  # of an array; None for a number
@@ -22,36 +22,71 @@ Names = Sequence[Name]
 Change = Callable[[str, jax.Array], jax.Array]
 Jaxpr = Any  # public only in jax.extend.core, which imports Pallas
 
+CHECKPOINTS = ("checkpoint", "remat2")  # the primitive of `jax.checkpoint` in releases of JAX
+CALLS = ("jit", "pjit")  # that of `jax.jit`
+
+
+# ---- jaxprs
+
 
 def is_number(v: Any) -> bool:
-    """Whether an operand is written in the jaxpr itself, as a literal."""
+    """Return whether an operand is written in the jaxpr itself, as a literal."""
     return hasattr(v, "val")
 
 
 def body_of(eqn: Any) -> Any:
-    """The jaxpr inside an equation, closed or open; None if it has none."""
-    return next(
-        (eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None
-    )
+    """Return the jaxpr inside an equation, closed or open; None if it has none."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in eqn.params:
+            return eqn.params[key]
+    return None
 
 
 def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The name and the equation of each place: its primitive and a number, or a `checkpoint_name`."""
+    """Iterate over the equations with the name of the place of each: `dot_general.0`, `exp.0`.
+
+    A name is the primitive and a number, or alone what `checkpoint_name` says.
+    """
     names = [str(eqn.params.get("name", eqn.primitive.name)).strip("<>") for eqn in jaxpr.eqns]
-    several = Counter(names)
-    count = Counter[str]()
+    n_equations = Counter(names)
+    n_before = Counter[str]()
     for name, eqn in zip(names, jaxpr.eqns, strict=True):
-        alone = eqn.primitive.name == "name" and several[name] == 1 and not prefix
-        yield name if alone else f"{prefix}{name}.{count[name]}", eqn
-        count[name] += 1
+        is_unique = n_equations[name] == 1 and not prefix
+        if is_unique and eqn.primitive.name == "name":
+            yield name, eqn
+        else:
+            yield f"{prefix}{name}.{n_before[name]}", eqn
+        n_before[name] += 1
+
+
+def _place_of_result(place: str, i: int) -> str:
+    """Name result `i` of an equation: `sort.0`, `sort.0:1`, ..."""
+    return f"{place}:{i}" if i else place
+
+
+def _opened(body: Any) -> Jaxpr:
+    """Return the jaxpr of a closed one; an open one as it is."""
+    return getattr(body, "jaxpr", body)
+
+
+# ---- a jaxpr as a step
+
+
+def _names_of(variables: Sequence[Any], name_of: Mapping[Any, Name]) -> list[Name]:
+    """Return the names of variables, None for numbers."""
+    return [None if is_number(v) else name_of[v] for v in variables]
 
 
 @dataclass
 class Tracer:
     """Collects the operations of a jaxpr in a `Trace`.
 
-    stacked: how many slices a parameter has that a scan takes one by one. shared: arrays with several uses.
-    recomputes: some of it is in `jax.checkpoint`.
+    Attributes:
+        trace: The operations.
+        stacked: How many slices a parameter has that a scan takes one by one.
+        shared: Arrays with several uses.
+        aliases: Places of inlined jaxprs -> the place inside that makes their first result.
+        recomputes: Some of it is in `jax.checkpoint`.
     """
 
     trace: Trace
@@ -61,126 +96,207 @@ class Tracer:
     recomputes: bool = False
 
     def walk(self, jaxpr: Jaxpr, args: Names, prefix: str = "", times: int = 1) -> list[Name]:
-        """The names of the results."""
-        arrays: dict[Any, Name] = dict(zip(jaxpr.invars, args, strict=True))
-        uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not is_number(v))
-        self.shared |= {arrays[v] for v in jaxpr.invars if uses[v] > 1}
-        for i, var in enumerate(jaxpr.constvars):
-            arrays[var] = self._add(f"{prefix}const.{i}", "iota", (), var.aval.shape, times)
-        for name, eqn in places(jaxpr, prefix):
-            operands = [None if is_number(v) else arrays[v] for v in eqn.invars]
-            kind = eqn.primitive.name
-            body = body_of(eqn)
-            self.recomputes |= kind in ("checkpoint", "remat2")
-            if kind == "scan":
-                results = self._scan(name, eqn, operands, times)
-            elif kind in INLINED and body is not None:
-                results = self.walk(getattr(body, "jaxpr", body), operands, f"{name}.", times)
-                self.aliases |= {name: results[0]} if results[0] else {}
-            else:
-                outs = (
-                    (f"{name}:{i}" if i else name, v.aval.shape) for i, v in enumerate(eqn.outvars)
-                )
-                results = [
-                    self._add(out, kind, operands, shape, times, eqn.params) for out, shape in outs
-                ]
-            arrays |= dict(zip(eqn.outvars, results, strict=True))
-        return [None if is_number(v) else arrays[v] for v in jaxpr.outvars]
+        """Add all equations of a jaxpr, and return the names of its results.
+
+        Args:
+            jaxpr: The jaxpr.
+            args: The names of its arguments.
+            prefix: The beginning of the names of its places.
+            times: How often it runs in a step.
+        """
+        name_of: dict[Any, Name] = dict(zip(jaxpr.invars, args, strict=True))
+        n_uses: Counter[Any] = Counter()
+        for eqn in jaxpr.eqns:
+            n_uses.update(v for v in eqn.invars if not is_number(v))
+        self.shared |= {name_of[v] for v in jaxpr.invars if n_uses[v] > 1}
+        for i, v in enumerate(jaxpr.constvars):
+            # Constants are made on the spot, as by `iota`.
+            name_of[v] = self._add(f"{prefix}const.{i}", "iota", (), v.aval.shape, times)
+        for place, eqn in places(jaxpr, prefix):
+            operands = _names_of(eqn.invars, name_of)
+            results = self._results(place, eqn, operands, times)
+            name_of.update(zip(eqn.outvars, results, strict=True))
+        return _names_of(jaxpr.outvars, name_of)
+
+    def _results(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
+        """Add one equation, and return the names of its results."""
+        primitive = eqn.primitive.name
+        if primitive in CHECKPOINTS:
+            self.recomputes = True
+        if primitive == "scan":
+            return self._scan(place, eqn, operands, times)
+        body = body_of(eqn)
+        if primitive in INLINED and body is not None:
+            results = self.walk(_opened(body), operands, f"{place}.", times)
+            if results[0] is not None:
+                self.aliases[place] = results[0]
+            return results
+        results = []
+        for i, v in enumerate(eqn.outvars):
+            name = _place_of_result(place, i)
+            result = self._add(name, primitive, operands, v.aval.shape, times, eqn.params)
+            results.append(result)
+        return results
 
     def _add(
-        self, name: str, kind: str, operands: Names, shape: Shape, times: int, how: Any = None
+        self,
+        name: str,
+        primitive: str,
+        operands: Names,
+        shape: Shape,
+        times: int,
+        params: Any = None,
     ) -> Name:
-        """The operation of a primitive; None for a number that is computed from numbers."""
-        arrays = [o for o in operands if o is not None]
+        """Add an operation; return its name, or None for a number computed from numbers."""
+        arrays = [operand for operand in operands if operand is not None]
         if not arrays and not shape:
             return None
-        op = written(
-            kind, how, [None if o is None else self.trace.shapes[o] for o in operands], shape
-        )
+        shapes = []
+        for operand in operands:
+            shapes.append(None if operand is None else self.trace.shapes[operand])
+        op = written(primitive, params, shapes, shape)
         return self.trace.add(name, op, arrays, shape, times=times)
 
-    def _scan(self, name: str, eqn: Any, operands: Names, times: int) -> list[Name]:
-        """A block that runs `length` times: carries, and slices of what is stacked."""
+    def _scan(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
+        """Add a scan as a block that runs `length` times.
+
+        Operands and results of a scan are constants, then carries, then arrays of which every round
+        takes, or makes, a slice.
+        """
         trace = self.trace
         body = eqn.params["jaxpr"].jaxpr
         length = eqn.params["length"]
-        n, n_carries = scan_counts(eqn.params)
-        m = n + n_carries
-        inner = times * length
+        n_consts, n_carries = scan_counts(eqn.params)
+        first_slice = n_consts + n_carries
+        times_inside = times * length
         args = list(operands)
-        carries = dict[int, int]()  # numbers of results -> places of operations
+        op_of_carry: dict[int, int] = {}  # numbers of carries -> places in trace.ops
         for i, operand in enumerate(operands):
-            if operand is None or (n <= i < m and body.outvars[i - n] is body.invars[i]):
+            if operand is None:
                 continue
             shape = trace.shapes[operand]
-            if i < n:  # a parameter of all rounds is one parameter, not one of each
-                args[i] = self._add(f"{name}.const.{i}", "copy", [operand], shape, times)
-            elif i < m:
-                carries[i - n] = len(trace.ops)
-                args[i] = self._add(f"{name}.carry.{i - n}", "copy", [operand], shape, inner)
+            if i < n_consts:
+                # A parameter of all rounds is one parameter, not one of each: its copy is outside.
+                args[i] = self._add(f"{place}.const.{i}", "copy", [operand], shape, times)
+            elif i < first_slice:
+                carry = i - n_consts
+                if body.outvars[carry] is body.invars[i]:
+                    continue  # no round changes it
+                op_of_carry[carry] = len(trace.ops)
+                name = f"{place}.carry.{carry}"
+                args[i] = self._add(name, "copy", [operand], shape, times_inside)
             elif operand in trace.dims or operand in self.shared:
-                args[i] = self._add(f"{name}.xs.{i - m}", SLICE, [operand], shape[1:], inner)
-            else:  # a parameter, stacked over the layers
+                name = f"{place}.xs.{i - first_slice}"
+                args[i] = self._add(name, SLICE, [operand], shape[1:], times_inside)
+            else:
+                # A parameter, stacked over the layers: in the step it is the one of a layer.
                 self.stacked[operand] = length
                 trace.parameter(operand, shape[1:])
-        results = self.walk(body, args, f"{name}.", inner)
-        for i, place in carries.items():
-            if again := results[i]:
-                trace.ops[place] = replace(trace.ops[place], kind="carry", again=again)
-        for i, result in enumerate(results[n_carries:]):
-            shape = (length, *trace.shapes.get(result or "", ()))
-            results[n_carries + i] = self._add(f"{name}.ys.{i}", STACK, [result], shape, times)
-        return results
+        results = self.walk(body, args, f"{place}.", times_inside)
+        for carry, op_number in op_of_carry.items():
+            again = results[carry]
+            if again is not None:
+                # The next round goes on with the result, so that both have one layout.
+                carried = replace(trace.ops[op_number], kind="carry", again=again)
+                trace.ops[op_number] = carried
+        slices = self._stack(place, results[n_carries:], length, times)
+        return [*results[:n_carries], *slices]
+
+    def _stack(self, place: str, results: Names, length: int, times: int) -> list[Name]:
+        """Add the operations that stack the slices of all rounds of a scan: [...] -> [length, ...]."""
+        stacked = []
+        for i, result in enumerate(results):
+            slice_shape = () if result is None else self.trace.shapes[result]
+            shape = (length, *slice_shape)
+            stacked.append(self._add(f"{place}.ys.{i}", STACK, [result], shape, times))
+        return stacked
+
+
+# ---- a jaxpr with changes
 
 
 def evaluate(
-    change: Change,
-    late: Collection[str],
-    prefix: str,
-    jaxpr: Jaxpr,
-    consts: Any,
-    names: Any,
-    *args: Any,
+    closed: Any, arrays: Sequence[Any], names: Sequence[str], change: Change, late: Collection[str]
 ) -> list[Any]:
-    """The results, with `change` of arguments that have a name, of the results of equations and of carries.
+    """Evaluate a closed jaxpr with changed arrays: arguments, results of equations, and carries.
 
-    late: arguments that `jax.checkpoint` keeps as they are, to change them in both passes. prefix: the
-    beginning of all names of places.
+    Args:
+        closed: The jaxpr.
+        arrays: Its arguments.
+        names: Their names.
+        change: Called with the name of a place and the array there; returns another array.
+        late: Arguments that `jax.checkpoint` keeps as they are, to change them in both passes.
     """
-    changed = [change(name, x) if name else x for name, x in zip(names, args, strict=True)]
-    arrays = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *changed), strict=True))
-    named = dict(zip(jaxpr.invars, names, strict=True))
-    kept = {v: x for v, name, x in zip(jaxpr.invars, names, args, strict=True) if name in late}
-    for place, eqn in places(jaxpr, prefix):
-        variables = [v for v in eqn.invars if not is_number(v)]
-        inputs = ["" if is_number(v) else named.get(v, "") for v in eqn.invars]
-        kind = eqn.primitive.name
-        run = partial(evaluate, change, late, f"{place}.")
-        if kind in ("jit", "pjit"):  # inlined: an older partitioner does not look into calls
-            body = eqn.params["jaxpr"]
-            values = (_value(v, arrays) for v in eqn.invars)
-            results = run(body.jaxpr, body.consts, inputs, *values)
-        else:
-            if kind == "scan":
-                n, n_carries = scan_counts(eqn.params)
-                inputs[n : n + n_carries] = [f"{place}.carry.{i}" for i in range(n_carries)]
-            there = arrays | kept if kind in ("checkpoint", "remat2") else arrays
-            own = _changed(eqn, run, inputs) if kind in ("scan", "checkpoint", "remat2") else eqn
-            alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[own])
-            results = jax.core.eval_jaxpr(alone, (), *(there[v] for v in variables))
-        for i, (v, x) in enumerate(zip(eqn.outvars, results, strict=True)):
-            arrays[v] = change(f"{place}:{i}" if i else place, x)
-    return [_value(v, arrays) for v in jaxpr.outvars]
+    return _Evaluator(change, late).run("", closed.jaxpr, closed.consts, names, *arrays)
+
+
+@dataclass(frozen=True)
+class _Evaluator:
+    """Evaluates jaxprs with changes, also those inside equations. Fields are as of `evaluate`."""
+
+    change: Change
+    late: Collection[str]
+
+    def run(
+        self, prefix: str, jaxpr: Jaxpr, consts: Any, names: Sequence[str], *args: Any
+    ) -> list[Any]:
+        """Return the results of a jaxpr.
+
+        Args:
+            prefix: The beginning of the names of its places.
+            jaxpr: The jaxpr.
+            consts: Its constants.
+            names: The names of its arguments, "" for those that stay as they are.
+            *args: The arguments.
+        """
+        arrays = dict(zip(jaxpr.constvars, consts, strict=True))
+        not_changed_yet = {}
+        for v, name, x in zip(jaxpr.invars, names, args, strict=True):
+            arrays[v] = self.change(name, x) if name else x
+            if name in self.late:
+                not_changed_yet[v] = x
+        name_of = dict(zip(jaxpr.invars, names, strict=True))
+        for place, eqn in places(jaxpr, prefix):
+            primitive = eqn.primitive.name
+            operand_names = ["" if is_number(v) else name_of.get(v, "") for v in eqn.invars]
+            if primitive in CALLS:
+                # Inlined: an older partitioner of XLA does not look into calls.
+                body = eqn.params["jaxpr"]
+                values = [_value(v, arrays) for v in eqn.invars]
+                results = self.run(f"{place}.", body.jaxpr, body.consts, operand_names, *values)
+            elif primitive in CHECKPOINTS:
+                changed = self._changed_inside(place, eqn, operand_names)
+                results = run_equation(jaxpr, changed, arrays | not_changed_yet)
+            elif primitive == "scan":
+                n_consts, n_carries = scan_counts(eqn.params)
+                carries = [f"{place}.carry.{i}" for i in range(n_carries)]
+                operand_names[n_consts : n_consts + n_carries] = carries
+                changed = self._changed_inside(place, eqn, operand_names)
+                results = run_equation(jaxpr, changed, arrays)
+            else:
+                results = run_equation(jaxpr, eqn, arrays)
+            for i, (v, x) in enumerate(zip(eqn.outvars, results, strict=True)):
+                arrays[v] = self.change(_place_of_result(place, i), x)
+        return [_value(v, arrays) for v in jaxpr.outvars]
+
+    def _changed_inside(self, place: str, eqn: Any, names: Sequence[str]) -> Any:
+        """Return the equation with the jaxpr inside it as it runs with the changes.
+
+        Args:
+            place: The equation's place.
+            eqn: The equation.
+            names: The names of its operands, as the jaxpr's arguments have them.
+        """
+        body = eqn.params["jaxpr"]
+        jaxpr = _opened(body)
+        consts = getattr(body, "consts", ())
+        run = partial(self.run, f"{place}.", jaxpr, consts, names)
+        closed = jax.make_jaxpr(run)(*[v.aval for v in jaxpr.invars])
+        # `scan` has a closed jaxpr, `checkpoint` an open one.
+        new_body = closed.jaxpr if jaxpr is body else closed
+        return eqn.replace(params={**eqn.params, "jaxpr": new_body})
 
 
 def _value(v: Any, arrays: Mapping[Any, Any]) -> Any:
+    """Return the value of a variable or a literal."""
     return jax.numpy.asarray(v.val, v.aval.dtype) if is_number(v) else arrays[v]
-
-
-def _changed(eqn: Any, run: Callable[..., list[Any]], names: Names) -> Any:
-    """An equation with another jaxpr inside it: the same one, as it runs with the changes."""
-    body = eqn.params["jaxpr"]
-    jaxpr = getattr(body, "jaxpr", body)
-    consts = getattr(body, "consts", ())
-    new = jax.make_jaxpr(partial(run, jaxpr, consts, names))(*(v.aval for v in jaxpr.invars))
-    return eqn.replace(params={**eqn.params, "jaxpr": new.jaxpr if jaxpr is body else new})

@@ -1,6 +1,7 @@
-"""One device's function on all devices of a mesh, by `shard_map`, and the traffic of the compiled program.
-Arrays begin with a dim per mesh axis, of length 1 along an axis that the layout does not name: `shard_map`
-treats it as invariant. Uneven blocks are padded to the largest.
+"""One device's function on all devices of a mesh, by `shard_map`, and the traffic of the program.
+
+Arrays begin with a dim per mesh axis, of length 1 along an axis that the layout does not name:
+`shard_map` treats it as invariant. Uneven blocks are padded to the largest.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +25,16 @@ from xshard.steps.base import Block, Blocks
 
 
 class DeviceProgram:
-    """One device's function, compiled for all devices of a mesh, and its arguments there: the blocks of every
-    array, and their sharding. mode: see `Question`. fill: a number for the padding of inputs; unless it is
-    zero, padding of results has to be zero.
+    """One device's function, compiled for all devices of a mesh, with its arguments there.
+
+    Args:
+        function: Takes one device's blocks and returns a sequence of blocks.
+        mesh: The mesh.
+        inputs: The blocks of every array on all devices, and its sharding.
+        outputs: The sharding of every result.
+        mode: As of `Question`.
+        fill: A number for the padding of inputs. Unless it is zero, padding of results has to be
+            zero.
     """
 
     def __init__(
@@ -40,32 +49,27 @@ class DeviceProgram:
         self.mesh = mesh
         self.outputs = outputs
         self.fill = fill
-        self.lead = 1 if mode == "pmap" else len(mesh.axes)
-        # Devices of the processes in turn, so that some axis connects processes.
-        by_process = (jax.local_devices(process) for process in range(jax.process_count()))
-        self.devices = [d for turn in zip(*by_process, strict=True) for d in turn][: mesh.n_devices]
+        self.devices = _devices_across_processes(mesh.n_devices)
         self.jax_mesh = JaxMesh(np.array(self.devices).reshape(mesh.sizes), mesh.axes)
-
-        def one_device(*parts: jax.Array) -> list[jax.Array]:  # of `shard_map`, with leading dims
-            ys = function(*(x.reshape(x.shape[len(mesh.axes) :]) for x in parts))
-            return [y.reshape(*[1] * len(mesh.axes), *y.shape) for y in ys]
-
         program: Any
         if mode == "pmap":
-            program = jax.pmap(
-                function, axis_name=(*mesh.long_axes, "alone")[0], devices=self.devices
-            )
-            self.arrays: list[Any] = [padded(*each, fill) for each in inputs]
+            self.n_leading_dims = 1  # of results: one for all devices
+            axis = mesh.long_axes[0] if mesh.long_axes else "alone"
+            program = jax.pmap(function, axis_name=axis, devices=self.devices)
+            self.arrays: list[Any] = [padded(blocks, sharding, fill) for blocks, sharding in inputs]
         else:
-            in_specs = tuple(spec(sharding) for _, sharding in inputs)
-            out_specs = list(map(spec, outputs))
-            specs: dict[str, Any] = {
-                "in_specs": in_specs,
-                "out_specs": out_specs,
-                "check_vma": mode == "vma",
-            }
-            program = jax.jit(jax.shard_map(one_device, mesh=self.jax_mesh, **specs))
-            self.arrays = [stacked(*each, self.jax_mesh, fill) for each in inputs]
+            self.n_leading_dims = len(mesh.axes)
+            on_devices = jax.shard_map(
+                _with_leading_dims(function, len(mesh.axes)),
+                mesh=self.jax_mesh,
+                in_specs=tuple(spec(sharding) for _, sharding in inputs),
+                out_specs=[spec(sharding) for sharding in outputs],
+                check_vma=mode == "vma",
+            )
+            program = jax.jit(on_devices)
+            self.arrays = []
+            for blocks, sharding in inputs:
+                self.arrays.append(stacked(blocks, sharding, self.jax_mesh, fill))
         self.compiled = program.lower(*self.arrays).compile()
 
     def __call__(self) -> Sequence[jax.Array]:
@@ -73,80 +77,139 @@ class DeviceProgram:
         return jax.block_until_ready(self.compiled(*self.arrays))
 
     def blocks(self, results: Sequence[jax.Array]) -> list[tuple[Any, ...]]:
-        """Results of a run -> a block per device of every output, None on devices of other processes. Raises
-        FunctionError if a plan leaves something in the padding of a result.
+        """Return every output of a run as a block per device, None on devices of other processes.
+
+        Raises:
+            FunctionError: A plan leaves something in the padding of a result.
         """
-        every = []
+        blocks_of_outputs = []
         for x, sharding in zip(results, self.outputs, strict=True):
-            blocks = tuple(unstacked(x, x.shape[self.lead :], sharding, self.devices))
-            own = sum(np.count_nonzero(block) for block in blocks if block is not None)
-            if self.fill and own != sum(
-                np.count_nonzero(shard.data) for shard in x.addressable_shards
-            ):
-                raise FunctionError(f"the padding of a block is not zero under '{sharding.layout}'")
-            every.append(blocks)
-        return every
+            padded_shape = x.shape[self.n_leading_dims :]
+            blocks = tuple(unstacked(x, padded_shape, sharding, self.devices))
+            if self.fill:
+                _check_padding_is_zero(x, blocks, sharding)
+            blocks_of_outputs.append(blocks)
+        return blocks_of_outputs
 
     @property
     def received_bytes(self) -> int | None:
-        """Bytes that the busiest device receives in a run; None where programs have collectives in halves."""
+        """Bytes that the busiest device receives in a run; None where it cannot be read."""
         if self.devices[0].platform != "cpu":
-            return None
+            return None  # programs of GPUs have collectives in halves
         return received_bytes(self.compiled.as_text(), self.mesh.n_devices)
 
 
+def _devices_across_processes(n_devices: int) -> list[jax.Device]:
+    """Return devices of the processes in turn, so that some mesh axis connects processes."""
+    by_process = [jax.local_devices(process) for process in range(jax.process_count())]
+    in_turn = chain.from_iterable(zip(*by_process, strict=True))
+    return list(in_turn)[:n_devices]
+
+
+def _with_leading_dims(
+    function: Callable[..., Sequence[jax.Array]], n_axes: int
+) -> Callable[..., list[jax.Array]]:
+    """Return a function of blocks as one of blocks that begin with a dim of 1 per mesh axis."""
+
+    def one_device(*parts: jax.Array) -> list[jax.Array]:
+        ys = function(*(x.reshape(x.shape[n_axes:]) for x in parts))
+        leading = (1,) * n_axes
+        return [y.reshape(leading + y.shape) for y in ys]
+
+    return one_device
+
+
+def _check_padding_is_zero(x: jax.Array, blocks: Sequence[Any], sharding: Sharding) -> None:
+    """Raise FunctionError if an array has numbers that are not zero outside of its blocks."""
+    in_blocks = sum(np.count_nonzero(block) for block in blocks if block is not None)
+    with_padding = sum(np.count_nonzero(shard.data) for shard in x.addressable_shards)
+    if in_blocks != with_padding:
+        raise FunctionError(f"the padding of a block is not zero under '{sharding.layout}'")
+
+
+# ---- blocks and arrays
+
+
 def spec(sharding: Sharding) -> PartitionSpec:
-    """The leading dims of blocks under the layout, as specs of `shard_map`."""
-    return PartitionSpec(*(a if a in sharding.layout.axes else None for a in sharding.mesh.axes))
+    """Return the spec of `shard_map` for the leading dims of blocks under the layout."""
+    entries = [axis if axis in sharding.layout.axes else None for axis in sharding.mesh.axes]
+    return PartitionSpec(*entries)
 
 
 def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) -> jax.Array:
-    """One block per device -> one array on the devices of `mesh`."""
+    """Return the array of one block per device on the devices of `mesh`.
+
+    On a mesh of 2 x 4 blocks [3, c] under a layout with the second axis make [1, 4, 3, c].
+    """
     rows = padded(blocks, sharding, fill)
-    rows = rows.reshape(*sharding.mesh.sizes, *rows.shape[1:])
-    named = (a in sharding.layout.axes for a in sharding.mesh.axes)
-    rows = rows[tuple(np.s_[:] if varies else np.s_[:1] for varies in named)]
-    return jax.make_array_from_callback(
-        rows.shape, NamedSharding(mesh, spec(sharding)), rows.__getitem__
-    )
+    by_axis = rows.reshape(*sharding.mesh.sizes, *rows.shape[1:])
+    # Along an axis that the layout does not name all blocks are equal: the first one is enough.
+    varying = [axis in sharding.layout.axes for axis in sharding.mesh.axes]
+    whole = by_axis[tuple(slice(None) if varies else slice(0, 1) for varies in varying)]
+    on_mesh = NamedSharding(mesh, spec(sharding))
+    return jax.make_array_from_callback(whole.shape, on_mesh, whole.__getitem__)
 
 
 def unstacked(
     array: jax.Array, shape: Sequence[int], sharding: Sharding, devices: Sequence[jax.Device]
 ) -> list[Any]:
-    """The result, a block of `shape` per device -> the blocks, None on devices of other processes."""
-    held = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
+    """Return a result as a block per device, None on devices of other processes.
+
+    Args:
+        array: The result.
+        shape: The shape of its blocks in the program.
+        sharding: Its sharding.
+        devices: The devices, in the mesh's order.
+    """
+    local = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
     empty = np.zeros(shape, array.dtype)
-    blocks = [held.get(device, empty).reshape(empty.shape) for device in devices]
+    blocks = [local.get(device, empty).reshape(empty.shape) for device in devices]
     if empty.shape == sharding.max_local_shape:
         blocks = unpadded(blocks, sharding)
-    return [block if d in held else None for block, d in zip(blocks, devices, strict=True)]
+    pairs = zip(blocks, devices, strict=True)
+    return [block if device in local else None for block, device in pairs]
 
 
 def padded(blocks: Blocks, sharding: Sharding, fill: float = 0) -> NDArray:
-    """One block per device -> one array [device, *largest block], padded with `fill`, integers with 1."""
-    if np.isnan(fill) and not jnp.issubdtype(blocks[0].dtype, jnp.inexact):
-        fill = 1
-    result = np.full((len(blocks), *sharding.max_local_shape), fill, blocks[0].dtype)
+    """Return one array `[device, *largest block]` of all blocks, padded with `fill`."""
+    dtype = blocks[0].dtype
+    if np.isnan(fill) and not jnp.issubdtype(dtype, jnp.inexact):
+        fill = 1  # integers have no NaN
+    result = np.full((len(blocks), *sharding.max_local_shape), fill, dtype)
     for device, block in enumerate(blocks):
         result[device, ...][tuple(map(slice, block.shape))] = block
     return result
 
 
 def unpadded(blocks: Iterable[NDArray], sharding: Sharding) -> list[Block]:
-    """One padded block per device -> the blocks."""
-    return [
-        block[tuple(map(slice, sharding.local_shape(device)))]
-        for device, block in enumerate(blocks)
-    ]
+    """Return the blocks of all devices without their padding."""
+    result = []
+    for device, block in enumerate(blocks):
+        result.append(block[tuple(map(slice, sharding.local_shape(device)))])
+    return result
 
 
-# (elements of the result, group size n) -> elements that a device receives.
+# ---- the traffic of a compiled program
+
+
+def _received_in_all_gather(result: int, n: int) -> int:
+    return result * (n - 1) // n
+
+
+def _received_in_all_reduce(result: int, n: int) -> int:
+    return -(-2 * result * (n - 1) // n)
+
+
+def _received_in_reduce_scatter(result: int, n: int) -> int:
+    return result * (n - 1)
+
+
+# (elements of the result, group size n) -> elements that a device receives, by ring algorithms.
 _RECEIVED: dict[str, Callable[[int, int], int]] = {
-    "all-gather": lambda result, n: result * (n - 1) // n,
-    "all-reduce": lambda result, n: -(-2 * result * (n - 1) // n),
-    "all-to-all": lambda result, n: result * (n - 1) // n,
-    "reduce-scatter": lambda result, n: result * (n - 1),
+    "all-gather": _received_in_all_gather,
+    "all-reduce": _received_in_all_reduce,
+    "all-to-all": _received_in_all_gather,
+    "reduce-scatter": _received_in_reduce_scatter,
 }
 _COLLECTIVE = re.compile(
     rf"= (?P<result>.+?) (?P<op>{'|'.join(_RECEIVED)}|collective-permute)(?P<half>-start)?\("
@@ -168,33 +231,51 @@ class HloCollective(NamedTuple):
 
 
 def received_bytes(text: str, n_devices: int) -> int:
-    """Bytes that the busiest device receives; text: as from `compiled.as_text()`. Raises ValueError.
+    """Count the bytes that the busiest device receives in a compiled program.
 
-    >>> received_bytes(
-    ...     "%x = f32[8]{0} all-gather(%y), replica_groups={{0,1},{2,3}}, dimensions={0}", 4
-    ... )
-    16
+    Args:
+        text: The program, as from `compiled.as_text()`.
+        n_devices: The number of its devices.
+
+    Raises:
+        ValueError: A collective cannot be read.
+
+    Examples:
+        >>> received_bytes(
+        ...     "%x = f32[8]{0} all-gather(%y), replica_groups={{0,1},{2,3}}, dimensions={0}", 4
+        ... )
+        16
     """
-    received = [collective.received for collective in collectives(text, n_devices)]
-    return max(map(sum, zip(*received, strict=True)), default=0)
+    of_devices = np.zeros(n_devices, np.int64)
+    for collective in collectives(text, n_devices):
+        of_devices += np.array(collective.received)
+    return int(of_devices.max())
 
 
 def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
-    """Every collective that brings something to a device. Raises as `received_bytes` does."""
+    """Iterate over the collectives that bring something to a device.
+
+    Raises:
+        ValueError: As `received_bytes` does.
+    """
     for line in text.splitlines():
-        if (match := _COLLECTIVE.search(line)) is None:
+        match = _COLLECTIVE.search(line)
+        if match is None:
             continue
-        if match["half"]:  # its result is not what it receives; XLA:CPU has none
+        if match["half"]:
+            # Its result is not what it receives; XLA:CPU has none.
             raise ValueError(f"cannot count half a collective: {line.strip()}")
-        elements, itemsize = _size(match["result"])
+        result = _size(match["result"])
+        pairs = _PAIRS.search(line)
+        groups = _GROUPS.search(line)
         received = [0] * n_devices
-        if pairs := _PAIRS.search(line):
+        if pairs:
             for src, dst in re.findall(r"(\d+),(\d+)", pairs["pairs"]):
-                received[int(dst)] += elements * itemsize * (src != dst)
-        elif groups := _GROUPS.search(line):
-            received = [
-                _RECEIVED[match["op"]](elements, _group_size(groups)) * itemsize
-            ] * n_devices
+                if src != dst:
+                    received[int(dst)] += result.elements * result.itemsize
+        elif groups:
+            elements = _RECEIVED[match["op"]](result.elements, _group_size(groups))
+            received = [elements * result.itemsize] * n_devices
         else:
             raise ValueError(f"cannot read this collective: {line.strip()}")
         if any(received):
@@ -202,19 +283,34 @@ def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
 
 
 def _group_size(groups: re.Match[str]) -> int:
+    """Return how many devices take part in a collective, in any of the three spellings."""
     if groups["mesh"] is None:
-        return int(groups["size"] or len(groups["first"].split(",")))
+        if groups["size"]:
+            return int(groups["size"])
+        return len(groups["first"].split(","))
     sizes = dict(re.findall(r"'(\w+)'=(\d+)", groups["mesh"]))
-    along = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", groups["axes"])
-    return math.prod(int(part or sizes[axis]) for axis, part in along)
+    size = 1
+    for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", groups["axes"]):
+        size *= int(part if part else sizes[axis])
+    return size
 
 
-def _size(shapes: str) -> tuple[int, int]:
-    """Elements of one or several arrays of one dtype, and the bytes of each."""
-    arrays = list(_ARRAY.finditer(shapes))
-    itemsizes = {int(array["bits"] or 8) // 8 for array in arrays}
+class _Size(NamedTuple):
+    """Elements of arrays of one dtype, and the bytes of an element."""
+
+    elements: int
+    itemsize: int
+
+
+def _size(shapes: str) -> _Size:
+    """Read the result of a collective, one or several arrays: `f32[4,2]{1,0}` -> 8 of 4 bytes."""
+    elements = 0
+    itemsizes = set()
+    for array in _ARRAY.finditer(shapes):
+        bits = array["bits"]  # `pred` has none: a byte
+        itemsizes.add(int(bits) // 8 if bits else 1)
+        lengths = [int(length) for length in array["shape"].split(",") if length]
+        elements += math.prod(lengths)
     if len(itemsizes) != 1:
         raise ValueError(f"cannot read the result '{shapes}' of a collective")
-    return sum(
-        math.prod(map(int, filter(None, a["shape"].split(",")))) for a in arrays
-    ), itemsizes.pop()
+    return _Size(elements, itemsizes.pop())

@@ -1,5 +1,7 @@
-"""The JAX side of `xshard.testing` and `xshard calibrate`, in a process of its own, with host devices. With
-types (`vma`) replicated axes enter and leave as invariant ones. Other processes' blocks are None.
+"""The JAX side of `xshard.testing` and `xshard calibrate`, in a process of its own, with host devices.
+
+With types (`vma`) replicated axes enter and leave as invariant ones. Other processes' blocks are
+None.
 """
 
 from __future__ import annotations
@@ -11,8 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,176 +59,261 @@ class _MisshapenError(Exception):
     """The shapes of outputs do not fit their cotangents; then no gradients are computed."""
 
 
+# ---- what the parent process calls, by name
+
+
 def join(address: str, processes: int, process: int, _timeout_s: float) -> None:
     """Become one of several processes, which share the devices of every question."""
     jax.distributed.initialize(address, processes, process)
 
 
 def call_packed(packed: bytes, _timeout_s: float) -> Any:
-    """The result of a packed function in this process. Raises FunctionError."""
+    """Call a packed function in this process. Raises FunctionError."""
     try:
         function, arguments = pickle.loads(packed)
         return function(*arguments)
-    except Exception as error:
-        raise FunctionError(
-            f"{type(error).__name__} in JAX", hint=traceback.format_exc().strip()
-        ) from None
+    except Exception as error:  # any error of a user's function
+        where = traceback.format_exc().strip()
+        raise FunctionError(f"{type(error).__name__} in JAX", hint=where) from None
 
 
 def answers(questions: Sequence[Question], _timeout_s: float) -> list[Answer]:
-    """The answer to every question, on its mesh's devices. Raises FunctionError, StructureError."""
+    """Answer every question, on its mesh's devices. Raises FunctionError, StructureError."""
     with jax.enable_x64(any(question.wide for question in questions)):
-        return [_answer(q) if isinstance(q.function, bytes) else _answer_plan(q) for q in questions]
+        return [_answer(question) for question in questions]
 
 
 def seen(question: Question, timeout_s: float) -> list[Seen]:
-    """The inputs of the redistributions of such a run, and the cotangents of their results."""
+    """Record the inputs of a run's redistributions, and the cotangents of their results."""
     with replicas.watched(Recorder()) as recorder:
         answers([question], timeout_s)
     return recorder.seen
 
 
+def _answer(question: Question) -> Answer:
+    """Answer one question, about a plan or a user's function."""
+    if not isinstance(question.function, bytes):
+        return _answer_plan(question)
+    try:
+        if question.results is None:
+            return _answer_reference(question)
+        return _answer_blocks(question)
+    except StructureError:
+        raise
+    except Exception as error:  # any error of a user's function
+        where = ""
+        if question.mesh.axes:
+            where = f" on {question.mesh}, where all devices run one program"
+        is_ours = isinstance(error, XshardError)
+        text = str(error) if is_ours else traceback.format_exc().strip()
+        reason = f"the JAX function failed{where}: {type(error).__name__}"
+        raise FunctionError(reason, hint=text) from None
+
+
+# ---- plans
+
+
 def apply(plan: AnyPlan, *blocks: jax.Array) -> jax.Array:
-    """A plan on one device's blocks."""
+    """Run a plan on one device's blocks."""
     if isinstance(plan, ContractionPlan):
         return einsum_blocks(plan, blocks, None, plan.shapes, Choices(plan.profile, NEVER))
     return redistribute(blocks[0], plan)
 
 
 def _answer_plan(question: Question) -> Answer:
-    """A plan forward and backward: the blocks, and the bytes and seconds they took."""
+    """Run a plan forward and backward: the blocks, and the bytes and seconds they took."""
     plan = question.plan
     sources = question.shardings
-    target = arrays_of(question.plan)[-1]
+    target = arrays_of(plan)[-1]
 
     def run(*blocks: jax.Array) -> tuple[jax.Array]:
         return (apply(plan, *blocks),)
 
-    def pulled(cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
-        if isinstance(plan, Plan) and not jnp.issubdtype(blocks[0].dtype, jnp.inexact):
-            return (
-                redistribute(cotangent, plan.backward),
-            )  # JAX does not differentiate whole numbers
-        return jax.vjp(run, *blocks)[1]((cotangent,))
+    def pull_back(cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
+        is_inexact = jnp.issubdtype(blocks[0].dtype, jnp.inexact)
+        if isinstance(plan, Plan) and not is_inexact:
+            # JAX does not differentiate whole numbers; the kit moves their cotangents all the same.
+            return (redistribute(cotangent, plan.backward),)
+        _, pull = jax.vjp(run, *blocks)
+        return pull((cotangent,))
 
+    # Padding is NaN: a plan that lets it into a result is noticed.
     operands = list(zip(question.inputs, sources, strict=True))
-    cotangents = question.cotangents, target
     forward = DeviceProgram(run, plan.mesh, operands, [target], question.mode, np.nan)
-    (output,), forward_s = _measured(forward)
-    backward = DeviceProgram(
-        pulled, plan.mesh, [cotangents, *operands], sources, question.mode, np.nan
-    )
-    gradients, backward_s = _measured(backward)
-    # The gradients of a max or min, and of several operands, begin with the forward pass.
-    backward_bytes = None if not is_linear(plan) or len(sources) > 1 else backward.received_bytes
-    n_bytes: Any = {"forward_bytes": forward.received_bytes, "backward_bytes": backward_bytes}
+    output_blocks = _measured(forward)
+    arguments = [(question.cotangents, target), *operands]
+    backward = DeviceProgram(pull_back, plan.mesh, arguments, sources, question.mode, np.nan)
+    gradient_blocks = _measured(backward)
+
+    backward_bytes = None
+    if is_linear(plan) and len(sources) == 1:
+        # Gradients of a max or min, and of several operands, begin with the forward pass.
+        backward_bytes = backward.received_bytes
+    (output,) = output_blocks.of_outputs
     return Answer(
-        {OUTPUT: output}, dict(enumerate(gradients)), **n_bytes, seconds=forward_s + backward_s
+        {OUTPUT: output},
+        dict(enumerate(gradient_blocks.of_outputs)),
+        forward_bytes=forward.received_bytes,
+        backward_bytes=backward_bytes,
+        seconds=output_blocks.seconds + gradient_blocks.seconds,
     )
 
 
-def _measured(program: DeviceProgram) -> tuple[list[Devices], float]:
-    """The blocks of every output, and the seconds of a second run."""
+class _Measured(NamedTuple):
+    """The blocks of every output of a program, and the seconds of a run."""
+
+    of_outputs: list[Devices]
+    seconds: float
+
+
+def _measured(program: DeviceProgram) -> _Measured:
+    """Run a program twice, and measure the second run."""
     program()
     start = time.perf_counter()
     results = program()
-    return program.blocks(results), time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    return _Measured(program.blocks(results), seconds)
 
 
-def _answer(question: Question) -> Answer:
-    """A user's function."""
-    try:
-        return _answer_reference(question) if question.results is None else _answer_blocks(question)
-    except StructureError:
-        raise
-    except Exception as error:
-        where = (
-            f" on {question.mesh}, where all devices run one program" if question.mesh.axes else ""
-        )
-        text = str(error) if isinstance(error, XshardError) else traceback.format_exc().strip()
-        raise FunctionError(
-            f"the JAX function failed{where}: {type(error).__name__}", hint=text
-        ) from None
+# ---- users' functions
+
+
+class _Parts(NamedTuple):
+    """What a user's function gives: arrays, or the blocks of each."""
+
+    outputs: list[Any]
+    gradients: list[Any]  # of the inputs that have some
+    updated: list[Any]  # the parameters after a step of the optimiser
 
 
 def _answer_reference(question: Question) -> Answer:
-    """On one device: unsharded arrays, or blocks on a mesh of ones. Cotangents are drawn here."""
+    """Run a function on one device: unsharded arrays, or blocks on a mesh of ones.
+
+    Cotangents are drawn here.
+    """
     program = _UserProgram(question)
-    inputs = [jnp.asarray(blocks[0]) for blocks in question.inputs]
     drawn: list[Any] = []
 
-    def cotangents_of(outputs: Arrays) -> list[Any]:
-        kinds = [jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs]
-        drawn[:] = [draw(i, y.shape, y.dtype) if kinds[i] else None for i, y in enumerate(outputs)]
+    def draw_cotangents(outputs: Arrays) -> list[Any]:
+        drawn.clear()  # JAX may trace twice
+        for i, y in enumerate(outputs):
+            is_inexact = jnp.issubdtype(y.dtype, jnp.inexact)
+            drawn.append(draw(i, y.shape, y.dtype) if is_inexact else None)
         return drawn
 
-    parts = jax.jit(_on_one(question, lambda *inputs: program.results(inputs, cotangents_of)))(
-        *inputs
+    def run(*inputs: jax.Array) -> _Parts:
+        return program.results(inputs, draw_cotangents)
+
+    inputs = [jnp.asarray(blocks[0]) for blocks in question.inputs]
+    parts = jax.jit(_on_one_device(question, run))(*inputs)
+    blocks = _Parts(
+        _one_block(parts.outputs), _one_block(parts.gradients), _one_block(parts.updated)
     )
-    answer = program.answer([[(np.asarray(x),) for x in part] for part in parts])
-    cotangents = {name: (c,) for name, c in zip(program.names, drawn, strict=True) if c is not None}
+    answer = program.answer(blocks)
+    cotangents = {}
+    for name, cotangent in zip(program.names, drawn, strict=True):
+        if cotangent is not None:
+            cotangents[name] = (cotangent,)
     answer = replace(answer, cotangents=cotangents)
-    return (
-        replace(answer, derivatives=_derivatives(question, answer))
-        if question.differences
-        else answer
-    )
+    if question.differences:
+        answer = replace(answer, derivatives=_derivatives(question, answer))
+    return answer
 
 
-def _on_one(question: Question, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on the one device of a mesh of ones: axes have names, but nothing varies."""
+def _one_block(arrays: Arrays) -> list[Devices]:
+    """Return each array as the block of the one device."""
+    return [(np.asarray(x),) for x in arrays]
+
+
+def _on_one_device(question: Question, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function on the one device of a mesh of ones.
+
+    Axes have names, but nothing varies.
+    """
     mesh = question.mesh
     if not mesh.axes:
         return function
-    one = JaxMesh(np.array(jax.devices()[:1]).reshape(mesh.sizes), mesh.axes)
-    return jax.shard_map(function, mesh=one, in_specs=P(), out_specs=P(), check_vma=False)
+    devices = np.array(jax.devices()[:1]).reshape(mesh.sizes)
+    return jax.shard_map(
+        function,
+        mesh=JaxMesh(devices, mesh.axes),
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
 
 
 def _derivatives(question: Question, answer: Answer) -> Slopes:
+    """Compare the gradients of a reference with differences of its function."""
     program = _UserProgram(question)
 
     def loss(*inputs: jax.Array) -> jax.Array:
         outputs = dict(zip(answer.outputs, program.outputs(*inputs), strict=True))
-        parts = (jnp.vdot(c, outputs[name]).real for name, (c,) in answer.cotangents.items())
-        return sum(parts, jnp.zeros(()))
+        total = jnp.zeros(())
+        for name, (cotangent,) in answer.cotangents.items():
+            total = total + jnp.vdot(cotangent, outputs[name]).real
+        return total
 
+    gradients = {} if answer.gradients is None else answer.gradients
+    values = [block for (block,) in question.inputs]
     with jax.enable_x64(True):
-        run = jax.jit(_on_one(question, loss))
-        values = [block for (block,) in question.inputs]
-        gradients = answer.gradients or {}
-        return derivatives(lambda blocks: float(run(*map(jnp.asarray, blocks))), values, gradients)
+        run = jax.jit(_on_one_device(question, loss))
+
+        def loss_of(blocks: Sequence[Any]) -> float:
+            return float(run(*map(jnp.asarray, blocks)))
+
+        return derivatives(loss_of, values, gradients)
 
 
 def _answer_blocks(question: Question) -> Answer:
-    """On the devices of a mesh, each with its own blocks."""
+    """Run a function on the devices of a mesh, each with its own blocks."""
+    try:
+        return _run_on_devices(question, has_gradients=True)
+    except _MisshapenError:
+        # The outputs alone, which say what is wrong with their shapes.
+        return _run_on_devices(question, has_gradients=False)
+
+
+def _run_on_devices(question: Question, *, has_gradients: bool) -> Answer:
+    """Run a function on its mesh, forward alone or with gradients and the update.
+
+    Raises:
+        _MisshapenError: Outputs do not fit their cotangents.
+    """
     assert question.results is not None
+    program = _UserProgram(question)
     results = list(question.results.values())
-    n = len(question.inputs)
+    n_inputs = len(question.inputs)
     inputs = list(zip(question.inputs, question.shardings, strict=True))
-    inputs += [(r.cotangents, r.sharding) for r in results if r.cotangents is not None]
-    numbers = question.differentiable, question.update.arrays if question.update else ()
-    kinds = [
-        [r.sharding for r in results],
-        *([question.shardings[i] for i in some] for some in numbers),
-    ]
-    for fits, kept in ((True, kinds), (False, (kinds[0], [], []))):
-        program = _UserProgram(question)
+    for result in results:
+        if result.cotangents is not None:
+            inputs.append((result.cotangents, result.sharding))
 
-        def one_device(
-            *blocks: jax.Array, fits: bool = fits, program: _UserProgram = program
-        ) -> Arrays:
-            rest = iter(blocks[n:])
-            cotangents = [None if r.cotangents is None else next(rest) for r in results]
-            return [*chain(*program.results(blocks[:n], (lambda _: cotangents) if fits else None))]
+    def one_device(*blocks: jax.Array) -> Arrays:
+        def given_cotangents(_: Arrays) -> list[Any]:
+            given = iter(blocks[n_inputs:])
+            return [None if result.cotangents is None else next(given) for result in results]
 
-        try:
-            outputs = [sharding for kind in kept for sharding in kind]
-            compiled = DeviceProgram(one_device, question.mesh, inputs, outputs, question.mode)
-        except _MisshapenError:
-            continue
-        blocks = iter(compiled.blocks(compiled()))
-        return program.answer([[next(blocks) for _ in kind] for kind in kept], has_gradients=fits)
-    raise AssertionError("the outputs alone always fit")
+        cotangents_of = given_cotangents if has_gradients else None
+        parts = program.results(blocks[:n_inputs], cotangents_of)
+        return [*parts.outputs, *parts.gradients, *parts.updated]
+
+    output_shardings = [result.sharding for result in results]
+    gradient_shardings: list[Sharding] = []
+    updated_shardings: list[Sharding] = []
+    if has_gradients:
+        gradient_shardings = [question.shardings[i] for i in question.differentiable]
+        if question.update is not None:
+            updated_shardings = [question.shardings[i] for i in question.update.arrays]
+    shardings = [*output_shardings, *gradient_shardings, *updated_shardings]
+    compiled = DeviceProgram(one_device, question.mesh, inputs, shardings, question.mode)
+    blocks = compiled.blocks(compiled())
+    n_outputs = len(output_shardings)
+    n_with_gradients = n_outputs + len(gradient_shardings)
+    parts = _Parts(
+        blocks[:n_outputs], blocks[n_outputs:n_with_gradients], blocks[n_with_gradients:]
+    )
+    return program.answer(parts, has_gradients=has_gradients)
 
 
 class _UserProgram:
@@ -237,15 +323,18 @@ class _UserProgram:
         assert isinstance(question.function, bytes)
         self.question = question
         self.function: Callable[..., Any] = pickle.loads(question.function)[0]
+        # Known after the first call.
         self.names: tuple[str, ...] = ()
         self.tree: Tree = None
 
     def outputs(self, *inputs: jax.Array) -> Arrays:
-        arguments = mapped(inputs.__getitem__, self.question.arguments)
+        """Return the outputs of one call; each varies as its layout says."""
         results = self.question.results
+        arguments = mapped(inputs.__getitem__, self.question.arguments)
         returned = called(self.function, arguments, self.question.mesh)
         named = named_outputs(returned, results, "JAX")
-        self.names, self.tree = tuple(named), numbered(returned)
+        self.names = tuple(named)
+        self.tree = numbered(returned)
         arrays = {name: jnp.asarray(y) for name, y in named.items()}
         if results is None:
             return list(arrays.values())
@@ -253,10 +342,19 @@ class _UserProgram:
 
     def results(
         self, inputs: Sequence[jax.Array], cotangents_of: Callable[[Arrays], Sequence[Any]] | None
-    ) -> tuple[Arrays, Arrays, Arrays]:
-        """Outputs, gradients of the inputs that have some, updated values; or outputs alone."""
+    ) -> _Parts:
+        """Return outputs, gradients and updated values.
+
+        Args:
+            inputs: The inputs.
+            cotangents_of: Outputs -> the cotangent of each, None for one without. None: outputs
+                alone.
+
+        Raises:
+            _MisshapenError: An output does not fit its cotangent.
+        """
         if cotangents_of is None:
-            return self.outputs(*inputs), [], []
+            return _Parts(self.outputs(*inputs), [], [])
         cotangents: list[Any] = []
 
         def forward(varied: Arrays) -> tuple[Arrays, Arrays]:
@@ -265,93 +363,133 @@ class _UserProgram:
                 arguments[i] = x
             outputs = self.outputs(*arguments)
             cotangents[:] = cotangents_of(outputs)
-            if any(
-                c is not None and y.shape != c.shape
-                for y, c in zip(outputs, cotangents, strict=True)
-            ):
-                raise _MisshapenError
-            return [y for y, c in zip(outputs, cotangents, strict=True) if c is not None], outputs
+            return _with_cotangents(outputs, cotangents), outputs
 
         varied = [inputs[i] for i in self.question.differentiable]
-        pulled, pull, outputs = jax.vjp(forward, varied, has_aux=True)
+        with_cotangents, pull, outputs = jax.vjp(forward, varied, has_aux=True)
         # For complex numbers torch takes the conjugate of JAX's: both for cotangents and for gradients.
-        used = zip(pulled, (c for c in cotangents if c is not None), strict=True)
-        (gradients,) = pull([jnp.conj(jnp.asarray(c, y.dtype)) for y, c in used])
-        gradients = [jnp.conj(g) for g in gradients]
-        return outputs, gradients, self._updated(inputs, gradients)
+        given = [c for c in cotangents if c is not None]
+        pairs = zip(with_cotangents, given, strict=True)
+        (gradients,) = pull([jnp.conj(jnp.asarray(c, y.dtype)) for y, c in pairs])
+        gradients = [jnp.conj(gradient) for gradient in gradients]
+        return _Parts(outputs, gradients, self._updated(inputs, gradients))
 
     def _updated(self, inputs: Sequence[jax.Array], gradients: Arrays) -> Arrays:
+        """Return the parameters after a step of the user's optimiser; nothing without one.
+
+        Raises:
+            StructureError: It returns other parameters than it got.
+        """
         question = self.question
         if question.update is None:
             return []
-        by_input = dict(zip(question.differentiable, gradients, strict=True))
-        numbers = tuple(question.arguments[p] for p in question.update.positions)
+        gradient_of = dict(zip(question.differentiable, gradients, strict=True))
+        numbers = tuple(question.arguments[position] for position in question.update.positions)
         values = mapped(inputs.__getitem__, numbers)
-        pulled = mapped(by_input.__getitem__, numbers)
-        named = leaves(pickle.loads(question.update.function)[0](values, pulled), "parameters")
-        if list(named) != (due := list(leaves(numbers, "parameters"))):
-            hint = f"(values, gradients) -> values, of {', '.join(due)}"
-            raise StructureError(f"the JAX update returns {', '.join(named)}", hint=hint)
-        pairs = zip(question.update.arrays, named.items(), strict=True)
-        return [_typed(y, question.shardings[i], name) for i, (name, y) in pairs]
+        gradients_of_values = mapped(gradient_of.__getitem__, numbers)
+        update = pickle.loads(question.update.function)[0]
+        returned = leaves(update(values, gradients_of_values), "parameters")
+        expected = list(leaves(numbers, "parameters"))
+        if list(returned) != expected:
+            reason = f"the JAX update returns {', '.join(returned)}"
+            hint = f"(values, gradients) -> values, of {', '.join(expected)}"
+            raise StructureError(reason, hint=hint)
+        updated = []
+        for i, (name, y) in zip(question.update.arrays, returned.items(), strict=True):
+            updated.append(_typed(y, question.shardings[i], name))
+        return updated
 
-    def answer(self, parts: Sequence[Sequence[Devices]], has_gradients: bool = True) -> Answer:
-        """Blocks of outputs, gradients and updated values, by name and number."""
-        outputs, gradients, updated = parts
-        numbers = self.question.update.arrays if self.question.update and updated else ()
-        pulled = (
-            dict(zip(self.question.differentiable, gradients, strict=True))
-            if has_gradients
-            else None
-        )
-        stepped = dict(zip(numbers, updated, strict=True))
-        return Answer(dict(zip(self.names, outputs, strict=True)), pulled, stepped, tree=self.tree)
+    def answer(self, blocks: _Parts, has_gradients: bool = True) -> Answer:
+        """Return blocks of outputs by name, and of gradients and updated values by number."""
+        question = self.question
+        gradients = None
+        if has_gradients:
+            gradients = dict(zip(question.differentiable, blocks.gradients, strict=True))
+        updated = {}
+        if question.update is not None and blocks.updated:
+            updated = dict(zip(question.update.arrays, blocks.updated, strict=True))
+        outputs = dict(zip(self.names, blocks.outputs, strict=True))
+        return Answer(outputs, gradients, updated, tree=self.tree)
+
+
+def _with_cotangents(outputs: Arrays, cotangents: Sequence[Any]) -> Arrays:
+    """Return the outputs that have a cotangent. Raises _MisshapenError if shapes differ."""
+    chosen = []
+    for y, cotangent in zip(outputs, cotangents, strict=True):
+        if cotangent is None:
+            continue
+        if y.shape != cotangent.shape:
+            raise _MisshapenError
+        chosen.append(y)
+    return chosen
 
 
 def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
-    """The output, varying along its layout's axes. Raises StructureError if it varies along others."""
-    axes = varying_axes(y) - set(sharding.layout.axes) if sharding.mesh.axes else ()
-    for axis in filter(is_typed, axes):
+    """Return the output, varying along its layout's axes.
+
+    Raises:
+        StructureError: It varies along others.
+    """
+    layout_axes = sharding.layout.axes
+    other_axes = varying_axes(y) - set(layout_axes) if sharding.mesh.axes else ()
+    for axis in other_axes:
+        if not is_typed(axis):
+            continue
         if sharding.mesh.size(axis) > 1:
-            why = f"{name} of the JAX function varies along {axis!r}, where its layout holds one value"
+            output = f"{name} of the JAX function"
+            reason = f"{output} varies along {axis!r}, where its layout holds one value"
             hint = f"redistribute it to its layout, or say in layouts= what it is: sum({axis}), copy({axis})"
             hint += "; check_vma=False takes its word"
-            raise StructureError(why, text=str(sharding.layout), hint=hint)
+            raise StructureError(reason, text=str(sharding.layout), hint=hint)
         y = lax.psum(y, axis)  # over one device: only its type changes
-    return as_varying(y, sharding.layout.axes)
+    return as_varying(y, layout_axes)
 
+
+# ---- measurements
 
 TARGET_S = 0.02  # seconds of a program, about; the number of calls follows from it
 MOST_CALLS = 100
 
 
 def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, _timeout_s: float) -> list[float]:
-    """The median time of every plan over some rounds."""
+    """Measure the median time of every plan over some rounds."""
     timers = [Timer(plan) for plan in plans]
     # All are measured once before any is measured again: a slow spell of the machine falls on all.
-    by_round = [[timer.seconds() for timer in timers] for _ in range(rounds)]
-    return [statistics.median(times) for times in zip(*by_round, strict=True)]
+    seconds = np.empty((rounds, len(plans)))
+    for i in range(rounds):
+        for j, timer in enumerate(timers):
+            seconds[i, j] = timer.seconds()
+    return [statistics.median(times.tolist()) for times in seconds.T]
 
 
 def seconds_of_products(
-    n: int, rows: int, dtypes: Sequence[str], rounds: int, _: float
+    n: int, rows: int, dtypes: Sequence[str], rounds: int, _timeout_s: float
 ) -> list[float]:
-    """The median time per dtype of a product of square matrices, on all `n` devices at once."""
+    """Measure the median time, per dtype, of a product of square matrices.
+
+    Args:
+        n: The number of devices, which all compute one at once.
+        rows: The rows and columns of a matrix.
+        dtypes: The dtypes.
+        rounds: How often to measure.
+    """
     mesh = jax.make_mesh((n,), ("all",))
-    medians = []
+    by_device = jax.P("all")
     multiply = jax.jit(
-        jax.shard_map(jnp.matmul, mesh=mesh, in_specs=jax.P("all"), out_specs=jax.P("all"))
+        jax.shard_map(jnp.matmul, mesh=mesh, in_specs=by_device, out_specs=by_device)
     )
+    medians = []
     with jax.enable_x64(True):
         for dtype in dtypes:
             ones = jnp.ones((n, rows, rows), dtype)
+            x = jax.device_put(ones, jax.NamedSharding(mesh, by_device))
+            jax.block_until_ready(multiply(x, x))  # the first compiles
             times = []
-            x = jax.device_put(ones, jax.NamedSharding(mesh, jax.P("all")))
-            for _ in range(1 + rounds):
+            for _ in range(rounds):
                 start = time.perf_counter()
                 jax.block_until_ready(multiply(x, x))
                 times.append(time.perf_counter() - start)
-            medians.append(statistics.median(times[1:]))  # the first compiles
+            medians.append(statistics.median(times))
     return medians
 
 
@@ -359,32 +497,41 @@ class Timer:
     """A plan in a compiled loop, warmed up, and how often the loop goes round."""
 
     def __init__(self, plan: AnyPlan) -> None:
-        (*sources, target), dtype, n = arrays_of(plan), numpy_dtype(plan.dtype), plan.mesh.n_devices
-        inputs = [([np.ones(s.max_local_shape, dtype)] * n, s) for s in sources]
-        calls = [np.ones((), np.int32)] * n, Sharding(Layout(()), plan.mesh, ())
-        self.program = DeviceProgram(
-            partial(_loop, plan), plan.mesh, [calls, *inputs], [target], "novma"
-        )
+        *sources, target = arrays_of(plan)
+        n_devices = plan.mesh.n_devices
+        dtype = numpy_dtype(plan.dtype)
+        # The number of calls is an argument, on every device, so that one program serves for all.
+        n_calls = [np.ones((), np.int32)] * n_devices
+        inputs = [(n_calls, Sharding(Layout(()), plan.mesh, ()))]
+        for source in sources:
+            block = np.ones(source.max_local_shape, dtype)
+            inputs.append(([block] * n_devices, source))
+        loop = partial(_loop, plan)
+        self.program = DeviceProgram(loop, plan.mesh, inputs, [target], "novma")
         self.calls = 3
-        self.seconds()
+        self.seconds()  # the first run is slower
         self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))
 
     def seconds(self) -> float:
-        """Seconds per call; a program ends when its busiest device does."""
+        """Measure the seconds per call; a program ends when its busiest device does."""
         self.program.arrays[0] = jnp.full_like(self.program.arrays[0], self.calls)
         start = time.perf_counter()
         self.program()
         return (time.perf_counter() - start) / self.calls
 
 
-def _loop(plan: AnyPlan, calls: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-    """The plan on one device's blocks, `calls` times, each waiting for the one before."""
+def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+    """Run a plan on one device's blocks, `n_calls` times, each waiting for the one before."""
 
-    def again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+    def call_again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         blocks, _ = state
         y = apply(plan, *blocks)
+        # One element of the result goes into every operand: the next call cannot begin before it.
+        first = y[(0,) * y.ndim]
+        next_blocks = tuple(x.at[(0,) * x.ndim].set(first) for x in blocks)
         # The whole result is kept: if one element is all that is read, XLA computes that element alone.
-        return tuple(x.at[(0,) * x.ndim].set(y[(0,) * y.ndim]) for x in blocks), y
+        return next_blocks, y
 
     result = jnp.zeros(arrays_of(plan)[-1].max_local_shape, operands[0].dtype)
-    return [lax.fori_loop(0, calls, again, (operands, result))[1]]
+    _, result = lax.fori_loop(0, n_calls, call_again, (operands, result))
+    return [result]

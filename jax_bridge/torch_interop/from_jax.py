@@ -1,11 +1,15 @@
-"""`from_jax`: a JAX function as a torch function; the forward pass saves the pullback of the backward."""
+"""`from_jax`: a JAX function as a torch function.
+
+The forward pass saves JAX's pullback, and the backward pass runs it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ import numpy as np
 import torch
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from jax_bridge.arrays.stored import stored_as
@@ -22,44 +27,94 @@ from jax_bridge.torch_interop.route import Options, array_sharding, layouts_of
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import local_of
 from xshard import Layout
-from xshard.errors import MeshError
+from xshard.errors import MeshError, api_boundary
 
 Arrays = Sequence[jax.Array]
 Group = list[Tensor]  # the tensors of one array, one for each device of this process
 OPTIONS = Options()
 
 
+@api_boundary
 def from_jax(
     fn: Callable[..., Any], in_layouts: Any, out_layouts: Any, mesh: JaxMesh
 ) -> Callable[..., Any]:
-    """A function of global JAX arrays as a differentiable function of this process's tensors.
+    """Turn a function of global JAX arrays into a differentiable function of local tensors.
 
-    fn: takes and returns arrays or pytrees of them; it may be a `jax.shard_map` or a `jit` over the mesh.
-    in_layouts, out_layouts: layouts of the arguments and results: one for all, or a pytree prefix, such as a
-    tuple with one per argument. The layout of a gradient is the dual of its tensor's: along a replicated axis
-    every process gets the whole gradient.
-    mesh: JAX's mesh, over the devices of torch's processes (`torch_interop.initialize`).
+        layer = from_jax(jax_layer, ("n/dp i", "i o/tp"), "n/dp o/tp", mesh)
+        y = layer(x, w)     # x: [n/2, i], w: [i, o/4] -> y: [n/2, o/4]
 
-    The new function takes for every array a tensor, a list with one tensor per device if the process has
-    several, or a DTensor; given a DTensor it returns DTensors. Other arguments (a jax.Array, a number, a key)
-    are passed on to `fn` and have no gradient. All processes of the mesh call it. Memory is shared if
-    possible; as with torch's own functions, the backward pass raises if a saved tensor was written to.
-    Compiled once per shape, dtype and set of arguments with a gradient. torch.compile calls it between its
-    graphs and does not trace it, nor does torch.func.
+    The new function takes for every array a tensor, a list with one tensor per device if the
+    process has several, or a DTensor; given a DTensor it returns DTensors. Other arguments (a
+    jax.Array, a number, a key) are passed on to `fn` and have no gradient. All processes of the
+    mesh call it. Memory is shared if possible; as with torch's own functions, the backward pass
+    raises if a saved tensor was written to.
 
-    Raises as `to_jax` and `to_torch` do, and any error of `fn`.
+    Compiled once per shape, dtype and set of arguments with a gradient. torch.compile calls it
+    between its graphs and does not trace it, nor does torch.func.
 
-    >>> mesh = jax.make_mesh((1,), ("tp",))
-    >>> layer = from_jax(lambda x, w: jax.numpy.tanh(x @ w), ("n i", "i o/tp"), "n o/tp", mesh)
-    >>> w = torch.zeros(3, 2, requires_grad=True)
-    >>> layer(torch.ones(4, 3), w).sum().backward()
-    >>> w.grad[0]
-    tensor([4., 4.])
+    Args:
+        fn: Takes and returns arrays or pytrees of them. It may be a `jax.shard_map` or a `jit` over
+            the mesh.
+        in_layouts: The layouts of the arguments: one for all, or a pytree prefix, such as a tuple
+            with one per argument. The layout of a gradient is the dual of its tensor's: along a
+            replicated axis every process gets the whole gradient.
+        out_layouts: The layouts of the results, given as those of the arguments.
+        mesh: JAX's mesh, over the devices of torch's processes (`torch_interop.initialize`).
+
+    Returns:
+        The new function. Calls raise as `to_jax` and `to_torch` do, and any error of `fn`.
+
+    Raises:
+        MeshError: In a call: the DTensor's mesh is not JAX's, or a process is outside of it.
+
+    Examples:
+        >>> mesh = jax.make_mesh((1,), ("tp",))
+        >>> layer = from_jax(lambda x, w: jax.numpy.tanh(x @ w), ("n i", "i o/tp"), "n o/tp", mesh)
+        >>> w = torch.zeros(3, 2, requires_grad=True)
+        >>> layer(torch.ones(4, 3), w).sum().backward()
+        >>> w.grad[0]
+        tensor([4., 4.])
     """
-    function: Any = torch.compiler.disable(_JaxFunction(fn, in_layouts, out_layouts, mesh).__call__)
-    function.__name__ = function.__qualname__ = getattr(fn, "__name__", "from_jax")
+    call = _JaxFunction(fn, in_layouts, out_layouts, mesh)
+    function: Any = torch.compiler.disable(call.__call__)
+    name = getattr(fn, "__name__", "from_jax")
+    function.__name__ = name
+    function.__qualname__ = name
     function.__doc__ = fn.__doc__
     return function
+
+
+class _Argument(NamedTuple):
+    """One leaf of the arguments: a group of tensors, or something else that `fn` takes."""
+
+    layout: Layout
+    tensors: Group
+    other: Any  # None for tensors
+
+    @classmethod
+    def of(cls, x: Any, layout: Layout) -> _Argument:
+        if isinstance(x, DTensor):
+            return cls(layout, [local_of(x, layout, str(layout))], None)
+        if isinstance(x, Tensor):
+            return cls(layout, [x], None)
+        if isinstance(x, list):
+            return cls(layout, x, None)
+        return cls(layout, [], x)
+
+    def to_jax(self, mesh: JaxMesh) -> Any:
+        """Return the array of the tensors; anything else as it is."""
+        return _to_jax(self.tensors, self.layout, mesh) if self.tensors else self.other
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(x.requires_grad for x in self.tensors)
+
+
+def _differentiated(arguments: Sequence[_Argument]) -> tuple[int, ...]:
+    """Return the indices of the arguments that get a gradient."""
+    if not torch.is_grad_enabled():
+        return ()
+    return tuple(i for i, argument in enumerate(arguments) if argument.requires_grad)
 
 
 class _JaxFunction:
@@ -74,137 +129,166 @@ class _JaxFunction:
         self.mesh = mesh
         self._programs: dict[Any, VjpProgram] = {}
 
+    @api_boundary
     def __call__(self, *args: Any) -> Any:
         meshes = mesh_pair(self.mesh)
-        several = len(meshes.local) > 1
+        has_several_devices = len(meshes.local_positions) > 1
 
         def is_group(value: Any) -> bool:
-            return several and isinstance(value, list) and any(isinstance(x, Tensor) for x in value)
+            is_list = has_several_devices and isinstance(value, list)
+            return is_list and any(isinstance(x, Tensor) for x in value)
 
         leaves, tree = jax.tree.flatten(args, is_group)
-        layouts = tuple(map(Layout.parse, layouts_of("in_layouts", self.in_layouts, tree)))
-        device_mesh = next((x.device_mesh for x in leaves if isinstance(x, DTensor)), None)
-        both = mesh_pair(self.mesh, device_mesh)
-        if (both.axes, both.devices) != (both.jax_axes, both.jax_devices):
-            reason = f"the DTensor's mesh {both.axes!r} is not JAX's {both.jax_axes!r}"
-            hint = "a function has one mesh: redistribute the DTensor, or make JAX's mesh equal to its mesh"
-            raise MeshError(f"{reason} with the same order of devices", hint=hint)
-        groups: list[Group | None] = []  # None: not of tensors
-        for x, layout in zip(leaves, layouts, strict=True):
-            if isinstance(x, Tensor):
-                x = [local_of(x, layout, str(layout)) if isinstance(x, DTensor) else x]
-            groups.append(x if isinstance(x, list) else None)
-        records = torch.is_grad_enabled()
-        wrt = [i for i, g in enumerate(groups) if records and any(x.requires_grad for x in g or ())]
-        others = [x if group is None else None for x, group in zip(leaves, groups, strict=True)]
-        parts = zip(groups, layouts, others, strict=True)
-        arrays: list[Any] = [
-            _to_jax(g, layout, self.mesh) if g else other for g, layout, other in parts
-        ]
-        program = self._program(meshes, tree, layouts, arrays, tuple(wrt))
-        results = _Apply.apply(
-            program, arrays, others, *(x for group in groups for x in group or ())
-        )
-        out: list[Any] = [group if several else group[0] for group in program.divided(results)]
+        texts = layouts_of("in_layouts", self.in_layouts, tree)
+        layouts = tuple(map(Layout.parse, texts))
+        device_mesh = self._device_mesh(leaves)
+        arguments = [_Argument.of(x, layout) for x, layout in zip(leaves, layouts, strict=True)]
+        arrays = [argument.to_jax(self.mesh) for argument in arguments]
+        program = self._program(meshes, tree, layouts, arrays, _differentiated(arguments))
+
+        # Autograd sees tensors only as arguments of their own, not inside lists.
+        others = [argument.other for argument in arguments]
+        tensors = chain.from_iterable(argument.tensors for argument in arguments)
+        groups = program.divided(_Apply.apply(program, arrays, others, *tensors))
+        results: list[Any] = groups if has_several_devices else [group[0] for group in groups]
         if device_mesh is not None:
-            types = zip(out, program.out_layouts, program.out_avals, strict=True)
-            out = [
-                as_dtensor(block, layout, device_mesh, aval.shape) for block, layout, aval in types
-            ]
-        return jax.tree.unflatten(program.out_tree, out)
+            results = program.as_dtensors(results, device_mesh)
+        return jax.tree.unflatten(program.out_tree, results)
+
+    def _device_mesh(self, leaves: Sequence[Any]) -> DeviceMesh | None:
+        """Return the mesh of the first DTensor, if any. Raises MeshError if it is not JAX's."""
+        device_mesh = None
+        for x in leaves:
+            if isinstance(x, DTensor):
+                device_mesh = x.device_mesh
+                break
+        meshes = mesh_pair(self.mesh, device_mesh)
+        has_same_axes = meshes.torch_axes == meshes.jax_axes
+        if not has_same_axes or meshes.torch_devices != meshes.jax_devices:
+            in_torch = f"the DTensor's mesh {meshes.torch_axes!r}"
+            reason = f"{in_torch} is not JAX's {meshes.jax_axes!r} with the same order of devices"
+            hint = "a function has one mesh: redistribute the DTensor, or make JAX's mesh equal to its mesh"
+            raise MeshError(reason, hint=hint)
+        return device_mesh
 
     def _program(
         self,
         meshes: MeshPair,
         tree: Any,
         layouts: tuple[Layout, ...],
-        leaves: Arrays,
+        arrays: Arrays,
         wrt: tuple[int, ...],
     ) -> VjpProgram:
-        """The program for such arguments, made on the first call."""
+        """Return the program for such arguments, made on the first call."""
         fn = self.fn
-        avals = tuple(map(jax.typeof, leaves))
-        key = tree, layouts, avals, wrt
+        avals = tuple(map(jax.typeof, arrays))
+        # All that the compiled programs depend on.
+        key = (tree, layouts, avals, wrt)
         if key in self._programs:
             return self._programs[key]
 
-        def of_leaves(*some: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(jax.tree.leaves(fn(*jax.tree.unflatten(tree, some))))
+        def of_leaves(*leaves: jax.Array) -> Any:
+            return fn(*jax.tree.unflatten(tree, leaves))
+
+        def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(jax.tree.leaves(of_leaves(*leaves)))
 
         with jax.set_mesh(self.mesh):
-            out = jax.eval_shape(lambda *some: fn(*jax.tree.unflatten(tree, some)), *leaves)
-        out_avals, out_tree = jax.tree.flatten(out)
-        out_layouts = tuple(
-            map(Layout.parse, layouts_of("out_layouts", self.out_layouts, out_tree))
-        )
+            out_avals, out_tree = jax.tree.flatten(jax.eval_shape(of_leaves, *arrays))
+        texts = layouts_of("out_layouts", self.out_layouts, out_tree)
+        out_layouts = tuple(map(Layout.parse, texts))
         for layout, aval in zip(out_layouts, out_avals, strict=True):
             array_sharding(layout, meshes, aval.shape)  # raises before anything runs
-        types = meshes, avals, layouts, wrt, out_tree, tuple(out_avals), out_layouts
-        return self._programs.setdefault(key, VjpProgram(of_leaves, *types))
+        program = VjpProgram(
+            flat, meshes, avals, layouts, wrt, out_tree, tuple(out_avals), out_layouts
+        )
+        self._programs[key] = program
+        return program
 
 
 def _to_jax(group: Group, layout: Layout, mesh: JaxMesh) -> jax.Array:
-    return prepare_to_jax(group, layout, mesh, None, OPTIONS)()
+    hand_over = prepare_to_jax(group, layout, mesh, None, OPTIONS)
+    return hand_over()
 
 
 class _Apply(torch.autograd.Function):
-    """The tensors of all outputs, differentiable. leaves: arrays; others: None for tensors; flat: these."""
+    """The call as autograd sees it: tensors of all arguments -> tensors of all outputs."""
 
     @staticmethod
     def forward(
-        ctx: Any, program: VjpProgram, leaves: list[Any], others: list[Any], *flat: Tensor
+        ctx: Any, program: VjpProgram, arrays: list[Any], others: list[Any], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        outputs, ctx.pull = program.forward(leaves)
-        groups = list(map(program.to_torch, outputs, program.out_layouts))
+        """Run the program.
+
+        Args:
+            ctx: Autograd's context.
+            program: The program.
+            arrays: The arguments of the function.
+            others: Those that are no tensors; None for tensors.
+            tensors: The tensors, which autograd has to see.
+        """
+        outputs, pull = program.forward(arrays)
         # An argument that the function returns unchanged must not be the caller's own tensor.
-        arguments = {x.data_ptr() for x in flat}
-        groups = [
-            [x.clone() if x.data_ptr() in arguments else x for x in group] for group in groups
-        ]
+        addresses = {x.data_ptr() for x in tensors}
+        groups = []
+        for output, layout in zip(outputs, program.out_layouts, strict=True):
+            group = program.to_torch(output, layout)
+            groups.append([x.clone() if x.data_ptr() in addresses else x for x in group])
+        ctx.program = program
+        ctx.others = others
+        ctx.pull = pull
+        ctx.n_tensors = len(tensors)
         config: Any = jax.config
-        ctx.program, ctx.others, ctx.n_tensors = program, others, len(flat)
         ctx.x64 = config.jax_enable_x64
         ctx.precision = config.jax_default_matmul_precision
         if program.wrt:
             # Saved so that torch notices writes to memory that the pullback reads.
-            ctx.save_for_backward(
-                *flat, *(x for i in program.borrowed(outputs, ctx.pull) for x in groups[i])
-            )
-        rough = (group for i, group in enumerate(groups) if i not in program.smooth)
-        ctx.mark_non_differentiable(*(x for group in rough for x in group))
-        return tuple(x for group in groups for x in group)
+            borrowed = chain.from_iterable(groups[i] for i in program.borrowed(outputs, pull))
+            ctx.save_for_backward(*tensors, *borrowed)
+        whole_numbers = []
+        for i, group in enumerate(groups):
+            if i not in program.inexact_outputs:
+                whole_numbers += group
+        ctx.mark_non_differentiable(*whole_numbers)
+        return tuple(chain.from_iterable(groups))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the tensors; None for the other arguments of `forward`."""
         program = ctx.program
-        flat = ctx.saved_tensors[: ctx.n_tensors]
-        n = len(ctx.program.meshes.local)
-        out_groups = program.divided(cotangents)
-        smooth = [out_groups[i] for i in program.smooth]
+        # Read in every case: here torch raises if a saved tensor was written to.
+        tensors = ctx.saved_tensors[: ctx.n_tensors]
+        all_groups = program.divided(cotangents)
+        groups = [all_groups[i] for i in program.inexact_outputs]
         # Autograd runs the backward pass of a GPU in another thread, which has other settings.
         with jax.enable_x64(ctx.x64), jax.default_matmul_precision(ctx.precision):
-            if torch.is_grad_enabled():  # the backward pass is recorded
-                both = program.divided(flat), smooth
-                inputs, of_outputs = (
-                    iter([x if n > 1 else x[0] for x in groups]) for groups in both
-                )
-                leaves = [next(inputs) if other is None else other for other in ctx.others]
-                gradients = [x if n > 1 else [x] for x in program.pullback(leaves, [*of_outputs])]
+            if torch.is_grad_enabled():  # the backward pass is recorded, for second derivatives
+                gradients = program.recorded_gradients(ctx.others, tensors, groups)
             else:
-                pairs = zip(smooth, program.cotangent_layouts, strict=True)
-                arrays = [
-                    _to_jax(group, layout, program.meshes.jax_mesh) for group, layout in pairs
-                ]
-                results = program.backward(ctx.pull, arrays)
-                gradients = list(map(program.to_torch, results, program.gradient_layouts))
-        by_leaf = dict(zip(program.wrt, gradients, strict=True))
-        of_tensors = (i for i, other in enumerate(ctx.others) if other is None)
-        return None, None, None, *(x for i in of_tensors for x in by_leaf.get(i, [None] * n))
+                gradients = program.gradients(ctx.pull, groups)
+        gradient_of_leaf = dict(zip(program.wrt, gradients, strict=True))
+        no_gradients = [None] * len(program.meshes.local_positions)
+        results: list[Tensor | None] = [None, None, None]  # of program, arrays and others
+        for i, other in enumerate(ctx.others):
+            if other is None:
+                results += gradient_of_leaf.get(i, no_gradients)
+        return tuple(results)
 
 
 @dataclass(frozen=True, eq=False)
 class VjpProgram:
-    """The forward and backward programs of a function of leaves. wrt: leaves that get a gradient."""
+    """The forward and backward programs of a function of leaves.
+
+    Attributes:
+        fn: The function: leaves of its arguments -> leaves of its results.
+        meshes: The meshes of torch and JAX.
+        in_avals: JAX's types of the arguments.
+        in_layouts: Their layouts.
+        wrt: Which arguments get a gradient.
+        out_tree: The structure of the results.
+        out_avals: JAX's types of the results.
+        out_layouts: Their layouts.
+    """
 
     fn: Callable[..., tuple[jax.Array, ...]]
     meshes: MeshPair
@@ -216,95 +300,156 @@ class VjpProgram:
     out_layouts: tuple[Layout, ...]
 
     @cached_property
-    def smooth(self) -> tuple[int, ...]:
+    def inexact_outputs(self) -> tuple[int, ...]:
         """Indices of the outputs that have a cotangent: floats and complex numbers."""
-        return tuple(
-            i for i, aval in enumerate(self.out_avals) if jnp.issubdtype(aval.dtype, jnp.inexact)
-        )
+        avals = enumerate(self.out_avals)
+        return tuple(i for i, aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact))
 
     @cached_property
     def cotangent_layouts(self) -> tuple[Layout, ...]:
-        return tuple(self.out_layouts[i].dual for i in self.smooth)
+        """The layouts of the outputs' cotangents."""
+        return tuple(self.out_layouts[i].dual for i in self.inexact_outputs)
 
     @cached_property
     def gradient_layouts(self) -> tuple[Layout, ...]:
+        """The layouts of the gradients of the leaves `wrt`."""
         return tuple(self.in_layouts[i].dual for i in self.wrt)
 
-    def divided(self, flat: Sequence[Tensor]) -> list[Group]:
-        """Tensors of several arrays, by array."""
-        n = len(self.meshes.local)
-        return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
+    # ---- tensors and arrays
+
+    def divided(self, tensors: Sequence[Tensor]) -> list[Group]:
+        """Divide tensors of several arrays by array: on 2 devices [a0, a1, b0, b1] -> [a0, a1], ..."""
+        n_devices = len(self.meshes.local_positions)
+        starts = range(0, len(tensors), n_devices)
+        return [list(tensors[start : start + n_devices]) for start in starts]
 
     def to_torch(self, array: jax.Array, layout: Layout) -> Group:
+        """Hand an array over to torch."""
+        # The program's outputs are in storage order, which only the layout tells.
         array = stored_as(array, layout, self.meshes.jax_mesh)
-        blocks: Any = prepare_to_torch(array, layout, self.meshes.jax_mesh, OPTIONS)()
+        hand_over = prepare_to_torch(array, layout, self.meshes.jax_mesh, OPTIONS)
+        blocks = hand_over()
         return blocks if isinstance(blocks, list) else [blocks]
 
-    def forward(self, leaves: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
-        """The outputs, and the pullback for `backward`; None if nothing is differentiated."""
-        with jax.set_mesh(
-            self.meshes.jax_mesh
-        ):  # for specs without a mesh; threads of autograd have none
-            return self._run(*leaves)
+    def as_dtensors(self, blocks: Sequence[Tensor], device_mesh: DeviceMesh) -> list[Any]:
+        """Return the outputs as DTensors, given this process's block of each."""
+        dtensors = []
+        outputs = zip(blocks, self.out_layouts, self.out_avals, strict=True)
+        for block, layout, aval in outputs:
+            dtensors.append(as_dtensor(block, layout, device_mesh, aval.shape))
+        return dtensors
+
+    def borrowed(self, outputs: Arrays, pull: Any) -> tuple[int, ...]:
+        """Return the indices of the outputs that share memory with the pullback."""
+        saved = set(chain.from_iterable(map(_memory, jax.tree.leaves(pull))))
+        return tuple(i for i, x in enumerate(outputs) if saved.intersection(_memory(x)))
+
+    # ---- forward and backward
+
+    def forward(self, arrays: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
+        """Return the outputs, and the pullback for `backward`; None if nothing is differentiated."""
+        # Specs without a mesh need one in context, and autograd's threads have none.
+        with jax.set_mesh(self.meshes.jax_mesh):
+            return self._compiled_forward(*arrays)
 
     def backward(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        """The gradients of the leaves `wrt`. Complex gradients are torch's: the conjugates of JAX's."""
+        """Return the gradients of the leaves `wrt`.
+
+        Complex gradients are torch's: the conjugates of JAX's.
+        """
         with jax.set_mesh(self.meshes.jax_mesh):
-            return self._pulled(pull, list(cotangents))
+            return self._compiled_backward(pull, list(cotangents))
+
+    def gradients(self, pull: Any, groups: list[Group]) -> list[Group]:
+        """Return the tensors of the gradients, given those of the cotangents."""
+        pairs = zip(groups, self.cotangent_layouts, strict=True)
+        cotangents = [_to_jax(group, layout, self.meshes.jax_mesh) for group, layout in pairs]
+        gradients = self.backward(pull, cotangents)
+        pairs_back = zip(gradients, self.gradient_layouts, strict=True)
+        return [self.to_torch(gradient, layout) for gradient, layout in pairs_back]
+
+    def recorded_gradients(
+        self, others: Sequence[Any], tensors: Sequence[Tensor], cotangents: list[Group]
+    ) -> list[Group]:
+        """Return the gradients as results of a function that autograd differentiates again.
+
+        Args:
+            others: The arguments that are no tensors; None for tensors.
+            tensors: The tensors.
+            cotangents: The tensors of the cotangents.
+        """
+        has_several_devices = len(self.meshes.local_positions) > 1
+        inputs: list[Any] = self.divided(tensors)
+        given: list[Any] = cotangents
+        if not has_several_devices:
+            # As users do, the function takes a tensor for one device and a list for several.
+            inputs = [group[0] for group in inputs]
+            given = [group[0] for group in given]
+        next_input = iter(inputs)
+        leaves = [next(next_input) if other is None else other for other in others]
+        gradients = self._pullback(leaves, given)
+        return list(gradients) if has_several_devices else [[x] for x in gradients]
 
     @cached_property
-    def pullback(self) -> _JaxFunction:
+    def _pullback(self) -> _JaxFunction:
         """`backward` as a function of leaves and cotangents."""
 
         def gradients(leaves: Arrays, cotangents: Arrays) -> list[jax.Array]:
-            return list(self._pull(self._vjp(*leaves)[1], cotangents))
+            _, pull = self._vjp(*leaves)
+            return list(self._pull(pull, cotangents))
 
-        ins = list(self.in_layouts), list(self.cotangent_layouts)
-        return _JaxFunction(gradients, ins, list(self.gradient_layouts), self.meshes.jax_mesh)
-
-    def borrowed(self, outputs: Arrays, pull: Any) -> tuple[int, ...]:
-        """Indices of the outputs that share memory with the pullback."""
-        saved = {part for x in jax.tree.leaves(pull) for part in _memory(x)}
-        return tuple(i for i, x in enumerate(outputs) if saved.intersection(_memory(x)))
+        in_layouts = (list(self.in_layouts), list(self.cotangent_layouts))
+        out_layouts = list(self.gradient_layouts)
+        return _JaxFunction(gradients, in_layouts, out_layouts, self.meshes.jax_mesh)
 
     @cached_property
-    def _run(self) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
-        return jax.jit(
-            self._vjp, out_shardings=(self._shardings(self.out_layouts, self.out_avals), None)
-        )
+    def _compiled_forward(self) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
+        # XLA chooses how the pullback's own arrays are sharded.
+        shardings = (self._shardings(self.out_layouts, self.out_avals), None)
+        return jax.jit(self._vjp, out_shardings=shardings)
 
     @cached_property
-    def _pulled(self) -> Callable[..., tuple[jax.Array, ...]]:
+    def _compiled_backward(self) -> Callable[..., tuple[jax.Array, ...]]:
         avals = [self.in_avals[i] for i in self.wrt]
         return jax.jit(self._pull, out_shardings=self._shardings(self.gradient_layouts, avals))
 
+    def _shardings(self, layouts: Sequence[Layout], avals: Sequence[Any]) -> tuple[Any, ...]:
+        """Return JAX's shardings of arrays of these types."""
+        pairs = zip(layouts, avals, strict=True)
+        return tuple(array_sharding(layout, self.meshes, aval.shape) for layout, aval in pairs)
+
     def _vjp(self, *leaves: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
+        """Return the outputs and JAX's pullback with respect to `wrt`; None without any."""
         if not self.wrt:
             return self.fn(*leaves), None
 
-        def of_wrt(*some: jax.Array) -> tuple[jax.Array, ...]:
-            return self.fn(
-                *(dict(enumerate(leaves)) | dict(zip(self.wrt, some, strict=True))).values()
-            )
+        def of_wrt(*varied: jax.Array) -> tuple[jax.Array, ...]:
+            arguments = list(leaves)
+            for i, x in zip(self.wrt, varied, strict=True):
+                arguments[i] = x
+            return self.fn(*arguments)
 
         return jax.vjp(of_wrt, *(leaves[i] for i in self.wrt))
 
     def _pull(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        smooth = dict(zip(self.smooth, map(_conjugate, cotangents), strict=True))
-        zeros = (np.zeros(aval.shape, jax.dtypes.float0) for aval in self.out_avals)
-        return tuple(map(_conjugate, pull(tuple((dict(enumerate(zeros)) | smooth).values()))))
-
-    def _shardings(self, layouts: Sequence[Layout], avals: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(
-            array_sharding(x, self.meshes, a.shape) for x, a in zip(layouts, avals, strict=True)
-        )
+        """Pull cotangents of the inexact outputs back."""
+        # JAX wants a cotangent for every output: of whole numbers it is float0, which has no memory.
+        all_cotangents: list[Any] = []
+        for aval in self.out_avals:
+            all_cotangents.append(np.zeros(aval.shape, jax.dtypes.float0))
+        for i, cotangent in zip(self.inexact_outputs, cotangents, strict=True):
+            all_cotangents[i] = _conjugate(cotangent)
+        return tuple(map(_conjugate, pull(tuple(all_cotangents))))
 
 
 def _conjugate(x: jax.Array) -> jax.Array:
+    """Conjugate complex numbers: torch's convention for cotangents <-> JAX's."""
     return x.conj() if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
 def _memory(x: Any) -> set[tuple[Any, int]]:
+    """Return where the local blocks of an array are: pairs of a device and an address."""
     if not isinstance(x, jax.Array) or not x.size:
         return set()
-    return {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
+    shards = x.addressable_shards
+    return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards}

@@ -1,4 +1,7 @@
-"""`from_torch`: a torch function as a JAX function; its gradient is another, which runs it again."""
+"""`from_torch`: a torch function as a JAX function.
+
+Its gradient is another torch function, which runs the first one again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +28,8 @@ from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
 from jax_bridge.torch_interop.route import array_sharding, layouts_of
 from jax_bridge.versions import host_callback
-from xshard import Plan, XshardError, plan
-from xshard.errors import ShapeError
+from xshard import Layout, Plan, XshardError, plan
+from xshard.errors import ShapeError, api_boundary
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, sides_or_one
 from xshard.steps.base import without_tags
@@ -34,50 +37,80 @@ from xshard.steps.base import without_tags
 Arrays = Sequence[jax.Array]
 
 
+@api_boundary
 def from_torch(
     fn: Callable[..., Any] | torch.nn.Module, in_layouts: Any, out_layouts: Any, mesh: JaxMesh
 ) -> Callable[..., Any]:
-    """A torch function or module as a differentiable function of global arrays, for use in jit and grad.
+    """Turn a torch function or module into a differentiable function of global arrays.
 
-    fn: gets the device's blocks as tensors, and returns tensors or pytrees of them. The function of a module
-    takes its parameters first, by name, as `to_jax(dict(module.named_parameters()), ...)` gives them, so that
-    gradients reach them; buffers keep their current values.
-    in_layouts, out_layouts: layouts of the tensors that `fn` gets and returns; one for all, or a pytree
-    prefix with one for each. The arrays have the same layouts without tags: `copy(dp)` on a parameter means
-    that every device along dp uses its own copy, so that gradients add up; `sum(dp)` on an output means that
-    the devices' results add up. `"layout -> layout"` moves arrays on the way in, or results on the way out.
-    In the array, a dim in zigzag or another order is in storage order, as with `reshard`.
+        layer = from_torch(torch_layer, ("n/dp i", "i o"), "n/dp o", mesh)
+        y = jax.jit(layer)(x, w)     # torch_layer gets x: [n/4, i], w: [i, o] on each of 4 devices
 
-    XLA calls `fn`, on the devices' own memory. `fn` must be a pure function of its arguments: JAX may call it
-    twice or not at all. It may write to its blocks, which are copies. Tracing runs it on fake tensors to find
-    shapes. The backward pass runs it again. There is no forward mode.
+    The new function works in jit and grad. XLA calls `fn`, on the devices' own memory. Tracing runs
+    it on fake tensors to find shapes. The backward pass runs it again. There is no forward mode.
 
-    Raises while tracing: NotationError, ShapeError, DtypeError, and any error of `fn` on fake tensors. An
-    error of `fn` on blocks arrives as a `jax.errors.JaxRuntimeError` with its message and traceback.
+    Args:
+        fn: Gets the device's blocks as tensors, and returns tensors or pytrees of them. It must be
+            a pure function of its arguments: JAX may call it twice or not at all. It may write to
+            its blocks, which are copies. The function of a module takes its parameters first, by
+            name, as `to_jax(dict(module.named_parameters()), ...)` gives them, so that gradients
+            reach them; buffers keep their current values.
+        in_layouts: The layouts of the tensors that `fn` gets: one for all, or a pytree prefix with
+            one for each. The arrays have the same layouts without tags: `copy(dp)` on a parameter
+            means that every device along dp uses its own copy, so that gradients add up.
+            `"layout -> layout"` moves arrays on the way in. In the array, a dim in zigzag or
+            another order is in storage order, as with `reshard`.
+        out_layouts: The layouts of the tensors that `fn` returns, given as those of its arguments.
+            `sum(dp)` means that the devices' results add up. `"layout -> layout"` moves results on
+            the way out.
+        mesh: JAX's mesh.
 
-    >>> mesh = jax.make_mesh((1,), ("dp",))
-    >>> layer = torch.nn.Linear(3, 1)
-    >>> call = from_torch(layer, ("... | copy(dp)", "n/dp i"), "n/dp o", mesh)
-    >>> weights = {"weight": jnp.ones((1, 3)), "bias": jnp.ones(1)}
-    >>> jax.grad(lambda w: call(w, jnp.ones((4, 3))).sum())(weights)["bias"]
-    Array([4.], dtype=float32)
+    Returns:
+        The new function. An error of `fn` on blocks arrives as a `jax.errors.JaxRuntimeError` with
+        its message and traceback.
+
+    Raises:
+        NotationError: While tracing: the text is wrong.
+        ShapeError: While tracing: an array does not fit its layout.
+        DtypeError: While tracing: torch or JAX lacks a dtype.
+        Exception: While tracing: any error of `fn` on fake tensors.
+
+    Examples:
+        >>> mesh = jax.make_mesh((1,), ("dp",))
+        >>> layer = torch.nn.Linear(3, 1)
+        >>> call = from_torch(layer, ("... | copy(dp)", "n/dp i"), "n/dp o", mesh)
+        >>> weights = {"weight": jnp.ones((1, 3)), "bias": jnp.ones(1)}
+        >>> jax.grad(lambda w: call(w, jnp.ones((4, 3))).sum())(weights)["bias"]
+        Array([4.], dtype=float32)
     """
-    call = _of_module(fn) if isinstance(fn, torch.nn.Module) else fn
-    prepared: dict[Any, tuple[HostCall, Any]] = {}
+    of_blocks = _of_module(fn) if isinstance(fn, torch.nn.Module) else fn
+    prepared: dict[Any, _Prepared] = {}
 
+    @api_boundary
     def function(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         arrays = [jnp.asarray(x) for x in leaves]
-        key = tree, tuple((x.shape, x.dtype) for x in arrays)
+        key = (tree, tuple((x.shape, x.dtype) for x in arrays))
         if key not in prepared:
-            prepared[key] = _prepare(call, in_layouts, out_layouts, mesh_pair(mesh), tree, arrays)
+            meshes = mesh_pair(mesh)
+            prepared[key] = _prepare(of_blocks, in_layouts, out_layouts, meshes, tree, arrays)
         host, out_tree = prepared[key]
-        placed = (_placed(x, p, host.meshes) for x, p in zip(arrays, host.enters, strict=True))
+        pairs = zip(arrays, host.in_plans, strict=True)
+        placed = [_placed(x, plan, host.meshes) for x, plan in pairs]
         return jax.tree.unflatten(out_tree, host.differentiable(*placed))
 
-    function.__name__ = function.__qualname__ = getattr(fn, "__name__", type(fn).__name__)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    function.__name__ = name
+    function.__qualname__ = name
     function.__doc__ = fn.__doc__
     return function
+
+
+class _Prepared(NamedTuple):
+    """The call for arrays of some shapes and dtypes, and the structure of its results."""
+
+    host: HostCall
+    out_tree: Any
 
 
 def _prepare(
@@ -87,56 +120,87 @@ def _prepare(
     meshes: MeshPair,
     tree: Any,
     arrays: Arrays,
-) -> tuple[HostCall, Any]:
-    """The call for arrays of these shapes and dtypes, and the structure of its results."""
+) -> _Prepared:
+    """Plan the moves on the way in and out, for arrays of these shapes and dtypes.
+
+    Args:
+        fn: The torch function.
+        in_layouts: As of `from_torch`.
+        out_layouts: As of `from_torch`.
+        meshes: JAX's mesh, twice.
+        tree: The structure of the arguments.
+        arrays: Their leaves.
+    """
     dtypes = [buffers.torch_dtype(x.dtype) for x in arrays]
-    moves = zip(map(sides_or_one, layouts_of("in_layouts", in_layouts, tree)), arrays, strict=True)
-    enters = tuple(_plan(sides, meshes, x.shape, x.dtype.name, enters=True) for sides, x in moves)
+    in_plans = []
+    for layout, x in zip(layouts_of("in_layouts", in_layouts, tree), arrays, strict=True):
+        expression = sides_or_one(layout)
+        in_plans.append(_plan_in(expression, meshes, x.shape, x.dtype.name))
 
     def of_tensors(*tensors: Tensor) -> Any:
         return fn(*jax.tree.unflatten(tree, tensors))
 
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        return jax.tree.leaves(of_tensors(*tensors))
+
+    # Fake tensors have shapes, dtypes and devices, but no memory: only `fn` knows its results'.
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        types = [(p.target.local_shape(0), dtype) for p, dtype in zip(enters, dtypes, strict=True)]
-        out = of_tensors(*(torch.empty(n, dtype=dtype, device=meshes.kind) for n, dtype in types))
-    blocks, out_tree = jax.tree.flatten(out)
-    if wrong := [type(x).__name__ for x in blocks if not isinstance(x, Tensor)]:
-        raise XshardError(
-            f"the torch function returns {wrong[0]}", hint="tensors, or pytrees of them"
-        )
-    leaves = []
+        fakes = []
+        for plan_in, dtype in zip(in_plans, dtypes, strict=True):
+            block_shape = plan_in.target.local_shape(0)
+            fakes.append(torch.empty(block_shape, dtype=dtype, device=meshes.kind))
+        blocks, out_tree = jax.tree.flatten(of_tensors(*fakes))
+    for block in blocks:
+        if not isinstance(block, Tensor):
+            reason = f"the torch function returns {type(block).__name__}"
+            raise XshardError(reason, hint="tensors, or pytrees of them")
+    out_plans = []
     for layout, block in zip(layouts_of("out_layouts", out_layouts, out_tree), blocks, strict=True):
-        parsed = sides_or_one(layout)
-        shape = global_shape(parsed.src, meshes.axes, block.shape, parsed.text)
-        leaves.append(_plan(parsed, meshes, shape, buffers.jax_name(block.dtype), enters=False))
-    return HostCall(
-        lambda *x: jax.tree.leaves(of_tensors(*x)), meshes, enters, tuple(leaves)
-    ), out_tree
+        out_plans.append(_plan_out(sides_or_one(layout), meshes, block))
+    return _Prepared(HostCall(flat, meshes, tuple(in_plans), tuple(out_plans)), out_tree)
 
 
-def _plan(
-    parsed: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str, *, enters: bool
-) -> Plan:
-    """The plan from an array to the function's blocks or, unless it `enters`, from blocks to an array."""
-    src, dst, _ = parsed
-    if src == dst:
-        whole = without_tags(src, tuple(axis for _, axes in src.tags for axis in axes))
-        src, dst = (whole, dst) if enters else (src, whole)
-    array_sharding(src if enters else dst, meshes, shape)  # raises before anything is traced
-    return plan((src, dst), meshes.jax_axes, shape, dtype)
+def _plan_in(expression: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str) -> Plan:
+    """Plan the way from an array to the function's blocks."""
+    src = expression.src
+    if src == expression.dst:
+        src = _without_all_tags(src)
+    array_sharding(src, meshes, shape)  # raises before anything is traced
+    return plan((src, expression.dst), meshes.jax_axes, shape, dtype)
+
+
+def _plan_out(expression: Sides, meshes: MeshPair, block: Tensor) -> Plan:
+    """Plan the way from the function's blocks, like this one, to an array."""
+    shape = global_shape(expression.src, meshes.jax_axes, block.shape, expression.text)
+    dtype = buffers.jax_name(block.dtype)
+    dst = expression.dst
+    if dst == expression.src:
+        dst = _without_all_tags(dst)
+    array_sharding(dst, meshes, shape)  # raises before anything is traced
+    return plan((expression.src, dst), meshes.jax_axes, shape, dtype)
+
+
+def _without_all_tags(layout: Layout) -> Layout:
+    """Return a layout as a global array has it: "n | sum(dp)" -> "n"."""
+    tagged_axes: list[str] = []
+    for _, axes in layout.tags:
+        tagged_axes += axes
+    return without_tags(layout, tuple(tagged_axes))
 
 
 def _placed(x: jax.Array, plan: Plan, meshes: MeshPair) -> jax.Array:
-    """The array with the source sharding of its plan, which is part of its type on Explicit axes."""
+    """Return the array with the source sharding of its plan, where that is part of its type."""
     if AxisType.Explicit not in meshes.jax_mesh.axis_types:
         return x
     return jax.reshard(x, array_sharding(plan.src, meshes, plan.shape))
 
 
 def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
-    # During a call a module holds the parameters of that call, so devices take turns. The module is a copy,
-    # as JAX may call it later, when the user's module has changed.
+    """Return a module as a function of its parameters, by name, and its arguments."""
+    # A copy, as JAX may call it later, when the user's module has changed. Its parameters are not
+    # copied: each call brings its own.
     copied = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    # During a call a module holds the parameters of that call, so devices take turns.
     lock = threading.RLock()
 
     def call(parameters: dict[str, Tensor], *args: Any) -> Any:
@@ -148,101 +212,129 @@ def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
 
 @dataclass(frozen=True, eq=False)
 class HostCall:
-    """A function of tensors as one of arrays. enters, leaves: the plans of its arguments and results."""
+    """A function of tensors as one of arrays.
+
+    Attributes:
+        fn: The function of this device's blocks.
+        meshes: JAX's mesh, twice.
+        in_plans: The way of each array to the function's block.
+        out_plans: The way of each block that the function returns to an array.
+    """
 
     fn: Callable[..., Sequence[Tensor]]
     meshes: MeshPair
-    enters: tuple[Plan, ...]
-    leaves: tuple[Plan, ...]
+    in_plans: tuple[Plan, ...]
+    out_plans: tuple[Plan, ...]
 
     @cached_property
     def differentiable(self) -> Callable[..., tuple[jax.Array, ...]]:
         """The function of arrays, differentiable."""
         call = jax.custom_vjp(self._run)
-        # The forward pass is the call itself: second derivatives go through it too.
-        call.defvjp(lambda *arrays: (call(*arrays), arrays), self._backward)
+
+        def forward(*arrays: jax.Array) -> tuple[tuple[jax.Array, ...], Arrays]:
+            # The forward pass is the call itself: second derivatives go through it, too.
+            return call(*arrays), arrays
+
+        call.defvjp(forward, self._backward)
         return call
 
     @cached_property
     def pullback(self) -> HostCall:
         """The gradients as a function of the arrays and the cotangents."""
-        cotangents = (self.leaves[i].backward for i in _smooth(self.leaves))
-        gradients = tuple(self.enters[i].backward for i in _smooth(self.enters))
-        return HostCall(self._pulled, self.meshes, (*self.enters, *cotangents), gradients)
+        cotangents = [self.out_plans[i].backward for i in _inexact(self.out_plans)]
+        gradients = [self.in_plans[i].backward for i in _inexact(self.in_plans)]
+        in_plans = (*self.in_plans, *cotangents)
+        return HostCall(self._pulled, self.meshes, in_plans, tuple(gradients))
 
     @cached_property
     def _run(self) -> Callable[..., tuple[jax.Array, ...]]:
-        """The function of arrays without a gradient; jitted, so that calls outside of jit compile it once."""
+        """The function of arrays without a gradient."""
+        in_specs = [array_sharding(p.src, self.meshes, p.shape).spec for p in self.in_plans]
+        out_specs = [array_sharding(p.dst, self.meshes, p.shape).spec for p in self.out_plans]
         on_devices = jax.shard_map(
-            self._local,
+            self._on_device,
             mesh=self.meshes.jax_mesh,
-            in_specs=tuple(array_sharding(p.src, self.meshes, p.shape).spec for p in self.enters),
-            out_specs=tuple(array_sharding(p.dst, self.meshes, p.shape).spec for p in self.leaves),
+            in_specs=tuple(in_specs),
+            out_specs=tuple(out_specs),
             check_vma=False,  # JAX does not differentiate through it
         )
+        # Jitted, so that calls outside of jit compile it once.
         return jax.jit(on_devices)
 
-    def _local(self, *blocks: jax.Array) -> tuple[jax.Array, ...]:
-        """The call on one device, inside shard_map."""
-        arguments = [_moved(x, p) for x, p in zip(blocks, self.enters, strict=True)]
-        types = tuple(jax.ShapeDtypeStruct(p.source.local_shape(0), p.dtype) for p in self.leaves)
-        results = host_callback(self._on_host, types)(*arguments)
-        return tuple(_moved(x, p) for x, p in zip(results, self.leaves, strict=True))
+    def _on_device(self, *blocks: jax.Array) -> tuple[jax.Array, ...]:
+        """Call the function on one device, inside shard_map."""
+        arguments = [_moved(x, p) for x, p in zip(blocks, self.in_plans, strict=True)]
+        types = []
+        for p in self.out_plans:
+            types.append(jax.ShapeDtypeStruct(p.source.local_shape(0), p.dtype))
+        results = host_callback(self._on_host, tuple(types))(*arguments)
+        return tuple(_moved(x, p) for x, p in zip(results, self.out_plans, strict=True))
 
     def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
         """Call the function on copies of XLA's memory, and write its results to XLA's memory."""
-        on_gpu = self.meshes.kind == "cuda"  # XLA's stream there
-        with (
-            torch.cuda.stream(torch.cuda.ExternalStream(context.stream))
-            if on_gpu
-            else nullcontext()
-        ):
+        stream: Any = nullcontext()
+        if self.meshes.kind == "cuda":
+            # XLA has queued what makes the arguments on a stream of its own.
+            stream = torch.cuda.stream(torch.cuda.ExternalStream(context.stream))
+        with stream:
+            # Copies: the function may write to its blocks, and XLA's memory has to stay as it is.
             blocks = [from_dlpack(x).clone() for x in memory]
             with torch.no_grad():
                 outputs = self.fn(*blocks)
-            for result, p, x in zip(results, self.leaves, outputs, strict=True):
-                actual = tuple(x.shape), x.dtype
-                expected = p.source.local_shape(0), buffers.torch_dtype(p.dtype)
-                if actual != expected:
-                    both = f"{actual}, and {expected} for fake tensors of its shapes"
-                    hint = (
-                        "shapes and dtypes of its results may depend only on those of its arguments"
-                    )
-                    raise ShapeError(f"the torch function returns {both}", hint=hint)
-                from_dlpack(result).copy_(x)
+            for result, plan_out, output in zip(results, self.out_plans, outputs, strict=True):
+                _check_like_fake(output, plan_out)
+                from_dlpack(result).copy_(output)
 
-    def _backward(
-        self, arrays: tuple[jax.Array, ...], cotangents: Sequence[Any]
-    ) -> tuple[Any, ...]:
-        smooth = (cotangents[i] for i in _smooth(self.leaves))
-        gradients = self.pullback.differentiable(*arrays, *smooth)
-        by_argument = dict(zip(_smooth(self.enters), gradients, strict=True))
-        zeros = (np.zeros(x.shape, jax.dtypes.float0) for x in arrays)
-        return tuple(by_argument.get(i, zero) for i, zero in enumerate(zeros))
+    def _backward(self, arrays: Arrays, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the cotangents of all arrays: JAX's float0 for those of whole numbers."""
+        inexact_cotangents = [cotangents[i] for i in _inexact(self.out_plans)]
+        gradients = self.pullback.differentiable(*arrays, *inexact_cotangents)
+        results: list[Any] = [np.zeros(x.shape, jax.dtypes.float0) for x in arrays]
+        for i, gradient in zip(_inexact(self.in_plans), gradients, strict=True):
+            results[i] = gradient
+        return tuple(results)
 
     def _pulled(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run the torch function again, and pull back. JAX's complex gradients are conjugates of torch's."""
-        n = len(self.enters)
-        wrt = _smooth(self.enters)
-        recorded = any(x.requires_grad for x in tensors)
+        """Run the torch function again, and pull back: arguments and cotangents -> gradients."""
+        # In a second derivative autograd records this one, too.
+        is_recorded = any(x.requires_grad for x in tensors)
+        n_arguments = len(self.in_plans)
+        inputs = list(tensors[:n_arguments])
+        cotangents = tensors[n_arguments:]
         with torch.enable_grad():
-            inputs = list(tensors[:n])
-            for i in wrt:
-                inputs[i] = (
-                    inputs[i] if inputs[i].requires_grad else inputs[i].detach().requires_grad_()
-                )
+            varied = []  # with respect to these
+            for i in _inexact(self.in_plans):
+                if not inputs[i].requires_grad:
+                    inputs[i] = inputs[i].detach().requires_grad_()
+                varied.append(inputs[i])
             outputs = self.fn(*inputs)
-            cotangents = zip(_smooth(self.leaves), tensors[n:], strict=True)
-            pairs = [(outputs[i], g.conj()) for i, g in cotangents if outputs[i].requires_grad]
-            arguments = [y for y, _ in pairs], [inputs[i] for i in wrt], [g for _, g in pairs]
-            options: Any = {"create_graph": recorded, "materialize_grads": True}
-            return [g.conj() for g in torch.autograd.grad(*arguments, **options)]
+            differentiated = []
+            given = []
+            for i, cotangent in zip(_inexact(self.out_plans), cotangents, strict=True):
+                if outputs[i].requires_grad:
+                    differentiated.append(outputs[i])
+                    # JAX's complex gradients are conjugates of torch's, here and below.
+                    given.append(cotangent.conj())
+            gradients = torch.autograd.grad(
+                differentiated, varied, given, create_graph=is_recorded, materialize_grads=True
+            )
+            return [gradient.conj() for gradient in gradients]
+
+
+def _check_like_fake(output: Tensor, plan_out: Plan) -> None:
+    """Raise ShapeError for a result of another shape or dtype than tracing has found."""
+    actual = (tuple(output.shape), output.dtype)
+    expected = (plan_out.source.local_shape(0), buffers.torch_dtype(plan_out.dtype))
+    if actual != expected:
+        both = f"{actual}, and {expected} for fake tensors of its shapes"
+        hint = "shapes and dtypes of its results may depend only on those of its arguments"
+        raise ShapeError(f"the torch function returns {both}", hint=hint)
 
 
 def _moved(x: jax.Array, plan: Plan) -> jax.Array:
     return redistribute(x, plan) if plan.steps else x
 
 
-def _smooth(plans: Sequence[Plan]) -> tuple[int, ...]:
-    """Indices of the arrays that have a cotangent: floats and complex numbers."""
+def _inexact(plans: Sequence[Plan]) -> tuple[int, ...]:
+    """Return the indices of the arrays that have a cotangent: floats and complex numbers."""
     return tuple(i for i, p in enumerate(plans) if jnp.issubdtype(jnp.dtype(p.dtype), jnp.inexact))

@@ -1,4 +1,4 @@
-"""`to_jax` and `to_torch`: all checks of an array or a tree before anything is sent, then the hand-over."""
+"""`to_jax` and `to_torch`: all checks of an array or a tree first, then the hand-over."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jax_bridge.arrays.stored import are_the_same, check_order, remember
 from jax_bridge.state.execute import Blocks, assembled, blocks_of
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, TorchMesh, check_one_block, mesh_pair
-from jax_bridge.torch_interop.route import Options, Profiles, by_jax, by_torch
+from jax_bridge.torch_interop.route import JAX, TORCH, Options, Profiles, Route, by_jax, by_torch
 from jax_bridge.trees import leaves_of
 from torch_bridge.dtensor.function import as_dtensor
 from torch_bridge.dtensor.placements import local_of, to_placements, whole_of
 from xshard import Layout, Rules, XshardError
-from xshard.errors import DtypeError, MeshError, ShapeError, located
+from xshard.errors import DtypeError, MeshError, ShapeError, api_boundary, located
 from xshard.plans.expression import Expression, sides_or_one
 from xshard.rules import Pattern
 from xshard.state.progress import Progress, reporting
@@ -32,7 +32,8 @@ Given = Layout | Expression | Mapping[Pattern, Layout | Expression]
 Prepare = Callable[[Any, Layout | Expression], Callable[[], Any]]
 
 
-def to_jax(
+@api_boundary
+def to_jax(  # noqa: PLR0913  one option for each decision of the user
     x: Any,
     layout: Given,
     mesh: JaxMesh,
@@ -46,44 +47,64 @@ def to_jax(
 ) -> Any:
     """Hand over this process's tensors as a global `jax.Array` with a `NamedSharding`.
 
-    x: the local block; a list with one block per device of the process, in mesh order; a DTensor; or a tree
-    of these. All processes of either mesh call it; a process without a block passes one on `meta`. layout:
-    the layout of the blocks and of the array; `"layout -> layout"` moves blocks from the first to the second.
-    For a tree: an `xshard.Rules`, or a dict like it, from patterns of leaf names (`"layers.*.weight"`) to
-    layouts. In the array, a dim in zigzag or another order is in storage order, as with `reshard`.
-    torch_mesh: the mesh of the blocks if it is not `mesh`: a `DeviceMesh` or an `xshard.Mesh`, with the same
-    devices or others; a DTensor brings its own. shape: the global shape, needed if blocks differ in size.
-    copy: None shares memory if layout, dtype and alignment allow it, and logs a copy with its reason in
-    "xshard.interop"; True always copies; False raises if a copy cannot be avoided. A write to shared memory,
-    `x.add_(1)`, changes the array, which JAX assumes to be immutable.
-    profile, via: if blocks have to move, the cheaper side moves them, by the costs of this profile (or of one
-    for "torch" and one for "jax"); `via` names the side instead. progress: True for a bar, or a function of
-    the bytes done and the total; None shows a bar for large trees on a terminal.
+        array = to_jax(block, "n/dp c", mesh)     # a block [n/4, c] on each of 4 devices -> [n, c]
 
-    It has no gradient: `torch_interop.from_jax` makes a differentiable function.
-    Raises, before anything is sent, NotationError, ShapeError, DtypeError (also for 64 bits without
-    jax_enable_x64), MeshError (devices or processes differ), PlanError, XshardError (a copy that is not
-    allowed, leaves without a rule, rules without a leaf).
+    All processes of either mesh call it. It has no gradient: `torch_interop.from_jax` makes a
+    differentiable function.
 
-    >>> import torch
-    >>> x = torch.arange(4.0)
-    >>> array = to_jax(x, "n/dp", jax.make_mesh((1,), ("dp",)))
-    >>> array.sharding.spec, array.unsafe_buffer_pointer() == x.data_ptr()
-    (P('dp',), True)
+    Args:
+        x: The local block; a list with one block per device of the process, in mesh order; a
+            DTensor; or a tree of these. A process without a block passes one on `meta`.
+        layout: The layout of the blocks and of the array; `"layout -> layout"` moves blocks from
+            the first to the second. For a tree: an `xshard.Rules`, or a dict like it, from patterns
+            of leaf names (`"layers.*.weight"`) to layouts. In the array, a dim in zigzag or another
+            order is in storage order, as with `reshard`.
+        mesh: JAX's mesh.
+        torch_mesh: The mesh of the blocks if it is not `mesh`: a `DeviceMesh` or an `xshard.Mesh`,
+            with the same devices or others. A DTensor brings its own.
+        shape: The global shape, needed if blocks differ in size.
+        copy: None shares memory if layout, dtype and alignment allow it, and logs a copy with its
+            reason in "xshard.interop". True always copies. False raises if a copy cannot be
+            avoided. A write to shared memory, `x.add_(1)`, changes the array, which JAX assumes to
+            be immutable.
+        profile: If blocks have to move, the cheaper side moves them, by the costs of this profile,
+            or of one for "torch" and one for "jax".
+        via: The side that moves blocks, "torch" or "jax", instead of the cheaper one.
+        progress: True for a bar, or a function of the bytes done and the total; None shows a bar
+            for large trees on a terminal.
+
+    Returns:
+        The array, or a tree of arrays.
+
+    Raises:
+        NotationError: The text is wrong. All errors come before anything is sent.
+        ShapeError: Blocks do not fit the layout, or JAX's blocks would differ in size.
+        DtypeError: JAX lacks the dtype, also 64 bits without jax_enable_x64.
+        MeshError: Devices or processes differ.
+        PlanError: Neither side can move the blocks.
+        XshardError: A copy is not allowed, a leaf lacks a rule, or a rule lacks leaves.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.arange(4.0)
+        >>> array = to_jax(x, "n/dp", jax.make_mesh((1,), ("dp",)))
+        >>> array.sharding.spec, array.unsafe_buffer_pointer() == x.data_ptr()
+        (P('dp',), True)
     """
-    options = Options(
-        copy=copy, shape=None if shape is None else tuple(shape), profile=profile, via=via
-    )
+    global_shape = None if shape is None else tuple(shape)
+    options = Options(copy=copy, shape=global_shape, profile=profile, via=via)
 
-    def is_leaf(value: Any) -> bool:
-        is_list = isinstance(value, list) and any(isinstance(block, Tensor) for block in value)
-        return is_list and len(mesh_pair(mesh).local) > 1
+    def is_list_of_blocks(value: Any) -> bool:
+        has_tensors = isinstance(value, list) and any(isinstance(x, Tensor) for x in value)
+        # In a process with one device such a list is a tree.
+        return has_tensors and len(mesh_pair(mesh).local_positions) > 1
 
     prepare = partial(prepare_to_jax, mesh=mesh, torch_mesh=torch_mesh, options=options)
-    return _hand_over(x, layout, prepare, "to JAX", progress, is_leaf)
+    return _hand_over(x, layout, prepare, "to JAX", progress, is_list_of_blocks)
 
 
-def to_torch(
+@api_boundary
+def to_torch(  # noqa: PLR0913  one option for each decision of the user
     array: Any,
     layout: Given,
     mesh: TorchMesh | JaxMesh | None = None,
@@ -97,27 +118,43 @@ def to_torch(
 ) -> Any:
     """Hand over a global `jax.Array` as this process's tensor, a list of tensors, or a DTensor.
 
-    array: an array sharded by `layout`, or by its left side; or a tree of such arrays. A process with one
-    device of the mesh gets a tensor, a process with several a list with one tensor per device, in mesh order.
-    layout, copy, profile, via, progress: as in `to_jax`.
-    mesh: the mesh of the tensors if it is not the array's; its devices may be others, and a process without
-    any of them gets None. JAX's mesh for an array without a mesh.
-    dtensor: return a DTensor, on the `DeviceMesh` given.
-    writable: without a copy the tensor shares the array's memory, which JAX assumes to be immutable: a write
-    changes the array. With `writable=False` a write raises XshardError instead.
+        block = to_torch(array, "n/dp c")     # [n, c] -> a block [n/4, c] on each of 4 devices
 
-    Raises as `to_jax` does; ShapeError for an array with another sharding, XshardError for one that was
-    donated or deleted, and for a tracer.
+    Args:
+        array: An array sharded by `layout`, or by its left side; or a tree of such arrays.
+        layout: As in `to_jax`.
+        mesh: The mesh of the tensors if it is not the array's; its devices may be others. JAX's
+            mesh for an array without a mesh.
+        dtensor: Return a DTensor, on the `DeviceMesh` given.
+        copy: As in `to_jax`.
+        writable: Without a copy the tensor shares the array's memory, which JAX assumes to be
+            immutable: a write changes the array. With False a write raises XshardError instead.
+        profile: As in `to_jax`.
+        via: As in `to_jax`.
+        progress: As in `to_jax`.
 
-    >>> import jax.numpy as jnp
-    >>> mesh = jax.make_mesh((1,), ("dp",))
-    >>> array = jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, jax.P("dp")))
-    >>> to_torch(array, "n/dp", writable=False).sum()
-    tensor(6.)
+    Returns:
+        A tensor in a process with one device of the mesh; a list with one tensor per device, in
+        mesh order, in a process with several; None in a process without any.
+
+    Raises:
+        ShapeError: The array has another sharding.
+        XshardError: The array was donated or deleted, or is a tracer; and as `to_jax` does.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> mesh = jax.make_mesh((1,), ("dp",))
+        >>> array = jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, jax.P("dp")))
+        >>> to_torch(array, "n/dp", writable=False).sum()
+        tensor(6.)
     """
     options = Options(copy=copy, writable=writable, dtensor=dtensor, profile=profile, via=via)
     prepare = partial(prepare_to_torch, mesh=mesh, options=options)
     return _hand_over(array, layout, prepare, "to torch", progress)
+
+
+def _never(_: Any) -> bool:
+    return False
 
 
 def _hand_over(
@@ -126,23 +163,36 @@ def _hand_over(
     prepare: Prepare,
     what: str,
     progress: Progress,
-    is_leaf: Any = lambda _: False,
+    is_leaf: Callable[[Any], bool] = _never,
 ) -> Any:
-    """Check one array, or all leaves of a tree, before the first is handed over."""
+    """Check one array, or all leaves of a tree, before the first is handed over.
+
+    Args:
+        tree: The array; with rules a tree.
+        layout: Its layout, or rules.
+        prepare: Checks an array with its layout, and returns the function that hands it over.
+        what: What the bar of progress says.
+        progress: As of `to_jax`.
+        is_leaf: True for inner nodes that count as leaves.
+    """
     if not isinstance(layout, Mapping):
-        return prepare(tree, layout)()
-    work = []
-    for leaf in leaves_of(Rules(layout), tree, lambda _: False, is_leaf=is_leaf):
+        hand_over = prepare(tree, layout)
+        return hand_over()
+    prepared = []
+    leaf_bytes = []
+    for leaf in leaves_of(Rules(layout), tree, _never, is_leaf=is_leaf):
         with located(leaf.place):
-            work.append(
-                (prepare(leaf.x, leaf.given), sum(x.nbytes for x in jax.tree.leaves(leaf.x)))
-            )
+            prepared.append(prepare(leaf.x, leaf.given))
+            leaf_bytes.append(sum(block.nbytes for block in jax.tree.leaves(leaf.x)))
     results = []
-    with reporting(progress, sum(n_bytes for _, n_bytes in work), True, what) as report:
-        for run, n_bytes in work:
-            results.append(run())
+    with reporting(progress, sum(leaf_bytes), True, what) as report:
+        for hand_over, n_bytes in zip(prepared, leaf_bytes, strict=True):
+            results.append(hand_over())
             report(n_bytes)
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_leaf), results)
+
+
+# ---- to JAX
 
 
 def prepare_to_jax(
@@ -155,50 +205,119 @@ def prepare_to_jax(
     """Check the arguments and return the function that makes the array. Raises as `to_jax` does."""
     shape = options.shape
     if isinstance(x, DTensor):
-        torch_mesh, shape = x.device_mesh, whole_of(x, torch_mesh, shape, "torch_mesh")
+        shape = whole_of(x, torch_mesh, shape, "torch_mesh")
+        torch_mesh = x.device_mesh
     meshes = mesh_pair(mesh, torch_mesh)
     blocks = _local_blocks(x, layout, meshes)
-    dtypes = sorted({buffers.jax_name(block.dtype) for block in blocks})
+    dtype = _common_dtype(blocks)
     local_shape = tuple(blocks[0].shape)
-    if len(dtypes) > 1:
-        raise DtypeError(
-            f"the tensors are of several dtypes: {', '.join(dtypes)}", hint="one array has one"
-        )
-    blocks = blocks if meshes.local else []  # without the meta tensor
-    devices = [meshes.devices[i] for i in meshes.local]
-    if wrong := [block.device for block in blocks if block.device.type != meshes.kind]:
-        hint = f"move the tensor: x.to({meshes.kind!r}), or make the mesh of other devices"
-        raise MeshError(f"the tensor is on {wrong[0]}, JAX's mesh has {devices[0]}", hint=hint)
-    route = options.route(layout, meshes, local_shape, shape, dtypes[0], to_jax=True)
-    for i, block in zip(meshes.local, blocks, strict=True):
-        if tuple(block.shape) != (expected := route.blocks.local_shape(i)):
-            what = f"torch's tensor for {meshes.devices[i]} has shape {tuple(block.shape)}, not {expected}"
-            hint = f"under '{route.blocks.layout}' that is the part of device {i} of {meshes.axes!r} of a "
-            hint += f"{route.blocks.shape} array; if blocks differ in size, pass shape= (the global shape)"
-            raise ShapeError(what, text=route.text, hint=hint)
+    if not meshes.local_positions:
+        blocks = []  # without the tensor on meta, which has told shape and dtype
+    _check_devices(blocks, meshes)
+    route = options.route(
+        layout, meshes, local_shape=local_shape, shape=shape, dtype=dtype, to_jax=True
+    )
+    _check_shapes(blocks, route, meshes)
     if route.side is not None:
         options.check_moved(route)
     elif options.copy is False:
-        for block, device in zip(blocks, devices, strict=True):
-            if (cause := buffers.why_copied(block, device)) is not None:
-                reason = f"the tensor for {device} cannot be handed over without a copy: {cause}"
-                raise XshardError(reason, hint="copy=None allows one, and logs it")
+        _check_need_no_copy(blocks, meshes)
+    return partial(_make_array, blocks, route, meshes, dtype, options.copy)
 
-    def run() -> jax.Array:
-        tensors = blocks
-        on = devices
-        copy = options.copy if route.side is None else None
-        if route.side == "torch":
-            tensors = by_torch(blocks, route.plan)
-            on = [d for d in meshes.jax_devices if d.process_index == jax.process_index()]
-        parts: Blocks = {
-            d: buffers.array_over(t, d, copy) for t, d in zip(tensors, on, strict=True)
-        }
-        if route.side == "jax":
-            parts = by_jax(parts, route.plan, meshes.by_number)
-        return remember(assembled(parts, route.blocks.shape, dtypes[0], route.array), route.stored)
 
-    return run
+def _local_blocks(x: Any, layout: Layout | Expression, meshes: MeshPair) -> list[Tensor]:
+    """Return this process's tensors, one per device.
+
+    Raises:
+        ShapeError: There are more or fewer tensors than devices.
+        XshardError: Something is not a tensor with memory of its own.
+    """
+    if isinstance(x, DTensor):
+        check_one_block(meshes, "a DTensor has")
+        src, _, text = sides_or_one(layout)
+        return [local_of(x, src, text).detach()]
+    blocks = list(x) if isinstance(x, list | tuple) else [x]
+    n_devices = len(meshes.local_positions)
+    is_on_meta = len(blocks) == 1 and getattr(blocks[0], "is_meta", False)
+    if n_devices == 0 and is_on_meta:
+        return blocks
+    for block in blocks:
+        if not isinstance(block, Tensor):
+            reason = f"{type(block).__name__} is not a tensor"
+            raise XshardError(reason, hint="to_jax takes tensors, or a tree and rules")
+        buffers.check_dense(block)
+    if len(blocks) != n_devices:
+        devices = f"{n_devices} devices of its mesh in this process"
+        hint = (
+            "pass a tensor for one device, a list in mesh order for several; for none, one on meta"
+        )
+        raise ShapeError(f"{len(blocks)} tensors of torch for {devices}", hint=hint)
+    return blocks
+
+
+def _common_dtype(blocks: Sequence[Tensor]) -> str:
+    """Return JAX's name for the dtype of all blocks. Raises DtypeError if they have several."""
+    dtypes = sorted({buffers.jax_name(block.dtype) for block in blocks})
+    if len(dtypes) > 1:
+        reason = f"the tensors are of several dtypes: {', '.join(dtypes)}"
+        raise DtypeError(reason, hint="one array has one")
+    return dtypes[0]
+
+
+def _check_devices(blocks: Sequence[Tensor], meshes: MeshPair) -> None:
+    """Raise MeshError for a block on another kind of device than JAX's."""
+    for block in blocks:
+        if block.device.type != meshes.kind:
+            reason = f"the tensor is on {block.device}, JAX's mesh has {meshes.local_devices[0]}"
+            hint = f"move the tensor: x.to({meshes.kind!r}), or make the mesh of other devices"
+            raise MeshError(reason, hint=hint)
+
+
+def _check_shapes(blocks: Sequence[Tensor], route: Route, meshes: MeshPair) -> None:
+    """Raise ShapeError for a block that is not its device's part of the global shape."""
+    for i, block in zip(meshes.local_positions, blocks, strict=True):
+        expected = route.blocks.local_shape(i)
+        actual = tuple(block.shape)
+        if actual != expected:
+            device = meshes.torch_devices[i]
+            reason = f"torch's tensor for {device} has shape {actual}, not {expected}"
+            part = (
+                f"the part of device {i} of {meshes.torch_axes!r} of a {route.blocks.shape} array"
+            )
+            hint = f"under '{route.blocks.layout}' that is {part}"
+            hint += "; if blocks differ in size, pass shape= (the global shape)"
+            raise ShapeError(reason, text=route.text, hint=hint)
+
+
+def _check_need_no_copy(blocks: Sequence[Tensor], meshes: MeshPair) -> None:
+    """Raise XshardError for a block whose memory JAX cannot use."""
+    for block, device in zip(blocks, meshes.local_devices, strict=True):
+        cause = buffers.why_copied(block, device)
+        if cause is not None:
+            reason = f"the tensor for {device} cannot be handed over without a copy: {cause}"
+            raise XshardError(reason, hint="copy=None allows one, and logs it")
+
+
+def _make_array(
+    blocks: list[Tensor], route: Route, meshes: MeshPair, dtype: str, copy: bool | None
+) -> jax.Array:
+    """Make JAX's array of checked blocks, which the plan moves first if it has to."""
+    devices = meshes.local_devices
+    if route.side is not None:
+        copy = None  # blocks that have moved are in new memory already
+    if route.side == TORCH:
+        blocks = by_torch(blocks, route.plan)
+        process = jax.process_index()
+        devices = [d for d in meshes.jax_devices if d.process_index == process]
+    pairs = zip(devices, blocks, strict=True)
+    on_devices: Blocks = {device: buffers.array_over(x, device, copy) for device, x in pairs}
+    if route.side == JAX:
+        on_devices = by_jax(on_devices, route.plan, meshes.by_number)
+    array = assembled(on_devices, route.blocks.shape, dtype, route.in_jax)
+    return remember(array, route.stored)
+
+
+# ---- to torch
 
 
 def prepare_to_torch(
@@ -207,96 +326,92 @@ def prepare_to_torch(
     mesh: TorchMesh | JaxMesh | None,
     options: Options,
 ) -> Callable[[], Any]:
-    """Check the arguments and return the function that makes the tensors. Raises as `to_torch` does."""
+    """Check the arguments and return the function that makes the tensors.
+
+    Raises:
+        XshardError: As `to_torch` does.
+    """
     _check_array(array)
-    jax_mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    if isinstance(mesh, JaxMesh):
-        jax_mesh = mesh
-        mesh = None
-    if not isinstance(jax_mesh, JaxMesh):
-        hint = "pass the jax.sharding.Mesh that it is on"
-        raise MeshError(f"the array is not on a mesh: {array.sharding}", hint=hint)
-    meshes = mesh_pair(jax_mesh, mesh)
+    meshes = _meshes_of(array, mesh)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
     if device_mesh is not None:
         check_one_block(meshes, "a DeviceMesh has")
     elif options.dtensor:
         hint = "to_torch(array, layout, device_mesh, dtensor=True)"
         raise MeshError("a DTensor is on a DeviceMesh", hint=hint)
-    buffers.torch_dtype(array.dtype)
+    buffers.torch_dtype(array.dtype)  # raises for a dtype that torch lacks
     _ = meshes.kind  # raises for devices that torch lacks
-    route = options.route(layout, meshes, (), array.shape, array.dtype.name, to_jax=False)
-    if not are_the_same(array.sharding, route.array, array.ndim):
+    route = options.route(layout, meshes, shape=array.shape, dtype=array.dtype.name, to_jax=False)
+    if not are_the_same(array.sharding, route.in_jax, array.ndim):
         reason = f"the array is not sharded as '{route.src}' says"
         raise ShapeError(reason, text=route.text, hint=f"it has {array.sharding}")
     check_order(array, route.stored, route.text)
-    if device_mesh is not None and options.dtensor:
-        to_placements(
-            route.blocks.layout, device_mesh, array.shape
-        )  # raises before anything is sent
+    if not options.dtensor:
+        device_mesh = None
+    if device_mesh is not None:
+        # Raises for a layout that a DTensor cannot have.
+        to_placements(route.blocks.layout, device_mesh, array.shape)
     if route.side is not None:
         options.check_moved(route)
-
-    def run() -> Any:
-        parts = blocks_of(array)
-        if route.side == "torch":
-            local = [
-                buffers.tensor_over(parts[d], None, True) for d in meshes.jax_devices if d in parts
-            ]
-            blocks = by_torch(local, route.plan)
-        else:
-            copy = options.copy
-            writable = options.writable
-            if route.side == "jax":
-                parts = by_jax(parts, route.plan, meshes.by_number)
-                copy = None
-                writable = True
-            blocks = [
-                buffers.tensor_over(parts[meshes.devices[i]], copy, writable) for i in meshes.local
-            ]
-        if not blocks:
-            return None
-        if device_mesh is not None and options.dtensor:
-            return as_dtensor(blocks[0], route.blocks.layout, device_mesh, array.shape)
-        return blocks[0] if len(blocks) == 1 else blocks
-
-    return run
-
-
-def _local_blocks(x: Any, layout: Layout | Expression, meshes: MeshPair) -> list[Tensor]:
-    """This process's tensors, one per device. Raises ShapeError for another number of tensors."""
-    if isinstance(x, DTensor):
-        check_one_block(meshes, "a DTensor has")
-        src, _, text = sides_or_one(layout)
-        return [local_of(x, src, text).detach()]
-    blocks = [*x] if isinstance(x, list | tuple) else [x]
-    if not meshes.local and len(blocks) == 1 and getattr(blocks[0], "is_meta", False):
-        return blocks
-    for block in blocks:
-        if not isinstance(block, Tensor):
-            hint = "to_jax takes tensors, or a tree and rules"
-            raise XshardError(f"{type(block).__name__} is not a tensor", hint=hint)
-        buffers.check_dense(block)
-    if len(blocks) != len(meshes.local):
-        reason = f"{len(blocks)} tensors of torch for {len(meshes.local)} devices of its mesh in this process"
-        hint = (
-            "pass a tensor for one device, a list in mesh order for several; for none, one on meta"
-        )
-        raise ShapeError(reason, hint=hint)
-    return blocks
+    return partial(_make_tensors, array, route, meshes, options, device_mesh)
 
 
 def _check_array(array: Any) -> None:
     """Raise XshardError for an argument without memory that torch could read."""
     if isinstance(array, Tracer):
+        reason = f"the array is a tracer, {jax.typeof(array)}: torch cannot read it"
         hint = "hand it over outside of jit and grad; inside, torch_interop.from_torch calls torch"
-        raise XshardError(
-            f"the array is a tracer, {jax.typeof(array)}: torch cannot read it", hint=hint
-        )
+        raise XshardError(reason, hint=hint)
     if not isinstance(array, jax.Array):
         hint = "to_torch takes an array, or a tree and rules"
         raise XshardError(f"{type(array).__name__} is not a jax.Array", hint=hint)
     if array.is_deleted():
-        what = f"the array, {array.dtype.name}{list(array.shape)}, was donated or deleted"
+        described = f"{array.dtype.name}{list(array.shape)}"
+        reason = f"the array, {described}, was donated or deleted: torch cannot read it"
         hint = "hand it over before, and donate a copy: jnp.array(x, copy=True)"
-        raise XshardError(f"{what}: torch cannot read it", hint=hint)
+        raise XshardError(reason, hint=hint)
+
+
+def _meshes_of(array: jax.Array, mesh: TorchMesh | JaxMesh | None) -> MeshPair:
+    """Match the array's mesh with torch's; a given mesh of JAX is the array's."""
+    jax_mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+    torch_mesh = None
+    if isinstance(mesh, JaxMesh):
+        jax_mesh = mesh  # of an array without one, on a single device
+    else:
+        torch_mesh = mesh
+    if not isinstance(jax_mesh, JaxMesh):
+        hint = "pass the jax.sharding.Mesh that it is on"
+        raise MeshError(f"the array is not on a mesh: {array.sharding}", hint=hint)
+    return mesh_pair(jax_mesh, torch_mesh)
+
+
+def _make_tensors(
+    array: jax.Array,
+    route: Route,
+    meshes: MeshPair,
+    options: Options,
+    device_mesh: DeviceMesh | None,
+) -> Any:
+    """Make torch's tensors of a checked array, whose blocks the plan moves first if it has to.
+
+    Returns:
+        A tensor, a list of several, or None if this process has none; a DTensor on `device_mesh`.
+    """
+    blocks_by_device = blocks_of(array)
+    if route.side is None:
+        local = [blocks_by_device[device] for device in meshes.local_devices]
+        tensors = [buffers.tensor_over(x, options.copy, options.writable) for x in local]
+    elif route.side == TORCH:
+        local = [blocks_by_device[d] for d in meshes.jax_devices if d in blocks_by_device]
+        tensors = by_torch([buffers.tensor_over(x, None, True) for x in local], route.plan)
+    else:
+        # Blocks that have moved are in new memory, which may be written to.
+        moved = by_jax(blocks_by_device, route.plan, meshes.by_number)
+        local = [moved[device] for device in meshes.local_devices]
+        tensors = [buffers.tensor_over(x, None, True) for x in local]
+    if not tensors:
+        return None
+    if device_mesh is not None:
+        return as_dtensor(tensors[0], route.blocks.layout, device_mesh, array.shape)
+    return tensors[0] if len(tensors) == 1 else tensors

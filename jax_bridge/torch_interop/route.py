@@ -1,11 +1,14 @@
-"""The route of one array between torch and JAX: its shardings, and the cheaper side that can move blocks."""
+"""The route of one array between torch and JAX: its shardings, and the side that moves blocks.
+
+Either side could run the plan; the cheaper one does.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,55 +33,88 @@ from jax_bridge.torch_interop.devices import MeshPair
 from jax_bridge.trees import leaves_of
 from torch_bridge.mesh.machine import machine as torch_machine
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Plan, ProfileLike, Sharding, XshardError, plan
+from xshard import Layout, Mesh, Plan, ProfileLike, Sharding, XshardError, plan
 from xshard.errors import PlanError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import mark_errors
 from xshard.plans.expression import Expression, sides_or_one
 
-SIDES = ("torch", "jax")
+TORCH = "torch"
+JAX = "jax"
+SIDES = (TORCH, JAX)
 Profiles = ProfileLike | Mapping[str, ProfileLike]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Route:
-    """One array's way: the sharding of torch's blocks and of JAX's array, and the side that runs the plan."""
+    """The route of one array.
+
+    Attributes:
+        src: The layout at the start.
+        text: The user's own text.
+        blocks: The sharding of torch's blocks.
+        in_jax: The sharding of JAX's array.
+        stored: The same, with the order of rows.
+        plan: The plan from one to the other.
+        side: The framework that runs the plan; None if nothing moves.
+    """
 
     src: Layout
-    text: str  # the user's own
+    text: str
     blocks: Sharding
-    array: NamedSharding
-    stored: Sharding  # of the array
+    in_jax: NamedSharding
+    stored: Sharding
     plan: Plan
-    side: str | None  # None if nothing moves
+    side: str | None
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments copy, writable, dtensor, shape, profile and via of `to_jax` and `to_torch`."""
+    """The options of `to_jax` and `to_torch`, which describe them."""
 
     copy: bool | None = None
     writable: bool = True
     dtensor: bool = False
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
     profile: Profiles = "auto"
     via: str | None = None
 
     def route(
-        self, layout: Layout | Expression, meshes: MeshPair, *array: Any, to_jax: bool
+        self,
+        layout: Layout | Expression,
+        meshes: MeshPair,
+        *,
+        local_shape: Shape = (),
+        shape: Shape | None,
+        dtype: str,
+        to_jax: bool,
     ) -> Route:
-        """The route of an array. array: block shape, global shape if known, dtype. Raises as `to_jax`."""
-        return _route(
-            layout, meshes, array, self.profiles, (self.via, _torch_refuses(meshes)), to_jax
-        )
+        """Find the route of an array.
+
+        Args:
+            layout: One layout, or the layouts of both ends.
+            meshes: The meshes of torch and JAX.
+            local_shape: The shape of a block of torch; needed if `shape` is None.
+            shape: The global shape, or None if only the block's is known.
+            dtype: The dtype's name.
+            to_jax: From torch to JAX, or back.
+
+        Raises:
+            XshardError: As `to_jax`.
+        """
+        torch_refuses = _why_torch_cannot_run(meshes)  # not cached: a process group may start later
+        ends = _Ends(meshes, layout, to_jax)
+        array = _Array(local_shape, shape, dtype)
+        return _route(ends, array, self.profiles, self.via, torch_refuses)
 
     @property
-    def profiles(self) -> tuple[ProfileLike, ...]:
+    def profiles(self) -> tuple[ProfileLike, ProfileLike]:
         """The machines that torch and JAX plan for."""
-        one = self.profile
-        in_torch, in_jax = (one[side] if isinstance(one, Mapping) else one for side in SIDES)
-        return torch_machine(in_torch), jax_machine(in_jax)
+        if isinstance(self.profile, Mapping):
+            return torch_machine(self.profile[TORCH]), jax_machine(self.profile[JAX])
+        return torch_machine(self.profile), jax_machine(self.profile)
 
     def check_moved(self, route: Route) -> None:
         """Log the plan that runs first; raise XshardError if copies are forbidden."""
@@ -88,98 +124,183 @@ class Options:
         LOG.info("%s moves the blocks first: %s", route.side, route.text)
 
 
+class _Array(NamedTuple):
+    """What is known of an array: its block's shape in torch, its global shape or None, its dtype."""
+
+    local_shape: Shape
+    shape: Shape | None
+    dtype: str
+
+
+class _End(NamedTuple):
+    """One end of a route: the axes of its mesh, and its devices by their numbers in plans."""
+
+    mesh: Mesh
+    devices: tuple[int, ...]
+
+
+class _Ends(NamedTuple):
+    """The meshes of torch and JAX, the layouts on them, and the direction."""
+
+    meshes: MeshPair
+    layout: Layout | Expression
+    to_jax: bool
+
+    @property
+    def src(self) -> _End:
+        return self._of_torch if self.to_jax else self._of_jax
+
+    @property
+    def dst(self) -> _End:
+        return self._of_jax if self.to_jax else self._of_torch
+
+    @property
+    def _of_torch(self) -> _End:
+        return _End(self.meshes.torch_axes, self.meshes.numbers(self.meshes.torch_devices))
+
+    @property
+    def _of_jax(self) -> _End:
+        return _End(self.meshes.jax_axes, self.meshes.numbers(self.meshes.jax_devices))
+
+
 @functools.lru_cache(maxsize=65536)
-def array_sharding(layout: Layout, meshes: MeshPair, shape: tuple[int, ...]) -> NamedSharding:
-    """JAX's sharding of an array. Raises ShapeError for blocks that differ in size."""
+def array_sharding(layout: Layout, meshes: MeshPair, shape: Shape) -> NamedSharding:
+    """Return JAX's sharding of an array. Raises ShapeError for blocks that differ in size."""
     text = str(layout)
     with mark_errors(text):
         check_axes(layout, meshes.jax_axes, text)
         sharding = Sharding(layout, meshes.jax_axes, shape)
         if not sharding.is_even:
             whole = " ".join(sharding.layout.names)
-            reason = f"a jax.Array needs equal blocks: {shape} does not divide on JAX's {meshes.jax_axes!r}"
+            rule = "a jax.Array needs equal blocks"
+            reason = f"{rule}: {shape} does not divide on JAX's {meshes.jax_axes!r}"
             hint = f"hand it over under a layout that divides, as in '{layout} -> {whole}'"
             raise ShapeError(reason, hint=hint)
         return storage_sharding(sharding.layout, meshes.jax_mesh)
 
 
 def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
-    """The layout or expression of every leaf of a structure. layouts: one for all, or a pytree prefix."""
+    """Return the layout or expression of every leaf of a structure.
+
+    Args:
+        what: The argument that errors name.
+        layouts: One for all, or a pytree prefix.
+        tree: The structure.
+    """
     with located(what):
-        return [
-            leaf.given
-            for leaf in leaves_of(layouts, jax.tree.unflatten(tree, range(tree.num_leaves)))
-        ]
+        placeholders = jax.tree.unflatten(tree, range(tree.num_leaves))
+        return [leaf.given for leaf in leaves_of(layouts, placeholders)]
 
 
 @functools.lru_cache(maxsize=65536)
 def _route(
-    layout: Layout | Expression,
-    meshes: MeshPair,
-    array: Any,
-    profiles: Any,
-    sides: Any,
-    to_jax: bool,
+    ends: _Ends,
+    array: _Array,
+    profiles: tuple[ProfileLike, ProfileLike],
+    via: str | None,
+    torch_refuses: str | None,
 ) -> Route:
-    """The cheaper side, or `via`, moves the blocks. Raises PlanError if neither side can."""
-    (local_shape, shape, dtype), (via, torch_refuses) = array, sides
-    src, dst, text = sides_or_one(layout)
-    sides = (meshes.axes, meshes.devices), (meshes.jax_axes, meshes.jax_devices)
-    (src_mesh, src_devices), (dst_mesh, dst_devices) = sides if to_jax else sides[::-1]
-    of_blocks, of_array = (src, dst) if to_jax else (dst, src)
+    """Find the route of an array; the cheaper side, or `via`, moves the blocks.
+
+    Raises:
+        PlanError: Neither side can.
+    """
+    meshes = ends.meshes
+    src, dst, text = sides_or_one(ends.layout)
+    src_end = ends.src
+    dst_end = ends.dst
     with mark_errors(text):
-        check_axes(src, src_mesh, text)
-        check_axes(dst, dst_mesh, text)
-        whole = global_shape(src, src_mesh, local_shape, text) if shape is None else shape
-        blocks = Sharding(of_blocks, meshes.axes, whole)
-        on_jax = array_sharding(of_array, meshes, whole)
-        stored = Sharding(of_array, meshes.jax_axes, whole)
-        if via not in (None, *SIDES):
+        # All that can be wrong with the user's arguments is noticed here, before anything is sent.
+        check_axes(src, src_end.mesh, text)
+        check_axes(dst, dst_end.mesh, text)
+        shape = array.shape
+        if shape is None:
+            shape = global_shape(src, src_end.mesh, array.local_shape, text)
+        array_layout = dst if ends.to_jax else src
+        block_layout = src if ends.to_jax else dst
+        blocks = Sharding(block_layout, meshes.torch_axes, shape)
+        in_jax = array_sharding(array_layout, meshes, shape)
+        stored = Sharding(array_layout, meshes.jax_axes, shape)
+        if via is not None and via not in SIDES:
             raise PlanError(f"via={via!r}", hint='"torch", "jax", or None for the cheaper side')
-        options: Any = {"src_mesh": src_mesh, "src_devices": meshes.numbers(src_devices)}
-        options |= {"dst_mesh": dst_mesh, "dst_devices": meshes.numbers(dst_devices)}
-        plan_on = functools.partial(plan, (src, dst), shape=whole, dtype=dtype, **options)
-        in_torch, in_jax = (plan_on(profile=profile) for profile in profiles)
-        if all(
-            s.kind == "retag" or (s is in_torch.transfer and s.is_in_place) for s in in_torch.steps
-        ):
-            return Route(src, text, blocks, on_jax, stored, in_torch, None)
-        refusals = {"torch": torch_refuses, "jax": _jax_refuses(in_jax, meshes)}
-        plans = {"torch": in_torch, "jax": in_jax}
-        able = [side for side in SIDES if refusals[side] is None and via in (None, side)]
-        if not able:
-            cannot = "neither torch nor JAX can" if via is None else f"{via} cannot"
-            reasons = (f"{side}: {reason}" for side, reason in refusals.items() if reason)
-            what = f"{cannot} bring '{in_torch.src}' to '{in_torch.dst}' here"
-            raise PlanError(what, hint="\n  ".join(reasons))
-        side = min(
-            able, key=lambda side: plans[side].cost
-        )  # torch at equal costs: it does not compile
-    return Route(src, text, blocks, on_jax, stored, plans[side], side)
+        plans = {}
+        # Each side plans for its own machine: NCCL and XLA differ in speed.
+        for side, profile in zip(SIDES, profiles, strict=True):
+            plans[side] = plan(
+                (src, dst),
+                shape=shape,
+                dtype=array.dtype,
+                src_mesh=src_end.mesh,
+                dst_mesh=dst_end.mesh,
+                src_devices=src_end.devices,
+                dst_devices=dst_end.devices,
+                profile=profile,
+            )
+        if _moves_nothing(plans[TORCH]):
+            return Route(src, text, blocks, in_jax, stored, plans[TORCH], None)
+        refusals = {TORCH: torch_refuses, JAX: _why_jax_cannot_run(plans[JAX], meshes)}
+        side = _cheapest_side(plans, refusals, via)
+    return Route(src, text, blocks, in_jax, stored, plans[side], side)
 
 
-def _torch_refuses(meshes: MeshPair) -> str | None:
-    """The reason why torch cannot execute a plan here, if any."""
+def _moves_nothing(plan: Plan) -> bool:
+    """Return True if every device keeps its block, maybe with another label."""
+    for step in plan.steps:
+        # A retag says that replicas are copies, or the reverse: blocks stay as they are.
+        stays = step is plan.transfer and step.is_in_place
+        if step.kind != "retag" and not stays:
+            return False
+    return True
+
+
+def _cheapest_side(
+    plans: Mapping[str, Plan], refusals: Mapping[str, str | None], via: str | None
+) -> str:
+    """Return the side with the cheapest plan, or `via`.
+
+    Args:
+        plans: The plan of each side.
+        refusals: The reason why a side cannot run its plan; None if it can.
+        via: The side that the user wants, if any.
+
+    Raises:
+        PlanError: No side that is wanted can.
+    """
+    wanted = SIDES if via is None else (via,)
+    costs = {side: plans[side].cost for side in wanted if refusals[side] is None}
+    if not costs:
+        cannot = "neither torch nor JAX can" if via is None else f"{via} cannot"
+        move = f"'{plans[TORCH].src}' to '{plans[TORCH].dst}'"
+        reasons = [f"{side}: {reason}" for side, reason in refusals.items() if reason]
+        raise PlanError(f"{cannot} bring {move} here", hint="\n  ".join(reasons))
+    # The first of equal ones, torch: it does not compile.
+    return min(costs, key=costs.__getitem__)
+
+
+def _why_torch_cannot_run(meshes: MeshPair) -> str | None:
+    """Return the reason why torch cannot run a plan here, if any."""
     if not dist.is_initialized():
         return "no process group is initialised"
-    if not meshes.is_one_each:
+    if not meshes.has_device_per_process:
         return "a process has several devices of the mesh, and one block in a collective"
-    if (
-        n := len({d.process_index for d in (*meshes.devices, *meshes.jax_devices)})
-    ) != dist.get_world_size():
-        return f"the meshes have {n} of {dist.get_world_size()} processes"
+    # Its collectives are of all processes.
+    n_processes = len({device.process_index for device in meshes.all_devices})
+    if n_processes != dist.get_world_size():
+        return f"the meshes have {n_processes} of {dist.get_world_size()} processes"
     return None
 
 
-def _jax_refuses(plan: Plan, meshes: MeshPair) -> str | None:
+def _why_jax_cannot_run(plan: Plan, meshes: MeshPair) -> str | None:
+    """Return the reason why JAX cannot run a plan, if any: what building its program raises."""
     try:
         if plan.transfer:
             for end in (plan.source, plan.target):
                 check_even(end, f"{plan.src} -> {plan.dst}")
                 to_partition_spec(storage_layout(end.layout), len(end.shape))
         else:
-            mesh = plan_mesh(plan, meshes.devices)
-            move = plan, plan.shape, jnp.dtype(plan.dtype), ""
+            mesh = plan_mesh(plan, meshes.torch_devices)
+            move = (plan, plan.shape, jnp.dtype(plan.dtype), "")
+            # The plan is made already, so that the profile does not matter.
             make_program((move,), ArrayMesh(mesh, mesh), False, "h100")
     except XshardError as error:
         return error.reason
@@ -187,13 +308,26 @@ def _jax_refuses(plan: Plan, meshes: MeshPair) -> str | None:
 
 
 def by_torch(blocks: Sequence[Tensor], plan: Plan) -> list[Tensor]:
-    """The local block before the plan, if any -> the one after it, if any. The plan's devices are ranks."""
-    moved = redistribute(blocks[0].detach() if blocks else None, plan)
+    """Run a plan in torch: the local block before it, if any -> the one after it, if any.
+
+    The plan's devices are ranks.
+    """
+    # A process of JAX's mesh alone has no block, but takes part.
+    block = blocks[0].detach() if blocks else None
+    moved = redistribute(block, plan)
     return [] if moved is None else [moved]
 
 
 def by_jax(blocks: Blocks, plan: Plan, devices: Mapping[int, jax.Device]) -> Blocks:
-    """The local blocks before the plan -> the local blocks after it. devices: by the plan's numbers."""
+    """Run a plan in JAX: the local blocks before it -> the local blocks after it.
+
+    Args:
+        blocks: The blocks.
+        plan: The plan.
+        devices: Devices by the plan's numbers.
+    """
     if plan.transfer is None:
         return run_on_mesh(blocks, plan, [devices[number] for number in plan.src_devices])
-    return execute({"": LocalBlocks(blocks, plan.dtype)}, [as_array_plan(plan)], devices)[0]
+    arrays = {"": LocalBlocks(blocks, plan.dtype)}
+    (moved,) = execute(arrays, [as_array_plan(plan)], devices)
+    return moved
