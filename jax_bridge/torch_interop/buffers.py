@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.dlpack import from_dlpack
 
 from torch_bridge.autodiff.blocks import array_of
+from torch_bridge.versions.modes import plain_torch_function, schema_of, subclass_of
+from torch_bridge.versions.pytree import tree_leaves, tree_map_only
 from xshard import XshardError
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
@@ -105,7 +106,7 @@ class ReadOnlyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, block: Tensor) -> ReadOnlyTensor:
-        tensor = Tensor._make_subclass(cls, block)
+        tensor = subclass_of(cls, block)
         tensor.block = block
         return tensor
 
@@ -113,15 +114,15 @@ class ReadOnlyTensor(Tensor):
         return f"ReadOnlyTensor({self.block!r})"
 
     # Attributes and methods are a tensor's; their operations come through __torch_dispatch__.
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = plain_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         named = {
-            **dict(zip((a.name for a in func._schema.arguments), args, strict=False)),
+            **dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)),
             **(kwargs or {}),
         }
-        for argument in func._schema.arguments:
+        for argument in schema_of(func).arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and any(isinstance(x, cls) for x in tree_leaves(named.get(argument.name))):
                 hint = "write to a copy: tensor.clone(), or to_torch(..., copy=True)"

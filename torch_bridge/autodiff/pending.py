@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from torch_bridge.autodiff.function import Redistribute
 from torch_bridge.errors import CollectiveError
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh.desync import Compared
+from torch_bridge.versions.pytree import tree_map
 
 
 @dataclass(eq=False)

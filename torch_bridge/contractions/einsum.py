@@ -17,6 +17,7 @@ from torch_bridge.contractions.call import HINT, EinsumCall, check_number
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
+from torch_bridge.versions.modes import is_any_autocast_enabled
 from xshard import ProfileLike
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
@@ -147,8 +148,7 @@ def _of_blocks(
     """Compare the call with other ranks, if asked for, and run its executable."""
     for x in blocks:
         check_dense(x)
-    # Private name of torch: without it, every call would ask for the dtype of each of its blocks.
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         blocks = [_autocast(x) for x in blocks]
     compared = None
     if desync.ALWAYS:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from torch_bridge.mesh import failures, process_mesh
 from torch_bridge.mesh.process_groups import group_of_programs

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
 from torch_bridge.state.leaves import LocalArray, axes_of, processes_of, rank
+from torch_bridge.versions.pytree import tree_flatten_with_path, tree_map_with_path
 from xshard import Profile, ProfileLike, XshardError, dtypes, errors, load_profile
 from xshard.cost.machine import node_processes
 from xshard.rules import RulesLike

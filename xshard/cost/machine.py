@@ -217,21 +217,17 @@ def asked_for(profile: ProfileLike) -> ProfileLike:
 
     "auto" if neither says one, a shipped name as it is, and a file as the Profile that it has.
     """
-    asked = _overriding_profile() if profile == AUTO else profile
+    asked: ProfileLike | None = profile
+    # Hot: every call asks. Without a function of its own, which would be one more call.
+    if profile == AUTO:
+        asked = _USED.get()
+        if asked is None:
+            asked = os.environ.get(VARIABLE)
+        if not asked:  # unset, or set to nothing
+            return AUTO
     if isinstance(asked, Profile) or asked in (AUTO, *shipped()):
         return asked
     return load_profile(asked)
-
-
-def _overriding_profile() -> ProfileLike:
-    """Return the profile of `use_profile`, else of XSHARD_PROFILE, else "auto"."""
-    used = _USED.get()
-    if used is not None:
-        return used
-    name = os.environ.get(VARIABLE)
-    if not name:  # unset, or set to nothing
-        return AUTO
-    return name
 
 
 def node_processes(n: int) -> int | None:
