@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from xshard.arguments import shown, whole_number, whole_numbers
-from xshard.errors import MeshError, ShapeError, XshardError
+from xshard.errors import MeshError, ShapeError, XshardError, api_boundary
 from xshard.notation.overlap import Halo
 from xshard.notation.overlap_parser import parse_boundaries
 
@@ -46,6 +46,7 @@ class Operations(Generic[A, M]):
 
     move: Callable[[A, Side, Side, M | None, Shape], A]
 
+    @api_boundary
     def all_gather(
         self, x: A, dim: int, axis: Axes, mesh: M | None = None, *, grad: Grad, shape: Shape = None
     ) -> A:
@@ -65,6 +66,7 @@ class Operations(Generic[A, M]):
         """
         return self.move(x, {dim: sharded(axis)}, gradient_tag(axis, grad), mesh, shape)
 
+    @api_boundary
     def reduce_scatter(
         self,
         x: A,
@@ -92,6 +94,7 @@ class Operations(Generic[A, M]):
         """
         return self.move(x, tag(op, axis), {dim: sharded(axis)}, mesh, shape)
 
+    @api_boundary
     def all_reduce(
         self, x: A, axis: Axes, mesh: M | None = None, *, op: str = "sum", grad: Grad
     ) -> A:
@@ -110,6 +113,7 @@ class Operations(Generic[A, M]):
         """
         return self.move(x, tag(op, axis), gradient_tag(axis, grad), mesh, None)
 
+    @api_boundary
     def all_to_all(
         self,
         x: A,
@@ -141,6 +145,7 @@ class Operations(Generic[A, M]):
         dst = {split_dim: sharded(axis, split_order)}
         return self.move(x, src, dst, mesh, shape)
 
+    @api_boundary
     def shard(self, x: A, dim: int, axis: Axes, mesh: M | None = None, *, grad: Grad) -> A:
         """Keep this device's part, along `dim`, of a block replicated along `axis`: `n -> n/axis`.
 
@@ -158,6 +163,7 @@ class Operations(Generic[A, M]):
         """
         return self.move(x, gradient_tag(axis, grad), {dim: sharded(axis)}, mesh, None)
 
+    @api_boundary
     def copy_to(self, x: A, axis: Axes, mesh: M | None = None) -> A:
         """Return the same block, as a separate copy on every device along `axis`: `n -> n | copy(axis)`.
 
@@ -173,6 +179,7 @@ class Operations(Generic[A, M]):
         """
         return self.move(x, "", gradient_tag(axis, "sum"), mesh, None)
 
+    @api_boundary
     def halo_exchange(
         self,
         x: A,
@@ -205,6 +212,7 @@ class Operations(Generic[A, M]):
         """
         return self.move(x, {dim: sharded(axis)}, {dim: halo(axis, width, boundary)}, mesh, shape)
 
+    @api_boundary
     def trim_halo(
         self,
         x: A,

@@ -22,7 +22,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.versions.dtensor import StridedShard
 from xshard import Layout, Mesh, Sharding
 from xshard.arguments import lengths_of
-from xshard.errors import MeshError, NotationError, PlanError, ShapeError, Span
+from xshard.errors import MeshError, NotationError, PlanError, ShapeError, Span, api_boundary
 from xshard.layout.layout import check_axes
 from xshard.layout.runs import Run, Runs, interval, interval_pairs, merge_adjacent, n_rows, select
 from xshard.notation.parser import INTERVALS, Dim, text_spans
@@ -37,6 +37,7 @@ _TAGS = {reduction: tag for tag, reduction in _REDUCTIONS.items()}
 Factors = Mapping[str, int]
 
 
+@api_boundary
 def to_placements(
     layout: Layout | str, mesh: MeshLike, shape: Sequence[int] | None = None
 ) -> tuple[Placement, ...]:
@@ -78,6 +79,7 @@ def to_placements(
     return tuple(placements[axis] for axis in axes.axes)
 
 
+@api_boundary
 def from_placements(
     placements: Sequence[Placement], mesh: MeshLike, ndim: int, shape: Sequence[int] | None = None
 ) -> Layout:

@@ -40,12 +40,13 @@ from torch_bridge.versions.dtensor import StridedShard
 from xshard import Layout, ProfileLike, Sharding, XshardError
 from xshard.arguments import shown
 from xshard.dtypes import name_of
-from xshard.errors import PlanError, ShapeError
+from xshard.errors import PlanError, ShapeError, api_boundary
 from xshard.layout.layout import NONLINEAR
 from xshard.plans.expression import sides
 from xshard.replicas import ReplicaCheck
 
 
+@api_boundary
 def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and layouts
     dtensor: DTensor,
     placements: Sequence[Placement],

@@ -46,7 +46,7 @@ CARRIERS: dict[torch.dtype, torch.dtype] = {
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 _OPTIONS: dict[str, Any] = {
-    "all_gather": c10d.AllgatherOptions,
+    "all_gather": c10d.AllgatherOptions,  # type: ignore[attr-defined]  # in no `__all__`
     "all_reduce": c10d.AllreduceOptions,
     "all_to_all": c10d.AllToAllOptions,
     "reduce_scatter": c10d.ReduceScatterOptions,

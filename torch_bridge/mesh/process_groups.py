@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, and in no `__all__`
 
 from torch_bridge.mesh.failures import call_backend, check_store, timeout_of
 from torch_bridge.versions.process_groups import (

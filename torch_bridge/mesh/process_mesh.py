@@ -23,7 +23,7 @@ from torch_bridge.mesh.process_groups import group_of, rank_in, step_group
 from torch_bridge.versions.modes import dispatch_mode_count
 from xshard import Layout, Mesh
 from xshard.arguments import shown
-from xshard.errors import MeshError
+from xshard.errors import MeshError, api_boundary
 from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 from xshard.notation.maps import Maps
 
@@ -328,6 +328,7 @@ def check_world() -> None:
         raise MeshError("no process group is initialised", hint=hint)
 
 
+@api_boundary
 def positions(
     layout: Layout | str,
     mesh: MeshLike,

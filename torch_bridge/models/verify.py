@@ -23,7 +23,7 @@ from torch_bridge.models.uses import check_apart
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.modules import buffers_of, forward_hooks_of, uncompiled
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances
-from xshard.errors import ShapeError, located
+from xshard.errors import ShapeError, api_boundary, located
 
 if TYPE_CHECKING:
     from torch_bridge.models.first_wrong import WrongTensor
@@ -53,6 +53,7 @@ class _Results(NamedTuple):
 Run = Callable[[Watch], _Results]
 
 
+@api_boundary
 def verify(
     model: Module,
     batch: Any,

@@ -36,7 +36,7 @@ from torch_bridge.versions.autograd import is_in_backward_pass
 from torch_bridge.versions.modes import function_modes, without_torch_function
 from torch_bridge.versions.modules import children_of, replace_children, share_tensors_and_children
 from xshard import Layout, XshardError
-from xshard.errors import ShapeError
+from xshard.errors import ShapeError, api_boundary
 from xshard.notation.parser import ELLIPSIS
 
 Converters = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
@@ -56,6 +56,7 @@ FOLLOWED = (
 )  # fmt: skip
 
 
+@api_boundary
 def domain_parallel(
     model: nn.Module,
     layout: Layout | str,

@@ -21,7 +21,7 @@ from torch_bridge.ops import halo_exchange, trim_halo
 from torch_bridge.versions.modes import without_torch_function
 from torch_bridge.versions.modules import copy_forward_hooks
 from xshard import Layout, Mesh, XshardError
-from xshard.errors import MeshError, ShapeError, with_path
+from xshard.errors import MeshError, ShapeError, api_boundary, with_path
 from xshard.ops import Axes, HaloWidth
 
 
@@ -308,6 +308,7 @@ def same_state(module: nn.Module, kind: type[Any]) -> Any:
     return new
 
 
+@api_boundary
 class HaloExchange(nn.Module):
     """Widen blocks by rows of their neighbours; `trim` drops them again.
 
@@ -358,6 +359,7 @@ class HaloExchange(nn.Module):
                 f"axes {axis} without a mesh", hint="pass mesh=, or one axis for all processes"
             )
 
+    @api_boundary
     def forward(self, x: Tensor) -> Tensor:
         """Exchange rows: `n/axis -> n/axis:halo(...)`; gradients of copied rows are added at their owner."""
         return halo_exchange(
@@ -370,6 +372,7 @@ class HaloExchange(nn.Module):
             shape=self.shape,
         )
 
+    @api_boundary
     def trim(self, x: Tensor) -> Tensor:
         """Drop the rows of neighbours: `n/axis:halo(...) -> n/axis`."""
         return trim_halo(

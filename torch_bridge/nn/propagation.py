@@ -33,7 +33,7 @@ from torch_bridge.nn.views import VIEWS, function_name, new_dims, view
 from torch_bridge.ops import copy_to
 from torch_bridge.versions.pytree import tree_map_only
 from xshard import Layout, XshardError
-from xshard.errors import ShapeError, with_path
+from xshard.errors import ShapeError, api_boundary, with_path
 from xshard.notation.parser import Dim
 
 Function = Callable[..., Any]
@@ -535,6 +535,7 @@ def _only_reads(func: Function) -> bool:
     return function_name(func) in _READING
 
 
+@api_boundary
 def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call a function, whose activations the backward pass computes again.
 

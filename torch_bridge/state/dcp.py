@@ -170,7 +170,7 @@ class _Part:
 def _first_byte(tensor: Tensor) -> int:
     """Return the byte of its item at which a tensor on the meta device begins."""
     storage_byte = storage_offset_bytes(tensor.untyped_storage())
-    return storage_byte + tensor.storage_offset() * tensor.itemsize
+    return storage_byte + int(tensor.storage_offset()) * tensor.itemsize
 
 
 class _Tensor(NamedTuple):

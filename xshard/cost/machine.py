@@ -217,14 +217,15 @@ def asked_for(profile: ProfileLike) -> ProfileLike:
 
     "auto" if neither says one, a shipped name as it is, and a file as the Profile that it has.
     """
-    asked: ProfileLike | None = profile
-    # Hot: every call asks. Without a function of its own, which would be one more call.
+    asked = profile
     if profile == AUTO:
-        asked = _USED.get()
-        if asked is None:
-            asked = os.environ.get(VARIABLE)
-        if not asked:  # unset, or set to nothing
+        # Hot: every call asks. In a function of its own this would be one more call.
+        override: ProfileLike | None = _USED.get()
+        if override is None:
+            override = os.environ.get(VARIABLE)
+        if not override:  # unset, or set to nothing
             return AUTO
+        asked = override
     if isinstance(asked, Profile) or asked in (AUTO, *shipped()):
         return asked
     return load_profile(asked)
