@@ -9,10 +9,11 @@ from torch.distributed.tensor import DTensor
 from torch_bridge.versions.support import private_names
 
 with private_names():
-    # The placement of a dim that later mesh axes have cut before. Without it, a nesting of cuts
-    # that is not in mesh order, as FSDP with tensor parallelism makes it, could not be said or
-    # read. The result of a collective of DTensor that may still be under way. Without it, a block
-    # could be read before it has arrived.
+    # AsyncCollectiveTensor: the result of a collective of DTensor that may still be under way.
+    # Without it, a block could be read before it has arrived.
+    # StridedShard: the placement of a dim that later mesh axes have cut before. Without it, a
+    # nesting of cuts that is not in mesh order, as FSDP with tensor parallelism makes it, could not
+    # be said or read.
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
