@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.dlpack import from_dlpack
 
 from torch_bridge.autodiff.blocks import array_of
+from torch_bridge.versions.modes import plain_torch_function, schema_of, subclass_of
+from torch_bridge.versions.pytree import tree_leaves, tree_map_only
 from xshard import XshardError
 from xshard.errors import DtypeError
 from xshard.formatting import format_bytes
@@ -129,7 +130,7 @@ class ReadOnlyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, block: Tensor) -> ReadOnlyTensor:
-        tensor = Tensor._make_subclass(cls, block)
+        tensor = subclass_of(cls, block)
         tensor.block = block
         return tensor
 
@@ -137,7 +138,7 @@ class ReadOnlyTensor(Tensor):
         return f"ReadOnlyTensor({self.block!r})"
 
     # Attributes and methods are a tensor's; their operations come through __torch_dispatch__.
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = plain_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's own has no types
@@ -148,7 +149,7 @@ class ReadOnlyTensor(Tensor):
         """
         if kwargs is None:
             kwargs = {}
-        names = [argument.name for argument in func._schema.arguments]
+        names = [argument.name for argument in schema_of(func).arguments]
         by_name = {**dict(zip(names, args, strict=False)), **kwargs}
         cls._check_not_written(func, by_name)
         # A result in the memory of an argument is a view of it: a slice, a transpose.
@@ -168,7 +169,7 @@ class ReadOnlyTensor(Tensor):
     @classmethod
     def _check_not_written(cls, func: Any, by_name: dict[str, Any]) -> None:
         """Raise XshardError if the operation's schema says that it writes to a read-only tensor."""
-        for argument in func._schema.arguments:
+        for argument in schema_of(func).arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             if any(isinstance(x, cls) for x in tree_leaves(by_name.get(argument.name))):

@@ -20,7 +20,6 @@ import torch
 from jax.sharding import AxisType
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import from_dlpack
 
 from jax_bridge.calls import redistribute
@@ -28,6 +27,7 @@ from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
 from jax_bridge.torch_interop.route import array_sharding, layouts_of
 from jax_bridge.versions import host_callback
+from torch_bridge.versions.modes import FakeTensorMode
 from xshard import Layout, Plan, XshardError, plan
 from xshard.errors import ShapeError, api_boundary
 from xshard.layout.lengths import global_shape

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.mesh.desync import graph_nodes
+from torch_bridge.versions.autograd import is_forward_mode_enabled
 from xshard.arguments import shown
 from xshard.dtypes import numpy_dtype
 from xshard.errors import XshardError
@@ -61,9 +62,8 @@ def check_not_swapped() -> None:
     `functional_call` swaps the parameters of a module for the time of one call. A reentrant checkpoint runs
     the module again in the backward pass, when they are swapped back. Hot: each verb calls this.
     """
-    # Only the forward pass of an autograd.Function, as a reentrant checkpoint is one, disables forward
-    # mode. Without this private question each call would read the stack, which is slow.
-    if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+    # A reentrant checkpoint disables forward mode: most calls end here.
+    if is_forward_mode_enabled() or torch.is_inference_mode_enabled():
         return
     frame = sys._getframe(1)
     is_checkpointed = False

@@ -7,15 +7,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from torch_bridge.lower.executable import Executable
-
-# A tensor that outlives its torch.func transform -> the plain one inside. `Function.apply` unwraps its
-# arguments like this; without it `Redistribute.apply`, which skips that code, would pass dead wrappers on.
-_unwrap = torch._C._functorch.unwrap_if_dead
-# Whether a torch.func transform is active: `Function.apply` then has to see the call.
-has_functorch_transforms = torch._C._are_functorch_transforms_active
+from torch_bridge.versions.functorch import (
+    has_functorch_transforms,
+    is_transformed,
+    unwrap_if_dead,
+)
 
 
 class Map(Protocol):
@@ -48,7 +46,7 @@ class Redistribute(torch.autograd.Function):
             return super().apply(executable, *blocks)
         # The implementation in C, which `Function.apply` calls after it has bound the arguments.
         plain: Any = super(torch.autograd.Function, cls)
-        return plain.apply(executable, *map(_unwrap, blocks))
+        return plain.apply(executable, *map(unwrap_if_dead, blocks))
 
     @staticmethod
     def forward(executable: Map, *blocks: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -120,11 +118,3 @@ def apply(executable: Executable, block: Tensor) -> Tensor:
     # The winners of a max or min are those in the communication dtype, where more values are equal.
     uncast = replace(executable, casts=None)
     return Redistribute.apply(uncast, block.to(executable.casts.forward)).to(block.dtype)
-
-
-def is_transformed() -> bool:
-    """Return whether torch.func or forward mode is active; their tensors require no gradient.
-
-    Both names are torch's own: without them derivatives in these modes would be dropped in silence.
-    """
-    return has_functorch_transforms() or forward_ad._current_level >= 0

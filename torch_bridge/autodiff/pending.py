@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from torch_bridge.autodiff.function import Redistribute
 from torch_bridge.errors import CollectiveError
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh.desync import Compared
+from torch_bridge.versions.pytree import tree_map
+from xshard.errors import end_at_user
 
 
 @dataclass(eq=False)
@@ -130,6 +131,7 @@ class PendingTensor:
                 self._result = self._result()
             except CollectiveError as error:
                 self._result = error
+                end_at_user(error)
                 raise
         return self._result
 

@@ -11,12 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import device_mesh
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import register_constant
 
 from torch_bridge.autodiff.blocks import is_dtensor
 from torch_bridge.autodiff.function import apply
@@ -25,12 +20,10 @@ from torch_bridge.calls.move import TRACED, MoveCall, check_no_transform
 from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of
+from torch_bridge.versions.compiler import first_value, nonstrict_trace, unwrapped_mesh
+from torch_bridge.versions.modes import unset_fake_temporarily
 from xshard import Mesh, Plan
 from xshard.errors import PlanError, XshardError
-
-# torch 2.13 registers this by itself; before, Dynamo refuses a DeviceMesh in a recorded function.
-if not hasattr(device_mesh, "_register_distributed_opaque_types"):
-    register_constant(DeviceMesh)
 
 
 @torch.compiler.disable(
@@ -89,7 +82,7 @@ def recorded(
 refusals: list[XshardError] = []
 
 
-@torch._dynamo.nonstrict_trace
+@nonstrict_trace
 def _recorded(
     blocks: list[Tensor], verb: str, expression: str, mesh: Any, options: dict[str, Any]
 ) -> Tensor:
@@ -104,7 +97,7 @@ def _recorded(
     if isinstance(mesh, tuple):
         axes, sizes = mesh
         mesh = Mesh(dict(zip(axes, sizes, strict=True)))
-    mesh = getattr(mesh, "real_obj", mesh)  # Dynamo wraps a DeviceMesh
+    mesh = unwrapped_mesh(mesh)
     try:
         return TRACED[verb](blocks, expression, mesh, **options)
     except XshardError as error:
@@ -174,20 +167,11 @@ def _lengths_near_first(x: Tensor, shape: Any, n_devices: int) -> dict[int, int]
             continue
         if shape is not None and (len(shape) != x.ndim or shape[d] != x.shape[d]):
             continue  # a dim that is longer than its block is sharded
-        number = _first_value(length)
+        number = first_value(length)
         while math.gcd(n_devices, number) != 1:
             number += 1
         lengths[d] = number
     return lengths
-
-
-def _first_value(symbol: Any) -> int:
-    """Return the length with which torch first traced a symbolic one: a plan needs some number.
-
-    `node.hint` is private; without it every length would have to be a constant of the graph.
-    """
-    first: int = symbol.node.hint
-    return first
 
 
 def _plan_traced(

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_bridge.autodiff.function import has_functorch_transforms
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
@@ -24,6 +22,8 @@ from torch_bridge.mesh import process_mesh as meshes
 from torch_bridge.mesh.desync import CallFacts, sent_facts
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh, world
+from torch_bridge.versions.functorch import has_functorch_transforms
+from torch_bridge.versions.modes import FakeTensor
 from xshard.arguments import lengths_of
 from xshard.caches import layout_cache
 from xshard.cost.machine import AUTO, asked_for, load_profile, located

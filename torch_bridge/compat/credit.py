@@ -29,12 +29,13 @@ from torch_bridge.nn.window import interpolate
 from torch_bridge.ops import all_gather, halo_exchange
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Mesh, XshardError, compat
-from xshard.errors import MeshError
+from xshard.errors import MeshError, api_boundary
 from xshard.ops import Grad, HaloWidth, Shape
 
 AXIS = "domain"
 
 
+@api_boundary
 class DomainParallelManager:
     """Groups of D processes, ranks [i D, (i+1) D), that each shard one sample.
 
@@ -87,6 +88,7 @@ Manager = DomainParallelManager | None
 _manager: Manager = None  # of the whole program, as in CREDIT, whose functions take it by default
 
 
+@api_boundary
 def initialize_domain_parallel(
     world_size: int, domain_parallel_size: int, shard_dim: int = -2
 ) -> DomainParallelManager:
@@ -113,6 +115,7 @@ def get_domain_parallel_manager() -> Manager:
     return _manager
 
 
+@api_boundary
 class HaloExchange(nn.Module):
     """Widens a block by rows of its neighbours: [h, ...] -> [h + 2 halo_width, ...] along `dim`.
 
@@ -143,6 +146,7 @@ class HaloExchange(nn.Module):
         self.boundary = boundary
         self.shape = shape
 
+    @api_boundary
     def forward(self, x: Tensor) -> Tensor:
         """Return the wider block; without a manager, or without a width, the block itself."""
         manager = _sharding_manager(None)
@@ -155,11 +159,13 @@ class HaloExchange(nn.Module):
         )
 
     @staticmethod
+    @api_boundary
     def trim(x: Tensor, halo_before: int, halo_after: int, dim: int = -2) -> Tensor:
         """Drop rows at both sides: [h, ...] -> [h - halo_before - halo_after, ...] along `dim`."""
         return x.narrow(dim, halo_before, x.shape[dim] - halo_before - halo_after)
 
 
+@api_boundary
 def shard_tensor(
     x: Tensor, dim: int = -2, manager: Manager = None, *, uneven: bool = False
 ) -> Tensor:
@@ -192,6 +198,7 @@ def shard_tensor(
     return x.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
+@api_boundary
 def gather_tensor(
     x: Tensor, dim: int = -2, manager: Manager = None, *, shape: Shape = None, grad: Grad = "sum"
 ) -> Tensor:
@@ -214,6 +221,7 @@ def gather_tensor(
     return all_gather(x, dim, AXIS, _domain_of(manager), grad=grad, shape=shape)
 
 
+@api_boundary
 def shard_batch(
     batch: Mapping[str, Any],
     spatial_dims_5d: int = -2,
@@ -239,6 +247,7 @@ def shard_batch(
     return sharded
 
 
+@api_boundary
 def convert_to_domain_parallel(
     model: nn.Module,
     manager: Manager = None,
@@ -300,6 +309,7 @@ def convert_to_domain_parallel(
     return model
 
 
+@api_boundary
 @torch.no_grad()
 def sync_domain_gradients(model: nn.Module, manager: Manager = None) -> None:
     """Average the gradients over the domain: the loss is the mean of its processes' losses.
@@ -372,6 +382,7 @@ def _placement(x: Tensor, shard_dim: int) -> Placement | None:
     return replace(placement, shares=placement.axes)
 
 
+@api_boundary
 class DomainParallelConv2d(nn.Module):
     """A convolution of blocks `(b, c, h, w)`: `conv`, `shard_dim=-2`.
 
@@ -412,6 +423,7 @@ class DomainParallelConv2d(nn.Module):
         padding: int = self.conv.padding[spatial_dim]
         return padding if kernel_size > stride else 0
 
+    @api_boundary
     def forward(self, x: Tensor) -> Tensor:
         """Return the block of the result."""
         placement = _placement(x, self.shard_dim)
@@ -436,6 +448,7 @@ class DomainParallelConvTranspose3d(DomainParallelConv3d):
     """A transposed convolution of blocks `(b, c, t, h, w)`: `conv`, `shard_dim=3`."""
 
 
+@api_boundary
 class DomainParallelPeriodicConv2d(DomainParallelConv2d):
     """A `PeriodicConv2d` of blocks `(b, c, h, w)`, whose rows reflect at the poles.
 
@@ -455,6 +468,7 @@ class DomainParallelPeriodicConv2d(DomainParallelConv2d):
         self.padding = periodic_conv.padding
         self.halo_exchange = HaloExchange(self.padding, shard_dim, boundary="reflect")
 
+    @api_boundary
     def forward(self, x: Tensor) -> Tensor:
         """Return the block of the result: columns are whole, so they are padded on the spot."""
         p = self.padding
@@ -464,6 +478,7 @@ class DomainParallelPeriodicConv2d(DomainParallelConv2d):
         return self.conv(wide)
 
 
+@api_boundary
 class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
     """A `ZeroPad2d` and a `Conv2d` without padding, in sequence, of blocks `(b, c, h, w)`."""
 
@@ -473,6 +488,7 @@ class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
         left, right, top, bottom = branch[0].padding
         self.padding = ((top, bottom), (left, right))
 
+    @api_boundary
     def forward(self, x: Tensor) -> Tensor:
         """Return the block of the result, as of one convolution with that padding."""
         rows, columns = self.padding
@@ -490,6 +506,7 @@ class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
         return record(y, y_placement)
 
 
+@api_boundary
 class DomainParallelGroupNorm(nn.GroupNorm):
     """A `GroupNorm` of blocks, with the statistics of the whole array."""
 
@@ -497,6 +514,7 @@ class DomainParallelGroupNorm(nn.GroupNorm):
         # The norm's own parameters, not new ones: a state dict stays as it is.
         self.__dict__.update(same_state(norm, type(self)).__dict__)
 
+    @api_boundary
     def forward(self, x: Tensor) -> Tensor:
         """Return the block of the result."""
         shard_dim = getattr(_sharding_manager(None), "shard_dim", -2)
@@ -508,6 +526,7 @@ class DomainParallelGroupNorm(nn.GroupNorm):
         return layer.forward(record(x.view_as(x), placement))
 
 
+@api_boundary
 class DomainParallelInterpolate(nn.Module):
     """Resizes blocks `(b, c, h, w)`: `size` is the block's along `shard_dim`, as there."""
 
@@ -519,6 +538,7 @@ class DomainParallelInterpolate(nn.Module):
         self.mode = mode
         self.shard_dim = shard_dim
 
+    @api_boundary
     def forward(self, x: Tensor) -> Tensor:
         """Return the resized block."""
         if isinstance(self.size, int):

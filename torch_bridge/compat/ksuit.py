@@ -19,6 +19,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, group_mesh
 from torch_bridge.ops import all_gather, all_reduce
 from torch_bridge.redistribution import redistribute
 from xshard import compat, ops
+from xshard.errors import api_boundary
 from xshard.ops import Grad, Shape
 
 AXIS = "dp"
@@ -46,6 +47,7 @@ class AllGatherGradAutograd:
     """
 
     @staticmethod
+    @api_boundary
     def apply(x: Tensor) -> tuple[Tensor, ...]:
         """Gather blocks: [...] -> P tensors, by rank. Raises MeshError without a process group."""
         return all_gather(x.unsqueeze(0), 0, AXIS, _world(), grad="sum").unbind(0)
@@ -60,11 +62,13 @@ class AllGatherGradOverwrite:
     """
 
     @staticmethod
+    @api_boundary
     def apply(x: Tensor) -> list[Tensor]:
         """Gather blocks: [...] -> P tensors, by rank. Raises MeshError without a process group."""
         return list(all_gather(x.unsqueeze(0), 0, AXIS, _world(), grad="replicated").unbind(0))
 
 
+@api_boundary
 def all_gather_grad(
     x: Values, batch_dim: int = 0, *, shape: Shape = None, sizes: Sizes = None
 ) -> Tensor:
@@ -97,11 +101,13 @@ def all_gather_grad(
     return _gathered(x, batch_dim, "sum", shape, sizes)
 
 
+@api_boundary
 def all_gather_grad_autograd(x: Values) -> Tensor:
     """Gather blocks along the first dim: [n, ...] -> [P n, ...]; gradients are summed."""
     return _gathered(x, 0, "sum")
 
 
+@api_boundary
 def all_gather_grad_overwrite(x: Values) -> Tensor:
     """Gather blocks: [n, ...] -> [P n, ...].
 
@@ -110,12 +116,14 @@ def all_gather_grad_overwrite(x: Values) -> Tensor:
     return _gathered(x, 0, "replicated")
 
 
+@api_boundary
 @torch.no_grad()
 def all_gather_nograd(x: Values) -> Tensor:
     """Gather blocks along the first dim, without a gradient: [n, ...] -> [P n, ...]."""
     return _gathered(x, 0, "replicated").detach()
 
 
+@api_boundary
 @torch.no_grad()
 def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
     """Gather samples that a `DistributedSampler` dealt out, in their own order.
@@ -145,6 +153,7 @@ def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
     return samples[:max_length].to(block.device)
 
 
+@api_boundary
 def all_reduce_sum_grad(x: Values) -> Tensor:
     """Sum over ranks, on every rank: [...] -> [...].
 
@@ -155,6 +164,7 @@ def all_reduce_sum_grad(x: Values) -> Tensor:
     return _reduced(x, mean=False)
 
 
+@api_boundary
 def all_reduce_mean_grad(x: Values) -> Tensor:
     """Average over ranks, as a float, on every rank: [...] -> [...].
 
@@ -163,12 +173,14 @@ def all_reduce_mean_grad(x: Values) -> Tensor:
     return _reduced(x, mean=True)
 
 
+@api_boundary
 @torch.no_grad()
 def all_reduce_sum_nograd(x: Values) -> Tensor:
     """Sum over ranks, on every rank, without a gradient: [...] -> [...]."""
     return _reduced(x, mean=False).detach()
 
 
+@api_boundary
 @torch.no_grad()
 def all_reduce_mean_nograd(x: Values) -> Tensor:
     """Average over ranks, on every rank, without a gradient: [...] -> [...]."""

@@ -19,6 +19,7 @@ from torch_bridge.mesh.desync import CallFacts
 from torch_bridge.mesh.process_mesh import group_mesh, mesh_of, process_mesh
 from torch_bridge.redistribution import redistribute
 from xshard import compat
+from xshard.errors import api_boundary
 from xshard.ops import Shape
 
 AXIS = "cp"
@@ -26,6 +27,7 @@ Group = dist.ProcessGroup | None
 Direction = Literal["split_to_full", "full_to_split"]
 
 
+@api_boundary
 def all_to_all_single_fn(
     group: Group,
     type: Direction,
@@ -98,6 +100,7 @@ class AllToAllSingleFunction:
     """`all_to_all_single_fn` under the name and with the arguments of the autograd function."""
 
     @staticmethod
+    @api_boundary
     def apply(
         input_tensor: Tensor,
         group: Group,
@@ -112,6 +115,7 @@ class AllToAllSingleFunction:
         return all_to_all_single_fn(group, type, input_tensor, with_zigzag_splitting, **options)
 
 
+@api_boundary
 def zigzag_split_across_group_ranks(data: Tensor, group: Group, seq_dim: int = 0) -> Tensor:
     """Return this rank's chunks r and 2P-1-r of a replicated tensor: [L, ...] -> [L/P, ...].
 
@@ -127,6 +131,7 @@ def zigzag_split_across_group_ranks(data: Tensor, group: Group, seq_dim: int = 0
     return redistribute(data, expression, group_mesh(group, AXIS))
 
 
+@api_boundary
 def zigzag_gather_from_group_ranks(
     data: Tensor, group: Group, seq_dim: int = 0, *, shape: Shape = None
 ) -> Tensor:

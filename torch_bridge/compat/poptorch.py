@@ -14,12 +14,13 @@ from torch import Tensor
 from torch_bridge.mesh.process_mesh import MeshLike, group_mesh, mesh_of
 from torch_bridge.ops import all_gather, all_reduce, all_to_all, copy_to
 from xshard import compat
-from xshard.errors import MeshError
+from xshard.errors import MeshError, api_boundary
 
 AXIS = "replica"
 Group = dist.ProcessGroup | None
 
 
+@api_boundary
 def all_gather_cross_replica(x: Tensor, replication_factor: int, *, group: Group = None) -> Tensor:
     """Gather every replica's tensor on all of them: [...] -> [N, ...].
 
@@ -34,6 +35,7 @@ def all_gather_cross_replica(x: Tensor, replication_factor: int, *, group: Group
     return all_gather(x.unsqueeze(0), 0, AXIS, mesh, grad="sum")
 
 
+@api_boundary
 def all_gather_cross_replica_identical_grads_in(
     x: Tensor, replication_factor: int, *, group: Group = None
 ) -> Tensor:
@@ -50,6 +52,7 @@ def all_gather_cross_replica_identical_grads_in(
     return all_gather(x.unsqueeze(0), 0, AXIS, mesh, grad="replicated")
 
 
+@api_boundary
 def all_reduce_cross_replica_sum(
     x: Tensor, replication_factor: int, insert_in_grad_graph: bool = False, *, group: Group = None
 ) -> Tensor:
@@ -79,6 +82,7 @@ def all_reduce_cross_replica_sum(
     return all_reduce(x, AXIS, mesh, grad="replicated")
 
 
+@api_boundary
 def all_to_all_single_cross_replica(
     x: Tensor, replication_factor: int, *, group: Group = None
 ) -> Tensor:

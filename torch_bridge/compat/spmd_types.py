@@ -22,7 +22,7 @@ from torch_bridge import dtensor
 from torch_bridge.mesh.process_mesh import MeshLike, group_mesh, mesh_of
 from torch_bridge.redistribution import redistribute as moved
 from xshard import Layout, compat
-from xshard.errors import PlanError
+from xshard.errors import PlanError, api_boundary
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import Dim
 from xshard.notation.parser import Shard as Cut
@@ -32,6 +32,7 @@ AXIS = "axis"
 _TYPE_OF_TAG = {"sum": "P", "copy": "R"}
 
 
+@api_boundary
 def redistribute(  # noqa: PLR0913  the original's arguments, and the global shape
     x: Tensor,
     axis: Any,
@@ -174,6 +175,7 @@ def _redistribute_dtensor(x: Any, src: Any, dst: Any) -> Any:
     return dtensor.redistribute(x, placements)
 
 
+@api_boundary
 def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
     """Convert a layout to the `SpmdType` of its blocks: a type per axis, and the axes of each dim.
 
@@ -216,6 +218,7 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
     return types.SpmdType(kinds, types.PartitionSpec(*entries))
 
 
+@api_boundary
 def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = None) -> Layout:
     """Convert types per axis to a layout, its dims named d0, d1, ...
 

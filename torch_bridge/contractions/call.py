@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from torch_bridge.calls import move as calls
@@ -30,6 +29,7 @@ from torch_bridge.mesh.process_mesh import (
     process_mesh,
     world,
 )
+from torch_bridge.versions.modes import unset_fake_temporarily
 from xshard import ProfileLike
 from xshard.arguments import limit_of
 from xshard.caches import layout_cache
@@ -236,7 +236,7 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
     calls.check_no_transform()
     block_types = tuple((tuple(map(int, x.shape)), x.dtype, x.device) for x in blocks)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
-    # Private names of torch: without them, groups and cached tensors would be fake, or a part of the graph.
+    # Otherwise groups and cached tensors would be fake, or a part of the graph.
     with unset_fake_temporarily(), disable_proxy_modes_tracing():
         call = EinsumCall.of(expression, mesh, **options)
         executable = _executable(call, block_types, differentiated, world())

@@ -17,13 +17,16 @@ from torch_bridge.contractions.call import HINT, EinsumCall, check_number
 from torch_bridge.lower.executable import check_dense
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
+from torch_bridge.versions.modes import is_any_autocast_enabled
 from xshard import ProfileLike
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.shapes import for_operands, shapes_of, written
-from xshard.errors import MeshError, PlanError, ShapeError
+from xshard.errors import MeshError, PlanError, ShapeError, XshardError, end_at_user
 from xshard.notation.maps import Maps
-from xshard.notation.parser import text_spans
+from xshard.notation.parser import text_spans, with_maps
+
+SAVES = ("used", "given")  # which operands the backward pass keeps
 
 
 def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
@@ -87,14 +90,6 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         >>> xt.testing.run_ranks(2, layer)
         [[[0], [0]], [[4], [4]]]
     """
-    if maps is not None:
-        expression = named(expression, maps)
-    if save not in ("used", "given"):
-        raise PlanError(
-            f"save is {save!r}", hint='"used": operands where they are contracted, or "given"'
-        )
-    if overlap not in OVERLAPS:
-        raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
     options: dict[str, Any] = {
         "shape": shape,
         "sizes": sizes,
@@ -103,21 +98,39 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         "memory_limit": memory_limit,
         "comm_dtype": comm_dtype,
     }
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # outside of a try, in which Dynamo could not break its graph
+        if maps is not None:
+            expression = named(expression, maps)
         return _compiled(expression, operands, mesh, save, async_op, options)
-    check_not_swapped()
-    call = EinsumCall.of(expression, mesh, **options)
-    blocks = list(operands)
-    if not all(isinstance(x, Tensor) for x in blocks):
-        check_number(call.contraction, blocks)
-        blocks = [as_tensor(x, f"tensor {i + 1}", HINT) for i, x in enumerate(blocks)]
-    keeps = save == "used"
-    if not any(map(is_dtensor, blocks)):
-        return _of_blocks(call, blocks, keeps, async_op)
-    if async_op:
-        hint = "a DTensor waits for its local block at once"
-        raise PlanError("async_op is for tensors", hint=hint)
-    return _of_dtensors(call, blocks, keeps)
+    try:
+        if maps is not None:
+            expression = with_maps(expression, maps)
+        if save not in SAVES or overlap not in OVERLAPS:
+            raise _wrong_choice(save, overlap)
+        check_not_swapped()
+        call = EinsumCall.of(expression, mesh, **options)
+        blocks = list(operands)
+        if not all(isinstance(x, Tensor) for x in blocks):
+            check_number(call.contraction, blocks)
+            blocks = [as_tensor(x, f"tensor {i + 1}", HINT) for i, x in enumerate(blocks)]
+        keeps = save == "used"
+        if not any(map(is_dtensor, blocks)):
+            return _of_blocks(call, blocks, keeps, async_op)
+        if async_op:
+            hint = "a DTensor waits for its local block at once"
+            raise PlanError("async_op is for tensors", hint=hint)
+        return _of_dtensors(call, blocks, keeps)
+    except XshardError as error:
+        end_at_user(error)
+        raise
+
+
+def _wrong_choice(save: str, overlap: str) -> PlanError:
+    """Return the error for an unknown `save` or `overlap`."""
+    if save not in SAVES:
+        hint = '"used": operands where they are contracted, or "given"'
+        return PlanError(f"save is {save!r}", hint=hint)
+    return PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
 
 
 def _compiled(
@@ -131,6 +144,8 @@ def _compiled(
     """Record the call in the graph of a compiler; what a graph cannot hold runs between two graphs."""
     from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
+    if save not in SAVES or options["overlap"] not in OVERLAPS:
+        raise _wrong_choice(save, options["overlap"])
     blocks = [_autocast(x) for x in operands]
     if compiled.is_recorded(blocks, expression, mesh, options["profile"]):
         recorded_options = {**options, "save": save}
@@ -147,8 +162,7 @@ def _of_blocks(
     """Compare the call with other ranks, if asked for, and run its executable."""
     for x in blocks:
         check_dense(x)
-    # Private name of torch: without it, every call would ask for the dtype of each of its blocks.
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         blocks = [_autocast(x) for x in blocks]
     compared = None
     if desync.ALWAYS:

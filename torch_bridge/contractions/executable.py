@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from torch_bridge.autodiff.function import apply, is_transformed
+from torch_bridge.autodiff.function import apply
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.comm_dtype import CommDtype
 from torch_bridge.contractions.local import LocalContraction, Rounds
 from torch_bridge.lower.executable import Executable, in_dtype
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.process_mesh import ProcessMesh
+from torch_bridge.versions.functorch import is_forward_mode, is_transformed
 from xshard import Plan
 from xshard.contractions.plan import ContractionPlan, Part
 from xshard.contractions.shapes import named_block
@@ -75,19 +75,11 @@ class PartExecutable:
 
 def _are_kept_for_gradients(blocks: Sequence[Tensor]) -> bool:
     """Return whether operands are kept for gradients. Tangents need them now."""
-    if _is_forward_mode():
+    if is_forward_mode():
         return False
     if is_transformed():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
-
-
-def _is_forward_mode() -> bool:
-    """Return whether tangents are computed.
-
-    Private name of torch: without it, `MoveAgain`, which has no rule for tangents, would raise.
-    """
-    return forward_ad._current_level >= 0
 
 
 class MoveAgain(torch.autograd.Function):

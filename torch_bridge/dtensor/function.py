@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -35,6 +34,8 @@ from torch_bridge.mesh.process_mesh import (
     takes_part,
     world,
 )
+from torch_bridge.versions.autograd import FROM_LOCAL_NODE
+from torch_bridge.versions.dtensor import AsyncCollectiveTensor, shard_order
 from xshard import Layout, Mesh, ProfileLike, Sharding, dtypes
 from xshard.cost.machine import AUTO, asked_for
 from xshard.errors import MeshError, PlanError, ShapeError
@@ -44,9 +45,9 @@ from xshard.steps.base import without_tags
 Placements = tuple[Placement, ...]
 Shape = tuple[int, ...]
 AnyExecutable = Executable | TransferExecutable
-# The nodes of autograd that make a DTensor of a block: its gradient is the block's, not the
-# array's. torch gives no other sign of it.
-_MAKERS = ("_FromTorchTensorBackward", "_OfCopiesBackward")
+# The nodes of autograd that make a DTensor of a block, torch's and the one of `_OfCopies`: its
+# gradient is the block's, not the array's.
+_MAKERS = (FROM_LOCAL_NODE, "_OfCopiesBackward")
 
 
 @dataclass(frozen=True)
@@ -197,10 +198,9 @@ def local_block(x: DTensor) -> Tensor:
 def _check_shard_order(x: DTensor) -> None:
     """Raise PlanError unless mesh dims have cut each dim in the order of the mesh.
 
-    `shard_order` of newer releases of torch is private. Without this check, blocks in another order
-    than placements say would be moved as if they were in order.
+    Blocks in another order than placements say would be moved as if they were in order.
     """
-    for entry in getattr(x._spec, "shard_order", None) or ():
+    for entry in shard_order(x):
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
             cut = f"mesh dims {entry.mesh_dims} cut dim {entry.tensor_dim}"
             hint = "DTensor.redistribute(placements=...) brings it to the order of the mesh"

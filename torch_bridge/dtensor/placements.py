@@ -16,14 +16,13 @@ from typing import Any
 from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-# torch has no public name for the placement of a dim that later mesh axes have cut before.
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
+from torch_bridge.versions.dtensor import StridedShard
 from xshard import Layout, Mesh, Sharding
 from xshard.arguments import lengths_of
-from xshard.errors import MeshError, NotationError, PlanError, ShapeError, Span
+from xshard.errors import MeshError, NotationError, PlanError, ShapeError, Span, api_boundary
 from xshard.layout.layout import check_axes
 from xshard.layout.runs import Run, Runs, interval, interval_pairs, merge_adjacent, n_rows, select
 from xshard.notation.parser import INTERVALS, Dim, text_spans
@@ -38,6 +37,7 @@ _TAGS = {reduction: tag for tag, reduction in _REDUCTIONS.items()}
 Factors = Mapping[str, int]
 
 
+@api_boundary
 def to_placements(
     layout: Layout | str, mesh: MeshLike, shape: Sequence[int] | None = None
 ) -> tuple[Placement, ...]:
@@ -72,13 +72,14 @@ def to_placements(
     placements: dict[str, Placement] = dict.fromkeys(axes.axes, Replicate())
     for d in range(len(layout.dims)):
         for axis, factor in _split_factors(layout, d, axes, shape).items():
-            placements[axis] = _StridedShard(d, split_factor=factor) if factor > 1 else Shard(d)
+            placements[axis] = StridedShard(d, split_factor=factor) if factor > 1 else Shard(d)
     for kind, tagged_axes in layout.tags:
         if kind != "copy":
             placements |= dict.fromkeys(tagged_axes, Partial(_REDUCTIONS[kind]))
     return tuple(placements[axis] for axis in axes.axes)
 
 
+@api_boundary
 def from_placements(
     placements: Sequence[Placement], mesh: MeshLike, ndim: int, shape: Sequence[int] | None = None
 ) -> Layout:
@@ -99,6 +100,7 @@ def from_placements(
     Examples:
         >>> str(from_placements([Shard(0), Partial()], Mesh(dp=2, tp=4), 2))
         'd0/dp d1 | sum(tp)'
+        >>> from torch.distributed.tensor.placement_types import _StridedShard
         >>> str(from_placements([_StridedShard(0, split_factor=2)], Mesh(tp=4), 2, (16, 3)))
         'd0/cyclic(tp,2) d1'
     """
@@ -113,7 +115,7 @@ def from_placements(
     tags: dict[str, list[str]] = {}
     for axis, placement in zip(axes.axes, placements, strict=True):
         tag = tag_of(placement)
-        if isinstance(placement, Shard | _StridedShard):
+        if isinstance(placement, Shard | StridedShard):
             factor = int(getattr(placement, "split_factor", 1))
             if axes.size(axis) == 1:
                 factor = 1  # one device has all pieces

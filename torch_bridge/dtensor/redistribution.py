@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from torch_bridge.autodiff.blocks import check_not_swapped
 from torch_bridge.autodiff.pending import watched
@@ -36,15 +36,17 @@ from torch_bridge.mesh.process_mesh import (
     takes_part,
 )
 from torch_bridge.replicas import comparison_of
+from torch_bridge.versions.dtensor import StridedShard
 from xshard import Layout, ProfileLike, Sharding, XshardError
 from xshard.arguments import shown
 from xshard.dtypes import name_of
-from xshard.errors import PlanError, ShapeError
+from xshard.errors import PlanError, ShapeError, api_boundary
 from xshard.layout.layout import NONLINEAR
 from xshard.plans.expression import sides
 from xshard.replicas import ReplicaCheck
 
 
+@api_boundary
 def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and layouts
     dtensor: DTensor,
     placements: Sequence[Placement],
@@ -252,14 +254,14 @@ def _counted_from_0(placement: Placement, ndim: int) -> Placement:
 
     Raises ShapeError for a dim that does not exist.
     """
-    if not isinstance(placement, Shard | _StridedShard):
+    if not isinstance(placement, Shard | StridedShard):
         return placement
     if not -ndim <= placement.dim < ndim:
         reason = f"no dim {placement.dim} in a DTensor of {ndim} dims"
         raise ShapeError(reason, hint=f"placed as {placement}")
     dim = placement.dim % ndim
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim, split_factor=placement.split_factor)
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim, split_factor=placement.split_factor)
     return type(placement)(dim)
 
 

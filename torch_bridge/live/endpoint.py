@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, and in no `__all__`
 
 from torch_bridge.mesh import failures, process_mesh
 from torch_bridge.mesh.process_groups import group_of_programs

@@ -27,10 +27,12 @@ from torch_bridge.mesh.machine import machine
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state.facts import PROFILE, describe_tree, first_on_device, rebuild_tree
 from xshard import ProfileLike, XshardError, load_profile
+from xshard.errors import api_boundary
 from xshard.state import TreePlan
 from xshard.state.progress import Progress
 
 
+@api_boundary
 @dataclass(kw_only=True)
 class Publisher(Endpoint):
     """The trainer's endpoint: `publish` sends a tree to the server, as its next version.
@@ -51,6 +53,7 @@ class Publisher(Endpoint):
     is_trainer = True
     profile: ProfileLike = "auto"
 
+    @api_boundary
     def publish(
         self,
         tree: Any,
@@ -152,6 +155,7 @@ class Publisher(Endpoint):
         return version, self.recv("taken", version)
 
 
+@api_boundary
 @dataclass(kw_only=True)
 class Subscriber(Endpoint):
     """The server's endpoint: `receive` takes the next version.
@@ -171,6 +175,7 @@ class Subscriber(Endpoint):
     tree: Any = field(default=None, init=False, repr=False)
     _latest: int = field(default=0, init=False, repr=False)
 
+    @api_boundary
     def receive(self, wait_s: float = 0.0, progress: Progress = None) -> bool:
         """Take the latest version, if there is a new one. All ranks of the server call it.
 

@@ -16,25 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.mesh.failures import call_backend, raise_lost_peer
 from torch_bridge.mesh.process_mesh import Group
-
-
-def _method_name(kind: str, old_name: str) -> str:
-    """Return the name of a process group's method: torch 2.13 has new names, 2.11 only the old ones."""
-    new_name = f"{kind}_single"
-    return new_name if hasattr(dist.ProcessGroup, new_name) else old_name
-
-
-# Methods of a process group, called directly: the checks of `dist` take as long as the rest of a small call.
-# They are looked up on the group itself, which may be of a subclass: ranks as threads have another.
-_METHODS = {
-    "all_gather": _method_name("all_gather", "_allgather_base"),
-    "all_to_all": _method_name("all_to_all", "alltoall_base"),
-    "reduce_scatter": _method_name("reduce_scatter", "_reduce_scatter_base"),
-}
+from torch_bridge.versions.modes import dispatch_mode_count, is_profiling
+from torch_bridge.versions.process_groups import METHODS, functional_collectives
 
 # Torch cannot convert or compute in these dtypes: it can only view them as others.
 # mypy does not know all of them.
@@ -59,7 +46,7 @@ CARRIERS: dict[torch.dtype, torch.dtype] = {
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 _OPTIONS: dict[str, Any] = {
-    "all_gather": c10d.AllgatherOptions,
+    "all_gather": c10d.AllgatherOptions,  # type: ignore[attr-defined]  # in no `__all__`
     "all_reduce": c10d.AllreduceOptions,
     "all_to_all": c10d.AllToAllOptions,
     "reduce_scatter": c10d.ReduceScatterOptions,
@@ -73,10 +60,6 @@ MESSAGES = "xshard.messages"
 # Bytes from which on two messages are faster than gloo's collective of two ranks.
 _LARGE_BYTES = 1 << 17
 
-# Private names of torch, bound once because calling them through a function of ours would cost more than they
-# do. Without them, messages have no name in profiles, or every call records one, which takes 6 us.
-_dispatch_mode_count = torch._C._len_torch_dispatch_stack
-_is_profiling = torch._C._autograd._profiler_enabled
 _UNRECORDED = nullcontext()
 
 Pending = Callable[[], Tensor]  # waits for a result that is under way, and returns it
@@ -142,7 +125,7 @@ class Collective:
         """Begin `run` -> a function that waits for its end and returns its result."""
         if self.group.graph_name:
             arriving = self._functional(messages)
-            return lambda: torch.ops._c10d_functional.wait_tensor(arriving).view(shape)
+            return lambda: functional_collectives.wait_tensor(arriving).view(shape)
         out = messages.new_empty(shape)
         work = self._issue(out.view(-1), messages, async_op=True)
 
@@ -195,7 +178,7 @@ class Collective:
         options = self._options[async_op]  # blocking, asynchronous
         if self.kind == "all_reduce":
             return process_group.allreduce([out], options)
-        method = getattr(process_group, _METHODS[self.kind])
+        method = getattr(process_group, METHODS[self.kind])
         if self.kind == "all_to_all":
             splits = self._splits
             return method(out, messages, splits.received, splits.sent, options)
@@ -219,7 +202,7 @@ class Collective:
         process_group = self.group.process_group
         me, *others = self._peers
         works = []
-        is_recorded = _dispatch_mode_count() > 0 or _is_profiling()
+        is_recorded = dispatch_mode_count() > 0 or is_profiling()
         with torch.profiler.record_function(MESSAGES) if is_recorded else _UNRECORDED:
             # Receives first: else gloo's word that a receiver is ready comes too late.
             for peer in others:
@@ -266,18 +249,17 @@ class Collective:
 
     def _functional(self, messages: Tensor) -> Tensor:
         """Return the result of the operator that compilers record; `wait_tensor` waits for it."""
-        functional = torch.ops._c10d_functional
         name = self.group.graph_name
         rank_count = len(self.group.devices)
         if self.kind == "all_to_all":
-            return functional.all_to_all_single(
+            return functional_collectives.all_to_all_single(
                 messages, list(self.received), list(self.sent), name
             )
         if self.kind == "all_gather":
-            return functional.all_gather_into_tensor(messages, rank_count, name)
+            return functional_collectives.all_gather_into_tensor(messages, rank_count, name)
         if self.kind == "all_reduce":
-            return functional.all_reduce(messages, self.op, name)
-        return functional.reduce_scatter_tensor(messages, self.op, rank_count, name)
+            return functional_collectives.all_reduce(messages, self.op, name)
+        return functional_collectives.reduce_scatter_tensor(messages, self.op, rank_count, name)
 
 
 def _consecutive_slices(sizes: Sequence[int]) -> list[slice]:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_bridge.errors import DesyncError
 from torch_bridge.lower.collectives import Collective, Pending
 from torch_bridge.lower.packing import Packing
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import Group
+from torch_bridge.versions.modes import without_modes
 
 MessageSizes = Sequence[Sequence[int]]  # elements of the message for each rank, for each move
 
@@ -216,8 +216,8 @@ def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device
 
 def _is_equal_on_all_ranks(number: int, groups: Sequence[Group], device: torch.device) -> bool:
     """Return whether all ranks of the groups give the same number: its max is then minus its negative's."""
-    # Private name of torch: without it, fake tensors and other modes would take this for a part of the model.
-    with _disable_current_modes(), torch.no_grad():
+    # Fake tensors and other modes would take this for a part of the model.
+    with without_modes(), torch.no_grad():
         values = torch.tensor([number, -number], device=device)
         for group in groups:
             values = Collective("all_reduce", group, (2,), (2,), "max").run(values, (2,))

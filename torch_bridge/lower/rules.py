@@ -19,6 +19,7 @@ from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import Lengths, StepContext
 from torch_bridge.mesh.failures import during
 from torch_bridge.mesh.process_mesh import Group, ProcessMesh
+from torch_bridge.versions.modes import is_faking
 from xshard import Plan, Sharding, steps
 from xshard.caches import layout_cache
 from xshard.errors import DtypeError, PlanError
@@ -36,19 +37,10 @@ def lower(
     lengths: symbols of a compiler for the lengths of dims that no step cuts; None if it records nothing.
     Raises DtypeError for a reduction of a dtype without arithmetic.
     """
-    if lengths is None and not _is_faking():
+    if lengths is None and not is_faking():
         return _lowered_once(plan, processes, device)
     # Tensors made here are part of a trace: nothing of it is kept.
     return _lowered(plan, processes, device, {} if lengths is None else lengths)
-
-
-def _is_faking() -> bool:
-    """Return whether torch makes fake tensors now.
-
-    Private names of torch. Without them, an executable made during a trace would be kept with fake
-    constants, and used by ordinary calls.
-    """
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _lowered(

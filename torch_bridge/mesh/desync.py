@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
-from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import DesyncError
 from torch_bridge.mesh.failures import timeout_of, within
 from torch_bridge.mesh.process_groups import ranks_digest
 from torch_bridge.mesh.process_mesh import callers
+from torch_bridge.versions.functorch import active_transforms, is_batched, is_forward_mode
+from torch_bridge.versions.process_groups import default_store
 from xshard.arguments import is_on
 
 # The environment is read once, at import: it has to be set before the program starts, and equal for
@@ -75,33 +76,17 @@ def derivatives_of(*blocks: Tensor) -> dict[str, str]:
 
 
 def _function_transforms(blocks: Sequence[Tensor]) -> list[str]:
-    """Return the active transforms of `torch.func`, and which blocks are batched.
-
-    torch has no public names for them. Without this, ranks inside different transforms would not be
-    told.
-    """
-    stack = torch._C._functorch.get_interpreter_stack()
-    if not stack:
+    """Return the active transforms of `torch.func`, and which blocks are batched."""
+    transforms = active_transforms()
+    if not transforms:
         return []
-    # Slow to import, and seldom needed.
-    from torch._functorch.pyfunctorch import VmapInterpreter, coerce_cinterpreter
-
-    transforms: list[str] = []
-    for level in map(coerce_cinterpreter, stack):
-        if isinstance(level, VmapInterpreter):
-            transforms.append(f"vmap of {level.batch_size()}")
-        else:
-            transforms.append("grad")
-    batched = [f"batched {torch._C._functorch.is_batchedtensor(x)}" for x in blocks]
+    batched = [f"batched {is_batched(x)}" for x in blocks]
     return [*transforms, *batched]
 
 
 def _tangents(blocks: Sequence[Tensor]) -> list[str]:
-    """Return which blocks have a tangent, inside `forward_ad.dual_level`.
-
-    Torch says so in private alone.
-    """
-    if forward_ad._current_level < 0:
+    """Return which blocks have a tangent, inside `forward_ad.dual_level`."""
+    if not is_forward_mode():
         return []
     return [f"tangent {forward_ad.unpack_dual(x).tangent is not None}" for x in blocks]
 
@@ -251,7 +236,7 @@ class _Channel:
         mine: this rank's. Raises DesyncError for ranks that do not come, and for a store without an
             answer.
         """
-        store = _default_store()
+        store = default_store()
         rank = dist.get_rank()
         reports: dict[int, Report] | None = None
         while reports is None:
@@ -308,15 +293,6 @@ class _Channel:
 
 # Cached by the world too: its store ends with it, and threads may each have their own.
 _channel = functools.cache(_Channel)
-
-
-def _default_store() -> Any:
-    """Return the store of the world, in which its processes met when they began.
-
-    torch gives it no public name. Without it, ranks could compare only by a collective, which hangs
-    if one of them makes another call.
-    """
-    return c10d._get_default_store()
 
 
 def _differing(reports: Mapping[int, Report]) -> list[str]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import CollectiveError
+from torch_bridge.versions.process_groups import timeouts_of
 
 T = TypeVar("T")
 
@@ -77,17 +78,8 @@ def _failed(what: str) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long the collectives of a group wait: the longest of its backends.
-
-    torch has no public way to ask. Without it, ranks that compare their calls would give up before
-    or after the collectives that they announce.
-    """
-    timeouts: list[timedelta] = []
-    for device in sorted(group._device_types, key=str):
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:  # a fake backend has none
-            timeouts.append(options._timeout)
-    return max(timeouts, default=c10d.default_pg_timeout)
+    """Return how long the collectives of a group wait: the longest of its backends."""
+    return max(timeouts_of(group), default=c10d.default_pg_timeout)
 
 
 def in_thread(call: Callable[..., T], *args: Any) -> Future[T]:

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import CollectiveError
 from torch_bridge.mesh.failures import timeout_of, within
+from torch_bridge.versions.process_groups import default_store
 from xshard import Profile, ProfileLike
 from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
 
@@ -43,9 +44,8 @@ def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profil
     n_processes = 1 if world is None else world.size()
     found = json.dumps(_detected(device_type, n_processes))
     try:
-        # The store of the world has no public name. `compare_set` keeps what the first process has
-        # set.
-        compare_set = c10d._get_default_store().compare_set
+        # `compare_set` keeps what the first process has set.
+        compare_set = default_store().compare_set
         timeout = c10d.default_pg_timeout if world is None else timeout_of(world)
         key = f"xshard/machine/{device_type}"
         found = within(timeout, compare_set, key, "", found).decode()

@@ -1,24 +1,27 @@
 """Process groups that only their members make, named by ranks.
 
 `dist.new_group` has to be called by all processes of the world, and names groups by a count that
-members would not share. So groups are made with c10d's own functions, which are private.
+members would not share. So groups are made by `new_group` of `versions`, with c10d's own functions.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, _register_process_group
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, and in no `__all__`
 
 from torch_bridge.mesh.failures import call_backend, check_store, timeout_of
+from torch_bridge.versions.process_groups import (
+    backend_and_store,
+    new_group,
+    register_backend,
+    register_name,
+)
 
 
 def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -49,7 +52,7 @@ def group_of_programs(
     """
     world = dist.group.WORLD
     assert world is not None
-    backend, _ = _backend_and_store(world)
+    backend, _ = backend_and_store(world)
     return _new_group(tuple(range(size)), rank, name, store, backend, timeout)
 
 
@@ -61,21 +64,11 @@ def ranks_digest(ranks: tuple[int, ...]) -> str:
 # Cached by the world too: its groups end with it, and threads may each have their own.
 @functools.cache
 def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
-    backend, store = _backend_and_store(world)
+    backend, store = backend_and_store(world)
     name = f"xshard/{ranks_digest(ranks)}"
     if world is not dist.group.WORLD:
         name = f"{world.group_name}/{name}"
     return _new_group(ranks, rank_in(world), name, store, backend, timeout_of(world))
-
-
-def _backend_and_store(world: dist.ProcessGroup) -> tuple[str, Any]:
-    """Return the backend of a group, by kind of device, and its store.
-
-    `_world` is c10d's private record of all groups; `dist.get_backend` lacks the store and the
-    kinds.
-    """
-    backend, store = c10d._world.pg_map[world]
-    return backend, store
 
 
 def _new_group(
@@ -86,46 +79,9 @@ def _new_group(
     backend: str,
     timeout: timedelta,
 ) -> dist.ProcessGroup:
-    """Make a group, in which all members meet in the store under its name.
-
-    rank: this process's among `ranks`. `_new_process_group_helper` is what `dist.new_group` itself
-    calls on members; without it every group would take all processes of the world.
-    """
-    check_store(store, timeout)  # a store without an answer would hold this process for ever
-    # torch must not take ranks of another program for global ones.
-    global_ranks = list(ranks) if dist.get_rank() in ranks else []
-    group: Any
-    with _without_bound_device():
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(rank),
-            global_ranks,
-            backend,
-            store,
-            name,
-            timeout=timeout,
-            group_desc="xshard",
-        )
-    # `dist.get_process_group_ranks` and collectives with a root look ranks up here.
-    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
-    return group
-
-
-@contextmanager
-def _without_bound_device() -> Iterator[None]:
-    """Inside, the world is bound to no device.
-
-    With a bound device, torch makes a group by splitting the world's NCCL communicator, for which
-    it waits for all ranks of the world.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    bound_device = world.bound_device_id
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound_device
+    """Make a group, once its store has answered: one without an answer would hold this process for ever."""
+    check_store(store, timeout)
+    return new_group(ranks, rank, name, store, backend, timeout)
 
 
 class _Work(dist.Work):
@@ -155,14 +111,9 @@ class StepGroup(dist.ProcessGroup):
         self._register(tensor_device)
 
     def _register(self, tensor_device: torch.device) -> None:
-        """Tell torch of the group's backend and of its name.
-
-        Both ways are private. Without the backend torch refuses tensors on the device; without the
-        name a compiled graph does not find the group.
-        """
-        backend = self.group._get_backend(tensor_device)
-        self._register_backend(tensor_device, dist.ProcessGroup.BackendType.GLOO, backend)
-        _register_process_group(self.graph_name, self)  # type: ignore[arg-type]  # stubs: a C class
+        """Tell torch of the group's backend and of its name, by which a compiled graph finds it."""
+        register_backend(self, self.group, tensor_device)
+        register_name(self.graph_name, self)  # type: ignore[arg-type]  # stubs: a C class
 
     def _call(self, method: str, *args: Any) -> _Work:
         """Begin a collective of the other group."""

@@ -20,9 +20,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.mesh.process_groups import group_of, rank_in, step_group
+from torch_bridge.versions.modes import dispatch_mode_count
 from xshard import Layout, Mesh
 from xshard.arguments import shown
-from xshard.errors import MeshError
+from xshard.errors import MeshError, api_boundary
 from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 from xshard.notation.maps import Maps
 
@@ -156,11 +157,11 @@ def world() -> World:
 
     Hot: every call asks for it. Raises MeshError without a world.
     """
-    # The public name, `dist.group.WORLD`, is a property of a metaclass, which takes longer.
+    # The public name, `dist.group.WORLD`, is a property of a metaclass, which takes longer. `_world`
+    # is private, and asked for at each call: ranks as threads put another in its place.
     group = c10d._world.default_pg
-    # `check_world` refuses `LocalTensorMode`, one of the dispatch modes. The length of their stack
-    # is private, and saves a look at each of them.
-    if group is None or torch._C._len_torch_dispatch_stack():
+    # `check_world` refuses `LocalTensorMode`, one of the dispatch modes.
+    if group is None or dispatch_mode_count():
         check_world()
     return group, _ALONE
 
@@ -327,6 +328,7 @@ def check_world() -> None:
         raise MeshError("no process group is initialised", hint=hint)
 
 
+@api_boundary
 def positions(
     layout: Layout | str,
     mesh: MeshLike,

@@ -8,14 +8,14 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad
 
 from torch_bridge.models.parameters import ShardedParameter
+from torch_bridge.versions.modules import (
+    CLIP_TARGET,
+    clipping_function,
+    replace_clipping_function,
+)
 from xshard import XshardError
-
-# The private function in which `torch.nn.utils.clip_grad_norm_` ends: it scales, when the norm is known.
-# Without it nothing stops the norm of blocks, which is too small and differs between processes.
-TARGET = "_clip_grads_with_norm_"
 
 
 class HasBlocks(Protocol):
@@ -33,13 +33,14 @@ def guard_clipping(model: HasBlocks) -> None:
 
     The first call replaces a function of torch. Raises XshardError if torch no longer has it.
     """
-    if getattr(clip_grad, TARGET, None) is not _scale_unless_blocks:
-        if not hasattr(clip_grad, TARGET):
-            what = f"torch {torch.__version__} has no torch.nn.utils.clip_grad.{TARGET}, by which xshard "
-            what += "keeps clip_grad_norm_ from taking blocks for whole gradients"
+    function = clipping_function()
+    if function is not _scale_unless_blocks:
+        if function is None:
+            what = f"torch {torch.__version__} has no torch.nn.utils.clip_grad.{CLIP_TARGET}, by which "
+            what += "xshard keeps clip_grad_norm_ from taking blocks for whole gradients"
             hint = "install a release of torch that xshard is tested with, as torch==2.13, or a newer xshard"
             raise XshardError(what, hint=hint)
-        setattr(clip_grad, TARGET, _scale_unless_blocks)
+        replace_clipping_function(_scale_unless_blocks)
     _GUARDED.add(model)
 
 

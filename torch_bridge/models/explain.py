@@ -15,6 +15,7 @@ from torch_bridge.models.parallel import ParallelModel, parallel_of
 from torch_bridge.models.parameters import ShardedParameter
 from xshard import dtypes, load_profile, planner
 from xshard.cost.model import Profile
+from xshard.errors import api_boundary
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh
 from xshard.models import ActivationRule, ParameterUse, rule_of, written
@@ -47,6 +48,7 @@ class _Machine(NamedTuple):
     profile: Profile
 
 
+@api_boundary
 def explain(model: nn.Module) -> str:
     """Return a parallel model as tables: its parameters, and the bytes that a step receives.
 

@@ -17,8 +17,9 @@ from torch_bridge.models.names import is_inside, title_of
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ParallelModel
 from torch_bridge.models.parameters import ParallelContext, unsharded
-from torch_bridge.models.verify import SHAPES_DIFFER, Wanted, differing, largest_value, uncompiled
+from torch_bridge.models.verify import SHAPES_DIFFER, Wanted, differing, largest_value
 from torch_bridge.redistribution import redistribute
+from torch_bridge.versions.modules import uncompiled
 from xshard import Layout, Sharding, XshardError
 from xshard.models import inside, placed, written
 from xshard.notation.parser import ELLIPSIS

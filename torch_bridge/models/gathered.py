@@ -17,9 +17,9 @@ from torch_bridge.comm_dtype import CommDtypeLike, comm_dtypes
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import world
 from torch_bridge.models.parameters import ParallelContext, Place
-from torch_bridge.models.torch_private import writes_to
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
+from torch_bridge.versions.autograd import writes_to
 from xshard import XshardError
 from xshard.cost.machine import asked_for
 from xshard.errors import located

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
-from torch_bridge.models.torch_private import call_after_backward, is_in_backward_pass
 from torch_bridge.redistribution import redistribute
+from torch_bridge.versions.autograd import call_after_backward, is_in_backward_pass
 from xshard import XshardError, trees
 
 

@@ -8,9 +8,11 @@ from torch import nn
 
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.models.parallelize import parallelize
+from xshard.errors import api_boundary
 from xshard.ops import Axes
 
 
+@api_boundary
 def own_experts(module: nn.Module, axis: Axes, mesh: MeshLike, **options: Any) -> nn.Module:
     """Keep this process's experts of a module, in place, and route rows to the experts that they chose.
 

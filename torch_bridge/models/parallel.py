@@ -21,6 +21,7 @@ from torch_bridge.models.notes import has_note, is_raised_in, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
+from xshard.errors import api_boundary
 from xshard.models import ParameterUse
 
 ATTRIBUTE = "_xshard_parallel"  # of a model, with its `ParallelModel`
@@ -149,6 +150,7 @@ def parallel_of(model: nn.Module) -> ParallelModel:
     raise XshardError(f"a {type(model).__name__} that is not parallel", hint=hint)
 
 
+@api_boundary
 def check_replicas(model: nn.Module) -> None:
     """Check that parameters and gradients which should be equal on several processes are.
 
@@ -191,6 +193,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         gradients.syncs = before
 
 
+@api_boundary
 @torch.no_grad()
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     """Return the norm of all gradients of a parallel model, as one process would compute it: a scalar.
@@ -252,6 +255,7 @@ def _norms_counted_here(parallel: ParallelModel, norm_type: float) -> Tensor:
     return torch.stack(norms)
 
 
+@api_boundary
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients of a parallel model so that their norm is at most `max_norm`.

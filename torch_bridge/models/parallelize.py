@@ -24,7 +24,7 @@ from torch_bridge.models.uses import enclosing, parameters_by_rules
 from torch_bridge.redistribution.blocks import tensor_device_of
 from xshard import Mesh, ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
-from xshard.errors import ShapeError, located
+from xshard.errors import ShapeError, api_boundary, located
 from xshard.models import ParameterUse, rule_of
 from xshard.rules import Pattern, RulesLike
 
@@ -49,6 +49,7 @@ class _PreparedModel(NamedTuple):
     uses: dict[str, ParameterUse]
 
 
+@api_boundary
 @explained(
     params="parameters", parallelize_plan="parameters", plan="parameters", device_mesh="mesh"
 )

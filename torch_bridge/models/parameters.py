@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
-from torch_bridge.models.torch_private import buffers_of, parameters_of, shape_in_graph
 from torch_bridge.redistribution import redistribute
 from torch_bridge.replicas import Comparison, compare_all
+from torch_bridge.versions.autograd import shape_in_graph
+from torch_bridge.versions.modules import buffers_of, parameters_of
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
 from xshard.dtypes import name_of
 from xshard.models import written

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_bridge.models.gathered import GatheredParameter, ParameterMoves
 from torch_bridge.models.gradients import Gradients
-from torch_bridge.models.torch_private import writes_to
+from torch_bridge.versions.autograd import writes_to
 
 
 class _BlockState(NamedTuple):

@@ -16,10 +16,11 @@ from torch_bridge.dtensor.placements import from_placements, to_placements
 from torch_bridge.models.parallel import parallel_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from xshard import Mesh
-from xshard.errors import PlanError, ShapeError, located
+from xshard.errors import PlanError, ShapeError, api_boundary, located
 from xshard.state.files.loading import in_both
 
 
+@api_boundary
 @torch.no_grad()
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the state of a parallel model under its own names: a DTensor for each sharded tensor.
@@ -52,6 +53,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     return state
 
 
+@api_boundary
 @torch.no_grad()
 def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """Copy values into the blocks of a parallel model: whole tensors, or DTensors under any placements.

@@ -19,11 +19,11 @@ from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter, unsharded
-from torch_bridge.models.torch_private import buffers_of, forward_hooks_of
 from torch_bridge.models.uses import check_apart
 from torch_bridge.redistribution import redistribute
+from torch_bridge.versions.modules import buffers_of, forward_hooks_of, uncompiled
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances
-from xshard.errors import ShapeError, located
+from xshard.errors import ShapeError, api_boundary, located
 
 if TYPE_CHECKING:
     from torch_bridge.models.first_wrong import WrongTensor
@@ -53,6 +53,7 @@ class _Results(NamedTuple):
 Run = Callable[[Watch], _Results]
 
 
+@api_boundary
 def verify(
     model: Module,
     batch: Any,
@@ -145,12 +146,6 @@ def _source_of(model: Module, parallel: ParallelModel, original: Module | None) 
     if parallel.original is not None:
         return parallel.original
     return uncompiled(model)
-
-
-def uncompiled(model: Module) -> Module:
-    """Return the model that `torch.compile` wrapped, which keeps it in `_orig_mod`; or the model itself."""
-    inner: Module = getattr(model, "_orig_mod", model)
-    return inner
 
 
 def _gathered_call(call: Call, parallel: ParallelModel) -> Call:

@@ -24,15 +24,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_bridge.autodiff.blocks import as_tensor
-from torch_bridge.autodiff.function import is_transformed
 from torch_bridge.calls.move import between_graphs
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, process_mesh
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.redistribution import redistribute
+from torch_bridge.versions import kernels
+from torch_bridge.versions.functorch import is_transformed
+from torch_bridge.versions.modes import without_modes
 from xshard import Layout, ProfileLike, Sharding, load_profile
 from xshard.contractions.attention import AttentionCall, Verb
 from xshard.contractions.prices import fastest_attention
@@ -335,18 +336,11 @@ class ProcessAttention(AttentionCall):
 
 
 def _causal_bias(row_count: int, key_count: int) -> Any:
-    """Return torch's causal mask in which the last row sees the last key.
-
-    Private name of torch: without disabling modes, a mode makes a plain tensor of it.
-    """
+    """Return torch's causal mask in which the last row sees the last key."""
     from torch.nn.attention.bias import causal_lower_right  # slow: it imports torch._dynamo
 
-    with _disable_current_modes():
+    with without_modes():  # a mode makes a plain tensor of it
         return causal_lower_right(row_count, key_count)
-
-
-# Private kernels of torch, with positional signatures. The public function returns no log-sum-exps, without
-# which results of several tiles cannot be merged, and their gradients cannot be computed.
 
 
 def _cpu_attention(
@@ -354,7 +348,7 @@ def _cpu_attention(
 ) -> TileResult:
     """Attend to one tile with the kernel for CPUs."""
     q, k, v = _padded_to_one_width(q, k, v)
-    y, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
+    y, log_sum = kernels.cpu_attention(
         q, k, v, is_causal=mask.is_causal, attn_mask=mask.as_bias(q.dtype), scale=scale
     )
     return TileResult(y, log_sum)
@@ -366,7 +360,7 @@ def _cpu_gradients(
     """Return the gradients of one tile from the kernel for CPUs."""
     q, k, v, cotangent, y = _padded_to_one_width(queries.q, k, v, queries.cotangent, queries.y)
     dropout = 0.0
-    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients = kernels.cpu_attention_gradients(
         cotangent, q, k, v, y, queries.log_sum, dropout, mask.is_causal,
         attn_mask=mask.as_bias(q.dtype), scale=scale,
     )  # fmt: skip
@@ -380,7 +374,7 @@ def _gpu_attention(
     q, k, v = _padded_to_one_width(q, k, v, multiple=8)
     with_log_sum = True
     dropout = 0.0
-    results = aten._scaled_dot_product_efficient_attention(
+    results = kernels.gpu_attention(
         q, k, v, mask.for_gpu(q), with_log_sum, dropout, mask.is_causal, scale=scale
     )
     log_sum = results[1][..., : q.shape[2]]  # it is padded to whole tiles of the kernel
@@ -402,7 +396,7 @@ def _gpu_gradients(
     dropout = 0.0
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     is_needed = [True, True, True, False]  # the bias has no gradient
-    gradients = aten._scaled_dot_product_efficient_attention_backward(
+    gradients = kernels.gpu_attention_gradients(
         cotangent, q, k, v, mask.for_gpu(q), y, log_sum, state, state, dropout, is_needed, mask.is_causal,
         scale=scale,
     )  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
 from torch_bridge.autodiff.blocks import check_no_checkpoint
 from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
@@ -23,7 +22,6 @@ from torch_bridge.nn.layers import (
     layer_of,
     same_state,
     torch_class_with_layer,
-    unfollowed,
 )
 from torch_bridge.nn.placed import (
     COPIES,
@@ -34,8 +32,11 @@ from torch_bridge.nn.placed import (
     recorded_placements,
 )
 from torch_bridge.nn.propagation import Propagation, tensors_in
+from torch_bridge.versions.autograd import is_in_backward_pass
+from torch_bridge.versions.modes import function_modes, without_torch_function
+from torch_bridge.versions.modules import children_of, replace_children, share_tensors_and_children
 from xshard import Layout, XshardError
-from xshard.errors import ShapeError
+from xshard.errors import ShapeError, api_boundary
 from xshard.notation.parser import ELLIPSIS
 
 Converters = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
@@ -55,6 +56,7 @@ FOLLOWED = (
 )  # fmt: skip
 
 
+@api_boundary
 def domain_parallel(
     model: nn.Module,
     layout: Layout | str,
@@ -167,11 +169,11 @@ class _Conversion:
         _check_followed(module, path)
         new: nn.Module = same_state(module, type(module))
         prefix = f"{path}." if path else ""
-        # Private name of torch: setting children by name would run the model's own `__setattr__`.
-        new._modules = {
+        children = {
             name: None if child is None else self.converted(child, prefix + name)
-            for name, child in module._modules.items()
+            for name, child in children_of(module).items()
         }
+        replace_children(new, children)
         self.paths[id(new)] = path
         return new
 
@@ -201,20 +203,8 @@ def _check_followed(module: nn.Module, path: str) -> None:
 
 
 def _is_followed() -> bool:
-    """Return whether records follow the functions that are called now.
-
-    Private name of torch: without it, every part of a running model would enter the model anew.
-    """
-    return any(isinstance(mode, Propagation) for mode in _get_current_function_mode_stack())
-
-
-def _in_backward() -> bool:
-    """Return whether a backward pass runs now.
-
-    Private name of torch: without it, a part that a checkpoint computes again would be taken for one that is
-    called by itself.
-    """
-    return torch._C._current_graph_task_id() != -1
+    """Return whether records follow the functions that are called now."""
+    return any(isinstance(mode, Propagation) for mode in function_modes())
 
 
 @dataclass(eq=False, repr=False)
@@ -258,7 +248,7 @@ class _Entrance:
         if is_followed and (has_record or not is_model):
             return None
         # In a backward pass, a part that is given blocks of unknown origin is computed again by a checkpoint.
-        if not is_model and not has_record and _in_backward():
+        if not is_model and not has_record and is_in_backward_pass():
             return None
         blocks = [x for x in inputs if recorded(x) is not None or self._has_layout(x)]
         if not blocks:
@@ -338,8 +328,7 @@ class _Converted(nn.Module):
         self.path = path
         # The module is not a child: names of parameters, and the state dict, stay as they are.
         self.__dict__["module"] = module
-        for name in ("_parameters", "_buffers", "_modules"):
-            self.__dict__[name] = getattr(module, name)
+        share_tensors_and_children(self, module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with copies of its parameters, and record the placement of its outputs."""
@@ -347,7 +336,7 @@ class _Converted(nn.Module):
         self.module.training = self.training
         inputs = (*args, *kwargs.values())
         placements = recorded_placements(inputs)
-        with unfollowed():
+        with without_torch_function():
             if not placements:
                 return self.module(*args, **kwargs)
             placement = placements[0]

@@ -13,6 +13,7 @@ from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn.placed import Lengths, Outputs, Placement, placed_as, record
 from xshard import Layout, XshardError
+from xshard.errors import api_boundary
 from xshard.notation.parser import Dim, Shard
 
 Transform = Callable[..., Tensor]
@@ -45,6 +46,7 @@ class DimTransform(NamedTuple):
     transform: Transform
 
 
+@api_boundary
 def fft(
     x: Tensor,
     layout: Layout | str,

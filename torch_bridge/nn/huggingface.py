@@ -14,7 +14,7 @@ from torch_bridge.nn.attention import attention
 from torch_bridge.nn.placed import Lengths, placed_as
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, XshardError
-from xshard.errors import ShapeError
+from xshard.errors import ShapeError, api_boundary
 from xshard.nn.attention import AUTO
 
 # Parts of masks, by the functions of `transformers.masking_utils` that make them. Masks of packed sequences
@@ -30,6 +30,7 @@ _MASKS = (
 _REFUSED_OPTIONS = ("s_aux", "position_bias", "cache", "head_mask")
 
 
+@api_boundary
 def register_attention(
     layout: Layout | str,
     mesh: MeshLike,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,8 +18,10 @@ from torch_bridge.nn.conv import Convolution, padding_pairs, per_dim
 from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded
 from torch_bridge.nn.window import interpolate
 from torch_bridge.ops import halo_exchange, trim_halo
+from torch_bridge.versions.modes import without_torch_function
+from torch_bridge.versions.modules import copy_forward_hooks
 from xshard import Layout, Mesh, XshardError
-from xshard.errors import MeshError, ShapeError, with_path
+from xshard.errors import MeshError, ShapeError, api_boundary, with_path
 from xshard.ops import Axes, HaloWidth
 
 
@@ -59,7 +60,7 @@ class Layer:
                 hint += "activations are checkpointed by xt.nn.checkpoint"
                 raise ShapeError(message, hint=hint)
             placement = placed_as(input, self.layout, self.mesh)
-            with unfollowed():
+            with without_torch_function():
                 y, result = self.compute(input, placement, *arguments, **named)
         except XshardError as error:
             raise with_path(error, self.path) from None
@@ -73,15 +74,6 @@ class Layer:
         if options:
             return f"{options}, '{self.layout}'"
         return f"'{self.layout}'"
-
-
-def unfollowed() -> Any:
-    """Return a context in which `Propagation` does not see the functions that are called.
-
-    Private name of torch: without it, the functions inside a layer, which work on its block alone, would be
-    taken for functions of the array.
-    """
-    return torch._C.DisableTorchFunction()
 
 
 class _ConvLayer(Layer):
@@ -312,18 +304,11 @@ def same_state(module: nn.Module, kind: type[Any]) -> Any:
     """Return a module of another class that shares parameters and buffers; its hooks are copies."""
     new = object.__new__(kind)  # `__init__` would make parameters
     new.__dict__.update(module.__dict__)
-    # Private names of torch: without copies, a hook added to the new module would run in the old one too.
-    for name in (
-        "_forward_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-    ):
-        new.__dict__[name] = getattr(module, name).copy()
+    copy_forward_hooks(new, module)
     return new
 
 
+@api_boundary
 class HaloExchange(nn.Module):
     """Widen blocks by rows of their neighbours; `trim` drops them again.
 
@@ -374,6 +359,7 @@ class HaloExchange(nn.Module):
                 f"axes {axis} without a mesh", hint="pass mesh=, or one axis for all processes"
             )
 
+    @api_boundary
     def forward(self, x: Tensor) -> Tensor:
         """Exchange rows: `n/axis -> n/axis:halo(...)`; gradients of copied rows are added at their owner."""
         return halo_exchange(
@@ -386,6 +372,7 @@ class HaloExchange(nn.Module):
             shape=self.shape,
         )
 
+    @api_boundary
     def trim(self, x: Tensor) -> Tensor:
         """Drop the rows of neighbours: `n/axis:halo(...) -> n/axis`."""
         return trim_halo(

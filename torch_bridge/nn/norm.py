@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_bridge.nn.conv import check_channels
 from torch_bridge.nn.placed import Outputs, Placement
 from torch_bridge.redistribution import redistribute
+from torch_bridge.versions.modules import check_input_dim, dim_count_without_batch
 from xshard.errors import ShapeError
 from xshard.notation.parser import Dim
 from xshard.ops import move, tag
@@ -72,22 +73,12 @@ def group_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
 def instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Normalise a block `(b, c, ...)` over all dims after the channels."""
-    _check_input_dim(layer, x)
-    if (
-        x.ndim == layer._get_no_batch_dim()
-    ):  # private: without it, a batch of one sample is not told apart
+    check_input_dim(layer, x)
+    if x.ndim == dim_count_without_batch(layer):
         raise ShapeError(
             f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]"
         )
     return _normalise_groups(layer, x, placement, x.shape[1])
-
-
-def _check_input_dim(layer: Any, x: Tensor) -> None:
-    """Raise torch's own error for a number of dims that the layer does not take.
-
-    Private name of torch: without it, `BatchNorm1d` would take a block of four dims.
-    """
-    layer._check_input_dim(x)
 
 
 def _normalise_groups(layer: Any, x: Tensor, placement: Placement, group_count: int) -> Outputs:
@@ -165,7 +156,7 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
     All devices update their running statistics in the same way, so that these stay equal.
     """
-    _check_input_dim(layer, x)
+    check_input_dim(layer, x)
     check_channels(placement, 1, layer.num_features)
     weight, bias = placement.parameter_copies([layer.weight, layer.bias])
     has_statistics = layer.running_mean is not None

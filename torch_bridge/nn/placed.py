@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding
-from xshard.errors import NotationError, ShapeError
+from xshard.errors import NotationError, ShapeError, api_boundary
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
 from xshard.notation.parser import Dim
@@ -165,6 +165,7 @@ def recorded_placements(values: Iterable[object]) -> list[Placement]:
     return [placement for placement in placements if placement is not None]
 
 
+@api_boundary
 def sharding_of(x: Tensor) -> Sharding:
     """Return the layout, mesh and global shape of a block that a domain-parallel model returned.
 

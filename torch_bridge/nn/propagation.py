@@ -18,7 +18,6 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from torch_bridge.nn.conv import pad
 from torch_bridge.nn.fft import KINDS, fft
@@ -32,8 +31,9 @@ from torch_bridge.nn.placed import (
 )
 from torch_bridge.nn.views import VIEWS, function_name, new_dims, view
 from torch_bridge.ops import copy_to
+from torch_bridge.versions.pytree import tree_map_only
 from xshard import Layout, XshardError
-from xshard.errors import ShapeError, with_path
+from xshard.errors import ShapeError, api_boundary, with_path
 from xshard.notation.parser import Dim
 
 Function = Callable[..., Any]
@@ -535,6 +535,7 @@ def _only_reads(func: Function) -> bool:
     return function_name(func) in _READING
 
 
+@api_boundary
 def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call a function, whose activations the backward pass computes again.
 

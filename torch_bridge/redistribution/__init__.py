@@ -18,8 +18,9 @@ from torch_bridge.redistribution.blocks import call_of, compare, move_one, redis
 from torch_bridge.redistribution.options import Options, TwoMeshOptions
 from torch_bridge.redistribution.tree import redistribute_tree, transfer_tree
 from xshard.cost.model import ProfileLike
-from xshard.errors import PlanError
+from xshard.errors import PlanError, XshardError, end_at_user
 from xshard.notation.maps import Maps
+from xshard.notation.parser import with_maps
 from xshard.plans.plan import Plan
 
 __all__ = ["redistribute"]
@@ -142,8 +143,6 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
         >>> xt.testing.run_ranks(2, gather)[0]
         {'w': (2, 6), 'b': (2,)}
     """
-    if maps is not None:
-        layouts = named(layouts, maps)
     has_two_mesh_options = (
         src_mesh is not None
         or dst_mesh is not None
@@ -152,31 +151,40 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
         or requires_grad
         or relabel
     )
+    # Outside of the `try`, in which Dynamo could not break its graph.
     is_compiling = torch.compiler.is_compiling()
+    if is_compiling and maps is not None:
+        layouts = named(layouts, maps)
 
-    # Hot: most calls move one tensor on one mesh by text. They build no options value. A subclass of
-    # Tensor has rules of its own, and a plan may lead to another mesh.
-    is_usual = type(x) in PLAIN and type(layouts) is not Plan and not has_two_mesh_options
-    if is_usual and not is_compiling and not debug and not desync.ALWAYS:
-        check_not_swapped()
-        call = MoveCall.of(layouts, mesh, shape, profile, comm_dtype)
-        return move_one(x, call, async_op, check_replicated)
+    try:
+        if maps is not None and not is_compiling:
+            layouts = with_maps(layouts, maps)
+        # Hot: most calls move one tensor on one mesh by text. They build no options value. A subclass of
+        # Tensor has rules of its own, and a plan may lead to another mesh.
+        is_usual = type(x) in PLAIN and type(layouts) is not Plan and not has_two_mesh_options
+        if is_usual and not is_compiling and not debug and not desync.ALWAYS:
+            check_not_swapped()
+            call = MoveCall.of(layouts, mesh, shape, profile, comm_dtype)
+            return move_one(x, call, async_op, check_replicated)
 
-    options = Options(
-        layouts,
-        mesh,
-        shape,
-        profile,
-        comm_dtype,
-        bucket_bytes,
-        async_op,
-        debug or desync.ALWAYS,
-        check_replicated,
-        TwoMeshOptions(src_mesh, dst_mesh, dtype, device, requires_grad, relabel),
-    )
-    if is_compiling:
-        return _redistribute_traced(x, options)
-    return _redistribute_now(x, options)
+        options = Options(
+            layouts,
+            mesh,
+            shape,
+            profile,
+            comm_dtype,
+            bucket_bytes,
+            async_op,
+            debug or desync.ALWAYS,
+            check_replicated,
+            TwoMeshOptions(src_mesh, dst_mesh, dtype, device, requires_grad, relabel),
+        )
+        if not is_compiling:
+            return _redistribute_now(x, options)
+    except XshardError as error:
+        end_at_user(error)
+        raise
+    return _redistribute_traced(x, options)
 
 
 def _redistribute_now(x: Any, options: Options) -> Any:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_structure, tree_unflatten
 
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
 from torch_bridge.autodiff.function import Redistribute
@@ -18,6 +17,12 @@ from torch_bridge.mesh.desync import CallFacts, Compared, compare_call
 from torch_bridge.mesh.process_mesh import MeshLike, callers
 from torch_bridge.redistribution.blocks import call_of, compare, move_one, redistribute_between
 from torch_bridge.redistribution.options import Options
+from torch_bridge.versions.pytree import (
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+)
 from xshard.arguments import limit_of
 from xshard.errors import located
 from xshard.replicas import are_checked

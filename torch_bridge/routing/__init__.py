@@ -13,11 +13,13 @@ from torch_bridge.calls.move import between_graphs
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.routing.call import RouteCall
 from torch_bridge.routing.copies import Routed
+from xshard.errors import api_boundary
 from xshard.ops import Axes
 
 __all__ = ["RouteCall", "Routed", "route"]
 
 
+@api_boundary
 @between_graphs
 def route(
     x: Tensor,

@@ -24,6 +24,7 @@ from torch_bridge.mesh.process_mesh import (
     process_mesh,
 )
 from torch_bridge.routing.copies import Copies, Routed
+from torch_bridge.versions.functorch import is_batched
 from xshard.errors import PlanError, ShapeError
 from xshard.layout import Layout
 from xshard.layout.layout import check_axes
@@ -48,7 +49,7 @@ class RouteCall(NamedTuple):
         check_rows(blocks[0].shape, to.shape, is_whole, capacity=self.capacity, sizes=self.sizes)
         check_device(to.device)
         # Lengths of messages follow from values, which have to be known, and one for all.
-        if _is_batched(to) or to.is_meta:
+        if is_batched(to) or to.is_meta:
             what = "to says where rows go by its values: none are known, or there is one set for each batch"
             raise PlanError(
                 what, hint="vmap(..., in_dims) with None for to; real tensors, not meta"
@@ -108,14 +109,6 @@ class RouteCall(NamedTuple):
             return None
         text = f"route over '{','.join(self.axes)}'"
         return desync.compare_call(self.mesh, text, lambda: self.facts(blocks, to))
-
-
-def _is_batched(x: Tensor) -> bool:
-    """Return whether a tensor is one of `vmap`, which has other values for each batch.
-
-    torch has no public question; without this one, `vmap` would route all batches by wrong values.
-    """
-    return torch._C._functorch.is_batchedtensor(x)
 
 
 class _Selection(NamedTuple):

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata, utils
+from torch.distributed.checkpoint import filesystem, metadata
 
+from torch_bridge.versions.checkpoints import file_view, storage_offset_bytes
 from xshard import XshardError, dtypes
 from xshard.state.files.checkpoint import Box, Checkpoint
 from xshard.state.files.folder import Mapped, map_file
@@ -107,11 +108,8 @@ class _Item(NamedTuple):
             return torch.load(self._view(file), map_location=device, weights_only=True)
 
     def _view(self, file: Any) -> Any:
-        """Return the part of the file as a file of its own, as `torch.load` needs it.
-
-        torch has no public name for this view; without it each item would be copied into memory.
-        """
-        return utils._create_file_view(file, self.offset, self.length)
+        """Return the part of the file as a file of its own, as `torch.load` needs it."""
+        return file_view(file, self.offset, self.length)
 
 
 class _Constants(UserDict[str, Any]):
@@ -170,13 +168,9 @@ class _Part:
 
 
 def _first_byte(tensor: Tensor) -> int:
-    """Return the byte of its item at which a tensor on the meta device begins.
-
-    `_checkpoint_offset` is where its storage is; torch sets it when it loads to "meta", and has no
-    other name for it.
-    """
-    storage: Any = tensor.untyped_storage()
-    return int(storage._checkpoint_offset + tensor.storage_offset() * tensor.itemsize)
+    """Return the byte of its item at which a tensor on the meta device begins."""
+    storage_byte = storage_offset_bytes(tensor.untyped_storage())
+    return storage_byte + int(tensor.storage_offset()) * tensor.itemsize
 
 
 class _Tensor(NamedTuple):

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from torch_bridge.calls.move import ranks_of
 from torch_bridge.dtensor.placements import check_placed
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.state.leaves import LocalArray, local_array, rank, tensors_and_constants
+from torch_bridge.versions import pytree
 from xshard import Layout, Mesh, ProfileLike, Rules, trees
 from xshard.dtypes import name_of
 from xshard.errors import MeshError, located

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from torch_bridge.mesh.machine import machine
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
 from torch_bridge.state.leaves import LocalArray, axes_of, processes_of, rank
+from torch_bridge.versions.pytree import tree_flatten_with_path, tree_map_with_path
 from xshard import Profile, ProfileLike, XshardError, dtypes, errors, load_profile
 from xshard.cost.machine import node_processes
+from xshard.errors import api_boundary
 from xshard.rules import RulesLike
 from xshard.state import Names
 from xshard.state.files import Checkpoint, open_checkpoint
@@ -35,6 +36,7 @@ from xshard.trees import groups, leaf_name, place_of
 BUCKET_BYTES = 256 * 2**20  # of blocks that are read by one process and sent to others
 
 
+@api_boundary
 def save(
     tree: Any,
     path: str | Path,
@@ -121,6 +123,7 @@ def _source_of(name: str, array: LocalArray) -> Source:
         return Source(array.sharding, dtypes.name_of(array.dtype), array.ranks)
 
 
+@api_boundary
 def load(  # noqa: PLR0913  one option for each thing that a file does not say
     path: str | Path | Checkpoint,
     rules: RulesLike | None = None,

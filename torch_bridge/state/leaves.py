@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten_with_path
 
 from torch_bridge.dtensor.function import local_block
 from torch_bridge.dtensor.placements import from_placements
@@ -22,6 +21,7 @@ from torch_bridge.mesh import process_mesh as meshes
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.process_mesh import MeshLike, mesh_of, process_mesh
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
+from torch_bridge.versions.pytree import tree_flatten_with_path
 from xshard import Layout, Mesh, Rules, Sharding, XshardError, errors, trees
 from xshard.arguments import lengths_of, shown
 from xshard.layout.lengths import global_shape

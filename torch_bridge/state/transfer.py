@@ -20,7 +20,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state import facts as tree_facts
 from xshard import ProfileLike
-from xshard.errors import MeshError
+from xshard.errors import MeshError, api_boundary
 from xshard.rules import RulesLike
 from xshard.state import Names
 from xshard.state.progress import Progress, reporting
@@ -28,6 +28,7 @@ from xshard.state.transfer import BUCKET
 from xshard.state.tree_plan import ArrayPlan, TreePlan
 
 
+@api_boundary
 def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their execution
     tree: Any,
     rules: RulesLike | tuple[RulesLike | None, RulesLike],

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Size, Tensor
-from torch.utils._pytree import tree_leaves
 
+from torch_bridge.versions.pytree import tree_leaves
 from xshard.step.record.letters import (
     FREE,
     Written,

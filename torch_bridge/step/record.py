@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_bridge.step.classes import Call, attention_call, bias_call, call_of
+from torch_bridge.versions.autograd import viewed_tensor
+from torch_bridge.versions.modes import TorchDispatchMode, schema_of
+from torch_bridge.versions.pytree import tree_leaves, tree_map_only
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
 from xshard.step.record.letters import Written, letters
@@ -91,7 +92,7 @@ class StepRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.partition("::")[2]
+        name = schema_of(func).name.partition("::")[2]
         if name == "_local_scalar_dense":
             return self._number(args[0])
         # Numbers made on the CPU, as by a literal, become shapes too.
@@ -110,10 +111,11 @@ class StepRecorder(TorchDispatchMode):
             if not x.numel():
                 continue
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
-            if is_in_place and x._base is not None:
+            whole = viewed_tensor(x)
+            if is_in_place and whole is not None:
                 # A slice of an array has been written to: later operations read the new array.
-                call = call_of("written", {"self": x._base, "part": x}, x._base, False)
-                self.add("written", call, x._base)
+                call = call_of("written", {"self": whole, "part": x}, whole, False)
+                self.add("written", call, whole)
         return out
 
     def _number(self, x: Tensor) -> Any:
@@ -418,7 +420,7 @@ def _users(ops: Mapping[str, Op], name: str) -> list[Op]:
 
 def _arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments of an operation of torch, defaults included."""
-    schema = func._schema.arguments
+    schema = schema_of(func).arguments
     defaults = {x.name: x.default_value for x in schema if x.has_default_value()}
     positional = dict(zip([x.name for x in schema], args, strict=False))
     return {**defaults, **positional, **kwargs}

@@ -10,6 +10,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, mesh_of
 from torch_bridge.step.record import record_step
 from xshard import Rules, Suggestion
 from xshard import suggest as suggest_step
+from xshard.errors import api_boundary
 from xshard.step.record.fuse import fused
 from xshard.step.record.repeat import repeated
 
@@ -31,6 +32,7 @@ class TorchSuggestion(Suggestion):
         return str(self.layouts[name][1])
 
 
+@api_boundary
 def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> TorchSuggestion:
     """Find the layouts of parameters, inputs and activations that make a training step fastest.
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_bridge.lower.collectives import MESSAGES
+from torch_bridge.versions.modes import TorchDispatchMode
+from torch_bridge.versions.process_groups import group_by_name
 from xshard import XshardError
 
 Count = Callable[..., int]
@@ -97,11 +97,11 @@ def _nbytes(tensors: Any, *_: Any) -> int:
 def _group(group: Any) -> ProcessGroup:
     """Return the process group that an operation of c10d, or a functional one, was given.
 
-    Functional operations have its name; torch looks names up in private alone.
+    Functional operations have its name.
     """
     if isinstance(group, torch.ScriptObject):
         return ProcessGroup.unbox(group)
-    return group if isinstance(group, ProcessGroup) else _resolve_process_group(group)
+    return group if isinstance(group, ProcessGroup) else group_by_name(group)
 
 
 @_counts("c10d", "_allgather_base_ allgather_ allgather_coalesced_")

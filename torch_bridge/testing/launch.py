@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from xshard import XshardError
+from xshard.errors import api_boundary
 from xshard.runtimes.processes import Watch, processor_time
 
 _PATIENCE = 20  # a collective waits longer than ranks that make no progress are let live
@@ -37,6 +38,7 @@ class RankError(XshardError):
     """A rank failed, or did not end; its own traceback is in the text."""
 
 
+@api_boundary
 def run_ranks(
     n: int,
     function: Callable[..., Any],

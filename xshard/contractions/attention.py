@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, cast
 
 from xshard.cost.model import ProfileLike
-from xshard.errors import XshardError
+from xshard.errors import XshardError, api_boundary
 from xshard.layout import Layout, Sharding
 from xshard.nn import attention as core
 from xshard.nn.attention import HEADS, REDUCE, SEQUENCE, Attention
@@ -293,6 +293,7 @@ class Verb(Generic[A, M]):
 
     call: Callable[..., Any]
 
+    @api_boundary
     def attention(  # noqa: PLR0913  public, with the options of the papers it covers
         self,
         q: A,
@@ -385,6 +386,7 @@ class Verb(Generic[A, M]):
             sequence, heads,
         )  # fmt: skip
 
+    @api_boundary
     def cross_entropy(  # noqa: PLR0913  public, with the options of torch's
         self,
         logits: A,

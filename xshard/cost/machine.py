@@ -217,21 +217,18 @@ def asked_for(profile: ProfileLike) -> ProfileLike:
 
     "auto" if neither says one, a shipped name as it is, and a file as the Profile that it has.
     """
-    asked = _overriding_profile() if profile == AUTO else profile
+    asked = profile
+    if profile == AUTO:
+        # Hot: every call asks. In a function of its own this would be one more call.
+        override: ProfileLike | None = _USED.get()
+        if override is None:
+            override = os.environ.get(VARIABLE)
+        if not override:  # unset, or set to nothing
+            return AUTO
+        asked = override
     if isinstance(asked, Profile) or asked in (AUTO, *shipped()):
         return asked
     return load_profile(asked)
-
-
-def _overriding_profile() -> ProfileLike:
-    """Return the profile of `use_profile`, else of XSHARD_PROFILE, else "auto"."""
-    used = _USED.get()
-    if used is not None:
-        return used
-    name = os.environ.get(VARIABLE)
-    if not name:  # unset, or set to nothing
-        return AUTO
-    return name
 
 
 def node_processes(n: int) -> int | None:

@@ -26,9 +26,8 @@ CPU = torch.device("cpu")
 
 def _named() -> str:
     """The store is asked once a world, not per call, and all ranks get the same."""
-    get = rooms.c10d._get_default_store
     rank = dist.get_rank()
-    with mock.patch.object(rooms.c10d, "_get_default_store", side_effect=get) as asked:
+    with mock.patch.object(rooms, "default_store", side_effect=rooms.default_store) as asked:
         for rows in range(2, 12):
             xt.redistribute(torch.ones(rows, 4), "n/a d -> n d/a", MESH)
     assert (asked.call_count, rooms._agreed_profile.cache_info().misses) == (1, 1)

@@ -10,7 +10,8 @@ import torch
 from torch.nn.utils import clip_grad
 
 import xshard as xs
-from torch_bridge.models.clip_guard import TARGET, guard_clipping
+from torch_bridge.models.clip_guard import guard_clipping
+from torch_bridge.versions.modules import CLIP_TARGET
 
 PROGRAM = """
 from torch.nn.utils import clip_grad
@@ -37,7 +38,7 @@ def test_the_first_model_puts_the_guard_in_place(monkeypatch: pytest.MonkeyPatch
     def torchs(*_: object) -> None:
         raise AssertionError("torch's own function is called without a look at blocks")
 
-    monkeypatch.setattr(clip_grad, TARGET, torchs)
+    monkeypatch.setattr(clip_grad, CLIP_TARGET, torchs)
     model = Model()
     guard_clipping(model)
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -47,10 +48,10 @@ def test_the_first_model_puts_the_guard_in_place(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_torch_without_the_guarded_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(clip_grad, TARGET)
+    monkeypatch.delattr(clip_grad, CLIP_TARGET)
     with pytest.raises(
-        xs.XshardError, match=rf"torch {torch.__version__[:3]}.* has no .*{TARGET}"
+        xs.XshardError, match=rf"torch {torch.__version__[:3]}.* has no .*{CLIP_TARGET}"
     ) as e:
         guard_clipping(Model())
     assert "install a release of torch" in str(e.value)
-    assert not hasattr(clip_grad, TARGET)
+    assert not hasattr(clip_grad, CLIP_TARGET)

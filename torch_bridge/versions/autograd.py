@@ -1,0 +1,73 @@
+"""What autograd knows about tensors and about a backward pass that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_bridge.versions.support import private_names
+
+with private_names():
+    # Hot: whether forward mode is possible. Only the forward pass of an autograd.Function, as a
+    # reentrant checkpoint is one, disables it. Without this question each call would read the
+    # stack, which is slow.
+    is_forward_mode_enabled = torch._C._is_fwd_grad_enabled
+
+    _backward_pass_id = torch._C._current_graph_task_id
+    _engine: Any = torch.autograd.Variable._execution_engine
+
+# The node of autograd that makes a DTensor of a block, by its name: the gradient of the DTensor is
+# the block's, not the array's. torch gives no other sign of it.
+FROM_LOCAL_NODE = "_FromTorchTensorBackward"
+
+
+def writes_to(x: Tensor) -> int:
+    """Count the writes to a tensor's memory.
+
+    It tells a parameter that an optimiser has changed from one that is as it was gathered. Without
+    it, a backward pass could use other values than its forward pass.
+    """
+    return x._version
+
+
+def viewed_tensor(x: Tensor) -> Tensor | None:
+    """Return the tensor whose memory a view has; None for a tensor with memory of its own.
+
+    Without it, an operation that writes to a slice would not be seen to change the array.
+    """
+    return x._base
+
+
+def is_in_backward_pass() -> bool:
+    """Return whether autograd runs a backward pass on this thread.
+
+    A checkpoint runs a module again inside of one.
+
+    Without it, a module that is computed again would undo the backward pass that it is a part of,
+    or be taken for one that is called by itself.
+    """
+    return _backward_pass_id() != -1
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Let autograd call a function at the end of the running backward pass.
+
+    Without it, nothing would tell when the last gradient has come, as some may never come.
+    """
+    _engine.queue_callback(callback)
+
+
+def shape_in_graph(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape that autograd's node for a parameter expects of a gradient.
+
+    The node lives as long as a graph that uses the parameter. Without the question, a backward pass
+    through an older graph would fail with shapes that nobody could explain.
+    """
+    with torch.enable_grad():
+        view = parameter.view_as(parameter)
+    use: Any = view.grad_fn
+    node: Any = use.next_functions[0][0]
+    return tuple(node._input_metadata[0].shape)

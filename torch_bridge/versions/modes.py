@@ -1,0 +1,76 @@
+"""Modes that see the operations of torch or change them, and what they see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bridge.versions.support import private_names
+
+with private_names():
+    # Tensors with shapes and without values. torch documents them, by this private address.
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+    # The base class of modes that see each operation; documented, by this private address.
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    # Hot: how many dispatch modes are active. Without it each call would look at each of them.
+    dispatch_mode_count = torch._C._len_torch_dispatch_stack
+
+    # Hot: whether a profiler is active. Without it every call that sends messages would record
+    # their name, which takes 6 us.
+    is_profiling = torch._C._autograd._profiler_enabled
+
+    # Hot: whether autocast is active for any kind of device. Without it, every call would ask for
+    # the kind of each of its blocks.
+    is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+    # A context without dispatch modes. Without it, tensors that only we see, such as a digest of a
+    # plan, would become fake while a compiler traces, and a mode would count their messages.
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+    # A context in which no function mode, as of layers that follow blocks, sees the functions that
+    # are called. Without it, functions inside a layer, which work on its block alone, would be
+    # taken for functions of the array.
+    without_torch_function: Any = torch._C.DisableTorchFunction
+
+    # The function modes that are active now. Without it, every part of a running model would enter
+    # the model anew.
+    from torch.overrides import _get_current_function_mode_stack as function_modes
+
+    # What a class of tensors has in the place of `__torch_function__` if its functions return plain
+    # tensors. Without it, each attribute of a read-only block would be a function of the class.
+    plain_torch_function: Any = torch._C._disabled_torch_function_impl
+
+    # A tensor of a class of ours, with the memory of another. Without it the class could not add to
+    # a tensor what it knows about its memory.
+    subclass_of: Any = Tensor._make_subclass
+
+    _dispatch_mode = torch._C._get_dispatch_mode
+    _FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+__all__ = [
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "dispatch_mode_count", "function_modes",
+    "is_any_autocast_enabled", "is_faking", "is_profiling", "plain_torch_function", "schema_of",
+    "subclass_of", "unset_fake_temporarily", "without_modes", "without_torch_function",
+]  # fmt: skip
+
+
+def is_faking() -> bool:
+    """Return whether torch makes fake tensors now.
+
+    Without it, an executable made during a trace would be kept with fake constants, and used by
+    ordinary calls.
+    """
+    return _dispatch_mode(_FAKE) is not None
+
+
+def schema_of(operation: Any) -> Any:
+    """Return the schema of an operation: its name, and its arguments with their defaults.
+
+    Without it, a recorded operation would have only the arguments that its caller gave, without
+    names.
+    """
+    return operation._schema
