@@ -118,9 +118,9 @@ def test_every_parameter_of_a_public_name_is_explained_and_no_other(
 def test_a_parameter_without_an_entry_and_an_entry_without_a_parameter_are_found(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "sample.py").write_text(
-        'def move(x, mesh):\n    """Move x.\n\n    Args:\n        x: A block.\n        grid: A mesh.\n    """\n'
-    )
+    lines = ["def move(x, mesh):", '    """Move x.', "", "    Args:", "        x: A block."]
+    lines += ["        grid: A mesh.", '    """']
+    (tmp_path / "sample.py").write_text("\n".join(lines))
     module = griffe.load("sample", search_paths=[tmp_path], docstring_parser="google")
     assert faults_of(module["move"]) == [
         "sample.move: grid is no parameter",
