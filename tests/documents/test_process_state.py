@@ -42,21 +42,31 @@ def target_nodes(node: ast.AST) -> list[ast.expr]:
     return []
 
 
+def dotted(node: ast.expr) -> str:
+    """Return a name, or names with dots, as text; "" for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
 class File:
     """The state that one file writes or reads, as rows (name, file) for each section of the page."""
 
     def __init__(self, path: Path, root: Path) -> None:
         self.path = path
         self.name = path.relative_to(root).as_posix()
-        self.tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text())
+        self.nodes = list(ast.walk(tree))
         self.values: dict[str, ast.expr | None] = {}  # names of the module -> what they are first
         self.imported: dict[str, str] = {}  # names -> where they come from
         self.classes: set[str] = set()
-        for statement in self.tree.body:
+        for statement in tree.body:
             for target in target_nodes(statement):
                 if isinstance(target, ast.Name):
                     self.values[target.id] = getattr(statement, "value", None)
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     self.imported[alias.asname or alias.name.partition(".")[0]] = alias.name
@@ -68,7 +78,7 @@ class File:
 
     def functions(self) -> Iterator[ast.AST]:
         """Yield the nodes of all functions of the file."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.FunctionDef):
                 yield from ast.walk(node)  # of functions inside again, which adds no row
 
@@ -77,7 +87,7 @@ class File:
 
     def is_of_class(self, node: ast.expr) -> bool:
         """Return whether an expression is an attribute of a class of this file, as in `Rows.n`."""
-        return isinstance(node, ast.Attribute) and ast.unparse(node.value) in self.classes
+        return isinstance(node, ast.Attribute) and dotted(node.value) in self.classes
 
     def changes_variable(self, function: ast.expr) -> bool:
         """Return whether a call changes a container of the module, as in `MADE.update`."""
@@ -88,45 +98,45 @@ class File:
     def variables(self) -> Iterator[str]:
         """Yield names of the module, or `Class.name`, that functions write; and context variables."""
         for name, value in self.values.items():
-            if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("ContextVar"):
+            if isinstance(value, ast.Call) and dotted(value.func).endswith("ContextVar"):
                 yield name
         for node in self.functions():
             if isinstance(node, ast.Global):
                 yield from node.names
             if isinstance(node, ast.Call) and self.changes_variable(node.func):
-                yield ast.unparse(node.func).rpartition(".")[0]
+                yield dotted(node.func).rpartition(".")[0]
             for target in target_nodes(node):
                 owner = (
                     target.value if isinstance(target, ast.Subscript | ast.Attribute) else target
                 )
                 if isinstance(target, ast.Subscript) and self.is_module_level(owner):
-                    yield ast.unparse(owner)
+                    yield dotted(owner)
                 if isinstance(target, ast.Subscript) and self.is_of_class(owner):
-                    yield ast.unparse(owner)
+                    yield dotted(owner)
                 if self.is_of_class(target):
-                    yield ast.unparse(target)
+                    yield dotted(target)
 
     def environment(self) -> Iterator[str]:
         """Yield the variables of the environment that the file reads or writes."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             key: ast.expr | None = None
             if isinstance(node, ast.Call) and self.reads_environment(node.func):
                 key = node.args[0]
-            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            elif isinstance(node, ast.Subscript) and dotted(node.value) == "os.environ":
                 key = node.slice
-            elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
+            elif isinstance(node, ast.Compare) and dotted(node.comparators[0]) == "os.environ":
                 key = node.left
-            elif isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "os.environ":
+            elif isinstance(node, ast.AugAssign) and dotted(node.target) == "os.environ":
                 assert isinstance(node.value, ast.Dict)
                 for each in node.value.keys:
                     assert isinstance(each, ast.Constant)
                     yield str(each.value)
-            if key is not None and (self.name, ast.unparse(key)) not in PASSED:
+            if key is not None and (self.name, dotted(key)) not in PASSED:
                 yield from self.constants(key)
 
     def reads_environment(self, function: ast.expr) -> bool:
         """Return whether a function takes the name of a variable of the environment."""
-        name = ast.unparse(function)
+        name = dotted(function)
         first, _, rest = name.partition(".")
         full_name = f"{self.imported.get(first, first)}.{rest}".rstrip(".")
         return full_name in READS
@@ -135,40 +145,40 @@ class File:
         """Return the texts that an expression stands for: a constant, or a name of the module."""
         if isinstance(key, ast.Constant):
             return [str(key.value)]
-        name = ast.unparse(key)
-        for node in ast.walk(self.tree):  # the variable of a loop over a tuple
-            if isinstance(node, ast.For) and ast.unparse(node.target) == name:
-                name = ast.unparse(node.iter)
+        name = dotted(key)
+        for node in self.nodes:  # the variable of a loop over a tuple
+            if isinstance(node, ast.For) and dotted(node.target) == name:
+                name = dotted(node.iter)
         value = self.values.get(name)
-        assert value is not None, f"{self.name}: which variable is {ast.unparse(key)}?"
+        assert value is not None, f"{self.name}: which variable is {dotted(key)}?"
         texts = ast.literal_eval(value)
         return [texts] if isinstance(texts, str) else list(texts)
 
     def patches(self) -> Iterator[str]:
         """Yield what the file changes in other libraries or in the interpreter."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Call):
-                function = ast.unparse(node.func)
+                function = dotted(node.func)
                 if function in REGISTERS:
                     yield function
                 if function == "setattr" and self.is_foreign(node.args[0]):
-                    yield f"{ast.unparse(node.args[0])}.{self.constants(node.args[1])[0]}"
+                    yield f"{dotted(node.args[0])}.{self.constants(node.args[1])[0]}"
             for target in target_nodes(node):
                 if isinstance(target, ast.Attribute | ast.Subscript) and self.is_foreign(
                     target.value
                 ):
-                    yield ast.unparse(target).partition("[")[0]
+                    yield dotted(target.value if isinstance(target, ast.Subscript) else target)
                 if isinstance(target, ast.Attribute) and target.attr == "__class__":
-                    yield ast.unparse(target)
+                    yield dotted(target)
 
     def is_foreign(self, owner: ast.expr) -> bool:
         """Return whether an object comes from another library, by the import of its first name."""
-        imported = self.imported.get(re.split(r"\W", ast.unparse(owner))[0], "")
+        imported = self.imported.get(dotted(owner).partition(".")[0], "")
         return imported.partition(".")[0] in OTHERS
 
     def attributes(self) -> Iterator[str]:
         """Yield the attributes that the file sets on objects of others."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Constant) and ATTRIBUTE.fullmatch(str(node.value)):
                 yield str(node.value)
             if isinstance(node, ast.Attribute) and ATTRIBUTE.fullmatch(node.attr):
