@@ -72,7 +72,7 @@ def faults_of_function(function: griffe.Function, *, is_method: bool = False) ->
     parameters = parameters_of(function)
     for name in sorted(entries - parameters):
         yield f"{function.path}: {name} is no parameter"
-    if is_method and not entries and len(parameters) < 4:
+    if is_method and not entries and len(parameters) < 3:
         return
     for name in sorted(parameters - entries):
         yield f"{function.path}: {name} is not explained"
