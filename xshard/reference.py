@@ -306,7 +306,15 @@ def _pull_back_contraction(
 def by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
     """Bring blocks of an array from the dims of a contraction's text into one dim per name.
 
-    array: its sharding as the text writes it; named: the same with one dim per name.
+    The text `(h d)/tp` has one dim for two names: on 4 devices `[h*d/4]` -> `[h/4, d]`.
+
+    Args:
+        blocks: One block per device, with the dims of the text.
+        array: The sharding of the array as the text writes it.
+        named: The sharding of the same array with one dim per name.
+
+    Returns:
+        One block per device, with one dim per name.
     """
     by_device = zip(blocks, _places_by_name(array, named), strict=True)
     return [block.reshape(-1)[places] for block, places in by_device]
@@ -351,8 +359,13 @@ def contract_gradient(
 ) -> Operand:
     """Contract the cotangent and the other operands to the cotangent of an operand.
 
-    operands: the dims and the blocks of the cotangent and of the others; names: the dims of the operand
-    `like`.
+    Args:
+        operands: The dims and the blocks of the cotangent and of each other operand.
+        names: The dims of the operand whose cotangent is asked for.
+        like: The blocks of that operand, which give shapes and dtypes.
+
+    Returns:
+        One block per device: the cotangent of the operand.
     """
     other_names = set[str]()
     for dims, _ in operands:
@@ -370,7 +383,17 @@ def contract_gradient(
 def contract(
     operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]
 ) -> Operand:
-    """Contract blocks device by device: every operand's dims with its blocks -> blocks with dims `names`."""
+    """Contract blocks device by device; nothing moves between devices.
+
+        contract([(("b", "d"), x), (("d", "f"), w)], ("b", "f"))    # [b, d], [d, f] -> [b, f] on each
+
+    Args:
+        operands: For each operand its dims and its blocks, one per device.
+        names: The dims of the result; others are summed.
+
+    Returns:
+        One block per device. Low-precision blocks are added in float32, and rounded once.
+    """
     numbers: dict[str, int] = {}
     for dims, _ in operands:
         for name in dims:
@@ -402,9 +425,16 @@ def _as_contractible(block: Block) -> Block:
 
 
 def checked_blocks(blocks: Arrays, sharding: Sharding) -> list[Block]:
-    """Return one array per device. Raises ShapeError unless each has the shape that the layout gives it.
+    """Return the blocks as arrays, checked against the layout: one per device.
 
-    Raises DtypeError if they differ in dtype.
+    Args:
+        blocks: One block per device, row-major over the mesh.
+        sharding: The layout, mesh and global shape that the blocks must have.
+
+    Raises:
+        ShapeError: There are too few or too many blocks, or one has another shape than the layout
+            gives it.
+        DtypeError: The blocks differ in dtype.
     """
     arrays = [np.asarray(block) for block in blocks]
     if len(arrays) != sharding.mesh.n_devices:

@@ -111,9 +111,20 @@ def test_no_page_shows_the_docstring_of_a_type_of_python(site: Path) -> None:
 
 def test_parameters_are_a_table_with_types(site: Path) -> None:
     page = (site / "api/torch_bridge.redistribute.html").read_text()
-    cell = r"\s*<td>(.*?)</td>"
-    row = re.search(rf"<td><code>bucket_bytes</code></td>{cell * 3}", page)
-    assert row and "int" in row[1] and row[3].startswith("about how many bytes")
+    rows = re.findall(r'<tr class="doc-section-item">(.*?)</tr>', page, re.DOTALL)
+    cells = [" ".join(re.sub(r"<.*?>", " ", row).split()) for row in rows]
+    row = next(row for row in cells if row.startswith("bucket_bytes "))
+    assert row.startswith("bucket_bytes int | str | None About how many bytes")
+    assert row.endswith(" None")  # the default
+    assert "DesyncError" in page[page.index("Raises:") :]
+
+
+def test_examples_of_docstrings_are_code(site: Path) -> None:
+    page = (site / "api/xshard.Mesh.html").read_text()
+    assert '<div class="language-pycon highlight">' in page
+    for path in (site / "api").glob("*.html"):
+        prose = re.sub(r"<code>.*?</code>|<pre>.*?</pre>", "", path.read_text(), flags=re.DOTALL)
+        assert "&gt;&gt;&gt; " not in prose and "Args:" not in prose, path
 
 
 def test_the_search_has_no_source_and_finds_symptoms(site: Path) -> None:

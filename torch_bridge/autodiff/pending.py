@@ -92,6 +92,11 @@ class PendingTensor:
 
     Any use as a tensor waits for it, and `wait()` returns the tensor. Its shape, dtype and device are known
     at once.
+
+    Args:
+        result: The tensor, or a function that waits for it and returns it.
+        shape: The shape of the result.
+        like: A tensor with the dtype and the device of the result.
     """
 
     def __init__(
@@ -105,7 +110,12 @@ class PendingTensor:
 
     @classmethod
     def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
-        """Begin to move a block; all processes begin and end theirs in the same order."""
+        """Begin to move a block; all processes begin and end theirs in the same order.
+
+        Args:
+            block: This process's block under the left layout.
+            executable: The move, ready to run.
+        """
         in_flight = InFlight(executable)
         token = Redistribute.apply(Half(in_flight, begins=True), block)
 

@@ -41,8 +41,21 @@ class Publisher(Endpoint):
         version = publisher.publish(model.state_dict())
 
     Args:
+        store: A `TCPStore` or `FileStore` that both programs reach.
+        rules: As in `transfer`, equal in both programs.
+        src_mesh: The mesh of all processes of the trainer.
+        dst_mesh: The mesh of all processes of the server.
+        names: As in `transfer`, equal in both programs.
+        bucket_bytes: As in `transfer`, equal in both programs.
+        timeout_s: Seconds that you wait for the other program.
+        silent_s: Seconds without a sign of life from a rank of the other program, or without an
+            answer of the store, after which a version is lost.
+        name: The name of the stream, if a store has several.
         profile: As in `transfer`. It goes to the server, which may run on another machine and plans
             for the same.
+
+    Raises:
+        MeshError: This program has another number of processes than its mesh.
 
     Examples:
         >>> import inspect
@@ -167,7 +180,20 @@ class Subscriber(Endpoint):
                 model.load_state_dict(subscriber.tree)
 
     Args:
+        store: A `TCPStore` or `FileStore` that both programs reach.
+        rules: As in `transfer`, equal in both programs.
+        src_mesh: The mesh of all processes of the trainer.
+        dst_mesh: The mesh of all processes of the server.
+        names: As in `transfer`, equal in both programs.
+        bucket_bytes: As in `transfer`, equal in both programs.
+        timeout_s: Seconds that you wait for the other program.
+        silent_s: Seconds without a sign of life from a rank of the other program, or without an
+            answer of the store, after which a version is lost.
+        name: The name of the stream, if a store has several.
         device: The device of the tensors.
+
+    Raises:
+        MeshError: This program has another number of processes than its mesh.
     """
 
     is_trainer = False

@@ -361,7 +361,13 @@ class HaloExchange(nn.Module):
 
     @api_boundary
     def forward(self, x: Tensor) -> Tensor:
-        """Exchange rows: `n/axis -> n/axis:halo(...)`; gradients of copied rows are added at their owner."""
+        """Exchange rows: `n/axis -> n/axis:halo(...)`.
+
+        Gradients of copied rows are added at their owner.
+
+        Args:
+            x: This process's block. All processes of the axes call it.
+        """
         return halo_exchange(
             x,
             self.halo_width,
@@ -374,7 +380,11 @@ class HaloExchange(nn.Module):
 
     @api_boundary
     def trim(self, x: Tensor) -> Tensor:
-        """Drop the rows of neighbours: `n/axis:halo(...) -> n/axis`."""
+        """Drop the rows of neighbours: `n/axis:halo(...) -> n/axis`.
+
+        Args:
+            x: A block with a halo, such as the result of this module.
+        """
         return trim_halo(
             x,
             self.halo_width,

@@ -56,7 +56,13 @@ class Link:
         return hop.received
 
     def seconds(self, hop: Hop, itemsize: int, way: float = 1.0) -> float:
-        """Predict the time of a hop over such links. way: the number of links that a message takes."""
+        """Predict the time of a hop over such links.
+
+        Args:
+            hop: The messages and elements that the busiest device receives over links of one level.
+            itemsize: Bytes of an element.
+            way: The number of links that a message takes.
+        """
         transfer = way * self.carried(hop) * itemsize / self.bytes_per_s
         return hop.messages * self.latency_s + transfer
 
@@ -226,7 +232,10 @@ class Profile:
     def work(self, flops: int, touched: int, dtype: str) -> float:
         """Return the seconds of a contraction: of its operations, or of its memory, if that takes longer.
 
-        touched: the elements that it reads and writes.
+        Args:
+            flops: Floating point operations.
+            touched: The elements that it reads and writes.
+            dtype: The name of the dtype of its operands.
         """
         # Hot: called for each placement that is weighed. A copy reads and writes each byte, so memory has
         # twice the bandwidth.

@@ -28,6 +28,10 @@ class Mesh(Pictured):
 
     `Mesh(dp=2, tp=4)`: devices 0-3 have dp=0, devices 4-7 have dp=1; `tp` runs fastest.
 
+    Args:
+        axes: The size of each axis by name, where names are data: `Mesh({"dp": 2, "tp": 4})`.
+        **named: The size of each axis, as in `Mesh(dp=2, tp=4)`; these follow the axes of `axes`.
+
     Attributes:
         axes: The names of the axes, the slowest first.
         sizes: The number of devices along each axis.

@@ -130,6 +130,14 @@ class Sharding(Pictured):
         """Cut a device's block by `shards`: the local positions of each part, row-major.
 
         If the dim ends with these shards, its block without them is cut.
+
+        Args:
+            dim: The index of the dim.
+            shards: What cuts the block, such as `Shard(("tp",))`.
+            device: Whose block is cut.
+
+        Returns:
+            For each part the runs of its rows, in positions of the block.
         """
         outer_dim = self.layout.dims[dim]
         if shards and outer_dim.shards[-len(shards) :] == tuple(shards):

@@ -100,6 +100,10 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
     def constant(self, name: str, default: Any) -> Any:
         """Return a leaf that is no array, or an item of one that is a list or a dict.
 
+        Args:
+            name: The stored name of the leaf, and the keys of the item behind it.
+            default: The result if there is no such leaf or item.
+
         Examples:
             >>> Checkpoint({}, constants={"groups": [{"lr": 0.5}]}).constant("groups.0.lr", 0.1)
             0.5
