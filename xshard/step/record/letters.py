@@ -243,8 +243,8 @@ def convolution(
     n_spatial = len(out) - 2  # beside batch and channels
     if not orders:
         orders = [range(n_spatial + 2)] * 3
-    operand_order, _, result_order = orders
-    channels = (shapes[0][operand_order[1]], out[result_order[1]])
+    operand_order = orders[0]
+    channels = (shapes[0][operand_order[1]], out[orders[2][1]])  # the operand's, the result's
     has_wide_groups = groups > 1 and channels != (groups, groups)
     if has_wide_groups:
         kernel_channels = ["o", "i"]  # i: the operand's channels in one group
@@ -258,8 +258,7 @@ def convolution(
         [*kernel_channels, *kernel_spatial],
         ["b", kernel_channels[0], *result_spatial],
     ]
-    pairs = zip(orders, arrays_in_order, strict=True)
-    arrays = [_reordered(names, order) for order, names in pairs]
+    arrays = list(map(_reordered, arrays_in_order, orders))
     whole = {*operand_spatial, *kernel_spatial, *result_spatial}
     if has_wide_groups:
         whole |= {"c", "o", "i"}
