@@ -103,7 +103,7 @@ class Prices:
             move.seconds = max(move.seconds, estimated)
             return
         if move.make is None:
-            # Both ends tell the price; no `Plan` is made of which only the seconds would be read.
+            # Both ends tell the price: a `Plan` would be made only to read its seconds.
             price = self._price(move.shape, src, dst)
         else:
             price = self.plan(move.make()).cost  # a move that may scale, as a mean does

@@ -225,7 +225,8 @@ class _Solver:
         A pair's best placement may be a bad start for the next pair. This path never moves between pairs.
         """
         path = self.start
-        numbers = list(range(len(self.shardings.operands)))  # of the operands left
+        # Of the operands left, among all operands; -1 for the result of a pair.
+        numbers = list(range(len(self.shardings.operands)))
         for takes in order:
             pair = self._pair(path, takes)
             taken = [numbers[i] for i in takes]

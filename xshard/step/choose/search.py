@@ -252,8 +252,8 @@ class StepSearch:
         for edge in self.problem.edges:
             rows = edge.rows[options[edge.source]]
             columns = edge.columns[options[edge.user]]
-            all_rows, all_columns = np.indices(edge.banned.shape)
-            tables = edge.costs(all_rows, all_columns)
+            # Two arrays, [rows, columns] each: the costs of all pairs of layouts.
+            tables = edge.costs(*np.indices(edge.banned.shape))
             pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, tables, edge.banned))
         nodes = zip(self.problem.nodes, options, strict=True)
         node_costs = [node.costs[own] for node, own in nodes]

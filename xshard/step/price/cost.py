@@ -61,7 +61,7 @@ class Cost:
 
         That holds for all vectors of parts v within the limits (a Lagrangian bound). A maximum of
         rows is at least any mixture of them. What a limit is worth is paid for all that is used,
-        and given back (the constant) for the whole limit, of which v uses no more.
+        and given back (the constant) for the whole limit, and v uses no more than that.
 
         Args:
             multipliers: For each maximum a share of each of its rows, 1 in all, as [rows, maxima]

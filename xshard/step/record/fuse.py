@@ -388,8 +388,8 @@ class _Join:
     def _flops_and_inner(self) -> tuple[float, float]:
         """Return operations, and hidden elements saved for the gradient, as `Op` states them.
 
-        Both are per element of the space of all dims of the joined operation, of which the space of
-        each of the two may be a part: so they are added up in absolute numbers.
+        Both are per element of the space of all dims of the joined operation. The space of each of
+        the two may be smaller: so they are added up in absolute numbers.
         """
         lengths = self.step.lengths
         space = _elements([self.arrays[i] for i in self.visible], lengths)
