@@ -147,7 +147,11 @@ class AttentionCall:
         return numbers.reshape(-1, numbers.shape[-1])
 
     def _move_and_compute(self, q: Any, k: Any, v: Any, is_plain: bool) -> list[Any]:
-        """Move blocks to where they are used, compute, and move the results to the queries' layout."""
+        """Move blocks to where they are used, compute, and move the results to the queries' layout.
+
+        q, k, v: blocks `[*batch, heads, sequence, width]`. is_plain: every query sees a key, and no
+        option needs the scores. Returns `[y]`, or `[y, lse]` with `return_lse`.
+        """
         attn = self.attn
         batch_shape = q.shape[:HEADS]
         q = self.move_any_width(q, attn.q, attn.queries)
@@ -259,7 +263,11 @@ class AttentionCall:
         return -slopes * abs(rows[:, None] + self.attn.offset - keys)
 
     def scores(self, q: Any, k: Any, rows: Any, keys: Any) -> tuple[Any, Any]:
-        """Return the scores, and their derivative by the products of queries and keys."""
+        """Return the scores, and their derivative by the products of queries and keys.
+
+        q, k: blocks. rows, keys: the global numbers of their rows, `[rows]` and `[keys]`. Scores are
+        `[batch, heads, rows, keys]`, and `empty` where the query does not see the key.
+        """
         slope: Any = self.scale
         scores = self.product(q, k) * slope
         if self.softcap is not None:
@@ -278,10 +286,12 @@ class AttentionCall:
         """
         if not self.dropout:
             return 1.0  # a number: no array of ones is made
-        cells: Any = self.whole(0)  # row-major numbers of batch and head
+        # One number for each batch and head, counted in the whole array in row-major order: dim by
+        # dim, the number so far times the length of the next dim, plus this device's indices in it.
+        cells: Any = self.whole(0)
         for dim, length in enumerate(self.attn.q.shape[:SEQUENCE]):
             cells = cells[..., None] * length + self.whole(self.held(dim))
-        cells = cells.reshape(-1, cells.shape[-1], 1, 1)
+        cells = cells.reshape(-1, cells.shape[-1], 1, 1)  # [batch, heads, 1, 1]
         position = (self.whole(cells), self.whole(rows[:, None]), self.whole(keys))
         is_dropped = core.dropped(self.whole(self.seed), position, share=self.dropout)
         return self.wide(~is_dropped) / (1 - self.dropout)

@@ -47,6 +47,8 @@ class Contraction:
     ) -> Contraction:
         """Return the contraction with dims `_0`, `_1`, ... instead of `...`.
 
+        `... c, c d -> ... d` of arrays with 3 and 2 dims is `_0 _1 c, c d -> _0 _1 d`.
+
         ndims: the number of dims of each operand's array, or of an array under each of `layouts`. Raises
         ShapeError if `...` would stand for other dims in one operand than in another.
         """

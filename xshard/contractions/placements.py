@@ -143,7 +143,11 @@ class EinsumShardings:
         return list(islice(self._extensions(self.idle, Axes(self.axes)), MAX_PLACEMENTS + 1))
 
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
-        """Iterate over placements in which one axis, with the axes of its shard, does something else."""
+        """Iterate over placements in which one mesh axis does something else.
+
+        From "dp shards b, tp idle" for example: dp idle, dp shards c, tp shards b or c. An axis that
+        shares a shard with others, as in `b/(dp tp)`, changes together with them.
+        """
         for axis in self.axes:
             # Take the axis out of all that it does, and let it do everything else that it can.
             dims = []
@@ -178,8 +182,11 @@ class EinsumShardings:
             yield placement
 
     def _with_axis(self, placement: Placement, axis: str, free: Axes) -> Iterator[Placement]:
-        """Leave `axis` idle, then give it every role that it can have, with free axes only."""
-        yield placement
+        """Iterate over all roles of one idle axis: idle, shard a dim, partial sums, copies.
+
+        free: the axes without a role, which a shard over several axes may take along.
+        """
+        yield placement  # the axis stays idle
         dims, sums, copies, busy = placement
         for d, dim in enumerate(dims):
             # A shard over several axes takes all of them at once: they have to be free.
@@ -199,7 +206,10 @@ class EinsumShardings:
     def _finer_shardings(
         self, d: int, dim: DimSharding, axis: str
     ) -> list[tuple[DimSharding, Axes]]:
-        """Shard dim `d` once more by an axis, in all ways; each with the axes that it takes."""
+        """Shard dim number `d` once more by an axis, in all ways; each with the axes that it takes.
+
+        `b/dp` by tp: `b/tp/dp` and `b/dp/tp`. Remembered, for placements share their dims.
+        """
         finer = list[tuple[DimSharding, Axes]]()
         length = self._all_lengths[d]
         mesh = self.result.mesh
@@ -208,13 +218,17 @@ class EinsumShardings:
                 continue
             for i in range(len(dim.shards) + 1):  # at each level: the order of nested shards counts
                 shards = (*dim.shards[:i], shard, *dim.shards[i:])
+                # A short dim is sharded no further, unless an array is given so: then it is free.
                 has_rows_for_all = mesh.size(*axes_of(shards)) <= length
                 if has_rows_for_all or shards in self._given_shards:
                     finer.append((self._dim(d, shards), Axes(shard.axes)))
         return finer
 
     def _dim(self, d: int, shards: Shards) -> DimSharding:
-        """Return dim `d` with these shards: the same object for equal lengths and shards."""
+        """Return the sharding of dim number `d` by these shards, made once.
+
+        Equal lengths and shards give the same object: placements are compared by identity.
+        """
         length = self._all_lengths[d]
         sharding = self.dim_shardings.get((length, shards))
         if sharding is None:
@@ -234,6 +248,7 @@ class EinsumShardings:
     @cached_property
     def _shards(self) -> tuple[Shards, ...]:
         """The shards that each dim may have: those of the arrays, and contiguous blocks over one axis."""
+        # By name of the dim; the inner dicts are ordered sets.
         options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
         for array in self.arrays:
             for dim in array.normal.dims:
@@ -294,8 +309,12 @@ class EinsumShardings:
         return OperandSharding(dims, sums, others - sums)
 
     def move(self, place: ArrayPlace, local: OperandSharding) -> ArrayMove:
-        """Return the move of an operand to where it is contracted, or of the result from there."""
-        means = set[str]()
+        """Return the move of an operand to where it is contracted, or of the result from there.
+
+        local: how the array is sharded there (`self.local(place)`). A result that another
+        contraction takes (`stays`) moves nowhere: both ends are the same.
+        """
+        means = set[str]()  # axes
         # Along an axis with the addends of a mean, the result is a mean, too.
         for axis, operand in place.placement.sums:
             if axis in self.operands[operand].layout.tagged("mean"):
@@ -370,7 +389,8 @@ def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
         return (1,) * len(arrays)
     counts = []
     for dims in arrays:
-        # Which arrays have the dims of each run of dims that the same arrays have.
+        # For each run of neighbouring dims that the same arrays have: which arrays. In `b s f` of
+        # `b s d, d f -> b s f`: (first, result), (second, result).
         runs = [users for users, _ in groupby(dims, users_of)]
         is_side_by_side = len(set(runs)) == len(runs)  # no two runs of the same arrays
         has_batch_last = len(runs) > 1 and all(runs[-1])

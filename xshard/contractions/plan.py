@@ -252,7 +252,11 @@ class ContractionPlan(Pictured):
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Bytes that the busiest device holds at the worst moment of the forward pass."""
+        """Bytes that the busiest device holds at the worst moment of the forward pass.
+
+        It counts all operands and results of parts as held until the end, as the backward pass, or
+        the caller, may need them.
+        """
         itemsize = self.itemsize
         held_bytes = itemsize * sum(array.max_local_size for array in self.arrays[:-1])
         peak = held_bytes

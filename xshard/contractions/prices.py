@@ -90,20 +90,23 @@ class Prices:
         return move
 
     def refine(self, move: MoveEstimate) -> None:
-        """Replace a bound by an estimate, and an estimate by the price."""
+        """Make the seconds of a move one step more exact: bound -> estimate -> price of a plan.
+
+        Changes `move` in place, which all candidates with the same move share.
+        """
         src = self._state(move.shape, move.src)
         dst = self._state(move.shape, move.dst)
         if move.level == BOUND:
             estimated = estimate(self._grid(move.shape), src, dst)
             move.level = ESTIMATE
-            move.seconds = max(
-                move.seconds, estimated
-            )  # an estimate may be too low: a bound may not
+            # An estimate may be lower than the truth, a bound may not: so the seconds never fall.
+            move.seconds = max(move.seconds, estimated)
             return
-        if move.make is None:  # without a `Plan`, of which only the seconds would be read
+        if move.make is None:
+            # Both ends tell the price: a `Plan` would be made only to read its seconds.
             price = self._price(move.shape, src, dst)
         else:
-            price = self.plan(move.make()).cost
+            price = self.plan(move.make()).cost  # a move that may scale, as a mean does
         move.level = PRICE
         move.seconds = price
 
@@ -141,23 +144,26 @@ class Prices:
         return elements * (grid.itemsize / grid.fastest) + start
 
     def _fewest_received(self, src: End, dst: End, elements: int) -> int:
-        """Return the fewest elements that the busiest device must receive, of so many in the array."""
+        """Return the fewest elements that the busiest device must receive: a lower bound.
+
+        src, dst: how each dim is sharded, and the axes with partial sums. elements: of the array.
+        """
         src_dims, src_sums = src
         dst_dims, dst_sums = dst
-        ended = src_sums - dst_sums
-        if ended:
-            # A reduction ends: addends of one element are on so many devices, and its sum on `copies`.
+        reduced_axes = src_sums - dst_sums
+        if reduced_axes:
+            # Addends of one element are on so many devices, and its sum will be on `copies`.
             mesh = self.mesh
-            addends = mesh.size(*ended)
+            addends = mesh.size(*reduced_axes)
             copies = mesh.n_devices // mesh.size(*dst_sums.union(*[dim.axes for dim in dst_dims]))
-            staying = mesh.size(*(dst_sums & src_sums))
+            staying = mesh.size(*(dst_sums & src_sums))  # sums along these stay as they are
             return least_received(elements, mesh.n_devices, addends, copies, staying)
         if dst_sums - src_sums:  # a device that lacks an element may begin a sum with a zero
             return 0
-        # At best the block that a device has is a part of the one that it needs.
-        wanted = [dim.block_rows for dim in dst_dims]
-        at_hand = [dim.block_rows for dim in src_dims]
-        return math.prod(wanted) - math.prod(map(min, wanted, at_hand))
+        # At best, in each dim, the smaller of the block held and the block needed is inside the other.
+        needed_rows = [dim.block_rows for dim in dst_dims]
+        held_rows = [dim.block_rows for dim in src_dims]
+        return math.prod(needed_rows) - math.prod(map(min, needed_rows, held_rows))
 
 
 @layout_cache(maxsize=4096)
@@ -175,7 +181,11 @@ def fastest_attention(
 
 
 def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
-    """Predict the seconds of the forward and backward pass on the busiest device."""
+    """Predict the seconds of attention's forward and backward pass on the busiest device.
+
+    Blocks move to where scores are computed and back, in all methods but a ring before or after the
+    work. In a ring keys and values travel meanwhile.
+    """
     prices = Prices(attn.q.mesh, dtype, profile, find_plan)
     moving = 0.0
     for src, dst in ((attn.q, attn.queries), (attn.kv, attn.keys), (attn.result, attn.target)):
@@ -207,20 +217,25 @@ def _rotation_seconds(attn: Attention, prices: Prices) -> float:
 
 
 def _operations(attn: Attention) -> float:
-    """Return the forward operations of the busiest device: two products over the scores that count."""
+    """Return the forward operations of the busiest device: two products over the scores that count.
+
+    A score counts if the mask lets the query see the key. With a causal mask, a device with late
+    queries has more of them than one with early ones.
+    """
     shape = attn.queries.max_local_shape
     batch = math.prod(shape[:HEADS])
     heads = shape[HEADS]
     n_keys = attn.kv.shape[SEQUENCE]
     most_scores = 0
     for device in attn.devices:
-        place = attn.query_rows(device) + attn.offset  # [queries], among the keys
-        first = np.zeros_like(place)  # of the keys that each query sees
+        query_row = attn.query_rows(device) + attn.offset  # [queries], as a row of the keys
+        # Each query sees the keys from `first` up to `stop`; None: all keys on that side.
+        first = np.zeros_like(query_row)
         if attn.left is not None:
-            first = place - attn.left
-        stop = np.full_like(place, n_keys)
+            first = query_row - attn.left
+        stop = np.full_like(query_row, n_keys)
         if attn.right is not None:
-            stop = place + attn.right + 1
+            stop = query_row + attn.right + 1
         keys_seen = stop.clip(max=n_keys) - first.clip(min=0)
         most_scores = max(most_scores, int(keys_seen.clip(min=0).sum()))
     # In "reduce" every device computes all queries with its share of the keys.

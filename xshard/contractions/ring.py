@@ -149,7 +149,11 @@ def _only_step(move: Plan) -> Step | None:
 
 
 def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
-    """Iterate over the rings that replace a move, with parts in one piece or in several."""
+    """Iterate over the rings that replace a move, with parts in one piece or in several.
+
+    A part is the block of one device along the axis. In each of n rounds every device contracts a
+    part, and passes it (or the sum for it) on to the device before.
+    """
     src = travelling.src
     mesh = src.mesh
     dims = src.normal.dims  # groups as nested shards
@@ -158,9 +162,9 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
     if travelling.operand is None:
         tags = src.layout.tags
     d = src.dim_index(travelling.dim)
-    [axis] = dims[d].shards[-1].axes
+    [axis] = dims[d].shards[-1].axes  # the innermost shard travels
     n_devices = mesh.size(axis)
-    rows = src.max_local_shape[d]
+    rows = src.max_local_shape[d]  # of a part
 
     def plan(src_layout: Layout, dst_layout: Layout, shape: tuple[int, ...]) -> Plan:
         array = (shape, move.dtype, move.profile)

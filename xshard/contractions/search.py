@@ -120,7 +120,12 @@ class CandidateSearch:
         yield from candidates
 
     def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
-        """Iterate over candidates by their seconds, then operations, then elements; the best first."""
+        """Iterate over candidates, the best by estimated seconds first, refining few of them.
+
+        All begin with lower bounds of the seconds of their moves, in a heap. The first of the heap is
+        refined until its seconds are estimates; if it is still the first, no other can be better.
+        Equal seconds: fewer operations first, then fewer elements.
+        """
         queue: list[Ranked] = []
         for number, placement in enumerate(placements):
             candidate = self.candidate(placement)
@@ -176,7 +181,10 @@ class CandidateSearch:
         return candidate.seconds, candidate.flops
 
     def candidate(self, placement: Placement) -> Candidate:
-        """Return the candidate of a placement, with its moves as far as they are known."""
+        """Return a placement with its work and its moves, whose seconds are lower bounds at first.
+
+        Moves that other candidates have, too, come as far refined as they are.
+        """
         shardings = self.shardings
         estimates: list[MoveEstimate] = []
         touched = 0
@@ -192,7 +200,11 @@ class CandidateSearch:
         return Candidate(shardings, placement, flops, touched, work, tuple(estimates))
 
     def _moves_of(self, place: ArrayPlace) -> list[MoveEstimate]:
-        """Return the move of an array, and of its gradient if that counts."""
+        """Return the move of one array in a placement, and of its gradient if that counts.
+
+        An operand moves from where it is given to where it is contracted, the result from where
+        devices compute it to where it is wanted.
+        """
         shardings = self.shardings  # hot: called for each array of each placement
         number = place.number
         local = shardings.local(place)
@@ -203,7 +215,7 @@ class CandidateSearch:
         else:
             src = given
             dst = local
-        make = None
+        make = None  # both ends tell the price
         scaling = None
         if shardings.has_means:
             # A move that may scale depends on more than both ends, and is made to be priced.

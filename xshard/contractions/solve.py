@@ -154,7 +154,7 @@ class _Solver:
             yield self._plan(path)
 
     def _paths_at_once(self) -> Iterator[ContractionPath]:
-        """Iterate over paths of one contraction, of all operands, the best placement first."""
+        """Iterate over paths of one contraction, of all operands at once, the best placement first."""
         limit = self.request.flops_limit
         search = self._search_in(self.shardings)
         candidates = search.best(limit)
@@ -162,7 +162,8 @@ class _Solver:
             first = next(candidates, None)
             if first is None:
                 return
-            # Candidates are ranked with waiting, plans without, so the forward pass' best may cost less.
+            # Candidates are ranked with the seconds in which devices wait for each other, plans
+            # without: the placement that is best for the forward pass alone may cost less as a plan.
             forward = CandidateSearch(self.shardings, self.prices, FORWARD)
             best_forward = next(forward.best(limit)).placement
             best = min(first, search.candidate(best_forward), key=self._plan_seconds)
@@ -186,7 +187,11 @@ class _Solver:
         return self.start.then(tuple(range(len(self.start.left))), candidate)
 
     def _paths_of_pairs(self) -> list[ContractionPath]:
-        """Return the best paths pair by pair: searched by estimates of their moves, ranked by prices."""
+        """Return the best paths of pairs, the fastest first.
+
+        A path is an order of pairs with a placement for each. All orders are searched by estimates
+        of the seconds of moves, and only the best few paths have their moves planned.
+        """
         limit = self.request.flops_limit
         # The best placement of all operands, as if they were contracted at once, is one more start.
         at_once = next(self._search_in(self.shardings).best(level=ESTIMATE)).placement
@@ -220,7 +225,8 @@ class _Solver:
         A pair's best placement may be a bad start for the next pair. This path never moves between pairs.
         """
         path = self.start
-        numbers = list(range(len(self.shardings.operands)))  # of the operands left
+        # Of the operands left, among all operands; -1 for the result of a pair.
+        numbers = list(range(len(self.shardings.operands)))
         for takes in order:
             pair = self._pair(path, takes)
             taken = [numbers[i] for i in takes]
@@ -235,7 +241,12 @@ class _Solver:
     def _extend(
         self, path: ContractionPath, takes: Takes, order: Order
     ) -> Iterator[ContractionPath]:
-        """Iterate over a path with one more contraction, in each of its best placements."""
+        """Iterate over a path with one more contraction, in each of its best placements.
+
+        The seconds of complete paths are added to `self.best`, so that later calls can leave out
+        what takes longer. takes: the operands of the contraction, among those left. order: the
+        whole order of pairs.
+        """
         is_last = len(path.left) == len(takes)
         limit = self.request.flops_limit
         if limit is not None:  # leave enough for the contractions that follow
@@ -244,7 +255,7 @@ class _Solver:
         below = math.inf
         if len(self.best) >= WIDTH:  # a complete path has to be among the best of all orders
             below = self.best[WIDTH - 1] - path.seconds
-        if below <= 0:
+        if below <= 0:  # the path takes too long already
             return
         search = self._search_in(self._pair(path, takes), below)
         n_candidates = WIDTH
@@ -257,7 +268,10 @@ class _Solver:
             yield longer
 
     def _least_flops(self, order: Order) -> list[int]:
-        """Return the operations of each contraction in an order, if no device repeats another's work."""
+        """Return the fewest operations of a device for each contraction in an order.
+
+        That is all operations over the number of devices: no device repeats another's work.
+        """
         lengths = self.shardings.lengths
         result_names = set(self.shardings.result.layout.names)
         flops = []
@@ -310,7 +324,10 @@ class _Solver:
         )
 
     def _part(self, takes: Takes, candidate: Candidate) -> Part:
-        """Return the part of a candidate, in its fastest ring if that is wanted and pays."""
+        """Return one contraction of a plan: its moves, or a ring in place of one of them.
+
+        In a ring, blocks travel while others are contracted. takes: the operands, among those left.
+        """
         *moves, result = [self.prices.plan(move) for move in candidate.moves]
         part = Part(takes, tuple(moves), result)
         overlap = self.request.overlap
@@ -331,14 +348,23 @@ def restrict_to_pair(
 ) -> Placement:
     """Return what a placement of all operands means for a pair of them.
 
-    numbers: of the pair's operands among all; -1 is the result of an earlier pair.
+    A placement is what every mesh axis does while blocks are contracted: shard a dim, hold partial
+    sums of one operand, or hold copies. Of `a b, b c, c d -> a d` with tp on d, the pair `a b, b c`
+    has copies along tp.
+
+    Args:
+        shardings: All operands, and the result.
+        placement: Of all operands.
+        pair: Two operands, and their result.
+        numbers: Of the pair's operands among all; -1 is the result of an earlier pair.
     """
     all_dims = dict(zip(shardings.lengths, placement.dims, strict=True))
     dims = tuple(all_dims[name] for name in pair.lengths)
     sharding_axes = Axes().union(*[dim.axes for dim in dims])
-    # Axes that shard a dim of another operand are busy in this pair, too, and hold copies here.
+    # Axes that shard a dim of another operand are busy in this pair, too. In mesh order, for
+    # sets have none.
     busy = [axis for axis in shardings.axes if axis in placement.busy - sharding_axes]
-    sums: list[tuple[str, int]] = []
+    sums: list[tuple[str, int]] = []  # axis, index in the pair
     for i, (number, operand) in enumerate(zip(numbers, pair.operands, strict=True)):
         is_result = number < 0  # of an earlier pair, which may have left partial sums
         for axis in operand.layout.tagged("sum", "mean"):
@@ -362,15 +388,19 @@ def _orders(shardings: EinsumShardings) -> Iterator[Order]:
 
 
 def _greedy_order(shardings: EinsumShardings) -> Order:
-    """Return the order of pairs that numpy's greedy algorithm finds."""
+    """Return the order of pairs that numpy's greedy algorithm finds.
+
+    As a tuple of pairs of indices among the operands that are left; the result of each pair goes
+    behind the others: ((0, 1), (0, 1)) contracts operands 0 and 1, then operand 2 and their result.
+    """
     numbers = {name: number for number, name in enumerate(shardings.lengths)}
     arguments: list[Any] = []
     for operand in shardings.operands:
-        # Of a zero, which takes no memory: numpy looks at shapes only.
+        # A zero, broadcast, takes no memory: numpy looks at shapes only.
         arguments.append(np.broadcast_to(np.float32(0), operand.shape))
         arguments.append([numbers[name] for name in operand.layout.names])
     arguments.append([numbers[name] for name in shardings.result.layout.names])
-    _, *path = np.einsum_path(*arguments, optimize="greedy")[0]
+    _, *path = np.einsum_path(*arguments, optimize="greedy")[0]  # begins with its own name
     order: list[Takes] = []
     for takes in path:
         # The result goes behind the others, as here. If pairs save no operations, numpy takes all

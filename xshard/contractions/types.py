@@ -97,8 +97,18 @@ class AxisRole(NamedTuple):
 def _axis_role(
     axis: str, operands: Sequence[Layout], dims: dict[str, Dim], names: Sequence[str]
 ) -> AxisRole:
-    """Find the row of the module's table that an axis is in."""
-    kinds = [_role_in(layout, axis) for layout in operands]
+    """Find what a mesh axis does in the result of a local contraction, and operands that forbid it.
+
+    `b s/tp, s/tp f` without s in the result: a partial sum ("sum"). `b s, s f/tp` without copies of
+    the first operand along tp: shards f, but operand 0 misfits, for it has to be `b s | copy(tp)`.
+
+    Args:
+        axis: The mesh axis, which does something in an operand at least.
+        operands: The layouts of the operands.
+        dims: All dims of them by name, with their shards.
+        names: The names of the result's dims.
+    """
+    kinds = [_role_in(layout, axis) for layout in operands]  # "cut", the kind of a tag, or None
     cut_names = [dim.name for dim in dims.values() if axis in dim.axes]
     if len(cut_names) > 1:  # devices would contract blocks that do not meet
         first, second = cut_names[:2]

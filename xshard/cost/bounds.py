@@ -125,10 +125,14 @@ def _lacking_elements(src: Sharding, dst: Sharding) -> NDArray[np.int64]:
 
 
 def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
-    """Return `received_elements`, if blocks may repeat rows: an element counts once for a device."""
+    """Return `received_elements`, if blocks may repeat rows: an element counts once for a device.
+
+    It is the most of any device: elements of the blocks it wants, less those it has complete.
+    """
     mesh = dst.mesh
     if begun_axes(src.layout, dst.layout):
         return 0  # the least that is true: no better bound is known
+    # Products over dims, for each device.
     needed = np.ones(mesh.n_devices, np.int64)
     at_hand = np.ones(mesh.n_devices, np.int64)
     for d in range(len(dst.shape)):
@@ -183,9 +187,12 @@ def _needed_rows(src: Sharding, dst: Sharding, d: int) -> NeededRows:
 def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: int) -> NeededRows:
     """Return the rows wanted from blocks whose contributions are added, and those that are complete.
 
-    A row in no block is zero: nobody sends it. A row in just one block is complete there.
+    A row in no block is zero: nobody sends it. A row in just one block is complete there. Blocks of
+    rows 0-4 and 3-7: 3 and 4 are sums of two contributions, all others are complete.
+
+    wanted, blocks: the rows at every place along the dim. length: of the dim.
     """
-    # `Rows` are row numbers as an array: many that no few runs describe.
+    # `Rows` are row numbers as an array: many that no few runs describe. They are counted one by one.
     if any(isinstance(rows, Rows) for rows in (*blocks, *wanted)):
         all_rows = np.concatenate([row_numbers(block) for block in blocks])
         n_blocks = np.bincount(all_rows, minlength=length)  # that hold each row
@@ -198,7 +205,8 @@ def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: 
         return NeededRows(tuple(nonzero), tuple(complete))
 
     held_pieces = pieces(blocks)
-    # All runs are divided at the edges of all others, so that two parts are equal or disjoint.
+    # The same count with runs. All are divided at the edges of all others, so that two parts are
+    # equal or disjoint; equal ones have the same `interval`.
     parts, interval, source = at_edges(joined(held_pieces, pieces(wanted)))
     # `source` numbers the piece that each part is of: first the pieces of blocks, then the wanted ones.
     is_held = source < len(held_pieces.start)
@@ -264,7 +272,11 @@ def _reductions(sharding: Sharding) -> list[str]:
 def received_elements_between(
     source: Sharding, target: Sharding, src_devices: Sequence[int], dst_devices: Sequence[int]
 ) -> int:
-    """Return the fewest elements that the busiest device must receive between two meshes."""
+    """Return the fewest elements that the busiest device must receive between two meshes.
+
+    The higher of two bounds: what a device lacks of its block, and, where sums end,
+    the messages that all devices together need, over the number of devices.
+    """
     addends = source.mesh.size(*source.layout.tagged(*REDUCERS))
     sums = target.layout.tagged(*REDUCERS)
     are_disjoint = set(src_devices).isdisjoint(dst_devices)

@@ -232,9 +232,10 @@ def asked_for(profile: ProfileLike) -> ProfileLike:
 
 
 def node_processes(n: int) -> int | None:
-    """Return how many of `n` processes share a node, by what the launcher says.
+    """Return how many of `n` processes share a node, by the launcher's environment variables.
 
-    A divisor of all if nodes differ; None if it is not known.
+    If nodes differ, a number that divides all of theirs: 4, 4 and 6 processes -> 2. None if it is
+    not known.
     """
     for variable in LAUNCHERS:
         value = os.environ.get(variable, "")
@@ -247,17 +248,18 @@ def node_processes(n: int) -> int | None:
     if listed is None:
         per_pod = os.environ.get("PET_NPROC_PER_NODE", "").replace("auto", "1")
         listed = f"{per_pod}(x{os.environ.get('PET_NNODES')})"
-    divisor = 0
+    divisor = 0  # gcd(0, n) is n
     total = 0
     for item in listed.split(","):
+        # `4(x2)` is 4 processes on each of 2 nodes, `3` is 3 on one.
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match:
             processes = int(match[1])
-            times = 1
+            n_nodes = 1
             if match[2]:
-                times = int(match[2])
+                n_nodes = int(match[2])
             divisor = math.gcd(divisor, processes)
-            total += processes * times
+            total += processes * n_nodes
     # Another total: the variables are of another job, or of a part of it.
     return divisor if total == n else None
 
@@ -305,21 +307,24 @@ def are_across(profile: Profile, a: NDArray[np.int64], b: NDArray[np.int64]) -> 
 
 
 def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
-    """Return the profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes."""
-    nodes = profile.node_devices
-    if profile.across is None or nodes is None or isinstance(devices, range):
+    """Return the profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes.
+
+    devices: the machine's number of each device of the mesh. Profiles take them to be 0, 1, 2, ...
+    """
+    node_size = profile.node_devices
+    if profile.across is None or node_size is None or isinstance(devices, range):
         return profile  # a range: devices in the order of the machine, as profiles take them to be
     links = dict.fromkeys(mesh.axes, profile.default)
     for axis in mesh.axes:
-        groups = np.array(devices)[
-            np.array(mesh.groups((axis,)))
-        ]  # [groups, devices along the axis]
+        positions = np.array(mesh.groups((axis,)))  # [groups, devices along the axis]
+        groups = np.array(devices)[positions]
+        # Whether any device is on another node than the first of its group.
         if are_across(profile, groups[:, :1], groups).any():
             links[axis] = profile.across
     links |= dict(profile.axes)  # what the profile says of an axis wins
     # The same profile, if it says the same: caches then know it.
     has_these_links = all(profile.link(axis, mesh) == links[axis] for axis in mesh.axes)
-    if has_these_links and _begin_nodes_alike(devices, nodes):
+    if has_these_links and _begin_nodes_alike(devices, node_size):
         return profile
     return replace(profile, axes=tuple(sorted(links.items())))
 
@@ -331,7 +336,11 @@ def _begin_nodes_alike(devices: Sequence[int], nodes: int) -> bool:
 
 
 def refined(profile: Profile, refinement: Refinement) -> Profile:
-    """Return the profile with the link of every axis given to its factors; of two links the slower."""
+    """Return the profile with the link of every axis given to its factors; of two links the slower.
+
+    refinement: the axes of two meshes, each divided into factors that both meshes have. An axis x of
+    8 that is y and z on the other mesh has two factors, which get the link of x, or that of y or z.
+    """
     if not profile.axes:
         return profile
     src_factors = dict(refinement.src)

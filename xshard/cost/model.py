@@ -166,26 +166,28 @@ class Profile:
         1 if none are. Nodes of 4, and a mesh of a=2, b=8: 4 along b, 1 along a.
         """
         position = mesh.position(axis)
-        origin = mesh.origin(axis)
-        n = mesh.sizes[position]
+        origin = mesh.origin(axis)  # the axis that this one is a part of, or itself
+        size = mesh.sizes[position]
         if origin in dict(self.inside):
+            # The profile says it for the axis: so many of its positions are in one node. Counted
+            # within the axis' own positions: only the sub-axes of it that lie further in matter.
             node_devices = dict(self.inside)[origin]
-            # Within the axis' own positions: the sub-axes of it that lie further in.
             later = [a for a in mesh.axes[position + 1 :] if mesh.origin(a) == origin]
             stride = math.prod(mesh.sizes_of(later))
         else:
+            # One kind of link for the whole axis: nothing to tell apart.
             if self.across is None or self.node_devices is None or origin in dict(self.axes):
-                return n
+                return size
             if mesh.n_devices <= self.node_devices:
-                return n
+                return size
             node_devices = self.node_devices
-            stride = math.prod(mesh.sizes[position + 1 :])  # from one position to the next
+            stride = math.prod(mesh.sizes[position + 1 :])  # devices from one position to the next
         if node_devices % stride:  # a step along the axis may lead into another node
             return 1
-        if node_devices % (stride * n) == 0:
-            return n
+        if node_devices % (stride * size) == 0:
+            return size
         in_node = node_devices // stride
-        if n % in_node:  # nodes end at other positions for other groups
+        if size % in_node:  # nodes end at other positions for other groups
             return 1
         return in_node
 
@@ -317,17 +319,16 @@ class Fabric:
         n_devices = math.prod(span.size for span in spans)
         ring_seconds = 0.0
         phase_seconds = 0.0
-        gathered = 1  # blocks that a device has after the phases so far
-        group = n_devices  # devices within one position of the spans so far
-        for span in spans:
+        n_gathered = 1  # blocks that a device has after the phases so far
+        group_devices = n_devices  # within one position of the spans so far
+        for span in spans:  # the slowest link first
             byte_seconds = 1 / self.links[span.level].bytes_per_s
-            group = group // span.size
-            # The devices of a group share the links out of it.
-            ring_seconds = max(ring_seconds, (n_devices - 1) * byte_seconds / group)
-            phase_seconds += (span.size - 1) * gathered * byte_seconds
-            gathered *= (
-                span.size
-            )  # the slow links carry few blocks, the fast ones all that these brought
+            group_devices = group_devices // span.size
+            # The devices of a group share the links out of it; the slowest link decides.
+            ring_seconds = max(ring_seconds, (n_devices - 1) * byte_seconds / group_devices)
+            phase_seconds += (span.size - 1) * n_gathered * byte_seconds
+            # So slow links carry few blocks, and fast ones all that these brought.
+            n_gathered *= span.size
         return phase_seconds < ring_seconds
 
 
@@ -342,15 +343,19 @@ class Stretch(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
-    """Find the links of a mesh, and which stretch of each axis has which."""
+    """Find the links of a mesh, and which stretch of each axis has which.
+
+    Nodes of 4, and an axis of 8: a stretch of 2 positions, each 4 from the next, over the link
+    between nodes, and a stretch of 4, each 1 from the next, over the link in a node.
+    """
     stretches = []
-    for axis, n in zip(mesh.axes, mesh.sizes, strict=True):
+    for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
         link = profile.link(axis, mesh)
         in_node = profile._positions_in_node(axis, mesh)
-        if in_node in (1, n):
-            stretches.append(Stretch(link, axis, n, 1))
+        if in_node in (1, size):  # one kind of link: no two positions share a node, or all do
+            stretches.append(Stretch(link, axis, size, 1))
         else:  # between nodes, and inside them
-            stretches.append(Stretch(link, axis, n // in_node, in_node))
+            stretches.append(Stretch(link, axis, size // in_node, in_node))
             stretches.append(Stretch(profile.default, axis, in_node, 1))
     links = [stretch.link for stretch in stretches]
     if profile.splits_groups(mesh):
@@ -360,9 +365,9 @@ def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
     spans = []
     for stretch in stretches:
         origin = mesh.origin(stretch.axis)
-        whole = "" if origin == stretch.axis else origin
+        whole_axis = "" if origin == stretch.axis else origin  # "": it is no part of another axis
         level = ordered.index(stretch.link)
-        spans.append(LinkSpan(stretch.axis, stretch.size, level, stretch.step, whole))
+        spans.append(LinkSpan(stretch.axis, stretch.size, level, stretch.step, whole_axis))
     spans.sort(key=_level_of)
     return Fabric(profile, mesh, tuple(ordered), tuple(spans))
 

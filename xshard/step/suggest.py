@@ -126,24 +126,37 @@ def problems(
     recompute: bool | None,
     overlap: float,
 ) -> list[StepProblem]:
-    """List the problems to search: micro-batches that divide the batch, recomputing or not."""
+    """List the problems to search: every number of micro-batches, with and without recomputing.
+
+    Args:
+        step: The operations.
+        moves: The prices of moves on the mesh.
+        micro_batches: The only number to search; None: all powers of two that divide the batch, up
+            to MOST_BATCHES.
+        recompute: Whether activations of repeated blocks are computed again in the backward pass;
+            None: both, if there are such blocks.
+        overlap: Share of the seconds of moves that run beside computing.
+
+    Raises:
+        PlanError: The batch cannot be divided so.
+    """
     batch = step.lengths[step.batch]
     # Other numbers than powers of two are searched only when a person asks for one.
-    numbers = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
+    n_micro_batches = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
     if micro_batches is not None:
         number = whole_number(micro_batches)
         if number is None or number <= 0 or batch % number:
-            hint = f"{step.batch} is {batch}: {', '.join(map(str, numbers))} divide it"
+            hint = f"{step.batch} is {batch}: {', '.join(map(str, n_micro_batches))} divide it"
             raise PlanError(f"{shown(micro_batches)} micro-batches", hint=hint)
-        numbers = [micro_batches]
+        n_micro_batches = [micro_batches]
     has_repeated_blocks = any(op.times > 1 for op in step.ops)
-    choices = [bool(recompute)]
+    recomputing = [bool(recompute)]  # None is False where nothing can be computed again
     if recompute is None and has_repeated_blocks:
-        choices = [False, True]
-    found = list[StepProblem]()
-    for number in numbers:
-        found += [StepProblem(step, moves, number, choice, overlap) for choice in choices]
-    return found
+        recomputing = [False, True]
+    candidates = list[StepProblem]()
+    for number in n_micro_batches:
+        candidates += [StepProblem(step, moves, number, again, overlap) for again in recomputing]
+    return candidates
 
 
 def _check_rates(moves: MovePrices) -> None:
@@ -157,13 +170,17 @@ def _check_rates(moves: MovePrices) -> None:
 def _searches_of(
     candidates: Sequence[StepProblem], limit: float, fixed: RulesLike
 ) -> list[StepSearch]:
-    """Begin a search for each problem in which everything can be as it is fixed."""
+    """Make a search for each problem in which everything can be as the user fixed it.
+
+    candidates: the fewest micro-batches first. Raises NotationError if the first of them cannot.
+    """
     searches = list[StepSearch]()
     for problem in candidates:
         try:
             options = fixed_options(problem, fixed)
         except NotationError:
-            # A smaller micro-batch cannot be sharded so; the whole batch has to be.
+            # A dim of a smaller micro-batch may not divide over its axes: that problem is left out.
+            # If the first one fails, so do all others.
             if not searches:
                 raise
         else:
@@ -172,15 +189,20 @@ def _searches_of(
 
 
 def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
-    """Find the best plan of each kind that people write, and offer all of them to the searches."""
+    """Find the best plan of each kind that people write, and offer all of them to the searches.
+
+    A kind, such as ZeRO-3 or tensor parallel, leaves several assignments: a short search among
+    these finds a good one. Returns plans by the name of their kind; one that is not possible on the
+    mesh is left out.
+    """
     by_hand = dict[str, StepPlan]()
     for name, hand in HAND.items():
         plans = list[StepPlan]()
         for search in searches:
-            near = search.within(allowed(search.problem, hand))
-            if near.vectors:
-                near.run(most_steps=TRIES)
-            for assignment, vector in near.vectors.items():
+            search_by_hand = search.within(allowed(search.problem, hand))
+            if search_by_hand.vectors:
+                search_by_hand.run(most_steps=TRIES)
+            for assignment, vector in search_by_hand.vectors.items():
                 search.offer(assignment)
                 plans.append(StepPlan(search, vector))
         if plans:
@@ -196,22 +218,24 @@ def _rank(plan: StepPlan) -> float:
 def _raise_bounds(searches: Sequence[StepSearch], progress: Progress) -> None:
     """Raise the bound of every search until it passes the best seconds, or can be raised no more.
 
-    It is always the turn of the lowest bound: most bounds pass the seconds of the best search soon.
+    A search whose bound passes the best seconds of all cannot win, and ends. It is always the turn
+    of the lowest bound: most bounds pass the seconds of the best search soon.
     """
-    best = min(search.seconds for search in searches)
+    best_s = min(search.seconds for search in searches)
     running = list(searches)
     while running:
         search = min(running, key=lambda search: search.bound)
-        search.cutoff = best
-        if search.bound >= best or not search.advance():
+        search.cutoff = best_s  # it leaves out options that take longer
+        if search.bound >= best_s or not search.advance():
             progress(len(searches) - len(running), len(searches))
             running.remove(search)
-            if search.bound < best:  # weights can do no more, changes may
+            if search.bound < best_s:  # weights can do no more, changes may
                 search.improve()
-        best = min(best, search.seconds)
+        best_s = min(best_s, search.seconds)
         for other in searches:
-            if other.bound >= best and other.seconds > best:
-                other.problem.forget_edges()  # no one asks for them again
+            if other.bound >= best_s and other.seconds > best_s:
+                # It cannot win: its tables of moves are large, and no one asks for them again.
+                other.problem.forget_edges()
 
 
 def _close_gaps(searches: Sequence[StepSearch], gap: float) -> None:

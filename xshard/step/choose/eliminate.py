@@ -53,29 +53,36 @@ class Bucket(NamedTuple):
         return self.scope.index(self.variable)
 
     def minimize(self) -> Floats:
-        """Return the minimum of the sum over the variable, for all values of the others."""
+        """Add up the tables, and return the minimum over the variable.
+
+        The result has an axis for each other variable in `scope`, in order.
+        """
         shape = np.broadcast_shapes(*[table.shape for table in self.tables])
         axis = self.axis
-        # A large sum is made a few rows at a time, which fit into caches.
-        n_rows = max(1, ENTRIES_AT_A_TIME * shape[axis] // math.prod(shape))
+        # A large sum is made a few values of the variable at a time, which fit into caches.
+        n_values = max(1, ENTRIES_AT_A_TIME * shape[axis] // math.prod(shape))
         least = np.array(np.inf)
-        for start in range(0, shape[axis], n_rows):
-            rows = (*[slice(None)] * axis, slice(start, start + n_rows))
+        for start in range(0, shape[axis], n_values):
+            rows = (*[slice(None)] * axis, slice(start, start + n_values))
             total = np.asarray(sum(table[rows] for table in self.tables))
             least = np.minimum(least, total.min(axis))
         return least
 
     def best_value(self, values: Sequence[int]) -> int:
-        """Return the value of the variable that is best beside values of the others."""
+        """Return the value of the variable with the least sum, where all others have values.
+
+        values: of all variables by number; only those in `scope` are read.
+        """
         total: Floats = np.zeros(())
         for table in self.tables:
-            place = list[int | slice]()
+            index = list[int | slice]()
             for variable, length in zip(self.scope, table.shape, strict=True):
                 if variable == self.variable:
-                    place.append(slice(None))
+                    index.append(slice(None))
                 else:
-                    place.append(values[variable] % length)  # 0 where the table has length 1
-            total = total + table[tuple(place)]
+                    # Length 1: the table does not depend on it, and `%` makes 0 of any value.
+                    index.append(values[variable] % length)
+            total = total + table[tuple(index)]
         return int(total.argmin())
 
 
@@ -88,12 +95,18 @@ class Minimum(NamedTuple):
 
 
 def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) -> Minimum:
-    """Minimize the sum of an entry of each table.
+    """Find a value for each variable, so that the sum of the tables' entries there is least.
+
+    Variables are eliminated one by one: all tables with the variable are added up (a bucket), and
+    the minimum over it is a new table over its neighbours. Backwards, each variable takes its best
+    value beside those of its neighbours.
 
     A variable with tables that are too large together is minimized over in two parts, each with its
     own value (mini-buckets). Then the sum is a lower bound, and the values need not reach it.
 
-    unary: for each variable a table of its values. pairs: tables by the numbers of two variables.
+    Args:
+        unary: For each variable a table of its values.
+        pairs: Tables by the numbers of two variables: [values of the first, of the second].
 
     >>> minimum([np.array([0.0, 1.0]), np.array([0.0, 2.0])], {(0, 1): np.array([[5, 5], [0, 3]])})[
     ...     :2
@@ -102,24 +115,27 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
     """
     sizes = [len(table) for table in unary]
     tables = _tables_of(unary, pairs)
-    n_entries = dict[int, int]()  # of the sum of all tables with a variable
-    changed: Iterable[int] = range(len(sizes))
+    n_entries = dict[int, int]()  # by variable, of the sum of all tables with it
+    neighbors: Iterable[int] = range(len(sizes))  # whose tables have changed; at first all
     buckets = list[Bucket]()
     for _ in sizes:
-        for variable in changed:
+        for variable in neighbors:
             scope = _joint_scope([table for table in tables if variable in table.scope])
             n_entries[variable] = _n_entries(scope, sizes)
+        # The variable with the smallest sum first, so that tables stay small.
         eliminated = min(n_entries, key=n_entries.__getitem__)
         del n_entries[eliminated]
         with_variable = [table for table in tables if eliminated in table.scope]
         tables = [table for table in tables if eliminated not in table.scope]
-        changed = [w for w in _joint_scope(with_variable) if w != eliminated]
-        for group in _groups_that_fit(with_variable, sizes):
+        neighbors = [v for v in _joint_scope(with_variable) if v != eliminated]
+        for group in _groups_that_fit(with_variable, sizes):  # one, but for mini-buckets
             bucket = _bucket_of(eliminated, group, sizes)
-            scope = [w for w in bucket.scope if w != eliminated]
+            scope = [v for v in bucket.scope if v != eliminated]
+            # Its number tells `excess` where the table is from.
             tables.append(Table(scope, bucket.minimize(), len(buckets)))
             buckets.append(bucket)
     assignment = [0] * len(sizes)
+    # The neighbours of a variable were eliminated after it, and have their values already.
     for bucket in reversed(buckets):
         assignment[bucket.variable] = bucket.best_value(assignment)
     # All variables are gone: tables are single numbers now.
@@ -127,27 +143,38 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
 
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
-    """Return for each value of every variable how far above the minimum sums with it are at least.
+    """Return how far above the minimum all sums are in which a variable has a certain value.
 
-    Buckets are gone through in reversed order, with what all other tables add to each bucket's
-    minimum.
+    Such a value can be left out if it is further above than what is looked for. In the example of
+    `minimum`, least sum 1: with value 0 of variable 0 sums are 5 or 7, hence an excess of 4.
+
+    Buckets are gone through from the last to the first. A bucket's own tables know only what was
+    eliminated before it; what all other tables add for given values of its neighbours, the later
+    bucket that has its minimum as a table hands back to it.
+
+    Returns:
+        For each variable, [values], at least 0. After mini-buckets they are lower bounds.
     """
     excess_of = dict[int, Floats]()
-    added_elsewhere = dict[int, Floats]()  # by bucket, over its scope without its variable
+    # By number of a bucket: what other tables add, with its scope's axes, 1 long at its variable.
+    added_elsewhere = dict[int, Floats]()
     for number, bucket in reversed(list(enumerate(buckets))):
+        # The least sum of everything for all values of the variables in its scope.
         total = np.asarray(sum(bucket.tables) + added_elsewhere.pop(number, 0.0))
         for origin, least in zip(bucket.buckets, bucket.tables, strict=True):
             if origin == GIVEN:
                 continue
             origin_scope = buckets[origin].scope
-            gone = tuple(axis for axis, v in enumerate(bucket.scope) if v not in origin_scope)
+            # Variables that the bucket of this table does not know: at their best.
+            unknown = tuple(axis for axis, v in enumerate(bucket.scope) if v not in origin_scope)
             with np.errstate(invalid="ignore"):  # inf - inf
-                others = total.min(gone, keepdims=True) - least
+                others = total.min(unknown, keepdims=True) - least
+            # Where the table itself is infinite, its bucket is so without what others add.
             others = np.where(np.isfinite(least), others, 0)
-            added_elsewhere[origin] = np.expand_dims(others.squeeze(gone), buckets[origin].axis)
+            added_elsewhere[origin] = np.expand_dims(others.squeeze(unknown), buckets[origin].axis)
         other_axes = tuple(axis for axis in range(len(bucket.scope)) if axis != bucket.axis)
         above = total.min(other_axes) - total.min()
-        # A variable in several buckets has a bound from each of them.
+        # A variable in several buckets has a bound from each of them: the highest counts.
         excess_of[bucket.variable] = np.maximum(excess_of.get(bucket.variable, 0), above)
     return excess_of
 
@@ -176,27 +203,34 @@ def _n_entries(scope: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[list[Table]]:
-    """Split tables into as few groups as possible with sums of at most MOST_ENTRIES entries."""
+    """Split tables into few groups with sums of at most MOST_ENTRIES entries, largest table first.
+
+    Greedily: a group begins with the largest table that is left, and takes all others that fit. A
+    table that is too large by itself is a group, too.
+    """
     left = sorted(tables, key=lambda table: -table.entries.size)
     while left:
         group = left[:1]
-        others = list[Table]()
+        too_large = list[Table]()  # together with this group
         for table in left[1:]:
             if _n_entries(_joint_scope([*group, table]), sizes) <= MOST_ENTRIES:
                 group.append(table)
             else:
-                others.append(table)
+                too_large.append(table)
         yield group
-        left = others
+        left = too_large
 
 
 def _bucket_of(variable: int, tables: Sequence[Table], sizes: Sequence[int]) -> Bucket:
-    """Shape tables for a sum over all their variables."""
+    """Make a bucket of tables: shaped so that they broadcast over all variables of any of them.
+
+    tables: the largest first.
+    """
     scope = _joint_scope(tables)
     shaped = list[Floats]()
     # The smallest tables are added up first, so that few sums are over the whole scope.
     smallest_first = tables[::-1]
     for table in smallest_first:
-        shape = [sizes[w] if w in table.scope else 1 for w in scope]
+        shape = [sizes[v] if v in table.scope else 1 for v in scope]
         shaped.append(table.entries.reshape(shape))
     return Bucket(variable, scope, shaped, [table.bucket for table in smallest_first])

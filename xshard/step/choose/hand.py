@@ -17,9 +17,9 @@ from xshard.step.record.arrays import REPLICAS, TAGS, dims_of, shape_of
 from xshard.step.record.op import Op
 from xshard.step.record.training_step import TrainingStep
 
-# Ranks of what an axis does, behind all dims that are preferred.
+# Ranks of what an axis does, behind all dims that are preferred (0, 1, 2, ...).
 IDLE = 100
-OTHER = 10_000
+OTHER = 10_000  # so large that a sum over several axes tells whether any of them has it
 SMALL = 0.01  # of the largest parameter: operations with smaller ones do whatever is best
 
 
@@ -51,45 +51,72 @@ HAND: Mapping[str, HandPlan] = {
 
 
 def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
-    """Return the options of every node that a plan by hand leaves: for each node [options]."""
+    """Tell which options of every node a plan by hand leaves: for each node [options].
+
+    Parameters have the plan's storage. Large operations shard what it prefers over each axis, where
+    that is possible; small ones may shard anything that it names, or nothing. Inputs are free.
+    """
     step = problem.step
     preferred = _preferred_dims(step)
     sizes = {name: math.prod(shape_of(step.arrays[name], step.lengths)) for name in step.parameters}
-    small = SMALL * max(sizes.values())
+    smallest_that_counts = SMALL * max(sizes.values())
     flags = list[Flags]()
     for node in problem.nodes:
         op = step.by_name.get(node.name)
-        if node.gathering is not None:
+        if node.gathering is not None:  # a parameter
             flags.append(_allowed_storage(problem, node, plan))
         elif op is None:
             flags.append(np.ones(len(node.placements), bool))  # an input
         else:
-            is_attention_by_heads = plan.last == "heads" and op.kind == "attention"
-            last_dims = preferred["tensor" if is_attention_by_heads else plan.last]
-            batch_ranks = _ranks(op, node.placements[..., :-1], [step.batch])
-            ranks = batch_ranks + _ranks(op, node.placements[..., -1:], last_dims)
+            ranks = _ranks_of_options(problem, node, op, plan, preferred)
             largest = max((sizes[name] for name in op.operands if name in sizes), default=0)
-            if largest >= small or op.kind in ("attention", "loss"):
+            if largest >= smallest_that_counts or op.kind in ("attention", "loss"):
                 flags.append(ranks == ranks.min())
             else:
+                # Shares and numbers made in place do whatever the operations around them need.
                 flags.append((ranks < OTHER) | (op.kind in ("share", "source")))
     return flags
 
 
+def _ranks_of_options(
+    problem: StepProblem,
+    node: Node,
+    op: Op,
+    plan: HandPlan,
+    preferred: Mapping[str, Sequence[str]],
+) -> Ints:
+    """Rank an operation's options by how near they are to a plan by hand: [options], 0 is best.
+
+    All axes but the last one shard the batch. preferred: dims for the last axis, by
+    `HandPlan.last`.
+    """
+    is_attention_by_heads = plan.last == "heads" and op.kind == "attention"
+    last_dims = preferred["tensor" if is_attention_by_heads else plan.last]
+    batch_ranks = _ranks(op, node.placements[..., :-1], [problem.step.batch])
+    return batch_ranks + _ranks(op, node.placements[..., -1:], last_dims)
+
+
 def _preferred_dims(step: TrainingStep) -> dict[str, list[str]]:
-    """List the dims that an axis shards, best first, by `HandPlan.last`."""
+    """List the dims that the last axis shards, best first, by `HandPlan.last`.
+
+    They are found by where dims are, for their names mean nothing. In a model with the residual
+    stream `b s c` and the weight `f c`: the sequence is s, a dim of the stream that no parameter
+    has; tensor parallel is f, a dim of a parameter that the stream lacks.
+    """
+    # The stream is what layers hand on; without layers, the first result.
     carries = [op for op in step.ops if op.kind == "carry"]
-    stream = (carries[0] if carries else step.ops[0]).dims[-1]  # the residual stream's
+    stream_dims = (carries[0] if carries else step.ops[0]).dims[-1]
     parameter_dims = _dims_of_arrays(step, step.parameters)
-    sequence = [dim for dim in stream if dim != step.batch and dim not in parameter_dims]
-    others = {*stream, *_dims_of_arrays(step, step.inputs)}
-    tensor = [dim for dim in parameter_dims if dim not in others]
-    for op in step.ops:  # other names of the same dims: an axis shards them in one rule
+    sequence = [dim for dim in stream_dims if dim != step.batch and dim not in parameter_dims]
+    not_tensor = {*stream_dims, *_dims_of_arrays(step, step.inputs)}
+    tensor = [dim for dim in parameter_dims if dim not in not_tensor]
+    # A dim may have other names in other operations: an axis shards them in one rule.
+    for op in step.ops:
         for rule in op.axis_rules:
             pairs = zip(op.dims, rule, strict=False)
             sharded = [dims[placement] for dims, placement in pairs if placement >= 0]
             if not set(sharded).isdisjoint(tensor):
-                tensor += [dim for dim in sharded if dim not in tensor and dim not in others]
+                tensor += [dim for dim in sharded if dim not in tensor and dim not in not_tensor]
     return {
         "batch": [step.batch],
         "sequence": sequence,
@@ -116,14 +143,16 @@ def _allowed_storage(problem: StepProblem, node: Node, plan: HandPlan) -> Flags:
 def _ranks(op: Op, placements: Placements, preferred: Sequence[str]) -> Ints:
     """Rank what some axes do in each option: preferred dims in their order, then idle, then others.
 
-    placements: [options, arrays, axes]. Returns the sum over axes: [options].
+    An axis has the best rank that it has in any array: 0 if it shards the first of `preferred`
+    somewhere. placements: [options, arrays, axes]. Returns the sum over axes: [options].
     """
-    ranks = np.where((placements == REPLICAS).all(1), IDLE, OTHER)
+    ranks = np.where((placements == REPLICAS).all(1), IDLE, OTHER)  # [options, axes]
     for i, array in enumerate(op.arrays):
-        rank_of = list[int]()
+        rank_of_placement = list[int]()  # an entry for each dim, then for each tag
         for dim in array.dims:
-            parts = [name for name in parts_of(dim) if name in preferred]
-            rank_of.append(min(map(preferred.index, parts), default=OTHER))
-        rank_of += [OTHER] * (1 + len(TAGS))  # tags are negative: they count from the end
-        ranks = np.minimum(ranks, np.array(rank_of)[placements[:, i]])
+            names = [name for name in parts_of(dim) if name in preferred]  # several in `(g d)`
+            rank_of_placement.append(min(map(preferred.index, names), default=OTHER))
+        # Placements are indices: tags, which are negative, count from the end.
+        rank_of_placement += [OTHER] * (1 + len(TAGS))
+        ranks = np.minimum(ranks, np.array(rank_of_placement)[placements[:, i]])
     return np.asarray(ranks.sum(-1))

@@ -16,40 +16,54 @@ INFEASIBLE = 2  # scipy's status
 
 
 def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
-    """Return the cost of the best mixture of vectors, and the multipliers that prove it.
+    """Find the cheapest mixture of some assignments' costs, by a linear program.
 
-    A mixture may cost less than each vector, for it may use a limit up. Variables of the program: a
-    share of each vector, the maxima, and by how much a limit is exceeded. vectors: [vectors,
-    parts]. The multipliers are as in `Cost.weights`.
+    A mixture of two vectors is 0.3 of one and 0.7 of the other, say. It may cost less than each,
+    for it may use a limit up: one that is fast and takes 12 GB, and one that is slow and takes
+    8 GB, mix to 10 GB. No step can be a mixture. But its cost is the highest bound that weights can
+    prove if there are no other assignments, and its multipliers are these weights (duality of
+    linear programs).
+
+    Args:
+        cost: The cost of a vector of parts.
+        vectors: The parts of the cost of some assignments: [vectors, parts].
+
+    Returns:
+        The cost of the mixture, and multipliers as `Cost.weights` takes them.
     """
     n_vectors = len(vectors)
     n_maxima = len(cost.times)
     n_limits = len(cost.limited)
     least = float(cost.of(vectors).min())
-    scale = least if least else 1.0  # tolerances are for costs of about 1
-    # rows @ shares - maxima <= 0
+    scale = least if least else 1.0  # the solver's tolerances are for costs of about 1
+    # Variables, in the order of columns: a share of each vector, the maxima, and by how much a
+    # limit is exceeded. That may happen, at a high price, so that there always is a solution.
+    # First inequalities: rows @ shares - maxima <= 0
     rows = (cost.scaled_maxima(scale) @ vectors.T).reshape(-1, n_vectors)
+    # The table has a last column of zeros, for the excess.
     minus_maxima = np.tile(-np.eye(n_maxima, n_maxima + 1), (len(rows) // n_maxima, 1))
-    # limited @ shares - exceeded <= 1
-    minus_exceeded = np.append(np.zeros((n_limits, n_maxima)), -np.ones((n_limits, 1)), 1)
-    table = np.block([[rows, minus_maxima], [cost.limited @ vectors.T, minus_exceeded]])
-    most = np.repeat([0.0, 1.0], [len(rows), n_limits])
+    # Then: limited @ shares - excess <= 1
+    minus_excess = np.append(np.zeros((n_limits, n_maxima)), -np.ones((n_limits, 1)), 1)
+    table = np.block([[rows, minus_maxima], [cost.limited @ vectors.T, minus_excess]])
+    right_sides = np.repeat([0.0, 1.0], [len(rows), n_limits])
+    # One equality: all shares are 1 together.
     is_share = np.arange(n_vectors + n_maxima + 1) < n_vectors
     objective = np.concatenate([vectors @ cost.linear / scale, np.ones(n_maxima), [EXCESS]])
-    solved = optimizer().linprog(objective, table, most, is_share[None], [1.0])
-    of_rows, of_limits = np.split(-solved.ineqlin.marginals, [-n_limits])
-    return scale * float(solved.fun), np.append(of_rows, scale * of_limits)
+    solved = optimizer().linprog(objective, table, right_sides, is_share[None], [1.0])
+    # scipy's marginals of a minimum are <= 0; rows are over the scale already, limits are not.
+    row_shares, limit_worths = np.split(-solved.ineqlin.marginals, [-n_limits])
+    return scale * float(solved.fun), np.append(row_shares, scale * limit_worths)
 
 
 class Pairs(NamedTuple):
-    """Parts of what two nodes cost together.
+    """Parts of what two nodes cost together: the moves of an edge, as tables.
 
     Args:
         nodes: The numbers of both nodes.
-        indices: For each option of the nodes its row, and its column.
+        indices: For each option of the first node its row, and of the second its column.
         parts: The numbers of parts that are not 0.
         tables: Their values: [parts, rows, columns].
-        banned: Rows and columns that cannot be together.
+        banned: Rows and columns that cannot be together: [rows, columns].
     """
 
     nodes: tuple[int, int]
@@ -69,8 +83,12 @@ def solve_program(
 ) -> tuple[list[int] | None, float]:
     """Find the cheapest assignment within all limits by an integer program.
 
-    Variables: a share of each option, flows between the rows and the columns of pairs, and the
-    maxima.
+    Its variables, in this order:
+
+    - for each option of each node a share, 0 or 1: whether the node has it;
+    - for each pair of nodes, and each row and column of their table, a flow: 1 where the options of
+      both nodes meet, else 0;
+    - the maxima in the cost.
 
     Args:
         values: For each node the parts of every option: [options, parts].
@@ -88,38 +106,48 @@ def solve_program(
     variables = _Variables(values)
     for pair in pairs:
         variables.add_flows(pair, len(cost.linear))
+    # What each share and flow costs. The parts of an assignment are this table times its variables.
     parts = sparse.hstack(variables.parts).tocsr()  # [parts, shares and flows]
     n_maxima = len(cost.times)
     n_variables = parts.shape[1] + n_maxima
-    above = list[Any]()  # rows @ parts - maxima <= 0
+    below_maxima = list[Any]()  # rows @ parts - maxima <= 0, so that a maximum is no less than any
     for rows in cost.scaled_maxima(scale):
-        above.append(sparse.hstack([rows @ parts, -sparse.eye_array(n_maxima)]))
+        below_maxima.append(sparse.hstack([rows @ parts, -sparse.eye_array(n_maxima)]))
     no_maxima = sparse.csr_array((len(cost.limited), n_maxima))
-    limited = sparse.hstack([cost.limited @ parts, no_maxima])
-    equal = variables.equalities(n_variables)
-    # Shares of each node are 1 in all; flows are as much as the shares of their options.
-    right_sides = np.arange(equal.shape[0]) < len(values)
+    within_limits = sparse.hstack([cost.limited @ parts, no_maxima])
+    equalities = variables.equalities(n_variables)
+    # The first ones say that the shares of each node are 1 in all. All others are flows minus
+    # shares, which are 0.
+    right_sides = np.arange(equalities.shape[0]) < len(values)
     solved = optimizer().milp(
         np.append(cost.linear @ parts / scale, np.ones(n_maxima)),
-        integrality=np.arange(n_variables) < variables.n_options,  # flows follow: whole, too
+        # Whole numbers are asked of shares only: flows follow, and are whole, too.
+        integrality=np.arange(n_variables) < variables.n_options,
         constraints=[
-            (sparse.vstack(above), -np.inf, 0),
-            (limited, -np.inf, 1),
-            (equal, right_sides, right_sides),
+            (sparse.vstack(below_maxima), -np.inf, 0),
+            (within_limits, -np.inf, 1),
+            (equalities, right_sides, right_sides),
         ],
         options={"node_limit": most_nodes, "mip_rel_gap": gap},
     )
-    bound = np.inf
+    bound = np.inf  # no assignment is within the limits
     if solved.status != INFEASIBLE:
+        # None if the solver ended before it had a bound.
         bound = scale * (solved.mip_dual_bound if solved.mip_dual_bound is not None else 0.0)
     if solved.x is None:
         return None, bound
+    # The largest share, for 1 may be 0.999999.
     ends = pairwise(variables.starts)
     return [int(np.argmax(solved.x[start:end])) for start, end in ends], bound
 
 
 class _Variables:
-    """The shares of options and the flows of an integer program, and their equalities."""
+    """The shares of options and the flows of an integer program, and their equalities.
+
+    Variables have numbers: first the shares of all options, node by node, then the flows of each
+    pair of nodes as it is added. Equalities have numbers, too: first one for each node, its shares
+    are 1 in all; then for each pair one for each row and one for each column.
+    """
 
     def __init__(self, values: Sequence[Floats]) -> None:
         from scipy import sparse
@@ -130,36 +158,52 @@ class _Variables:
         self.parts = [sparse.csc_array(np.concatenate(values).T)]  # of one column a variable
         self.n_equalities = len(values)
         nodes = np.repeat(np.arange(len(values)), np.diff(self.starts))
-        # Entries of the table of equalities: their rows, their columns, and 1 or -1.
+        # Entries of the sparse table of equalities: numbers of equalities, numbers of variables,
+        # and factors, 1 or -1.
         self.entries = [(nodes, np.arange(self.n_options), np.ones(self.n_options))]
 
     def add_flows(self, pair: Pairs, n_parts: int) -> None:
-        """Add a flow for each row and column of a pair that can be together."""
+        """Add a variable for each row and column of a pair of nodes that can be together: a flow.
+
+        Options 0 and 1 of the first node are in row 0, option 2 is in row 1. The flows of row 0
+        then are as much as the shares of options 0 and 1 together, and so on for all rows and
+        columns. If each node has one option, the only flow is 1 where both meet, and costs what the
+        tables have there. Flows that are banned have no variable: options that need one cannot be
+        together.
+
+        n_parts: the length of a vector of parts.
+        """
         from scipy import sparse
 
         n_rows, n_columns = pair.banned.shape
-        option_rows, option_columns = pair.indices
-        has_row = np.isin(np.arange(n_rows), option_rows)
-        has_column = np.isin(np.arange(n_columns), option_columns)
-        rows, columns = np.nonzero(~pair.banned & has_row[:, None] & has_column)
-        parts = np.zeros((n_parts, len(rows)))
-        parts[pair.parts] = pair.tables[:, rows, columns]
+        row_of_option, column_of_option = pair.indices
+        # Layouts of options that are left out need no flow.
+        has_row = np.isin(np.arange(n_rows), row_of_option)
+        has_column = np.isin(np.arange(n_columns), column_of_option)
+        row_of_flow, column_of_flow = np.nonzero(~pair.banned & has_row[:, None] & has_column)
+        parts = np.zeros((n_parts, len(row_of_flow)))  # what each flow costs
+        parts[pair.parts] = pair.tables[:, row_of_flow, column_of_flow]
         self.parts.append(sparse.csc_array(parts))
         first_node, second_node = pair.nodes
-        self._add_equalities(first_node, n_rows, rows, option_rows)
-        self._add_equalities(second_node, n_columns, columns, option_columns)
-        self.n_variables += len(rows)
+        self._add_equalities(first_node, n_rows, row_of_flow, row_of_option)
+        self._add_equalities(second_node, n_columns, column_of_flow, column_of_option)
+        # Only now: the equalities number the new flows from here on.
+        self.n_variables += len(row_of_flow)
 
-    def _add_equalities(self, node: int, size: int, flows: Ints, options: Ints) -> None:
+    def _add_equalities(
+        self, node: int, n_rows: int, row_of_flow: Ints, row_of_option: Ints
+    ) -> None:
         """Require that the flows of each row are as much as the shares of the options in it.
 
-        flows, options: the row of each flow and of each option.
+        Flows minus shares are 0. For the second node of a pair, rows are its columns.
         """
-        flow_variables = self.n_variables + np.arange(len(flows))
-        share_variables = self.starts[node] + np.arange(len(options))
-        self.entries.append((self.n_equalities + flows, flow_variables, np.ones(len(flows))))
-        self.entries.append((self.n_equalities + options, share_variables, -np.ones(len(options))))
-        self.n_equalities += size
+        flow_variables = self.n_variables + np.arange(len(row_of_flow))
+        share_variables = self.starts[node] + np.arange(len(row_of_option))
+        plus = np.ones(len(row_of_flow))
+        minus = -np.ones(len(row_of_option))
+        self.entries.append((self.n_equalities + row_of_flow, flow_variables, plus))
+        self.entries.append((self.n_equalities + row_of_option, share_variables, minus))
+        self.n_equalities += n_rows
 
     def equalities(self, n_variables: int) -> Any:
         """Return the table of equalities; other variables follow shares and flows."""

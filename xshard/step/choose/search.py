@@ -72,19 +72,25 @@ class StepSearch:
     def __post_init__(self) -> None:
         self.cost = self.problem.cost(self.limit)
         n_maxima, n_rows, _ = self.cost.maxima.shape
-        rows = np.full(n_maxima * n_rows, 1 / n_rows)
-        limits = np.zeros(len(self.cost.limited))
-        self.multipliers = np.append(rows, limits)  # that prove the bound
+        # Begin with equal shares of the rows of every maximum, and with memory that is worth
+        # nothing.
+        row_shares = np.full(n_maxima * n_rows, 1 / n_rows)
+        limit_worths = np.zeros(len(self.cost.limited))
+        # Of the best bound so far, as in `Cost.weights`.
+        self.multipliers = np.append(row_shares, limit_worths)
         if not self.options:
             self.options = [np.arange(len(node.placements)) for node in self.problem.nodes]
         # Without options with which every assignment takes more than the cutoff.
         self.live_options = self.options
         self._gap_at_cut = np.inf  # seconds between bound and cutoff when options were left out
-        # The round of weights that `advance` is in.
+        # The round that `advance` is in: its number, the seconds of the best mixture of
+        # assignments, the weights that it tries.
         self._n_rounds = 0
         self._mixture_s = np.inf
         self._tried_multipliers = self.multipliers
-        self._found: list[int] | None = None  # under these multipliers, and not offered yet
+        # The best assignment under these weights, which is not offered yet; None before the first
+        # round.
+        self._found: list[int] | None = None
 
     def offer(self, assignment: Sequence[int]) -> float:
         """Plan the moves of an assignment, and keep it if it is the best.
@@ -128,43 +134,59 @@ class StepSearch:
                 return
 
     def advance(self) -> bool:
-        """Raise the bound by one step; return False when weights can raise it no more.
+        """Take one step of raising the bound; return False when weights can raise it no more.
 
-        A round tries the weights by which the assignments so far seem best. In each of its steps
-        the assignment of the step before has its moves planned, until that adds little.
+        Weights make one number of all parts of the cost. A round tries the weights that the
+        assignments so far suggest. One step of it finds the best assignment under them, whose
+        weighted sum bounds all others. The next step plans the moves of that assignment, whose
+        prices were only bounds, and repeats the round with them, until planning adds little. Then
+        a new round begins, with what was learned.
         """
-        is_new_round = True
-        if self._found is not None:
-            # Offered only now: the search is given up if others find a better plan meanwhile.
+        if self._found is None:
+            if not self.vectors:
+                self.start()
+            is_round_done = True  # there was none
+        else:
+            # Offered only now, for planning takes long: a search is given up before its next step
+            # if others find a better plan meanwhile.
             added_s = self.offer(self._found)
             missing_s = self._mixture_s - self.bound
-            is_new_round = added_s <= max(CLOSE * self._mixture_s, NEAR * missing_s)
-            if is_new_round and self.bound >= (1 - CLOSE) * self._mixture_s:
+            is_round_done = added_s <= max(CLOSE * self._mixture_s, NEAR * missing_s)
+            # No weights give a higher bound than the mixture of the assignments.
+            if is_round_done and self.bound >= (1 - CLOSE) * self._mixture_s:
                 return False
-        elif not self.vectors:
-            self.start()
-        if is_new_round:
+        if is_round_done:
             if self._n_rounds == ROUNDS or not self.vectors:
                 return False
             self._begin_round()
-        bound = self.bound_by(self._tried_multipliers)
-        # Weights that are worse than the best so far still find an assignment to learn from.
-        if bound.seconds > self.bound:
-            self.bound = bound.seconds
-            self.multipliers = self._tried_multipliers
-            self._leave_out_options(bound)
-        self._found = bound.assignment
+        self._find_under_tried_weights()
         return True
 
     def _begin_round(self) -> None:
-        """Try the multipliers of the best mixture of assignments so far, beside the old ones."""
+        """Choose weights to try: between the best so far and those of the best mixture.
+
+        Sets the seconds of the mixture, too, which no bound passes at the prices known so far.
+        """
         self._n_rounds += 1
         vectors = np.array(list(self.vectors.values()))
         self._mixture_s, multipliers = best_mixture(self.cost, vectors)
         self._tried_multipliers = STAY * self.multipliers + (1 - STAY) * multipliers
 
+    def _find_under_tried_weights(self) -> None:
+        """Find the best assignment under the weights of this round, and keep a better bound.
+
+        A better bound brings its weights along, and may leave options out. The assignment is set as
+        `_found` in any case: worse weights still find one to learn from.
+        """
+        bound = self.bound_by(self._tried_multipliers)
+        if bound.seconds > self.bound:
+            self.bound = bound.seconds
+            self.multipliers = self._tried_multipliers
+            self._leave_out_options(bound)
+        self._found = bound.assignment
+
     def _leave_out_options(self, bound: Bound) -> None:
-        """Leave out options with which all assignments take more than the cutoff."""
+        """Shrink `live_options` by options with which all assignments take more than the cutoff."""
         gap = self.cutoff - self.bound
         # It takes about as long as a bound, hence only when the gap is clearly smaller.
         if 0 < gap < CUT * self._gap_at_cut:
@@ -172,7 +194,10 @@ class StepSearch:
             self.live_options = self._options_within(bound, gap)
 
     def _options_within(self, bound: Bound, seconds: float) -> list[Ints]:
-        """Return the options with which assignments may be within so many seconds of a bound."""
+        """Return for each node the options with which an assignment may be near a bound.
+
+        With all others, every assignment takes more than `seconds` over the bound.
+        """
         excess_of = excess(bound.buckets)
         return [own[excess_of[node] <= seconds] for node, own in enumerate(self.live_options)]
 
@@ -192,42 +217,56 @@ class StepSearch:
         return Bound(least.value - constant, assignment, least.buckets)
 
     def close(self, gap: float) -> None:
-        """Bring the bound to within a share of the best by integer programs."""
+        """Bring the bound to within a share `gap` of the best seconds by integer programs.
+
+        It ends earlier where a program would be too large, or brings nothing new. Weights alone
+        leave a gap, for an assignment cannot be a mixture.
+        """
         bound = self.bound_by(self.multipliers)
         for _ in range(MOST_PROGRAMS):
             goal = self.seconds * (1 - gap)
+            # With any option that is left out, an assignment takes more than the goal.
             options = self._options_within(bound, goal - bound.seconds)
             n_options = [len(own) for own in options]
-            if not all(n_options):  # nothing takes fewer seconds
+            if not all(n_options):  # a node without an option: all assignments take more
                 self.bound = max(self.bound, goal)
             if self.bound >= goal or sum(n_options) > MOST_OPTIONS:
                 return
             seconds_before = self.seconds
+            # Half of the gap is left for the program itself.
             assignment, program_bound = self._solve_among(options, gap / 2)
             added_s = 0.0 if assignment is None else self.offer(assignment)
-            # Other options take more than the goal.
+            # The program bounds assignments of these options, the goal all others.
             self.bound = min(self.seconds, max(self.bound, min(program_bound, goal)))
+            # Moves that were planned, or a better assignment, make another program worthwhile.
             if added_s <= 0 and self.seconds == seconds_before:
                 return
 
     def _solve_among(self, options: Sequence[Ints], gap: float) -> tuple[list[int] | None, float]:
-        """Solve the integer program of some options, at the moves' prices as they are known."""
+        """Solve the integer program of some options, at the moves' prices as they are known.
+
+        Returns the best assignment, None if none is found, and a lower bound of the seconds of all
+        assignments of these options.
+        """
         pairs = list[Pairs]()
         for edge in self.problem.edges:
             rows = edge.rows[options[edge.source]]
             columns = edge.columns[options[edge.user]]
+            # Two arrays, [rows, columns] each: the costs of all pairs of layouts.
             tables = edge.costs(*np.indices(edge.banned.shape))
             pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, tables, edge.banned))
         nodes = zip(self.problem.nodes, options, strict=True)
-        values = [node.costs[own] for node, own in nodes]
+        node_costs = [node.costs[own] for node, own in nodes]
+        # About the cost, for the solver's tolerances.
         if self.best:
             scale = self.seconds
         else:
             scale = self.bound if self.bound else 1.0
-        numbers, bound = solve_program(values, pairs, self.cost, scale, MOST_NODES, gap)
-        if numbers is None:
+        indices, bound = solve_program(node_costs, pairs, self.cost, scale, MOST_NODES, gap)
+        if indices is None:
             return None, bound
-        return [int(own[i]) for own, i in zip(options, numbers, strict=True)], bound
+        # The program counts only the options that it was given.
+        return [int(own[i]) for own, i in zip(options, indices, strict=True)], bound
 
     def improve(self) -> None:
         """Improve the best assignments by changes at one node while they save seconds."""
@@ -238,9 +277,10 @@ class StepSearch:
             self._improve_from(list(start))
 
     def _improve_from(self, assignment: list[int]) -> None:
+        """Offer the best change of an assignment, then the best change of that, while it helps."""
         rank = np.inf
         while True:
-            # With its moves planned, a change may turn out to be none for the better.
+            # Planned when it was offered, a change may turn out to be none for the better.
             new_rank = float(self.cost.rank(self.problem.vectors(assignment)[0]))
             if new_rank >= (1 - CLOSE) * rank:
                 return

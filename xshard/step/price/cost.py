@@ -15,8 +15,9 @@ EXCESS = 1e3  # times the cost, for a limit that is exceeded once over
 class Cost:
     """`linear @ v + sum(times * max over rows of maxima @ v)` of parts v, where `limited @ v <= 1`.
 
+    A vector of parts v has seconds and bytes of several kinds, which add up over nodes and edges.
     For a step, the maxima are over computing and moving, which overlap, and the limits are bytes of
-    a device.
+    a device: 7 GB of at most 10 GB use 0.7 of a limit.
 
     Args:
         linear: The weight of each part in the sum: [parts].
@@ -33,6 +34,7 @@ class Cost:
 
     def of(self, vectors: Floats) -> Floats:
         """Return the cost of each vector: [..., parts] -> [...]."""
+        # Rows go to the end: a max over them is left, one for each maximum and vector.
         highest = (vectors @ self.maxima.swapaxes(1, 2)).max(-1)  # [maxima, ...]
         return np.asarray(vectors @ self.linear + highest.T @ self.times)
 
@@ -57,13 +59,15 @@ class Cost:
     def weights(self, multipliers: Floats) -> tuple[Floats, float]:
         """Return weights and a constant: `weights @ v - constant` is at most the cost of v.
 
-        That holds for all vectors of parts v within the limits (a Lagrangian bound).
+        That holds for all vectors of parts v within the limits (a Lagrangian bound). A maximum of
+        rows is at least any mixture of them. What a limit is worth is paid for all that is used,
+        and given back (the constant) for the whole limit, and v uses no more than that.
 
         Args:
             multipliers: For each maximum a share of each of its rows, 1 in all, as [rows, maxima]
                 in a line. Then what a limit is worth, for each limit.
         """
-        of_rows, of_limits = np.split(multipliers, [-len(self.limited)])
-        shares = of_rows.reshape(-1, len(self.times))
-        weights = np.einsum("rt, t, trp -> p", shares, self.times, self.maxima)
-        return weights + self.linear + of_limits @ self.limited, float(of_limits.sum())
+        row_shares, limit_worths = np.split(multipliers, [-len(self.limited)])
+        row_shares = row_shares.reshape(-1, len(self.times))  # [rows, maxima]
+        weights = np.einsum("rt, t, trp -> p", row_shares, self.times, self.maxima)
+        return weights + self.linear + limit_worths @ self.limited, float(limit_worths.sum())

@@ -91,10 +91,18 @@ class Edge:
         return np.concatenate([self._bytes[:, rows, columns], seconds])
 
     def plan(self, source_option: int, user_option: int) -> float:
-        """Plan the move between two options; return the seconds by which the bound was too low."""
+        """Replace the bound for the move between two options by the planner's price.
+
+        Writes into the table of seconds, which edges with the same layouts share: a move is planned
+        once for all of them.
+
+        Returns:
+            The seconds by which the bound was too low, forward and backward pass together; 0 if the
+            move was planned before, or is not possible.
+        """
         row = int(self.rows[source_option])
         column = int(self.columns[user_option])
-        seconds, is_planned = self._table
+        seconds, is_planned = self._table  # seconds: [passes, rows, columns]
         if is_planned[row, column] or self.banned[row, column]:
             return 0.0
         src = self.made_layouts[row]
@@ -102,6 +110,7 @@ class Edge:
         forward = self.prices.price(src, dst, self.shape, self.launch_share)
         backward = 0.0
         if self.is_linear:
+            # The gradient moves back: from the dual of the destination to the dual of the source.
             backward = self.prices.price(dual(dst), dual(src), self.shape, self.launch_share)
         added = forward + backward - seconds[:, row, column].sum()
         seconds[:, row, column] = (forward, backward)
@@ -109,32 +118,41 @@ class Edge:
         return float(added)
 
     def weighted(self, weights: Floats, source_options: Ints, user_options: Ints) -> Floats:
-        """Add up all parts under weights for every pair of some options; infinite if banned.
+        """Weigh and add up all parts of the cost of moves between some options of both nodes.
 
-        A hot path: every bound of a search calls it for every edge. So it works on rows and
-            columns, and
-        spreads over options at the end.
+        A hot path: every bound of a search calls it for every edge. So it works on distinct
+        layouts, rows and columns, and spreads over options at the end.
+
+        Args:
+            weights: Of all parts of a step's cost: [parts].
+            source_options: The numbers of options of the source.
+            user_options: The numbers of options of the user.
+
+        Returns:
+            [source options, user options]; infinite where a move is not possible.
         """
+        # `parts` has the parts in bytes first, then the seconds of both passes.
         byte_weights, second_weights = np.split(weights[self.parts], [len(self._bytes)])
+        # runs: [passes, move or adjoint, rows]. Weighted over passes: [move or adjoint, rows, 1].
         weighted_runs = (second_weights @ self.runs.reshape(2, -1)).reshape(2, -1, 1)
-        total = (weighted_runs * self._table.seconds).sum(0)
-        total += (byte_weights @ self._bytes.reshape(len(byte_weights), total.size)).reshape(
-            total.shape
-        )
+        total = (weighted_runs * self._table.seconds).sum(0)  # [rows, columns]
+        # A product of matrices is faster than a sum over tables; there may be no table of bytes.
+        byte_tables = self._bytes.reshape(len(byte_weights), total.size)
+        total += (byte_weights @ byte_tables).reshape(total.shape)
         total = np.where(self.banned, np.inf, total)
         return total[self.rows[source_options]][:, self.columns[user_options]]
 
 
 def edges_of(setup: StepSetup, nodes: Sequence[Node]) -> list[Edge]:
-    """Price the moves of every operand of every operation.
+    """Make an edge for every operand of every operation: the prices of moves to its uses.
 
-    The carry of a repeated block has two edges: its first operand is from elsewhere, all others
-    from the block before.
+    The carry of a repeated block has two edges for its one operand: the first run of the block
+    takes it from elsewhere, all other runs from the run before (`Op.again`).
     """
     numbers = {node.name: number for number, node in enumerate(nodes)}
     edges = list[Edge]()
     for op in setup.step.ops:
-        # Only the first of repeated blocks takes the operand: 1 of `times` runs.
+        # With 12 runs of the block, 1/12 of them take the operand, and 11/12 what comes again.
         first_share = 1 / op.times if op.again else 1.0
         for operand, name in enumerate(op.operands):
             edges.append(_edge(setup, nodes, numbers, name, op, operand, first_share))
@@ -152,18 +170,25 @@ def _edge(
     operand: int,
     share: float,
 ) -> Edge:
-    """Price the moves of an array that an operation takes as operand number `operand`.
+    """Make the edge of an array to an operation that takes it as operand number `operand`.
 
-    share: the part of the operation's runs in which it takes this array.
+    Args:
+        setup: The step on its mesh.
+        nodes: All nodes, with their options.
+        numbers: The number of each node by name.
+        name: The name of the array.
+        op: The operation.
+        operand: The number of the operand.
+        share: The part of the operation's runs in which it takes this array, 0 to 1.
     """
     step = setup.step
     source = nodes[numbers[name]]
     user = nodes[numbers[op.name]]
     used_layouts, columns = distinct(user.placements[:, operand])
-    made_layouts, rows = distinct(source.placements[:, -1])
+    made_layouts, rows = distinct(source.placements[:, -1])  # the last array is the result
     launch_share = 1.0
-    if source.gathering is not None:
-        # Options differ in gathering, too: each has its own row.
+    if source.gathering is not None:  # a parameter
+        # Options with one layout differ in when they are gathered: each has its own row.
         made_layouts = source.placements[:, -1]
         rows = np.arange(len(made_layouts))
         launch_share = setup.launch_share(name)
@@ -171,7 +196,9 @@ def _edge(
     bytes_by_part = _bytes_by_part(setup, source, op, made_layouts, used_layouts)
     is_linear = name in step.differentiable
     if name in step.by_name and not is_linear and not enters:
-        used_layouts = without_copies(used_layouts)  # without a gradient a copy is a replica
+        # Without a gradient a copy is a replica. After the bytes, which tell copies apart; rules
+        # on the way into a module do, too.
+        used_layouts = without_copies(used_layouts)
     return Edge(
         source=numbers[name],
         user=numbers[op.name],
@@ -198,32 +225,39 @@ def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
     """Count how often a move and its adjoint run in each pass: [passes, move or adjoint, rows].
 
     The forward pass has the move, the backward pass its adjoint. It has the move again where
-    activations are computed again, and for a parameter that is gathered for each use.
+    activations are computed again, and for a parameter that is gathered for each use. Counts are
+    for one micro-batch: what moves once per step counts a fraction in each.
     """
     if source.gathering is None:
-        once = np.ones(n_rows)
-        again = once * setup.is_recomputed(op)
+        per_pass = np.ones(n_rows)
+        repeated = per_pass * setup.is_recomputed(op)
     else:
-        again = np.asarray(source.is_gathered(Gathering.PER_USE), dtype=float)
-        once = np.where(again > 0, 1.0, 1 / setup.micro_batches)
+        repeated = np.asarray(source.is_gathered(Gathering.PER_USE), dtype=float)
+        per_pass = np.where(repeated > 0, 1.0, 1 / setup.micro_batches)
     never = np.zeros(n_rows)
-    return np.array([[once, never], [again, once]])
+    forward = [per_pass, never]  # of the move, of its adjoint
+    backward = [repeated, per_pass]
+    return np.array([forward, backward])
 
 
 def _place(setup: StepSetup, name: str, op: Op, *, is_first: bool) -> tuple[str, bool]:
-    """Find the module or array at whose rule an operand can move, "" for none.
+    """Find what has the rule that can move an operand: a module or the array, "" for nothing.
 
-    Returns whether it moves on the way into that module, too.
+    In order: the module that the operation begins, if this is its first operand; the module whose
+    result the array is; the array itself, if it is a parameter, or if arrays move anywhere.
+
+    Returns also whether the array moves on the way into that module. name: of the array. is_first:
+    it is operand 0.
     """
     step = setup.step
     is_parameter = name in step.parameters
-    entered = step.module(op, left=False)
+    entered = step.module(op, left=False)  # "" if the operation begins no module
     if is_first and not is_parameter and entered:
         if op.again and name != op.again:
-            # What the first of repeated blocks takes is a rule of its own.
+            # What the first of repeated blocks takes from elsewhere has a rule of its own.
             return in_first_block(entered), True
         return entered, True
-    if name in step.by_name:
+    if name in step.by_name:  # the result of an operation
         # A module's output has one layout, so that several uses would have to agree.
         is_only_use = len(step.consumers(name)) == op.operands.count(name) == 1
         module = step.module(step.by_name[name], left=True)
@@ -239,7 +273,11 @@ def _bytes_by_part(
     made_layouts: Placements,
     used_layouts: Placements,
 ) -> dict[int, Floats]:
-    """Return the bytes that a move adds to parts of the cost: [rows, columns] for each part."""
+    """Return the bytes that a move adds to parts of the cost: [rows, columns] for each part.
+
+    Rows are layouts in which the array is made or stored, columns those in which it is used. Only
+    parameters and the logits are held beside what nodes count.
+    """
     if source.gathering is not None:
         return _bytes_of_parameter(setup, source, op, used_layouts)
     if op.kind == "loss":
@@ -255,35 +293,48 @@ def _bytes_of_parameter(
 ) -> dict[int, Floats]:
     """Return the bytes of a parameter while it is gathered and used, and of its gradients then.
 
-    Tables are [rows, columns]: options of the parameter, and layouts in which the operation uses
-    it.
+    A parameter stored as `f/dp c` and used whole is gathered, for each use or once per step, and
+    its gradient is summed and scattered back. A device holds the messages beside the blocks.
+
+    Args:
+        setup: The step on its mesh.
+        source: The parameter.
+        op: An operation that uses it.
+        used: The layouts in which it does: [columns, axes].
+
+    Returns:
+        For each part of the cost [rows, columns]. Rows are options of the parameter.
     """
     shape = setup.shape(source.name)
-    bytes_ratio = setup.gradient_bytes / setup.item_bytes
-    stored = source.placements[:, -1][:, None]  # [rows, 1, axes]
+    gradient_ratio = setup.gradient_bytes / setup.item_bytes  # 2 for parameters of 16 bits
+    stored = source.placements[:, -1][:, None]  # [rows, 1, axes]: broadcasts over columns
     is_gathered = (stored != without_copies(used)).any(-1)
     is_first_use = setup.step.consumers(source.name)[0] is op
     per_use = source.is_gathered(Gathering.PER_USE)[:, None] & is_gathered
     # What is gathered once counts once, whatever uses it.
     per_step = source.is_gathered(Gathering.PER_STEP)[:, None] & is_first_use
     used_bytes = setup.block_bytes(used, shape, setup.item_bytes)
-    # Gathers take the slow links first: a second message if there are others.
+    # Gathers take the slow links first: halfway, axes over slow links are as in use, all others as
+    # in storage. A gather in two messages holds the first one, too.
     halfway = np.where(setup.moves.far, used, stored)
     halfway_bytes = setup.block_bytes(halfway, shape, setup.item_bytes)
     has_two_gathers = (halfway != stored).any(-1) & (halfway != used).any(-1)
+    # Twice: the message, and the parameter that is unpacked from it.
     received = per_use * (2 * used_bytes + has_two_gathers * halfway_bytes)
     # Gradients are summed first over the axes that shard the parameter in storage alone.
     summed = np.where(used == REPLICAS, stored, used)
     summed_bytes = setup.block_bytes(summed, shape, setup.item_bytes)
     sent = per_use * (used_bytes + 2 * summed_bytes)
-    # Over micro-batches, gradients of what is gathered once are added up whole, as it is used.
-    has_micro_batches = setup.micro_batches > 1
-    gradients = has_micro_batches * per_step * used_bytes * setup.gradient_bytes / setup.item_bytes
-    # A sum at the end of the step holds an addend and its result. The gradient, which is counted
-    # already, is one of them, and as large as both if the parameter has 16 bits.
+    gradients = np.zeros_like(used_bytes * per_step)
+    if setup.micro_batches > 1:
+        # Gradients of what is gathered once are added up over micro-batches whole, as it is used.
+        gradients = per_step * used_bytes * setup.gradient_bytes / setup.item_bytes
+    # A sum at the end of the step holds an addend and its result, two blocks. The gradient, which
+    # is counted already, is one of them, and as large as both if the parameter has 16 bits: then
+    # nothing is left to count.
     is_summed_later = ((stored == REPLICAS) & (used == COPY)).any(-1)
     stored_bytes = setup.block_bytes(stored, shape, setup.item_bytes)
-    sums = is_first_use * is_summed_later * stored_bytes * max(2 - bytes_ratio, 0)
+    sums = is_first_use * is_summed_later * stored_bytes * max(2 - gradient_ratio, 0)
     return {
         setup.part(op, BlockPart.RECEIVED_BYTES): received,
         setup.part(op, BlockPart.SENT_BYTES): sent,

@@ -9,14 +9,25 @@ from xshard.step.price.parts import BlockPart, Parts, StepPart
 
 
 def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Floats:
-    """Return how much of each part a device holds at each moment: [moments, parts].
+    """Return rows that count the bytes of a device at each moment: [moments, parts].
 
-    There are three moments for the backward pass of each block: its first layer begins, with its
-    parameters received; it ends, with gradients whole, sent and received; the last layer ends.
-    Another one is at the end of the step, when gradients are summed where they were not.
+    `row @ v` is what a device holds at a moment if the parts of the cost are v. Only moments are
+    listed at which it may hold the most. A block is some layers that are alike and run one after
+    another, backward from the last to the first. It has three moments:
 
-    block_times: how many layers each block has, whose parts are for one layer.
+    - its first layer to run backward begins: all its activations are there, and the layer's
+      parameters are received;
+    - that layer ends: its activations are gone, its gradients are whole and sent;
+    - its last layer ends.
+
+    One more moment is the end of the step, when gradients are summed where they were not before.
+
+    Args:
+        parts: Where each part is in v. Parts of blocks are for one layer.
+        block_times: How many layers each block has: [blocks].
+        micro_batches: Parts of the batch that run one after another.
     """
+    # A unit vector for each part, times the layers: sums of them are rows of the result.
     in_all_layers = parts.of_blocks * block_times[:, None, None]  # [blocks, block parts, parts]
     saved = in_all_layers[:, BlockPart.SAVED_BYTES]  # [blocks, parts], like those below
     running = in_all_layers[:, BlockPart.RUNNING_BYTES]
@@ -31,22 +42,26 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
         always = always + gradients.sum(0)
         left_by_block = gathered
     else:
+        # A block that is done has gradients in place of what it had gathered.
         left_by_block = gradients
-    moments = [always + (sums + left_by_block).sum(0)]
+    at_end_of_step = always + (sums + left_by_block).sum(0)
+    moments = [at_end_of_step]
     for block, times in enumerate(block_times):
         # Blocks before it wait for their backward pass; blocks after it have had theirs.
-        waiting = (saved + gathered)[:block].sum(0)
-        done = (sums + left_by_block)[block + 1 :].sum(0)
-        around = always + waiting + done
+        around = always + (saved + gathered)[:block].sum(0)
+        around = around + (sums + left_by_block)[block + 1 :].sum(0)
         one_layer = (running[block] + received[block]) / times
+        other_layers = 1 - 1 / times  # as a share of the block
         if micro_batches > 1:
             ending = sent[block] / times
-            last_layer_leaves = left_by_block[block]
+            left_by_layers = left_by_block[block]
         else:
-            # What is gathered once becomes gradients, whole as it is, as soon as the layer ends.
+            # What is gathered once becomes gradients, whole as it is, as soon as the layer ends:
+            # the parameters' and the gradients' bytes, hence twice.
             ending = (sent[block] + 2 * gathered[block]) / times
-            last_layer_leaves = left_by_block[block] * (1 - 1 / times)
+            left_by_layers = left_by_block[block] * other_layers
+        # First layer begins, first layer ends, last layer ends.
         moments.append(around + saved[block] + gathered[block] + one_layer)
-        moments.append(around + saved[block] * (1 - 1 / times) + gathered[block] + ending)
-        moments.append(around + ending + last_layer_leaves)
+        moments.append(around + saved[block] * other_layers + gathered[block] + ending)
+        moments.append(around + ending + left_by_layers)
     return np.asarray(moments)

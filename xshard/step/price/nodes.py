@@ -56,17 +56,22 @@ def price_input(setup: StepSetup, name: str) -> Node:
 
 
 def price_parameter(setup: StepSetup, name: str) -> Node:
-    """Price every way to store a parameter, gathered for each use or once per step."""
+    """Price every way to store a parameter, gathered for each use or once per step.
+
+    Its options are all layouts gathered for each use, then all layouts gathered once. A device
+    holds its block of the parameter, of the gradient and of the optimizer's state, and updates it.
+    """
     layouts = _storage_options(setup, name)
     gathering = np.repeat((Gathering.PER_USE, Gathering.PER_STEP), len(layouts))
     placements = np.tile(layouts, (2, 1, 1))
-    costs = np.zeros((len(placements), setup.parts.size))
+    costs = np.zeros((len(placements), setup.parts.size))  # [options, parts]
     first_use = setup.step.consumers(name)[0]
     item_bytes = setup.item_bytes
     gradient_bytes = setup.gradient_bytes
+    # Parts of blocks are for one layer, those of the step for all layers.
     layer_bytes = setup.block_bytes(placements[:, -1], setup.shape(name), gradient_bytes)
-    # With micro-batches, what is gathered once has its gradients summed while it is whole
-    # (`edges`).
+    # With micro-batches, what is gathered once has its gradients summed while it is whole: its
+    # edges count these.
     has_sharded_gradient = (gathering == Gathering.PER_USE) | (setup.micro_batches == 1)
     costs[:, setup.part(first_use, BlockPart.GRADIENT_BYTES)] = layer_bytes * has_sharded_gradient
     elements = layer_bytes * first_use.times / gradient_bytes
@@ -88,17 +93,21 @@ def _storage_options(setup: StepSetup, name: str) -> Placements:
 
 
 def price_operation(setup: StepSetup, op: Op) -> Node:
-    """Price every way to shard one operation: seconds of computing, and bytes of activations."""
-    placements = options_of(op, setup.lengths, setup.mesh)
-    block_bytes = _bytes_of_blocks(setup, op, placements)
+    """Price every way to shard one operation: seconds of computing, and bytes of activations.
+
+    Activations are saved from the forward to the backward pass, or made again in it (`recompute`),
+    where they are there only while their layer runs.
+    """
+    placements = options_of(op, setup.lengths, setup.mesh)  # [options, arrays, axes]
+    block_bytes = _bytes_of_blocks(setup, op, placements)  # [options] for each array
     seconds = _seconds_of_computing(setup, op, placements, block_bytes)
     saved_bytes = _bytes_saved_for_gradient(setup, op, placements, block_bytes)
     running_bytes = _bytes_of_gradients_on_the_way(setup, op, block_bytes)
     backward_work = op.work.backward
     if setup.is_recomputed(op):
-        backward_work += 1
+        backward_work += 1  # the forward pass once more
         running_bytes = running_bytes + saved_bytes
-        # Only the input of each layer is saved.
+        # Only the input of each layer is saved, which is the result of its carry.
         is_input = op.kind == "carry"
         saved_bytes = block_bytes[-1] if is_input else np.zeros(len(placements))
     costs = np.zeros((len(placements), setup.parts.size))
@@ -145,16 +154,18 @@ def _seconds_of_computing(
 def _bytes_saved_for_gradient(
     setup: StepSetup, op: Op, placements: Placements, block_bytes: list[Floats]
 ) -> Floats:
-    """Return the bytes of activations that the backward pass of an operation needs.
+    """Return the bytes of activations that the backward pass of an operation needs, by option.
 
     Parameters, inputs and shares are there anyway.
     """
-    result = len(op.operands)
+    result = len(op.operands)  # the number of the result, after all operands
     saved_bytes = np.zeros(len(placements))
     for i in op.saved_operands:
+        # None for parameters and inputs, which no operation makes.
         maker = None if i == result else setup.step.by_name.get(op.operands[i])
         if i == result or (maker is not None and maker.kind != "share"):
             saved_bytes = saved_bytes + block_bytes[i]
+    # Arrays between the operations that are fused into this one.
     inner_bytes = setup.item_bytes * op.inner * _space(setup, op)
     saved_bytes = saved_bytes + inner_bytes / _devices_that_split(setup, placements)
     if op.kind == "loss" and setup.item_bytes < FULL:
@@ -163,7 +174,12 @@ def _bytes_saved_for_gradient(
 
 
 def _bytes_of_gradients_on_the_way(setup: StepSetup, op: Op, block_bytes: list[Floats]) -> Floats:
-    """Return the bytes of gradients of activations that a block holds while it runs backward."""
+    """Return the bytes of gradients of activations that a block holds while it runs backward.
+
+    Where a block takes the result of another, as a layer takes the stream, two gradients are there:
+    the one that arrives for its own result, and the one that it makes, of the same size. A loss has
+    the gradient of the logits. block_bytes: [options] for each array.
+    """
     step = setup.step
     gradients = np.zeros(len(block_bytes[-1]))
     for name, operand_bytes in zip(op.operands, block_bytes, strict=False):

@@ -23,26 +23,30 @@ Flags = NDArray[np.bool_]
 
 
 def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
-    """List all ways to shard an operation, one rule per mesh axis -> [options, arrays, axes].
+    """List all ways to shard an operation: placements as [options, arrays, axes].
 
-    On two axes, the rules of `b c -> b c` (shard b, shard c, idle) have nine combinations. Options
-    are left out if a dim is not divided evenly, and if they are the same layouts as an option
-    before them.
+    A placement is what one mesh axis does in one array: the number of the dim that it shards, or a
+    negative tag. Arrays are the operands, then the result. On two axes, the three rules of
+    `b c -> b c` (shard b: (0, 0); shard c: (1, 1); idle: replicas in both) have nine combinations.
+
+    Options are left out if a dim is not divided evenly, and if they are the same layouts as an
+    option before them. The order of options is that of the rules.
     """
     axis_rules = np.array(op.axis_rules)  # [rules, arrays]
     n_axes = len(mesh.axes)
+    # One rule for each axis, in all combinations.
     rule_of_axis = np.indices((len(axis_rules),) * n_axes).reshape(n_axes, -1).T  # [options, axes]
     placements = np.swapaxes(axis_rules[rule_of_axis], 1, 2).copy()  # [options, arrays, axes]
     is_possible = np.ones(len(placements), bool)
     for i, array in enumerate(op.all_arrays):
-        placements[:, i], is_possible_here = _in_array(placements[:, i], array, lengths, mesh)
-        is_possible &= is_possible_here
-    # Arrays inside a chain of operations only decide what is possible.
+        placements[:, i], is_possible_in_array = _in_array(placements[:, i], array, lengths, mesh)
+        is_possible &= is_possible_in_array
+    # Arrays inside a chain of operations come last, and only decide what is possible.
     placements = placements[is_possible, : len(op.arrays)]
     # Rules for several dims that are one dim of the array may be equal layouts: the first one
-    # stays.
-    _, first = np.unique(placements, axis=0, return_index=True)
-    return placements[np.sort(first)]
+    # stays. `unique` sorts by value; sorting the indices brings the order of the rules back.
+    _, first_index = np.unique(placements, axis=0, return_index=True)
+    return placements[np.sort(first_index)]
 
 
 def _in_array(
@@ -50,21 +54,25 @@ def _in_array(
 ) -> tuple[Placements, Flags]:
     """Turn placements over single dims into placements over the dims of an array, such as `(g d)`.
 
-    Returns the placements and which of them are possible: blocks of `(g d)` are contiguous, so axes
-    shard d only after other axes, before them in the mesh, have sharded g down to a length of 1.
+    In `b (g d)` the single dims are 0, 1, 2, and the dims of the array 0, 1, 1. Blocks of `(g d)`
+    are contiguous: axes shard d only after other axes, before them in the mesh, have sharded g down
+    to a length of 1. With g of length 4, axes of sizes 4 and 2 can shard (g, d), not (d, g).
+
+    placements: [layouts, axes]. Returns the new ones, and which of the layouts are possible.
     """
-    placed = placements.copy()
+    in_dims = placements.copy()
     is_possible = np.ones(len(placements), bool)
     axes = np.arange(len(mesh.axes))
-    number = 0  # of the single dim
-    for group, dim in enumerate(array.dims):
-        is_outer_down = np.ones(
-            len(placements), bool
-        )  # the dims before it in the group have length 1
+    single_dim = 0
+    for dim_number, dim in enumerate(array.dims):
+        # Of the single dims further out in the same dim: whether all have length 1 in a block,
+        # and the last axis that shards one of them (-1: none does).
+        is_outer_down = np.ones(len(placements), bool)
         last_outer_axis = np.full(len(placements), -1)
         for name in parts_of(dim):
-            is_sharding = placements == number  # [layouts, axes]
+            is_sharding = placements == single_dim  # [layouts, axes]
             n_shards = product_over(is_sharding, mesh.sizes)
+            # Where no axis shards it, `first_axis` is behind all axes, and `last_axis` before.
             first_axis = np.where(is_sharding, axes, len(axes)).min(-1)
             last_axis = np.where(is_sharding, axes, -1).max(-1)
             is_contiguous = is_outer_down & (first_axis > last_outer_axis)
@@ -72,9 +80,9 @@ def _in_array(
             is_possible &= ~is_sharding.any(-1) | is_contiguous
             is_outer_down = is_outer_down & (n_shards == lengths[name])
             last_outer_axis = np.maximum(last_outer_axis, last_axis)
-            placed[is_sharding] = group
-            number += 1
-    return placed, is_possible
+            in_dims[is_sharding] = dim_number
+            single_dim += 1
+    return in_dims, is_possible
 
 
 def product_over(axes: Flags, sizes: Sequence[int] | Floats) -> Floats:

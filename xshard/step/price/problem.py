@@ -64,16 +64,25 @@ class StepProblem(StepSetup):
         self.__dict__.pop("edges", None)  # where cached_property has them
 
     def vectors(self, assignment: Sequence[int], node: int | None = None) -> Floats:
-        """Return the parts of the cost of an assignment: [1, parts].
+        """Return the parts of the cost of an assignment, or of many that differ at one node.
 
-        node: a node that has each of its options in turn: [options, parts]. Moves cost what is
-            known so far, a
-        bound or a price. Parts are infinite where nothing can move.
+        Moves cost what is known so far, a lower bound or the planner's price. All parts of an
+        assignment with a move that is not possible are infinite.
+
+        Args:
+            assignment: The number of an option for each node.
+            node: The number of a node that has each of its options in turn; None for one
+                assignment.
+
+        Returns:
+            [options of the node, parts], or [1, parts].
         """
+        # Options of every node: one, or [options] at `node`. They broadcast against each other.
         chosen = [np.array([option]) for option in assignment]
         if node is not None:
             chosen[node] = np.arange(len(self.nodes[node].placements))
-        costs = [each.costs[options] for each, options in zip(self.nodes, chosen, strict=True)]
+        pairs = zip(self.nodes, chosen, strict=True)
+        costs = [priced.costs[options] for priced, options in pairs]
         total: Floats = sum(costs)
         is_banned = np.zeros(len(total), bool)
         for edge in self.edges:
@@ -81,7 +90,7 @@ class StepProblem(StepSetup):
             columns = edge.columns[chosen[edge.user]]
             total[:, edge.parts] += edge.costs(rows, columns).T
             is_banned |= edge.banned[rows, columns]
-        # No program can take an infinite vector; it only ranks last.
+        # After all sums: infinite parts rank last, and callers keep them out of linear programs.
         total[is_banned] = np.inf
         return total
 
@@ -90,18 +99,20 @@ class StepProblem(StepSetup):
         return sum(edge.plan(assignment[edge.source], assignment[edge.user]) for edge in self.edges)
 
     def cost(self, limit: float, overlap: float | None = None) -> Cost:
-        """Return the seconds of a step as a function of parts.
+        """Return the seconds of a step as a function of a vector of parts, within the memory.
+
+        A pass of a block takes max(computing + 0.2 * moving, moving) if 0.8 of moves overlap: the
+        moves, or computing and those moves that do not run beside it, whichever is longer.
 
         limit: bytes that a device may hold. overlap: share of the seconds of moves that run beside
-            computing,
-        in place of the problem's own.
+        computing; None for the problem's own.
         """
-        hidden = self.overlap if overlap is None else overlap
+        overlap_share = self.overlap if overlap is None else overlap
+        # Unit vectors pick a part from a vector: sums of them are rows of `Cost.maxima`.
         computing = self.parts.of_blocks[:, COMPUTING]  # [blocks, passes, parts]
         moving = self.parts.of_blocks[:, MOVING]
-        # A pass takes as long as its moves, or as computing and those moves that do not run beside
-        # it.
-        rows = np.stack([computing + (1 - hidden) * moving, moving], 2)
+        rows = np.stack([computing + (1 - overlap_share) * moving, moving], 2)
+        # Parts are for one layer and micro-batch; a maximum is one pass of a block.
         times = self.micro_batches * np.repeat(self.block_times, len(COMPUTING)).astype(float)
         return Cost(
             linear=self.parts.unit[StepPart.OPTIMIZER_S],
@@ -131,18 +142,23 @@ class StepProblem(StepSetup):
         return by_kind, self._memory(vector)
 
     def _memory(self, vector: Floats) -> dict[str, int]:
-        """Return the bytes of a device at the moment when it holds most, by kind."""
-        # Kinds are told for one moment: their own maxima are at different ones.
+        """Return the bytes that a device holds at its fullest moment, by kind as users read them.
+
+        The kinds add up to the most that it holds. Their own maxima are at other moments, and would
+        add up to more.
+        """
         fullest = (self.moments @ vector).argmax()
-        held = self.moments[fullest] * vector
-        blocks = (self.parts.of_blocks @ held).sum(0)
-        gathered = blocks[BlockPart.GATHERED_BYTES]
-        running = blocks[BlockPart.RUNNING_BYTES : BlockPart.GATHERED_BYTES]
+        bytes_by_part = self.moments[fullest] * vector  # [parts]
+        bytes_in_blocks = (self.parts.of_blocks @ bytes_by_part).sum(0)  # [block parts]
+        # Three neighbours in the order of BlockPart: RUNNING, RECEIVED and SENT_BYTES.
+        while_running = bytes_in_blocks[BlockPart.RUNNING_BYTES : BlockPart.GATHERED_BYTES]
+        gradient_bytes = bytes_in_blocks[[BlockPart.GRADIENT_BYTES, BlockPart.SUM_BYTES]]
+        gathered_bytes = bytes_in_blocks[BlockPart.GATHERED_BYTES]
         by_kind = {
-            "parameters": held[StepPart.PARAMETER_BYTES] + gathered,
-            "gradients": blocks[BlockPart.GRADIENT_BYTES] + blocks[BlockPart.SUM_BYTES],
-            "optimizer state": held[StepPart.STATE_BYTES],
-            "activations": blocks[BlockPart.SAVED_BYTES],
-            "while a block runs": sum(running),
+            "parameters": bytes_by_part[StepPart.PARAMETER_BYTES] + gathered_bytes,
+            "gradients": gradient_bytes.sum(),
+            "optimizer state": bytes_by_part[StepPart.STATE_BYTES],
+            "activations": bytes_in_blocks[BlockPart.SAVED_BYTES],
+            "while a block runs": sum(while_running),
         }
         return {kind: int(n_bytes) for kind, n_bytes in by_kind.items()}

@@ -64,13 +64,16 @@ class StepSetup:
 
     @cached_property
     def block_of(self) -> Mapping[str, int]:
-        """The number of each operation's block: neighbours that run equally often."""
+        """The number of each operation's block: neighbours that run equally often.
+
+        Embedding (once), 12 layers as operations that run 12 times, loss (once): blocks 0, 1, 2.
+        """
         ops = self.step.ops
         block_of = {ops[0].name: 0}
-        for before, op in pairwise(ops):
+        for previous, op in pairwise(ops):
             # Blocks are told apart by how often they run, as layers and what is around them are.
-            begins_a_block = before.times != op.times
-            block_of[op.name] = block_of[before.name] + begins_a_block
+            begins_a_block = previous.times != op.times
+            block_of[op.name] = block_of[previous.name] + begins_a_block
         return block_of
 
     @cached_property

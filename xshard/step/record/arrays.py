@@ -74,15 +74,19 @@ def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[st
 def ways_of(layout: Layout, axes: Sequence[str]) -> list[int]:
     """Read a layout as placements, one per mesh axis: the inverse of `layout_of`.
 
-    Raises NotationError for layouts that the search does not know, such as uneven blocks.
+    On the axes dp, tp and pp, `b/dp c | sum(tp)` is [0, SUM, REPLICAS]: the number of the dim that
+    the axis shards, or a tag. Raises NotationError for layouts that the search does not know, such
+    as uneven blocks.
     """
-    placement_of = dict[str, int]()
+    placement_of = dict[str, int]()  # by axis
     for number, dim in enumerate(layout.dims):
         placement_of |= dict.fromkeys(dim.axes, number)
-    for kind, tagged in layout.tags:
-        placement_of |= dict.fromkeys(tagged, TAGS.get(kind, REPLICAS))
+    for kind, tagged_axes in layout.tags:
+        # Other tags than sum and copy are found below: they are lost on the way back.
+        placement_of |= dict.fromkeys(tagged_axes, TAGS.get(kind, REPLICAS))
     placements = [placement_of.get(axis, REPLICAS) for axis in axes]
-    # What placements cannot say (sizes, halos, another order of axes) is lost on the way back.
+    # Written again, the layout has lost what placements cannot say: sizes, halos, another order
+    # of axes.
     if str(layout_of(placements, layout.names, axes)) != str(layout):
         hint = f"contiguous blocks over axes in the order {', '.join(axes)}, sum and copy"
         raise NotationError(f"'{layout}' is not searched", hint=hint)

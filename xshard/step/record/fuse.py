@@ -25,30 +25,26 @@ APART = ("carry", "share", "opaque")  # classes that join nothing
 
 
 def fused(step: TrainingStep) -> TrainingStep:
-    """Join chains of operations into one operation each, by the name of the last one.
+    """Return the step with chains of operations fused into one operation each.
 
-    A place where a rule can move an array beside a product stays. A chain of light operations
-    counts as one kernel: it reads its operands and writes its result.
+    `x -> cast -> norm -> up` becomes `x -> norm -> up`: the view, cast or function of elements
+    goes into the operation that uses its result, which keeps its name. So a search has fewer
+    operations, and no choice of layout where nothing is worth moving.
+
+    Nothing is fused across a point where a rule of a module can move an array to or from a
+    product. A chain of light operations counts as one kernel: it reads its operands and writes its
+    result.
     """
     ops = {op.name: _with_needed_operands(op, step) for op in step.ops}
-    # A join may make another one possible: until nothing changes.
-    changed = True
-    while changed:
-        changed = False
+    # One join may allow another: until a pass over all operations joins none.
+    joined_any = True
+    while joined_any:
+        joined_any = False
         for name in list(ops):
-            number = 0  # of an operand
-            while number < len(ops[name].operands):
-                maker = ops.get(ops[name].operands[number])
-                if maker is None or not _may_join(ops, maker, ops[name], number, step):
-                    number += 1
-                    continue
-                # The operands of the maker take its place: look at the same number again.
-                ops[name] = _Join(maker, ops[name], number, step).op
-                changed = True
-                if not _uses(ops, maker):
-                    del ops[maker.name]
+            joined_any |= _join_makers_into(ops, name, step)
     parameters = {**step.parameters}
-    # A parameter has the dims of the first operation that uses it, hence in reversed order.
+    # A parameter has the dims of the first operation that uses it. In reversed order the first use
+    # is written last, and stays.
     for op in reversed(ops.values()):
         for name, array in zip(op.operands, op.arrays, strict=False):
             if name in parameters:
@@ -56,12 +52,37 @@ def fused(step: TrainingStep) -> TrainingStep:
     return replace(step, ops=tuple(ops.values()), parameters=parameters)
 
 
+def _join_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool:
+    """Fuse into one operation those that make its operands, as far as possible; change `ops`.
+
+    The fused operation replaces `ops[name]`. An operation whose result nothing uses any more is
+    deleted: it comes before its users, so that a walk over the names in order has passed it.
+    Returns whether anything was fused.
+    """
+    has_joined = False
+    operand_index = 0
+    while operand_index < len(ops[name].operands):
+        maker = ops.get(ops[name].operands[operand_index])  # None: an input or a parameter
+        if maker is None or not _may_join(ops, maker, ops[name], operand_index, step):
+            operand_index += 1
+            continue
+        # The operands of the maker take the place of its result: look at the same index again.
+        ops[name] = _Join(maker, ops[name], operand_index, step).op
+        has_joined = True
+        if not _uses(ops, maker):
+            del ops[maker.name]
+    return has_joined
+
+
 def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
-    """Leave out of `keeps` what no gradient needs: a product with a constant saves the constant."""
+    """Return the operation with only those saved operands in `keeps` that a gradient needs.
+
+    `x * mask`, where only x has a gradient, saves the mask and not x.
+    """
     n_operands = len(op.operands)
     with_gradient = {i for i, name in enumerate(op.operands) if name in step.differentiable}
     needed = list[int]()
-    for i in op.saved_operands:
+    for i in op.saved_operands:  # the number after the last operand stands for the result
         if i == n_operands and step.is_saved(op.name):
             continue  # the result is saved by an operation that uses it
         # The gradient of an operand is computed from the others; a function of one needs its
@@ -85,48 +106,59 @@ def _is_free(op: Op) -> bool:
 def _may_join(
     ops: Mapping[str, Op], first: Op, second: Op, number: int, step: TrainingStep
 ) -> bool:
-    """Tell whether an operation may join another, which has its result as operand `number`."""
+    """Tell whether an operation may be fused into another that has its result as operand `number`.
+
+    Views, casts and constants cost nothing ("free"): they may go into any neighbour, and be
+    computed again for each use. Functions of elements go into one another, and into attention. All
+    of this only where no rule of a module is lost, which could have moved the array between both.
+    """
     if first.times != second.times or first.kind in APART or second.kind in APART:
         return False  # blocks, and what is moved between them, stay as they are
     is_only_use = _uses(ops, first) == 1
-    is_place = _is_place(first, second, number, step)
+    is_movable = _is_movable_between(first, second, number, step)
     if _is_free(first):
-        # A view that enters a module may be repeated for each use only where no rule is for its
-        # operand.
+        # One that begins a module takes the operand that the module's rule moves. Repeated in
+        # several users, the rule would be for the operand of each.
         may_be_repeated = step.moves_anywhere or not step.module(first, left=False)
-        return not is_place and (is_only_use or may_be_repeated)
+        return not is_movable and (is_only_use or may_be_repeated)
     if not is_only_use:
-        return False
+        return False  # real work would be done twice
     if _is_free(second):
-        # A broadcast stays apart from what makes the small array; it may join what follows.
+        # A broadcast stays apart from what makes the small array, which is cheaper to move. It may
+        # join what follows.
         elements_before = _elements(first.arrays[-1:], step.lengths)
         elements_after = _elements(second.arrays[-1:], step.lengths)
-        return not is_place and elements_after <= elements_before
-    is_light = second.kind in LIGHT or (second.kind == "attention" and not is_place)
-    if first.kind not in LIGHT or not is_light:
+        return not is_movable and elements_after <= elements_before
+    takes_light_work = second.kind in LIGHT or (second.kind == "attention" and not is_movable)
+    if first.kind not in LIGHT or not takes_light_work:
         return False
-    return step.moves_anywhere or not _are_apart(first, second, is_place, step)
+    return step.moves_anywhere or not _are_apart(first, second, is_movable, step)
 
 
-def _is_place(first: Op, second: Op, number: int, step: TrainingStep) -> bool:
-    """Tell whether a rule of a module can move the array between two operations."""
+def _is_movable_between(first: Op, second: Op, number: int, step: TrainingStep) -> bool:
+    """Tell whether a rule of a module can move the array between two operations.
+
+    It can if the array is the first operand of a module, which `second` begins, or the result of
+    one, which `first` ends. Where arrays move anywhere, rules of modules play no part.
+    """
     if step.moves_anywhere:
         return False
     enters = number == 0 and step.module(second, left=False)
     return bool(enters or step.module(first, left=True))
 
 
-def _are_apart(first: Op, second: Op, is_place: bool, step: TrainingStep) -> bool:
+def _are_apart(first: Op, second: Op, is_movable: bool, step: TrainingStep) -> bool:
     """Tell whether two operations are of modules with parameters of their own, a rule for each.
 
     A module without an input, such as a function of its parameters, stays apart, for it can have no
-    rule.
+    rule. is_movable: a rule can move the array between both.
     """
     first_modules = _modules_of_parameters(first, step)
     second_modules = _modules_of_parameters(second, step)
     if first_modules and second_modules:
         return first_modules != second_modules
-    return is_place and not step.parameters.keys().isdisjoint(first.operands[:1])
+    # A rule is for the first operand; `first` has a parameter there.
+    return is_movable and not step.parameters.keys().isdisjoint(first.operands[:1])
 
 
 def _modules_of_parameters(op: Op, step: TrainingStep) -> set[str]:
@@ -146,11 +178,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Join:
-    """Two operations that become one.
+    """Two operations that become one: `second` has the result of `first` as operand `number`.
 
-    The arrays of both (operands, result, arrays inside) have numbers here, those of the first
-    before those of the second. first, second: operation `second` has the result of `first` as
-    operand `number`.
+    The arrays of both have numbers here. For `first` = `x, w -> h` and `second` = `h, v -> y` they
+    are 0 x, 1 w, 2 h (as made: `between`), 3 h (as used: `start` + `number`), 4 v, 5 y (`result`).
+    Arrays inside an operation that is itself a chain come after its result. A rule of the joined
+    operation has a placement for each number.
     """
 
     first: Op
@@ -198,10 +231,10 @@ class _Join:
 
     @property
     def place(self) -> int:
-        """Where the operands of the first stand among those of the second.
+        """At which index the operands of the first operation are put among those of the second.
 
-        They stand where its result was, or lead if they enter a module: its rule is for the first
-            operand.
+        It is where the first one's result was, or 0 if they enter a module: its rule is for operand
+        0.
         """
         first_enters, second_enters = self.entered
         return 0 if first_enters and not second_enters else self.number
@@ -234,7 +267,11 @@ class _Join:
 
     @cached_property
     def rules(self) -> list[AxisRule]:
-        """The pairs of rules that place each array alike: a placement for every array."""
+        """What one mesh axis may do in both operations: a placement for every array, by number.
+
+        A rule of the first is joined with a rule of the second where both do the same to the array
+        in between, and to operands of one name.
+        """
         # A consumer may take copies of a result whose own rules know only replicas.
         pairs = product((*self.first.axis_rules, *self._copying_rules()), self.second.axis_rules)
         rules = [(*first, *second) for first, second in pairs]
@@ -243,7 +280,11 @@ class _Join:
         return rules
 
     def _copying_rules(self) -> list[AxisRule]:
-        """List the rules under which an axis only has copies of the first operation's result."""
+        """List the rules under which an axis only has copies of the first operation's result.
+
+        Copies are equal blocks whose gradients are partial sums. An operation on copies of all
+        operands gives copies, and its gradient is linear in the partial sums.
+        """
         rules = [(COPY,) * self.start]
         if self.first.kind == "source":
             # Numbers made in place have no gradient: their replicas serve as copies, too.
@@ -259,7 +300,7 @@ class _Join:
         saved.update(self.start + i for i in self.second.saved_operands)
         for i, j in self.equal_pairs:
             if j in saved:
-                saved.add(i)
+                saved.add(i)  # the lower number is the visible one
         if self.between in saved:  # it is not visible, but a view of an array is that array
             if _is_free(self.first):
                 saved.update(range(self.between))
@@ -277,67 +318,86 @@ class _Join:
 
     @cached_property
     def inside(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dims that are not visible and restrict options, with their placements in each of `rules`.
+        """Hidden dims that restrict options: their text, and a placement in each of `rules`.
 
-        If one dim of an array is several dims in the other operation, axes shard the first of them
-        first. The arrays inside each operation stay, with one dim each.
+        The array in between is `(g d)` in one operation and c in the other. Blocks of `(g d)` are
+        contiguous, so that axes shard g first. If only c is visible, the joined operation has to
+        remember `(g d)`, and which part of it (0 for g, 1 for d) each rule shards.
+
+        Hidden arrays of the two operations themselves, with one dim each, stay.
         """
-        hidden = [*range(self.between + 1, self.start), *range(self.result + 1, len(self.arrays))]
-        places = [(i, 0) for i in hidden]
+        hidden_arrays = [
+            *range(self.between + 1, self.start),  # after the first one's result
+            *range(self.result + 1, len(self.arrays)),  # after the second one's
+        ]
+        hidden_dims = [(i, 0) for i in hidden_arrays]  # array, dim
+        # A dim may be split on either side of a pair.
         reversed_pairs = [(j, i) for i, j in self.equal_pairs]
         for i, j in (*self.equal_pairs, *reversed_pairs):
             for dim in range(len(self.arrays[i].dims)):
-                parts = [span for span in self.spans[i] if span.dim == dim]
-                parts_in_other = [span for span in self.spans[j] if span.dim == dim]
-                if len(parts) > 1 and parts != parts_in_other:
-                    places.append((i, dim))
-        inside = dict[tuple[str, tuple[int, ...]], None]()  # in order, each once
-        # Dims that no rule shards restrict nothing.
-        for i, dim in places:
+                spans = [span for span in self.spans[i] if span.dim == dim]
+                spans_in_other = [span for span in self.spans[j] if span.dim == dim]
+                if len(spans) > 1 and spans != spans_in_other:
+                    hidden_dims.append((i, dim))
+        restrictions = dict[tuple[str, tuple[int, ...]], None]()  # in order, each once
+        for i, dim in hidden_dims:
             placements = self._placements_in(i, dim)
-            if max(placements) >= 0:
-                inside[self.arrays[i].dims[dim].name, placements] = None
-        return list(inside)
+            if max(placements) >= 0:  # a dim that no rule shards restricts nothing
+                restrictions[self.arrays[i].dims[dim].name, placements] = None
+        return list(restrictions)
 
     def _placements_in(self, i: int, dim: int) -> tuple[int, ...]:
-        """Say for each rule which part of one dim of an array is sharded, if any."""
-        parts = [number for number, span in enumerate(self.spans[i]) if span.dim == dim]
-        part_of = {number: part for part, number in enumerate(parts)}
+        """Say for each rule which part of one dim of an array is sharded, REPLICAS for none."""
+        numbers = [number for number, span in enumerate(self.spans[i]) if span.dim == dim]
+        part_of = {number: part for part, number in enumerate(numbers)}
         return tuple(part_of.get(rule[i], REPLICAS) for rule in self.rules)
 
     @property
     def op(self) -> Op:
-        """The joined operation."""
-        step = self.step
-        rules = dict[AxisRule, None]()  # in order, each once
-        for number, rule in enumerate(self.rules):
-            inside = [placements[number] for _, placements in self.inside]
-            rules[(*(rule[i] for i in self.visible), *inside)] = None
-        space = _elements([self.arrays[i] for i in self.visible], step.lengths)
-        first_space = _elements(self.first.arrays, step.lengths)
-        second_space = _elements(self.second.arrays, step.lengths)
-        # Work is stated per element of the joined space, which both spaces may be parts of.
-        flops = self.first.work.flops * first_space + self.second.work.flops * second_space
-        inner = self.first.inner * first_space + self.second.inner * second_space
+        """The joined operation, with the name and the result of the second."""
         operand_texts = [
             str(self.arrays[i]) if self.arrays[i].dims else "()" for i in self.operands
         ]
         kind, accesses = self._kind_and_accesses()
+        flops, inner = self._flops_and_inner()
         return Op(
             name=self.second.name,
             text=f"{', '.join(operand_texts)} {ARROW} {self.arrays[self.result]}",
             operands=tuple(self.names[i] for i in self.operands),
             kind=kind,
-            rules=tuple(rule for rule in rules if set(rule) != {REPLICAS}),
+            rules=self._rules_of_visible(),
             times=self.second.times,
             enters=self._enters(),
-            leaves=step.module(self.second, left=True),
+            leaves=self.step.module(self.second, left=True),
             keeps=tuple(place for place, i in enumerate(self.visible) if i in self.saved),
-            flops=flops / space if flops else None,
+            flops=flops if flops else None,  # None: as the class says
             accesses=accesses,
             inside=tuple(text for text, _ in self.inside),
-            inner=(self.inner_elements + inner) / space,
+            inner=inner,
         )
+
+    def _rules_of_visible(self) -> tuple[AxisRule, ...]:
+        """Restrict the rules to arrays that the joined operation has, then to `inside`."""
+        rules = dict[AxisRule, None]()  # in order, each once
+        for number, rule in enumerate(self.rules):
+            in_hidden_dims = [placements[number] for _, placements in self.inside]
+            rules[(*(rule[i] for i in self.visible), *in_hidden_dims)] = None
+        # `Op.axis_rules` adds the idle rule, replicas everywhere.
+        return tuple(rule for rule in rules if set(rule) != {REPLICAS})
+
+    def _flops_and_inner(self) -> tuple[float, float]:
+        """Return operations, and hidden elements saved for the gradient, as `Op` states them.
+
+        Both are per element of the space of all dims of the joined operation. The space of each of
+        the two may be smaller: so they are added up in absolute numbers.
+        """
+        lengths = self.step.lengths
+        space = _elements([self.arrays[i] for i in self.visible], lengths)
+        first_space = _elements(self.first.arrays, lengths)
+        second_space = _elements(self.second.arrays, lengths)
+        flops = self.first.work.flops * first_space + self.second.work.flops * second_space
+        inner = self.first.inner * first_space + self.second.inner * second_space
+        return flops / space, (self.inner_elements + inner) / space
 
     def _kind_and_accesses(self) -> tuple[str, float | None]:
         """Return the class of the heavier operation, and how often its arrays are accessed."""
@@ -367,14 +427,18 @@ def _weight(op: Op) -> tuple[bool, bool, bool]:
 def _agreeing(
     rules: Sequence[AxisRule], i: int, j: int, spans: Sequence[Sequence[Span]]
 ) -> list[AxisRule]:
-    """Keep the rules that do the same in two arrays: shard parts that overlap, or have one tag."""
-    same = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}
-    for a, span in enumerate(spans[i]):
-        for b, other in enumerate(spans[j]):
+    """Keep the rules that do the same in arrays i and j: shard parts that overlap, or have one tag.
+
+    Array i is `(g d)` and array j is c, the same dim: sharding g in i agrees with sharding c in j,
+    and so does sharding d. spans: of the single dims of each array.
+    """
+    agreeing = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}  # pairs of placements
+    for number_in_i, span in enumerate(spans[i]):
+        for number_in_j, other in enumerate(spans[j]):
             overlap = span.low < other.high and other.low < span.high
             if span.dim == other.dim and overlap:
-                same.add((a, b))
-    return [rule for rule in rules if (rule[i], rule[j]) in same]
+                agreeing.add((number_in_i, number_in_j))
+    return [rule for rule in rules if (rule[i], rule[j]) in agreeing]
 
 
 def _spans(array: Layout, lengths: Mapping[str, int]) -> list[Span]:

@@ -115,25 +115,39 @@ def placed(
     whole: Collection[str] = (),
     **work: Any,
 ) -> Written:
-    """Describe an operation by the place in the result of each dim of its operands.
+    """Describe an operation in letters, by where each dim of its operands is in the result.
 
-    A dim of length 1 may stand at the place of a longer one: it is broadcast. Other dims of another
-    length than the result's (slices, padding) are whole on both sides.
+    A dim that is one of the result has the result's letter; any other has a letter of its own.
+    A bias of shape (8,) added to (4, 8), with the places [(0, 1), (1,)], is `r0 r1, r1 -> r0 r1`.
+    A column of shape (4, 1) in place of the bias, with the places (0, 1), is broadcast:
+    `r0 r1, r0 u1_1 -> r0 r1`.
+
+    Args:
+        shapes: The shape of each operand.
+        out: The shape of the result.
+        places: For each dim of each operand the number of the result's dim, None if it has none.
+        kind: The class of the operation, one of `KINDS`.
+        whole: Letters of dims that no mesh axis may shard. A dim longer than 1 that the operation
+            makes longer or shorter (slices, padding) is one of these, too, on both sides: blocks
+            of both would not match.
+        work: As `Written.work`.
     """
     arrays = list[list[str]]()
     whole_dims = {*whole}
-    for number, shape in enumerate(shapes):
+    for operand, shape in enumerate(shapes):
         dims = list[str]()
-        for d, (length, place) in enumerate(zip(shape, places[number], strict=True)):
+        for d, (length, place) in enumerate(zip(shape, places[operand], strict=True)):
             if place is not None and length == out[place]:
                 dims.append(f"r{place}")
                 continue
-            own = f"u{number}_{d}"  # no dim of the result
-            dims.append(own)
+            unshared = f"u{operand}_{d}"  # no dim of the result
+            dims.append(unshared)
+            # Length 1 at the place of a longer dim is a broadcast: the result's dim may be sharded.
             if place is not None and length > 1:
-                whole_dims |= {f"r{place}", own}
+                whole_dims |= {f"r{place}", unshared}
         arrays.append(dims)
     arrays.append(letters(len(out)))
+    # `whole` may have letters of dims that are not there, such as a reduced one.
     return Written(arrays, kind, whole_dims.intersection(chain(*arrays)), work)
 
 
@@ -154,26 +168,42 @@ def along(
     sums: bool = False,
     **work: Any,
 ) -> Written:
-    """Describe an operation along some dims of its first operand: a softmax, a concatenation.
+    """Describe an operation that works along some dims of its first operand, in letters.
 
-    These dims are whole, or summed (`sums`), and may be gone in the result. All others are the
-    result's, in their order.
+    A softmax along the last dim keeps it: `r0 r1 -> r0 r1` with r1 whole, for every element of the
+    result needs all of it. A sum over dim 0 has no such dim in the result: `u0_0 r0 -> r0`. With
+    `sums` a mesh axis may shard u0_0, for partial results add up. Other dims are the result's, in
+    their order.
+
+    Args:
+        shapes: The shape of each operand.
+        out: The shape of the result.
+        dims: The numbers of the dims, which may be negative as in torch.
+        kind: The class of the operation, one of `KINDS`.
+        sums: The result is a sum over these dims, so that none of them needs to be whole.
+        work: As `Written.work`.
     """
     ndim = len(shapes[0])
-    # Scalars have no dim to count from the end of, but may be asked for one.
+    # Scalars have no dim to count from the end of, but may be asked for one: hence `max`.
     numbers = [dims] if isinstance(dims, int) else dims
     worked_along = {d % max(ndim, 1) for d in numbers}
-    stay = len(out) == ndim  # as in a softmax; in a reduction they are gone
+    has_them_in_result = len(out) == ndim  # as in a softmax; in a reduction they are gone
     next_place = iter(range(len(out)))
-    places = [next(next_place) if stay or d not in worked_along else None for d in range(ndim)]
+    # The result's dim for each dim of the first operand; None if it is gone.
+    places = list[int | None]()
+    for d in range(ndim):
+        is_in_result = has_them_in_result or d not in worked_along
+        places.append(next(next_place) if is_in_result else None)
+    # Operands with as many dims are like the first; others (a seed, an index) share no dim.
     places_by_shape = [places if len(shape) == ndim else [None] * len(shape) for shape in shapes]
+    # For a dim that is gone this is `rNone`, no letter of any array: `placed` leaves it out.
     whole = {f"r{places[d]}" for d in worked_along}
     written = placed(shapes, out, places_by_shape, kind, whole, **work)
     if sums:
         return written._replace(whole=set())
-    # Each element of the result needs all of a dim that is gone, unless partial results add up.
-    gone = {dim for dim in chain(*written.arrays) if dim.startswith("u")}
-    return written._replace(whole={*written.whole, *gone})
+    # Each element of the result needs all of a dim that is gone.
+    not_in_result = {dim for dim in chain(*written.arrays) if dim.startswith("u")}
+    return written._replace(whole={*written.whole, *not_in_result})
 
 
 def view(before: Shape, after: Shape) -> Written:
@@ -195,15 +225,26 @@ def view(before: Shape, after: Shape) -> Written:
 def convolution(
     shapes: Shapes, out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()
 ) -> Written:
-    """Describe a convolution: windows are whole, and so are channels in groups of several.
+    """Describe a convolution as a contraction in letters: `b c l0, o c k0 -> b o m0`.
 
-    orders: for the operand, the kernel and the result the numbers of the dims batch, channels (a
-    kernel's: the result's, the operand's) and windows.
+    Mesh axes may shard the batch b, the operand's channels c (results are partial sums) and the
+    result's channels o. Spatial dims (l in the operand, k in the kernel, m in the result) are
+    whole: windows reach into neighbouring blocks. With groups of several channels all channels
+    are whole, too.
+
+    Args:
+        shapes: The shapes of operand and kernel.
+        out: The shape of the result.
+        groups: In how many groups of channels it works; as many as channels: depthwise.
+        orders: For operand, kernel and result the numbers of the dims batch, channels, and spatial
+            dims; for the kernel the result's channels, the operand's, and spatial dims. JAX lets
+            each array have its dims in an order of its own. None given: in this order.
     """
-    n_windows = len(out) - 2  # beside batch and channels
+    n_spatial = len(out) - 2  # beside batch and channels
     if not orders:
-        orders = [range(n_windows + 2)] * 3
-    channels = (shapes[0][orders[0][1]], out[orders[2][1]])
+        orders = [range(n_spatial + 2)] * 3
+    operand_order = orders[0]
+    channels = (shapes[0][operand_order[1]], out[orders[2][1]])  # the operand's, the result's
     has_wide_groups = groups > 1 and channels != (groups, groups)
     if has_wide_groups:
         kernel_channels = ["o", "i"]  # i: the operand's channels in one group
@@ -211,22 +252,24 @@ def convolution(
         kernel_channels = ["o", "c"]
     else:  # depthwise: each channel by itself
         kernel_channels = ["c", "one"]
-    windows, kernel_windows, result_windows = [letters(n_windows, letter) for letter in "lkm"]
-    dims = [
-        ["b", "c", *windows],
-        [*kernel_channels, *kernel_windows],
-        ["b", kernel_channels[0], *result_windows],
+    operand_spatial, kernel_spatial, result_spatial = [letters(n_spatial, s) for s in "lkm"]
+    arrays_in_order = [
+        ["b", "c", *operand_spatial],
+        [*kernel_channels, *kernel_spatial],
+        ["b", kernel_channels[0], *result_spatial],
     ]
-    arrays = list[list[str]]()
-    for order, names in zip(orders, dims, strict=True):
-        # JAX lets each array have its dims in an order of its own.
-        name_of = dict(zip(order, names, strict=True))
-        arrays.append([name_of[d] for d in range(n_windows + 2)])
-    whole = {*windows, *kernel_windows, *result_windows}
+    arrays = list(map(_reordered, arrays_in_order, orders))
+    whole = {*operand_spatial, *kernel_spatial, *result_spatial}
     if has_wide_groups:
         whole |= {"c", "o", "i"}
-    # The space of all dims has the operand's windows (and channels beside i) in it, which are no
-    # work.
-    uncounted = orders[0][1:] if has_wide_groups else orders[0][2:]
+    # Work is 2 operations per element of b, o, m, k and the summed channels. `flops` are per
+    # element of the space of all dims, which has l, too, and c beside i: divide these out.
+    uncounted = operand_order[1:] if has_wide_groups else operand_order[2:]
     flops = 2.0 / math.prod(shapes[0][d] for d in uncounted)
     return Written(arrays, "contraction", whole, {"flops": flops})
+
+
+def _reordered(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
+    """Put each name of a dim at its number in the array: b c l, numbers 0 2 1 -> b l c."""
+    name_of = dict(zip(numbers, names, strict=True))
+    return [name_of[d] for d in range(len(names))]

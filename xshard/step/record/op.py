@@ -141,7 +141,7 @@ class Op:
             self._check()
 
     def _check(self) -> None:
-        """Raise an error for an unknown class, a missing operand or an unknown dim."""
+        """Raise an error for an unknown class, a missing operand or an unknown whole dim."""
         if self.kind not in KINDS:
             hint = f"{did_you_mean(self.kind, KINDS)}there are: {', '.join(KINDS)}"
             raise PlanError(f"no class {self.kind!r} of operations", hint=hint)
@@ -192,7 +192,12 @@ class Op:
 
     @cached_property
     def axis_rules(self) -> tuple[AxisRule, ...]:
-        """What one mesh axis may do: a placement in each of `all_arrays`; the last rule is idle."""
+        """What one mesh axis may do: a placement in each of `all_arrays`; the last rule is idle.
+
+        A placement is the number of the dim that the axis shards, or a negative tag. For
+        `b c, f c -> b f` the rules are (0, COPY, 0) to shard b, (COPY, 0, 1) to shard f,
+        (1, 1, SUM) to shard c, and three times REPLICAS.
+        """
         idle = (REPLICAS,) * len(self.all_arrays)
         if self.rules is not None:
             return (*self.rules, idle)
@@ -201,16 +206,22 @@ class Op:
         *operands, result = self.dims
         kind = KINDS[self.kind]
         rules = list[AxisRule]()
-        for dim in dict.fromkeys(chain(result, *operands)):
+        for dim in dict.fromkeys(chain(result, *operands)):  # each once, in order
+            # Sharding a dim that the result lacks gives partial results, which only sums add up.
             is_possible = dim in result or kind.sums
             if is_possible and dim not in self.whole:
                 rules.append(self._rule_that_shards(dim))
         for tag in kind.passes:
+            # A sum of sums is a sum, for example: the tag of all operands is the result's.
             rules.append((tag,) * len(self.dims))
         return (*rules, idle)
 
     def _rule_that_shards(self, dim: str) -> AxisRule:
-        """Shard a dim wherever it is; operands without it are copies, a result is a sum."""
+        """Return the rule that shards a dim wherever it is.
+
+        Operands without it are copies: each device uses them for a part of the work, so that their
+        gradients are partial sums. A result without it is a partial sum.
+        """
         *operands, result = self.dims
         placements = [dims.index(dim) if dim in dims else COPY for dims in operands]
         return (*placements, result.index(dim) if dim in result else SUM)

@@ -25,11 +25,14 @@ ELSEWHERE = "elsewhere"
 
 
 def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
-    """Write equal blocks, each with results of the one before, as one block; `*` is their number.
+    """Replace runs of equal layers by one layer that runs several times.
 
-    `{1,2}` is, if there are others: layers before the block or after it that differ from it.
+    The operations `0.up`, `1.up` and so on, each with the result of the one before as operand,
+    become `*.up` with `times`. Its operand is a `carry`: what the layer before made, or, for the
+    first one, what went into the first. If other layers differ, their numbers are listed in place
+    of the star: `{1,2}.up`.
 
-    Returns the new names of operations and parameters, too.
+    Returns the step, and the new name of every operation and parameter that has one, by the old.
 
     >>> ops = [
     ...     Op("0.up", "b c, d c -> b d", ("x", "0.w")),
@@ -42,28 +45,37 @@ def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     *.up (before)  carry x 2        b d -> b d       x
     *.up           contraction x 2  b c, d c -> b d  *.up (before), *.w
     """
-    ops = list(step.ops)
+    ops = list(step.ops)  # shrinks while it is walked: runs behind `start` are blocks already
     names = dict[str, str]()
-    kinds = [_kind_of(op) for op in ops]
+    kinds = [_kind_of(op) for op in ops]  # beside `ops`: equal where operations are equal
     start = 0
     while start < len(ops):
-        # The longest run first: two layers of a kind may be a part of a block of both.
-        for size, times in _runs_from(kinds, start):
-            run = _Run(ops, step, start, size, times)
-            new_names = run.new_names if run.is_repeated else {}
-            if not new_names or "" in new_names.values():
-                continue
-            block = run.as_one_block()
-            names |= new_names
-            end = start + size * times
-            following = [renamed(op, names) for op in ops[end:]]
-            ops[start:] = [*block, *following]
-            kinds[start:end] = [("",)] * len(block)  # equal to no operation that follows
-            start += len(block) - 1  # the last one, with 1 added below
-            break
-        start += 1
+        run = _longest_run_at(ops, kinds, step, start)
+        if run is None:
+            start += 1
+            continue
+        block = run.as_one_block()
+        names |= run.new_names
+        end = start + run.size * run.times
+        following = [renamed(op, names) for op in ops[end:]]
+        ops[start:] = [*block, *following]
+        kinds[start:end] = [("",)] * len(block)  # equal to no operation that follows
+        start += len(block)
     parameters = {names.get(name, name): text for name, text in step.parameters.items()}
     return replace(step, ops=ops, parameters=parameters), names
+
+
+def _longest_run_at(
+    ops: Sequence[Op], kinds: Sequence[object], step: TrainingStep, start: int
+) -> _Run | None:
+    """Find the longest run of equal blocks from operation `start` on that can be one block."""
+    # The longest first: two layers of a kind may be a part of a block of both.
+    for size, times in _runs_from(kinds, start):
+        run = _Run(ops, step, start, size, times)
+        # "" among the new names: parameters of the blocks have no pattern for a rule.
+        if run.is_repeated and "" not in run.new_names.values():
+            return run
+    return None
 
 
 def in_first_block(pattern: str) -> str:
@@ -139,6 +151,7 @@ class _Run:
         ]
 
     def _source(self, i: int, name: str) -> Source:
+        """Say where operation i of the run has its operand `name` from."""
         if name in self.step.parameters:
             # Parameters of equal layers are equal but for the number of the layer.
             return Source(PARAMETER, NUMBER.sub("*", name))
@@ -166,11 +179,16 @@ class _Run:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether blocks take what the one before made, and others use only the last one."""
+        """Whether blocks take what the one before made, and others use only the last one.
+
+        Otherwise equal operations are no layers: branches side by side, or a residual connection
+        over more than one layer.
+        """
         # The second block is the pattern, for the first one has none before it.
         first_block, second_block, *others = self._sources_by_block()
         if any(block != second_block for block in others):
             return False
+        # The first block differs only in what it takes in place of results of the block before.
         if first_block != [self.carried.get(source, source) for source in second_block]:
             return False
         if {source.kind for source in self.carried.values()} != {ELSEWHERE}:
@@ -209,7 +227,12 @@ class _Run:
         return new_names
 
     def as_one_block(self) -> list[Op]:
-        """Write the run as one block, with a `carry` for each array from the block before."""
+        """Write the run as one block, with a `carry` for each array from the block before.
+
+        A carry is an operation without work: `b d -> b d`, whose operand is what the first block
+        takes, and whose `again` is the block's own result, for all later runs of the block. The
+        carries come first, for the block's operations use them.
+        """
         carries = {source: self._carry(source) for source in self.carried}
         members = [self._member(i, carries) for i in range(self.size)]
         block = [*carries.values(), *members]
@@ -217,14 +240,15 @@ class _Run:
             users = [op for op in block if carry.name in op.operands]
             is_copied_once = len(users) == 1 and users[0].text == carry.text
             if is_copied_once and users[0].accesses == 0:
-                # The operation with which a module begins is the carry itself.
-                place = block.index(users[0])
-                block[place] = replace(
-                    users[0],
+                # A module begins with such a copy of its input: it is made the carry itself, so
+                # that the module's rule is for what comes from the block before.
+                copy = users[0]
+                block[block.index(copy)] = replace(
+                    copy,
                     kind="carry",
                     operands=carry.operands,
                     again=carry.again,
-                    accesses=None,
+                    accesses=None,  # as of all carries
                 )
                 block.remove(carry)
         return block
@@ -245,9 +269,13 @@ class _Run:
         )
 
     def _member(self, i: int, carries: dict[Source, Op]) -> Op:
-        """Rename operation i, with the operands of the second block, which has one before it."""
+        """Make operation i of the one block: operation i of the run with names by patterns.
+
+        What comes from the block before is replaced by its carry.
+        """
         op = self.members[i]
         operands = list[str]()
+        # The second block's sources, for only it and later ones have a block before them.
         sources = self.sources[self.size + i]
         for source, name in zip(sources, op.operands, strict=True):
             if source in carries:
@@ -276,19 +304,19 @@ def _starred(names: Sequence[str], taken: Collection[str]) -> str:
 
     `a.{0,1}.b` if the star would fit other names in `taken`; "" if the names differ elsewhere.
     """
-    pieces = [NUMBER.split(name) for name in names]  # numbers have odd places
-    columns = list(zip(*pieces, strict=True))
-    differ = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    if not differ:
+    pieces = [NUMBER.split(name) for name in names]  # `a.0.b` -> `a.`, `0`, `.b`
+    columns = list(zip(*pieces, strict=True))  # piece i of every name
+    differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    if not differing:
         return names[0]
-    if len(differ) > 1:
-        return ""
-    place = differ[0]
-    pattern = [column[0] for column in columns]
-    head = "".join(pattern[:place])
-    tail = "".join(pattern[place + 1 :])
-    # A star is a part of a name between dots, or a piece of it.
+    if len(differing) > 1:
+        return ""  # a pattern has one star
+    place = differing[0]  # a number: equal blocks have names that are equal but for numbers
+    first_name = [column[0] for column in columns]
+    head = "".join(first_name[:place])
+    tail = "".join(first_name[place + 1 :])
+    # A star stands for a part of a name between dots, or for a piece of one, but for no dot.
     fits_star = re.compile(f"{re.escape(head)}[^.]+{re.escape(tail)}").fullmatch
-    is_alone = all(name in names for name in taken if fits_star(name))
-    number = "*" if is_alone else f"{{{','.join(columns[place])}}}"
+    fits_no_other = all(name in names for name in taken if fits_star(name))
+    number = "*" if fits_no_other else f"{{{','.join(columns[place])}}}"
     return f"{head}{number}{tail}"

@@ -78,87 +78,116 @@ class Trace:
     def add(
         self, name: str, op: Written, operands: Sequence[str], shape: Sequence[int], **fields: Any
     ) -> str:
-        """Add an operation inside a module; return its name.
+        """Record one operation: its result takes the names of dims from its operands.
+
+        The letters of `op` say which dims are equal. Take the matrix product `a c, d c -> a d` of
+        an array with the dims `(b s512) s128` and of a new parameter with shape (256, 128): a is
+        `b s512`, c is `s128`, and d is new, hence `n256` by its length. What is recorded is
+        `(b s512) s128, n256 s128 -> (b s512) n256`.
 
         Args:
             name: The name of the operation, and of its result.
             op: The operation in letters.
-            operands: Names of arrays, as many as `op` has operands, or more, which are left out.
+            operands: Names of arrays added before, in the order of `op`. More names than `op` has
+                operands are left out.
             shape: The shape of the result.
-            fields: Fields of `Op`.
+            fields: Fields of `Op` in place of what `op` says. Without `enters` and `leaves` the
+                operation is inside a module.
+
+        Returns:
+            The name again, so that calls can be nested.
         """
         operands = operands[: len(op.arrays) - 1]  # others have no dims that matter
-        arrays = [_letters_of(dims) for dims in op.arrays]
+        # Operands first, the result last, in all lists of arrays below.
+        letter_arrays = [_letters_of(dims) for dims in op.arrays]
         shapes = [*(self.shapes[operand] for operand in operands), tuple(shape)]
-        lengths = _lengths_of_letters(op, arrays, shapes)
-        names_of = self._names_of_letters(arrays, operands, lengths)
-        named = [_in_names(array, names_of) for array in arrays]
+        lengths = _lengths_of_letters(op, letter_arrays, shapes)
+        names_of = self._names_of_letters(letter_arrays, operands, lengths)
+        named_arrays = [_in_names(array, names_of) for array in letter_arrays]
         # Arrays with names keep them; a parameter gets those of its first use.
-        for operand, dims in zip(operands, named, strict=False):
+        for operand, dims in zip(operands, named_arrays, strict=False):
             self.dims.setdefault(operand, dims)
-        self.ops.append(self._op(name, op, operands, named, names_of, fields))
-        self.dims[name] = named[-1]
+        self.ops.append(self._op(name, op, operands, named_arrays, names_of, fields))
+        self.dims[name] = named_arrays[-1]
         self.shapes[name] = (*shape,)
         return name
 
     def step(self, *last: str, moves_anywhere: bool = False) -> TrainingStep:
-        """Return the step that ends in some operations, with all that they need."""
-        # Backwards, every operation comes after all that need it.
-        needed = set(last)
+        """Return the step that ends in the operations `last`, with all that they need.
+
+        Operations on which none of them depends are left out, and so are arrays that only these
+        use. moves_anywhere: as in `TrainingStep`.
+        """
+        # Walked from the end, an operation is met only after all operations that use its result.
+        needed = set(last)  # names of arrays
         ops = list[Op]()
         for op in reversed(self.ops):
             if op.name in needed:
                 needed.update(op.operands)
                 ops.append(op)
         ops.reverse()
+        # What no operation makes is there before the step: a parameter, or else an input.
         stored = needed.difference(op.name for op in ops)
-        # In the order in which they were met, and inputs are taken out below.
         parameters = dict[str, str]()
-        for array, dims in self.dims.items():
-            if array in stored:
-                parameters[array] = " ".join(map(grouped, dims))
-        inputs = {name: parameters.pop(name) for name in self.inputs if name in parameters}
+        for array, dims in self.dims.items():  # not over `stored`: the order is that of first uses
+            if array in stored and array not in self.inputs:
+                parameters[array] = _text_of(dims)
+        inputs = {name: _text_of(self.dims[name]) for name in self.inputs if name in stored}
         return TrainingStep(ops, self.lengths, inputs, parameters, "b", self.dtype, moves_anywhere)
 
     def _names_of_letters(
         self, arrays: Sequence[Names], operands: Sequence[str], lengths: Mapping[str, int]
     ) -> dict[str, list[str]]:
-        """Name the dims that each letter stands for: as its operands name them, or anew."""
-        # Several operands may name one dim; the best name is the result's.
+        """Name the dims that each letter stands for: as the operands name them, or anew.
+
+        `a c, d c -> a d`, where the first operand has the dims `(b s512) s128` and the second one
+        has no names yet: a is [b, s512], c is [s128], and d, of length 256, is [n256].
+
+        arrays: the letters of operands, then of the result. New names are added to `lengths` of
+        this trace.
+        """
+        # Until an operand names it, a letter is one dim without a name ("").
         factors = {letter: [Factor("", length)] for letter, length in lengths.items()}
         for operand, dims in zip(operands, arrays, strict=False):
+            # A parameter has no names before its first use.
             for letters, names in zip(dims, self.dims.get(operand, ()), strict=False):
-                for letter, named in self._factors(letters, names, lengths).items():
-                    factors[letter] = max(factors[letter], named, key=_preference)
+                for letter, candidate in self._factors(letters, names, lengths).items():
+                    # Several operands may name one dim; the best names are the result's, too.
+                    factors[letter] = max(factors[letter], candidate, key=_preference)
         names_of = dict[str, list[str]]()
-        taken = list[str]()  # a name stands for one dim of an operation
+        taken = list[
+            str
+        ]()  # of other letters: dims of one operation differ in name, as s8 and s8_2
         for letter in dict.fromkeys(chain.from_iterable(chain(*arrays))):
             names_of[letter] = []
-            for known, length in factors[letter]:
-                wanted = known if known else f"n{length}"
+            for inherited_name, length in factors[letter]:
+                wanted = inherited_name if inherited_name else f"n{length}"
                 names_of[letter].append(self._take(wanted, length, taken))
         return names_of
 
     def _factors(
         self, letters: Sequence[str], names: Sequence[str], lengths: Mapping[str, int]
     ) -> dict[str, list[Factor]]:
-        """Split the named dims of an operand over the letters of one dim; parts have no name.
+        """Match the names and the letters of one dim of an operand: letter -> its named factors.
 
-        `(a c)` of lengths 64 and 512, of an array with the dims `(b s512)`: a is b, and c is s512.
+        The dim `(b s512)` of lengths 64 and 512 is written in letters as `(a c)`. If a and c have
+        the lengths 64 and 512, a is b and c is s512. If they have 64 * 8 and 64, a is b and a
+        factor 8, c a factor 64: pieces of s512, which have no name ("").
         """
         name_lengths = [self.lengths[name] for name in names]
         if len(letters) == 1:
             return {letters[0]: list(map(Factor, names, name_lengths))}
         letter_lengths = [lengths[letter] for letter in letters]
-        by_name, by_letter = common_factors(name_lengths, letter_lengths)
-        name_of = dict[str, str]()  # of factors that are a whole named dim
-        for name, factors in zip(names, by_name, strict=True):
+        factors_by_name, factors_by_letter = common_factors(name_lengths, letter_lengths)
+        # Factors have names like r64 here; a factor that is all of a named dim gets the dim's name.
+        dim_of_factor = dict[str, str]()
+        for dim, factors in zip(names, factors_by_name, strict=True):
             if len(factors) == 1:
-                name_of[factors[0].name] = name
-        split = dict[str, list[Factor]]()
-        for letter, factors in zip(letters, by_letter, strict=True):
-            split[letter] = [Factor(name_of.get(name, ""), length) for name, length in factors]
-        return split
+                dim_of_factor[factors[0].name] = dim
+        matched = dict[str, list[Factor]]()
+        for letter, factors in zip(letters, factors_by_letter, strict=True):
+            matched[letter] = [Factor(dim_of_factor.get(name, ""), size) for name, size in factors]
+        return matched
 
     def _op(
         self,
@@ -169,26 +198,39 @@ class Trace:
         names_of: Mapping[str, Sequence[str]],
         fields: Mapping[str, Any],
     ) -> Op:
-        """Write the operation with names in place of letters."""
-        whole = list[str]()
+        """Write an operation with names in place of letters.
+
+        Args:
+            name: The name of the operation, and of its result.
+            written: The operation in letters.
+            operands: The names of its operands.
+            arrays: The named dims of operands, then of the result.
+            names_of: The named dims that each letter stands for.
+            fields: Fields of `Op` that replace all others.
+        """
+        whole = list[str]()  # dims that no mesh axis may shard
         for letter, names in names_of.items():
-            # A dim of length 1 cannot be sharded.
             is_whole = letter in written.whole
+            # A dim of length 1 cannot be sharded.
             whole += [dim for dim in names if is_whole or self.lengths[dim] == 1]
         text = Written([[*map(grouped, dims)] for dims in arrays]).text
-        # The bridge says afterwards which operations begin and end modules.
+        # "": no module begins or ends here. The bridge says afterwards where one does.
         inside_a_module = {"enters": "", "leaves": ""}
+        # Later entries win: the caller's fields over all others.
         fields = {**written.work, **inside_a_module, **fields}
         op = Op(name, text, tuple(operands), written.kind, tuple(whole), **fields)
         if not written.links:
             return op
-        # Blocks are contiguous: an axis shards the first of several names.
+        # Blocks are contiguous: an axis shards the first of several names of a letter.
         outermost = {names[0] for names in names_of.values()}
         return replace(op, rules=_rules_beside_links(op, written.links, outermost))
 
     def _take(self, wanted: str, length: int, taken: list[str]) -> str:
-        """Add to `taken` a name for a dim that is not there yet: s512, s512_2, s512_3, ..."""
-        stem = wanted.partition("_")[0]
+        """Choose a name for a dim that is not in `taken`, and add it there: s512, s512_2, ...
+
+        Its length is added to the lengths of this trace.
+        """
+        stem = wanted.partition("_")[0]  # s512_2 -> s512: counting begins anew
         name = wanted
         number = 2
         while name in taken:
@@ -197,6 +239,11 @@ class Trace:
         taken.append(name)
         self.lengths[name] = length
         return name
+
+
+def _text_of(array: Names) -> str:
+    """Write the dims of an array: [b, s512], [s128] -> `(b s512) s128`."""
+    return " ".join(map(grouped, array))
 
 
 def _letters_of(dims: Sequence[str]) -> Names:
@@ -222,29 +269,36 @@ def _lengths_of_letters(
 
 
 def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRule, ...]:
-    """Derive the rules of an operation that reads only lengths from its last operands (`links`).
+    """List what one mesh axis may do in an operation that reads only lengths from some operands.
 
-    An axis shards a common dim in the links and in the others alike, so that the lengths agree. An
-    axis that shards no common dim may do anything in the links. outermost: the first dim of each
-    letter, which an axis shards before the others.
+    These are its last `n_links` operands, the links: `y = zeros(x.shape[0], 8)` has the link x. An
+    axis that shards a dim which a link has, too, shards it in the link, so that the length which a
+    device reads there is right for its block. Otherwise no value of the link matters, so that the
+    axis may do anything there: shard a dim that only the link has, replicate, sum or copy.
+
+    op: with the dims of links beside those of other operands. outermost: the first dim of each
+    letter, which an axis shards before the others. Returns rules, each with one placement (the
+    number of a dim, or a negative tag) for every operand and the result.
     """
     *operands, result = op.dims
-    linked = operands[-n_links:]
-    own_dims = set(chain(*operands[:-n_links], result))
+    link_arrays = operands[-n_links:]
+    computing_dims = set(chain(*operands[:-n_links], result))  # of what is not only a link
     tags = [REPLICAS, SUM, COPY]
-    anything = [tags + _places_of(outermost - own_dims, dims) for dims in linked]
+    free_choices = [tags + _places_of(outermost - computing_dims, dims) for dims in link_arrays]
     rules = list[AxisRule]()
     for rule in op.axis_rules:
+        # Placements >= 0 are numbers of dims, tags are negative.
         sharded = {dims[place] for dims, place in zip(op.dims, rule, strict=True) if place >= 0}
-        if not sharded <= own_dims & outermost:
+        if not sharded <= computing_dims & outermost:
             continue  # inner parts of a dim would need other lengths
-        choices = list[list[int]]()  # of placements in each link
-        for dims, free_choice in zip(linked, anything, strict=True):
-            same = _places_of(sharded, dims)
-            choices.append(same if same else free_choice)
-        own_placements = rule[: -n_links - 1]
-        rules += [(*own_placements, *placements, rule[-1]) for placements in product(*choices)]
-    # The idle rule is always there (`Op.axis_rules`).
+        choices = list[list[int]]()  # placements to choose from, for each link
+        for dims, free_choice in zip(link_arrays, free_choices, strict=True):
+            same_dim = _places_of(sharded, dims)
+            choices.append(same_dim if same_dim else free_choice)
+        # A rule ends with the placements in the links and in the result.
+        in_operands = rule[: -n_links - 1]
+        rules += [(*in_operands, *in_links, rule[-1]) for in_links in product(*choices)]
+    # `Op.axis_rules` adds the idle rule, replicas everywhere: it must not be there twice.
     return tuple(rule for rule in rules if set(rule) != {REPLICAS})
 
 
@@ -254,5 +308,8 @@ def _places_of(names: set[str], dims: Sequence[str]) -> list[int]:
 
 
 def _preference(factors: Sequence[Factor]) -> tuple[int, int]:
-    """Rank the names that operands have for a dim: most factors first, then names from inputs."""
+    """Rank the names that operands have for a dim: most factors first, then names from inputs.
+
+    (b, s512) is before (n32768), and that before no name at all.
+    """
     return len(factors), ORIGINS[factors[0].name[:1]]

@@ -67,6 +67,7 @@ class TrainingStep:
         self._check_parameters()
 
     def _check_lengths(self) -> None:
+        """Require positive whole numbers."""
         for dim, length in self.lengths.items():
             number = whole_number(length)
             if number is None or number < 1:
@@ -89,7 +90,11 @@ class TrainingStep:
                 known.append(op.name)
 
     def _check_operand(self, name: str, array: Layout, known: Collection[str]) -> None:
-        """Require that an operand exists, and has the lengths with which it was made."""
+        """Require that an operand exists, and has the lengths with which it was made.
+
+        name, array: the operand, with its dims as the operation names them. known: names of arrays
+        that may be used there.
+        """
         if name not in known:
             hint = f"{did_you_mean(name, known)}known here are: {listed(list(known))}"
             raise PlanError(f"no array {name!r}", hint=hint)
@@ -161,20 +166,23 @@ class TrainingStep:
     def with_shares(self) -> TrainingStep:
         """The step with a `share` after each activation that several operations save.
 
-        Such an activation moves once for all of them, as one gather for the products q, k and v.
+        A share is an operation without work that hands one array on. `norm -> q, k, v` becomes
+        `norm -> norm (shared) -> q, k, v`: the activation moves once, to the share, and not in
+        three gathers.
         """
         ops = list[Op]()
-        share_for = dict[tuple[str, str], str]()  # (operand, operation) -> the share in between
+        share_between = dict[tuple[str, str], str]()  # (maker, user) -> name of the share
         for op in self.ops:
-            operands = [share_for.get((name, op.name), name) for name in op.operands]
+            # Makers come before users, so that the shares of all operands are there.
+            operands = [share_between.get((name, op.name), name) for name in op.operands]
             ops.append(replace(op, operands=tuple(operands)))
             # Operations that save nothing take the array as it is: they would gain nothing.
             savers = {user.name for user in self.consumers(op.name) if _saves_operands(user)}
             if len(savers) > 1:
                 share = self._share_of(op)
                 ops.append(share)
-                share_for |= {(op.name, saver): share.name for saver in savers}
-        return replace(self, ops=ops) if share_for else self
+                share_between |= {(op.name, saver): share.name for saver in savers}
+        return replace(self, ops=ops) if share_between else self
 
     def _share_of(self, op: Op) -> Op:
         """Make the operation that hands the result of another one to several."""

@@ -26,25 +26,40 @@ class RuleLimits(NamedTuple):
 
 
 def limited(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> RuleLimits:
-    """Read rules as limits: nothing moves that they do not name.
+    """Turn rules of a person into what a search may still choose.
 
-    unused: parameters that no operation takes, which may have rules, too.
+    Parameters are stored, gathered and used as their rules say, inputs arrive as theirs say, and an
+    activation moves only at a module whose rule names the move. With no rule for it, it stays as it
+    is made.
+
+    Args:
+        problem: The step on its mesh.
+        rules: The rules.
+        unused: Parameters that no operation takes, which may have rules, too.
+
+    Returns:
+        The numbers of the options that each node may take, and for each edge the moves
+        [rows, columns] to leave out.
     """
     limits = _Limits(problem, rules, unused)
     excluded = list[Flags]()
     for edge in problem.edges:
-        if problem.nodes[edge.source].gathering is not None:
+        if problem.nodes[edge.source].gathering is not None:  # a parameter
             limits.limit_parameter(edge)
             # Its options are limited already, so that all moves that are left are the rule's.
             excluded.append(np.zeros(edge.banned.shape, bool))
         else:
             limits.limit_arrival(edge)
             excluded.append(limits.excluded_moves(edge))
+    # Only now: each edge may have taken options away from both of its nodes.
     return RuleLimits([np.nonzero(flags)[0] for flags in limits.allowed], excluded)
 
 
 class _Limits:
-    """The options of every node that rules allow, as flags that edges take away."""
+    """The options of every node that rules allow, as flags in `allowed`.
+
+    All are allowed at first. The methods `limit_...` take some away, edge by edge.
+    """
 
     def __init__(self, problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> None:
         self.problem = problem
@@ -56,16 +71,19 @@ class _Limits:
         self.once = Rules({rules.once: True} if rules.once else {})
 
     def limit_parameter(self, edge: Edge) -> None:
-        """Keep the options in which a parameter is stored, gathered and used as its rule says."""
+        """Disallow options in which a parameter is not stored, gathered and used as its rule says.
+
+        They are options of the parameter, and of the operation that uses it.
+        """
         source = self.problem.nodes[edge.source]
         axes = self.problem.mesh.axes
-        name = source.name.partition("|")[0]  # tied parameters are used in one way
+        name = source.name.partition("|")[0]  # tied parameters, `a|b`, are used in one way
         with located(f"rule of {name}"):
             ndim = len(self.problem.names(source.name))
             use = use_of(self.parameters[name], ndim, self.problem.mesh, frozenset(axes))
             stored = ways_of(use.stored, axes)
             used = ways_of(use.used, axes)
-        # What is not gathered costs the same in both ways; it has one here.
+        # What is not gathered costs the same in both ways: PER_STEP stands for both.
         gathering = Gathering.PER_STEP
         if stored != used and self.once.find(name) is None:
             gathering = Gathering.PER_USE
@@ -75,9 +93,9 @@ class _Limits:
         self.allowed[edge.user] &= is_used_so
 
     def limit_arrival(self, edge: Edge) -> None:
-        """Keep the options in which an input of the model arrives as the rule of the model says."""
+        """Disallow options in which an input of the model does not arrive as its rule says."""
         source = self.problem.nodes[edge.source]
-        rule = self.rules.inputs.find("")
+        rule = self.rules.inputs.find("")  # "" is the model itself
         if source.name not in self.problem.step.inputs or rule is None:
             return
         text = rule if isinstance(rule, str) else rule.get(source.name)  # one for each input
@@ -86,15 +104,21 @@ class _Limits:
             self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
 
     def excluded_moves(self, edge: Edge) -> Flags:
-        """Return the pairs of layouts between which an activation does not move by its rule."""
+        """Return the pairs of layouts between which an activation does not move by its rule.
+
+        A rule `b/dp s -> b/dp s/tp` names dp and tp: along these, only its own move is left. Along
+        all other axes, and along all axes without a rule, the layout has to stay as it is.
+
+        Returns flags [rows, columns]: the layouts in which the array is made, and is used.
+        """
         source = self.problem.nodes[edge.source].name
         is_input = source in self.problem.step.inputs
         used_layouts = edge.used_layouts
         if is_input:
             used_layouts = without_copies(used_layouts)  # inputs need no gradient
-        follows = edge.made_layouts[:, None] == used_layouts  # [rows, columns, axes]
+        is_allowed = edge.made_layouts[:, None] == used_layouts  # [rows, columns, axes]: it stays
         text = None
-        if edge.place:
+        if edge.place:  # "": no module or array has a rule that could move it
             rules = self.rules.inputs if edge.enters else self.rules.outputs
             text = rules.find(edge.place)
         if text is not None:
@@ -103,22 +127,26 @@ class _Limits:
                 src = without_copies(src)
                 dst = without_copies(dst)
             is_stated = (edge.made_layouts == src)[:, None] & (used_layouts == dst)
-            # Along axes that the rule does not name nothing moves.
-            follows = np.where(is_named, is_stated, follows)
-        return np.asarray(~follows.all(-1))
+            is_allowed = np.where(is_named, is_stated, is_allowed)
+        # One axis that does something else is enough.
+        return np.asarray(~is_allowed.all(-1))
 
 
 def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
-    """Return the options that agree with `fixed`; axes that a layout does not name are free.
+    """Return for every node the numbers of the options that agree with layouts which a user fixed.
+
+    Axes that a layout does not name are free: `b/dp c` leaves all options in which dp shards b,
+    whatever other axes do. Raises NotationError if a layout leaves no option.
 
     fixed: layouts by patterns over names of inputs, parameters and operations, for their results.
     """
     layouts = Rules(fixed).match(list(problem.number), partial=True, what="array of the step")
     options = list[Ints]()
     for node in problem.nodes:
-        # "..." names no axis. What a layout says after an arrow is not about storage.
-        start, _, is_named = _sides(layouts.get(node.name, "..."), problem, node.name)
-        is_same = node.placements[:, -1] == start  # [options, axes]
+        # "..." names no axis: all options agree. What a layout says after an arrow is not about
+        # storage.
+        stored, _, is_named = _sides(layouts.get(node.name, "..."), problem, node.name)
+        is_same = node.placements[:, -1] == stored  # [options, axes] of the array itself
         agrees = (is_same | ~is_named).all(-1)
         if not agrees.any():
             dims = problem.step.arrays[node.name]

@@ -39,18 +39,25 @@ class StepRules(NamedTuple):
 
 
 def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
-    """Write an assignment as rules; names with the same layouts have one pattern."""
+    """Write an assignment as rules; names with the same layouts have one pattern.
+
+    An assignment is the number of an option for each node: a way to shard it. The rules for
+    `xt.parallelize` say the same by names of parameters and modules, such as
+    `{"layers.*.{up,gate}.weight": "o/tp/dp i -> o/tp i"}`.
+    """
+    # All activations first: rules of parameters depend on what is around their modules.
     activations = _ActivationRules(problem, assignment)
     parameters = Texts()
-    gathered_once = Texts()
+    gathered_once = Texts()  # only its names matter
     for edge in problem.edges:
         source = problem.nodes[edge.source]
         if source.gathering is None:
-            continue
+            continue  # no parameter
         stored, used = ends_of(problem, edge, assignment)
-        if source.name not in parameters:
+        if source.name not in parameters:  # the first use decides
             parameters[source.name] = activations.parameter_rule(source.name, stored, used)
         gathering = source.gathering[assignment[edge.source]]
+        # A parameter that is used as it is stored is not gathered.
         if stored.dims != used.dims and gathering == Gathering.PER_STEP:
             gathered_once[source.name] = ""
     return StepRules(
@@ -83,7 +90,15 @@ class _ActivationRules:
             self._add(edge, source, op, *ends_of(problem, edge, assignment))
 
     def _add(self, edge: Edge, source: str, op: Op, src: Layout, dst: Layout) -> None:
-        """Add the rules of one move."""
+        """Add what one move says: where inputs arrive, and rules of the modules around it.
+
+        Args:
+            edge: The move.
+            source: The name of the array.
+            op: The operation that takes it.
+            src: The layout in which it is made.
+            dst: The layout in which it is used.
+        """
         if source in self.step.inputs:
             # The first use decides how an input arrives: its tags are the use's if nothing moves.
             first_use = dst if dst.dims == src.dims else src
@@ -95,6 +110,7 @@ class _ActivationRules:
         else:
             if edge.place and src != dst:
                 self.outputs[edge.place] = _text(src, dst)
+            # It has moved already; the module may need a rule that only says what it gets.
             module = self._module_that_varies_more(source, op, dst)
             self._enter(module, dst, dst)
         maker = self.step.by_name.get(source)
@@ -103,10 +119,12 @@ class _ActivationRules:
             self.outputs.setdefault(self.step.module(maker, left=True), _text(src, src))
 
     def _with_free_names(self, place: str, src: Layout, dst: Layout) -> tuple[Layout, Layout]:
-        """Rename dims that would stay sharded under their names over axes the rule lacks.
+        """Return both layouts with new names for dims that a rule would shard by mistake.
 
-        Around the module s is sharded over tp, and a rule `b s -> b/dp s` says nothing about tp: in
-        the module s is whole, so that it is another dim there, s_.
+        In a rule, axes that it does not name stay as they are around the module, by names of dims.
+        Around the module s is sharded over tp, and a rule `b s -> b/dp s` says nothing about tp: s
+        would stay sharded. It is meant to be whole, so that it is another dim there:
+        `b s_ -> b/dp s_`.
         """
         named_axes = {*src.axes, *dst.axes}
         staying = set[str]()
@@ -121,15 +139,19 @@ class _ActivationRules:
     def _module_that_varies_more(self, source: str, op: Op, used: Layout) -> str:
         """Name an operation's module if activations vary along more axes in it than around it.
 
-        Its parameters' gradients depend on these axes, so that it needs a rule though nothing
-        moves.
+        Along an axis over which activations are sharded or sums, the devices' gradients of the
+        module's parameters differ. So it needs a rule that says so, though nothing moves. "" stands
+        for no such module.
+
+        source: the array that the operation takes, which matters only as its first operand. used:
+        its layout there.
         """
         if self.step.moves_anywhere or op.operands[0] != source:
             return ""
         parameters = [name for name in op.operands if name in self.step.parameters]
         if not parameters:
             return ""
-        module = parameters[0].rpartition(".")[0]
+        module = parameters[0].rpartition(".")[0]  # `layers.0.up.weight` -> `layers.0.up`
         for layout in self._around(module):
             if not {*used.axes} <= {*layout.axes}:
                 return module
@@ -160,22 +182,26 @@ class _ActivationRules:
         return self.known[""]
 
     def input_rules(self) -> Rules:
-        """Write the rules for inputs of the model and of modules."""
+        """Write the rules for inputs of the model and of modules, special ones first.
+
+        A layer that runs often has a rule for the first run, `layers.0.up`, beside the rule for
+        all, `layers.*.up`. It is left out if both are the same, and else it is before the other.
+        """
         patterns = [name for name in self.entered if "*" in name or "{" in name]
         pattern_of = {in_first_block(name): name for name in patterns}
-        said = Texts()  # rules that say something, there or in other blocks
+        # `known` has the modules whose rules change something. A rule of the first block is needed,
+        # too, where only the rule for all does: else that one would be for the first block.
+        needed = Texts()
         for name, text in self.entered.items():
             if name in self.known or pattern_of.get(name) in self.known:
-                said[name] = text
-        # The first of repeated blocks needs no rule if the rule of all is the same, or one before
-        # that.
+                needed[name] = text
         of_first_blocks = Texts()
         others = Texts()
-        for name, text in said.items():
-            pattern = pattern_of.get(name)
-            if pattern not in said:
+        for name, text in needed.items():
+            pattern = pattern_of.get(name)  # None if it is no module of a first block
+            if pattern not in needed:
                 others[name] = text
-            elif said[pattern] != text:
+            elif needed[pattern] != text:
                 of_first_blocks[name] = text
         rules: dict[Any, Any] = {"": self._root_rule()}
         return Rules(rules | _merged(of_first_blocks) | _merged(others))
@@ -190,20 +216,28 @@ class _ActivationRules:
         return next(iter(rules.values())) if rules else "..."
 
     def parameter_rule(self, name: str, stored: Layout, used: Layout) -> str:
-        """Write the rule of a parameter.
+        """Write the rule of a parameter: how it is stored, and how its operation uses it.
 
-        Axes that activations vary along around its modules, and its operation does not use, are
-        `mean`: it computes the same on all devices of such an axis.
+        Stored as `o/tp/dp i` and used as `o/tp i | copy(dp)` it is `o/tp/dp i -> o/tp i`: by
+        default, `parallelize` adds up gradients along axes over which activations around the
+        module vary (are sharded or sums), here dp. If the operation does the same work on all
+        devices of such an axis, all of them have the whole gradient. The sum would be too large,
+        hence `| mean(dp)`.
+
+        Args:
+            name: The parameter; tied ones have several names between bars.
+            stored: Its layout in storage.
+            used: Its layout in the operation that uses it.
         """
-        varying = set[str]()
+        varying = set[str]()  # axes
         for tied_name in name.split("|"):
             for layout in self._around(tied_name):
                 varying.update(layout.axes)
-        idle = varying - {*used.axes}
+        same_work = varying - {*used.axes}  # not sharded, no sum, no copy along them
         # Copies are not said: `parallelize` derives them from where activations vary.
-        tags = [("sum", used.tagged("sum")), ("mean", tuple(sorted(idle)))]
-        shown_tags = tuple((kind, axes) for kind, axes in tags if axes)
-        return _text(stored, Layout(used.dims, shown_tags))
+        tags = [("sum", used.tagged("sum")), ("mean", tuple(sorted(same_work)))]
+        said_tags = tuple((kind, axes) for kind, axes in tags if axes)
+        return _text(stored, Layout(used.dims, said_tags))
 
 
 @layout_cache(maxsize=4096)

@@ -27,10 +27,13 @@ class Change(NamedTuple):
 
 
 def simplified(search: StepSearch, most: float) -> list[int]:
-    """Return the best assignment after changes for fewer rules, while it takes `most` seconds.
+    """Trade a few seconds for fewer rules: return an assignment that is easier to say.
 
-    Changes are other layouts of one array, and of a parameter with what is beside it. Those that
-    save most for their seconds are first.
+    It begins with the best assignment of the search. While there are any, it applies changes that
+    save rules: another layout of one array, or of a parameter together with the operation beside
+    it. Those that save most for their seconds are first.
+
+    most: seconds that the result may take. An assignment is the number of an option for each node.
     """
     best = list(search.best) if search.best else []
     simple = best
@@ -39,23 +42,27 @@ def simplified(search: StepSearch, most: float) -> list[int]:
         simpler = _with_changes(search, simple, most)
         changed = simpler != simple
         simple = simpler
-    # Fewer names in rules are not always fewer rules.
+    # Changes count names in rules (`_variety`), and fewer of these are not always fewer rules.
     if len(_patterns(search.problem, best)) <= len(_patterns(search.problem, simple)):
         return best
     return simple
 
 
 def _with_changes(search: StepSearch, assignment: list[int], most: float) -> list[int]:
-    """Apply the changes that save rules, one after another, if they still save some."""
+    """Return an assignment with all changes that save rules, as far as they do so together.
+
+    Each change is found for `assignment` by itself. It is applied to the result of those before it,
+    and stays if that has still fewer rules and takes at most `most` seconds.
+    """
     problem = search.problem
     variety = _variety(problem, assignment)
     simple = assignment
-    for change in _best_first(search, assignment, variety, most):
+    for changed in _best_first(search, assignment, variety, most):
         combined = list(simple)
-        for node, option in enumerate(change):
+        for node, option in enumerate(changed):
             if option != assignment[node]:
                 combined[node] = option
-        problem.plan(combined)  # so that its seconds are no bounds
+        problem.plan(combined)  # so that its seconds are prices, not lower bounds
         new_variety = _variety(problem, combined)
         is_simpler = new_variety < variety - LEAST
         if is_simpler and search.cost.rank(problem.vectors(combined)[0]) <= most:
@@ -67,18 +74,21 @@ def _with_changes(search: StepSearch, assignment: list[int], most: float) -> lis
 def _best_first(
     search: StepSearch, assignment: list[int], variety: float, most: float
 ) -> list[list[int]]:
-    """List the changes that save rules, the one that saves most for its seconds first."""
+    """List changed assignments with fewer rules, the one that saves most for its seconds first.
+
+    variety: how much the rules of `assignment` say. most: seconds that a changed one may take.
+    """
     problem = search.problem
     seconds = float(search.cost.rank(problem.vectors(assignment)[0]))
     changes = _other_options(search, assignment)
     changes += _like_another_parameter(search, assignment)
-    gains = list[tuple[float, list[int]]]()
+    gains = list[tuple[float, list[int]]]()  # saved for each second, changed assignment
     for change in changes:
         if change.rank > most:
-            continue  # before rules are written, which takes longest
+            continue  # before its rules are written, which takes longest
         saved = variety - _variety(problem, change.assignment)
         if saved > LEAST:
-            # Changes that cost nothing are first, by what they save.
+            # Changes that cost nothing, or less, are first, by what they save: no division by 0.
             added_s = max(change.rank - seconds, LEAST * seconds)
             gains.append((saved / added_s, change.assignment))
     gains.sort(key=lambda gain: -gain[0])
@@ -107,27 +117,35 @@ class Use(NamedTuple):
 
 
 def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[Change]:
-    """List assignments with a parameter stored and used like another, neighbours at their best."""
-    # A later pair takes the place of an earlier one with the same parameter: the first use stays.
+    """List assignments with one parameter stored and used like another one.
+
+    Then both have one rule. The operation that uses it changes with it, and the neighbours of this
+    operation take the options that are best for that; all other nodes stay as they are.
+    """
+    # Uses come in reversed order, and `dict` keeps the last pair of a key: the first use.
     first_uses = dict(_first_uses(search.problem, assignment))
     uses = {node: use for node, (_, use) in first_uses.items()}
     changes = list[Change]()
     for parameter, (edge, use) in first_uses.items():
-        flags = _neighbours_free(search.problem, assignment, edge.user)
-        for other in dict.fromkeys(uses.values()):
-            if other.ndim != use.ndim or other == use:
+        flags = _neighbours_free(search.problem, assignment, edge.user)  # options, by node
+        for other_use in dict.fromkeys(uses.values()):  # each once, in order
+            if other_use.ndim != use.ndim or other_use == use:
                 continue  # rules are alike only for equally many dims
-            flags[parameter] = _is_stored_so(search.problem.nodes[parameter], other)
-            flags[edge.user] = (edge.used_placements == other.used).all(-1)
-            for near, vector in search.within(flags).vectors.items():
-                changes.append(Change(float(search.cost.rank(vector)), list(near)))
+            # Both entries are written anew for each other use.
+            flags[parameter] = _is_stored_so(search.problem.nodes[parameter], other_use)
+            flags[edge.user] = (edge.used_placements == other_use.used).all(-1)
+            for changed, vector in search.within(flags).vectors.items():
+                changes.append(Change(float(search.cost.rank(vector)), list(changed)))
     return changes
 
 
 def _first_uses(
     problem: StepProblem, assignment: Sequence[int]
 ) -> Iterator[tuple[int, tuple[Edge, Use]]]:
-    """Return the edge of each use of each parameter, the first one last, and what it is like."""
+    """Yield for each use of each parameter: its node, the edge and the use; first uses come last.
+
+    Edges are in the order of operations, hence reversed.
+    """
     for edge in reversed(problem.edges):
         node = problem.nodes[edge.source]
         if node.gathering is None:
@@ -143,16 +161,18 @@ def _first_uses(
 
 
 def _neighbours_free(problem: StepProblem, assignment: Sequence[int], node: int) -> list[Flags]:
-    """Return flags that leave a node and its neighbours all options, and others their own."""
-    near = set[int]()
+    """Return flags that leave a node and its neighbours all options, and others only their own.
+
+    For each node [options]; neighbours are the nodes between which and `node` an array moves.
+    """
+    free = set[int]()  # numbers of nodes
     for edge in problem.edges:
         if node in edge.nodes:
-            near.update(edge.nodes)
+            free.update(edge.nodes)
     flags = list[Flags]()
-    for number, each in enumerate(problem.nodes):
-        # A number in `near` makes all flags true.
-        is_assigned = np.arange(len(each.placements)) == assignment[number]
-        flags.append(is_assigned | (number in near))
+    for number, priced in enumerate(problem.nodes):
+        is_assigned = np.arange(len(priced.placements)) == assignment[number]
+        flags.append(is_assigned | (number in free))
     return flags
 
 
@@ -170,7 +190,10 @@ def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:
 
 
 def _variety(problem: StepProblem, assignment: Sequence[int]) -> float:
-    """Measure how much rules say: less for fewer rules, and if one rule has most names."""
+    """Measure how much rules say: less for fewer rules, and if one rule has most names.
+
+    A rule for n names counts sqrt(n): rules for 8 and 1 names are less than for 5 and 4.
+    """
     patterns = _patterns(problem, assignment)
     # Exact, so that the order of rules does not matter.
     return math.fsum(math.sqrt(len(spellings(pattern))) for pattern in patterns)

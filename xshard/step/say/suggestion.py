@@ -115,7 +115,7 @@ class Suggestion(Pictured):
             raise PlanError(f"no array {name!r} in the step", hint=hint)
         node = problem.number[name]
         assigned = f"{name}: {self._stated(node, self.assignment[node])}"
-        # A new search, for the best plan may change elsewhere, too.
+        # A new search, for the best plan with another layout here may differ elsewhere, too.
         search = self._search_for_another_layout(node)
         if search is None:
             return f"{assigned}, without another layout"
@@ -126,22 +126,26 @@ class Suggestion(Pictured):
         return f"{assigned}; next {self._stated(node, search.best[node])}, {added} per step"
 
     def _search_for_another_layout(self, node: int) -> StepSearch | None:
-        """Search among plans with another layout of a node's array; None if it has no other."""
+        """Search among plans with another layout of a node's array; None if it has no other.
+
+        The search that is returned has ended: its `best` is proved to be the best of them, or no
+        weights can say more. It is None if none fits the memory.
+        """
         problem = self.search.problem
-        placements = problem.nodes[node].placements[:, -1]
-        differs = (placements != placements[self.assignment[node]]).any(-1)
+        placements = problem.nodes[node].placements[:, -1]  # the last array is the node's own
+        differs = (placements != placements[self.assignment[node]]).any(-1)  # [options]
         options = list(self.search.options)
         options[node] = options[node][differs[options[node]]]
         if not len(options[node]):
             return None
         search = StepSearch(problem, self.search.limit, options)
-        # Most often the next best plan differs in nothing else.
+        # Most often the next best plan differs in nothing else: good ones to begin with.
         for option in options[node]:
             changed = list(self.assignment)
             changed[node] = int(option)
             search.offer(changed)
         search.improve()
-        # Until the best one is proved to be it; plans under way may still be better.
+        # Until the bound meets the best one; before that another plan may still be better.
         while search.advance():
             if search.bound >= search.seconds:
                 break
@@ -185,7 +189,8 @@ class Suggestion(Pictured):
         )
         options, excluded = limited(self.search.problem, rules, self.unused)
         problem = replace(self.search.problem, excluded=excluded)
-        # Rules of a person are priced though they may not fit the memory.
+        # Rules may leave some choice, such as how operations inside a module are sharded: the best
+        # one is searched. They are priced though they may not fit the memory.
         search = StepSearch(problem, limit=float("inf"), options=options)
         search.run()
         search.improve()
@@ -197,27 +202,32 @@ class Suggestion(Pictured):
         return Suggestion(search, search.best, search.bound, {})
 
     def __str__(self) -> str:
-        problem = self.search.problem
-        lines = [self._headline()]
-        for title in ("parameters", "inputs", "outputs"):
+        """Write the rules, then what they cost, then how plans by hand compare."""
+        lines = [self._headline(), *self._rules_as_lines()]
+        seconds = [f"{kind} {format_seconds(seconds)}" for kind, seconds in self.parts.items()]
+        memory = [f"{kind} {format_bytes(n_bytes)}" for kind, n_bytes in self.memory.items()]
+        total_bytes = sum(self.memory.values())  # all kinds are for the same moment
+        lines.append(f"{format_seconds(self.seconds)} per step: {', '.join(seconds)}")
+        # A bound is rounded: it may be above the seconds by a hair.
+        lines.append(f"no plan is more than {max(self.gap, 0):.2%} faster")
+        lines.append(f"{format_bytes(total_bytes)} per device: {', '.join(memory)}")
+        lines += self._comparison()
+        without_rule = [op.name for op in self.search.problem.step.ops if op.kind == "opaque"]
+        if without_rule:
+            lines.append(f"whole, as no rule is known: {', '.join(without_rule)}")
+        return "\n".join(lines)
+
+    def _rules_as_lines(self) -> list[str]:
+        """Write a table of rules for each kind that has any, under its title."""
+        lines = list[str]()
+        for title in ("parameters", "inputs", "outputs"):  # attributes of these names
             rules = getattr(self, title)
             if rules:
                 rows = [(f"  {pattern}", str(text)) for pattern, text in rules.items()]
                 lines += [title, align_columns(rows)]
         if self.once:
             lines.append(f"gathered once per step\n  {self.once}")
-        seconds = [f"{kind} {format_seconds(seconds)}" for kind, seconds in self.parts.items()]
-        held = [f"{kind} {format_bytes(n_bytes)}" for kind, n_bytes in self.memory.items()]
-        in_all = sum(self.memory.values())  # at the same moment
-        lines.append(f"{format_seconds(self.seconds)} per step: {', '.join(seconds)}")
-        # A bound is rounded: it may be above the seconds by a hair.
-        lines.append(f"no plan is more than {max(self.gap, 0):.2%} faster")
-        lines.append(f"{format_bytes(in_all)} per device: {', '.join(held)}")
-        lines += self._comparison()
-        without_rule = [op.name for op in problem.step.ops if op.kind == "opaque"]
-        if without_rule:
-            lines.append(f"whole, as no rule is known: {', '.join(without_rule)}")
-        return "\n".join(lines)
+        return lines
 
     def _headline(self) -> str:
         problem = self.search.problem
@@ -230,24 +240,36 @@ class Suggestion(Pictured):
         )
 
     def _comparison(self) -> list[str]:
-        """Compare with plans by hand, the best first, at three shares of overlap."""
+        """Write a table of this plan and of plans by hand, then remarks where these are as good.
+
+        Seconds are for several shares of moves that run beside computing (the overlap): it is the
+        number that is known least, so that both ends are shown, too.
+        """
         vector = self.search.problem.vectors(self.assignment)[0]
         plans = {"suggested": StepPlan(self.search, vector)}
+        # Plans that fit the memory first, the fastest first: the order of rows, and of remarks.
         plans |= sorted(self.by_hand.items(), key=_fitting_first)
-        # The overlap is the number that is known least: both ends are shown, too.
         overlaps = sorted({0.0, self.search.problem.overlap, 1.0})
         rows = [("overlap", *[f"{overlap:g}" for overlap in overlaps], "bytes", "")]
         for name, plan in plans.items():
             seconds = [format_seconds(plan.seconds(overlap)) for overlap in overlaps]
             remark = "" if plan.fits else "does not fit"
             rows.append((name, *seconds, format_bytes(plan.bytes), remark))
-        lines = [align_columns(rows)]
         fitting = {name: plan for name, plan in plans.items() if plan.fits}
+        return [align_columns(rows), *self._remarks(fitting, overlaps)]
+
+    def _remarks(self, fitting: Mapping[str, StepPlan], overlaps: Sequence[float]) -> list[str]:
+        """Say which plan by hand takes about the same seconds, or fewer at another overlap.
+
+        fitting: plans that fit the memory by name, "suggested" and then the others, the fastest
+        first.
+        """
+        lines = list[str]()
         if len(fitting) > 1:  # the first one is the suggested plan itself
-            _, next_best, *_ = fitting
-            slower = fitting[next_best].seconds() / self.seconds - 1
+            _, best_by_hand, *_ = fitting
+            slower = fitting[best_by_hand].seconds() / self.seconds - 1
             if slower <= SAME:
-                lines.append(f"{next_best} is within {slower:.1%}: little to gain")
+                lines.append(f"{best_by_hand} is within {slower:.1%}: little to gain")
         for overlap in overlaps:
             seconds_of = {name: plan.seconds(overlap) for name, plan in fitting.items()}
             fastest = min(seconds_of, key=seconds_of.__getitem__)
