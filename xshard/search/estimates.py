@@ -97,13 +97,13 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     """
     free = grid.free(goal)
     sharding_at_start = tuple(a for a in free if a in grid.roles(state))
-    for axes in dict.fromkeys((free, sharding_at_start)):
+    for axes in dict.fromkeys((free, sharding_at_start)):  # once if both are the same
         if not axes:
             continue
         for d, cut in enumerate(goal.cuts):
             if grid.is_even(d, cut + axes):
                 sharded = goal.with_cut(d, cut + axes)
-                in_place = d == 0
+                in_place = d == 0  # pieces of dim 0 lie one after the other in the result
                 block = grid.block(sharded)
                 yield Leg(sharded, grid.collective_seconds("all_gather", block, axes, in_place))
                 break
@@ -221,7 +221,7 @@ def _moving_seconds(
         can_permute: Whole blocks may change places.
     """
     least = grid.collective_seconds("all_to_all", block, axes, False)
-    if block * grid.parts(axes) <= largest:
+    if block * grid.parts(axes) <= largest:  # the gathered block is `parts` times as large
         gather = grid.collective_seconds("all_gather", block, axes, False)
         least = min(least, gather + _copy_seconds(grid, block))
     if can_permute:

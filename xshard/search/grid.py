@@ -240,9 +240,8 @@ class Grid(LinkedStates):
             first_changed = _first_difference(cut, cut_after)
         if first_changed is not None:
             # The device that is last along the old shard and first along the new one has no common
-            # rows before and after: "n/x" -> "n/y" with 8 rows on x=2, y=2 takes rows 4 to 7 from
-            # device (1, 0), which wants 0 to 3. If nodes divide the old shard, no device of its
-            # node has such rows.
+            # rows before and after: in "n/x" -> "n/y" with 8 rows on x=2, y=2 device (1, 0) has rows
+            # 4 to 7 and wants 0 to 3. If the old shard is over nodes, its whole node lacks them.
             already_local = 0
             if self._spans[first_changed][0].level == 0:
                 in_node = 0

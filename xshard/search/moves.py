@@ -135,7 +135,10 @@ class MoveCost(NamedTuple):
 
 
 def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
-    """Price a move from a state; each price is computed once for all searches on the grid."""
+    """Price a move from a state: its seconds, and the elements received and held per device.
+
+    Each price is computed once for all searches on the grid.
+    """
     # Hot. The data of a move follow from the two states, and need not be in the key.
     key = move.kind, state, move.after
     cached: MoveCost | None = grid.costs.get(key)

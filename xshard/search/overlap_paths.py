@@ -41,7 +41,10 @@ class Candidate(NamedTuple):
 def best_path(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, limit: int | None
 ) -> Steps:
-    """Find the cheapest path. Raises PlanError if none fits the limit of bytes."""
+    """Find the cheapest path between shardings with overlaps, as steps; none if they are equal.
+
+    Raises PlanError if none fits the limit of bytes per device (None: no limit).
+    """
     # If every block holds everything, sharding changes nothing, but a step must still rename the
     # axis.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
@@ -147,7 +150,7 @@ def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None
     src = dim_end(source, d)
     dst = dim_end(target, d)
     if not isinstance(dst.dim.overlap, Fold) or src.dim == dst.dim:
-        return
+        return  # only a fold that begins has to find a place for each row
     offered: list[Runs] = []
     for view in views(source):
         part = dim_end(source, d, view.sides[d], view.shifts[d])

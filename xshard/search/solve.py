@@ -128,6 +128,7 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
         if kind != "copy" and is_ending:
             check_reduction(dtype, kind)
     for kind in ("max", "min"):
+        # A block of replicas is no candidate among others: no local step makes it one.
         new = [a for a in dst.tagged(kind) if a not in src.tagged(kind)]
         if new:
             hint = f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})"

@@ -104,6 +104,7 @@ def _needs(route: SearchRoute) -> Needs | None:
     start_parts = [grid.parts(cut) for cut in start.cuts]
     goal_parts = [grid.parts(cut) for cut in goal.cuts]
     common = list(map(math.lcm, start_parts, goal_parts))
+    # Uneven blocks have several lengths: they cannot take each other's places.
     if any(length % parts for length, parts in zip(grid.shape, common, strict=True)):
         return None
     needs = Needs(_quotients(common, start_parts), _quotients(common, goal_parts))

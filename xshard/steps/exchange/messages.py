@@ -205,7 +205,8 @@ def messages_to(
 ) -> Messages:
     """List the messages that a device receives, its own rows among them, by sender.
 
-    With `node_devices`, replicas in the receiver's node send in place of others.
+    With `node_devices`, the number of devices of a node, replicas in the receiver's node send in
+    place of others.
     """
     messages = _messages_to(before, after, device, None)
     if node_devices is None:
@@ -215,6 +216,7 @@ def messages_to(
     from_node: list[Message] = []
     for message in messages:
         block = int(block_of[message.src])
+        # The box is at the same place in every replica. Without a choice the sender stays.
         from_node.append(message._replace(src=senders.get((block, device), message.src)))
     return tuple(sorted(from_node, key=lambda message: message.src))
 

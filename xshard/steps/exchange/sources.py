@@ -211,7 +211,7 @@ def _request(
 ) -> RowRequest:
     """Divide the rows of one dim that a receiver wants into its own and those of others.
 
-    A halo of 1 around rows 0 to 3, of which 0 to 3 are on the receiver: own 0 to 3, from others 4.
+    A block with a halo that has rows 0 to 4, and wants 0 to 5: own 0 to 4, from others 5.
 
     Args:
         src: The dim before.
@@ -293,7 +293,8 @@ def sources(
 def _senders_in_reach(src: DimEnd, senders: NDArray[np.int64], rows: Runs) -> list[int]:
     """Select the senders that may offer some of the rows, by their first row and their last.
 
-    Only these few are compared run by run.
+    Senders 0, 1, 2 with rows 0-3, 4-7, 8-11, and rows 3-5 -> [0, 1]. Only these few are compared run
+    by run.
     """
     if isinstance(rows, Rows):
         wanted = as_intervals(rows)
@@ -417,9 +418,11 @@ def _with_fixed_coordinates(
     is_kept = pairs.rows > 0
     receiver_coords = coords_of(np.array(src_indices)[pairs.receivers], src.sizes)
     sender_coords = coords_of(pairs.senders, src.sizes)
-    for axis, ours, theirs in zip(src.dim.axes, receiver_coords, sender_coords, strict=True):
+    for axis, receiver_coord, sender_coord in zip(
+        src.dim.axes, receiver_coords, sender_coords, strict=True
+    ):
         if axis in fixed:
-            is_kept &= ours == theirs
+            is_kept &= receiver_coord == sender_coord  # [pairs]
     return RowPairs(pairs.receivers[is_kept], pairs.senders[is_kept], pairs.rows[is_kept])
 
 

@@ -115,7 +115,7 @@ def traffic_by_level(
 
 
 def _level_hop(received: Received, level: int, axis: str, nearer_dims: tuple[int, ...]) -> Hop:
-    """Make the hop of what devices receive over links of one level.
+    """Make the hop of what devices receive over links of one level: the demand of the busiest one.
 
     Args:
         received: The elements and senders of every device, as arrays over the mesh.
@@ -221,9 +221,10 @@ def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic
 
 
 def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
-    """List, for each dim, the spans that shard it, outermost first.
+    """List, for each dim, the spans of links that shard it, outermost first.
 
-    None unless all shards are contiguous and even.
+    "n/x" with x=8 over 2 nodes of 4 -> the span of 2 nodes, then that of 4 devices. None unless all
+    shards are contiguous and even.
     """
     if sharding.even_cuts is None:
         return None
