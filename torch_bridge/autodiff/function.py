@@ -65,6 +65,7 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         executable = ctx.executable
         if not executable.is_linear:
+            # A max or min: the gradient goes to the elements that are equal to the result.
             block, output = ctx.saved_tensors
             cotangent = Redistribute.apply(executable.winners[2], *gradients)
             return None, cotangent * winner_shares(executable, block, output)

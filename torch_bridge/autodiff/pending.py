@@ -104,7 +104,11 @@ class PendingTensor:
 
     @classmethod
     def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
-        """Begin to move a block; all processes begin and end theirs in the same order."""
+        """Begin to move a block; all processes begin and end theirs in the same order.
+
+        For autograd this is two functions: one begins, from the block to an empty token, and the other
+        ends, from the token to the result. Backward they change roles: see `Half`.
+        """
         in_flight = InFlight(executable)
         token = Redistribute.apply(Half(in_flight, begins=True), block)
 

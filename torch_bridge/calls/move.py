@@ -112,7 +112,10 @@ class MoveCall(NamedTuple):
         return executable
 
     def plan(self, block: Block) -> tuple[Plan, ProcessMesh]:
-        """Return the plan and the processes that run it. Raises ShapeError unless the block fits."""
+        """Return the plan and the processes that run it. Raises ShapeError unless the block fits.
+
+        What all processes have in common is checked first, so that all raise or none.
+        """
         local_shape, block_dtype, device = block
         processes = process_mesh(self.mesh)
         meshes.check_device(device)
@@ -255,7 +258,8 @@ class TransferCall(NamedTuple):
     def plan(self) -> Plan:
         """Return the plan; its device numbers are global ranks.
 
-        Raises MeshError or ShapeError if a mesh, the shape or the dtype is missing.
+        It is the plan that you passed, or the one found for the layouts. Raises MeshError or ShapeError
+        if a mesh, the shape or the dtype is missing, MeshError for a rank that the world lacks.
         """
         if isinstance(self.expression, Plan):
             plan = self._given_plan(self.expression)
