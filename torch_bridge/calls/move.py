@@ -76,7 +76,8 @@ class MoveCall(NamedTuple):
     ) -> MoveCall:
         """Make a call from the arguments of `redistribute`. Raises as `redistribute` does.
 
-        Hot: what needs no conversion, as most arguments, is passed on without a call.
+        Texts, layouts, meshes and dtypes get one form each, so that equal calls are equal keys of the
+        caches. Hot: what needs no conversion, as most arguments, is passed on without a call.
         """
         if type(expression) is not str:
             expression = as_expression(expression)

@@ -184,7 +184,7 @@ def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tenso
     sending = [i for i, crossing in enumerate(crossings) if _sends(crossing.plan)]
 
     def copy_unmoved() -> None:
-        """Copy what moves nowhere, while the others travel."""
+        """Copy blocks that neither move nor change: the result must be no view of what was given."""
         for i, crossing in enumerate(crossings):
             is_unmoved = i not in sending and outs[i] is starts[i]
             if is_unmoved and crossing.on_target is None:

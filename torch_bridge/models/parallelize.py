@@ -320,13 +320,7 @@ def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
     12 heads under "h/tp" on tp=4 -> a count of 3. Nothing is set yet. Raises ShapeError if a number
     does not divide.
     """
-    attributes: dict[str, Count] = {}  # by full names, as "layers.0.attn.num_heads"
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if type(value) is int:  # a bool is an int, too
-                full_name = f"{path}.{name}" if path else name
-                attributes[full_name] = Count(module, name, value, value)
-
+    attributes = _integer_attributes(model)
     counts = []
     texts = rules.match(list(attributes), partial=True, what="integer attribute")
     for full_name, text in texts.items():
@@ -341,6 +335,17 @@ def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
                 raise ShapeError(what, text=text, hint=hint)
         counts.append(count._replace(local=count.whole // n_parts))
     return counts
+
+
+def _integer_attributes(model: nn.Module) -> dict[str, Count]:
+    """Return the integers of all modules by full names, as "layers.0.attn.num_heads", still whole."""
+    attributes: dict[str, Count] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) is int:  # a bool is an int, too
+                full_name = f"{path}.{name}" if path else name
+                attributes[full_name] = Count(module, name, whole=value, local=value)
+    return attributes
 
 
 def _tensor_rules(

@@ -90,7 +90,7 @@ class SharedParameters:
         # Modules have their blocks now, as no pass has begun.
         blocks = [parameter.tensor for parameter in self.parameters]
         if not blocks or (self._gradients.syncs and not self.is_held):
-            return {}
+            return {}  # outside `no_sync`, and no pass inside has gathered anything
         # An optimiser's step, or another tensor in a parameter's place: what is held would be outdated.
         states = [_state_of(x) for x in blocks]
         if not self.is_held or states != self._block_states:

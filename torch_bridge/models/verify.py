@@ -250,12 +250,21 @@ def _on_one_device(
 
     # The loss counts as an output, and as the first array: errors begin with it.
     scalar = Sharding(Layout("()"), context.axes, ())
-    wanted = [Wanted("output", "loss", scalar, value, value.abs().item())]
+    wanted_loss = Wanted("output", "loss", scalar, value, value.abs().item())
+    return [wanted_loss, *_cut_gradients(copied.tensors, parallel)]
+
+
+def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[Wanted]:
+    """Return this process's block of each gradient, in the order of parameters.
+
+    tensors: the whole tensors of the copy, by name. It is emptied on the way, so that whole gradients
+        are freed one by one, as soon as they are cut.
+    """
+    wanted = []
     for parameter in parallel.trained:
-        # Whole gradients go one by one, as soon as they are cut.
-        whole = copied.tensors.pop(parameter.name)
+        whole = tensors.pop(parameter.name)
         gradient = _gradient(whole)
-        block = parameter.cut(gradient, context)
+        block = parameter.cut(gradient, parallel.context)
         wanted.append(
             Wanted("gradient", parameter.name, parameter.sharding, block, largest_value(gradient))
         )
