@@ -33,7 +33,16 @@ def as_tensor(
     name: str = "x",
     usage: str = "the tensor comes first, as in redistribute(x, layouts, mesh)",
 ) -> Tensor:
-    """Return the tensor, or wait for one in flight. Raises XshardError with a hint, by default `usage`."""
+    """Return what you passed as a tensor, and wait for it if it is in flight.
+
+    Args:
+        x: The value.
+        name: Its name in errors.
+        usage: The hint of the error for a value that no other hint fits.
+
+    Raises:
+        XshardError: It is no tensor.
+    """
     if isinstance(x, Tensor):
         return x
     if isinstance(x, PendingTensor):

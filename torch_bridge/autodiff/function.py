@@ -63,8 +63,9 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         executable = ctx.executable
         if not executable.is_linear:
+            # A max or min: the gradient goes to the elements that are equal to the result.
             block, output = ctx.saved_tensors
-            cotangent = Redistribute.apply(executable.winners[2], *gradients)
+            cotangent = Redistribute.apply(executable.winners.cotangent, *gradients)
             return None, cotangent * winner_shares(executable, block, output)
         adjoint = executable.backward
         # Most backward passes record nothing: then autograd, as long as a small move, is left out.
@@ -83,7 +84,7 @@ class Redistribute(torch.autograd.Function):
             return Redistribute.apply(executable.tangent, *tangents)
         block, output = ctx.saved_tensors
         shares = winner_shares(executable, block, output)
-        return Redistribute.apply(executable.winners[3], tangents[0] * shares)
+        return Redistribute.apply(executable.winners.tangent, tangents[0] * shares)
 
     @staticmethod
     def vmap(
@@ -100,11 +101,22 @@ class Redistribute(torch.autograd.Function):
 
 
 def winner_shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
-    """Share the gradient of a max or min: 1 / (number of winners) where the block holds it, else 0."""
-    result, count, *_ = executable.winners
-    best = Redistribute.apply(result, output if result.is_linear else block.detach())
+    """Share the gradient of a max or min: 1 / (number of winners) where the block holds it, else 0.
+
+    A max of [1, 3] on one process and [3, 3] on another is [3, 3]: shares [0, 1/2] and [1, 1/2].
+
+    Args:
+        executable: The executable of the max or min.
+        block: This process's block, the candidates.
+        output: The result, as the layout after the plan has it.
+    """
+    winners = executable.winners
+    # The best values, where the block has its candidates: the output moved back, which is linear. If
+    # the output lacks rows of the block, the plan reduces the block once more.
+    source = output if winners.result.is_linear else block.detach()
+    best = Redistribute.apply(winners.result, source)
     has_won = (block == best).to(block.dtype)
-    n_winners = Redistribute.apply(count, has_won)
+    n_winners = Redistribute.apply(winners.winner_count, has_won)
     return has_won / n_winners.clamp(min=1)  # rows that a boundary fills have no winner
 
 

@@ -112,6 +112,9 @@ class PendingTensor:
     def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
         """Begin to move a block; all processes begin and end theirs in the same order.
 
+        For autograd this is two functions: one begins, from the block to an empty token, and the other
+        ends, from the token to the result. Backward they change roles: see `Half`.
+
         Args:
             block: This process's block under the left layout.
             executable: The move, ready to run.

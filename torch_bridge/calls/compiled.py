@@ -58,7 +58,16 @@ def recorded(
     options: dict[str, Any],
     async_op: bool,
 ) -> Any:
-    """Make a call that torch.compile or torch.export traces. options: keywords of `TRACED[verb]`."""
+    """Make a call that torch.compile or torch.export traces.
+
+    Args:
+        verb: The name of the public function, a key of `TRACED`.
+        blocks: This process's tensors.
+        expression: The layouts, as text.
+        mesh: The mesh; a DeviceMesh or an `xshard.Mesh` under torch.compile.
+        options: Keywords of `TRACED[verb]`.
+        async_op: Whether the caller wants a `PendingTensor`.
+    """
     if torch.compiler.is_dynamo_compiling():
         # Besides tensors, Dynamo passes on text, numbers, and tuples and dicts of them.
         constants = {name: value for name, value in options.items() if value is not None}
@@ -89,6 +98,7 @@ def _recorded(
     """Make a call with the constants that Dynamo passes on, turned back into what they were.
 
     Dynamo does not look inside: it sees the tensors that the call makes, and records their operations.
+    Dtypes come as text, and an `xshard.Mesh` as (axes, sizes): `recorded` made them so.
     """
     if "comm_dtype" in options:
         names = options["comm_dtype"]
@@ -124,7 +134,14 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
     """Record the redistribution of one block, once for all lengths of a dim that no step shards.
 
     Such a length affects only prices. It stays a symbol in the graph, and the plan is made for a number
-    near its first value that no step could divide evenly: a step that shards it after all shows.
+    near its first value that no step could divide evenly: a step that shards it after all shows, and
+    the dim is then planned for its first length alone.
+
+    Args:
+        blocks: The one block.
+        expression: The layouts.
+        mesh: The mesh.
+        **options: `shape`, `profile` and `comm_dtype`, as for `redistribute`.
     """
     check_no_transform()
     (x,) = blocks
@@ -136,7 +153,8 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
     likely_lengths = _lengths_near_first(x, shape, mesh_of(call.mesh).n_devices)
     free = set(likely_lengths)  # dims whose length stays a symbol
     while True:
-        # `int` makes a symbol a constant of the graph: another length is compiled anew.
+        # `int` makes a symbol a constant of the graph: another length is compiled anew. Of dims that
+        # stay free, the plan sees the likely length.
         lengths = [likely_lengths[d] if d in free else int(n) for d, n in enumerate(x.shape)]
         if shape is not None:
             whole = [lengths[d] if d in free else int(n) for d, n in enumerate(shape)]
@@ -157,14 +175,21 @@ TRACED["redistribute"] = _redistribute
 
 
 def _lengths_near_first(x: Tensor, shape: Any, n_devices: int) -> dict[int, int]:
-    """Return, for each symbolic dim of a block, the number for which a plan is made.
+    """Return, for each dim whose length stays a symbol, the number for which a plan is made.
 
-    It is the first value, or the next number that is coprime to the number of devices.
+    It is the first value, or the next number that is coprime to the number of devices: no mesh axis
+    can divide such a dim evenly, so that plans leave it whole. On 4 devices a block [s, 8] with a
+    symbol s that was first 6 -> {0: 7}.
+
+    Args:
+        x: This process's block.
+        shape: The global shape, if the caller gave one.
+        n_devices: The number of devices of the mesh.
     """
-    lengths = {}
+    lengths = {}  # by the index of the dim
     for d, length in enumerate[Any](x.shape):
         if isinstance(length, int):
-            continue
+            continue  # no symbol
         if shape is not None and (len(shape) != x.ndim or shape[d] != x.shape[d]):
             continue  # a dim that is longer than its block is sharded
         number = first_value(length)
@@ -191,7 +216,10 @@ def _plan_traced(
 
 
 def _is_unsharded(traced: _TracedPlan, name: str) -> bool:
-    """Return whether no step of these plans shards a dim, widens it or reads it backwards."""
+    """Return whether no step of these plans shards a dim, widens it or reads it backwards.
+
+    name: the name of the dim in the layouts. Only then is its length free in the graph.
+    """
     for plan in (traced.plan, *traced.derivatives):
         layouts = [plan.source.layout, plan.target.layout]
         layouts += [stage.after.layout for stage in plan.stages]

@@ -76,7 +76,8 @@ class MoveCall(NamedTuple):
     ) -> MoveCall:
         """Make a call from the arguments of `redistribute`. Raises as `redistribute` does.
 
-        Hot: what needs no conversion, as most arguments, is passed on without a call.
+        Texts, layouts, meshes and dtypes get one form each, so that equal calls are equal keys of the
+        caches. Hot: what needs no conversion, as most arguments, is passed on without a call.
         """
         if type(expression) is not str:
             expression = as_expression(expression)
@@ -112,7 +113,10 @@ class MoveCall(NamedTuple):
         return executable
 
     def plan(self, block: Block) -> tuple[Plan, ProcessMesh]:
-        """Return the plan and the processes that run it. Raises ShapeError unless the block fits."""
+        """Return the plan and the processes that run it. Raises ShapeError unless the block fits.
+
+        What all processes have in common is checked first, so that all raise or none.
+        """
         local_shape, block_dtype, device = block
         processes = process_mesh(self.mesh)
         meshes.check_device(device)
@@ -255,7 +259,8 @@ class TransferCall(NamedTuple):
     def plan(self) -> Plan:
         """Return the plan; its device numbers are global ranks.
 
-        Raises MeshError or ShapeError if a mesh, the shape or the dtype is missing.
+        It is the plan that you passed, or the one found for the layouts. Raises MeshError or ShapeError
+        if a mesh, the shape or the dtype is missing, MeshError for a rank that the world lacks.
         """
         if isinstance(self.expression, Plan):
             plan = self._given_plan(self.expression)

@@ -150,7 +150,13 @@ class Collective:
         return SplitSizes(list(self.received), list(self.sent))
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
-        """Begin the collective -> the work to wait for, or None where there is nothing to wait for."""
+        """Begin the collective -> the work to wait for, or None where there is nothing to wait for.
+
+        Args:
+            out: A flat tensor, which gets what arrives.
+            messages: The flat messages, which stay as they are.
+            async_op: Whether to return before the end; else the work has been waited for.
+        """
         if messages.is_meta:  # only shapes are asked for
             return None
         if self.kind == "all_reduce":
@@ -198,9 +204,14 @@ class Collective:
         return elements * messages.itemsize >= _LARGE_BYTES
 
     def _send_directly(self, out: Tensor, messages: Tensor) -> Works:
-        """Begin messages from rank to rank."""
+        """Begin messages from rank to rank, and copy what this rank sends to itself.
+
+        Args:
+            out: A flat tensor, which gets what arrives, rank by rank.
+            messages: A flat tensor of what is sent, rank by rank; for an all-gather, to each all of it.
+        """
         process_group = self.group.process_group
-        me, *others = self._peers
+        me, *others = self._peers  # this rank comes first
         works = []
         is_recorded = dispatch_mode_count() > 0 or is_profiling()
         with torch.profiler.record_function(MESSAGES) if is_recorded else _UNRECORDED:
@@ -218,7 +229,10 @@ class Collective:
 
     @cached_property
     def _peers(self) -> list[Peer]:
-        """Every rank, from this one on: each rank begins with another receiver."""
+        """Every rank, from this one on: rank 1 of 4 has 1, 2, 3, 0, so that each begins with another.
+
+        With the elements of the flat messages for each rank, and of those that arrive from it.
+        """
         rank_count = len(self.received)
         if self.kind == "all_gather":
             # Every rank gets all of it.

@@ -33,7 +33,11 @@ class Part(NamedTuple):
 
 
 def exchange(step: steps.Exchange, context: StepContext) -> Move:
-    """Return this process's part of an exchange: its messages, and the rows that it keeps."""
+    """Return this process's part of an exchange: its messages, and the rows that it keeps.
+
+    It is one all-to-all over the axes along which senders and receivers differ, or local if no device
+    of the mesh receives anything.
+    """
     op = step.op(context.before)  # by which partial values of one row combine
     axes = _communicating_axes(step, context)
     group = context.group(axes)

@@ -183,7 +183,11 @@ class Executable:
         return None
 
     def begin(self, block: Tensor) -> Pending:
-        """Begin the plan up to its last collective -> a function that ends it and returns the result."""
+        """Begin the plan up to its last collective -> a function that ends it and returns the result.
+
+        Earlier collectives are waited for: what comes after each needs its result. A plan without any
+        runs at its end.
+        """
         last = self._last_collective
         if last is None:
             return partial(self, block)
@@ -215,8 +219,15 @@ class Executable:
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
         """Return the same for blocks of another dtype, cast before and after.
 
-        backward: the dtype in which gradients travel. Raises DtypeError for a max or min, whose gradient
-        travels as its values do.
+        A plan in bfloat16 with casting(float32, float32): float32 blocks travel in bfloat16, their
+        gradients in float32.
+
+        Args:
+            block: The dtype of blocks before and after.
+            backward: The dtype in which gradients travel.
+
+        Raises:
+            DtypeError: For a max or min, whose gradient travels as its values do.
         """
         forward = self.dtypes.values
         if not self.is_linear and forward != backward:
@@ -343,7 +354,10 @@ def _collective_signature(executable: Executable) -> tuple[tuple[Any, ...], ...]
 
 
 def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Return the result of every executable; all have collectives of the same kinds in the same order."""
+    """Run executables together, each of their collectives as one for all -> the result of each.
+
+    All have collectives of the same kinds in the same order; local moves in between are their own.
+    """
     if len(executables) == 1:
         return [executables[0](blocks[0])]
     new = [executable for executable in executables if executable.is_new]

@@ -112,7 +112,8 @@ def reduce_scattered(
 def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -> list[Tensor]:
     """Run several moves with equal collectives as one collective -> the result of each move.
 
-    The messages of all moves for one rank lie side by side.
+    The messages of all moves for one rank lie side by side: moves a and b on 2 ranks send
+    [a for 0, b for 0, a for 1, b for 1].
     """
     sent = [move.collective.sent for move in packed]
     received = [move.collective.received for move in packed]
@@ -166,9 +167,10 @@ def _compared_plans(world: object) -> set[int]:
 
 
 def compare_new(executables: Sequence[Any], device: torch.device) -> None:
-    """Compare plans with other ranks before their first use.
+    """Compare plans with other ranks before their first use, and note that they have been compared.
 
-    Raises DesyncError on all ranks to which these executables send, unless all are about to run the same.
+    Sets `is_new` of the executables to False. Raises DesyncError on all ranks to which these executables
+    send, unless all are about to run the same.
     """
     compared = _compared_plans(dist.group.WORLD)
     # By what ranks must have in common; the device, because each kind has groups of its own.
@@ -178,12 +180,9 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
         key = hash((executable.plan, processes.ranks, processes.device, device.type))
         by_hash[key] = executable
     new = [executable for key, executable in by_hash.items() if key not in compared]
-    moves = [
-        move
-        for executable in new
-        for move in executable.moves
-        if isinstance(move, PackedCollective)
-    ]
+    moves: list[PackedCollective] = []
+    for executable in new:
+        moves += [move for move in executable.moves if isinstance(move, PackedCollective)]
     groups = list(dict.fromkeys(move.collective.group for move in moves))
     # Shapes alone (meta) and compilers (a graph name) send nothing now.
     if groups and device.type != "meta" and not groups[0].graph_name:
@@ -191,13 +190,16 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
             return  # the comparison reads a number back, which a capture forbids
         plans = [executable.plan for executable in new]
         new[0].guarded(moves[0], _compare, plans, groups, device)
-    compared.update(by_hash)
+    compared.update(by_hash)  # only now: what differed is compared, and raises, again
     for executable in executables:
         executable.__dict__["is_new"] = False  # it is frozen, and this is a cache
 
 
 def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device) -> None:
-    """Raise DesyncError unless all ranks of the groups run these plans."""
+    """Raise DesyncError unless all ranks of the groups run these plans.
+
+    One number stands for all that has to be equal; only if it differs do ranks exchange the texts.
+    """
     text = ", ".join(f"{plan.src} -> {plan.dst}" for plan in plans)
     facts = {
         "shape": ", ".join(str(plan.shape) for plan in plans),

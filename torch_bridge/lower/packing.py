@@ -89,12 +89,16 @@ class Packing:
     # Hot: packing and assembling run for every cached collective.
 
     def pack(self, block: Tensor) -> Tensor:
-        """Return the messages of a block in one flat buffer; the block itself where `is_flat`."""
+        """Return the messages of a block in one flat buffer; the block itself where `is_flat`.
+
+        [4, 6] in column halves, one message each -> 12 elements of the left half, then 12 of the right.
+        """
         if not self.messages:
             return block.new_empty(0)
         if self.is_flat:
             return block.contiguous().view(-1)
-        # Of parts in another memory format `cat` and `stack` make a tensor in that format, which is not flat.
+        # Three ways with one kernel, the quickest first. Of parts in another memory format `cat` and
+        # `stack` make a tensor in that format, which is not flat.
         if block.is_contiguous():
             if self._chunks is not None:
                 chunks = block.chunk(self._chunks.chunk_count, self._chunks.dim)
@@ -152,7 +156,9 @@ class Packing:
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Assemble the block of its messages: new and contiguous, with zeros where none is put.
 
-        like: a tensor of the device and dtype.
+        Args:
+            like: A tensor of the device and dtype of the block; `pack` tells why its format matters.
+            parts: The messages, in order, each in its shape.
         """
         is_contiguous = like.is_contiguous()  # as in `pack`
         if is_contiguous and self._plain_dim is not None:
@@ -174,7 +180,11 @@ class Packing:
         return self._place_one_by_one(like, parts)
 
     def _place_one_by_one(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Write fills and messages, which may share rows, into an empty block or one of zeros."""
+        """Write fills and messages, which may share rows, into an empty block or one of zeros.
+
+        The order counts: a message is combined with what earlier ones have written to its rows, and
+        fills come first, as messages may lie on top of them.
+        """
         out = like.new_empty(self.shape) if self._is_covered else like.new_zeros(self.shape)
         write = scattered if is_symbolic(self.shape) else put
         for fill in self.fills:
@@ -226,7 +236,10 @@ class Packing:
 
     @cached_property
     def _chunks(self) -> Chunks | None:
-        """The parts, if the messages are equal parts of the block along a dim, in order."""
+        """The parts, if the messages are equal parts of the block along a dim, in order.
+
+        [6, 4] as rows 0:2, 2:4, 4:6 -> 3 chunks along dim 0. Then `chunk` makes their views in C.
+        """
         if not self._can_stack or any(len(index) != 1 for index in self._boxes):
             return None
         dim, _ = self._boxes[0][0]
@@ -253,12 +266,15 @@ class Packing:
 
     @cached_property
     def _concatenation(self) -> Concatenation | None:
-        """The order of all boxes, then fills, that makes the block; None if they overlap or leave gaps."""
+        """The order of all boxes, then fills, that makes the block; None if they overlap or leave gaps.
+
+        [6, 4] of a box with rows 2:6, and a fill of rows 0:2 -> dim 0, order [1, 0].
+        """
         boxes = [*self._boxes, *(fill.box for fill in self.fills)]
         if not boxes or not self.shape:
             return None
         intervals = [_intervals(index, self.shape) for index in boxes]  # [boxes][dims]
-        # Pieces of several dims are no row: `cat` takes one dim.
+        # `cat` takes one dim, along which all pieces but whole ones are cut.
         cut_dims: set[int] = set()
         for of_box in intervals:
             cut_dims.update(d for d, length in enumerate(self.shape) if of_box[d] != (0, length))
@@ -283,7 +299,11 @@ class Packing:
 
     @cached_property
     def _is_covered(self) -> bool:
-        """Whether messages and fills write every element before one is added to it."""
+        """Whether messages and fills write every element before one is added to it.
+
+        Then the block may begin as memory of any content. Elements are counted, as none is written
+        twice: messages that share rows with earlier ones do not count.
+        """
         sizes = zip(self.sizes, self._shares_rows, strict=True)
         elements = sum(size for size, shares in sizes if not shares)
         # Fills count only where they are along one dim and no message brings their rows: no element twice.
@@ -346,7 +366,8 @@ def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:
     if len(message.boxes) != 1:
         return None
     start = 0
-    has_begun = False  # whether an outer dim has several rows: then all inner dims must be whole
+    # Whether an outer dim has several rows: then all inner dims must be whole.
+    has_begun = False
     intervals = _intervals(message.boxes[0].block, shape)
     for rows, length, whole_length in zip(intervals, message.shape, shape, strict=True):
         if rows == _SCATTERED or (has_begun and length != whole_length):

@@ -20,16 +20,23 @@ from xshard.steps.traffic import Phases
 
 
 def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs]) -> list[Move]:
-    """Gather over the slowest link first, while blocks are small.
+    """Make the moves of an all-gather, over the slowest link first, while blocks are small.
 
-    parts: the rows of `dim` of each device of the group.
+    2 nodes of 4: each process gathers 2 blocks with its partner in the other node, then 4 times 2
+    inside its own.
+
+    Args:
+        phases: The devices that meet over links of each speed.
+        context: The step, and this process's place in it.
+        dim: The dim along which blocks are put together.
+        parts: The rows of `dim` of each device of the group.
     """
     groups = _groups(phases, context)
     groups.reverse()  # the slowest first
     fastest = groups[-1]
     block_shape = context.shapes.before
     moves: list[Move] = []
-    block_count = 1  # gathered so far
+    block_count = 1  # gathered so far, by each process
     for group in groups:
         rank_count = len(group.devices)
         if moves:
@@ -50,9 +57,17 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
 def reduce_scatter(
     phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs], op: str
 ) -> list[Move]:
-    """Reduce over the slowest link last, when pieces are small.
+    """Make the moves of a reduce-scatter, over the slowest link last, when pieces are small.
 
-    parts: the rows of `dim` of each device of the group.
+    2 nodes of 4: each process reduces 2 pieces of 8 with the others of its node, then one of these 2
+    with its partner in the other node.
+
+    Args:
+        phases: The devices that meet over links of each speed.
+        context: The step, and this process's place in it.
+        dim: The dim that is scattered.
+        parts: The rows of `dim` of each device of the group.
+        op: The reduction.
     """
     piece_shape = context.shapes.after
     moves: list[Move] = []
@@ -74,15 +89,19 @@ def reduce_scatter(
 
 
 def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
-    """Reduce-scatter over fast links, reduce one piece per device over the slowest, and gather back."""
+    """Make the moves of an all-reduce: one piece per device travels over the slowest links.
+
+    The block becomes flat, and is cut into a piece for each device of a node. These reduce-scatter the
+    pieces over fast links, all-reduce each over the slowest, and gather them back.
+    """
     groups = _groups(phases, context)
     slowest = groups.pop()  # over it a device meets those that hold the same piece
     piece_count = math.prod(len(group.devices) for group in groups)
     # Rounded up: the last piece is filled up with zeros.
     piece_size = -(-math.prod(context.shapes.before) // piece_count)
-    down: list[Move] = []
-    up: list[Move] = []
-    remaining = piece_count
+    down: list[Move] = []  # reduce-scatters, the fastest first
+    up: list[Move] = []  # the gathers that undo them, in the opposite order
+    remaining = piece_count  # pieces that a device still has
     for group in groups:
         rank_count = len(group.devices)
         remaining //= rank_count
@@ -137,7 +156,14 @@ def _stacked_blocks(
 ) -> Packing:
     """Return messages of `block_count` blocks each, stacked on a new leading dim.
 
-    places: the place of each message in the stack; without them, they lie in their order.
+    2 messages of 3 blocks [4, 5] -> a packing of shape [6, 4, 5] with messages 0:3 and 3:6.
+
+    Args:
+        context: The step, for the device of lists of rows.
+        message_count: The number of messages.
+        block_count: The number of blocks in each.
+        block_shape: The shape of a block.
+        places: The place of each message in the stack; without them, they lie in their order.
     """
     shape = (message_count * block_count, *block_shape)
     if not places:
@@ -157,9 +183,18 @@ def _parts_by_rank(
     parts: Sequence[Runs],
     group: Group,
 ) -> Packing:
-    """Return a block as its parts, by ranks of a group.
+    """Return a block as messages to or from the ranks of a group, of several parts each.
 
-    A rank has the parts of all devices that it reaches by slower links.
+    A rank has the parts of all devices that it reaches by slower links: in 2 nodes of 4, the message
+    for rank 1 of a node has the parts of devices 1 and 5.
+
+    Args:
+        phases: The devices that meet over links of each speed.
+        context: The step, and this process's place in it.
+        shape: The shape of the whole block.
+        dim: The dim that has the parts.
+        parts: The rows of `dim` of each device along the axes of the step.
+        group: The ranks that this process meets.
     """
     # `reached` goes through the group's ranks, and for each through what it reaches.
     rows_by_message = [

@@ -68,7 +68,17 @@ def _moves_of_step(
     tensor_device: torch.device,
     lengths: Lengths | None,
 ) -> list[Move]:
-    """Return the moves of one step: one, or one per kind of link. Raises DtypeError, PlanError."""
+    """Return the moves of one step: one, or one per kind of link. Raises DtypeError, PlanError.
+
+    A move maps this process's block before a part of the step to the block after it.
+
+    Args:
+        plan: The plan.
+        number: Which of its steps.
+        processes: The processes that run the plan.
+        tensor_device: The device of blocks.
+        lengths: Symbols for lengths of dims, as in `lower`.
+    """
     step, before, after = plan.stages[number]
     if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
         raise no_arithmetic(f"'{step}'", plan.dtype)
@@ -173,6 +183,7 @@ def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
     before = context.before
     # Both sets of axes reach the same processes: the shards move from one dim to another.
     group = context.group(axes_of(step.src_shards))
+    # Each rank is sent its part of the dim that will be sharded, and sends its part of the other.
     sent = context.cut(
         context.shapes.before,
         before.dim_index(step.dst_dim),
@@ -193,8 +204,7 @@ def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
 
 def _permute(step: steps.Permute, context: StepContext) -> Move:
     """Send the whole block to one device; receive the block of another, or keep the own one."""
-    # A device sends to one, and receives from one.
-    sender = senders(context.before, context.after)  # of every device
+    sender = senders(context.before, context.after)  # device -> the one that sends to it
     group = context.group(moving_axes(context.before, context.after))
     # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
     # sends from rank to rank must be in the host's memory.
@@ -260,7 +270,7 @@ def _zeros(block: Tensor) -> Tensor:
 
 
 def _transpose(step: steps.Transpose, context: StepContext) -> Move:
-    """Permute the dims of the block."""
+    """Permute the dims of the block: [a, b, c] -> [c, a, b]. Nothing is sent."""
     order = step.order(context.before)
 
     def transpose(block: Tensor) -> Tensor:

@@ -28,18 +28,31 @@ class BlockShapes(NamedTuple):
 
 
 class StepContext(NamedTuple):
-    """The context of one step."""
+    """The context of one step, as this process executes it.
+
+    Attributes:
+        before: The sharding before the step.
+        after: The sharding after it.
+        processes: The processes that run the plan.
+        tensor_device: The device of blocks.
+        dtype: The name of the dtype of values, as in the plan.
+        lengths: Symbols of a compiler for lengths of dims that no step cuts; None if nothing is traced.
+        is_last: Whether no later step makes a new tensor: the output is then the result.
+        is_given: Whether the input may be the tensor that the caller passed.
+        fabric: The links of the mesh; None makes each collective one phase.
+        place: Returns the name of the step and its plan, for errors.
+    """
 
     before: Sharding
     after: Sharding
     processes: ProcessMesh
     tensor_device: torch.device
     dtype: str
-    lengths: Lengths | None = None  # symbols of dims that no step cuts; None if nothing is traced
-    is_last: bool = True  # the output of the step is the result
-    is_given: bool = True  # the input may be the plan's
+    lengths: Lengths | None = None
+    is_last: bool = True
+    is_given: bool = True
     fabric: Fabric | None = None
-    place: Callable[[], str] = str  # returns the name of the step and its plan
+    place: Callable[[], str] = str
 
     @property
     def device(self) -> int:
@@ -101,6 +114,7 @@ class StepContext(NamedTuple):
         """Return rows of this process's block that hold a constant, in the dtype of what travels."""
         dtype = getattr(torch, self.dtype)
         carrier = CARRIERS.get(dtype, dtype)
+        # What travels is seen as its carrier, a dtype of the same size that backends know.
         if not value:
             # All bits are zero. Torch writes no other constant in 4 bits.
             constant = torch.zeros((), dtype=carrier, device=self.tensor_device)
@@ -125,7 +139,17 @@ class StepContext(NamedTuple):
         axes: tuple[str, ...],
         group: Group,
     ) -> Packing:
-        """Return a block as one message per rank: the part of `dim` at the rank's index along `axes`."""
+        """Return a block as one message per rank: the part of `dim` at the rank's index along `axes`.
+
+        [8, 5] over 4 ranks along dim 0 -> messages with rows 0:2, 2:4, 4:6 and 6:8.
+
+        Args:
+            shape: The shape of the block.
+            dim: The dim that is cut.
+            parts: The rows of each part, by the index along `axes`.
+            axes: The axes along which ranks are numbered.
+            group: The ranks, in the order of messages.
+        """
         mesh = self.before.mesh
         messages = [
             self.subarray(shape, {dim: parts[mesh.index(device, axes)]}) for device in group.devices

@@ -122,7 +122,12 @@ class Span(NamedTuple):
 def subarray(
     block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device
 ) -> Subarray:
-    """Return the rows `rows[d]` of a block along each dim d, in order. device: where lists of rows are."""
+    """Return the rows `rows[d]` of a block along each dim d, in order; all rows of other dims.
+
+    Rows 0:2 and 4:6 of dim 0 of a block [6, 5] -> shape [4, 5], in two boxes.
+
+    device: where lists of rows are.
+    """
     runs_by_dim: list[Runs | None] = []
     shape = []
     for d, length in enumerate(block_shape):
@@ -131,7 +136,7 @@ def subarray(
             runs = None  # all rows: then boxes have no index along this dim, and stay whole
         runs_by_dim.append(runs)
         shape.append(length if runs is None else n_rows(runs))
-    # A piece along each dim is a box.
+    # One piece of rows along each dim make a box together: all products of them.
     spans_by_dim = [_spans(runs, device) for runs in runs_by_dim]
     boxes = [
         Box(_index(span.own for span in spans), _index(span.block for span in spans))
@@ -162,7 +167,7 @@ def _spans(runs: Runs | None, device: torch.device) -> list[Span]:
     intervals = as_intervals(runs)  # [runs, (start, stop)]
     if len(intervals) == 0:
         return []
-    # Intervals that touch are one.
+    # Intervals that touch are one: a head begins where the one before it does not end.
     is_head = np.concatenate([[True], intervals[1:, 0] != intervals[:-1, 1]])
     heads = np.flatnonzero(is_head)
     starts = intervals[heads, 0]
@@ -200,7 +205,14 @@ def take(block: Tensor, index: Index) -> Tensor:
 
 
 def put(out: Tensor, index: Index, value: Tensor, combine: Combine | None) -> Tensor:
-    """Write a value to some rows of a block, or combine it with them, in place -> the block."""
+    """Write a value to some rows of a block, or combine it with them, in place -> the block.
+
+    Args:
+        out: The block, which is changed.
+        index: The rows along some dims.
+        value: What is written there.
+        combine: Adds it to what is there, or takes the larger or smaller; None to overwrite.
+    """
     # Slices make a view of the block, which can be written to; lists of rows cannot.
     target = take(out, tuple((d, rows) for d, rows in index if isinstance(rows, slice)))
     lists = [(d, rows) for d, rows in index if isinstance(rows, Tensor)]

@@ -78,6 +78,7 @@ class TransferExecutable:
 def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
     """Return the executable of a plan between two meshes; all processes of `group` call this.
 
+    The steps before the transfer run on the source's mesh, those after it on the destination's.
     Raises DtypeError for a reduction without arithmetic, MeshError for ranks that are threads.
     """
     transfer = plan.transfer  # the step from mesh to mesh; None if the blocks stay where they are
@@ -131,7 +132,10 @@ def _prepare_to_send(plan: Plan, tensor_device: torch.device, group: dist.Proces
 def _parts(
     plan: Plan, tensor_device: torch.device, rank: int
 ) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """Return what a rank sends, and what it receives."""
+    """Return what a rank sends, and what it receives: peers, and rows of its own blocks.
+
+    A rank in both meshes may send to itself: it is in both lists.
+    """
     transfer = plan.transfer
     assert transfer is not None
     # Messages name devices of the two meshes; the group knows ranks.
@@ -160,7 +164,15 @@ def _target_block(plan: Plan, received: Sequence[Part], rank: int) -> Packing | 
 
 
 def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Run several crossings of one group, each on its block, with one message per pair of processes."""
+    """Run several moves between meshes, with one message for each pair of processes.
+
+    Args:
+        crossings: The moves, all of one group of processes.
+        blocks: This process's block of each, on its source's mesh; empty where it has none.
+
+    Returns:
+        Its block of each on the destination's mesh.
+    """
     dtypes = [block.dtype for block in blocks]
     # Between the meshes only bits travel; the steps on each mesh see values.
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
@@ -172,7 +184,7 @@ def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tenso
     sending = [i for i, crossing in enumerate(crossings) if _sends(crossing.plan)]
 
     def copy_unmoved() -> None:
-        """Copy what moves nowhere, while the others travel."""
+        """Copy blocks that neither move nor change: the result must be no view of what was given."""
         for i, crossing in enumerate(crossings):
             is_unmoved = i not in sending and outs[i] is starts[i]
             if is_unmoved and crossing.on_target is None:
@@ -219,7 +231,10 @@ def _exchange(
 ) -> list[Tensor]:
     """Send and receive the messages of several crossings -> each one's block on its target mesh.
 
-    `meanwhile` is called while messages travel.
+    Args:
+        crossings: The moves between meshes; all send.
+        blocks: This process's block of each, after the steps on the source's mesh.
+        meanwhile: Called while messages travel.
     """
     group = crossings[0].group
     incoming = _buffers(crossings, blocks)
@@ -272,7 +287,7 @@ class _Incoming(NamedTuple):
 def _buffers(
     crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
 ) -> dict[int, _Incoming]:
-    """Allocate what arrives from each other rank."""
+    """Allocate what arrives from each other rank: one buffer of bytes, with a view for each crossing."""
     me = rank_in(crossings[0].group)
     parts: dict[int, dict[int, Tensor]] = {}  # rank -> crossing -> a tensor on meta
     for i, (crossing, block) in enumerate(zip(crossings, blocks, strict=True)):
@@ -294,7 +309,14 @@ def _buffers(
 def _assembled(
     number: int, crossing: TransferExecutable, block: Tensor, incoming: dict[int, _Incoming]
 ) -> Tensor:
-    """Return the block after the transfer of what has arrived, and of what this rank keeps."""
+    """Return the block after the transfer, made of what has arrived and of what this rank keeps.
+
+    Args:
+        number: The number of the crossing among those that run together.
+        crossing: The move between meshes.
+        block: This process's block on the source's mesh, of which it keeps rows.
+        incoming: What has arrived, by rank.
+    """
     if crossing.whole is None:
         # An empty tensor for a process without a block: see the top of the file.
         return block.new_empty(0)

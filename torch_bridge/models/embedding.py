@@ -44,10 +44,19 @@ def shard_embedding(
 ) -> None:
     """Let an embedding with sharded rows look up its own; do nothing for other modules.
 
-    The class becomes a subclass, so that code around `super().forward` stays.
+    The class of the module becomes a subclass, so that code around `super().forward` stays. The module
+    gets a table from ids to rows of its block: ids 0 to 3 on the second of 2 processes -> 2 2 0 1, where
+    2, the length of the block, stands for "elsewhere".
 
-    path: the module's name. used: its weight as it is used. summed_axes: axes over which the output of the
-    module is a sum, by its rule. Raises PlanError for a lookup that sharded rows do not have.
+    Args:
+        module: The module.
+        path: Its name.
+        used: Its weight, as it is used.
+        summed_axes: Axes over which the output of the module is a sum, by its rule.
+        process: The number of this process in the mesh.
+
+    Raises:
+        PlanError: Its lookup is one that sharded rows do not have.
     """
     axes = used.layout.dims[0].axes if used.shape else ()
     if not axes or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -73,7 +82,11 @@ def _check_embedding(
     used: Sharding,
     summed_axes: Iterable[str],
 ) -> None:
-    """Raise PlanError unless the module looks rows up by torch's lookup, and its output is a sum."""
+    """Raise PlanError unless the module looks rows up by torch's lookup, and its output is a sum.
+
+    Each process returns zeros for ids of other processes, so that vectors add up to the result. Options
+    that look at all rows, or count ids, would see this process's alone.
+    """
     text = str(used.layout)
     kind = type(module)
     reason = ""
@@ -81,6 +94,7 @@ def _check_embedding(
         if getattr(module, option):
             reason = option
             break
+    # A method of another class may do as it likes, unless it calls the one that is replaced.
     is_torchs = kind.forward is nn.Embedding.forward
     if not is_torchs and "super" not in kind.forward.__code__.co_names:
         reason = "a lookup of its own"

@@ -58,8 +58,13 @@ class RoutedExperts:
     def enter(self, key: Any, values: Values) -> None:
         """Send rows to the processes of their experts; `values` then has what came from all processes.
 
-        key: where the rows `[t, c]` are among the arguments. Choices are whole numbers `[t, k]`, weights
-        floats of the same shape.
+        Rows [t, c], choices [t, k] and weights [t, k] in `values` become rows [n, c], choices [n, 1]
+        and weights [n, 1]: one row for each choice of an expert of this process.
+
+        Args:
+            key: Where the rows are among the arguments.
+            values: The arguments by position or name, changed in place. Choices are whole numbers,
+                weights floats of their shape.
         """
         rows = values[key]
         choices_key = _choices_key(key, values)
@@ -82,9 +87,12 @@ class RoutedExperts:
         self._under_way.append(_UnderWay(routed, copy_bytes))
 
     def leave(self, result: Any) -> Any:
-        """Bring the results of rows home and add them up; None, of a call that failed, stays None."""
+        """Bring the results of rows home and add them up: [n, c] -> [t, c], one sum for each row.
+
+        None, of a call that failed, stays None. Notes the bytes that travelled in `last`.
+        """
         if not self._under_way:
-            return None
+            return None  # the call failed before its rows were sent
         routed, copy_bytes = self._under_way.pop()  # the innermost pass, if a module calls itself
         if result is None:
             return None
@@ -109,7 +117,10 @@ class RoutedExperts:
 
 
 def _choices_key(key: Any, values: Values) -> Any:
-    """Return where the choices are, a group of experts for each row. Raises ShapeError without any."""
+    """Return the argument with the choices: the first table of whole numbers, with a row for each row.
+
+    Raises ShapeError if there is none, or if it has another number of rows.
+    """
     rows = values[key]
     for other_key, x in values.items():
         is_table = other_key != key and isinstance(x, Tensor) and x.ndim == 2
@@ -137,7 +148,17 @@ def route_experts(
     parameters: Sequence[ShardedParameter],
     uses: Uses,
 ) -> list[Count]:
-    """Give modules whose rule routes rows their experts; return the `num_experts` that change."""
+    """Give modules whose rule routes rows to experts what they need for it.
+
+    Sets `experts` of the hooks of such modules. Returns their `num_experts`, which each process counts
+    by itself from then on: 8 experts over ep=4 -> 2.
+
+    Args:
+        hooks: The hooks of all modules with rules, by name.
+        context: The mesh and options.
+        parameters: The parameters, whose layouts say which process has which experts.
+        uses: How modules use each parameter, by name.
+    """
     counts = []
     for name, module_hooks in hooks.items():
         axes = _routed_axes(module_hooks)
@@ -175,6 +196,7 @@ def _experts_of(
 ) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
     """Return a module of experts by its name, and the experts of each process along the axes.
 
+    Experts are the first dim of each parameter: "e/ep ..." with 4 experts on ep=2 -> ((0, 1), (2, 3)).
     Raises PlanError unless all its parameters have whole experts, in ascending order, each on one process.
     """
     devices = [context.processes.ranks.index(r) for r in context.processes.along(axes).ranks]

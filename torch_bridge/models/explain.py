@@ -78,7 +78,10 @@ def explain(model: nn.Module) -> str:
 
 
 def _table_of_parameters(parallel: ParallelModel) -> str:
-    """Write a row for each parameter, or for several that differ in a number, and the sum of all."""
+    """Write a row for each parameter, or for several that differ in a number, and the sum of all.
+
+    layers.0.w and layers.1.w with equal rows become one row, layers.*.w, "x 2".
+    """
     by_name = parallel.by_name  # computed anew each time
     rows = [
         _parameter_row(name, use, by_name[name], parallel) for name, use in parallel.uses.items()
@@ -106,7 +109,10 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
 def _parameter_row(
     name: str, use: ParameterUse, parameter: ShardedParameter, parallel: ParallelModel
 ) -> _ParameterRow:
-    """Describe one parameter under one of its names."""
+    """Describe one parameter under one of its names: shape, layouts, and bytes of a block.
+
+    A tied parameter has a row for each name, as its uses may differ.
+    """
     x = parameter.tensor
     if x.requires_grad:
         # Over these its gradient is summed, at once or after the backward pass.
@@ -125,7 +131,10 @@ def _parameter_row(
 
 
 def _table_of_moves(parallel: ParallelModel, on_machine: _Machine) -> str:
-    """Write a row for each move, or for several that differ in a number, and the sum of all."""
+    """Write a row for each move, or for several that differ in a number, and the sum of all.
+
+    In the order of a step: parameters are gathered, activations move, gradients are summed.
+    """
     rows = _gathers(parallel, on_machine)
     for hooks in parallel.hooks.values():
         rows += _activation_moves(hooks, on_machine)
@@ -235,6 +244,7 @@ class _Group(NamedTuple):
 
 def _alike(names: Sequence[str], texts: Iterable[object]) -> list[_Group]:
     """Group rows of equal texts whose names differ only in numbers: layers.0.w, layers.1.w -> layers.*.w."""
+    # By the name with "*" for each number, and the texts; in the order of the first row of each.
     members_by_key: dict[object, list[int]] = {}
     for i, (name, text) in enumerate(zip(names, texts, strict=True)):
         key = (re.sub(r"\b\d+\b", "*", name), text)

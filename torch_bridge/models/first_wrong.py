@@ -149,6 +149,12 @@ def first_wrong(
     """Find the first tensor of a parallel run that differs from one device's; None if none does.
 
     Tensors inside a module do not count if its output is right. All processes call it.
+
+    Args:
+        on_one_device: What modules of the copy on one device got and returned, in order.
+        on_many: The same of the parallel model: blocks of this process.
+        parallel: The state of the parallel model.
+        tol: The tolerance: see `verify`.
     """
     context = parallel.context
     # Processes may call different modules: only what all of them have seen can be compared.
@@ -202,7 +208,10 @@ def _last_right_before(place: Place, is_right: Mapping[Place, bool]) -> str:
 def _pair(
     place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelModel
 ) -> _Compared | None:
-    """Cut one device's tensor as its rule says; None if the rule does not fit the tensor."""
+    """Pair a block with what it should be: one device's tensor, cut as the rule of the tensor says.
+
+    None if the rule does not fit the tensor. Addends are added up, as the whole has no addends.
+    """
     context = parallel.context
     x = tensor.value
     if len(tensor.layout.dims) != x.ndim and ELLIPSIS not in tensor.layout.names:

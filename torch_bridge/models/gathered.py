@@ -140,7 +140,8 @@ class _Move:
         check_not_swapped()
         profile = asked_for(self._context.profile)
         kinds = tuple(map(_kind_of, tensors))
-        # All that the prepared moves depend on, and that may change from pass to pass.
+        # All that the prepared moves depend on, and that may change from pass to pass. Process groups
+        # end with the world; without recording, no gradient is planned.
         key = (profile, world(), torch.is_grad_enabled(), kinds)
         moves = self._prepared.get(key)
         if moves is None:
@@ -156,7 +157,10 @@ class _Move:
         return [results[i] for i in range(len(tensors))]
 
     def _prepare(self, tensors: Sequence[Tensor]) -> list[SharedMove]:
-        """Plan the move of each tensor, and group those that share collectives."""
+        """Plan the move of each tensor, and group those that share collectives.
+
+        Errors have the name of the parameter in front.
+        """
         executables = {}
         for i, x in enumerate(tensors):
             with located(self._names[i]):
@@ -245,7 +249,10 @@ class Regathering:
         return _SavedView(i, x.shape, x.stride(), x.storage_offset())
 
     def _unpack(self, packed: Tensor | _SavedView) -> Tensor:
-        """Return a saved tensor; the first reference gathers all parameters again."""
+        """Return a saved tensor; the first reference gathers all parameters again, in one message.
+
+        Raises XshardError if a parameter was written to since the forward pass.
+        """
         if isinstance(packed, Tensor):
             return packed
         if not self._gathered_again:

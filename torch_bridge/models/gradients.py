@@ -80,7 +80,8 @@ class Gradient:
 def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callable[[], None]:
     """Begin to sum the shares of a bucket, in one message -> a function that adds the sums to `.grad`.
 
-    The message ends with a flag per parameter, whose sum counts the processes that used it.
+    The message is all shares, flat, one after the other, then a flag per parameter (1.0 if this
+    process used it), whose sum counts the processes that did. The shares are taken out of `.grad`.
     """
     shares = [gradient.take_share() for gradient in bucket]
     is_used = [share is not None for share in shares]
@@ -105,6 +106,7 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     )
 
     def finish() -> None:
+        """Wait for the sums, and add them to `.grad`; a parameter that no process used stays."""
         *sums, users = pending.wait().split([*lengths, len(lengths)])
         for gradient, total, n_users, used in zip(bucket, sums, users, is_used, strict=True):
             # Its own use is known without a look at the flags, which waits for a GPU.
@@ -186,7 +188,10 @@ class Gradients:
         self._pass = None
 
     def _follow(self, parameters: Sequence[Tensor]) -> None:
-        """Follow the gradients of these tensors, one for each of `sharded`."""
+        """Follow the gradients of these tensors, one for each of `sharded`, from now on.
+
+        Replaces what was followed before: hooks, buckets, and a pass that was under way.
+        """
         for handle in self._handles:  # of tensors that are parameters no more
             handle.remove()
         self._handles = []
@@ -208,7 +213,10 @@ class Gradients:
         self._pass = None
 
     def _make_buckets(self) -> list[list[Gradient]]:
-        """Group gradients that are summed alike, in the order in which a backward pass fills the groups."""
+        """Group gradients that one message can sum, in the order in which backward passes fill them.
+
+        Gradients of a bucket have the same axes, dtype and device, and up to `bucket_bytes` together.
+        """
         # A backward pass comes to the parameters of the last modules first.
         last_first = self._gradients[::-1]
         keys = [(one.axes, one.parameter.dtype, one.parameter.device) for one in last_first]
@@ -224,7 +232,11 @@ class Gradients:
         return BackwardPass([len(bucket) for bucket in self._buckets])
 
     def _before_share(self, gradient: Gradient, _: Tensor) -> None:
-        """Note that a share comes, before autograd adds it to `.grad`; a hook of the parameter."""
+        """Note that a share comes, before autograd adds it to `.grad`; a hook of the parameter.
+
+        A share is this process's addend of the gradient. The sum of earlier passes is put aside
+        meanwhile, so that only the share is sent.
+        """
         if self._pass is None:  # the first gradient of this backward pass
             self._pass = self._new_pass()
             call_after_backward(self._end)
@@ -232,7 +244,10 @@ class Gradients:
         gradient.put_aside_sum()
 
     def _after_share(self, gradient: Gradient, x: Tensor) -> None:
-        """Send the buckets that are full, after a share has been added to `.grad`; a hook."""
+        """Note that a share has been added to `.grad`, and send the buckets that are full with it.
+
+        A hook of the parameter, called after each time that autograd adds to `.grad`.
+        """
         running = self._pass
         assert x.grad is not None
         assert running is not None
@@ -244,6 +259,8 @@ class Gradients:
         # Autograd may have made a new tensor of two shares: `.grad` as it is now is the whole share.
         gradient.share = x.grad
         running.announced.discard(gradient)
+        # Inside `no_sync` nothing is sent. A second share, as of a tied parameter, counts no gradient
+        # more: if its bucket has left, `_sum_rest` sums it.
         if not self.syncs or gradient in running.arrived:
             return
         running.arrived.add(gradient)
@@ -260,11 +277,17 @@ class Gradients:
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Send the other buckets, wait, and put the sums into `.grad`, at the end of the backward pass."""
+        """End the backward pass: send the buckets that are left, wait, and put the sums into `.grad`.
+
+        Autograd calls this when it has computed all gradients. After the first such pass that sums,
+        `after_first` checks the result. Raises XshardError if gradients never came to `.grad`.
+        """
         running = self._pass
         if running is None:
             return
-        if running.announced:  # but never added to `.grad`
+        # Hooks of a parameter see its gradient also in `torch.autograd.grad`, which returns it in
+        # place of adding it to `.grad`.
+        if running.announced:
             self._undo()
             what = "torch.autograd.grad would give each process its share of a parameter's gradient"
             raise XshardError(what, hint="call backward(), after which .grad is the whole one")
@@ -273,13 +296,14 @@ class Gradients:
         self._pass = None
         if self.syncs and self.after_first is not None:
             check = self.after_first
-            self.after_first = None  # first, as the check may raise: it is made once
+            self.after_first = None  # before the call, as the check may raise: it is made once
             check()
 
     def _sum_rest(self, running: BackwardPass) -> None:
-        """Sum the buckets that have not been sent, and again all of them while shares are left.
+        """Sum the buckets that have not been sent, and all again while any process has shares left.
 
-        A parameter may get a second share after its bucket has left, as in a checkpoint.
+        A parameter may get a second share after its bucket has left, as in a checkpoint: another
+        round sums these. `_pass` is then the round that is under way.
         """
         while True:
             for bucket in self._buckets[len(running.finish_sums) :]:

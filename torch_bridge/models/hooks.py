@@ -62,9 +62,17 @@ class TensorRule:
     _arrivals: dict[Any, _Arrival] = field(default_factory=dict)  # by block shape and known dims
 
     def move(self, x: Tensor, context: ParallelContext, outside: KnownDims, where: str) -> Moved:
-        """Move a block by the rule.
+        """Move a block by the rule, as "b i/tp -> b i" does: [b, i/4] -> [b, i].
 
-        outside: the dims known around the module. where: the name of the tensor in errors.
+        Args:
+            x: This process's block.
+            context: The mesh and options.
+            outside: The dims whose lengths are known around the module. They tell the global shape
+                where the block does not.
+            where: The name of the tensor in errors.
+
+        Returns:
+            The block afterwards, and the dims known from then on.
         """
         if torch.compiler.is_compiling():
             # Without the cache, which would become a guard of the graph: blocks are equally long.
@@ -140,7 +148,10 @@ class ModuleHooks:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move the arguments and gather the parameters; a hook of the module."""
+        """Move the arguments by their rules, and gather the parameters; a hook of the module.
+
+        It returns the arguments with which torch then calls `forward`.
+        """
         # A dim of one name has one length: the modules around tell what they know of it.
         known = self.parent.known if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -190,7 +201,9 @@ class ModuleHooks:
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
         """Return the position or the name of the argument that a rule is for; None if it is not a tensor.
 
-        values: all arguments of a call, by position or name as they were passed.
+        Args:
+            key: The argument in the rule: its position, its name, or None for the first tensor.
+            values: All arguments of a call, by position or name as they were passed.
         """
         if key is None:
             first = _first_tensor(values)
@@ -219,7 +232,11 @@ class ModuleHooks:
         return [parts.get(_part_key(key, parts)) for key in keys]
 
     def _move_output(self, rule: TensorRule, result: Any) -> Any:
-        """Move the part of a result that a rule is for; return a result of the same type."""
+        """Return a result, of the same type, with the part moved that a rule is for.
+
+        A dict is changed in place: those of transformers have attributes beside their items. A
+        result without this part, or with no tensor there, is returned as it is.
+        """
         parts = _parts_of(result)
         key = _part_key(rule.key, parts)
         if not isinstance(parts.get(key), Tensor):

@@ -90,6 +90,7 @@ class ModuleParameters:
     def begin_pass(self) -> None:
         """Give modules gathered tensors: STORED -> GATHERED, unless a pass has begun already."""
         self._passes += 1
+        # A module may call itself: the passes inside use what the outermost one has gathered.
         if self._passes > 1 or not self.parameters:
             return
         # All are gathered before any is replaced: an error leaves the modules as they were.
@@ -126,10 +127,16 @@ class ModuleParameters:
         return [tensors[parameter.name] for parameter in self.parameters]
 
     def _begin_saving(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Let autograd save references to tensors that the backward pass gathers again."""
+        """Let autograd save references to tensors that the backward pass gathers again.
+
+        Args:
+            blocks: The parameters in storage.
+            tensors: The gathered ones, in the same order.
+        """
+        # Their memory is free after the forward pass. Those with `is_kept` stay.
         dropped = [i for i, parameter in enumerate(self.parameters) if not parameter.is_kept]
         if not any(blocks[i].requires_grad for i in dropped):
-            return
+            return  # no backward pass needs them
         gather = partial(self._moves.gather, [self.parameters[i] for i in dropped])
         regathering = Regathering(
             [blocks[i] for i in dropped], [tensors[i] for i in dropped], gather

@@ -230,11 +230,13 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 def _norms_counted_here(parallel: ParallelModel, norm_type: float) -> Tensor:
     """Return the norms of the gradients that this process counts, after a zero, in float32 or wider: `[n]`.
 
-    Of processes with the same block, the first one along each axis counts it.
+    Of processes with the same block, the first one along each axis counts it: on dp=2, tp=2, a
+    gradient "o/tp i" is counted by the processes with dp=0, one half by each.
     """
     context = parallel.context
     position = context.axes.coords(context.processes.device)
-    # Axes along which this process is not the first: a block that they do not shard is counted elsewhere.
+    # Axes along which this process is not the first: a block that they do not shard is another's too,
+    # and counted there.
     later_axes = {axis for axis, i in zip(context.axes.axes, position, strict=True) if i > 0}
     if parallel.parameters:
         example = parallel.parameters[0].tensor

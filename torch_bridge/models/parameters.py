@@ -134,7 +134,7 @@ class ShardedParameter:
         """Make a block the data of the parameter: an optimiser, for one, still has the same object."""
         old = self.tensor
         new = block  # a buffer is simply replaced
-        if isinstance(old, nn.Parameter):
+        if isinstance(old, nn.Parameter):  # of which optimisers, for one, may have a reference
             # `.data` cannot lead to another device, nor be set on a tensor made in inference mode.
             is_reused = old.device == block.device and not old.is_inference()
             new = old if is_reused else nn.Parameter(block, old.requires_grad)
@@ -186,7 +186,13 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
-    """Let `init` make whole tensors for one module; tensors that have values keep them."""
+    """Let `init` make whole tensors for one module; tensors that have values keep them.
+
+    Args:
+        module: The module; its own tensors are replaced in place, those of modules inside stay.
+        init: A function of a module that writes to its tensors.
+        device: The device of tensors that were on the meta device.
+    """
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     for tensors in (parameters_of(module), buffers_of(module)):
         before += [(tensors, name, x) for name, x in tensors.items() if x is not None]
@@ -221,7 +227,10 @@ def _initial(
 
 
 def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
-    """Raise XshardError, on all processes, unless the sum of each tensor is the same on all of them."""
+    """Raise XshardError, on all processes, unless the sum of each tensor is the same on all of them.
+
+    sums: the sum of the elements of each whole tensor on this process, by name.
+    """
     axes = ",".join(context.axes.axes)
     own_sums = torch.stack(list(sums.values()))
     # One reduction finds both ends: the minimum is minus the maximum of the negative.

@@ -82,11 +82,15 @@ class SharedParameters:
         return any(self._is_mark_valid(i) for i in with_gradient)
 
     def take(self) -> dict[str, Tensor]:
-        """Return the tensors for a forward pass by name; none if this pass shares with no other."""
+        """Return the tensors for a forward pass by name; none if this pass shares with no other.
+
+        A pass inside `no_sync` gets the leaves, and gathers them if it is the first. The next pass
+        outside gets them by `_LastPass`, whose backward pass sums the gradients of all into storage.
+        """
         # Modules have their blocks now, as no pass has begun.
         blocks = [parameter.tensor for parameter in self.parameters]
         if not blocks or (self._gradients.syncs and not self.is_held):
-            return {}
+            return {}  # outside `no_sync`, and no pass inside has gathered anything
         # An optimiser's step, or another tensor in a parameter's place: what is held would be outdated.
         states = [_state_of(x) for x in blocks]
         if not self.is_held or states != self._block_states:
@@ -133,7 +137,12 @@ class SharedParameters:
     ) -> list[Tensor | None]:
         """Return the gradients of all passes as parameters are stored; afterwards nothing is held.
 
-        leaves: the gathered tensors of the last pass. last_gradients: their gradients by that pass.
+        Args:
+            leaves: The gathered tensors of the last pass.
+            last_gradients: Their gradients by that pass, which autograd does not add to `.grad`.
+
+        Returns:
+            A gradient for each leaf, as a block in storage; None for a frozen parameter.
         """
         # The leaves of the pass, not those held now: it may have been gathered again since.
         trained = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]

@@ -51,7 +51,18 @@ def parameters_by_rules(
 ) -> ModelParameters:
     """Find the layouts of every parameter and buffer, and let modules gather what is used otherwise.
 
-    keep: as for `parallelize`. Raises XshardError for rules that do not fit the model.
+    "weight": "o/dp i -> o i" is stored as [o/dp, i], and used as [o, i]: a module gathers it.
+
+    Args:
+        model: The model, with whole tensors.
+        context: The mesh and options.
+        rules: Rules for names of parameters and buffers.
+        hooks: The hooks of modules, by name, outer ones first. They learn the dims of their
+            parameters, and what they gather.
+        keep: As for `parallelize`.
+
+    Raises:
+        XshardError: Rules do not fit the model.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers())
@@ -154,7 +165,11 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
 def _gather_for_uses(
     parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules
 ) -> None:
-    """Let the nearest modules that gather gather the parameter for its uses."""
+    """Let modules gather a parameter that they use otherwise than it is stored.
+
+    The nearest module around a use that gathers does so. Sets the axes over which its gradient is
+    summed after the backward pass; over all others the move of the gradient back sums it.
+    """
     parameter.later = models.summed_later([uses[name] for name in parameter.names])
     for name, place in zip(parameter.names, parameter.places, strict=True):
         use = uses[name]
@@ -183,7 +198,11 @@ def _gather_for_uses(
 
 
 def _check_added_once(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks) -> None:
-    """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded."""
+    """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded.
+
+    A bias [o] beside a weight "o i/tp": each process's result is an addend of the sum over tp, and
+    would have the bias in it, so that the sum has it 4 times on tp=4.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter in sharded:
         shapes.update(dict.fromkeys(parameter.names, parameter.sharding.shape))

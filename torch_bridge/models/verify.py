@@ -149,7 +149,11 @@ def _source_of(model: Module, parallel: ParallelModel, original: Module | None) 
 
 
 def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
-    """Return the arguments of the call on one device: sharded ones are gathered, all are compared."""
+    """Return the arguments of the call on one device: sharded ones are gathered, all are compared.
+
+    [b/2, i] on each process of dp=2 -> [b, i]. All processes call it. Raises ReplicaError if whole
+    arguments differ between them.
+    """
     context = parallel.context
     arrivals = parallel.arrivals(call)
     whole_call = dict(call)
@@ -171,7 +175,14 @@ def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
 def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
     """Run a model forward and backward, and return the loss.
 
-    parallel: the state of a parallel model, for a note on an error in `loss`.
+    Args:
+        model: A parallel model, or the copy on one device.
+        call: The arguments: those by position have numbers for keys.
+        loss: A function of the result; None takes the loss that is in it.
+        parallel: The state of a parallel model, for a note on an error in `loss`.
+
+    Raises:
+        ShapeError: The loss is no scalar.
     """
     args = [x for key, x in call.items() if not isinstance(key, str)]
     named = {key: x for key, x in call.items() if isinstance(key, str)}
@@ -201,7 +212,18 @@ def _default_loss(result: Any) -> Any:
 def _on_one_device(
     source: Module, parallel: ParallelModel, call: Call, loss: Loss, watch: Watch
 ) -> list[Wanted]:
-    """Run a copy on one device, and return the loss and this process's block of each gradient."""
+    """Run a copy on one device, and return the loss and this process's block of each gradient.
+
+    Args:
+        source: The module to copy.
+        parallel: The state of the parallel model.
+        call: The whole arguments.
+        loss: A function of the result; None takes the loss that is in it.
+        watch: A context around the passes, which sees the copy.
+
+    Raises:
+        XshardError: The model draws random numbers.
+    """
     context = parallel.context
     copied = _copied(source, parallel)
     # Inside, a loss function that redistributes does so on a mesh of one process: it sends nothing.
@@ -223,12 +245,21 @@ def _on_one_device(
 
     # The loss counts as an output, and as the first array: errors begin with it.
     scalar = Sharding(Layout("()"), context.axes, ())
-    wanted = [Wanted("output", "loss", scalar, value, value.abs().item())]
+    wanted_loss = Wanted("output", "loss", scalar, value, value.abs().item())
+    return [wanted_loss, *_cut_gradients(copied.tensors, parallel)]
+
+
+def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[Wanted]:
+    """Return this process's block of each gradient, in the order of parameters.
+
+    tensors: the whole tensors of the copy, by name. It is emptied on the way, so that whole gradients
+        are freed one by one, as soon as they are cut.
+    """
+    wanted = []
     for parameter in parallel.trained:
-        # Whole gradients go one by one, as soon as they are cut.
-        whole = copied.tensors.pop(parameter.name)
+        whole = tensors.pop(parameter.name)
         gradient = _gradient(whole)
-        block = parameter.cut(gradient, context)
+        block = parameter.cut(gradient, parallel.context)
         wanted.append(
             Wanted("gradient", parameter.name, parameter.sharding, block, largest_value(gradient))
         )
@@ -260,10 +291,15 @@ class _Copy(NamedTuple):
 
 
 def _copied(source: Module, parallel: ParallelModel) -> _Copy:
-    """Copy a model with whole tensors and without rules; replicated parameters share the model's memory."""
+    """Copy a model with whole tensors and without rules; replicated parameters share the model's memory.
+
+    source: the parallel model itself, or the model from which it was made. All processes call it, as
+    sharded tensors are gathered.
+    """
     source_tensors: dict[str, Tensor] = dict(source.named_parameters(remove_duplicate=False))
     source_tensors.update(source.named_buffers())
-    # `deepcopy` takes these instead of copying: whole tensors, and the state of the parallel model.
+    # `deepcopy` looks objects up here by their ids before it copies them: the state of the parallel
+    # model is not copied, and whole tensors take the place of blocks.
     memo: dict[int, Any] = {id(x): x for x in (parallel, *parallel.hooks.values())}
     tensors: dict[str, Tensor] = {}
     for parameter in parallel.parameters:
@@ -308,7 +344,10 @@ def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
 
 @contextmanager
 def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
-    """Set gradients to None inside; afterwards they are as before, and so are buffers."""
+    """Set gradients to None inside; afterwards they are as before, and so are buffers.
+
+    A pass inside does not count as the first one, whose gradients `parallelize` checks.
+    """
     gradients = [(parameter.tensor, parameter.tensor.grad) for parameter in parallel.trained]
     buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
     for module in model.modules():
@@ -361,7 +400,16 @@ SHAPES_DIFFER = 2
 def differing(
     wanted: Sequence[Wanted], blocks: Sequence[Tensor], tol: float, context: ParallelContext
 ) -> list[int]:
-    """Compare blocks on all processes: EQUAL, VALUES_DIFFER or SHAPES_DIFFER for each, the worst of all."""
+    """Compare blocks with what one device says: EQUAL, VALUES_DIFFER or SHAPES_DIFFER for each.
+
+    All processes call it, with the same arrays, and get the worst flag of all for each array.
+
+    Args:
+        wanted: This process's blocks by one device.
+        blocks: The blocks of the parallel run, in the same order.
+        tol: The tolerance, relative to the largest value of an array.
+        context: The mesh and options.
+    """
     largest_of_kind = largest_of(wanted)
     flags = []
     for one, block in zip(wanted, blocks, strict=True):
@@ -382,7 +430,11 @@ def differing(
 def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run: Run) -> None:
     """Raise EquivalenceError, on all processes, if blocks of some process differ.
 
-    run: makes both runs again, to find the first module that is wrong.
+    Args:
+        results: What one device computes, and the blocks of the parallel run.
+        parallel: The state of the parallel model.
+        tol: The tolerance; None goes by the lowest precision among the dtypes.
+        run: Makes both runs again, to find the first module that is wrong.
     """
     context = parallel.context
     wanted = results.wanted
@@ -425,10 +477,16 @@ def _first_wrong(
 ) -> WrongTensor:
     """Run both models again, and find the first wrong output of a module; else the first wrong gradient.
 
-    numbers: of the arrays that are wrong.
+    Args:
+        wanted: The loss (number 0) and the gradients by one device, in the order of parameters.
+        numbers: Which of them are wrong, ascending.
+        parallel: The state of the parallel model.
+        tol: The tolerance.
+        run: Makes both runs; it takes a context to watch modules in.
     """
     from torch_bridge.models.first_wrong import WrongTensor, first_wrong, watching
 
+    # `watching` adds what it has seen to `runs`: first of the copy, then of the parallel model.
     runs: list[Any] = []
     with _eager(), torch.enable_grad():
         run(partial(watching, hooks=parallel.hooks, runs=runs))
@@ -437,7 +495,8 @@ def _first_wrong(
     if found is not None:
         return found
 
-    # All outputs are right: number 0 is the loss, and the backward pass comes to the first gradient last.
+    # All outputs are right, so that the loss function is wrong (number 0), or a gradient. A backward
+    # pass comes to the parameters of the last modules first: the last wrong one is where it began.
     is_loss = numbers[0] == 0
     name = wanted[0].name if is_loss else wanted[numbers[-1]].name
     title = name if is_loss else f"gradient of {name}"

@@ -55,7 +55,10 @@ def held_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
 
 
 def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan, ...]:
-    """Return the rows of `held_rows` with their origins, in local order."""
+    """Return the rows of `held_rows` with their origins, in local order.
+
+    `h/sp:halo(1,1)`, 6 rows on 2 devices, device 0 -> FILL "before", 0 1 2 "own", 3 "near"
+    """
     owned = owned_rows(dim, length, sizes, coords)
     spans = [RowSpan(run, "own") for run in owned]
     if dim.overlap is None:
@@ -88,14 +91,24 @@ def _rows_read(reads: Reads, sizes: Ints, coords: Ints) -> Numbers:
 
 
 def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: Ints) -> Runs:
-    """Return the outputs of a window op over `length` rows that the device computes."""
+    """Return the outputs of a window op over `length` rows that the device computes.
+
+    `h/sp:window(k=3)` over 8 rows on 2 devices has 6 outputs: 0 to 2 on device 0, 3 to 5 on 1.
+
+    Args:
+        dim: The dim with the window.
+        window: The window; its `out` says how outputs are sharded ("": like the rows).
+        length: The rows of the dim.
+        sizes: The size of each axis of the dim.
+        coords: The device's coordinate along each of them.
+    """
     n_outputs = window.output_length(length)
-    rule = window.out
-    if rule == "" and any(shard.order == SIZES for shard in dim.shards):
-        rule = "aligned"  # the sizes are those of the rows, and need not add up to the outputs
-    if rule == "balanced":
+    sharded_as = window.out
+    if sharded_as == "" and any(shard.order == SIZES for shard in dim.shards):
+        sharded_as = "aligned"  # the sizes are those of the rows, and need not add up to outputs
+    if sharded_as == "balanced":
         return cut_nested(n_outputs, (Shard(dim.axes, "balanced"),), sizes, coords)
-    if rule != "aligned":
+    if sharded_as != "aligned":
         return cut_nested(n_outputs, dim.shards, sizes, coords)
 
     # Output i is computed where row i * stride is.
@@ -153,13 +166,14 @@ def block_fills(
 ) -> tuple[tuple[int, int, float], ...]:
     """List the rows of a block that lie outside the array: (start, stop, value that fills them).
 
-    The rows are local positions. A fold has none: contributions outside the array are dropped.
+    The rows are local positions. A halo of 1 with zeros around a block of 3 rows at the beginning of
+    the array -> (0, 1, 0.0). A fold has none: contributions outside the array are dropped.
     """
     if dim.overlap is None or isinstance(dim.overlap, Fold | Reads):
         return ()
     overlap = unfolded(dim.overlap)
     fills = []
-    position = 0
+    position = 0  # in the block
     for run, origin in all_row_spans(dim, length, sizes)[index]:
         stop = position + run.length * run.repeats
         if run.start == FILL:
@@ -171,7 +185,8 @@ def block_fills(
 def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple[Runs, object]:
     """Return the rows of a block, and what is done to those from beyond the ends of the array.
 
-    Two dims mean the same on a device if these are equal.
+    Two dims mean the same on a device if both values are equal. The second lists each run that a
+    boundary fills or negates, with the boundary: row numbers alone would not tell them apart.
     """
     rows = held_rows(dim, length, sizes, coords)
     if dim.overlap is None:
@@ -206,7 +221,11 @@ def is_flipped(span: RowSpan, dim: Dim) -> bool:
 def _widened_intervals(
     dim: Dim, overlap: Halo | Window, length: int, sizes: Ints, coords: Ints
 ) -> list[tuple[int, int]]:
-    """List the intervals (start, stop) that a block holds; they may begin or end beyond the array."""
+    """List the intervals (start, stop) that a block holds; they may begin or end beyond the array.
+
+    A halo of 1 around rows 0 to 3 -> (-1, 5). A window of k=3 with stride 2 and outputs 1 and 2:
+    they read rows 2 to 4 and 4 to 6 -> (2, 7).
+    """
     if isinstance(overlap, Halo):
         return _halo_intervals(dim, overlap, length, sizes, coords)
     rows_before, _ = overlap.padding
@@ -222,7 +241,10 @@ def _widened_intervals(
 def _halo_intervals(
     dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints
 ) -> list[tuple[int, int]]:
-    """List the intervals that a device owns, widened by its halo."""
+    """List the intervals (start, stop) that a device owns, each widened by its halo.
+
+    A halo has one width on each side for all parts, or one per part, of parts that are contiguous.
+    """
     part = row_major(sizes, coords)
     rows_before, rows_after = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
@@ -241,9 +263,17 @@ def _halo_intervals(
 def _spans_between(
     start: int, stop: int, owned: Sequence[Run], length: int, overlap: Halo | Window
 ) -> Iterator[RowSpan]:
-    """Yield the rows [start, stop) by origin; beyond the ends of the array the boundaries decide.
+    """Yield the rows [start, stop) by origin, in order.
 
-    `owned` are the intervals that the device owns, in ascending order.
+    Rows [-1, 5) of 8, of which the device owns 0 to 3: -1 comes from "before" the array, as its
+    boundary says, 0 to 3 are its "own", 4 is "near", on another device.
+
+    Args:
+        start: The first position; negative if it lies before the array.
+        stop: The position after the last; above `length` if that lies after the array.
+        owned: The intervals that the device owns, in ascending order.
+        length: The rows of the array.
+        overlap: The overlap, with the boundaries at both ends of the array.
     """
     for run in _rows_beyond(start, min(stop, 0), length, overlap.before):
         yield RowSpan(run, "before")
@@ -273,7 +303,11 @@ def _stop_of(run: Run) -> int:
 
 
 def _rows_beyond(start: int, stop: int, length: int, boundary: Boundary) -> Sequence[Run]:
-    """Return the rows that stand for positions [start, stop) before or after the array."""
+    """Return the rows that stand for positions [start, stop) before or after the array.
+
+    Positions -2 and -1 of an array of 4: 2 3 if periodic, 2 1 if reflected, 1 0 beyond a pole, 0 0
+    at an edge, FILL FILL for a constant.
+    """
     count = stop - start
     if count <= 0 or boundary.kind == "none":
         return ()
@@ -292,7 +326,10 @@ def _rows_beyond(start: int, stop: int, length: int, boundary: Boundary) -> Sequ
 
 
 def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
-    """Return `count` rows of a walk that begins again at row 0 after the last one."""
+    """Return `count` rows of a walk that begins again at row 0 after the last one.
+
+    From position -1 of 4 rows, 3 rows -> 3 0 1
+    """
     first_row = start % length
     rows_to_end = min(count, length - first_row)
     turns, rest = divmod(count - rows_to_end, length)
@@ -302,16 +339,26 @@ def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
 
 
 def _walk_up_and_down(start: int, stop: int, length: int, period: int) -> Sequence[Run]:
-    """Return positions [start, stop) of a walk up the array and down again, of such a period."""
+    """Return positions [start, stop) of a walk up the array and down again.
+
+    4 rows: 0 1 2 3 3 2 1 0 0 1 ... with a period of 8, 0 1 2 3 2 1 0 1 ... with a period of 6.
+    Position 0 is row 0; negative positions count back from there.
+
+    Args:
+        start: The first position.
+        stop: The position after the last.
+        length: The rows of the array.
+        period: After how many positions the walk is at row 0 again, going up: 2 * length, where it
+            turns on the last row, or 2 * length - 2, where it turns below it.
+    """
     if period == length:  # of the shortest arrays, which have no way down
         return _walk_around(start, stop - start, length)
-    # The walk turns on the last row itself (period 2L), or one below it (2L - 2).
     first_row_down = length - 1 if period == 2 * length else length - 2
     runs = []
     position = start
     while position < stop:
         phase = position % period
-        if phase < length:
+        if phase < length:  # on the way up
             count = min(stop - position, length - phase)
             runs.append(Run(phase, count))
         else:

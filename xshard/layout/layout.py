@@ -212,10 +212,12 @@ class Layout(Pictured):
     def resolved(self, ndim: int) -> Layout:
         """Replace `...` by dims `_0`, `_1`, ... for an array of `ndim` dims.
 
+        `b ... c` for 4 dims -> `b _0 _1 c`, for 2 dims -> `b c`.
+
         Raises:
             ShapeError: An array of `ndim` dims cannot have this layout.
         """
-        missing = ndim - len(self.dims)
+        missing = ndim - len(self.dims)  # -1 if `...` stands for no dim
         if ELLIPSIS not in self.names:
             if missing:
                 reason = f"'{self}' has {len(self.dims)} dims, the array has {ndim}"
@@ -400,8 +402,9 @@ def check_form(
         dims: The dims of a layout.
         tags: Its tags.
         text: The user's text, which errors show; by default the layout's own.
-        side: The part of the text that has this layout.
+        side: The part of the text that has this layout: an axis may be in others too.
     """
+    # Layouts are made by the thousand in planning: spans of texts are found only for an error.
     axes = list(chain.from_iterable(dim.axes for dim in dims))
     for _, tagged_axes in tags:
         axes.extend(tagged_axes)
@@ -435,7 +438,8 @@ def check_axes(
         mesh: The mesh that should have them.
         text: The user's text, which the error shows; by default the layout's own.
         where: What the error calls the mesh.
-        at: Which occurrence of the axis in the text the error marks.
+        at: Which occurrence of the axis in the text the error marks: 0 for the first, -1 for the
+            last, which is in the destination of an expression.
     """
     for axis in layout.axes:
         if axis in mesh.axes:
@@ -443,7 +447,7 @@ def check_axes(
         if text is None:
             text = str(layout)
         spans = _axis_spans(text, axis)
-        span = spans[at] if spans else None
+        span = spans[at] if spans else None  # none if the layout is not from this text
         hint = f"{where} has: {mesh.describe()}"
         raise NotationError(f"unknown mesh axis {axis!r}", text=text, span=span, hint=hint)
 

@@ -52,10 +52,23 @@ def global_shape(
 
 
 def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None, hint: str) -> int:
-    """Return the length of a dim of which a block has `rows` rows, or raise ShapeError."""
+    """Return the length of a dim of which a block has `rows` rows.
+
+    Args:
+        dim: The dim.
+        rows: The rows of one device's block.
+        mesh: The mesh.
+        known: A length, which is taken as it is; several, of which the one that fits the block is
+            taken; None or none, if the length has to follow from the block.
+        hint: How to pass the shape, for errors.
+
+    Raises:
+        ShapeError: No length or several fit, or the block does not say how long the dim is.
+    """
     if known is not None and not isinstance(known, Collection):
         return known
     if known:
+        # The rows of a block if the dim had this length: those of the longest block.
         blocks = {
             length: Sharding(Layout((dim,)), mesh, (length,)).max_local_size
             for length in sorted(known)
@@ -82,8 +95,17 @@ def _ambiguity(dim: Dim, rows: int, blocks: Mapping[int, int], fitting: Sequence
 
 
 def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
-    """Return the length by numbers of the shards, else by equal blocks; None if it is unknown."""
-    n_blocks = 1
+    """Return the length of a dim by numbers of its shards, else by equal blocks; None if unknown.
+
+    A block of 3 rows under "n/x" on x=4 -> 12. With a halo of 1 at both ends, 3 rows -> 4, since
+    two are the neighbours'.
+
+    Args:
+        dim: The dim.
+        rows: The rows of one device's block, with overlaps.
+        sizes: The size of each axis of the dim.
+    """
+    n_blocks = 1  # into which the shards so far cut
     first_axis = 0
     for shard in dim.shards:
         rows_in_block = rows_in_numbers(shard)  # of the block that this shard cuts
@@ -97,12 +119,12 @@ def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
 
     overlap = unfolded(dim.overlap)
     if not isinstance(overlap, Halo):
-        return None
+        return None  # a window or a map adds rows that depend on the length, or on the device
     if any(shard.order not in ("block", "balanced") for shard in dim.shards):
-        return None
+        return None  # a block of several intervals has a halo around each
     if "none" in (overlap.before.kind, overlap.after.kind):
         return None  # blocks at the ends are shorter
     if not isinstance(overlap.lo, int) or not isinstance(overlap.hi, int):
-        return None
+        return None  # a width for each part
     owned_rows = rows - overlap.lo - overlap.hi
     return owned_rows * n_blocks if owned_rows >= 0 else None

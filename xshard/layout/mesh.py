@@ -97,7 +97,7 @@ class Mesh(Pictured):
         for part in parts:
             name, _, number = part.partition("=")
             name = name.strip()
-            size = parse_number(number.strip())
+            size = parse_number(number.strip())  # None for anything but digits
             start = text.index(part)
             span: Span = (start, start + len(part))
             if size is None:

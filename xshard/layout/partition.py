@@ -38,6 +38,12 @@ def cut(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
     """Cut `length` rows by one shard: the rows of part `index` of `n_parts`, in local order.
 
     8 rows, zigzag over 2 parts, part 0 -> rows 0 1 6 7
+
+    Args:
+        length: The number of rows that are cut.
+        shard: The order in which parts take rows, and its numbers; its axes do not matter here.
+        n_parts: The number of parts, the product of the sizes of its axes.
+        index: The number of the part.
     """
     order = shard.order
     if n_parts == 1:
@@ -60,7 +66,7 @@ def cut(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
     if order == "cyclic":
         group_rows = whole_numbers_of(shard)[0] if shard.numbers else 1  # single rows
         return _cyclic(length, group_rows, n_parts, index)
-    return _chunk(length, n_parts, index)
+    return _chunk(length, n_parts, index)  # "block", the plain order
 
 
 def _chunk(length: int, n_parts: int, index: int) -> tuple[Run, ...]:
@@ -116,7 +122,12 @@ def _segmented(
     index: int,
     cut_segment: Callable[[int, int, int], tuple[Run, ...]],
 ) -> tuple[Run, ...]:
-    """Cut each segment (or document) that the shard lists alone; without a list, all rows as one."""
+    """Cut each segment (or document) that the shard lists alone; without a list, all rows as one.
+
+    Segments of 4 and 2 rows over 2 parts: part 0 has rows 0 1 of the first and row 4 of the second.
+
+    cut_segment: cuts a segment of some length into parts, and returns one part, as `_chunk` does.
+    """
     segment_lengths = whole_numbers_of(shard)
     if not segment_lengths:
         segment_lengths = [length]
@@ -177,6 +188,9 @@ def rotated(axes: tuple[str, ...], n_parts: int, rows: int, by: int = 1) -> Shar
 def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) -> Runs:
     """Cut `length` rows by shards, outermost first: the rows of the device at `coords`.
 
+    Each shard cuts the block that those before it have left: 8 rows under "n/x/y" on x=2, y=2, the
+    device (1, 0) -> rows 4 to 7, then 4 and 5.
+
     Args:
         length: The number of rows.
         shards: The shards of a dim.
@@ -184,7 +198,7 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) 
         coords: The device's coordinate along each of these axes.
     """
     runs: Runs = interval(0, length)
-    first_axis = 0
+    first_axis = 0  # of the next shard, among `sizes` and `coords`
     for shard in shards:
         axes = slice(first_axis, first_axis + len(shard.axes))
         first_axis = axes.stop
@@ -195,7 +209,10 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) 
 
 
 def _inner(length: int, runs: Runs, positions: Runs) -> Runs:
-    """Return the rows at some positions of a block that has `runs` of `length` rows."""
+    """Return the rows at some positions of a block that has `runs` of an array of `length` rows.
+
+    A block of rows 4 to 7 at positions 0 and 2 -> rows 4 and 6
+    """
     if runs == interval(0, length):
         return positions  # all rows: a position is its row
     if isinstance(runs, Rows) or isinstance(positions, Rows):
@@ -243,7 +260,10 @@ def for_every_block(
 
 @layout_cache(maxsize=4096)
 def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
-    """Return `owned_rows` of every block, row-major along the axes of the dim."""
+    """Return `owned_rows` of every block, row-major along the axes of the dim.
+
+    The blocks of all shards but the innermost come from the cache, and each is cut by the innermost.
+    """
     if not dim.shards:
         return (interval(0, length),)
     shard = dim.shards[-1]
@@ -266,7 +286,10 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
 
 @layout_cache(maxsize=4096)
 def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
-    """Return the number of the block that owns each row of a dim, `[length]`."""
+    """Return the number of the block that owns each row of a dim, `[length]`.
+
+    4 rows under "n/x" on x=2 -> 0 0 1 1
+    """
     blocks = [np.arange(length)]  # the rows of every block, shard by shard
     for shard, n_parts in _shards_with_parts(dim, sizes):
         inner_blocks: list[Numbers] = []
@@ -288,9 +311,10 @@ def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
 def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
     """Return the most rows that any device owns, and whether all own equally many.
 
-    Hot in planning: lengths follow from formulas, and parts are listed only where orders need it.
+    10 rows under "n/x" on x=4 -> 3, False. Hot in planning: lengths follow from formulas, and parts
+    are listed only where orders need it.
     """
-    longest = length
+    longest = length  # of the blocks that the shards so far leave
     is_even = True
     for shard, n_parts in _shards_with_parts(dim, sizes):
         is_uneven_zigzag = shard.order == "zigzag" and longest % (2 * n_parts) != 0
@@ -305,7 +329,7 @@ def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bo
 
 @layout_cache(maxsize=4096)
 def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
-    """Return the different numbers of rows that devices own.
+    """Return the different numbers of rows that devices own: 10 rows over 4 -> {3, 1}.
 
     How a block is cut depends on its length alone, so that no rows are listed.
     """
@@ -323,9 +347,13 @@ def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
 
 
 def misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
-    """Find the first shard whose numbers do not fit its rows, and the reason; None if all fit."""
+    """Find the first shard whose numbers do not fit its rows, and the reason; None if all fit.
+
+    Numbers are sizes, intervals, documents or a map. They have to fit each block that the shards
+    outside of them leave: `n/x/sizes(y,3,1)` needs blocks of 4 rows.
+    """
     for i, (shard, n_parts) in enumerate(_shards_with_parts(dim, sizes)):
-        if not shard.numbers or shard.order == "cyclic":
+        if not shard.numbers or shard.order == "cyclic":  # groups of rows fit any length
             continue
         reason = _wrong_number_of_parts(shard, n_parts)
         if reason is not None:
@@ -360,7 +388,10 @@ def _wrong_rows(shard: Shard, n_parts: int, rows: int) -> str | None:
 
 
 def _wrong_intervals(shard: Shard, n_parts: int, rows: int) -> str | None:
-    """Say why the intervals of a shard do not cut a block of `rows` rows; None if they do."""
+    """Say why the intervals of a shard do not cut a block of `rows` rows; None if they do.
+
+    They have to hold each row once, in any order, but in ascending order if there is one part.
+    """
     pairs = _all_interval_pairs(shard)
     ascending = sorted(pairs)
     # Each interval begins where the one before it ends, from row 0 to the last.

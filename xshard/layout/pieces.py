@@ -72,7 +72,7 @@ def at_edges(table: Pieces) -> CutPieces:
     Rows [0, 4) and [2, 6) -> [0, 2) [2, 4) and [2, 4) [4, 6), of the intervals 0 1 and 1 2.
     """
     stop = table.start + table.length
-    edges = unique_rows(np.concatenate([table.start, stop]))
+    edges = unique_rows(np.concatenate([table.start, stop]))  # ascending
     # Intervals lie between neighbouring edges; a piece has one or several in a row.
     first_interval = np.searchsorted(edges, table.start)
     intervals_of_piece = np.searchsorted(edges, stop) - first_interval
@@ -144,7 +144,7 @@ def _filled_rows(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
 def _filled_runs(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """Do the work of `filled` for few or long pieces: run by run."""
     block_runs: list[list[Run]] = [[] for _ in lengths]
-    filled_to = [0] * len(lengths)
+    filled_to = [0] * len(lengths)  # the local position up to which each block has runs
     for block, local, start, length in _merged(table):
         if local > filled_to[block]:
             block_runs[block].append(Run(FILL, local - filled_to[block]))
@@ -171,8 +171,11 @@ def _merged(table: Pieces) -> list[list[int]]:
 
 
 def ascending(table: Pieces, n_blocks: int) -> tuple[Runs, ...]:
-    """Turn pieces of distinct rows into the runs of every block, in ascending order of rows."""
-    table = table.take(np.lexsort((table.start, table.block)))
+    """Turn pieces of distinct rows into the runs of every block, in ascending order of rows.
+
+    The pieces get new local positions: each begins where the piece before it in its block ends.
+    """
+    table = table.take(np.lexsort((table.start, table.block)))  # by block, then by row
     block_rows = np.zeros(n_blocks, np.int64)
     np.add.at(block_rows, table.block, table.length)  # exact; bincount adds floats
     rows_before_piece = np.cumsum(table.length) - table.length
@@ -219,9 +222,17 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
 def _shared_by_intervals(
     src: Pieces, dst: Pieces, dst_times: Numbers, n_src_blocks: int
 ) -> SharedRows:
-    """Do the work of `shared_rows` by pieces; each of `dst` counts `dst_times` times."""
+    """Do the work of `shared_rows` by intervals of rows.
+
+    Args:
+        src: The pieces of the blocks that have rows.
+        dst: The pieces of the blocks that want rows.
+        dst_times: How often each piece of `dst` counts.
+        n_src_blocks: The number of blocks of `src`.
+    """
+    # Cut together: two parts then share all their rows or none, and equal intervals are equal rows.
     parts, interval, piece = at_edges(joined(src, dst))
-    is_src = piece < len(src.start)
+    is_src = piece < len(src.start)  # the pieces of `src` come first in the joined table
     src_parts = np.flatnonzero(is_src)
     src_parts = src_parts[np.argsort(interval[is_src], kind="stable")]
     dst_parts = np.flatnonzero(~is_src)
@@ -235,6 +246,7 @@ def _shared_by_intervals(
     of_src = src_parts[counted(counts, first)]
     of_dst = np.repeat(dst_parts, counts)
 
+    # Add up by pair of blocks, which is one number: the block of `src` is its remainder.
     pair_of_blocks = parts.block[of_dst] * n_src_blocks + parts.block[of_src]
     pairs, pair = np.unique(pair_of_blocks, return_inverse=True)
     rows = np.zeros(len(pairs), np.int64)  # exact: bincount would add floats
@@ -287,7 +299,15 @@ class _Period(NamedTuple):
 
 
 def _one_period(src: Numbers, dst: Numbers) -> tuple[_Period, _Period]:
-    """List the pieces of two run tables in one period of each stretch in which all runs repeat."""
+    """List the pieces of two run tables in one period of each stretch in which all runs repeat.
+
+    Cyclic cuts of 10^9 rows have as many pieces, but they repeat: the pieces of one period are
+    listed, with the number of periods. The period is the least common multiple of all strides.
+
+    Args:
+        src: A table of runs: see `runs.run_table`.
+        dst: The other one, which is cut into the same windows of rows.
+    """
     src = _ascending_runs(src)
     dst = _ascending_runs(dst)
     _, _, start, _, repeats, stride = np.concatenate([src, dst]).T
@@ -314,13 +334,20 @@ def _one_period(src: Numbers, dst: Numbers) -> tuple[_Period, _Period]:
 
 
 def _inside(table: Numbers, windows: Pieces, times: Numbers) -> _Period:
-    """List the pieces of a run table that lie inside windows; each window counts `times` times."""
+    """List the pieces of a run table that lie inside windows, cut at their ends.
+
+    Args:
+        table: A table of runs: see `runs.run_table`.
+        windows: Intervals of rows, ascending and distinct.
+        times: How often each window counts.
+    """
     block, local, start, length, repeats, stride = table.T
     # From its first row to the end of its last period, a run repeats.
     stretches = Pieces(block, local, start, _period_ends(table) - start)
     window, run, low, high = runs.met(windows, stretches)
     step = np.maximum(stride, 1)[run]  # single intervals have no stride
-    # The repetitions of a run that have rows in [low, high).
+    # The repetitions of a run that have rows in [low, high): from the first that ends after `low`
+    # to the last that begins before `high`. A division of negative numbers, negated, rounds up.
     first = np.clip((low - start[run] - length[run]) // step + 1, 0, repeats[run])
     stop = np.clip(-((start[run] - high) // step), first, repeats[run])
     counts = stop - first

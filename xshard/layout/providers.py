@@ -67,9 +67,10 @@ def offered_rows(
 ) -> tuple[AllRuns, ...]:
     """List the rows that each block offers, as lists of distinct rows.
 
-    Each row is offered once; in a fold every contribution to it is offered. The arguments are
-    those of `wanted_rows`.
+    Each row is offered once; in a fold every contribution to it is offered, in several lists if a
+    block has several for one row. The arguments are those of `wanted_rows`.
     """
+    # Only the provider of a row offers it, and none of the copies that lie beyond a pole.
     if not isinstance(dim.overlap, Fold):
         provided = shifted(provided_rows(dim, length, sizes), shift, length)
         if side == STRAIGHT:
@@ -99,7 +100,11 @@ def rows_at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> AllRuns
 
 @layout_cache(maxsize=4096)
 def provided_rows(dim: Dim, length: int, sizes: Sizes) -> AllRuns:
-    """List the rows that each block provides: every row that any device holds, once."""
+    """List the rows that each block provides, so that every row that any device holds comes once.
+
+    Its owner provides a row; if no owner holds it, a block that has it as a neighbour's, then one
+    that copies it from beyond an end. FILL stands in place of rows that others provide.
+    """
     if dim.overlap is None:
         return all_owned_rows(dim, length, sizes)
     if not _are_distinct(dim):
@@ -138,7 +143,10 @@ def lacking(runs: Runs, others: Runs) -> Runs:
 
 
 def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
-    """Add `shift` to the rows, modulo `length`: an interval over the end becomes two."""
+    """Add `shift` to the rows, modulo `length`: an interval over the end becomes two.
+
+    Rows 2 to 5 of 8, shifted by 4 -> 6 7 0 1. FILL stays.
+    """
     if not shift:
         return blocks
     table = pieces(blocks)

@@ -215,11 +215,12 @@ def run_columns(rows: Numbers) -> tuple[Numbers, Numbers]:
 def extents(blocks: Sequence[Iterable[Run]]) -> Intervals:
     """Find the smallest interval [start, stop) around the rows of each block, `[blocks, 2]`.
 
-    A block without rows has an empty one, whose start is above its stop.
+    Rows 0 1 6 7 -> [0, 8). A block without rows has an empty one, whose start is above its stop.
     """
     block_runs = [_hull(runs.rows) if isinstance(runs, Rows) else runs for runs in blocks]
     block, _, start, length, repeats, stride = run_table(block_runs).T
     last_start = start + stride * (repeats - 1)  # the lowest one where rows go down
+    # Bounds that any row changes: above all starts, and below all stops.
     bounds = np.tile(np.array([BEYOND_ALL_ROWS, 0]), (len(blocks), 1))
     # `ufunc.at` and not an assignment: a block has several runs, and each has to count.
     np.minimum.at(bounds[:, 0], block, np.minimum(start, last_start))
@@ -247,9 +248,10 @@ def pieces(blocks: Iterable[Iterable[Run]]) -> Pieces:
 
 
 def run_table(blocks: Iterable[Iterable[Run]]) -> Numbers:
-    """List the runs of all blocks as rows of a table; without FILL.
+    """List the runs of all blocks as rows of a table, `[runs, 6]`; without FILL.
 
-    The columns are: block, local position, start, length, repeats, stride.
+    The columns are: block, local position, start, length, repeats, stride. The last four are the
+    fields of `Run`. FILL has no row in the table, but counts in the positions after it.
     """
     table: list[tuple[int, ...]] = []
     tables_of_rows: list[Numbers] = []
@@ -281,6 +283,8 @@ def _run_table_of_rows(block: int, runs: Rows) -> Numbers:
 def expanded(table: Numbers) -> Pieces:
     """List every repetition of the runs of a `run_table` as an interval of its own.
 
+    A run of length 2, 3 times, 10 apart, from row 1 -> [1, 3), [11, 13), [21, 23)
+
     Raises:
         ShapeError: They are more than MOST_PIECES.
     """
@@ -304,14 +308,22 @@ def check_pieces(count: int, most: int = MOST_PIECES) -> None:
 
 
 def met(a: Pieces, b: Pieces) -> Overlaps:
-    """Find the rows that `a` and `b` share, in the order of `b`.
+    """Find the rows that the intervals of two tables share, in the order of `b`.
 
-    The intervals of `a` are in ascending order and distinct.
+    a [0, 4) [4, 8), b [2, 6) -> [2, 4) of interval 0 of a, and [4, 6) of interval 1.
+
+    Args:
+        a: Intervals in ascending order, of which no two have a row in common.
+        b: Intervals in any order.
+
+    Raises:
+        ShapeError: More than MOST_PIECES pairs meet.
     """
     a_stop = a.start + a.length
     b_stop = b.start + b.length
     # `a` is sorted, so that the intervals that meet one of `b` are neighbours: `counts` of them
-    # from `first` on. No pair that shares nothing is ever listed.
+    # from `first` on, the first that ends after it begins, up to the last that begins before it
+    # ends. No pair that shares nothing is ever listed.
     first = np.searchsorted(a_stop, b.start, side="right")
     counts = np.maximum(np.searchsorted(a.start, b_stop, side="left") - first, 0)
     check_pieces(int(counts.sum()))
@@ -332,10 +344,12 @@ def met(a: Pieces, b: Pieces) -> Overlaps:
 def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     """Find the rows that two blocks share, as segments in the order of `dst`, merged.
 
-    The rows of `src` are distinct; `dst` may have a row several times.
+    Rows 0-3 and rows 2-5 -> `(Segment(src=2, dst=0, length=2),)`: the rows at positions 2 and 3 of
+    the first block are those at positions 0 and 1 of the second.
 
-    Rows 0-3 and rows 2-5 -> `(Segment(src=2, dst=0, length=2),)`
+    The rows of `src` are distinct; `dst` may have a row several times.
     """
+    # The quickest of four ways: by arrays of rows, two intervals, a few, or tables of intervals.
     if isinstance(src, Rows) or isinstance(dst, Rows):
         return matched_rows(row_numbers(src), row_numbers(dst))
     if len(src) == len(dst) == 1 and src[0].repeats == dst[0].repeats == 1:
@@ -360,7 +374,11 @@ def _segment_of_intervals(src: Run, dst: Run) -> tuple[Segment, ...]:
 
 
 def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, ...]:
-    """Return `common_segments` of a few intervals, pair by pair."""
+    """Return `common_segments` of a few intervals, pair by pair.
+
+    For each interval of `dst`, those of `src` are gone through in ascending order of rows, so that
+    segments come in the order of `dst`.
+    """
     src_by_row: list[tuple[int, int, int]] = []  # first row, position, length; ascending
     src_position = 0
     for run in src:
@@ -398,11 +416,12 @@ def _segments_of_many(src: Runs, dst: Runs) -> tuple[Segment, ...]:
 
 
 def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
-    """Return `common_segments` of row numbers; those of `src` are distinct."""
+    """Return `common_segments` of row numbers in arrays, `[rows]`; those of `src` are distinct."""
     n = max(src.max(initial=-1), dst.max(initial=-1)) + 1
-    # A table is quicker than a sort, and no longer than the dim. Its entry at the end is that of
-    # FILL, which is -1: FILL in `src` writes there, and FILL in `dst` reads there.
-    src_position = np.full(n + 1, -1)  # [rows]
+    # A table of the position in `src` of each row, -1 for none: quicker than a sort, and no longer
+    # than the dim. Its entry at the end is that of FILL, which is -1: FILL in `src` writes there,
+    # and FILL in `dst` reads there. It is set to "none" again.
+    src_position = np.full(n + 1, -1)  # [rows + 1]
     src_position[src] = np.arange(len(src))
     src_position[FILL] = -1
     in_dst = np.flatnonzero(src_position[dst] >= 0)
@@ -411,12 +430,15 @@ def matched_rows(src: Numbers, dst: Numbers) -> tuple[Segment, ...]:
 
 
 def merged_segments(rows: NDArray[np.int64]) -> tuple[Segment, ...]:
-    """Turn rows (src, dst, length) of a table into segments, merged where one continues another."""
+    """Turn rows (src, dst, length) of a table into segments, merged where one continues another.
+
+    (0, 4, 2) and (2, 6, 1) -> one segment (0, 4, 3)
+    """
     if len(rows) == 0:
         return ()
-    ends = rows[:, :2]
-    stops = ends + rows[:, 2:]
-    is_head = np.concatenate([[True], (stops[:-1] != ends[1:]).any(axis=1)])
+    starts = rows[:, :2]  # on both sides
+    stops = starts + rows[:, 2:]
+    is_head = np.concatenate([[True], (stops[:-1] != starts[1:]).any(axis=1)])
     heads = np.flatnonzero(is_head)
     lengths = np.add.reduceat(rows[:, 2], heads)
     columns = (rows[heads, 0], rows[heads, 1], lengths)
@@ -474,6 +496,8 @@ def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
     """Return the rows of a block at some local positions.
 
     The block `Run(10, 8)` at positions `Run(1, 2)` -> `(Run(11, 2),)`
+
+    Positions that repeat at equal distances stay one run if they can, however often they repeat.
     """
     if positions.repeats == 1:
         return _slice(runs, positions.start, positions.start + positions.length)
@@ -481,7 +505,8 @@ def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
         block = runs[0]
         if block.repeats == 1:
             return (positions._replace(start=block.start + positions.start),)
-        # Of a block of equal groups, positions at one place in every k-th group are one run.
+        # The block is groups of `length` rows, `stride` apart. Positions that are at one place in
+        # every k-th group, and do not reach over its end, are one run again.
         group, offset = divmod(positions.start, block.length)
         stays_at_place = positions.stride % block.length == 0
         if stays_at_place and offset + positions.length <= block.length:
@@ -511,7 +536,11 @@ def _slice(runs: Runs, start: int, stop: int) -> tuple[Run, ...]:
 
 
 def _slice_of_run(run: Run, start: int, stop: int) -> list[Run]:
-    """Return the rows of one run at local positions [start, stop), which are not empty."""
+    """Return the rows of one run at local positions [start, stop), which are not empty.
+
+    Rows 0 1 2, 10 11 12, 20 21 22 at positions [1, 8) -> 1 2, then 10 11 12, then 20 21: the tail
+    of a group, whole groups as one run, and the head of a group.
+    """
     taken: list[Run] = []
     group, head = divmod(start, run.length)  # the first repetition, and the rows of it left out
     last_group, tail = divmod(stop, run.length)  # of the last repetition only `tail` rows

@@ -255,7 +255,14 @@ class Sharding(Pictured):
         return all(normal.agrees_with(other_normal, dim) for dim in range(len(self.shape)))
 
     def agrees_with(self, other: Sharding, dim: int) -> bool:
-        """Return whether a dim means the same under both, which have one mesh and one shape."""
+        """Return whether a dim means the same under both, which have one mesh and one shape.
+
+        It does if the blocks of all devices have the same rows, and boundaries do the same to them.
+
+        Args:
+            other: The other sharding.
+            dim: The index of the dim.
+        """
         a = self.layout.dims[dim]
         b = other.layout.dims[dim]
         if a == b:
@@ -292,7 +299,11 @@ def _check_shape(shape: tuple[int, ...]) -> None:
 
 @layout_cache(maxsize=65536)
 def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
-    """Return the simplest dim with the same blocks: see `Sharding.normal`."""
+    """Return the simplest dim with the same blocks: see `Sharding.normal`.
+
+    On a=2, b=2, c=1 and 8 rows: `n/(a,b)` -> `n/a/b`, `n/zigzag(c)` -> `n`, `n/sizes(a,4,4)` ->
+    `n/a`. Layouts that mean the same become equal, so that a plan has no steps for them.
+    """
     overlap = _normal_overlap(dim)
     if overlap is not None and isinstance(unfolded(overlap), Window):
         # Outputs of a window are sharded like the dim, but need not be divisible when its rows
@@ -306,6 +317,7 @@ def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
         numbers = shard.numbers if order == shard.order else ()
         normal = Shard(shard.axes, order, numbers)
         is_divisible = block_rows is not None and block_rows % n_parts == 0
+        # Uneven groups are not nested shards: 10 rows over 4 -> 3 3 3 1, over 2 and 2 -> 3 2 3 2.
         if order == "block" and is_divisible:
             shards.extend(Shard((axis,)) for axis in shard.axes)
         else:
@@ -333,9 +345,12 @@ def _even_block_rows(shard: Shard, block_rows: int | None, n_parts: int) -> int 
 
 
 def _is_plain(shard: Shard, length: int | None, n_parts: int) -> bool:
-    """Return whether a shard of `length` rows into parts equals the plain contiguous one."""
+    """Return whether a shard of `length` rows into parts equals the plain contiguous one.
+
+    length: None if blocks differ in length; then only the order itself tells.
+    """
     if shard.order == SEGMENTS and len(shard.numbers) == 1:
-        return True
+        return True  # one segment is all rows
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
     plain = Shard(shard.axes)
@@ -348,14 +363,17 @@ def _is_plain(shard: Shard, length: int | None, n_parts: int) -> bool:
 
 
 def _normal_overlap(dim: Dim) -> Overlap | None:
-    """Return the overlap of a dim, None if it adds no rows; a window says where outputs are."""
+    """Return the overlap of a dim in normal form; None for a halo or a map that adds no rows.
+
+    A window stays even if it adds none, since it says where outputs are computed.
+    """
     if dim.overlap is None:
         return None
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Window):
         if overlap.out or all(shard.order != SIZES for shard in dim.shards):
             return dim.overlap
-        # Said in words, because nothing but axes may be left of the shard with sizes.
+        # Written out, because the normal form may drop the sizes, which imply it.
         aligned = replace(overlap, out="aligned")
         return Fold(aligned) if isinstance(dim.overlap, Fold) else aligned
     if isinstance(overlap, Reads):

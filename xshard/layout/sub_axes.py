@@ -129,7 +129,8 @@ class _AxisRange(NamedTuple):
 def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
     """Find the coarsest mesh that splits the axes of both; None if there is none.
 
-    `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`
+    `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`, where dp of the first is (dp, dp_tp). A new axis that
+    lies in axes of two names is named after both.
     """
     if src_mesh == dst_mesh:
         same = tuple((axis, (axis,)) for axis in src_mesh.axes)

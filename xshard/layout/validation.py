@@ -46,7 +46,13 @@ _SCATTERED_ORDERS = ("zigzag", "cyclic", SEGMENTS, INTERVALS, BY)  # parts need 
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
-    """Raise ShapeError or NotationError if a dim of this length cannot have its shards or overlap."""
+    """Raise ShapeError or NotationError if a dim of this length cannot have its shards or overlap.
+
+    Args:
+        dims: The dims of a layout.
+        shape: The length of each dim.
+        mesh: The mesh.
+    """
     for index, (dim, length) in enumerate(zip(dims, shape, strict=True)):
         _check_shards(dim, length, mesh)
         if dim.overlap is None:
@@ -80,7 +86,14 @@ def _check_shards(dim: Dim, length: int, mesh: Mesh) -> None:
 
 @layout_cache(maxsize=4096)
 def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
-    """Raise ShapeError unless a map lists rows of other parts, for each part."""
+    """Raise ShapeError unless a map lists, for each part of a dim, rows that other parts own.
+
+    Args:
+        dim: The dim.
+        reads: Its overlap, with the map.
+        length: The rows of the dim.
+        mesh: The mesh, by which the dim has parts.
+    """
     needs = reads.rows.map
     sizes = mesh.sizes_of(dim.axes)
     n_parts = math.prod(sizes)
@@ -92,6 +105,7 @@ def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
     if last_row >= length:
         reason = f"'{reads.rows}' reads row {last_row} of {length}"
         raise ShapeError(reason, text=str(dim), hint=hint)
+    # `needs.rows` and `needs.part_of_row` are columns: a row, and the part that reads it.
     owner_of_row = owner_of_rows(Dim(dim.name, dim.shards), length, sizes)
     own_reads = np.flatnonzero(owner_of_row[needs.rows] == needs.part_of_row)
     if len(own_reads):
@@ -156,7 +170,7 @@ def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int
     if not pole.dim:
         rolled = at + 1
         if rolled == len(names):
-            return None
+            return None  # a pole of the last dim rolls nothing
     elif pole.dim in names:
         rolled = names.index(pole.dim)
     else:
@@ -193,6 +207,8 @@ def _check_block_size(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> 
 def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     """Return a bound on the rows that a block holds, without listing them.
 
+    It is checked before rows are listed, since a layout that you write may ask for 10^12 of them.
+
     Raises:
         ShapeError: The block has more pieces, or more copied rows, than can be listed.
     """
@@ -218,7 +234,8 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     rows_beyond = rows_before + rows_after
     if isinstance(overlap, Halo):
         return most_owned + max(n_pieces, 1) * rows_beyond
-    # Each run of outputs reads one window, and up to a stride of rows at both of its ends.
+    # Each run of outputs reads one window, and up to a stride of rows at both of its ends; none
+    # reads more than the whole array with what lies beyond it.
     window_rows = overlap.d * (overlap.k - 1) + 1
     rows_around = 0
     for rows in (window_rows, overlap.s, overlap.s):

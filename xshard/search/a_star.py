@@ -51,12 +51,12 @@ class Path(NamedTuple):
 
     seconds: float
     plainness: int
-    held: int
+    held: int  # elements that a device holds at the worst moment so far
     least: float  # elements held that count: to hold less is no gain
     moves: Moves
 
     def rank(self, seconds: float = 0.0, plainness: int = 0) -> Rank:
-        """Return the rank with this much added."""
+        """Return the rank of the path, with a bound for the seconds and moves that still follow."""
         total = round(self.seconds + seconds, DIGITS)
         held = self.held if self.held > self.least else self.least
         return Rank(total, held, self.plainness + plainness)
@@ -107,17 +107,23 @@ class Search:
         return self._explored(best, nearest=False)
 
     def _explored(self, best: Path | None, *, nearest: bool) -> Path | None:
-        """Find a path as good as `best` or better. See `Exploration`."""
+        """Find a path as good as `best` or better, in one run of the search; None if none fits.
+
+        Args:
+            best: The best path of an earlier run, which bounds this one; None if there is none.
+            nearest: The order of the run: see `Exploration`.
+        """
         start = self.route.start
         goal = self.route.goal
+        # The peak of the scaling step counts from the start, wherever the step comes.
         held = max(self.grid.block(start), self.scaled)
         if self.exceeds_limit(held):
             return None
-        # A path may hold both blocks at no cost, and any number if a sum ends.
+        # Memory breaks ties between paths, but not below what they hold in any case: both blocks.
+        # If a sum ends, memory breaks no ties at all.
         free_of_cost: float = self.grid.block(start) + self.grid.block(goal)
         if self.grid.ended(start, goal):
             free_of_cost = math.inf
-        # The peak of the scaling step counts from the start.
         path = Path(0.0, 0, held, free_of_cost, ())
         if start == goal:
             return path
@@ -133,14 +139,20 @@ class Search:
     def moves_from(
         self, state: State, path: Path, best: Path | None, nearest: bool
     ) -> Iterator[Move]:
-        """Yield the moves from a state, the direct exchange first: it bounds all others."""
+        """Yield the moves to try from a state at the end of `path`.
+
+        The exchange that leads straight to the goal comes first, since its price bounds all others;
+        then collectives, then exchanges to other states. The last are many: they come only if they
+        may lead to a path that is cheaper than `best`, and never in a run for the nearest state.
+        """
         if self.exchanges:
             yield Move("exchange", (), self.route.goal)
         yield from self.successors.collectives(state)
         if nearest or not self.exchanges:
             return
-        # After any other exchange at least one more step communicates: the direct exchange includes
-        # all local changes. Only a sum may begin better locally.
+        # An exchange to another state costs a launch, and at least one message, more: if only local
+        # steps followed, the direct exchange would have included them. A sum that begins is the
+        # exception: it may begin locally after the exchange, so what remains does not count.
         launch_s = self.grid.profile.launch("exchange")
         least = path.seconds + launch_s + self.grid.least_latency
         if not set(self.route.goal.sums) - set(state.sums):
@@ -170,7 +182,11 @@ class Search:
         return least
 
     def expected(self, state: State) -> float:
-        """Estimate the seconds of collectives to the goal, one for each axis that must change."""
+        """Estimate the seconds of collectives to the goal, one for each axis that must change.
+
+        An axis changes if its partial sum ends, or if it shards another dim or another place of it.
+        This is no bound, since one collective may change several axes: it only orders states.
+        """
         goal = self.route.goal
         goal_roles = self.grid.roles(goal)
         n_axes = len(self.grid.ended(state, goal))
@@ -180,14 +196,18 @@ class Search:
         return max(self.remaining(state), n_axes * self._least_step)
 
     def extended(self, path: Path, state: State, move: Move) -> Path | None:
-        """Add a move to a path; None if it holds too much, or blocks do not match."""
+        """Return `path`, which ends at `state`, with one more move and its price.
+
+        None if a device would hold more than the memory limit, or if the move is a permutation of
+        blocks that differ before and after.
+        """
         if move.kind == "permute" and not self._has_same_blocks(state, move.after):
             return None
         price = move_cost(self.grid, move, state)
         if self.exceeds_limit(price.held):
             return None
-        # Among paths that hold the same, the plainest wins: local moves, then collectives, then
-        # exchanges.
+        # Paths of equal seconds and memory are ranked by the sum of these numbers, lowest first:
+        # local moves are plainer than collectives, and those than exchanges.
         if move.kind == "exchange":
             plainness = 3
         elif price.received:
@@ -250,11 +270,15 @@ class Exploration:
         self.n_pushed += 1
 
     def run(self) -> None:
-        """Settle states until none can lead to a better path."""
+        """Settle states until none can lead to a better path; leaves the result in `best`.
+
+        To settle a state is to take it off the queue and try all moves from it.
+        """
         search = self.search
         block = search.grid.block
         while self.queue:
             bound, _, state, path = heapq.heappop(self.queue)
+            # Cheapest first, all that is queued is bounded by this. Estimates bound nothing.
             if not self.nearest and bound >= self.best_rank:
                 return
             # A state is queued again when a better path reaches it; the worse entry is left over.
@@ -264,10 +288,12 @@ class Exploration:
             if len(self.settled) > MAX_SETTLED and self._may_stop():
                 return
             if self.nearest:
+                # `best` may have become better since this state was queued.
                 seconds = path.seconds + search.remaining(state)
                 if round(seconds, DIGITS) > self.best_rank.seconds:
                     continue
-            # Hot: most moves lead to states that are settled.
+            # Hot: most moves lead to states that are settled. No path is worth blocks that are
+            # larger than those of both ends.
             for move in search.moves_from(state, path, self.best, self.nearest):
                 if move.after not in self.settled and block(move.after) <= self.largest:
                     self._try(path, state, move)
@@ -277,32 +303,38 @@ class Exploration:
         return not self.search.successors.complete and (self.nearest or self.best is not None)
 
     def _try(self, path: Path, state: State, move: Move) -> None:
-        """Follow a move, unless bounds show that a path as good is known."""
+        """Extend a path by a move, and queue the state that it reaches or keep a finished path.
+
+        Nothing happens if a path as good is known, to that state or to the goal.
+        """
         search = self.search
-        reached = self.reached.get(move.after, WORST)
-        # First with cheap bounds: the traffic of a move is dear.
+        best_there = self.reached.get(move.after, WORST)
+        # First with bounds that are quick to compute: to count the traffic of a move is slow.
         soonest = round(path.seconds + search.least_seconds_of(state, move), DIGITS)
-        if soonest > reached.seconds or self._is_too_late(soonest, move.after):
+        if soonest > best_there.seconds or self._is_too_late(soonest, move.after):
             return
         longer = search.extended(path, state, move)
         if longer is None:
             return
         rank = longer.rank()
-        if rank >= reached:
+        if rank >= best_there:
             return
         self.reached[move.after] = rank
-        if move.after == search.route.goal:
-            if rank < self.best_rank:
-                self.best = longer
-                self.best_rank = rank
-            return
-        if self.nearest:
-            self.push(longer.rank(search.expected(move.after), 1), move.after, longer)
-            return
+        if move.after != search.route.goal:
+            self._push_if_promising(longer, move.after)
+        elif rank < self.best_rank:
+            self.best = longer
+            self.best_rank = rank
+
+    def _push_if_promising(self, path: Path, state: State) -> None:
+        """Queue a state short of the goal, unless no path through it beats the best."""
         # At least one more move follows, and the plainest counts 1.
-        bound = longer.rank(search.remaining(move.after), 1)
+        if self.nearest:
+            self.push(path.rank(self.search.expected(state), 1), state, path)
+            return
+        bound = path.rank(self.search.remaining(state), 1)
         if bound < self.best_rank:
-            self.push(bound, move.after, longer)
+            self.push(bound, state, path)
 
     def _is_too_late(self, seconds: float, state: State) -> bool:
         """Check that a path that is at a state after so many seconds is slower than the best."""

@@ -24,11 +24,14 @@ class Leg(NamedTuple):
 
 
 def estimate(grid: Grid, state: State, goal: State) -> float:
-    """Estimate the seconds between two states.
+    """Estimate the seconds between two states: the price of the cheapest of a few paths.
 
-    The paths are one exchange, and one collective for each kind of change.
+    The paths tried are:
 
-    Whichever takes fewer counts, also with reductions before the exchange or gathers after it.
+    - one collective for each kind of change, in a fixed order;
+    - the same, with shares of what moves on axes that hold replicas on both sides (`spare`);
+    - one exchange, also with a reduce-scatter before it or an all-gather after it;
+    - one permutation of whole blocks.
     """
     if state == goal:
         return 0.0
@@ -55,11 +58,20 @@ def _has_equal_lengths(grid: Grid, state: State, goal: State) -> bool:
 
 
 def _with_exchange(grid: Grid, first: Leg, goal: State, least: float) -> float:
-    """Price a first leg, an exchange, and perhaps a gather; return `least` if that is fewer."""
+    """Return the fewest seconds of the paths with an exchange that begin with `first`.
+
+    They lead from `first` to the goal directly, or to a state from which gathers lead there.
+
+    Args:
+        grid: The grid of the states.
+        first: The state from which the exchange starts, and the seconds to get there.
+        goal: The state at the end.
+        least: The seconds of the best path so far: the result if none here takes fewer.
+    """
     exchange_s = _exchange_seconds(grid, first.state, goal, least - first.seconds)
     least = min(least, first.seconds + exchange_s)
     for last in _before_gathers(grid, first.state, goal):
-        below = least - first.seconds - last.seconds
+        below = least - first.seconds - last.seconds  # what is left for the middle of the path
         if below <= 0:
             continue
         by_exchange = _exchange_seconds(grid, first.state, last.state, below)
@@ -79,32 +91,35 @@ def _exchange_seconds(grid: Grid, state: State, goal: State, below: float) -> fl
 def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     """Yield the goal sharded over axes that are to hold replicas, and the seconds to gather them.
 
-    First over all such axes, then over those that also shard at the start.
+    First over all such axes, then over those that also shard at the start: at most two legs. With
+    axes (0, 1) free at the goal "b c" and axis 1 sharding at the start: "b/0/1 c", then "b/1 c".
+    The first dim that the axes cut evenly is sharded.
     """
     free = grid.free(goal)
     sharding_at_start = tuple(a for a in free if a in grid.roles(state))
-    for axes in dict.fromkeys((free, sharding_at_start)):
+    for axes in dict.fromkeys((free, sharding_at_start)):  # once if both are the same
         if not axes:
             continue
         for d, cut in enumerate(goal.cuts):
             if grid.is_even(d, cut + axes):
                 sharded = goal.with_cut(d, cut + axes)
-                in_place = d == 0
+                in_place = d == 0  # pieces of dim 0 lie one after the other in the result
                 block = grid.block(sharded)
                 yield Leg(sharded, grid.collective_seconds("all_gather", block, axes, in_place))
                 break
 
 
 def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
-    """Yield the start, and the state in which the sums that end are scattered over a dim.
+    """Yield the ways to begin a path: with nothing, and with a reduce-scatter of all sums that end.
 
-    The dim that the goal shards over the first of their axes is tried first.
+    The scatter shards the first dim that its axes cut evenly. The dim that the goal shards over the
+    first of these axes is tried before the others, since the shards may then stay there.
     """
     yield Leg(state, 0.0)
     ended = grid.ended(state, goal)
     if not ended:
         return
-    dims = list(range(len(state.cuts)))
+    dims = list(range(len(state.cuts)))  # in the order of trying
     role = grid.roles(goal).get(ended[0])
     if role is not None:
         dims.remove(role.dim)
@@ -128,7 +143,10 @@ class AxisChanges(NamedTuple):
 
 
 def _axis_changes(grid: Grid, state: State, goal: State) -> AxisChanges:
-    """Sort the axes by what happens to them."""
+    """Sort the axes by what happens to them between two states.
+
+    "b/0 s/1 c" -> "b s/2 c/1": axis 2 is sliced (it held replicas), 1 is moved, 0 is gathered.
+    """
     old_roles = grid.roles(state)
     new_roles = grid.roles(goal)
     sliced = [a for a in new_roles if a not in old_roles and a not in state.sums]
@@ -144,13 +162,21 @@ def _axis_changes(grid: Grid, state: State, goal: State) -> AxisChanges:
 
 
 def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[int]) -> float:
-    """Price a slice, a reduction, a move and a gather, each for all axes that need it.
+    """Price a path of one slice, one reduction, one move of shards and one gather, in this order.
 
-    spare: axes with replicas that take shares of the block in between.
+    Each is for all axes that need it, and is left out if none does. The order keeps blocks small:
+    a slice and a reduce-scatter make them smaller for what follows, a gather comes last.
+
+    Args:
+        grid: The grid of the states.
+        state: The state at the start.
+        goal: The state at the end.
+        spare: Axes with replicas that are sliced at first and gathered at last, so that each device
+            moves only a share of its block in between.
     """
     changes = _axis_changes(grid, state, goal)
     gathered = [*changes.gathered]
-    block = grid.block(state)
+    block = grid.block(state)  # elements per device, at this point of the path
     seconds = 0.0
     if changes.sliced or spare:
         # Uneven blocks are taken as even: an estimate may be off by a row.
@@ -161,10 +187,11 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
         new_roles = grid.roles(goal)
         # To scatter pays if shards are wanted, or if a gather follows in any case.
         if spare or gathered or any(a in new_roles for a in ended):
+            # Pieces of dim 0 lie one after the other: they need no packing.
             in_place = all(a not in new_roles or new_roles[a].dim == 0 for a in ended)
             seconds += grid.collective_seconds("reduce_scatter", block, ended, in_place)
             block = max(1, block // grid.parts(ended))
-            gathered += [a for a in ended if a not in new_roles]
+            gathered += [a for a in ended if a not in new_roles]  # scattered only for the while
         else:
             seconds += grid.collective_seconds("all_reduce", block, ended, False)
     if changes.moved:
@@ -194,7 +221,7 @@ def _moving_seconds(
         can_permute: Whole blocks may change places.
     """
     least = grid.collective_seconds("all_to_all", block, axes, False)
-    if block * grid.parts(axes) <= largest:
+    if block * grid.parts(axes) <= largest:  # the gathered block is `parts` times as large
         gather = grid.collective_seconds("all_gather", block, axes, False)
         least = min(least, gather + _copy_seconds(grid, block))
     if can_permute:
@@ -210,7 +237,15 @@ def _copy_seconds(grid: Grid, block: int) -> float:
 def _can_match_by_slices(grid: Grid, state: State, goal: State, slices: int, gathers: int) -> bool:
     """Check whether slices and gathers can make all blocks of both sides equally long.
 
-    slices, gathers: into how many more parts the start, and the goal, may be cut.
+    Blocks can be permuted if each dim is cut into the same number of parts on both sides, at least
+    the least common multiple of the two numbers: 2 and 3 parts -> 6, by 3 slices and 2 gathers.
+
+    Args:
+        grid: The grid of the states.
+        state: The state before.
+        goal: The state after.
+        slices: Into how many more parts the start may be cut.
+        gathers: Into how many more parts the goal may be cut, to be gathered afterwards.
     """
     parts = [grid.parts(cut) for cut in state.cuts]
     goal_parts = [grid.parts(cut) for cut in goal.cuts]

@@ -61,7 +61,11 @@ class Grid(LinkedStates):
         return self.fabric.links[0].topology == "port"
 
     def least_received(self, state: State, goal: State) -> int:
-        """Bound the elements that the busiest device must receive on any path, from below."""
+        """Bound the elements that the busiest device must receive on any path, from below.
+
+        One direct exchange sends no element twice: no path receives less. Where a sum ends, partial
+        sums may be added on the way, so that less than an exchange receives may do.
+        """
         if state.sums != goal.sums:
             return self._least_reduced(state, goal)
         even = self.even_exchange(state, goal)
@@ -73,13 +77,14 @@ class Grid(LinkedStates):
     def _least_reduced(self, state: State, goal: State, level: int | None = None) -> int:
         """Bound the elements that devices must receive on average if a sum ends: see `bounds`.
 
-        level: count only what comes over links of this level; devices that others connect are one.
+        level: count only what comes over links of this level, as if devices that other links
+            connect were one. None: count all.
         """
         n_addends = self._span_product(self.ended(state, goal), level)
         if n_addends == 1:
             return 0
-        n_copies = self._span_product(self.free(goal), level)
-        # Of a sum that stays, each addend is reduced and moved by itself.
+        n_copies = self._span_product(self.free(goal), level)  # of each element of the result
+        # A sum that stays has several addends: each is an array of its own, to be reduced.
         n_kept = self.parts([a for a in goal.sums if a in state.sums])
         n_elements = math.prod(self.shape)
         return least_received(n_elements, self.mesh.n_devices, n_addends, n_copies, n_kept)
@@ -89,18 +94,27 @@ class Grid(LinkedStates):
         return math.prod([s.size for s in self.group(axes) if level is None or s.level == level])
 
     def least_crossing(self, state: State, goal: State) -> float:
-        """Bound the elements that some device must receive over the slowest links, from below."""
+        """Bound the elements that some device must receive over the slowest links, from below.
+
+        0.0 where no bound is known: with node-local senders, with sums that change, or with uneven
+        shards; and where all links are equally fast.
+        """
         has_one_speed = len(self.fabric.links) <= 1
         if has_one_speed or self.nodes is not None or state.sums != goal.sums:
             return 0.0
         if not (self.is_regular(state) and self.is_regular(goal)):
             return 0.0
+        # What a node lacks enters it through its devices: one of them receives the mean or more.
         node_devices = math.prod([span.size for span in self.fabric.spans if span.level])
         return node_lack(self.shape, self.link_cuts(state), self.link_cuts(goal)) / node_devices
 
     @remembered
     def least_seconds(self, state: State, goal: State) -> float:
-        """Bound the seconds of any path from a state to a goal from below."""
+        """Bound the seconds of any path from a state to a goal from below.
+
+        At least one step is launched, one message is waited for, and the elements that must arrive
+        come over the slowest links, where nodes lack them, or over the fastest.
+        """
         received = self.least_received(state, goal)
         crossing = self.least_crossing(state, goal)
         if not received:
@@ -113,6 +127,7 @@ class Grid(LinkedStates):
             latency_s = slowest.latency_s
         far_s = crossing / slowest.bytes_per_s  # if elements had one byte
         if self._has_ports:
+            # The device that receives most need not be at the busiest port: the longer time counts.
             near_s = max(0.0, received / self.fastest - far_s)
         else:
             near_s = max(0.0, received - crossing) / self.fastest
@@ -122,8 +137,9 @@ class Grid(LinkedStates):
     def least_reducing(self, state: State, goal: State) -> float:
         """Bound the seconds of any path more closely than `least_seconds`, if sums end.
 
-        A scatter takes a message from each other addend in turn, an all-reduce goes up and down
-        a tree.
+        A reduce-scatter over n devices takes n - 1 messages in turn, one from each other addend. An
+        all-reduce goes up and down a tree, log2(n) messages each way. The fewer count: of 8 devices
+        min(7, 6) = 6.
         """
         received = self.least_received(state, goal)
         if not received:
@@ -146,35 +162,46 @@ class Grid(LinkedStates):
 
     @remembered
     def least_exchange(self, state: State, after: State) -> float:
-        """Bound the seconds of an exchange from below, without counting its traffic."""
+        """Bound the seconds of an exchange from below, without counting its traffic.
+
+        They are a launch, a latency per message, and the time to copy and send the elements that
+        one device takes. Elements are far if only the slowest links lead to them, else near.
+        """
         demand = self._exchange_demand(state, after)
         slowest = self.fabric.links[0]
-        # Node-local senders: which elements cross nodes is not known without counting.
-        far_elements = 0  # over the slowest links
+        # With node-local senders, which elements cross nodes is not known without counting: none.
+        far_elements = 0
         if self.nodes is None or self.ended(state, after):
             far_elements = max(0, demand.wanted - demand.in_node)
-        n_copies = 1 if self.profile.rounds else 2  # in rounds, what stays is not packed
+        # Each element is packed by its sender and unpacked by its receiver. In rounds, what stays
+        # on its device is copied once, and that may be all.
+        n_copies = 1 if self.profile.rounds else 2
         seconds = demand.wanted * n_copies / self.profile.copy_bytes_per_s  # of one-byte elements
         if not self._has_ports:  # a port may carry less than its devices receive
             near_elements = max(0, demand.wanted - far_elements - demand.already_local)
             seconds += far_elements / slowest.bytes_per_s + near_elements / self.fastest
-        # At least as many messages as there are blocks to take from, far ones first.
+        # There are at least as many messages as blocks to take from. Far elements fill the fewest
+        # messages, rounded up, if each sender gives the most that it can.
         far_messages = -(-far_elements // max(1, demand.max_per_sender))
         near_messages = demand.min_senders - far_messages
         if demand.already_local:
-            near_messages -= 1  # the device itself is one of the senders
+            near_messages -= 1  # the device itself is one of the senders, without a message
         if not far_messages:
-            near_messages = max(1, near_messages)
+            near_messages = max(1, near_messages)  # no exchange is without any message
         waits_s = far_messages * slowest.latency_s
         waits_s += max(0, near_messages) * self.least_latency
         return self.profile.launch("exchange") + waits_s + seconds * self.itemsize
 
     def _exchange_demand(self, state: State, after: State) -> ExchangeDemand:
-        """Bound the elements that a device takes in an exchange: products over the dims."""
+        """Bound the elements that a device takes in an exchange: products over the dims.
+
+        A device takes each element of its block as often as a sum that ends has addends. Under
+        bounds for rows of (4, 3) in two dims and a sum over 2 devices: 2 * 4 * 3 elements.
+        """
         ended = self.ended(state, after)
         begins = set(after.sums) - set(state.sums)
         is_regular = self.is_regular(after)
-        # Of a new sum, only some devices receive.
+        # If a sum begins, only some devices receive: the others fill with zeros.
         wanted = 0 if begins else self.parts(ended)
         min_senders = wanted
         max_per_sender = 1
@@ -191,21 +218,34 @@ class Grid(LinkedStates):
 
     @remembered
     def _dim_demand(self, d: int, cut: Cut, cut_after: Cut, is_regular: bool) -> ExchangeDemand:
-        """Bound the rows of one dim that a device takes in an exchange."""
-        rows_before = self.length(d, cut).longest
+        """Bound the rows of one dim that the busiest device takes in an exchange.
+
+        8 rows, "n/x" on x=4 -> "n" on all devices: 8 wanted, from 4 senders or more, of which each
+        has 2; 2 are already local, and with 2 of the devices in a node, 4 are in the node.
+
+        Args:
+            d: The index of the dim.
+            cut: Its shards before.
+            cut_after: Its shards after.
+            is_regular: Whether all shards of all dims after are even and contiguous.
+        """
+        rows_before = self.length(d, cut).longest  # of one block
         rows = self.length(d, cut_after).longest
         max_per_sender = min(rows_before, rows)
         already_local = max_per_sender
+        # The devices of a node hold at most as many blocks as faster links connect along the dim.
         in_node = min(rows, rows_before * self._parts_near(self.axes_in(cut)))
         first_changed = None
         if is_regular and self.is_plain(cut):
             first_changed = _first_difference(cut, cut_after)
         if first_changed is not None:
-            # The last of the old shards does not meet the first of the new ones.
+            # The device that is last along the old shard and first along the new one has no common
+            # rows before and after: in "n/x" -> "n/y" with 8 rows on x=2, y=2 device (1, 0) has rows
+            # 4 to 7 and wants 0 to 3. If the old shard is over nodes, its whole node lacks them.
             already_local = 0
             if self._spans[first_changed][0].level == 0:
                 in_node = 0
-        min_senders = -(-rows // max(1, rows_before))
+        min_senders = -(-rows // max(1, rows_before))  # rounded up
         return ExchangeDemand(rows, min_senders, max_per_sender, already_local, in_node)
 
     @remembered
@@ -215,7 +255,10 @@ class Grid(LinkedStates):
 
 
 def _first_difference(cut: Cut, other: Cut) -> int | None:
-    """Return the outermost shard of `cut` in place of which `other` has another one."""
+    """Return the outermost shard of `cut` in place of which `other` has another one.
+
+    (0, 2, 1) and (0, 1) -> 2; None if one cut only goes on where the other ends.
+    """
     for shard, other_shard in zip(cut, other, strict=False):
         if shard != other_shard:
             return shard

@@ -77,25 +77,31 @@ class LinkedStates(States):
     def spare(self, state: State, goal: State, changing: Iterable[int]) -> list[int]:
         """List the axes with replicas on both sides that can take shares of what has to move.
 
-        Unless a sum ends, shares pay only on links that are faster than the slowest along
+        Devices with equal blocks may each move a share, and gather the shares afterwards. Unless a
+        sum ends, this pays only if the gather has links that are faster than the slowest along
         `changing`.
         """
-        # With nothing to change, level 0 stands for the slowest links there are.
+        # Level 0 is the slowest. With nothing to change, it stands for the links of what moves.
         slowest = min((min(self.levels(a)) for a in changing), default=0)
         free_at_goal = set(self.free(goal))
-        is_any_worth = bool(self.ended(state, goal))
+        is_sum_ending = bool(self.ended(state, goal))
         spare: list[int] = []
         for axis in self.free(state):
-            if axis in free_at_goal and (is_any_worth or max(self.levels(axis)) > slowest):
+            if axis in free_at_goal and (is_sum_ending or max(self.levels(axis)) > slowest):
                 spare.append(axis)
         return spare
 
     def collective_traffic(
         self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
     ) -> Traffic:
-        """Count the traffic of a collective of blocks of `block` elements along some axes.
+        """Count the traffic of a collective along some axes.
 
-        in_place: pieces one after the other are the block; see `steps.base.lands_in_place`.
+        Args:
+            kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "permute".
+            block: The elements of a device's block before the collective.
+            axes: The axes over which it runs.
+            in_place: Whether the pieces of a gather or scatter lie one after the other in the
+                larger block, so that nothing is packed; see `steps.base.lands_in_place`.
         """
         group = self.group(axes)
         if kind == "all_gather":
@@ -117,13 +123,18 @@ class LinkedStates(States):
         return self.fabric.seconds(kind, traffic, self.itemsize)
 
     def exchange_traffic(self, state: State, after: State) -> Traffic:
-        """Count the traffic of an exchange between two states."""
+        """Count the traffic of an exchange between two states, by the quickest way that is exact.
+
+        That is a closed form for even shards; pairs of devices for node-local senders; tables by
+        dim; and for a new sum, or too many elements for 64 bits, a count for this pair alone.
+        """
         even = self.even_received(state, after)
         if even is not None:
             return even
         if self.nodes is not None and state.sums == after.sums:
             return node_local_traffic(self.sharding(state), self.sharding(after), self.nodes)
-        # Tables by dim know of no new sums, and hold 64-bit integers.
+        # Tables by dim know of no new sums, and hold 64-bit integers. All devices together take at
+        # most the whole array once for each pair of a device and an addend.
         begins = set(after.sums) - set(state.sums)
         most_elements = math.prod(self.shape) * self.mesh.n_devices**2
         if begins or most_elements >= MOST_COUNTED:
@@ -163,15 +174,23 @@ class LinkedStates(States):
         return tuple(spans)
 
     def _counted(self, state: State, after: State) -> Traffic:
-        """Count as `counted_traffic` does, from tables by dim, for thousands of pairs of states."""
+        """Count the traffic of an exchange from tables by dim, for thousands of pairs of states.
+
+        The tables are cached by the shards of one dim before and after, of which there are few
+        kinds. `counted_traffic` counts the same for one pair of shardings.
+        """
         mesh = self._span_axes.mesh
         ended = self._sub_axes(self.ended(state, after))
         moved = self._sub_axes(self.changing(state, after))
 
         def received_from(agree: tuple[str, ...]) -> Received:
-            """Multiply the factors of all dims, and the addends from devices that may differ."""
+            """Count what devices take from senders with their coordinates along the axes `agree`.
+
+            The counts are products over the dims, times the addends from devices that may differ.
+            """
             addends = mesh.size(*(axis for axis in ended if axis not in agree))
-            received = np.full((2, *[1] * len(mesh.axes)), addends)  # [elements and senders, *mesh]
+            # [elements and senders, *mesh], of size 1 along each axis: it broadcasts.
+            received = np.full((2, *[1] * len(mesh.axes)), addends)
             for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
                 axes = self._dim_end(d, cut).dim.axes
                 fixed = tuple([axis for axis in axes if axis in agree])

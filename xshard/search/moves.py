@@ -66,7 +66,10 @@ class SearchRoute:
 
 @dataclass(frozen=True)
 class Space:
-    """The route between two shardings in normal form without copies, with the names of dims."""
+    """The route between two shardings in normal form without copies, with the names of dims.
+
+    It translates between layouts, as users write them, and the numbered states of the search.
+    """
 
     start: Sharding
     goal: Sharding
@@ -132,7 +135,10 @@ class MoveCost(NamedTuple):
 
 
 def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
-    """Price a move from a state; each price is computed once for all searches on the grid."""
+    """Price a move from a state: its seconds, and the elements received and held per device.
+
+    Each price is computed once for all searches on the grid.
+    """
     # Hot. The data of a move follow from the two states, and need not be in the key.
     key = move.kind, state, move.after
     cached: MoveCost | None = grid.costs.get(key)
@@ -192,7 +198,10 @@ def _leaving_cut(move: Move, state: State) -> Cut:
 
 
 def _step(space: Space, move: Move, state: State) -> steps.Step:
-    """Build the step that a move stands for."""
+    """Build the step that a move from `state` stands for.
+
+    For what the data of each kind are, see `Move`.
+    """
     match move.kind:
         case "permute":
             return steps.Permute(space.layout(move.after))
@@ -212,7 +221,7 @@ def _step(space: Space, move: Move, state: State) -> steps.Step:
             dim, shards = space.dim_cut(d, new_cut)
             return steps.ReduceScatter(dim, shards, space.op)
 
-    # In the others, innermost shards leave a dim.
+    # In the other three (gather, embed, all-to-all), innermost shards leave a dim.
     dim, shards = space.dim_cut(move.data[0], _leaving_cut(move, state))
     if move.kind == "all_gather":
         return steps.AllGather(dim, shards)

@@ -41,7 +41,10 @@ class Candidate(NamedTuple):
 def best_path(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, limit: int | None
 ) -> Steps:
-    """Find the cheapest path. Raises PlanError if none fits the limit of bytes."""
+    """Find the cheapest path between shardings with overlaps, as steps; none if they are equal.
+
+    Raises PlanError if none fits the limit of bytes per device (None: no limit).
+    """
     # If every block holds everything, sharding changes nothing, but a step must still rename the
     # axis.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
@@ -58,7 +61,10 @@ def best_path(
 def _candidate(
     number: int, steps: Steps, start: Sharding, goal: Sharding, dtype: str, profile: Profile
 ) -> Candidate:
-    """Price a path step by step."""
+    """Price a path step by step: add up seconds, and find the peak and the largest block.
+
+    number: the place of the path among all: of paths that cost the same, the lowest is taken.
+    """
     before = start
     seconds = 0.0
     peak_bytes = 0
@@ -112,9 +118,14 @@ def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
 
 
 def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
-    """Raise PlanError for a row that only the destination has."""
+    """Raise PlanError for a row of dim `d` that the destination needs and no source block holds.
+
+    Blocks may lack rows under a window whose outputs skip some (of width 2 and stride 3: every
+    third row), and under a halo of negative width.
+    """
     src = dim_end(source, d)
     dst = dim_end(target, d)
+    # Without an overlap the blocks hold all rows. In a fold, a row without contributions is zero.
     if src.dim.overlap is None or isinstance(src.dim.overlap, Fold):
         return
     wanted: list[Runs] = []
@@ -131,11 +142,15 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
 
 
 def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None:
-    """Raise PlanError for contributions that a fold at the destination would lose."""
+    """Raise PlanError for contributions to dim `d` that a fold at the destination would lose.
+
+    Blocks of a fold overlap, and the overlapping rows are contributions to be added. A fold is the
+    adjoint of a window: rows that no block reads have no place in it.
+    """
     src = dim_end(source, d)
     dst = dim_end(target, d)
     if not isinstance(dst.dim.overlap, Fold) or src.dim == dst.dim:
-        return
+        return  # only a fold that begins has to find a place for each row
     offered: list[Runs] = []
     for view in views(source):
         part = dim_end(source, d, view.sides[d], view.shifts[d])
@@ -164,13 +179,16 @@ def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -
     """Take overlaps away, move plain shards, and build overlaps up again.
 
     Overlaps that are equal on both sides stay throughout. Local steps run while blocks are small:
-    overlaps are trimmed first, folds begin last.
+    overlaps are trimmed first, folds begin last. An overlap that communicates (a fold that ends, a
+    halo that begins) takes an exchange for each dim; all others are local, and share one.
     """
     kept_dims = carried_dims(start, goal)
     bare_start = _without_overlaps(start, kept_dims)
     bare_goal = _without_overlaps(goal, kept_dims)
+    # The layouts are listed from the bare one up to `start`, and walked backwards: all but the
+    # last, which is `start` itself. On the other side the first is where the search arrives.
     growing = _layouts(bare_start, start, one_by_one=(Fold,))
-    dropping = growing[-2::-1]  # from `start` itself back to the bare one
+    dropping = growing[-2::-1]
     rebuilding = _layouts(bare_goal, goal, one_by_one=(Halo, Window, Reads))[1:]
     steps: list[Step] = [Exchange(layout) for layout in dropping]
     steps += _between(bare_start, bare_goal, dtype, profile)
@@ -189,17 +207,21 @@ def _without_overlaps(sharding: Sharding, kept_dims: Sequence[int]) -> Sharding:
 def _layouts(
     start: Sharding, goal: Sharding, one_by_one: tuple[type[Overlap], ...]
 ) -> list[Layout]:
-    """List the layouts on the way from `start` to `goal`.
+    """List the layouts on the way from `start` to `goal`, both included.
 
-    Dims with overlaps of the kinds `one_by_one` change one after the other, then the rest at once.
+    Dims with overlaps of the kinds `one_by_one` change one after the other, then the rest at once:
+    from "y/a x/b" to "y/a:halo(1,1) x/b:halo(1,1)" by way of "y/a:halo(1,1) x/b", if halos change
+    one by one.
+
+    The two have the same dims, shards and tags; only overlaps differ.
     """
     goal_dims = goal.layout.dims
-    dims = list(start.layout.dims)
+    dims = list(start.layout.dims)  # as in the layout listed last
     changed = [d for d, dim in enumerate(dims) if dim != goal_dims[d]]
-    in_turn = [d for d in changed if isinstance(goal_dims[d].overlap, one_by_one)]
-    at_once = [d for d in changed if d not in in_turn]
+    alone = [d for d in changed if isinstance(goal_dims[d].overlap, one_by_one)]
+    at_once = [d for d in changed if d not in alone]
     layouts = [start.layout]
-    for group in (*_in_turn(goal, in_turn), at_once):
+    for group in (*_in_turn(goal, alone), at_once):
         for d in group:
             dims[d] = goal_dims[d]
         if group:
@@ -208,23 +230,29 @@ def _layouts(
 
 
 def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
-    """Yield one dim after the other: a dim with a pole before those that wait for it.
+    """Yield dims in groups to change one after the other: dims that others wait for come first.
 
-    Dims that wait for each other come as one group.
+    A latitude with poles comes before the longitude that the poles roll: [[lat], [lon]]. Dims that
+    wait for each other come as one group.
     """
     left = dims
     while left:
         waiting: set[int | None] = set()
         for d in left:
             waiting.update(other for other in _waiting(goal, d) if other != d)
-        ready = [d for d in left if d not in waiting]  # none if all wait for each other
+        ready = [d for d in left if d not in waiting]
+        # One at a time, since fewer dims may wait after it. If all wait in a circle, all go.
         group = ready[:1] if ready else left
         yield group
         left = [d for d in left if d not in group]
 
 
 def _waiting(goal: Sharding, d: int) -> Iterator[int | None]:
-    """Yield the dims that the poles of a dim roll, or with constants that they would negate."""
+    """Yield the dims that must change after dim `d`, because of the poles at its ends.
+
+    They are the dims that a pole rolls, and those with boundary constants, which a pole with a
+    negative sign would negate.
+    """
     dims = goal.layout.dims
     for end in ends_of(dims[d].overlap):
         if end.kind == "pole":
@@ -287,11 +315,15 @@ class _Disguise:
 
 
 def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Sequence[Step]:
-    """Find the path of `Search` between shardings with equal overlaps."""
+    """Find the cheapest steps between shardings with equal overlaps.
+
+    The search knows no overlaps: it is shown dims with overlaps as if they were not sharded. If its
+    path shards such a dim meanwhile, one direct exchange takes the place of the path.
+    """
     if start.layout == goal.layout:
         return ()
     disguise = _Disguise.of(start)
-    machine = profile.along(disguise.mesh.axes, start.mesh)
+    machine = profile.along(disguise.mesh.axes, start.mesh)  # without the axes of these dims
     sharding = disguise.put_on(start)
     space = Space(sharding, disguise.put_on(goal), itemsize(dtype), machine)
     steps = space.steps(Search(space.route, None).path().moves)

@@ -140,9 +140,10 @@ class Request:
 
     @property
     def on_one_mesh(self) -> Request | None:
-        """The same request on the coarsest mesh that refines both.
+        """The same request on the coarsest mesh that splits the axes of both meshes.
 
-        None if the devices differ, or no mesh refines both.
+        From dp=8 to dp=2,tp=4: both layouts are written over a=2, b=4, where a/b stands for dp=8.
+        None if the devices differ, or no mesh splits the axes of both.
         """
         if self.src_devices != self.dst_devices:
             return None

@@ -44,7 +44,11 @@ class Solution(NamedTuple):
 
 @layout_cache(maxsize=4096)
 def solve(request: Request) -> Solution:
-    """Find the cheapest steps on one mesh. Raises PlanError, DtypeError."""
+    """Find the cheapest steps on one mesh, with copies and the scale. Raises PlanError, DtypeError.
+
+    The search works on normal forms without copy tags. The steps that it finds are marked for
+    copies afterwards, and a step that multiplies by the factor is added where blocks are smaller.
+    """
     source = request.source
     target = request.target
     profile = request.machine
@@ -53,6 +57,7 @@ def solve(request: Request) -> Solution:
     goal = target.with_layout(target.normal)
     # Copies are equal to replicas; only the last steps need to know which they leave.
     bare_start = without_copies(start)
+    # Dims that only look different are written alike: they need no step.
     bare_goal = without_copies(respelled(goal, start))
     split: Split = ()
     if start.layout.overlaps or goal.layout.overlaps:
@@ -110,14 +115,20 @@ def respelled(goal: Sharding, start: Sharding) -> Sharding:
 
 
 def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
-    """Raise PlanError or DtypeError if no redistribution between these layouts is defined."""
+    """Raise PlanError or DtypeError if no redistribution between these layouts is defined.
+
+    A reduction that ends needs a dtype that can be reduced. A max or min may be kept or reduced,
+    but not begun, and none ends while a sum begins: which would come first is not said.
+    """
     src = source.layout
     dst = target.layout
     overlap_paths.check_overlaps(source, target, dtype)
     for kind, axes in src.tags:
-        if kind != "copy" and not set(axes) <= set(dst.tagged(kind)):
+        is_ending = not set(axes) <= set(dst.tagged(kind))
+        if kind != "copy" and is_ending:
             check_reduction(dtype, kind)
     for kind in ("max", "min"):
+        # A block of replicas is no candidate among others: no local step makes it one.
         new = [a for a in dst.tagged(kind) if a not in src.tagged(kind)]
         if new:
             hint = f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})"
@@ -146,7 +157,10 @@ def without_copies(sharding: Sharding) -> Sharding:
 
 
 def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
-    """Mark copies: by the last steps that leave replicas, and by a final retag.
+    """Return the steps marked with the copies that they leave, and a final retag if needed.
+
+    Copies are replicas whose gradients add up; only the tag tells them apart. A step that leaves
+    replicas can tag them itself. What no step tags, or untags, is left to one `Retag` at the end.
 
     Args:
         steps: Steps between the shardings without copies.
@@ -156,7 +170,7 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
     wanted = goal.layout.tagged("copy")
     if not wanted and not start.layout.tagged("copy"):
         return tuple(steps)
-    sharding = start
+    sharding = start  # after the steps so far
     result: list[Step] = []
     for i, step in enumerate(steps):
         # An axis that a later step shards, or uses for a sum, is no copy yet.
@@ -169,7 +183,7 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
         sharding = marked.after(sharding)
     present = sharding.layout.tagged("copy")
     copies = tuple(axis for axis in wanted if axis not in present)
-    replicas = tuple(axis for axis in present if axis not in wanted)
+    replicas = tuple(axis for axis in present if axis not in wanted)  # no copies any more
     if copies or replicas:
         result.append(Retag(copies, replicas))
     return tuple(result)

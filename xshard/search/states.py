@@ -176,7 +176,7 @@ class States:
 
     @remembered
     def roles(self, state: State) -> dict[int, AxisRole]:
-        """Map each axis that shards to its role."""
+        """Map each axis that shards to its role: the dim, and its shards down to the axis."""
         roles: dict[int, AxisRole] = {}
         for d, cut in enumerate(state.cuts):
             for i, shard in enumerate(cut):

@@ -60,6 +60,7 @@ def best_sub_axis_path(
     """Find the cheapest slice, permutation and gathers over sub-axes.
 
     None if none is cheaper than `path`, the best on whole axes, or none fits the limit of bytes.
+    The checks come in the order of their costs; most routes end at one of them.
     """
     grid = route.grid
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
@@ -69,15 +70,15 @@ def best_sub_axis_path(
     if needs is None or not (needs.are_any or route.spare):
         return None  # equal parts are permuted without sub-axes
     if grid.least_seconds(route.start, route.goal) >= path.seconds:
-        return None
+        return None  # no path at all is cheaper
     # Search on the finest sub-axes; the path that is found is written with as few as possible.
     split = tuple(_finest_split(route))
     if not split:
         return None
     fine_route = _divided(route, split)
-    limit = math.inf if memory_limit is None else memory_limit / grid.itemsize
+    limit = math.inf if memory_limit is None else memory_limit / grid.itemsize  # elements
     best: SubAxisPath | None = None
-    below = path.seconds
+    below = path.seconds  # what the next path has to beat
     for option_needs, axes in _options(fine_route, needs):
         found = _cheapest(fine_route, option_needs, axes, limit, below)
         if found is not None:
@@ -87,7 +88,14 @@ def best_sub_axis_path(
 
 
 def _needs(route: SearchRoute) -> Needs | None:
-    """Find how much further both sides must shard each dim; None if they cannot match."""
+    """Find how much further both sides must shard each dim so that their blocks match.
+
+    Blocks can be permuted if both sides cut each dim into the same number of parts. The fewest are
+    the least common multiple: 4 and 6 parts -> 12, which need factors of 3 and 2.
+
+    None if a sum begins or ends, shards are not regular, rows are too few to be cut evenly, or
+    there are too few axes to do so.
+    """
     grid = route.grid
     start = route.start
     goal = route.goal
@@ -96,6 +104,7 @@ def _needs(route: SearchRoute) -> Needs | None:
     start_parts = [grid.parts(cut) for cut in start.cuts]
     goal_parts = [grid.parts(cut) for cut in goal.cuts]
     common = list(map(math.lcm, start_parts, goal_parts))
+    # Uneven blocks have several lengths: they cannot take each other's places.
     if any(length % parts for length, parts in zip(grid.shape, common, strict=True)):
         return None
     needs = Needs(_quotients(common, start_parts), _quotients(common, goal_parts))
@@ -117,10 +126,12 @@ def _can_shard_by(route: SearchRoute, state: State, factors: Sequence[int]) -> b
 def _finest_split(route: SearchRoute) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the axes that may be split, and the sizes of their sub-axes.
 
-    Changing axes are split into prime factors, others at the boundary of nodes.
+    Changing axes are split into prime factors, others at the boundary of nodes: x=8 in nodes of 4
+    -> ("x", (2, 2, 2)) if it changes, else ("x", (2, 4)).
     """
     grid = route.grid
     for axis in (*route.changing, *route.spare):
+        # Sub-axes are given from the outermost, which has the longest strides.
         spans = sorted(grid.group((axis,)), key=lambda span: -span.stride)
         if any(grid.fabric.links[span.level].topology == "ring" for span in spans):
             continue  # a part of a ring is no ring
@@ -157,11 +168,16 @@ def _divided(route: SearchRoute, split: Split) -> SearchRoute:
 def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
     """Yield needs, each with the axes to meet them.
 
-    Beside the plain ones, those with a dim also sharded over spare replicas: less crosses nodes.
+    Beside the plain ones, those with a dim also sharded over spare replicas: less crosses nodes,
+    since each device moves only a share of its block, and the shares are gathered afterwards.
+
+    Needs (3, 1) and (2, 1) of two dims, and 4 spare replicas -> the same, then (12, 1) and (8, 1),
+    then (3, 4) and (2, 4).
     """
     grid = route.grid
     if needs.are_any:
         yield needs, route.changing
+    # An axis over links of two speeds would gather over the slow ones again.
     near_axes = [a for a in route.spare if len(grid.levels(a)) == 1]
     n_shares = grid.parts(near_axes)
     if n_shares == 1:
@@ -200,6 +216,7 @@ def _cheapest(
             first_moves = _slice_and_permute(route, sliced, arrival)
             if first_moves is None or gathers.seconds >= below:
                 continue
+            # Infinite if any move holds more than the limit: then it is never cheaper.
             seconds = _priced(route, first_moves, limit) + gathers.seconds
             if seconds < below * (1 - LEAST_GAIN):
                 best = SubAxisPath(seconds, route, (*first_moves, *gathers.moves))
@@ -210,7 +227,14 @@ def _cheapest(
 def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
     """Yield ways in which free axes may shard each dim into `needs` times as many parts.
 
-    Sub-axes of one axis on equal links are alike: of these only the innermost are used.
+    Free axes 0, 1, 2 of 2 devices each, needs (2, 2) -> ((2,), (1,)), ((2,), (0,)), ... : the new
+    shards of dim 0, then of dim 1. Sub-axes of one axis on equal links are alike: of these only the
+    innermost are used.
+
+    Args:
+        route: The route, whose grid has the axes.
+        free: The axes that hold replicas, outermost first.
+        needs: For each dim from here on, how many parts a block is to be cut into.
     """
     if not needs:
         yield ()
@@ -221,10 +245,11 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> 
         for cut in reversed(list(combinations(free, n))):  # the innermost axes first
             if grid.parts(cut) != needs[0]:
                 continue
-            kinds = tuple((grid.mesh.origin(grid.axes[a]), grid.levels(a)) for a in cut)
-            if kinds in tried:
+            # Cuts by like axes are equally good: the first of a kind stands for all.
+            kind = tuple((grid.mesh.origin(grid.axes[a]), grid.levels(a)) for a in cut)
+            if kind in tried:
                 continue
-            tried.add(kinds)
+            tried.add(kind)
             left = [a for a in free if a not in cut]
             for other_cuts in _new_cuts(route, left, needs[1:]):
                 yield (cut, *other_cuts)
@@ -282,11 +307,17 @@ def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:
 
 
 def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
-    """Merge the sub-axes that stay side by side on a whole path.
+    """Write a path with as few sub-axes as possible: merge those that stay side by side.
+
+    A path on x_0, x_1, x_2 of 2 devices each that never parts x_1 from x_2 becomes one on sub-axes
+    of 2 and of 4 devices.
 
     Args:
         route: The route on whole axes.
         path: A path on sub-axes.
+
+    Returns:
+        The same path, on the mesh with the merged sub-axes; on whole axes if all are merged.
     """
     fine = path.route.grid
     groups = _side_by_side(path)
@@ -295,8 +326,9 @@ def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
         if len(groups[axis]) > 1:
             split.append((axis, tuple(fine.parts(group) for group in groups[axis])))
     coarse_route = _divided(route, tuple(split)) if split else route
-    # The first of the merged sub-axes stands for all; both meshes have the axes in the same order.
-    number_of: dict[int, int] = {}
+    # The first of the merged sub-axes stands for all; both meshes have the axes in the same order,
+    # so the numbers on the new mesh are given in the order of the groups. The others are dropped.
+    number_of: dict[int, int] = {}  # number on the fine mesh -> number on the merged one
     for axis_groups in groups.values():
         for group in axis_groups:
             number_of[group[0]] = len(number_of)
@@ -329,7 +361,11 @@ def _stay_together(outer: int, inner: int, moves: Moves) -> bool:
 
 
 def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[State, Move]:
-    """Return a move, with the state before it, between states with merged sub-axes."""
+    """Return a move, with the state before it, between states with merged sub-axes.
+
+    The data of a move count or list shards, and these are fewer now: they follow from the states.
+    A permutation has none.
+    """
     before = _merged(state, number_of)
     after = _merged(move.after, number_of)
     data: tuple[Any, ...] = move.data

@@ -68,7 +68,11 @@ class Successors:
                     yield Move("all_gather", (d, n), state.with_cut(d, outer))
 
     def _slices(self, state: State) -> Iterator[Move]:
-        """Yield slices of replicas: new innermost shards of one dim or several."""
+        """Yield slices: each device keeps a part of its block, along axes that held replicas.
+
+        The data of the move are the new innermost shards of every dim: ((), (1,)) shards dim 1 over
+        axis 1.
+        """
         free = self._usable_replicas(state)
         if not free or not state.cuts:  # a scalar has no dims to shard
             return
@@ -97,13 +101,18 @@ class Successors:
         return True
 
     def _all_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[Cuts]:
-        """Yield shards that slices may add: the goal's first, then any free axes in any order."""
+        """Yield shards that slices may add: the goal's first, then any free axes in any order.
+
+        2 dims and free axes 0, 1: after the goal's, ((), (0,)), ((0,), ()), ..., ((), (0, 1)),
+        ((0,), (1,)), ((0, 1), ()), ...
+        """
         # The goal's shards may be of any order, or uneven; others are whole axes.
         wanted = [self._wanted(d, cut) for d, cut in enumerate(state.cuts)]
         prefixes = [_prefixes(cut) for cut in wanted]
         yield from product(*prefixes)
         for n in range(1, len(free) + 1):
-            # Where a list of n axes is divided between the dims.
+            # Each list of n axes is divided between the dims at edges, which may be equal: then a
+            # dim between them gets no axis.
             divisions = list(combinations_with_replacement(range(n + 1), len(wanted) - 1))
             for order, inner_edges in product(permutations(free, n), divisions):
                 edges = (0, *inner_edges, n)
@@ -129,7 +138,10 @@ class Successors:
                 yield (axis,)
 
     def _all_to_alls(self, state: State) -> Iterator[Move]:
-        """Yield all-to-alls: innermost shards of one dim become shards of another."""
+        """Yield all-to-alls: innermost shards of one dim become innermost shards of another.
+
+        "b s/cp c" -> "b s c/cp": the data are dim 1, one shard that leaves it, dim 2, its new shards.
+        """
         for src, cut in enumerate(state.cuts):
             for n in range(1, self._n_movable(src, cut) + 1):
                 moving = cut[-n:]
@@ -146,7 +158,14 @@ class Successors:
                             yield Move("all_to_all", (src, n, dst, new_cut), after)
 
     def _arrivals(self, src: int, dst: int, dst_cut: Cut, moving: Cut) -> Iterator[Cut]:
-        """Yield the ways in which shards taken from dim `src` may shard dim `dst`."""
+        """Yield the ways in which shards taken from dim `src` may shard dim `dst`.
+
+        Args:
+            src: The index of the dim that they leave.
+            dst: The index of the dim that they come to.
+            dst_cut: The shards that this dim has already; the new ones are inside of them.
+            moving: The shards that leave.
+        """
         axes = sorted(self.grid.axes_in(moving))
         wanted = self._wanted(dst, dst_cut)
         for n in range(1, len(wanted) + 1):
@@ -162,7 +181,10 @@ class Successors:
                     return
 
     def _reductions(self, state: State) -> Iterator[Move]:
-        """Yield reductions of sums that end: to replicas, or to new shards of a dim."""
+        """Yield reductions of sums that end: to replicas, or to new shards of a dim.
+
+        They are an all-reduce over some of the axes, and reduce-scatters over the same axes.
+        """
         for axes in self._subsets(self.grid.ended(state, self.goal)):
             after = State(state.cuts, tuple(a for a in state.sums if a not in axes))
             yield Move("all_reduce", (axes,), after)
@@ -184,7 +206,11 @@ class Successors:
             yield axes
 
     def _into_sums(self, state: State) -> Iterator[Move]:
-        """Yield moves that begin a sum, out of shards or out of replicas."""
+        """Yield moves that begin a sum, out of shards or out of replicas. Both are local.
+
+        To embed is to write a shard into a block of zeros, so that the blocks add up to the array.
+        To mask is to keep the values on the first device along some axes, and have zeros elsewhere.
+        """
         begun = self.grid.ended(self.goal, state)  # from the goal back they end
         for d, cut in enumerate(state.cuts):
             for n in range(1, len(cut) + 1):
@@ -197,7 +223,10 @@ class Successors:
             yield Move("mask", (axes,), State(state.cuts, tuple(sorted((*state.sums, *axes)))))
 
     def _permutes(self, state: State) -> Iterator[Move]:
-        """Yield rearrangements that keep the length of each block: the goal itself, else others."""
+        """Yield permutations: whole blocks change places, so that each dim has as many parts.
+
+        The goal itself comes first, if it has blocks of these lengths.
+        """
         if state.sums == self.goal.sums and self._has_goals_lengths(state):
             yield Move("permute", (), self.goal)
         if not self.grid.is_regular(state):
@@ -246,7 +275,11 @@ class Successors:
 
     @remembered
     def _all_cuts(self, sums: tuple[int, ...]) -> list[Cuts]:
-        """List every way to shard the dims evenly by axes that hold no addends."""
+        """List every way to shard the dims evenly by axes that hold no addends.
+
+        Each way gives every usable axis a dim or none, and orders the axes of each dim, inside of
+        the shards that always stay. For small spaces only: they are (dims + 1)^axes and more.
+        """
         all_cuts: list[Cuts] = []
         usable = [a for a in self.usable if a not in sums]
         # Each axis shards one of the dims, or none (-1).
@@ -283,13 +316,16 @@ class Successors:
                     yield cut
 
     def _towards_goal(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
-        """Yield cuts of one dim that begin as the goal's does, then go on with other axes."""
+        """Yield cuts of one dim into `parts` parts that begin as the goal's, then have other axes.
+
+        The longest beginning comes first. Shards that always stay are left out throughout.
+        """
         goal_cut = self.goal.cuts[d][len(self.pinned[d]) :]
         for leading in _prefixes(goal_cut):
             if not self.grid.is_plain(leading) or not set(leading) <= set(usable):
                 continue
             if parts % self.grid.parts(leading):
-                continue
+                continue  # no other axes make the number whole
             others = [a for a in usable if a not in leading]
             for n in range(len(others) + 1):
                 # The order of axes that the goal does not have there does not matter.

@@ -75,7 +75,16 @@ class DimDigits(NamedTuple):
 def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
     """Divide the row numbers of all dims into digits; digits of a span are equal or disjoint.
 
-    None if the shards of the two sides do not divide each other.
+    "n/x" -> "n/y" with x=2, y=4: one digit of 2 values, x before and the leading half of y after;
+    one of 2, nothing before and the other half of y after.
+
+    Args:
+        src: For each dim, the spans of links that shard it before, outermost first.
+        dst: The spans that shard it after.
+
+    Returns:
+        The digits, dim by dim, outermost first; None if the shards of the two sides do not divide
+        each other.
     """
     digits: list[Digit] = []
     split_spans: set[LinkSpan] = set()
@@ -97,10 +106,16 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
 
 @lru_cache(maxsize=16384)
 def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
-    """Divide the row numbers of one dim into digits that are coordinates' digits on both sides."""
+    """Divide the row numbers of one dim into digits that are coordinates' digits on both sides.
+
+    Both sides are read from the outermost digit. The shorter of the two digits at hand becomes one
+    of the result, and what is left of the longer meets the next: sizes (2, 4) and (8,) -> (2, 4).
+
+    None if neither of two digits divides the other.
+    """
     digits: list[Digit] = []
     split_spans: set[LinkSpan] = set()
-    # The outermost digits are last, where they are taken.
+    # What is left of each side, as stacks: the outermost digits are last, where they are taken.
     src_left = [LinkDigit(span, 1, span.size) for span in reversed(src)]
     dst_left = [LinkDigit(span, 1, span.size) for span in reversed(dst)]
     while src_left and dst_left:
@@ -118,6 +133,7 @@ def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
         if dst_digit.size > size:
             dst_left.append(dst_digit.without_leading(size))
             split_spans.add(dst_digit.span)
+    # At most one side has digits left. The other side's blocks have all values of these.
     for digit in reversed(src_left):
         digits.append(Digit(digit.size, digit, None))
     for digit in reversed(dst_left):
@@ -126,7 +142,10 @@ def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
 
 
 def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | None:
-    """Split digits until those of these spans are equal or disjoint; None if they cannot be."""
+    """Split digits until those of these spans are equal or disjoint; None if they cannot be.
+
+    A span of 8 that has digits (2, 4) before and (4, 2) after -> (2, 2, 2) on both sides.
+    """
     while True:
         edges = _edges(digits, spans)
         finer: list[Digit] = []
@@ -135,7 +154,7 @@ def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[D
             for link_digit in (digit.src, digit.dst):
                 if link_digit is not None and link_digit.span in spans:
                     size = min(size, _size_to_first_edge(link_digit, edges[link_digit.span]))
-            if size == 0 or digit.size % size:
+            if size == 0 or digit.size % size:  # 0: an edge that divides no coordinate
                 return None
             if size < digit.size:
                 finer += digit.split(size)
@@ -171,7 +190,7 @@ Equal = dict[Hashable, Hashable]  # coordinates, or digits, that must be equal (
 
 
 def _join(equal: Equal, a: Hashable, b: Hashable) -> bool:
-    """Require a == b; True if the earlier conditions do not imply it."""
+    """Add the condition a == b to `equal`; True if the earlier ones do not imply it."""
     a_root = _root(equal, a)
     b_root = _root(equal, b)
     if a_root == b_root:
@@ -203,23 +222,28 @@ class DigitMoves(NamedTuple):
 
 
 def _digit_moves(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> DigitMoves:
-    """Sort the digits by what they ask of a sender."""
+    """Sort the digits by what they ask of a sender.
+
+    A digit of a row asks that a coordinate of its sender has this value. If the same digit of the
+    same span is a coordinate of the receiver, the sender has the receiver's value. If another is,
+    the two must be equal. If none is, the receiver wants all values: each from another sender.
+    """
     moves = DigitMoves(set(addends), {}, {})
     n_senders = moves.n_senders
-    for span in addends:
+    for span in addends:  # each addend comes from another sender
         n_senders[span.level] = n_senders.get(span.level, 1) * span.size
     for size, src, dst in digits:
         if src == dst:
-            continue
+            continue  # the sender's coordinate is the receiver's
         if dst is not None:
             moves.spans.add(dst.span)
         if src is None:
-            continue  # the sender has all rows of this digit
+            continue  # every sender has all values of this digit
         moves.spans.add(src.span)
         level = src.span.level
         if dst is not None:
             moves.pairs.setdefault(level, []).append(DigitPair(src, dst))
-        else:  # the receiver wants all rows of this digit, each from another sender
+        else:
             n_senders[level] = n_senders.get(level, 1) * size
     return moves
 
@@ -253,15 +277,17 @@ def digit_traffic(
     moves = _digit_moves(digits, addends)
     wanted = _wanted_elements(shape, dst, addends)
     # What a device takes from the senders that share its coordinates on slower levels: at first
-    # from all senders.
+    # from all senders. Level by level, what comes over its links is taken off.
     farther = Taken(wanted, math.prod(moves.n_senders.values()))
     equal = Equal()
     has_own_rows = True
     hops = []
     for level in sorted({span.level for span in moves.spans}):  # the slowest links first
-        # From here on, the sender also shares the receiver's coordinates along spans of this level.
+        # Of the senders so far, one in `n_alike` also shares the receiver's coordinates along spans
+        # of this level; what it sends comes over faster links.
         n_alike = moves.n_senders.get(level, 1)
         nearer = Taken(farther.elements // n_alike, farther.senders // n_alike)
+        # Equalities that hold on some receivers only. `_join` adds each to `equal` on the way.
         unmet = [pair.dst for pair in moves.pairs.get(level, ()) if _join(equal, *pair)]
         if unmet:
             # The busiest device has other digits than all its senders: all comes over these links.
@@ -311,7 +337,9 @@ def _slack(level: int, unmet: Sequence[LinkDigit], nearer_elements: int) -> int:
 def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     """Return the fewest elements that must enter some node; 0 if unknown.
 
-    Spans of level 0 connect nodes. All others are inside them.
+    Spans of level 0 connect nodes. All others are inside them. A node of n devices needs all their
+    blocks, and has what the same devices held before: 16 rows "n/node/x" -> "n/x/node" on 2 nodes
+    of 2: some node needs rows 0 to 3 and 8 to 11, and has 0 to 7. It lacks 4.
     """
     digits = row_digits(src, dst)
     if digits is None:
@@ -334,15 +362,23 @@ def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
 
 
 def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
-    """Count the elements that some device holds on both sides.
+    """Count the elements that some device holds on both sides: each element once.
 
-    None if the shards of both sides do not divide each other.
+    8 rows on x=2, y=4: "n/x/y" -> "n/y/x" keeps rows 0 and 7 on their devices, 2 elements.
+
+    Args:
+        shape: The lengths of the dims.
+        src: The spans that shard each dim before, outermost first.
+        dst: The spans that shard each dim after.
+
+    Returns:
+        The count; None if the shards of both sides do not divide each other.
     """
     digits = row_digits(src, dst)
     if digits is None:
         return None
-    # A span that cuts at different digits before and after keeps only rows in which these are
-    # equal.
+    # A coordinate that is digit i of the row before, and digit j after, keeps only rows in which
+    # both digits are equal: one in `size`, unless earlier conditions imply it.
     src_number = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
     met = math.prod(shape)
     equal = Equal()

@@ -86,7 +86,10 @@ class Exchange(Step):
         return tuple(pairs)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        """Write, for each device, the values of its boundary, then the boxes that it takes."""
+        """Write, for each device, the values of its boundary, then the boxes that it takes.
+
+        Elements that no box brings stay zero: those of addends that are not the first.
+        """
         after = before.with_layout(self.to)
         op = self.op(before)
         results = []
@@ -95,6 +98,7 @@ class Exchange(Step):
             for dim, start, stop, value in fill_boxes(after, device):
                 rows = (slice(None),) * dim + (slice(start, stop),)
                 out[rows] = value
+            # The first box for an element replaces the zero, which is no operand of a max.
             is_written = np.zeros(out.shape, bool)
             for message in messages_to(before, after, device, self.node_devices):
                 _write_box(out, is_written, message, blocks[message.src], op)

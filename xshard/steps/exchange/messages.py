@@ -51,8 +51,8 @@ class BlockHolders(NamedTuple):
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     """Find the distinct blocks of a sharding and the devices that hold them.
 
-    Blocks with equal shards and addend numbers are one. A node is `node_devices` consecutive
-    devices.
+    Blocks with equal shards and addend numbers are one: "n/x" on x=2, y=3 has 2 blocks, each on 3
+    devices. A node is `node_devices` consecutive devices.
     """
     mesh = sharding.mesh
     layout = sharding.layout
@@ -62,10 +62,11 @@ def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     places = np.stack(columns, axis=1)  # [devices, dims + 1]
     keys, block_of = np.unique(places, axis=0, return_inverse=True)
     block_of = block_of.reshape(-1)  # numpy 2.0 returns a column
-    nodes = np.arange(mesh.n_devices) // node_devices
+    nodes = np.arange(mesh.n_devices) // node_devices  # [devices]: the node of each
     in_node = np.zeros((len(keys), nodes[-1] + 1), bool)  # [blocks, nodes]
     in_node[block_of, nodes] = True
-    return BlockHolders(keys, block_of, addends, in_node[:, nodes])
+    near = in_node[:, nodes]  # [blocks, devices]: the column of each device's node
+    return BlockHolders(keys, block_of, addends, near)
 
 
 def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDArray[np.int64]:
@@ -84,13 +85,15 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDA
 def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
     """Count the traffic of an exchange with node-local senders.
 
+    A device takes a block from its own node if any device there holds it, else from another node.
     Links of level 0 are between nodes, of level 1 inside.
     """
-    elements = needed_elements(before, after, node_devices)
+    elements = needed_elements(before, after, node_devices)  # [blocks, devices]: a fresh array
     holders = block_holders(before, node_devices)
     wanted = elements.sum(axis=0)  # [devices]
-    elements[holders.block_of, np.arange(before.mesh.n_devices)] = 0  # what stays on its device
-    arriving = elements.sum(axis=0)
+    # From here on without what stays on its device: each device's own block.
+    elements[holders.block_of, np.arange(before.mesh.n_devices)] = 0
+    arriving = elements.sum(axis=0)  # [devices]
 
     between_nodes = np.where(holders.near, 0, elements)
     inside_nodes = np.where(holders.near, elements, 0)
@@ -98,22 +101,28 @@ def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> 
     for level, level_elements in enumerate((between_nodes, inside_nodes)):
         if level_elements.any():
             hops.append(_node_hop(before.mesh.axes[0], level, level_elements, node_devices))
-    # Each box is packed by its sender and unpacked by its receiver.
+    # Each box is packed by its sender and unpacked by its receiver. A runtime that puts a device's
+    # own rows into place directly copies these once.
     copied = 2 * int(wanted.max())
     saved = copied - int((wanted + arriving).max())
     return Traffic(int(arriving.max()), copied, tuple(hops), saved)
 
 
 def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: int) -> Hop:
-    """Make the hop over links of one level from what each device takes of each block.
+    """Make the hop over links of one level.
 
-    Nodes have no axis of their own: the hop is named after any.
+    Args:
+        axis: Any axis of the mesh, which names the hop: nodes have no axis of their own.
+        level: 0 between nodes, 1 inside.
+        elements: What each device takes of each block over these links, `[blocks, devices]`.
+        node_devices: The number of devices in a node.
     """
     by_device = elements.sum(axis=0)
     received = int(by_device.max())
     nodes = np.arange(len(by_device)) // node_devices
     busiest_node = np.bincount(nodes, by_device).max()
     messages = (elements > 0).sum(axis=0).max()
+    # How much less than the busiest device the mean one of the busiest node receives.
     slack = received - int(busiest_node / node_devices)
     return Hop(axis, received, int(messages), level, slack)
 
@@ -123,6 +132,9 @@ def node_local_senders(
     before: Sharding, after: Sharding, node_devices: int
 ) -> dict[tuple[int, int], int]:
     """Choose, of the replicas of a block in the receiver's node, the one with the least to send.
+
+    Receivers choose one after the other, in the order of their numbers, and count what earlier ones
+    have asked for. All processes compute the whole choice, so that they agree on it.
 
     Returns:
         (block, receiver) -> sender, only where the node has the block, and another device than the
@@ -142,7 +154,7 @@ def node_local_senders(
             # Another node has to send, or the receiver has the block itself.
             if not candidates or receiver in candidates:
                 continue
-            # The device breaks ties: every process has to choose the same sender.
+            # The number of the device breaks ties: every process has to choose the same sender.
             sender = min(candidates, key=lambda device: (sent[device], device))
             sent[sender] += int(elements[block, receiver])
             chosen[block, receiver] = sender
@@ -193,7 +205,8 @@ def messages_to(
 ) -> Messages:
     """List the messages that a device receives, its own rows among them, by sender.
 
-    With `node_devices`, replicas in the receiver's node send in place of others.
+    With `node_devices`, the number of devices of a node, replicas in the receiver's node send in
+    place of others.
     """
     messages = _messages_to(before, after, device, None)
     if node_devices is None:
@@ -203,6 +216,7 @@ def messages_to(
     from_node: list[Message] = []
     for message in messages:
         block = int(block_of[message.src])
+        # The box is at the same place in every replica. Without a choice the sender stays.
         from_node.append(message._replace(src=senders.get((block, device), message.src)))
     return tuple(sorted(from_node, key=lambda message: message.src))
 
@@ -248,7 +262,14 @@ def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float
 
 @layout_cache(maxsize=8192)
 def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None) -> Messages:
-    """List the messages to a device: of all senders, or of those with `sender`'s shards."""
+    """List the messages to a device, by sender.
+
+    A message is a box: one source of rows per dim. They are all products of such sources, for each
+    addend of a sum that ends, and for each pair of views of blocks that poles divide.
+
+    sender: a device; only senders with its place along the shards of every dim count, which is all
+        that the device itself sends, and perhaps more. None: all do.
+    """
     # Hot where all ranks of a large mesh lower a plan; `sender` keeps the product below small.
     receiver = _Receiver(before, after, device, sender)
     if not receiver.takes_any:
@@ -315,6 +336,11 @@ class _Receiver:
         """Find the rows of one dim that the receiver takes, by sender.
 
         Along an axis of a new sum each device contributes its own shard and takes no other.
+
+        Args:
+            d: The index of the dim.
+            src: The dim before.
+            dst: The dim after.
         """
         src_index = self.before.dim_device(d, self.device)
         dst_index = self.after.dim_device(d, self.device)
@@ -339,9 +365,15 @@ class _Receiver:
     def message(
         self, addend: tuple[int, ...], box_sources: tuple[DimSource, ...], sign: int
     ) -> Message:
-        """Make the message of one source per dim, from the holder of one addend."""
+        """Make the message of one source per dim, from the holder of one addend.
+
+        Args:
+            addend: The sender's coordinates along the axes with sums that end.
+            box_sources: For each dim, the rows, and the sender's coordinates along its axes.
+            sign: A factor of the values: see `Message`.
+        """
         mesh = self.before.mesh
-        # Along all other axes the sender is where the receiver is.
+        # The sender's coordinates: along all other axes it is where the receiver is.
         coords = list(self.coords)
         for axis, coordinate in zip(self.ended, addend, strict=True):
             coords[mesh.position(axis)] = coordinate

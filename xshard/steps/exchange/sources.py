@@ -61,7 +61,10 @@ class Pole(NamedTuple):
 
 @layout_cache(maxsize=8192)
 def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]:
-    """List all views of a block: each choice of sides; one view if no dim has a pole.
+    """List all views of a block: each choice of a side per dim; one view if no dim has a pole.
+
+    A view is the part of a block whose rows lie on these sides of the poles. A dim with poles at
+    both ends has 3 sides, and two such dims 9 views.
 
     Args:
         sharding: The sharding of the block.
@@ -72,11 +75,11 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
     for d, dim in enumerate(sharding.layout.dims):
         sides = [STRAIGHT]
         if d not in carried:
-            # Dims without ends to fill have no rules at all: then there is nothing to zip.
-            for side, rule in zip(POLE_SIDES, ends_of(dim.overlap), strict=False):
-                if rule.kind == "pole":
-                    rolled = rolled_dim(sharding.layout.dims, d, rule, sharding.shape)
-                    poles[d, side] = Pole(rolled, rule.sign)
+            # Dims without ends to fill have no boundaries at all: then there is nothing to zip.
+            for side, boundary in zip(POLE_SIDES, ends_of(dim.overlap), strict=False):
+                if boundary.kind == "pole":
+                    rolled = rolled_dim(sharding.layout.dims, d, boundary, sharding.shape)
+                    poles[d, side] = Pole(rolled, boundary.sign)
                     sides.append(side)
         side_options.append(sides)
     return tuple(_view(sides, poles, sharding.shape) for sides in itertools.product(*side_options))
@@ -85,7 +88,10 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
 def _view(
     sides: tuple[str, ...], poles: dict[tuple[int, str], Pole], shape: tuple[int, ...]
 ) -> View:
-    """Make the view of one side per dim: poles that roll the same dim roll it twice."""
+    """Make the view of one side per dim: poles that roll the same dim roll it twice.
+
+    poles: what the pole of a dim does to the rows beyond it, by the index of the dim and its side.
+    """
     shifts = [0] * len(shape)
     sign = 1
     for d, side in enumerate(sides):
@@ -96,7 +102,7 @@ def _view(
         if pole.rolled_dim is not None:
             length = shape[pole.rolled_dim]
             shift = shifts[pole.rolled_dim] + length // 2
-            shifts[pole.rolled_dim] = shift % max(length, 1)
+            shifts[pole.rolled_dim] = shift % max(length, 1)  # an empty dim stays as it is
     return View(sides, tuple(shifts), sign)
 
 
@@ -159,7 +165,14 @@ def dim_end(sharding: Sharding, d: int, side: str = STRAIGHT, shift: int = 0) ->
 def dim_ends(
     before: Sharding, after: Sharding, dst_view: View, src_view: View
 ) -> Iterator[tuple[DimEnd, DimEnd]]:
-    """Yield, for each dim, its source and its destination in one pair of views."""
+    """Yield, for each dim, its source and its destination in one pair of views.
+
+    Args:
+        before: The sharding before.
+        after: The sharding after.
+        dst_view: Which part of the receiver's block is filled.
+        src_view: Which part of the sender's block fills it.
+    """
     carried = carried_dims(before, after)
     for d in range(len(before.shape)):
         src_side = src_view.sides[d]
@@ -196,7 +209,9 @@ class RowRequest(NamedTuple):
 def _request(
     src: DimEnd, dst: DimEnd, src_index: int, dst_index: int, from_providers: bool
 ) -> RowRequest:
-    """Divide the rows that a receiver wants into its own and those of others.
+    """Divide the rows of one dim that a receiver wants into its own and those of others.
+
+    A block with a halo that has rows 0 to 4, and wants 0 to 5: own 0 to 4, from others 5.
 
     Args:
         src: The dim before.
@@ -205,6 +220,9 @@ def _request(
         dst_index: The receiver's index along the axes of `dst`.
         from_providers: Each row comes from the one device that provides it, as a new sum requires,
             even if the receiver has a copy.
+
+    Returns:
+        The rows; those of others have FILL in place of rows that are at hand.
     """
     rows = dst.wanted_rows()[dst_index]
     if src.is_plain or isinstance(src.dim.overlap, Fold):
@@ -239,24 +257,29 @@ def sources(
     """Find the rows of a dim that one receiver takes, by sender.
 
     From "n/x" to "n" with 4 rows on x=2, device 0 takes rows 0 and 1 from itself, 2 and 3 from
-    device 1.
+    device 1. Senders are numbered along the axes that shard the dim before.
 
     Args:
         src: The dim before.
         dst: The dim after.
         src_index: The receiver's index along the axes of `src`.
         dst_index: The receiver's index along the axes of `dst`.
-        from_providers: See `_request`.
+        from_providers: Each row comes from the one device that provides it, as a new sum requires,
+            even if the receiver has a copy.
         sender: The index of the only sender of interest; None for all.
+
+    Returns:
+        The receiver's own rows first, then those of others in the order of senders. A sender that
+        offers several lists (the layers of a fold) comes once for each.
     """
     senders = np.arange(src.n_shards) if sender is None else np.array([sender])
     if dst.side == CARRIED:
-        n = n_rows(src.held_rows()[src_index])
-        if n == 0 or src_index not in senders:
+        # The whole block stays on its device, with its overlaps.
+        held = n_rows(src.held_rows()[src_index])
+        if held == 0 or src_index not in senders:
             return ()
-        return (Source(src_index, (Segment(0, 0, n),)),)
+        return (Source(src_index, (Segment(0, 0, held),)),)
     request = _request(src, dst, src_index, dst_index, from_providers)
-    # The receiver's own rows come first, then those of others in the order of senders.
     taken: list[Source] = []
     if src_index in senders:
         taken.append(Source(src_index, request.own))
@@ -270,7 +293,8 @@ def sources(
 def _senders_in_reach(src: DimEnd, senders: NDArray[np.int64], rows: Runs) -> list[int]:
     """Select the senders that may offer some of the rows, by their first row and their last.
 
-    Only these few are compared run by run.
+    Senders 0, 1, 2 with rows 0-3, 4-7, 8-11, and rows 3-5 -> [0, 1]. Only these few are compared run
+    by run.
     """
     if isinstance(rows, Rows):
         wanted = as_intervals(rows)
@@ -314,12 +338,15 @@ def count_sources(
 ) -> Received:
     """Count how many rows of a dim each device takes, and from how many senders.
 
+    "n/x" -> "n" with 8 rows on x=2, y=3: 8 rows from 2 senders, as arrays of shape [2, 1].
+
     Args:
         src: The dim before.
         dst: The dim after.
         fixed: Axes along which only senders with the receiver's coordinate count.
         mesh: The mesh; the result has its axes, of size 1 where the dim is not sharded.
-        from_providers: See `_request`.
+        from_providers: Each row comes from the one device that provides it, as a new sum requires,
+            even if the receiver has a copy.
     """
     # Devices that differ along other axes take the same rows: one group stands for all.
     axes = [a for a in mesh.axes if a in src.dim.axes or a in dst.dim.axes]
@@ -332,6 +359,7 @@ def count_sources(
     elements = np.zeros(len(receivers), np.int64)
     np.add.at(elements, pairs.receivers, pairs.rows)
     # A sender that gives several layers of a fold is one sender.
+    # Each pair is one number: the sender is its remainder.
     distinct_pairs = np.unique(pairs.receivers * src.n_shards + pairs.senders)
     senders = np.zeros(len(receivers), np.int64)
     np.add.at(senders, distinct_pairs // src.n_shards, 1)
@@ -379,13 +407,22 @@ def _row_pairs(
 def _with_fixed_coordinates(
     pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed: tuple[str, ...]
 ) -> RowPairs:
-    """Keep the pairs that have rows, and equal coordinates along the `fixed` axes."""
+    """Keep the pairs that have rows, and equal coordinates along the `fixed` axes.
+
+    Args:
+        pairs: Receivers as places in `src_indices`, senders as indices along the axes of `src`.
+        src: The dim before.
+        src_indices: The index of each receiver along the axes of `src`.
+        fixed: Axes along which sender and receiver must have the same coordinate.
+    """
     is_kept = pairs.rows > 0
     receiver_coords = coords_of(np.array(src_indices)[pairs.receivers], src.sizes)
     sender_coords = coords_of(pairs.senders, src.sizes)
-    for axis, ours, theirs in zip(src.dim.axes, receiver_coords, sender_coords, strict=True):
+    for axis, receiver_coord, sender_coord in zip(
+        src.dim.axes, receiver_coords, sender_coords, strict=True
+    ):
         if axis in fixed:
-            is_kept &= ours == theirs
+            is_kept &= receiver_coord == sender_coord  # [pairs]
     return RowPairs(pairs.receivers[is_kept], pairs.senders[is_kept], pairs.rows[is_kept])
 
 

@@ -79,16 +79,20 @@ def traffic_by_level(
 ) -> Traffic:
     """Divide what devices receive by the speed of the links that it comes over.
 
+    2 nodes of 4, a device takes 70 elements from all senders, 30 from senders in its node, 10 from
+    itself: 40 come over the links between nodes, 20 over those inside.
+
     Args:
-        received_from: Counts what devices take from senders with their coordinates along axes.
+        received_from: Counts what devices take from senders that agree with them: that have the
+            same coordinates along the given axes.
         mesh: A mesh with the spans of links as axes.
         may_differ: The axes along which a sender and its receiver may differ.
         levels: The axes by the speed of their links, the slowest first.
     """
     wanted = received_from(())
-    farther = wanted
+    farther = wanted  # from senders that agree along all axes of slower links
     shared_axes: Axes = ()
-    total = np.zeros_like(wanted.elements)
+    total = np.zeros_like(wanted.elements)  # over the links of all levels so far
     hops: list[Hop] = []
     for level in levels:
         # Over this level a device receives what it takes from senders that share its coordinates on
@@ -103,14 +107,15 @@ def traffic_by_level(
             nearer_dims = tuple(i for i, a in enumerate(mesh.axes) if a not in shared_axes)
             hops.append(_level_hop(received, level.level, level.axes[longest], nearer_dims))
         farther = nearer
-    # Each box is packed by its sender and unpacked by its receiver.
+    # Each box is packed by its sender and unpacked by its receiver. A runtime that puts a device's
+    # own rows into place directly copies these once.
     copied = 2 * int(wanted.elements.max())
     saved = copied - int((wanted.elements + total).max())
     return Traffic(int(total.max()), copied, tuple(hops), saved)
 
 
 def _level_hop(received: Received, level: int, axis: str, nearer_dims: tuple[int, ...]) -> Hop:
-    """Make the hop of what devices receive over links of one level.
+    """Make the hop of what devices receive over links of one level: the demand of the busiest one.
 
     Args:
         received: The elements and senders of every device, as arrays over the mesh.
@@ -140,18 +145,22 @@ class SpanAxes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
-    """Divide the axes of a mesh at the spans of links; the mesh itself if spans are whole axes."""
+    """Divide the axes of a mesh where links of one speed end and others begin.
+
+    The result has the mesh itself if each axis runs over links of one speed.
+    """
     spans = slowest_first(mesh, mesh.axes, spans)
-    axis_spans = spans_by_axis(mesh, spans)
+    spans_of_axis = spans_by_axis(mesh, spans)
     split: list[tuple[str, tuple[int, ...]]] = []
-    for axis, own_spans in axis_spans.items():
-        if len(own_spans) > 1:
-            split.append((axis, tuple(span.size for span in own_spans)))
+    for axis, outer_first in spans_of_axis.items():
+        if len(outer_first) > 1:
+            split.append((axis, tuple(span.size for span in outer_first)))
     fine = SubAxisMesh(mesh, tuple(split))
 
+    # Sub-axes are named from the outermost, the order of the spans of an axis.
     sub_axis_of: dict[LinkSpan, str] = {}
-    for axis, own_spans in axis_spans.items():
-        sub_axis_of.update(zip(own_spans, fine.sub_axes[axis], strict=True))
+    for axis, outer_first in spans_of_axis.items():
+        sub_axis_of.update(zip(outer_first, fine.sub_axes[axis], strict=True))
     levels: list[SpanLevel] = []
     for level, level_spans in groupby(spans, key=lambda span: span.level):
         levels.append(SpanLevel(level, {sub_axis_of[span]: span.axis for span in level_spans}))
@@ -212,9 +221,10 @@ def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic
 
 
 def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
-    """List, for each dim, the spans that shard it, outermost first.
+    """List, for each dim, the spans of links that shard it, outermost first.
 
-    None unless all shards are contiguous and even.
+    "n/x" with x=8 over 2 nodes of 4 -> the span of 2 nodes, then that of 4 devices. None unless all
+    shards are contiguous and even.
     """
     if sharding.even_cuts is None:
         return None
@@ -230,7 +240,14 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
 
 @layout_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
-    """Count what each device takes from senders with its coordinates along the axes `agree`."""
+    """Count what each device takes from senders with its coordinates along the axes `agree`.
+
+    Per device and view, the count is a product: of the rows in each dim, and of the addends of
+    sums that end.
+
+    Returns:
+        Elements and senders, as arrays over the mesh; of size 1 along axes where all are equal.
+    """
     mesh = before.mesh
     begun = begun_axes(before.layout, after.layout)
     ended = ended_axes(before.layout, after.layout)
@@ -239,7 +256,7 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
     most = max(before.max_local_size, after.max_local_size) * mesh.n_devices * addends
     dtype: Any = np.int64 if most < MOST_COUNTED else object
 
-    # The parts of blocks beyond poles add up; the dims of each part multiply.
+    # The views of blocks (the parts on each side of a pole) add up; the dims of each multiply.
     shape = (1,) * len(mesh.axes)  # broadcasts over the mesh
     elements = np.zeros(shape, dtype)
     senders = np.zeros(shape, dtype)
@@ -295,6 +312,9 @@ def received_of_dim(
         fixed: Axes along which only senders with the receiver's coordinate count.
         mesh: The mesh; the result has its axes, of size 1 where the count is the same.
         from_providers: Each row comes from the one device that provides it, as a new sum requires.
+
+    Returns:
+        Rows and senders, as arrays over the mesh.
     """
     if not (src.is_plain and dst.is_plain):
         return count_sources(src, dst, fixed, mesh, from_providers)
@@ -304,14 +324,31 @@ def received_of_dim(
     is_taken = pairs.rows > 0
     coords: dict[str, NDArray[np.int64]] = {}  # of receivers, along all axes that tell them apart
     for axis, coord in zip(src.dim.axes, coords_of(pairs.senders, src.sizes), strict=True):
-        if axis in fixed:  # the receiver has the sender's coordinate
+        if axis in fixed:
+            # The receiver must have the sender's coordinate. If the axis does not shard after, some
+            # receiver has it: the default compares the coordinate with itself.
             is_taken &= coord == receiver_coords.get(axis, coord)
             coords[axis] = coord
     coords.update(receiver_coords)
+    return _counts_of_receivers(pairs.rows[is_taken], coords, is_taken, mesh)
 
+
+def _counts_of_receivers(
+    rows: NDArray[np.int64],
+    coords: Mapping[str, NDArray[np.int64]],
+    is_taken: NDArray[np.bool_],
+    mesh: Mesh,
+) -> Received:
+    """Add up rows, and count senders, for each receiver.
+
+    Args:
+        rows: The rows of each pair that counts.
+        coords: The coordinates of the receiver of each pair, along the axes that tell them apart.
+        is_taken: Which pairs of `coords` count.
+        mesh: The mesh; the result has its axes, of size 1 where `coords` has none.
+    """
     shape = [n if a in coords else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]
-    rows = pairs.rows[is_taken]
-    place = np.zeros_like(rows)  # of the receiver, row-major
+    place = np.zeros_like(rows)  # of the receiver in the result, row-major
     for axis, size in zip(mesh.axes, shape, strict=True):
         if axis in coords:
             place = place * size + coords[axis][is_taken]
@@ -323,9 +360,10 @@ def received_of_dim(
 
 @layout_cache(maxsize=16384)
 def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
-    """Count the rows that each shard of a dim before shares with each after.
+    """Count the rows that each shard of a dim before has in common with each after.
 
-    A short dim is compared row by row, a long one by runs of rows.
+    8 rows "n/x" -> "n/y" on x=2, y=4: receivers (0, 1, 2, 3), senders (0, 0, 1, 1), 2 rows each. A
+    short dim is compared row by row, a long one by runs of rows.
     """
     if src.length * max(src.n_shards, dst.n_shards) > MOST_COMPARED:
         src_rows = all_owned_rows(src.dim, src.length, src.sizes)
