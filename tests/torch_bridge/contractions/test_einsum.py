@@ -83,7 +83,7 @@ def in_rounds(plan: ContractionPlan) -> list[ContractionPlan]:
 
 
 @pytest.mark.parametrize("n", [4, 8])
-def test_values_gradients_and_bytes(n: int) -> None:
+def test_results_are_those_of_one_device(n: int) -> None:
     plans = [
         xs.plan(text, xs.Mesh(mesh), sizes=sizes, dtype="float64", profile="bandwidth")
         for _, mesh, sizes, text in CASES
@@ -182,7 +182,7 @@ def _derivatives(
 
 
 @in_ranks(4)
-def test_derivatives_of_the_second_order_and_transformations() -> None:
+def test_derivatives_of_any_order() -> None:
     for text, overlap in [
         *((text, "never") for text in SCHEMES),
         *((text, "always") for text in RINGS),

@@ -45,7 +45,7 @@ def _measured() -> tuple[int, list[float]]:
 @pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="children are listed in Linux only"
 )
-def test_ranks_measure_themselves_and_start_no_others() -> None:
+def test_ranks_measure_themselves_alone() -> None:
     """Four ranks that each start four more measure a machine with a quarter of the cores."""
     (children, seconds), other = on_ranks(2, _measured)
     assert children == other[0] == 0 and seconds == other[1] and seconds[0] > 0
