@@ -35,7 +35,7 @@ EXPRESSIONS = [
 ]
 
 
-def _narrow(expression: str) -> None:
+def check_narrow(expression: str) -> None:
     """The same as casting by hand before and after, forward and backward."""
     src, dst = parse_expression(expression)
     x = (block_of(numbers(8, 8), expression, MESH, torch.float32) / 7).requires_grad_()
@@ -65,7 +65,7 @@ on_four = SharedRanks(4)
 
 @on_four
 def test_a_narrow_dtype_is_a_cast_around_the_move() -> None:
-    for_each(EXPRESSIONS, _narrow)
+    for_each(EXPRESSIONS, check_narrow)
 
 
 @on_four

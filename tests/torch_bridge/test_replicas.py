@@ -146,7 +146,7 @@ EVERY = [
 ]
 
 
-def _unchanged(expression: str) -> None:
+def check_unchanged(expression: str) -> None:
     """With the check, the same values and derivatives of every order and mode."""
     _, dst = parse_expression(expression)
     x = block_of(numbers(4, 4) % 5, expression, MESH)
@@ -165,7 +165,7 @@ def _unchanged(expression: str) -> None:
 
 @on_four
 def test_nothing_else_changes() -> None:
-    for_each(EVERY, _unchanged)
+    for_each(EVERY, check_unchanged)
 
 
 @on_four

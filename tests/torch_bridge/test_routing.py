@@ -91,7 +91,7 @@ class Case:
         return torch.einsum("nc,ncd->nd", there.rows, used)
 
 
-def _case(seed: int) -> None:
+def check_case(seed: int) -> None:
     case = Case(seed)
     rank = dist.get_rank()
     arrived, dropped = oracle_routes.route(case.rows, case.to, case.parts, case.capacity)
@@ -131,7 +131,7 @@ on_four = SharedRanks(4)
 def test_random_routes_are_as_on_one_device() -> None:
     for seed in range(100):
         try:
-            _case(seed)
+            check_case(seed)
         except BaseException as error:
             error.add_note(f"seed {seed}, {vars(Case(seed))}")
             raise

@@ -40,7 +40,7 @@ EXPRESSIONS = [
 ]
 
 
-def _same(expression: str) -> None:
+def check_pending(expression: str) -> None:
     x = block_of(numbers(8, 8) % 7, expression, MESH)
 
     def plain(v: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ on_four = SharedRanks(4)
 
 @on_four
 def test_results_are_those_of_one_call() -> None:
-    for_each(EXPRESSIONS, _same)
+    for_each(EXPRESSIONS, check_pending)
 
 
 @on_four

@@ -59,7 +59,7 @@ def trained(names: dict[str, Any], model: Any) -> tuple[Any, Any, Any, tuple[int
     return losses, parameters, norms[0], (len(forward.received), len(backward.received))
 
 
-def _page(path: Path) -> None:
+def check_page(path: Path) -> None:
     names = dict[str, Any]()
     text = path.read_text()
     printed = io.StringIO()
@@ -105,7 +105,7 @@ on_four = SharedRanks(4)
 @on_four
 def test_pages_train_as_on_one_device() -> None:
     for path in sorted(PAGES.glob("*.md")):
-        _page(path)
+        check_page(path)
 
 
 EXPERTS = {

@@ -233,7 +233,7 @@ def test_second_derivatives_of_a_convolution() -> None:
     assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
 
 
-def _adjoint(layout: str, source: str, shape: tuple[int, ...]) -> None:
+def check_adjoint(layout: str, source: str, shape: tuple[int, ...]) -> None:
     x = torch.arange(torch.tensor(shape).prod()).reshape(shape) % 11 - 5.0
     block = scattered(x.double(), layout, ROW).requires_grad_()
     y = xt.redistribute(block, f"{layout} -> {source}", ROW, shape=shape)
@@ -263,7 +263,7 @@ LOGITS = {
 }  # fmt: skip
 
 
-def _cross_entropies() -> None:
+def check_cross_entropies() -> None:
     """Losses, and gradients of logits, for every layout and reduction; a label in four is ignored."""
     mesh = xs.Mesh(dp=2, tp=2)
     draw = torch.Generator().manual_seed(0)
@@ -329,12 +329,12 @@ on_four = SharedRanks(4)
 def test_adjoints_of_overlaps_are_exact() -> None:
     draw = random.Random(0)
     for _ in range(48):
-        _adjoint(*_overlap(draw))
+        check_adjoint(*_overlap(draw))
 
 
 @on_four
 def test_cross_entropies_are_those_of_one_device() -> None:
-    _cross_entropies()
+    check_cross_entropies()
 
 
 @on_four

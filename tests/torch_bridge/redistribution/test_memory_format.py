@@ -62,7 +62,7 @@ def expanded(x: Tensor) -> Iterator[Tensor]:
     yield from (x.narrow(d, 0, 1).expand(x.shape) for d in (0, -1))
 
 
-def _same(text: str) -> None:
+def check_every_order(text: str) -> None:
     """The results and gradients of a contiguous block, for blocks and cotangents in every order."""
     block = block_of(numbers(*SHAPE), text, MESH)
 
@@ -83,7 +83,7 @@ on_two = SharedRanks(2)
 
 @on_two
 def test_every_step_takes_blocks_in_every_order() -> None:
-    for_each(EVERY_STEP, _same)
+    for_each(EVERY_STEP, check_every_order)
     x = torch.from_numpy(numbers(*SHAPE)) + dist.get_rank()
     deep = torch.channels_last_3d
     halo = "b c s/a w -> b c s/a:halo(1,1) w"
