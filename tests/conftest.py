@@ -5,8 +5,12 @@ import os
 from importlib.metadata import version
 from importlib.util import find_spec
 
+import pytest
 from hypothesis import settings
 
+from tests.rewriting import helper_modules
+
+pytest.register_assert_rewrite(*helper_modules())
 pytest_plugins = ["tests.order", "tests.without"]
 
 # Test processes start processes of their own; each of them takes one core.

@@ -120,22 +120,34 @@ def hot(inner):
 
 
 @pytest.mark.usefixtures("short")
-def test_causes_and_messages_stay():
-    @api_boundary
-    def fails():
-        raise NotationError("broken", hint="mend it") from OSError("disk")
+@api_boundary
+def fails():
+    raise NotationError("broken", hint="mend it") from OSError("disk")
 
+
+def test_a_cause_stays():
     with pytest.raises(NotationError, match="broken\n  mend it") as caught:
         fails()
     assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_an_error_survives_pickling():
+    with pytest.raises(NotationError) as caught:
+        fails()
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (str(copy), type(copy)) == (str(caught.value), NotationError)
 
 
-def test_public_functions_and_classes_keep_signatures_names_and_pickles():
+def test_public_names_keep_their_signatures():
     assert list(inspect.signature(xs.plan).parameters)[:2] == ["expression", "mesh"]
     assert list(inspect.signature(xs.Layout).parameters) == ["dims", "tags"]
+
+
+def test_public_functions_survive_pickling():
     assert pickle.loads(pickle.dumps(xs.plan)) is xs.plan
+
+
+def test_public_functions_keep_their_names():
     assert (xs.plan.__name__, xs.plan.__module__) == ("plan", "xshard.planner")
 
 

@@ -21,7 +21,7 @@ def loaded(code):
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_planning_and_running_load_numpy_alone():
+def test_a_plan_runs_with_numpy_alone():
     code = """
 import numpy as np, xshard as xs
 plan = xs.plan("n/a d -> n d/a | sum(b)", xs.Mesh(a=2, b=2), (4, 4), "bfloat16")

@@ -146,7 +146,7 @@ def test_the_sdist_has_what_its_tests_need(sdist):
     assert {"benchmarks/__init__.py", "examples/train_parity.py"} & names
 
 
-def test_the_wheel_has_three_packages_with_types_and_profiles(wheel):
+def test_the_wheel_has_all_files_of_three_packages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {
@@ -159,7 +159,7 @@ def test_the_wheel_has_three_packages_with_types_and_profiles(wheel):
     assert {f"{package}/py.typed" for package in ("xshard", "torch_bridge", "jax_bridge")} <= names
 
 
-def test_the_metadata_names_extras_script_and_plugin(environment):
+def test_the_metadata_names_all_that_is_offered(environment):
     code = """
 from importlib.metadata import distribution
 found = distribution("xshard")
@@ -173,7 +173,7 @@ print(*sorted(f"{point.group}:{point.name}={point.value}" for point in found.ent
 
 
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: extra or "alone")
-def test_it_imports_with_what_an_extra_declares_and_nothing_else(extra, environment, tmp_path):
+def test_an_extra_declares_all_that_it_imports(extra, environment, tmp_path):
     for name in needed(extra, environment):
         for path in top_level(name):
             link = tmp_path / path.name

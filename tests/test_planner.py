@@ -109,9 +109,7 @@ LIMITED = [
 
 
 @pytest.mark.parametrize(("expression", "mesh", "shape"), LIMITED)
-def test_no_plan_exceeds_its_memory_limit_and_an_impossible_one_names_the_least_possible(
-    expression, mesh, shape
-):
+def test_memory_limits_hold_down_to_the_least_possible(expression, mesh, shape):
     def plan(limit):
         return xs.plan(expression, xs.Mesh.parse(mesh), shape, memory_limit=limit)
 
@@ -130,7 +128,7 @@ def test_no_plan_exceeds_its_memory_limit_and_an_impossible_one_names_the_least_
 
 
 @given(st.data(), st.lists(st.sampled_from((1, 2, 4)), min_size=1, max_size=3))
-def test_never_worse_than_gather_and_slice(data, sizes):
+def test_never_worse_than_a_gather_before_a_slice(data, sizes):
     mesh = xs.Mesh(dict(zip("xyz", sizes, strict=False)))
     shape = (64, 128)
     src, dst = (data.draw(layouts(mesh, 2, kinds)) for kinds in (("sum",), ()))
@@ -209,7 +207,7 @@ def test_the_search_counts_what_the_plan_costs(move, profile):
 @pytest.mark.parametrize(
     "expression", ["b s/cp c -> b s c/cp", "b s c | mean(cp) -> b s c", "b/cp s c -> b s c"]
 )
-def test_forward_and_backward_together(expression):
+def test_both_passes_are_planned_together(expression):
     ask = [expression, xs.Mesh(cp=4), (8, 64, 32)]
     plan = xs.plan(*ask)
     both = xs.plan(*ask, objective="forward+backward")

@@ -46,7 +46,7 @@ def in_pytest(folder: Path, *arguments: str) -> str:
     ).stdout
 
 
-def test_what_a_test_does_is_why_it_is_skipped_and_quick_leaves_out_what_is_long_too(tmp_path):
+def test_quick_tells_why_it_skips_a_test(tmp_path):
     (tmp_path / "test_long.py").write_text(
         "import pytest\n\n@pytest.mark.long\ndef test_it(): pass\n"
     )

@@ -28,7 +28,7 @@ from xshard.steps import (
 PEERS = ["shardy", "dtensor_greedy", "dtensor_dijkstra", "gspmd"]
 
 
-def test_a_quick_run_leaves_a_json_file_and_a_plot(tmp_path: Path) -> None:
+def test_a_quick_run_leaves_its_files(tmp_path: Path) -> None:
     _, data, printed = quick_run("planner", tmp_path, forked=True)
     assert {path.name for path in tmp_path.iterdir()} == {"planner.json", "planner.png"}
     assert (data["quick"], data["peers"]) == (True, "recorded") and "speed" in data

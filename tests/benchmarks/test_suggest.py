@@ -20,7 +20,7 @@ from tests.jax_bridge.helpers import in_jax
 from tests.jax_bridge.losses import transformer
 
 
-def test_a_quick_run_leaves_rows_and_claims_that_can_fail(tmp_path: Path) -> None:
+def test_a_quick_run_has_claims_that_can_fail(tmp_path: Path) -> None:
     _, data, printed = quick_run("suggest", tmp_path)
     rows = data["cases"]
     assert [row["model"] for row in rows] == ["8B"] and "tensor + sequence parallel" in printed
@@ -77,7 +77,7 @@ def test_rules_of_experts_are_those_of_the_texts() -> None:
         assert texts == [list(DISPATCH), list(COMBINE)]
 
 
-def test_a_graph_is_solved_whole_and_with_the_options_of_assignments(monkeypatch: Any) -> None:
+def test_a_graph_is_solved_with_all_its_options(monkeypatch: Any) -> None:
     random = np.random.default_rng(0)
     sizes = [22, 24, 23, 21]
     costs = [random.integers(0, 100, n).astype(float) for n in sizes]

@@ -56,7 +56,7 @@ def words(text: str) -> str:
 # --- plan
 
 
-def test_plan_prints_the_plan_and_its_backward():
+def test_plan_prints_each_pass():
     told = xshard("plan", *ULYSSES, "--dtype", "bfloat16").stdout
     plan = xs.plan(ULYSSES[0], MESH, (2, 64, 32), "bfloat16")
     for part in (plan, plan.backward):
@@ -111,10 +111,15 @@ def test_plan_between_two_meshes(options, devices, tmp_path):
     assert "transfer" in (tmp_path / "page.html").read_text()
 
 
-def test_plan_of_a_contraction_prints_its_moves_and_both_passes():
+def test_plan_of_a_contraction_prints_its_moves():
     told = words(xshard("plan", *COLUMNS, "--profile", "bandwidth", "--explain").stdout)
     plan = xs.plan(COLUMNS[0], **COLUMNS_PLAN)
     assert all(words(line) in told for line in str(plan).splitlines())
+
+
+def test_plan_of_a_contraction_explains_both_passes():
+    told = words(xshard("plan", *COLUMNS, "--profile", "bandwidth", "--explain").stdout)
+    plan = xs.plan(COLUMNS[0], **COLUMNS_PLAN)
     assert words(plan.explain()) in told
 
 
@@ -240,7 +245,7 @@ def test_wrong_usage_exits_with_2():
 
 
 @pytest.mark.parametrize("command", ["plan", "show", "selfcheck"])
-def test_help_has_one_sentence_and_an_example_that_runs(command):
+def test_help_has_an_example_that_runs(command):
     told = xshard(command, "--help").stdout
     example = re.search(rf"Example: xshard {command} \"(.+?)\" (.+)", told)
     numpy_only = ("--runtime", "numpy") if command == "selfcheck" else ()
@@ -312,7 +317,7 @@ def test_selfcheck_on_numpy_alone(dtype, n_bytes):
     assert "1 expression on numpy: all equal" in told
 
 
-def test_selfcheck_asks_every_worker_and_shows_what_it_measured(monkeypatch):
+def test_selfcheck_shows_what_every_worker_measured(monkeypatch):
     calls = answer_with(monkeypatch, lambda o: replace(o, forward_bytes=24, backward_bytes=48))
     monkeypatch.setenv("COLUMNS", "80")
     shown = selfcheck_one().stdout
@@ -383,7 +388,7 @@ def test_selfcheck_does_not_skip_a_package_that_is_missing(monkeypatch):
     assert "jax is not installed" in told and "leave jax-vma out with --runtime" in told
 
 
-def test_selfcheck_refuses_runtimes_and_dtypes():
+def test_selfcheck_refuses_what_cannot_run():
     for arguments, message in (
         ((*MOVE, "--runtime", "tpu"), "no runtime 'tpu'"),
         ((*PRODUCT, "--runtime", "jax-pmap"), "jax-pmap cannot run on Mesh(cp=2, x=2)"),
@@ -426,8 +431,11 @@ def test_selfcheck_all_asks_each_worker_once(monkeypatch):
     assert f"jax-pmap ({one_axis} of them): all equal" in told
 
 
-def test_the_examples_differ_and_each_is_canonical():
+def test_the_examples_differ():
     assert len({e.expression for e in EXAMPLES}) == len(EXAMPLES) >= 13
+
+
+def test_every_example_is_canonical():
     for example in EXAMPLES:
         texts = re.split(r", (?![^(]*\))| -> ", example.expression)
         *given, result = (str(xs.Layout.parse(text)) for text in texts)
@@ -461,13 +469,15 @@ def config_in(folder, **changes):
     return str(folder)
 
 
-def test_suggest_prints_what_python_says_and_rules_as_json(tmp_path):
+@pytest.fixture(scope="module")
+def suggested(tmp_path_factory):
+    """The path of a configuration, and what Python suggests for it."""
     import torch
     import transformers
 
     import torch_bridge as xt
 
-    path = config_in(tmp_path)
+    path = config_in(tmp_path_factory.mktemp("suggest"))
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(
             transformers.AutoConfig.from_pretrained(path, use_cache=False)
@@ -475,10 +485,19 @@ def test_suggest_prints_what_python_says_and_rules_as_json(tmp_path):
         batch = {"input_ids": torch.empty(4, 8, dtype=torch.int64)}
     fixed = {"input_ids": "b/dp s"}
     plan = xt.suggest(model.bfloat16(), batch, xs.Mesh(dp=2, tp=2), memory="80GiB", fixed=fixed)
+    return path, plan
+
+
+def test_suggest_prints_what_python_says(suggested):
+    path, plan = suggested
     told = xshard(
         "suggest", path, *SUGGEST, "--fixed", "input_ids=b/dp s", "--why", "lm_head.weight"
     ).stdout
     assert told == f"{plan}\n{plan.why('lm_head.weight')}\n"
+
+
+def test_suggest_writes_the_same_plan_to_files(suggested, tmp_path):
+    path, plan = suggested
     page = tmp_path / "page.html"
     how = ("--fixed", "input_ids=b/dp s", "--json", "--html", str(page))
     rules = json.loads(xshard("suggest", path, *SUGGEST, *how).stdout)

@@ -31,7 +31,7 @@ needs_browser = pytest.mark.skipif(not CHROMIUM, reason=MISSING)
 
 
 @pytest.mark.parametrize("example", page.EXAMPLES, ids=lambda example: str(example[0]))
-def test_every_example_is_shown_forward_and_backward(example: tuple[str, str, str, str]) -> None:
+def test_every_example_is_shown_in_full(example: tuple[str, str, str, str]) -> None:
     _, expression, mesh, lengths = example
     found = views.view({"expression": expression, "mesh": mesh, "lengths": lengths})
     assert "error" not in found, found
@@ -65,13 +65,24 @@ def test_errors_stand_beside_their_field(fields: dict[str, str], field: str, rea
     assert found["field"] == field and f'id="error-{field}"' in page.live_page()
 
 
-def test_the_page_has_choices_and_notation_and_begins_with_several_steps() -> None:
+def test_the_page_has_choices() -> None:
     text = page.live_page()
     assert text.count("<select") == 2 and "<option selected>h100</option>" in text
+
+
+def test_the_page_has_the_notation() -> None:
+    text = page.live_page()
     assert all(escape(sign) in text for sign, _ in page.NOTATION)
+
+
+def test_the_page_begins_with_several_steps() -> None:
     for _, expression, mesh, lengths in page.EXAMPLES[:2]:
         plan = xs.plan(expression, xs.Mesh.parse(mesh), **views.lengths_for(expression, lengths))
         assert len(plan.steps) > 1
+
+
+def test_no_button_is_disabled() -> None:
+    text = page.live_page()
     assert "disabled =" not in text  # a button that is disabled loses the focus
 
 
@@ -243,7 +254,7 @@ def test_steps_are_stepped_through_by_keyboard_alone(url: str, browser: Any) -> 
 
 
 @needs_browser
-def test_examples_fill_the_fields_and_lines_are_copied(url: str, browser: Any) -> None:
+def test_every_button_works(url: str, browser: Any) -> None:
     browser.get(url)
     for example in page.EXAMPLES:
         button = next(

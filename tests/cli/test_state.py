@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_convert_and_show(model: Path, tmp_path: Path) -> None:
+def test_a_converted_checkpoint_is_shown(model: Path, tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text('[{"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}]')
     (tmp_path / "rules.json").write_text('{"**": "o/block(tp,6,6) i"}')
     options = [

@@ -79,7 +79,7 @@ def with_types(worked) -> None:
 
 
 @in_jax
-def test_dtypes_and_python_values() -> None:
+def test_dtypes_stay() -> None:
     def local(x):
         x = x[0]
         whole = (compat.all_gather_nograd(x, AXIS), compat.all_reduce_sum_grad(x, AXIS))
@@ -93,9 +93,17 @@ def test_dtypes_and_python_values() -> None:
             assert total and mean and mean.dtype == "bool"
         else:
             assert total == 258 and float(mean) == 64.5
+
+
+@in_jax
+def test_a_sum_is_rounded_once() -> None:
     # In bfloat16 itself 256 + 1 is 256.
     summed = mapped(lambda x: compat.all_reduce_sum_grad(x[0], AXIS), out_specs=ONE)
     assert float(summed(jnp.asarray([256, 1, 1, 1], jnp.bfloat16))) == 260
+
+
+@in_jax
+def test_a_python_value_is_summed() -> None:
     three = mapped(lambda x: compat.all_reduce_sum_nograd(3, AXIS) + 0 * x)
     assert three(jnp.zeros(N)).tolist() == [12] * N
 
@@ -137,7 +145,7 @@ def test_no_gradient_where_the_name_says_so() -> None:
 
 
 @in_jax
-def test_parts_and_halos() -> None:
+def test_verbs_of_domain_parallel_models() -> None:
     x = np.arange(1.0, 21, dtype=np.float32).reshape(1, 10, 2)
     batch = {"x": x[None, :, :8], "y": 3}
 

@@ -90,7 +90,7 @@ def _quiet(function: Callable[[], None]) -> None:
 
 
 @pytest.mark.skipif(not RECENT, reason="theirs exchanges lists, which gloo does since torch 2.13")
-def test_every_transition_has_their_values_and_gradients() -> None:
+def test_every_transition_is_theirs() -> None:
     on_ranks(2, functools.partial(_quiet, _transitions))
 
 
@@ -161,7 +161,7 @@ MESH = xs.Mesh(dp=2, cp=2, tp=2)
 @pytest.mark.parametrize(
     "layout", ["d0 d1", "d0/dp/tp d1", "d0/tp/dp d1/cp", "d0/cp d1 | sum(tp) copy(dp)"]
 )
-def test_layouts_are_types_and_back(layout: str) -> None:
+def test_a_layout_survives_as_types(layout: str) -> None:
     assert str(ours.from_types(ours.to_types(layout, MESH), 2)) == layout
 
 

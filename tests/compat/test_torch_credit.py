@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import error_of, numbers, on_ranks, still_connected
+from tests.torch_bridge.helpers import SharedRanks, error_of, numbers, still_connected
 from tests.torch_bridge.nn.helpers import same, weights_of, whole_gradients
 from torch_bridge.compat import credit
 
+on_four = SharedRanks(4)
 
-def _managers() -> None:
+
+@on_four
+def test_managers_count_ranks_as_the_original() -> None:
     rank = dist.get_rank()
     for size, shard_dim in ((1, -2), (2, -1), (4, -2)):
         manager = credit.initialize_domain_parallel(4, size, shard_dim=shard_dim)
@@ -58,7 +61,8 @@ def test_without_a_manager_a_block_is_the_whole() -> None:
     assert error_of(lambda: credit.convert_to_domain_parallel(nn.Conv2d(1, 1, 3)))[0] == "MeshError"
 
 
-def _halos() -> None:
+@on_four
+def test_halos_are_exact_at_every_width() -> None:
     """Two widths, over several blocks, other boundaries, uneven blocks, all derivatives."""
     rank = dist.get_rank()
     n = dist.get_world_size()
@@ -89,7 +93,11 @@ def _halos() -> None:
     assert credit.HaloExchange(0)(block) is block
 
 
-def _batches() -> None:
+on_two = SharedRanks(2)
+
+
+@on_two
+def test_batches_are_cut_along_space() -> None:
     manager = credit.initialize_domain_parallel(2, 2)
     rank = dist.get_rank()
     x = torch.arange(16.0).view(1, 1, 4, 4)
@@ -155,7 +163,8 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _models() -> None:
+@on_four
+def test_converted_models_are_exact() -> None:
     """Outputs, gradients of inputs, and those of parameters once they are averaged, times the processes."""
     n = dist.get_world_size()
     manager = credit.initialize_domain_parallel(n, n)
@@ -179,7 +188,8 @@ def _models() -> None:
             same(p.grad * n, wanted, f"{name}: gradient of {parameter}")
 
 
-def _dims() -> None:
+@on_two
+def test_any_dim_may_be_cut() -> None:
     """Of other numbers of dims, and other cut ones, counted from either end."""
     manager = credit.initialize_domain_parallel(2, 2)
     torch.manual_seed(0)
@@ -241,7 +251,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def _layers() -> None:
+@on_two
+def test_layers_by_their_own_names_are_exact() -> None:
     """Each by itself, as they are where a model is written with them, with a manager of another kind."""
     n = dist.get_world_size()
     alone = {name: make().double() for name, (make, _) in LAYERS.items()}
@@ -287,7 +298,8 @@ def _layers() -> None:
     assert error_of(lambda: credit.DomainParallelPeriodicConv2d(Periodic(), -1))[0] == "XshardError"
 
 
-def _one_by_one() -> None:
+@on_two
+def test_parts_of_a_converted_model_run_one_by_one() -> None:
     """The parts of a converted model, called as those of the model: with blocks, records lost or not."""
     manager = credit.initialize_domain_parallel(2, 2)
     torch.manual_seed(0)
@@ -312,7 +324,8 @@ class Shrinking(nn.Module):
         return x[:, :, 1:]
 
 
-def _refused() -> None:
+@on_two
+def test_modules_without_an_exact_form_are_refused() -> None:
     """The original runs a module without an exact form on every part by itself."""
     manager = credit.initialize_domain_parallel(2, 2)
     shrinking = {Shrinking: lambda m: m}
@@ -333,16 +346,3 @@ def _refused() -> None:
         )
         assert found == kind and part in text, text
     assert still_connected()
-
-
-def _in_turn(*checks: Callable[[], None]) -> None:
-    for check in checks:
-        check()
-
-
-def test_parts_layers_and_what_is_refused() -> None:
-    on_ranks(2, _in_turn, _batches, _dims, _layers, _one_by_one, _refused)
-
-
-def test_managers_halos_and_exact_models() -> None:
-    on_ranks(4, _in_turn, _managers, _halos, _models)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import torch.distributed as dist
 
 import xshard as xs
 from tests.compat.worked import SYSTEM_OF, WORKED
-from tests.torch_bridge.helpers import error_of, on_ranks, still_connected
+from tests.torch_bridge.helpers import SharedRanks, error_of, on_ranks, still_connected
 from torch_bridge import compat
 from torch_bridge.compat import ksuit, nvsubquadratic, poptorch
 from torch_bridge.compat.ksuit import _served_in
@@ -67,7 +65,11 @@ def test_worked_examples(name: str, ran: dict[int, list[Found]]) -> None:
             )
 
 
-def _dtypes() -> None:
+on_two = SharedRanks(2)
+
+
+@on_two
+def test_dtypes_stay() -> None:
     rank = dist.get_rank()
     for dtype in (
         torch.bfloat16,
@@ -96,14 +98,19 @@ def _dtypes() -> None:
         assert mean.dtype == (dtype if any_ or dtype.is_floating_point else torch.float32)
 
 
-def _rounding() -> None:
+on_four = SharedRanks(4)
+
+
+@on_four
+def test_a_sum_is_rounded_once() -> None:
     x = torch.tensor([256.0, 1.0, 1.0, 1.0][dist.get_rank()]).bfloat16()
     assert x + 1 == 256 or dist.get_rank()
     total = ksuit.all_reduce_sum_grad(x)
     assert total.dtype == torch.bfloat16 and total == torch.tensor(259.0).bfloat16() == 260
 
 
-def _plain_values() -> None:
+@on_two
+def test_python_values_are_gathered() -> None:
     rank = dist.get_rank()
     assert ksuit.all_gather_grad(1.5 + rank).tolist() == [1.5, 2.5]
     assert ksuit.all_gather_nograd([rank, 7]).tolist() == [0, 7, 1, 7]
@@ -148,7 +155,8 @@ def test_without_a_process_group_every_block_is_the_whole() -> None:
         assert error_of(lambda call=call: call(x))[0] == "MeshError"
 
 
-def _no_gradients() -> None:
+@on_two
+def test_verbs_without_gradients_record_none() -> None:
     x = torch.ones(2, requires_grad=True)
     for name in ("all_gather_nograd", "all_reduce_sum_nograd", "all_reduce_mean_nograd"):
         assert not getattr(ksuit, name)(x).requires_grad
@@ -158,7 +166,8 @@ def _no_gradients() -> None:
         ksuit.all_reduce_sum_grad(x).sum().backward()
 
 
-def _clipped() -> None:
+@on_four
+def test_samples_are_clipped() -> None:
     rank = dist.get_rank()
     n = dist.get_world_size()
     samples = torch.arange(10)
@@ -170,7 +179,10 @@ def _clipped() -> None:
     )
 
 
-def _bytes() -> dict[str, tuple[int, int]]:
+@on_four
+def test_gradients_take_as_many_bytes_as_calls() -> None:
+    """The gradient of a gather reduce-scatters: as many bytes as the call, not 2 P times a block's."""
+    n = 3 * 64 * 4
     x = torch.ones(64, requires_grad=True)
     received = {}
     for name, call in (
@@ -184,10 +196,16 @@ def _bytes() -> dict[str, tuple[int, int]]:
         with Meter() as backward:
             y.sum().backward()
         received[name] = sum(forward.received), sum(backward.received)
-    return received
+    assert received == {
+        "gather": (n, n),
+        "own slot": (n, 0),
+        "sum": (n // 2, 0),
+        "copy": (0, n // 2),
+    }
 
 
-def _replicas() -> None:
+@on_four
+def test_replicas_are_of_a_group() -> None:
     rank = dist.get_rank()
     pair = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     y = poptorch.all_gather_cross_replica(torch.tensor(rank), 2, group=pair)
@@ -212,7 +230,8 @@ def test_tensors_travel_on_a_device_that_a_backend_serves() -> None:
         assert _served_in(device, config) == wanted
 
 
-def _compiled() -> None:
+@on_two
+def test_each_verb_compiles_to_one_graph() -> None:
     """One graph of each, with the values and gradients of the call that is not compiled."""
     for name, call in (
         ("all_gather_grad", ksuit.all_gather_grad),
@@ -229,19 +248,3 @@ def _compiled() -> None:
         assert torch.equal(y, compiled), name
         gradients = (torch.autograd.grad(result.pow(2).sum(), x)[0] for result in (y, compiled))
         assert torch.equal(*gradients), name
-
-
-def _together(*checks: Callable[[], Any]) -> list[Any]:
-    return [check() for check in checks]
-
-
-def test_values_dtypes_and_graphs() -> None:
-    on_ranks(2, _together, _dtypes, _plain_values, _no_gradients, _compiled)
-
-
-def test_groups_bytes_and_rounding() -> None:
-    """The gradient of a gather reduce-scatters: as many bytes as the call, not 2 P times a block's."""
-    n = 3 * 64 * 4
-    received = {"gather": (n, n), "own slot": (n, 0), "sum": (n // 2, 0), "copy": (0, n // 2)}
-    for _, _, bytes_, _ in on_ranks(4, _together, _rounding, _clipped, _bytes, _replicas):
-        assert bytes_ == received

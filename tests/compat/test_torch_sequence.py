@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import xshard as xs
-from tests.torch_bridge.helpers import block_of, error_of, numbers, on_ranks, still_connected
+from tests.torch_bridge.helpers import (
+    SharedRanks,
+    block_of,
+    error_of,
+    numbers,
+    still_connected,
+)
 from torch_bridge.compat import ksuit, nvsubquadratic, poptorch
 from torch_bridge.mesh import desync
 from xshard.compat import DIRECTIONS
@@ -23,7 +29,11 @@ N = 4
 MESH = xs.Mesh(cp=N)
 
 
-def _uneven() -> None:
+on_ranks_of_group = SharedRanks(N)
+
+
+@on_ranks_of_group
+def test_blocks_may_be_uneven() -> None:
     """Lengths that nothing divides, both ways: the blocks of the layouts, and gradients that move back."""
     for (length, channels), zigzag in itertools.product(((19, 6), (8, 5), (3, 2)), (True, False)):
         x = numbers(2, channels, length, 3)
@@ -45,7 +55,8 @@ def _uneven() -> None:
     )
 
 
-def _dims() -> None:
+@on_ranks_of_group
+def test_any_dims_are_exchanged() -> None:
     """Sequence first, as in [L, B, C]."""
     x = numbers(16, 2, 8)
     block = block_of(x, "l/zigzag(cp) b c", MESH)
@@ -59,7 +70,8 @@ def _dims() -> None:
         )
 
 
-def _groups() -> None:
+@on_ranks_of_group
+def test_any_group_exchanges() -> None:
     """In two groups of two, whose second one does not begin at rank 0; in the order of the group."""
     rank = dist.get_rank()
     pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
@@ -82,7 +94,8 @@ def _groups() -> None:
     assert still_connected()
 
 
-def _refusals() -> None:
+@on_ranks_of_group
+def test_what_is_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     x = torch.ones(2, 4, 8)
     single: Any = nvsubquadratic.all_to_all_single_fn
@@ -141,12 +154,3 @@ def _refusals() -> None:
             part in str(caught.value) for part in parts
         )
     assert still_connected() and compared().shape == (1, 16, 2)
-
-
-def _checks() -> None:
-    for check in (_uneven, _dims, _groups, _refusals):
-        check()
-
-
-def test_blocks_dims_groups_and_what_is_refused_on_every_rank() -> None:
-    on_ranks(N, _checks)

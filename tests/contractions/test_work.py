@@ -73,7 +73,7 @@ def test_values_are_not_gathered_for_every_device_to_copy(rate):
 
 
 @pytest.mark.parametrize("text", [VALUES, "b s/tp t, t k -> b s/tp k", "b s/tp t -> b t"])
-def test_search_and_plan_count_the_same(text):
+def test_the_search_counts_the_work_of_its_plan(text):
     names = [
         name for x in xs.contractions.expression.contraction(text).operands for name in x.names
     ]

@@ -50,7 +50,7 @@ def test_nodes_are_as_large_as_the_launcher_says():
             xs.load_profile(wrong)
 
 
-def test_an_unknown_kind_warns_once_and_names_calibrate():
+def test_an_unknown_kind_warns_once():
     with pytest.warns(
         UserWarning, match="no profile for devices of the kind 'Abacus 3'.*xshard calibrate"
     ):
@@ -75,7 +75,7 @@ def test_a_file_that_was_rewritten_is_read_again(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{}, [], 3])
-def test_what_is_no_profile_and_no_dtype(wrong):
+def test_what_is_no_name_of_an_option(wrong):
     for option, error in (("profile", xs.errors.ProfileError), ("dtype", xs.errors.DtypeError)):
         with pytest.raises(error, match=re.escape(str(wrong))):
             xs.plan("n/a -> n", xs.Mesh(a=2), (8,), **{option: wrong})

@@ -136,7 +136,7 @@ LAUNCHES = in_one_launch(block for block in ON_DEVICES if block is not UNDER_TOR
 
 
 @pytest.mark.parametrize("document", WITH_PYTHON)
-def test_the_code_runs_and_prints_what_is_shown(document, tmp_path):
+def test_the_code_prints_what_is_shown(document, tmp_path):
     plain = [block for block in python_blocks(document) if block.special is None]
     # The kit has processes of its own, which pytest's process shares with the examples in docstrings.
     uses_the_kit = any("xshard.testing" in block.code for block in plain)
@@ -244,7 +244,7 @@ def test_examples_in_docstrings(example):
     assert result.failed == 0, "".join(said)
 
 
-def test_the_plan_and_ownership_have_examples():
+def test_the_main_verbs_have_examples():
     names = {example.name for example in examples()}
     assert {"xshard.planner.plan", "xshard.layout.layout.Layout.positions"} <= names
 

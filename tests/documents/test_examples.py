@@ -45,7 +45,7 @@ def imported(name: str) -> Iterator[Any]:
         sys.path.remove(str(EXAMPLES))
 
 
-def test_the_demo_shows_equal_losses_and_both_gradients() -> None:
+def test_the_demo_runs_as_for_a_user() -> None:
     """As a user runs it, in an interpreter of its own."""
     command = [sys.executable, str(EXAMPLES / "demo.py")]
     environment = {**os.environ, "COLUMNS": "400"}
@@ -102,7 +102,7 @@ def test_a_graph_network_on_a_sphere_is_that_of_one_device(tmp_path: Path) -> No
     assert picture.read_text().count("<path") == 2 * 9
 
 
-def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named(
+def test_bugs_in_a_port_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process, which has the kit's."""
@@ -118,7 +118,7 @@ def test_a_port_is_shown_to_be_the_same_and_bugs_in_it_are_named(
     assert "a sum over (dp,tp) is missing" in norm
 
 
-def test_suggested_rules_train_and_hold_what_was_predicted() -> None:
+def test_suggested_rules_train_as_predicted() -> None:
     lines = printed("suggest_and_train", "--steps", "2").splitlines()
     rows = {line[:24].strip(): line.split()[-1] for line in lines[-8:] if line.strip()}
     assert rows["optimizer state"] == "1.00"
@@ -128,7 +128,7 @@ def test_suggested_rules_train_and_hold_what_was_predicted() -> None:
     )
 
 
-def test_a_server_answers_while_weights_are_renewed_and_goes_on_without_its_trainer() -> None:
+def test_a_server_outlives_its_trainer() -> None:
     lines = printed("train_and_serve", "--versions", "3", "--kill").splitlines()
     at = next(
         i for i, line in enumerate(lines) if line.startswith("version 2 did not arrive whole")

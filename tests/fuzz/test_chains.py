@@ -83,7 +83,7 @@ def test_a_seed_names_a_chain() -> None:
     assert random_chain("7.0.3", devices=4).mesh.n_devices == 4
 
 
-def test_what_is_wrong_is_found_and_shrunk() -> None:
+def test_what_is_wrong_is_shrunk() -> None:
     """A runtime that loses the last row of what device 0 has."""
 
     def fails(chain: Chain) -> bool:

@@ -29,7 +29,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 
 @in_jax
-def test_torch_to_jax_and_back(tmp_path: Path) -> None:
+def test_a_round_trip_from_torch_through_jax(tmp_path: Path) -> None:
     """Fused on the way to the files, as flax has them in JAX, and of the names of torch again."""
     torch.manual_seed(0)
     state = {name: torch.randn(shape).bfloat16() for name, shape in chain.SHAPES.items()}
@@ -55,7 +55,7 @@ def test_torch_to_jax_and_back(tmp_path: Path) -> None:
 
 
 @in_jax
-def test_every_dtype_and_dcp(tmp_path: Path) -> None:
+def test_every_dtype_survives_files_of_any_kind(tmp_path: Path) -> None:
     mesh = jax_mesh(dp=2, tp=2)
     bytes_ = torch.arange(64, dtype=torch.uint8)
     names = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32")

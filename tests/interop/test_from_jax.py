@@ -31,7 +31,7 @@ def layer(mesh: jax.sharding.Mesh):
 
 
 @in_jax
-def test_gradients_and_second_derivatives_are_those_of_torch() -> None:
+def test_derivatives_of_two_orders_are_those_of_torch() -> None:
     with jax.enable_x64(True):
         f = layer(jax_mesh(a=1))
         x = leaf(3, 4)
@@ -126,7 +126,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("written", ["input", "output"])
 @in_jax
-def test_writes_between_forward_and_backward_are_noticed(written) -> None:
+def test_writes_before_the_backward_pass_are_noticed(written) -> None:
     """JAX's pullback may keep torch's own memory."""
     x = leaf(64, dtype=torch.float32)
     at_input = written == "input"
@@ -155,7 +155,7 @@ def test_what_is_returned_as_it_came_is_another_tensor() -> None:
 
 
 @in_jax
-def test_trees_numbers_keys_and_whole_number_outputs() -> None:
+def test_whatever_jax_takes_may_be_passed() -> None:
     def fn(params, x, scale, key):
         y = x @ params["w"] * scale + 0 * jax.random.normal(key, ())
         return {"y": y, "best": (y.argmax(axis=1), params["unused"])}
@@ -197,7 +197,7 @@ def test_torch_compile_calls_it_between_its_graphs() -> None:
 
 
 @in_jax
-def test_errors_of_the_function_keep_their_kind_and_message() -> None:
+def test_errors_of_the_function_come_unchanged() -> None:
     for fn, kind, message in (
         (lambda x: {}["JAX is unhappy"], KeyError, "JAX is unhappy"),
         (lambda x: x @ jnp.zeros((7, 1)), TypeError, "dot_general requires contracting dimensions"),

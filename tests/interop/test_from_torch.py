@@ -37,7 +37,7 @@ def equal(a, b) -> bool:
 
 @pytest.mark.parametrize("jitted", [False, True])
 @in_jax
-def test_values_and_gradients_are_those_of_jax(jitted) -> None:
+def test_derivatives_are_those_of_jax(jitted) -> None:
     with jax.enable_x64(True):
         x = numbers(3, 4)
         w = numbers(4, 2, seed=1)
@@ -83,7 +83,7 @@ def test_complex_gradients_are_jaxs_conjugates() -> None:
     "dtype", ["float16", "bfloat16", "float8_e4m3fn", "int8", "bool", "complex64"]
 )
 @in_jax
-def test_dtypes_come_and_go_as_they_are(dtype) -> None:
+def test_dtypes_stay_as_they_are(dtype) -> None:
     x = jnp.arange(6).reshape(2, 3).astype(dtype)
     y, n = from_torch(lambda x: (x.T, torch.ones(x.shape[:1])), "...", "...", jax_mesh(a=1))(x)
     assert y.dtype == x.dtype and n.dtype == jnp.float32
@@ -178,12 +178,19 @@ def test_on_explicit_axes_arrays_are_brought_to_their_sharding() -> None:
 
 
 @in_jax
-def test_vmap_and_scan() -> None:
+def test_under_vmap() -> None:
     f, g = both()
     x = numbers(3, 4).astype("float32")
     w = numbers(4, 4).astype("float32")
     many = jnp.stack([x, 2 * x])
     assert equal(jax.vmap(f, (0, None))(many, w), jax.vmap(g, (0, None))(many, w))
+
+
+@in_jax
+def test_under_scan() -> None:
+    f, g = both()
+    x = numbers(3, 4).astype("float32")
+    w = numbers(4, 4).astype("float32")
 
     def chain(f):
         return lambda x: jax.lax.scan(lambda x, _: (f(x, w), None), x, None, 3)[0].sum()

@@ -54,7 +54,7 @@ def test_what_holds_on_cpus_holds_there(file, name) -> None:
 
 @pytest.mark.parametrize("dtype", NARROW + WIDE, ids=str)
 @on_gpu
-def test_memory_is_shared_and_bits_are_kept(dtype) -> None:
+def test_memory_is_shared_bit_by_bit(dtype) -> None:
     mesh = jax_mesh(a=1)
     with jax.enable_x64(dtype in WIDE):
         x = random_bits(dtype, 8, 16).cuda()

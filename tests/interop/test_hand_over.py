@@ -52,7 +52,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", NARROW + WIDE, ids=str)
 @in_jax
-def test_memory_is_shared_and_bits_are_kept(dtype) -> None:
+def test_memory_is_shared_bit_by_bit(dtype) -> None:
     mesh = jax_mesh(dp=2, tp=2)
     with jax.enable_x64(dtype in WIDE):
         blocks = [random_bits(dtype, 8, 16) for _ in range(4)]
@@ -194,7 +194,7 @@ def test_any_layout_is_handed_over_as_any_other(torchs, jaxs, src, dst) -> None:
 
 
 @in_jax
-def test_blocks_are_handed_to_devices_apart_and_gradients_come_back() -> None:
+def test_the_adjoint_of_a_hand_over_is_the_one_back() -> None:
     """The adjoint is the hand-over back, between the dual layouts."""
     there = xs.Mesh(x=4)
     here = xs.Mesh(a=2)
@@ -238,7 +238,7 @@ def test_tensors_are_in_the_order_of_the_mesh() -> None:
 
 
 @in_jax
-def test_addends_and_copies_stand_on_explicit_axes() -> None:
+def test_addends_stand_on_explicit_axes() -> None:
     mesh = jax_mesh(AxisType.Explicit, a=2, b=2)
     blocks = [torch.full((4,), float(i)) for i in range(4)]
     array = to_jax(blocks, "n/a | sum(b)", mesh, copy=False)
@@ -246,6 +246,11 @@ def test_addends_and_copies_stand_on_explicit_axes() -> None:
     whole = jax.reshard(array, jax.NamedSharding(mesh, PartitionSpec("a")))
     assert np.asarray(whole).tolist() == [1.0] * 4 + [5.0] * 4
     assert memory(to_torch(array, "n/a | sum(b)")) == memory(blocks)
+
+
+@in_jax
+def test_addends_on_other_axes_are_refused() -> None:
+    blocks = [torch.full((4,), float(i)) for i in range(4)]
     with pytest.raises(xs.errors.MeshError, match="a mesh of Explicit axes only"):
         to_jax(blocks, "n/a | sum(b)", jax_mesh(a=2, b=2))
 

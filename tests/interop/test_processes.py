@@ -14,7 +14,7 @@ from tests.torch_bridge.helpers import error_of, on_ranks, still_connected, torc
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(4, 1), (2, 2)])
-def test_arrays_and_functions_over_processes(processes, devices) -> None:
+def test_everything_works_over_processes(processes, devices) -> None:
     """Started as torchrun does; set up by one call."""
     torchrun(processes, everything, devices)
 

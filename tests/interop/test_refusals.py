@@ -57,11 +57,15 @@ def test_tensors_that_do_not_fit(message) -> None:
 
 
 @in_jax
-def test_fake_tensors_and_meshes_without_devices() -> None:
+def test_fake_tensors() -> None:
     with FakeTensorMode():
         fake = torch.zeros(4)
     with pytest.raises(xs.XshardError, match=r"a FakeTensor of .* is not dense memory"):
         to_jax(fake, "n", jax_mesh(a=1))
+
+
+@in_jax
+def test_meshes_without_devices() -> None:
     with pytest.raises(xs.errors.MeshError, match=r"AbstractMesh .* is not a mesh of devices"):
         to_jax(torch.zeros(4), "n", jax_mesh(a=1).abstract_mesh)
 

@@ -59,7 +59,7 @@ def test_leaves_are_lists_where_a_process_has_several_devices() -> None:
 
 
 @in_jax
-def test_leaves_without_a_rule_and_rules_without_a_leaf_are_listed() -> None:
+def test_a_mismatch_of_leaves_with_rules_is_listed() -> None:
     tree = {f"w{i}": torch.zeros(2) for i in range(12)}
     with pytest.raises(
         xs.XshardError, match=r"no rule for 11 of 12 names: w1, w10, .* and 3 more"
@@ -71,7 +71,7 @@ def test_leaves_without_a_rule_and_rules_without_a_leaf_are_listed() -> None:
 
 
 @in_jax
-def test_a_leaf_that_is_refused_is_named_and_none_is_copied() -> None:
+def test_no_leaf_is_copied_where_one_is_refused() -> None:
     tree = {"first": torch.zeros(4, 4).T, "second": torch.zeros(3), "third": torch.zeros(3).long()}
     for rules, kind, name in (
         ({"second": "d/xx", "**": "..."}, xs.errors.NotationError, "second"),
@@ -80,19 +80,28 @@ def test_a_leaf_that_is_refused_is_named_and_none_is_copied() -> None:
         with logged() as lines, pytest.raises(kind, match=f"^leaf '{name}': "):
             to_jax(tree, rules, jax_mesh(tp=1))
         assert not lines  # the first would be copied
+
+
+@in_jax
+def test_a_leaf_without_a_mesh_is_named() -> None:
     with pytest.raises(xs.errors.MeshError, match="leaf 'a': the array is not on a mesh"):
         to_torch({"a": jax.numpy.zeros(3)}, {"**": "..."})
 
 
 @in_jax
-def test_progress_counts_bytes_and_shows_a_bar_when_asked_for() -> None:
+def test_progress_counts_bytes() -> None:
     tree = {"a": torch.zeros(4), "b": torch.zeros(2, 3)}
     seen = []
-    arrays = to_jax(
-        tree, {"**": "..."}, jax_mesh(tp=1), progress=lambda *n_bytes: seen.append(n_bytes)
-    )
+    to_jax(tree, {"**": "..."}, jax_mesh(tp=1), progress=lambda *n_bytes: seen.append(n_bytes))
+    assert seen == [(16, 40), (40, 40)]
+
+
+@in_jax
+def test_a_bar_is_shown_when_asked_for() -> None:
+    arrays = to_jax({"a": torch.zeros(4)}, {"**": "..."}, jax_mesh(tp=1))
     with contextlib.redirect_stderr(io.StringIO()) as shown:
         to_torch(arrays, {"**": "..."}, progress=True)
     with contextlib.redirect_stderr(io.StringIO()) as silent:
         to_torch(arrays, {"**": "..."})
-    assert seen == [(16, 40), (40, 40)] and "to torch" in shown.getvalue() and not silent.getvalue()
+    assert "to torch" in shown.getvalue()
+    assert not silent.getvalue()

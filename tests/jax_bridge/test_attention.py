@@ -31,7 +31,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("order", "how", "mode", "mask"), ROWS)
 @in_jax
-def test_every_order_way_and_mask_is_that_of_one_device(order, how, mode, mask) -> None:
+def test_every_combination_is_that_of_one_device(order, how, mode, mask) -> None:
     """Values and the gradients of queries, keys and values; what is in the padding does not count."""
     with jax.enable_x64(True):
         case = (ORDERS[order], MASKS[mask]) if order in ORDERS else CROSS[order]
@@ -81,7 +81,7 @@ def blocks_of(case: Case, x, of_keys: bool = False, dims: str = "bshk"):
 
 
 @in_jax
-def test_a_ring_and_others_under_transformations() -> None:
+def test_methods_agree_under_transformations() -> None:
     """Layers in a scan, each computed again, under vmap; in float32, where JAX's own attention is used."""
     case = Case(xs.Mesh(cp=2), "b s/zigzag(cp) h k", (4, 4))
     mask = Mask(True, has_alibi=True)

@@ -111,7 +111,7 @@ def test_a_gradient_has_the_dtype_of_its_value(dtype) -> None:
 
 
 @in_jax
-def test_the_types_of_values_and_cotangents() -> None:
+def test_types_are_those_of_the_layouts() -> None:
     """At the exits JAX's own check: a result that omits `a` is invariant, one that names it varies."""
     seen = {}
 

@@ -38,7 +38,7 @@ def whole(logits, labels, d, reduction="mean", label_smoothing=0.0, ignore_index
 
 @pytest.mark.parametrize("mode", ["vma", "novma"])
 @in_jax
-def test_the_loss_and_its_gradient_are_those_of_one_device(mode) -> None:
+def test_results_are_those_of_one_device(mode) -> None:
     """NaN in the padding of logits and of cotangents; zeros in that of results."""
     draw = np.random.default_rng(0)
     given = []

@@ -38,7 +38,7 @@ except (jax.errors.JaxRuntimeError, ValueError) as error:  # ValueError where th
 """
 
 
-def test_the_other_has_an_error_and_does_not_hang() -> None:
+def test_the_other_has_an_error_in_time() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -62,7 +62,7 @@ def exchange(expression, mesh, shape, node=None, dtype="float32") -> xs.Plan:
     return xs.Plan(src, dst, xs.Mesh.parse(mesh), shape, dtype, (Exchange(dst, node),))
 
 
-def test_values_gradients_and_bytes() -> None:
+def test_every_plan_does_what_it_says() -> None:
     """Bytes where blocks are even. XLA:CPU widens 16-bit floats to add them; those that move are bits."""
     plans = [xs.plan(text, xs.Mesh.parse(mesh), *given) for text, mesh, *given in CASES]
     plans += [exchange(*case) for case in EXCHANGES]
@@ -212,6 +212,6 @@ def test_what_devices_keep() -> None:
     ],
     ids=str,
 )
-def test_blocks_without_gaps_and_of_few_orders_are_made_of_boxes(case, made_of_boxes) -> None:
+def test_which_blocks_are_made_of_boxes(case, made_of_boxes) -> None:
     plan, schedule = scheduled(*case)
     assert (tilings(schedule.all_rounds, plan.target) is not None) == made_of_boxes

@@ -15,11 +15,21 @@ from tests.jax_bridge.helpers import in_jax, placed
 
 
 @in_jax
-def test_host_devices_and_what_overrides_them() -> None:
+def test_host_devices_have_a_profile() -> None:
     mesh = jax.make_mesh((2,), ("a",))
     assert machine("auto").name == machine("auto", mesh).name == "host"
+
+
+@in_jax
+def test_a_named_profile_overrides_it() -> None:
+    mesh = jax.make_mesh((2,), ("a",))
     with xs.use_profile("h100:2"):
         assert machine("auto", mesh).name == "h100:2" and machine("a100", mesh) == "a100"
+
+
+@in_jax
+def test_moves_on_host_devices() -> None:
+    mesh = jax.make_mesh((2,), ("a",))
     x = placed(jnp.arange(8.0).reshape(4, 2), mesh, "a")
     y = xj.reshard(x, "n/a d -> n d/a", mesh)
     assert y.sharding.spec == jax.P(None, "a") and np.array_equal(x, y)
@@ -46,7 +56,7 @@ class Device(NamedTuple):
 
 
 @in_jax
-def test_nodes_are_hosts_of_gpus_and_processes_of_cpus() -> None:
+def test_nodes_are_what_shares_fast_links() -> None:
     for of_process, of_island, launcher, platform, wanted in (
         (4, None, "", "gpu", "h100:4"),
         (1, None, "", "gpu", "h100"),

@@ -98,7 +98,7 @@ def arguments_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", CASES)
 @in_jax
-def test_equal_to_the_partitioner_and_moves_no_more(name) -> None:
+def test_layers_move_no_more_than_the_partitioner(name) -> None:
     case = CASES[name]
     with jax.enable_x64(True):
         both_programs, placed = programs(case)
@@ -124,7 +124,7 @@ def test_equal_to_the_partitioner_and_moves_no_more(name) -> None:
 
 
 @in_jax
-def test_a_periodic_halo_is_two_permutes_and_four_with_its_gradient() -> None:
+def test_a_periodic_halo_is_two_permutes_per_pass() -> None:
     """One each way, and back; what the devices' kernels got is summed once."""
     case = CASES["periodic"]
     (ours, theirs), placed = programs(case)

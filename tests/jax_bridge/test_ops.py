@@ -111,7 +111,7 @@ def test_a_plan_on_some_axes_is_priced_for_the_links_of_the_whole_mesh() -> None
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @in_jax
-def test_some_axes_manual_and_the_others_automatic(check_vma) -> None:
+def test_some_axes_may_be_automatic(check_vma) -> None:
     def doubled(x):
         return xj.redistribute(x * 2, "n/a d -> n d/a")
 
@@ -311,7 +311,7 @@ def test_a_maximum_that_stays_has_no_gradient() -> None:
 
 
 @in_jax
-def test_unreduced_and_reduced_values_are_accepted() -> None:
+def test_types_of_jax_are_accepted() -> None:
     """JAX's own types for addends and copies enter as `sum` and `copy`."""
 
     def local(x):

@@ -37,7 +37,7 @@ def test_positions_of_this_devices_block(layout, check_vma) -> None:
 
 
 @in_jax
-def test_positions_inside_pmap_and_vmap() -> None:
+def test_positions_inside_mapped_functions() -> None:
     def local(_):
         return xj.positions("b s/zigzag(cp)", shape=(2, 12), dim=1)
 
@@ -82,7 +82,7 @@ def test_what_is_refused() -> None:
 
 
 @in_jax
-def test_rows_of_a_map_in_blocks_and_in_global_arrays() -> None:
+def test_rows_of_a_map_move() -> None:
     """A halo of a graph and its adjoint on blocks, in types; a migration of arrays at rest, and its order."""
     mesh = device_mesh(CP)
     shape = (9, 2)

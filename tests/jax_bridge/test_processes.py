@@ -37,7 +37,7 @@ def check(environments, names) -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_values_and_gradients_of_every_case(processes: int) -> None:
+def test_every_case_is_right_over_processes(processes: int) -> None:
     """On 2 x 4 and 4 x 2 devices. Their numbers are not contiguous: those of a process begin at a multiple
     of 2048, and a mesh takes the processes in turn. One case of each kind: one process runs them all. Two
     processes, which compile half as much, run one on every mesh."""

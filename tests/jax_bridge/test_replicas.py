@@ -68,7 +68,7 @@ def test_the_silent_bug_is_reported(axis, devices, jit) -> None:
 
 
 @in_jax
-def test_which_devices_and_in_pmap() -> None:
+def test_devices_that_differ_are_named() -> None:
     def odd_one(x):
         weight = (jax.lax.axis_index(BOTH) == 3).astype(np.float32)
         checked = partial(
@@ -78,6 +78,10 @@ def test_which_devices_and_in_pmap() -> None:
 
     assert "along 'dp'" in (text := raised(jax.jit(mapped(odd_one, check_vma=False)), X))
     assert "by 1 on devices 1, 3, where the largest value is 1" in text
+
+
+@in_jax
+def test_under_pmap() -> None:
     over = gradient("n/p d -> n d", "p", check_replicated=True)
     assert "along 'p'" in raised(jax.pmap(over, "p", devices=jax.devices()[:4]), X.reshape(4, 4, 2))
     once = gradient("n/p d -> n d", None, check_replicated=True)
@@ -87,7 +91,7 @@ def test_which_devices_and_in_pmap() -> None:
 
 
 @in_jax
-def test_blocks_that_go_in_and_cotangents_of_addends() -> None:
+def test_blocks_that_differ_are_told() -> None:
     def enters(expression):
         local = partial(xj.redistribute, layouts=expression, check_replicated=True)
         return jax.jit(mapped(local, check_vma=False))
@@ -95,6 +99,10 @@ def test_blocks_that_go_in_and_cotangents_of_addends() -> None:
     assert "blocks differ along 'tp'" in raised(enters("n d -> n/tp d"), X)
     assert "blocks differ along 'dp'" in raised(enters("n d | copy(dp) -> n d/dp"), X)
     enters("n d -> n/tp d")(np.tile(X[:4], (4, 1)))
+
+
+@in_jax
+def test_cotangents_of_addends_are_told() -> None:
     addends = mapped(gradient("n d -> n d | sum(tp)", "tp", check_replicated=True), check_vma=False)
     assert "reduce sum(tp) before" in raised(jax.jit(addends), np.tile(X[:4], (4, 1)))
 
@@ -178,13 +186,20 @@ def test_nothing_else_changes(expression, check_vma) -> None:
 
 
 @in_jax
-def test_the_environment_switches_it_and_a_vmapped_axis_is_refused() -> None:
+def test_the_environment_switches_it_on() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             replicas, "ALWAYS", True
         )  # as the environment variable XSHARD_CHECK_REPLICATED does
         sliced = partial(xj.ops.shard, dim=0, axis="tp", grad="replicated")
         assert "blocks differ" in raised(jax.jit(mapped(sliced, check_vma=False)), X)
+
+
+@in_jax
+def test_an_axis_of_vmap_is_refused() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "ALWAYS", True)
+        sliced = partial(xj.ops.shard, dim=0, axis="tp", grad="replicated")
         with pytest.raises(xs.XshardError, match="a batch of vmap") as caught:
             jax.vmap(sliced, axis_name="tp")(X.reshape(4, 4, 2))
         assert "use jax.shard_map or jax.pmap" in str(caught.value)

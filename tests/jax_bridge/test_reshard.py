@@ -44,7 +44,7 @@ CASES = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("before", "expression", "after"), CASES)
 @in_jax
-def test_arrays_stay_the_same_and_get_the_sharding(kind, before, expression, after) -> None:
+def test_arrays_get_the_sharding(kind, before, expression, after) -> None:
     y = xj.reshard(on(kind, *before), expression)
     assert np.array_equal(y, X)
     assert y.sharding == NamedSharding(mesh(kind), P(*after, *[None] * (X.ndim - len(after))))
@@ -54,7 +54,7 @@ def test_arrays_stay_the_same_and_get_the_sharding(kind, before, expression, aft
 
 @pytest.mark.parametrize("kind", KINDS)
 @in_jax
-def test_under_jit_and_differentiated(kind) -> None:
+def test_under_transformations(kind) -> None:
     weights = on(kind, "b", "a", x=X % 7)
 
     @jax.jit

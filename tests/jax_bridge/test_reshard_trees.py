@@ -46,7 +46,7 @@ def test_a_tree_of_expressions() -> None:
 
 
 @in_jax
-def test_one_expression_for_all_and_a_prefix() -> None:
+def test_one_expression_is_for_all_below_it() -> None:
     two = {"p": on("a"), "q": [on("a"), on("a")]}
     for expression in (
         "n/a d -> n d/b",
@@ -55,12 +55,20 @@ def test_one_expression_for_all_and_a_prefix() -> None:
     ):
         for moved in jax.tree.leaves(xj.reshard(two, expression)):
             assert np.array_equal(moved, X) and moved.sharding.spec == P(None, "b")
+
+
+@in_jax
+def test_a_pair_of_expressions_is_one_for_each() -> None:
     pair = (
         on("a"),
         on("b"),
     )  # a pair of expressions is one for each, a pair of layouts one for all
     moved = xj.reshard(pair, ("n/a d -> n d/b", "n/b d -> n/a d"))
     assert [x.sharding.spec for x in moved] == [P(None, "b"), P("a", None)]
+
+
+@in_jax
+def test_an_empty_tree_stays_empty() -> None:
     assert xj.reshard({}, "n -> n") == {} and xj.reshard(None, "n -> n") is None
 
 
@@ -100,7 +108,7 @@ def test_one_program_that_moves_what_the_plans_say() -> None:
 
 
 @in_jax
-def test_donated_arrays_are_gone_and_their_memory_used() -> None:
+def test_memory_of_donated_arrays_is_used() -> None:
     before = model()
     held = {s.data.unsafe_buffer_pointer() for s in before["w"].addressable_shards}
     with warnings.catch_warnings():
@@ -110,6 +118,10 @@ def test_donated_arrays_are_gone_and_their_memory_used() -> None:
     assert all(x.is_deleted() for x in jax.tree.leaves(before))
     assert held & {s.data.unsafe_buffer_pointer() for s in after["w"].addressable_shards}
     chex.assert_trees_all_equal(after, model())
+
+
+@in_jax
+def test_arrays_that_are_not_donated_stay() -> None:
     kept = model()
     xj.reshard(kept, MOVES)
     chex.assert_trees_all_equal(kept, model())

@@ -97,7 +97,7 @@ PROGRAMS = [(1, 4, 2), (2, [3, 0, 0, 1, 1, 1], None), (3, 8, 2)]
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @in_jax
-def test_rows_results_and_gradients_are_those_of_one_device(check_vma) -> None:
+def test_routes_are_as_on_one_device(check_vma) -> None:
     for k, groups, capacity in PROGRAMS if check_vma else PROGRAMS[2:]:
         first = Case(k, groups, capacity)
         routed, whole = map(values_and_gradients, (first.routed(check_vma), first.on_one_device))
@@ -140,7 +140,7 @@ def test_without_padding_where_there_is_a_ragged_all_to_all() -> None:
 
 
 @in_jax
-def test_under_names_of_pmap_and_vmap_and_what_is_refused() -> None:
+def test_under_names_of_mapped_axes() -> None:
     case = Case(2, 8, None, 3)
     want, _ = case.on_one_device(*case.arguments)
     arguments = [np.asarray(a)[:, None] for a in case.arguments]
@@ -149,6 +149,11 @@ def test_under_names_of_pmap_and_vmap_and_what_is_refused() -> None:
         jax.vmap(case.local, axis_name="ep"),
     ):
         assert np.array_equal(run(*arguments)[0][:, 0], want)
+
+
+@in_jax
+def test_what_is_refused() -> None:
+    case = Case(2, 8, None, 3)
     for error, to, options in (
         ("MeshError: 'tp' is not manual here", case.to, {"axis": "tp"}),
         ("ShapeError: to has shape", case.to[:, 0, 0], {}),

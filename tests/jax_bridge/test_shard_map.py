@@ -42,7 +42,7 @@ def whole(*shape: int, seed: int = 0) -> np.ndarray:
 
 @in_jax
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_blocks_of_any_layout_and_their_adjoint(check_vma) -> None:
+def test_blocks_of_any_layout(check_vma) -> None:
     texts = [*LAYOUTS][:: 1 if check_vma else 3]
     arrays = [whole(*LAYOUTS[text], seed=i) for i, text in enumerate(texts)]
     each = [" ".join(["device/(a,b)", *(f"e{i}" for i in range(x.ndim))]) for x in arrays]
@@ -109,19 +109,35 @@ def test_gradients_without_types_where_layouts_say_what_devices_share() -> None:
 
 
 @in_jax
-def test_jit_vmap_and_donation() -> None:
+def test_under_transformations() -> None:
     x = whole(3, 8, 2)
     f = xj.shard_map(lambda x: x + 1, "n/a:halo(1,1) d -> n/a:halo(1,1) d", mesh())
     assert np.array_equal(jax.jit(jax.vmap(f))(x), x + 1)
+
+
+@in_jax
+def test_inside_another_over_the_axes_that_are_left() -> None:
+    x = whole(3, 8, 2)
+    f = xj.shard_map(lambda x: x + 1, "n/a:halo(1,1) d -> n/a:halo(1,1) d", mesh())
     along_b = jax.shard_map(
         f, mesh=mesh(), in_specs=P(None, "b"), out_specs=P(None, "b"), axis_names={"b"}
     )
     assert np.array_equal(
         jax.jit(along_b)(x[0]), x[0] + 1
     )  # inside another, over the axes that are left
+
+
+@in_jax
+def test_donation_to_jit() -> None:
+    x = whole(3, 8, 2)
     given = xj.place(x, "... d/a", mesh())
     jax.jit(xj.shard_map(lambda x: x + 1, "... d/a -> ... d/a", mesh()), donate_argnums=0)(given)
     assert given.is_deleted()
+
+
+@in_jax
+def test_donation_of_one_argument() -> None:
+    x = whole(3, 8, 2)
     tree = {"kept": xj.place(x, "... d/a", mesh()), "gone": [xj.place(x, "... d/a", mesh())]}
     add = lambda kept, gone: [y + kept for y in gone]  # noqa: E731
     step = xj.shard_map(add, "... d/a, ... d/a -> ... d/a", mesh(), donate_argnums=1)
@@ -130,7 +146,7 @@ def test_jit_vmap_and_donation() -> None:
 
 
 @in_jax
-def test_a_dim_in_another_order_is_in_storage_order_and_this_is_remembered() -> None:
+def test_a_storage_order_is_remembered() -> None:
     x = np.arange(8.0, dtype=np.float32)
     stored = xj.place(x, "s/zigzag(a)", mesh())
     assert stored.tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
@@ -162,7 +178,7 @@ def test_arrays_that_are_cut_otherwise_are_moved() -> None:
 
 
 @in_jax
-def test_trees_by_rules_and_what_is_no_array() -> None:
+def test_trees_by_rules() -> None:
     rules = xs.Rules({"layers.*.w": "i o/b -> i o", "**.bias|scale": "... | copy(a)"})
     w = whole(4, 4)
     bias = whole(4, seed=1)

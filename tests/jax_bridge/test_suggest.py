@@ -32,7 +32,7 @@ def loss_of(name: str) -> Loss:
 
 @pytest.mark.parametrize("name", NAMES)
 @in_jax
-def test_every_equation_has_a_rule_and_equal_layers_are_one(name: str) -> None:
+def test_every_equation_has_a_rule(name: str) -> None:
     loss = loss_of(name)
     step, *_ = traced(loss)
     opaque = {op.name.partition(".")[0] for op in step.ops if op.kind == "opaque"}
@@ -115,7 +115,7 @@ def _filled(args: Any) -> Any:
 
 
 @in_jax
-def test_constraints_leave_results_and_save_bytes() -> None:
+def test_constraints_save_bytes() -> None:
     """Without them XLA goes on with the layout in which rows of the embedding arrive."""
     loss, args = transformer(False, batch=32, sequence=64, c=256, n=1)
     mesh = device_mesh(xs.Mesh(dp=2, tp=2))

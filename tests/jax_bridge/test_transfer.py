@@ -106,7 +106,7 @@ def layers(n: int) -> dict[str, np.ndarray]:
 
 
 @in_jax
-def test_names_fuse_turn_stack_and_cast_on_the_way_and_undo_it() -> None:
+def test_names_change_on_the_way() -> None:
     to_fused = Names(
         concat(["*.q", "*.k", "*.v"], "*.qkv", rows=(4, 2, 2)),
         concat(["*.gate", "*.up"], "*.gate_up", rows=(24, 24)),
@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
 
 @needs_flax
 @in_jax
-def test_modules_of_flax_and_equinox_come_whole() -> None:
+def test_modules_of_other_libraries_come_whole() -> None:
     import equinox as eqx
     from flax import nnx
 

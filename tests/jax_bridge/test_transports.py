@@ -78,7 +78,7 @@ def test_slices_of_one_buffer_make_the_same_blocks(case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
-def test_what_is_sent_is_expected_and_does_not_overlap(case) -> None:
+def test_what_is_sent_has_a_place_of_its_own(case) -> None:
     plan = exchange_plan(*case)
     ((step, before, _),) = plan.stages
     local, schedule = rounds(step, before)

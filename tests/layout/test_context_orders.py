@@ -114,26 +114,38 @@ DOCUMENTS = [(4, 8, 4), (8, 24, 16), (16,)]
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("lengths", DOCUMENTS)
-def test_zigzag_of_every_document_is_transformer_engines_thd_and_ring_flash_attentions_varlen(
-    lengths, n
-):
+def test_zigzag_of_every_document_is_transformer_engines_thd(lengths, n):
     ends = np.cumsum([0, *lengths])
     rows = np.arange(sum(lengths))
     text = f"s/zigzag(cp,{','.join(map(str, lengths))})"
     found = positions(text, xs.Mesh(cp=n), len(rows))
     assert found == [transformer_engine_thd(rows, rank, n, ends).tolist() for rank in range(n)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("lengths", DOCUMENTS)
+def test_zigzag_of_every_document_is_ring_flash_attentions_varlen(lengths, n):
+    ends = np.cumsum([0, *lengths])
+    rows = np.arange(sum(lengths))
+    text = f"s/zigzag(cp,{','.join(map(str, lengths))})"
+    found = positions(text, xs.Mesh(cp=n), len(rows))
     documents = np.split(rows, ends[1:-1])  # varlen of ring-flash-attention: each document in turn
     each = [[ring_flash_attention(d, rank, n) for d in documents] for rank in range(n)]
     assert found == [np.concatenate(rank).tolist() for rank in each]
 
 
-def test_torchs_per_document_order_differs_and_can_be_written_in_intervals():
+def test_torchs_per_document_order_is_no_zigzag():
     """It is document-major: parts are cut without regard to ranks, and work is not balanced."""
     lengths = [4, 8, 4]
     n = 2
     expected = torch_per_document(lengths, n)
     assert expected[0] == [0, 3, 1, 2, 4, 5, 10, 11]
     assert expected != positions("s/zigzag(cp,4,8,4)", xs.Mesh(cp=n), 16)
+
+
+def test_torchs_per_document_order_is_written_in_intervals():
+    n = 2
+    expected = torch_per_document([4, 8, 4], n)
     runs = [merge_adjacent(Run(row, 1) for row in rank) for rank in expected]
     runs = [[(run.start, run.start + run.length) for run in some] for some in runs]
     parts = ",".join(str([end for run in some for end in run]) for some in runs)
@@ -141,11 +153,16 @@ def test_torchs_per_document_order_differs_and_can_be_written_in_intervals():
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_cyclic_is_striped_attention_and_fpdt(n):
+def test_cyclic_is_striped_attention(n):
     rows = np.arange(6 * n)
     found = positions("s/cyclic(cp)", xs.Mesh(cp=n), len(rows))
     # ring-flash-attention's stripe: stack(split(n), dim).transpose, and the rank's row
     assert found == np.stack(np.split(rows, 6)).T.tolist()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_cyclic_of_stripes_is_fpdt(n):
+    rows = np.arange(6 * n)
     for stripe in (1, 2, 3):
         # TransformerEngine JAX Striped with its stripe size: reshape, swap, reshape
         striped = rows.reshape(-1, n, stripe).swapaxes(0, 1).reshape(n, -1).tolist()

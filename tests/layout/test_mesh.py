@@ -17,7 +17,7 @@ def test_devices_number_a_row_major_array(mesh):
         assert mesh.device(coords) == device
 
 
-def test_groups_are_the_lines_and_planes_of_that_array():
+def test_groups_are_slices_of_that_array():
     mesh = xs.Mesh(a=2, b=3, c=4)
     numbers = np.arange(24).reshape(2, 3, 4)
     assert mesh.groups(("b",)) == tuple(

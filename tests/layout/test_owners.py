@@ -124,7 +124,7 @@ def test_a_plan_as_text_brings_its_maps_along():
     assert plan.source.owned(0, 0) == ((0, 1, 1, 0), (3, 1, 1, 0)) and plan.to_json() == text
 
 
-def test_moved_rows_and_their_new_owners():
+def test_moved_rows_follow_those_that_stay():
     """A thousand random steps against lists: rows that stay keep their order, the others follow."""
     rng = random.Random(0)
     owners = random_owners(rng, 30, 4)

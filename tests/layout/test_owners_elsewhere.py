@@ -250,9 +250,7 @@ SHARDED = [
 
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize(("src", "dst", "shape"), SHARDED)
-def test_splits_gathers_and_transposes(
-    src: str, dst: str, shape: tuple[int, ...], parts: int
-) -> None:
+def test_every_move_is_as_elsewhere(src: str, dst: str, shape: tuple[int, ...], parts: int) -> None:
     x = np.arange(np.prod(shape)).reshape(shape)
     mesh = xs.Mesh(gp=parts)
     for ends in ((src, dst), (dst, src)):

@@ -43,20 +43,24 @@ def test_positions_are_the_numbers_that_the_reference_scatters(data, mesh, shape
         "s/cp:halo(2,0,pole)",
     ],
 )
-def test_every_order_and_overlap(dim):
+def test_positions_are_the_rows_that_scatter_gives(dim):
     for device, block in enumerate(xs.reference.scatter(np.arange(16), dim, FOUR)):
         assert np.array_equal(xs.Layout.parse(dim).positions(FOUR, (16,), "s", device), block)
 
 
-def test_constant_rows_have_no_number_and_contributions_have_that_of_their_row():
-    def positions(text, device):
-        return xs.Layout.parse(text).positions(FOUR, (8,), "s", device).tolist()
+def positions(text, device):
+    return xs.Layout.parse(text).positions(FOUR, (8,), "s", device).tolist()
 
+
+def test_constant_rows_have_no_number():
     assert positions("s/cp:halo(2,1)", 0) == [-1, -1, 0, 1, 2]
+
+
+def test_contributions_have_the_number_of_their_row():
     assert positions("s/cp:fold(halo(2,1))", 3) == [4, 5, 6, 7, -1]
 
 
-def test_dims_by_name_by_index_and_behind_an_ellipsis():
+def test_a_dim_is_named_in_any_way():
     layout = xs.Layout.parse("... s/cp c")
     for dim in ("s", 2, -2):
         assert layout.positions(FOUR, (2, 3, 8, 5), dim, 1).tolist() == [2, 3]

@@ -91,7 +91,7 @@ def test_contiguous_cuts_are_torch_chunk_at_every_level(n):
         assert held("n/a/b", length, mesh) == [half for piece in expected for half in piece]
 
 
-def test_nested_and_grouped_cuts_differ_where_uneven():
+def test_nested_cuts_differ_from_grouped_ones_where_uneven():
     mesh = xs.Mesh(a=2, b=2)
     assert held("n/a/b", 5, mesh) == [[0, 1], [2], [3], [4]]
     assert held("n/(a,b)", 5, mesh) == [[0, 1], [2, 3], [4], []]
@@ -140,7 +140,7 @@ def test_numbers_that_do_not_fit(text, message):
         xs.Sharding(Layout.parse(text), xs.Mesh(a=2, b=2), (16,))
 
 
-def test_zigzag_and_cyclic_are_few_runs_however_long_the_dim():
+def test_orders_are_few_runs_however_long_the_dim():
     mesh = xs.Mesh(cp=64)
     for order, runs in (("zigzag", 2), ("cyclic", 1)):
         sharding = xs.Sharding(Layout.parse(f"s/{order}(cp)"), mesh, (2**40,))

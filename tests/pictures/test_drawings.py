@@ -106,7 +106,7 @@ def random_shardings(n: int) -> Iterator[xs.Sharding]:
                 return
 
 
-def test_drawn_blocks_are_to_scale_and_those_of_their_devices() -> None:
+def test_drawn_blocks_are_to_scale() -> None:
     """Of 500 random layouts: each drawn row is one that the device owns, and areas are shares."""
     for at in random_shardings(500):
         drawn = picture(at)
@@ -158,7 +158,7 @@ def _assert_lanes(at: xs.Sharding, drawn: Picture, dims: list[int]) -> None:
                 assert (part.origin == "own") <= (part.owner == lane.devices)
 
 
-def test_a_move_shows_one_rectangle_its_own_device_numbers_and_the_layouts_of_its_title() -> None:
+def test_a_transfer_shows_the_numbers_of_its_devices() -> None:
     plan = xs.plan(
         "o/dp i -> o i/tp",
         src_mesh=xs.Mesh(dp=4),
@@ -173,6 +173,9 @@ def test_a_move_shows_one_rectangle_its_own_device_numbers_and_the_layouts_of_it
         "d0 to d4: 64 B",
         "d0 to d5: 64 B",
     ]
+
+
+def test_a_move_shows_one_rectangle_under_its_layouts() -> None:
     moves = {"s/cp c -> s c/cp": (16, 8), "b/dp s c -> b s c/dp": (4, 8, 6)}
     for move, shape in {**moves, "n/(dp,cp) d -> n d | copy(dp,cp)": (16, 8)}.items():
         plan = xs.plan(move, MESH, shape)
@@ -230,15 +233,17 @@ def test_rows_from_beyond_an_end_are_told_from_devices() -> None:
     ) and "←: copied from a device (r: rows)" in texts[-1]
 
 
-def test_every_device_has_its_own_look_and_replicas_have_none() -> None:
-    def looks(layout: str, mesh: str, *shape: int) -> dict[int, list[str | None]]:
-        each: dict[int, list[str | None]] = {}
-        device = -1
-        for rect in elements(sharding_svg(picture(sharding(layout, mesh, *shape))), "rect"):
-            device = int(rect.get("data-device", device))
-            each.setdefault(device, []).append(rect.get("fill"))
-        return each
+def looks(layout: str, mesh: str, *shape: int) -> dict[int, list[str | None]]:
+    """The colours of each device's rectangles."""
+    each: dict[int, list[str | None]] = {}
+    device = -1
+    for rect in elements(sharding_svg(picture(sharding(layout, mesh, *shape))), "rect"):
+        device = int(rect.get("data-device", device))
+        each.setdefault(device, []).append(rect.get("fill"))
+    return each
 
+
+def test_light_blocks_are_told_apart_on_dark_pages() -> None:
     cards = elements(sharding_svg(picture(sharding("n/a:halo(1,1) d", "a=2,b=2", 8, 4))), "rect")
     inks = {
         (rect.get("fill") == "none", rect.get("stroke")) for rect in cards if rect.get("stroke")
@@ -246,11 +251,20 @@ def test_every_device_has_its_own_look_and_replicas_have_none() -> None:
     assert inks == {
         (False, "#111"),
         (True, "currentColor"),
-    }  # light blocks are told apart on dark pages
+    }
+
+
+def test_every_device_has_its_own_look() -> None:
     many = looks("n/a", "a=32", 32)
     assert len({tuple(look) for look in many.values()}) == 32
+
+
+def test_replicas_share_one_look() -> None:
     assert looks("n d/b", "a=2,b=2", 4, 4)[0] == looks("n d", "a=4", 4, 4)[3] == [SHARED]
     assert looks("n | copy(a)", "a=2", 4)[1][0] == COLOURS[1]
+
+
+def test_a_device_without_rows_is_named() -> None:
     assert "empty: d1" in sharding_svg(picture(sharding("s/sizes(a,6,0,7,3)", "a=4", 16)))
 
 
@@ -276,7 +290,7 @@ def test_a_mesh_with_many_devices_is_summarised() -> None:
     assert len(svg) < 60_000 and len(html(xs.Mesh(a=512, b=512))) < 2_000_000
 
 
-@pytest.mark.parametrize(
+every_value = pytest.mark.parametrize(
     "value",
     [
         xs.Layout("b/dp s/zigzag(cp):halo(1,1) c | sum(tp)"),
@@ -291,13 +305,22 @@ def test_a_mesh_with_many_devices_is_summarised() -> None:
     ],
     ids=repr,
 )
-def test_every_value_has_one_line_and_a_picture(value: Any) -> None:
+
+
+@every_value
+def test_every_value_has_one_line(value: Any) -> None:
     assert "\n" not in repr(value) and len(repr(value)) < 200
+
+
+@every_value
+def test_every_value_has_a_picture_that_needs_nothing(value: Any) -> None:
     shown = value._repr_html_()
     assert ElementTree.fromstring(shown) is not None  # well-formed
-    assert "<script" not in shown and not re.search(
-        r"(?<![-\w])(?:href|src)=", shown
-    )  # and needs nothing
+    assert "<script" not in shown and not re.search(r"(?<![-\w])(?:href|src)=", shown)
+
+
+@every_value
+def test_a_line_of_a_value_evaluates_to_it(value: Any) -> None:
     names = {name: getattr(xs, name) for name in ("Layout", "Mesh", "Sharding")}
     if type(value).__name__ in names:
         assert eval(repr(value), names) == value
@@ -326,7 +349,8 @@ def test_show_prints_in_a_terminal(
             wrong()
 
 
-def test_a_terminal_of_80_columns_breaks_no_layout_and_needs_16_colours() -> None:
+def in_a_narrow_terminal() -> str:
+    """A plan, an error and a table on 80 columns, with colours."""
     narrow = Console(width=80, force_terminal=True, color_system="standard")
     long = xs.plan(
         "b s/zigzag(cp) c/dp | sum(tp) -> b s/tp c/(cp,dp)", xs.Mesh(dp=2, cp=4, tp=2), (2, 64, 32)
@@ -344,11 +368,19 @@ def test_a_terminal_of_80_columns_breaks_no_layout_and_needs_16_colours() -> Non
         narrow.print(long)
         narrow.print(EquivalenceError([failed, failed], 3).table())
         narrow.print(renderable(sharding("n/a", "a=10", 10)))
-    text = shown.get()
+    return shown.get()
+
+
+def test_a_terminal_of_80_columns_breaks_no_layout() -> None:
+    text = in_a_narrow_terminal()
     lines = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in text
     assert {"    b s/zigzag(cp) c/dp | sum(tp)", "    b s/tp c/(cp,dp)"} <= set(lines)
     assert [line for line in lines if line.startswith("1, 2: a a a ")]
+
+
+def test_a_terminal_needs_16_colours() -> None:
+    text = in_a_narrow_terminal()
     styles = re.findall(r"\x1b\[(4;)?30;(\d+)m +d\d +", text)
     assert len(set(styles)) == len(styles) == 10 and max(int(back) for _, back in styles) < 108
     assert not {"44", "104"} & {back for _, back in styles}  # black on blue cannot be read

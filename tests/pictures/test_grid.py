@@ -62,7 +62,7 @@ def test_zigzag_blocks():
     assert drawn.cards.tolist() == [[[0], [1], [1], [0]]]
 
 
-def test_devices_have_coordinates_shape_and_rows():
+def test_a_table_has_a_row_for_each_device():
     out = console()
     with out.capture() as shown:
         out.print(renderable(sharding("h/sp:halo(1,1) w", "dp=2,sp=2", 8, 3)))
@@ -78,17 +78,20 @@ def test_devices_have_coordinates_shape_and_rows():
         ("a b c", ("b", "c")),
     ],
 )
-def test_two_dims_are_drawn_and_cut_ones_first(layout, names):
+def test_two_dims_are_drawn_cut_ones_first(layout, names):
     drawn = picture(sharding(layout, "x=2,y=2,z=2", 4, 4, 4))
     assert tuple(strip.dim.name for strip in drawn.strips) == names
 
 
-def test_a_scalar_is_one_cell_and_an_empty_array_has_none():
+def test_a_scalar_is_one_cell():
     assert picture(sharding("()", "a=2")).cards.tolist() == [[[0]], [[1]]]
+
+
+def test_an_empty_array_has_no_cell():
     assert picture(sharding("n/a m", "a=2", 0, 4), ["n", "m"]).cards.size == 0
 
 
-def test_long_dims_are_cut_off_and_say_so():
+def test_long_dims_are_cut_off():
     strip = picture(sharding("s/cyclic(cp)", "cp=4", 8192)).strips[0]
     assert len(strip.blocks) == MAX_BLOCKS
     assert strip.n_drawn == MAX_BLOCKS

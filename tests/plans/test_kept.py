@@ -90,7 +90,7 @@ def test_wrong_files_are_planned_afresh(again, tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_folder_is_bounded_shared_and_may_fail(again, tmp_path, monkeypatch):
+def test_threads_share_a_folder_that_is_bounded(again, tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("stays")
     monkeypatch.setattr(kept, "MAX_FILES", 8)
     monkeypatch.setattr(kept, "WRITES_PER_COUNT", 1)
@@ -100,6 +100,11 @@ def test_the_folder_is_bounded_shared_and_may_fail(again, tmp_path, monkeypatch)
     assert "notes.txt" in names
     assert 4 <= len(names) <= 9 + 4
     assert all(name.endswith((".json", ".txt")) for name in names)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_folder_that_fails_is_warned_of(again, tmp_path, monkeypatch):
+    (tmp_path / "notes.txt").write_text("stays")
     monkeypatch.setenv("XSHARD_CACHE", str(tmp_path / "notes.txt"))
     with pytest.warns(UserWarning, match="keeps no plans"):
         again(move)

@@ -122,9 +122,14 @@ def test_it_prints_as_a_table():
     assert str(xs.Plan(*ends, *array, steps, HALF, xs.load_profile("bandwidth"))) == TABLE
 
 
-def test_every_case_survives_json_and_its_backward_plan_leads_from_dual_to_dual():
-    for plan in (case.plan() for case in CASES):
+def test_every_case_survives_json():
+    for case in CASES:
+        plan = case.plan()
         assert xs.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_backward_plan_leads_from_dual_to_dual():
+    for plan in (case.plan() for case in CASES):
         if plan.src.is_linear:
             back = plan.backward
             assert (back.src, back.dst, back.scale) == (plan.dst.dual, plan.src.dual, plan.scale), (
@@ -222,10 +227,13 @@ def test_junk_anywhere_in_the_json(junk):
         assert xs.Plan.from_json(plan.to_json()) == plan, path
 
 
-def test_a_plan_read_back_keeps_its_memory_limit_and_the_profile_that_it_names():
+def test_a_plan_read_back_keeps_its_memory_limit():
     plan = xs.plan("n/a d -> n d/a", MESH, ROWS, memory_limit=1000)
     assert xs.Plan.from_json(plan.to_json()) == plan
     assert xs.Plan.from_json(plan.to_json()).backward.memory_limit == 1000
+
+
+def test_a_plan_read_back_keeps_its_profile():
     plan = xs.plan("n/a d -> n d/a", MESH, ROWS, profile="bandwidth")
     assert xs.Plan.from_json(plan.to_json()).cost == plan.cost
     assert xs.Plan.from_json(plan.to_json(), profile="h100") == xs.plan(
@@ -268,7 +276,7 @@ def test_nothing_is_sent_between_layouts_that_mean_the_same(expression, devices,
         ("n/x:fold(halo(3,3,periodic)) -> n/x", {"x": 8}, 2**58, 24),
     ],
 )
-def test_planning_takes_a_moment_however_many_devices_and_rows(expression, mesh, shape, received):
+def test_planning_takes_a_moment_at_any_size(expression, mesh, shape, received):
     start = time.process_time()
     plan = xs.plan(expression, xs.Mesh(mesh), (shape,))
     assert plan.bytes_received == plan.bytes_lower_bound == received

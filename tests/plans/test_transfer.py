@@ -59,7 +59,7 @@ def foreign(transfer):
 
 
 @given(crossings(), profiles, seeds)
-def test_a_plan_is_right_and_says_what_is_true(move, profile, seed):
+def test_a_plan_does_what_it_says(move, profile, seed):
     """Values, gradients, bounds and texts; a transfer moves what it says, never what its receiver holds."""
     plan = planned(move, profile=profile)
     assert_right(plan, move, np.random.default_rng(seed))
@@ -97,7 +97,7 @@ def test_a_plan_is_right_and_says_what_is_true(move, profile, seed):
 
 @pytest.mark.parametrize("disjoint", [True, False], ids=["disjoint", "shared"])
 @pytest.mark.parametrize("case", TWO_MESHES, ids=lambda case: case["name"])
-def test_public_cases_keep_values_and_gradients(case, disjoint):
+def test_public_cases_are_right(case, disjoint):
     move = public(case, disjoint=disjoint)
     for profile in ("bandwidth", "h100"):
         assert_right(planned(move, profile=profile), move, np.random.default_rng(0), unit=1)
@@ -175,12 +175,15 @@ def test_the_near_replica_sends():
     assert list(plan.transfer.flows) == [near]
 
 
-def test_a_part_each_and_a_gather_where_one_sender_would_be_busy():
+def test_a_busy_sender_sends_a_part_to_each():
     """One device -> four that all hold everything: four quarters, then an all-gather among the four."""
     plan = crossing("n", "n", "a=1", "b=4", (16,), dst_devices=range(1, 5))
     assert [str(step) for step in plan.steps] == ["transfer, 4 messages", "all_gather n/b"]
     assert plan.transfer.sent == 16
     assert plan.bytes_received == plan.bytes_lower_bound == 16 * 8
+
+
+def test_four_senders_send_all_at_once():
     # Four senders have no reason to.
     plan = crossing("n", "n", "a=4", "b=4", (16,), dst_devices=range(4, 8))
     assert [str(step) for step in plan.steps] == ["transfer, 4 messages"]

@@ -64,7 +64,7 @@ def test_the_fit_finds_the_profile_that_made_the_times(profile):
     assert fit(timed(profile), "made", **options) == replace(profile, source="")
 
 
-def test_times_that_miss_equally_often_above_and_below_move_no_constant():
+def test_misses_that_balance_move_no_constant():
     """Twice as long counts like half as long: else all constants would come out too small."""
     samples = [s._replace(seconds=s.seconds * f) for s in timed(ONE_LINK) for f in (1 / 1.09, 1.09)]
     found = fit(samples, "made")
@@ -103,9 +103,13 @@ def test_single_times_that_are_far_too_long_move_no_constant_far():
 # --- what is measured
 
 
-def test_fitted_plans_are_one_step_each_and_of_every_kind():
+def test_fitted_plans_are_one_step_each():
     plans = fitted_plans(MESH)
     assert {len(plan.steps) for plan in plans} == {1}
+
+
+def test_fitted_plans_are_of_every_kind():
+    plans = fitted_plans(MESH)
     assert {plan.steps[0].kind for plan in plans} == {*LAUNCHES, "slice", "embed"}
     assert set(LAUNCHES) < set(Step.registry)
 
@@ -116,12 +120,20 @@ def test_fitted_plans_have_blocks_of_the_sizes_asked_for():
         assert {max(end.max_local_size for end in pair) * 4 for pair in ends} == {size}
 
 
-def test_held_out_plans_are_the_same_every_time_and_other_than_the_fitted():
+def test_held_out_plans_are_the_same_every_time():
     plans = held_out_plans(MESH)
     assert plans == held_out_plans(MESH) != held_out_plans(MESH, seed=1)
+
+
+def test_held_out_plans_move_something_in_several_steps():
+    plans = held_out_plans(MESH)
     assert len(plans) == 20
     assert sum(len(plan.steps) > 1 for plan in plans) >= 6
     assert all(plan.bytes_received for plan in plans)
+
+
+def test_held_out_plans_are_not_fitted():
+    plans = held_out_plans(MESH)
     assert not {(p.src, p.dst) for p in plans} & {(p.src, p.dst) for p in fitted_plans(MESH)}
 
 
@@ -136,7 +148,7 @@ def test_meshes_with_few_plans_have_enough_of_them(mesh):
     assert {len(plan.steps) for plan in fitted_plans(mesh)} == {1}
 
 
-def test_every_plan_is_measured_once_and_answered_in_order(monkeypatch):
+def test_every_plan_is_measured_once(monkeypatch):
     plans = fitted_plans(MESH)
     asked = []
     reported = []
@@ -161,7 +173,7 @@ def test_every_plan_is_measured_once_and_answered_in_order(monkeypatch):
     assert reported[0] == (0, len(plans)) and reported[-1] == (len(plans), len(plans))
 
 
-def test_a_disk_is_read_and_not_memory(tmp_path, monkeypatch):
+def test_a_disk_is_read_rather_than_memory(tmp_path, monkeypatch):
     """On a clock of its own: 2 ms a read and 1 GB/s, and nothing for what was read since it was forgotten."""
     now = [0.0]
     kept = set()
@@ -191,10 +203,22 @@ def test_a_disk_is_read_and_not_memory(tmp_path, monkeypatch):
         *(xs.load_profile("h100"), xs.load_profile("tpu_v5p")),
     ],
 )
-def test_a_written_profile_loads_and_prices(tmp_path, profile):
+def test_a_written_profile_loads(tmp_path, profile):
     path = tmp_path / "mine.json"
     path.write_text(profile.to_json())
     assert xs.load_profile(path) == profile
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        *(ONE_LINK, TWO_LINKS, IN_ROUNDS, replace(ONE_LINK, flops_per_s=RATES)),
+        *(xs.load_profile("h100"), xs.load_profile("tpu_v5p")),
+    ],
+)
+def test_a_written_profile_prices(tmp_path, profile):
+    path = tmp_path / "mine.json"
+    path.write_text(profile.to_json())
     plan = xs.plan("s/cp c -> s c/cp", MESH, (64, 64), profile=path)
     assert plan.cost == replace(plan, profile=profile).cost > 0
 

@@ -106,7 +106,7 @@ def test_an_error_leaves_the_process_to_answer_on(process: Process) -> None:
     assert process.ask("asked_functions.length", "four", timeout_s=60.0) == 4
 
 
-def test_a_process_that_is_killed_says_how_and_what_it_said_last(process: Process) -> None:
+def test_a_process_that_is_killed_leaves_its_last_words(process: Process) -> None:
     message = error_of(process, "dies")
     assert message == "asked_functions.dies ended its process with status -9\n  my last words"
     assert not process.is_alive
@@ -128,7 +128,7 @@ def test_all_that_a_function_has_forked_ends_with_it(
     assert has_ended(tmp_path / "child")
 
 
-def test_one_process_per_package_and_environment() -> None:
+def test_equal_environments_share_a_process() -> None:
     found = running("none", {"A": "1", "B": "2"})
     assert running("none", {"B": "2", "A": "1"}) is found
     other = running("none", {"A": "1"})
@@ -172,7 +172,7 @@ def test_a_slow_machine_is_no_hang(
         assert why == expected
 
 
-def test_processor_time_counts_children_that_run_and_that_have_ended() -> None:
+def test_processor_time_counts_children_that_have_ended() -> None:
     def spend(seconds: float) -> None:
         start = time.process_time()
         while time.process_time() - start < seconds:
@@ -187,4 +187,7 @@ def test_processor_time_counts_children_that_run_and_that_have_ended() -> None:
     os.waitpid(child, 0)
     after = processor_time([os.getpid()])
     assert after is not None and after - before >= 0.25
+
+
+def test_no_process_takes_no_processor_time() -> None:
     assert processor_time([]) == 0

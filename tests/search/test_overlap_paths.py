@@ -58,7 +58,7 @@ def test_scatter_is_the_padded_array_cut_dim_after_dim(seed):
             assert np.array_equal(block, oracle.spread(x, layout, chain.mesh, device))
 
 
-def test_rows_beyond_a_pole_are_rolled_and_negated_wherever_the_longitudes_are():
+def test_rows_beyond_a_pole_come_from_across():
     """credit's earth padding with h=3, longitudes cut and periodic, corners included."""
     x = RNG.integers(-9, 10, (16, 32)).astype(float)
     north, south = (-np.roll(part, 16, axis=1)[::-1] for part in (x[:3], x[-3:]))
@@ -118,7 +118,7 @@ def test_a_mean_does_not_scale_what_a_boundary_fills_in():
     assert [b.tolist() for b in blocks] == [[8, 3, 3, 3, 3, 3], [3, 3, 3, 3, 3, 8]]
 
 
-def test_neighbours_exchange_two_messages_per_axis_and_corners_come_along():
+def test_corners_come_along_with_two_messages_per_axis():
     plan = xs.plan("h/a w/b -> h/a:halo(1,1) w/b:halo(1,1)", xs.Mesh(a=3, b=3), (96, 96), "float32")
     assert [str(s.after.layout) for s in plan.stages] == [
         "h/a:halo(1,1) w/b",
@@ -126,6 +126,10 @@ def test_neighbours_exchange_two_messages_per_axis_and_corners_come_along():
     ]
     assert [hop.messages for s in plan.stages for hop in s.step.traffic(s.before).hops] == [2, 2]
     assert plan.bytes_received == plan.bytes_lower_bound == 4 * (2 * 32 + 2 * 34)
+
+
+def test_the_adjoint_of_overlaps_is_as_cheap():
+    plan = xs.plan("h/a w/b -> h/a:halo(1,1) w/b:halo(1,1)", xs.Mesh(a=3, b=3), (96, 96), "float32")
     assert str(plan.backward.stages[0].after.layout) == "h/a:fold(halo(1,1)) w/b"
     assert plan.backward.bytes_received == plan.bytes_received
 
@@ -181,13 +185,24 @@ def test_a_row_held_only_beyond_the_ends():
         xs.plan("h:window(k=1,s=9,p=1,pole) w -> h w", mesh, (2, 2))
 
 
-def test_plans_with_overlaps_are_told_and_stay_within_memory():
+def test_plans_with_overlaps_survive_json():
     expression = "h/sp w -> h/sp:halo(1,1,periodic) w"
     mesh = xs.Mesh(sp=4)
     shape = (64, 64)
     plan = xs.plan(expression, mesh, shape)
     assert xs.Plan.from_json(plan.to_json()) == plan
+
+
+def test_plans_with_overlaps_are_explained():
+    plan = xs.plan("h/sp w -> h/sp:halo(1,1,periodic) w", xs.Mesh(sp=4), (64, 64))
     assert "direct exchange" in plan.explain()
+
+
+def test_plans_with_overlaps_stay_within_memory():
+    expression = "h/sp w -> h/sp:halo(1,1,periodic) w"
+    mesh = xs.Mesh(sp=4)
+    shape = (64, 64)
+    plan = xs.plan(expression, mesh, shape)
     assert (
         xs.plan(expression, mesh, shape, memory_limit=plan.peak_bytes).peak_bytes == plan.peak_bytes
     )

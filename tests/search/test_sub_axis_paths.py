@@ -33,7 +33,7 @@ PROFILES = [FLAT, *NODES, xs.load_profile("h100"), xs.load_profile("bandwidth")]
         ("x=4,x_1=2", (("x", (2, 2)),), "x_0_=2,x_1_=2,x_1=2"),
     ],
 )
-def test_parts_have_names_of_their_own_and_the_same_devices(mesh, split, fine):
+def test_parts_are_the_same_devices_under_names_of_their_own(mesh, split, fine):
     whole = xs.Mesh.parse(mesh)
     found = SubAxisMesh(whole, split)
     assert str(found) == fine
@@ -104,17 +104,29 @@ def test_an_axis_is_divided_where_that_saves_time(move, mesh, steps, split):
     "move", ["a/x b -> a/y b", "a/y b -> a/x b", "a b/y -> a/y b/x", "a/z/x b -> a/y b/z"]
 )
 @pytest.mark.parametrize("profile", PROFILES[:2], ids=lambda p: p.name)
-def test_values_and_the_adjoint(move, profile):
+def test_a_divided_plan_is_right(move, profile):
     plan = xs.plan(move, MESH, (16, 16), "int64", profile=profile)
     oracle.assert_right(plan, np.random.default_rng(0))
 
 
-def test_a_divided_plan_prints_explains_and_survives_json():
+def test_a_divided_plan_prints_its_parts():
     plan = xs.plan("a b/y -> a/y b/x", xs.Mesh(x=4, y=2), (16, 16))
     assert "on x=4,y=2, divided as x_0=2,x_1=2,y=2" in str(plan)
     assert "slice a/x_1 b/x_0  a/x_1 b/y/x_0" in str(plan)
+
+
+def test_a_divided_plan_explains_what_it_saves():
+    plan = xs.plan("a b/y -> a/y b/x", xs.Mesh(x=4, y=2), (16, 16))
     assert "us faster than whole axes" in plan.explain()
+
+
+def test_a_divided_plan_survives_json():
+    plan = xs.plan("a b/y -> a/y b/x", xs.Mesh(x=4, y=2), (16, 16))
     assert xs.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_divided_plan_has_whole_axes():
+    plan = xs.plan("a b/y -> a/y b/x", xs.Mesh(x=4, y=2), (16, 16))
     assert plan.axes == ("y", "x")
 
 

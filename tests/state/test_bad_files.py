@@ -137,11 +137,15 @@ def test_an_index(what: str, tmp_path: Path) -> None:
     assert message in str(raised.value)
 
 
-def test_an_array_in_two_files_and_two_indexes(tmp_path: Path) -> None:
+def test_an_array_in_two_files(tmp_path: Path) -> None:
     for name in ("x.safetensors", "y.safetensors"):
         (tmp_path / name).write_bytes(packed(WHOLE, F32))
     with pytest.raises(FileError, match=r"w is in x.safetensors and in y.safetensors"):
         open_checkpoint(tmp_path)
+
+
+def test_two_indexes(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(packed(WHOLE, F32))
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
     with pytest.raises(

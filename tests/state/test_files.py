@@ -101,7 +101,7 @@ def test_the_safetensors_library_reads_them(tmp_path: Path, names: Names | None)
         assert verify(checkpoint) == sum(len(s) for s in checkpoint.sums.values()) > len(checkpoint)
 
 
-def test_files_of_the_safetensors_library_and_each_dtype(tmp_path: Path) -> None:
+def test_files_of_the_safetensors_library(tmp_path: Path) -> None:
     """With other metadata, scalars, and arrays without elements, each under the carrier of its dtype."""
     kinds = ["bool", "uint8", "int64", "float16", "float64", "complex64"]
     arrays = {kind: np.arange(6).reshape(2, 3).astype(kind) for kind in kinds}
@@ -112,6 +112,9 @@ def test_files_of_the_safetensors_library_and_each_dtype(tmp_path: Path) -> None
             assert checkpoint[name].dtype == str(x.dtype)
             found = checkpoint.read(name)
             assert np.array_equal(found, x) and found.dtype == x.dtype
+
+
+def test_each_short_dtype_under_its_carrier(tmp_path: Path) -> None:
     for kind in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
         one = {kind: np.arange(6).astype(dtypes.carrier(kind))}
         save(tmp_path / kind, one, {kind: "n/tp"}, MESH, dtype=kind)
@@ -219,7 +222,7 @@ def test_replicas_read_a_part_each_where_the_disk_is_slow(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "text", ["llama-to-flax", "llama-to-fused:4,2,8", "llama-to-megatron:4,2,8"]
 )
-def test_names_of_llama_there_and_back_and_as_json(text: str) -> None:
+def test_names_of_llama_have_inverses(text: str) -> None:
     layer = {f"self_attn.{x}_proj.weight": (n, 16) for x, n in (("q", 32), ("k", 16), ("v", 16))}
     layer |= {f"mlp.{x}_proj.weight": (24, 16) for x in ("gate", "up")}
     layer |= {"self_attn.o_proj.weight": (16, 32), "mlp.down_proj.weight": (16, 24)}

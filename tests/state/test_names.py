@@ -30,7 +30,7 @@ def check_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-def test_renamed_and_transposed() -> None:
+def test_dims_are_transposed_under_new_names() -> None:
     tree = arrays(l__0__q=(4, 2), l__0__k=(2, 3), l__1__q=(4, 2), l__1__k=(2, 3), norm=(5,))
     names = Names(
         rename("l.*.{q,k}", "layers_*.{query,key}.kernel", "o i -> i o"), rename("**", "**")
@@ -47,15 +47,23 @@ def test_renamed_and_transposed() -> None:
     )
 
 
-def test_fused_in_order_in_groups_and_in_alternation() -> None:
+def test_fused_in_order() -> None:
     """q, k and v as flash attention has them; in groups of heads, as Megatron has; gate and up by turns."""
     tree = arrays(a__q=(8, 3), a__k=(4, 3), a__v=(4, 3))
     q, k, v = tree.values()
     plain = Names(concat(["*.q", "*.k", "*.v"], "*.qkv")).apply(tree)
     check_equal(plain, {"a.qkv": np.concatenate([q, k, v])})
+
+
+def test_fused_in_groups_of_heads() -> None:
+    tree = arrays(a__q=(8, 3), a__k=(4, 3), a__v=(4, 3))
+    q, k, v = tree.values()
     grouped = Names(concat(["*.q", "*.k", "*.v"], "*.qkv", rows=(4, 2, 2))).apply(tree)
     groups = [part for g in range(2) for part in (q[4 * g :][:4], k[2 * g :][:2], v[2 * g :][:2])]
     check_equal(grouped, {"a.qkv": np.concatenate(groups)})
+
+
+def test_fused_in_alternation() -> None:
     gate_up = arrays(gate=(3, 4), up=(3, 4))
     turns = Names(concat(["gate", "up"], "w", 1, rows=(1, 1), order="o i -> i o")).apply(gate_up)
     expected = np.stack([gate_up["gate"].T, gate_up["up"].T], axis=-1).reshape(4, 6)
@@ -123,9 +131,13 @@ def test_parts_of_unknown_rows_are_no_equal_parts() -> None:
             unknown.resolve({"a.qk": (10,)})
 
 
-def test_a_cast_is_part_of_the_mapping_and_has_no_inverse() -> None:
+def test_a_cast_is_part_of_the_mapping() -> None:
     names = Names(rename("w", "v", dtype="float16"))
     assert names.apply({"w": np.ones(2)})["v"].dtype == np.float16
+
+
+def test_a_cast_has_no_inverse() -> None:
+    names = Names(rename("w", "v", dtype="float16"))
     with pytest.raises(XshardError, match="a cast to float16 cannot be inverted"):
         _ = names.inverse
 

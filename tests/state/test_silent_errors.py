@@ -79,7 +79,7 @@ def test_a_fused_weight_that_is_never_updated(tmp_path: Path) -> None:
     )
 
 
-def test_gate_and_up_swapped(tmp_path: Path) -> None:
+def test_halves_that_are_swapped(tmp_path: Path) -> None:
     """No shape shows it (sglang#32430): the file has its own mapping, and `diff` names it."""
     save(tmp_path / "right", model(), names=FUSED)
     swapped = Names(

@@ -167,7 +167,7 @@ def test_values_are_cast_where_fewer_bytes_travel() -> None:
     check_arrives(plan, arrays, names.apply(arrays))
 
 
-def test_buckets_hold_what_one_device_may_send_and_receive() -> None:
+def test_buckets_hold_what_one_device_may_move() -> None:
     shapes = {f"w{i}": (64,) for i in range(6)} | {"large": (512,), "small": (4,)}
     ends = {**MESHES, "dst_devices": (4, 5)}
     rules = {"small": "n", "**": "n/dp -> n/tp"}

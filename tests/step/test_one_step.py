@@ -88,7 +88,7 @@ def option(problem, node, i):
     return text, ", ".join(cost for each in costs for cost in each) or "nothing"
 
 
-def test_every_node_with_its_ways_and_prices_is_there(problem):
+def test_every_option_of_each_node_is_there(problem):
     rows = []
     for node in problem.nodes:
         for i in range(len(node.placements)):

@@ -78,7 +78,7 @@ def test_less_memory_than_any_plan_needs():
     assert search.best is None and search.bound > 1
 
 
-def test_the_minimum_of_a_sum_of_tables_and_the_least_with_each_value():
+def test_minima_are_those_of_all_assignments():
     draw = np.random.default_rng(1)
     sizes = (3, 4, 2, 5, 3)
     unary = [draw.random(n) for n in sizes]

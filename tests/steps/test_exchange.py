@@ -50,7 +50,7 @@ def test_it_realises_any_pair_of_layouts(move, seed):
 
 
 @given(MOVES)
-def test_senders_and_receivers_see_the_same_messages(move):
+def test_senders_see_the_messages_of_receivers(move):
     src, dst, nodes = move
     devices = range(src.mesh.n_devices)
     taken = Counter(message for d in devices for message in messages_to(src, dst, d, nodes))

@@ -190,7 +190,7 @@ def check_jax(cluster: Cluster, count: int) -> str:
     return f"JAX, {compared(plans, cluster.run_jax(resharded, plans))}"
 
 
-def test_values_and_what_crosses_between_three() -> None:
+def test_random_redistributions_between_three() -> None:
     """Between two: `test_nodes.py`, which has some."""
     try:
         with nodes(3, ranks=2) as cluster:

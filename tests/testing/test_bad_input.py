@@ -156,7 +156,7 @@ RAISED = {
 
 
 @pytest.mark.parametrize("name", RAISED)
-def test_what_raises_says_where_and_keeps_its_message(name: str) -> None:
+def test_what_raises_is_reported_with_its_place(name: str) -> None:
     options, kind, start, words = RAISED[name]
     message = message_of(kind, **options)
     assert message.startswith(start) and words in message

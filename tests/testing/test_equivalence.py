@@ -40,7 +40,7 @@ def layer(params, x, redistribute):
     return {"y": y + redistribute(params["bias"], "d -> d | copy(dp,tp)"), "h": h}
 
 
-def test_trees_of_arguments_and_results_on_several_meshes() -> None:
+def test_trees_on_several_meshes() -> None:
     params = {"up": normal(4, 6, seed=1), "down": [normal(6, 4, seed=2)], "bias": normal(4, seed=3)}
     weights = {"up": "d f/tp | copy(dp)", "down": ["f/tp d | copy(dp)"], "bias": "d"}
     assert_equivalent(
@@ -60,7 +60,7 @@ def test_functions_may_be_closures() -> None:
 
 
 @pytest.mark.parametrize(("reference", "runtime"), [(torch.sin, "torch"), (jnp.sin, "jax")])
-def test_uneven_blocks_and_a_reference_in_torch_or_jax(reference, runtime: str) -> None:
+def test_uneven_blocks_against_a_reference(reference, runtime: str) -> None:
     expression = "s/cp d -> s d/cp"
     shape = (7, 5)
     assert_equivalent(
@@ -153,7 +153,7 @@ def test_float64_keeps_its_width() -> None:
     assert error.mismatches[0].cause.name == "rounded"
 
 
-def test_whole_numbers_have_no_gradient_and_any_width() -> None:
+def test_whole_numbers_have_no_gradient() -> None:
     def lookup(table, rows):
         return {"rows": rows + 1, "values": table[rows]}
 
@@ -171,7 +171,7 @@ def test_another_dtype_is_a_mismatch() -> None:
     assert error.mismatches[0].problem == "float32 in place of float64"
 
 
-def test_another_shape_is_a_mismatch_and_tells_both() -> None:
+def test_a_mismatch_of_shapes_tells_both() -> None:
     error = wrong(
         lambda x, mesh: xt.redistribute(x, "n d -> n/(a,b) d", mesh),
         lambda x: lax.pcast(x, ("a", "b"), to="varying"),
@@ -215,13 +215,20 @@ def test_the_place_is_global() -> None:
     assert "right rows: " in str(error)
 
 
-def test_a_number_that_is_none_is_wrong_and_two_agree() -> None:
-    def root(x):
-        return x**0.5
+def root(x):
+    return x**0.5
 
-    options = {**ROWS, "args": [np.array([1.0, -1.0], np.float32)]}
-    assert_equivalent(root, root, **options)
-    assert wrong(root, jnp.abs, **options).mismatches[0].error == np.inf
+
+# The root of one of them is no number.
+WITH_NEGATIVE = {**ROWS, "args": [np.array([1.0, -1.0], np.float32)]}
+
+
+def test_two_that_are_no_numbers_agree() -> None:
+    assert_equivalent(root, root, **WITH_NEGATIVE)
+
+
+def test_one_that_is_no_number_is_wrong() -> None:
+    assert wrong(root, jnp.abs, **WITH_NEGATIVE).mismatches[0].error == np.inf
 
 
 def test_both_runtimes_may_be_wrong_in_the_same_way() -> None:
@@ -333,7 +340,7 @@ def test_weights_that_are_transposed(turned: str) -> None:
     assert [(c.name, words in c.text) for c in outputs] == [("transposed", True)]
 
 
-def test_what_differs_on_one_device_is_told_once_and_cuts_are_judged_by_themselves() -> None:
+def test_wrong_cuts_are_told_apart_from_a_wrong_function() -> None:
     """A port that computes something else, and is cut wrongly besides."""
 
     def port(x):

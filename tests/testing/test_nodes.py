@@ -42,7 +42,7 @@ def cluster() -> Iterator[Cluster]:
     made.__exit__(None, None, None)
 
 
-def test_random_redistributions_have_the_right_values_and_bytes(cluster: Cluster) -> None:
+def test_random_redistributions_are_right(cluster: Cluster) -> None:
     test_across_nodes.check(cluster, 2, 16)
     test_across_nodes.check_jax(cluster, 6)
 
@@ -129,7 +129,7 @@ def test_a_plan_sends_over_the_link_what_must_cross_at_its_rate(
     assert max(seconds) > 0.8 * MUST_CROSS * 8 / BITS_PER_S
 
 
-def test_a_link_restored_in_time_delays_and_loses_nothing(
+def test_a_link_restored_in_time_loses_nothing(
     cluster: Cluster, plan: xs.Plan, tmp_path: Path
 ) -> None:
     def cut_and_restore() -> None:

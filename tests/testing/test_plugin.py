@@ -115,7 +115,7 @@ def pytest_in(folder: Path, texts: dict[str, str], *options: str) -> tuple[int, 
     return done.returncode, done.stdout + done.stderr
 
 
-def test_fixtures_and_the_example_of_the_document(tmp_path: Path) -> None:
+def test_fixtures_are_as_documented(tmp_path: Path) -> None:
     """Together, since they share one process of torch and one of JAX."""
     blocks = re.findall(
         r"^```python\n(.*?)^```$", (ROOT / "docs/testing.md").read_text(), re.M | re.S
@@ -138,7 +138,7 @@ def test_fixtures_and_the_example_of_the_document(tmp_path: Path) -> None:
     ],
     ids=["default and marker", "option"],
 )
-def test_meshes_of_the_default_the_marker_and_the_option(
+def test_meshes_come_from_the_nearest_setting(
     options: list[str], names: str, tmp_path: Path
 ) -> None:
     status, said = pytest_in(tmp_path, {"test_it.py": MESHES}, *options)

@@ -87,7 +87,7 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_another() -> None:
     assert _on_devices(len, "new") == 3
 
 
-def test_jax_has_its_devices_and_keeps_them() -> None:
+def test_jax_keeps_its_devices() -> None:
     def count():
         import os
 
@@ -141,7 +141,7 @@ def _rank() -> tuple[list[str], list[int]]:
 
 
 @reads_proc
-def test_ranks_listen_on_the_loopback_and_their_files_are_their_owners(process: Process) -> None:
+def test_ranks_are_closed_to_others(process: Process) -> None:
     for where, others in process.ask(CALL, 2, packed(_rank), timeout_s=120.0):
         assert where and all(each == "127.0.0.1" for each in where)
         assert len(others) > 1 and not any(others)

@@ -37,11 +37,19 @@ RECENT = torch.__version__ >= "2.13"
 
 
 def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 600) -> list[Any]:
-    """The results of `function(*args)` on `n` ranks; a failed assertion in any of them is raised here.
+    """Return the results of `function(*args)` on `n` ranks; a failed assertion in any is raised here.
+
+    The error has the rank, its traceback and the values of the assertion (see `preloaded`).
 
     timeout_s: guards against a hang, far above what any test takes.
     """
-    return xt.testing.run_ranks(n, function, *args, timeout_s=timeout_s, start_method="forkserver")
+    __tracebackhide__ = True  # pytest's report goes from the test's line to the rank's traceback
+    try:
+        return xt.testing.run_ranks(
+            n, function, *args, timeout_s=timeout_s, start_method="forkserver"
+        )
+    except xt.testing.RankError as error:
+        raise error.with_traceback(None) from None
 
 
 def in_ranks(n: int, launch: Callable[..., Any] = on_ranks) -> Callable[..., Callable[..., None]]:
@@ -80,6 +88,7 @@ def _on_threads(n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> 
         try:
             function(*args)
         except BaseException as error:
+            error.add_note(f"on thread {number} of {n}")
             failures.append(error)
             threaded.ProcessLocalGroup.exception_handle(error)  # ends the others, with a SystemExit
         finally:
@@ -101,10 +110,61 @@ def _on_threads(n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> 
             raise failure
 
 
-def in_turn(*functions: Callable[[], None]) -> None:
-    """Call all functions: of several tests, on the same ranks."""
-    for function in functions:
-        function()
+class SharedRanks:
+    """Tests of one module that share one launch of ranks, and are reported one by one.
+
+        on_four = SharedRanks(4)
+
+        @on_four
+        def test_rows_are_cut() -> None: ...   # each rank runs it
+
+    The first of them to run launches ranks that run all, in the order of the file. If one fails, new
+    ranks run those behind it: nothing that follows a failure is taken for another one.
+    """
+
+    def __init__(self, n: int, launch: Callable[..., Any] = on_ranks) -> None:
+        self.n = n
+        self.launch = launch
+        self.waiting: list[str] = []
+        self.failures: dict[str, Exception] = {}
+
+    def __call__(self, test: Callable[[], None]) -> Callable[[], None]:
+        name = test.__name__
+        self.waiting.append(name)
+
+        @functools.wraps(test)
+        def reported() -> None:
+            __tracebackhide__ = True
+            while name in self.waiting:
+                self._run_waiting(test.__module__)
+            if name in self.failures:
+                raise self.failures[name]
+
+        reported.here = test  # type: ignore[attr-defined]
+        return reported
+
+    def _run_waiting(self, module: str) -> None:
+        """Run the tests that wait, up to the first that fails."""
+        __tracebackhide__ = True
+        try:
+            self.launch(self.n, _run_in_turn, module, tuple(self.waiting))
+        except xt.testing.RankError as error:
+            failed = re.search(r"^ *in shared test (\w+)$", str(error), re.MULTILINE)
+            # Ranks that are killed name no test; then the failure may be that of any.
+            blamed = [failed[1]] if failed else self.waiting
+            self.failures |= dict.fromkeys(blamed, error)
+            self.waiting = self.waiting[self.waiting.index(blamed[-1]) + 1 :]
+        else:
+            self.waiting = []
+
+
+def _run_in_turn(module: str, names: Sequence[str]) -> None:
+    for name in names:
+        try:
+            _run_here(module, name, {})
+        except Exception as error:
+            error.add_note(f"in shared test {name}")
+            raise
 
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:

@@ -11,12 +11,11 @@ from torch import Tensor
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import (
+    SharedRanks,
     block_of,
     check_error,
     for_each,
-    in_turn,
     numbers,
-    on_ranks,
     still_connected,
 )
 from torch_bridge.comm_dtype import CommDtype, comm_dtype_of
@@ -36,7 +35,7 @@ EXPRESSIONS = [
 ]
 
 
-def _narrow(expression: str) -> None:
+def check_narrow(expression: str) -> None:
     """The same as casting by hand before and after, forward and backward."""
     src, dst = parse_expression(expression)
     x = (block_of(numbers(8, 8), expression, MESH, torch.float32) / 7).requires_grad_()
@@ -61,11 +60,16 @@ def _narrow(expression: str) -> None:
         assert torch.equal(found, torch.stack([by_hand, by_hand]))
 
 
-def test_a_narrow_dtype_is_a_cast_before_and_after() -> None:
-    on_ranks(4, for_each, EXPRESSIONS, _narrow)
+on_four = SharedRanks(4)
 
 
-def _separately() -> None:
+@on_four
+def test_a_narrow_dtype_is_a_cast_around_the_move() -> None:
+    for_each(EXPRESSIONS, check_narrow)
+
+
+@on_four
+def test_each_way_has_a_dtype_of_its_own() -> None:
     x = (block_of(numbers(8, 8), "n/a d", MESH, torch.float32) / 3).requires_grad_()
     rounded = x.detach().bfloat16().float()
     for pair, exact_values, exact_gradient in (
@@ -92,7 +96,8 @@ def _separately() -> None:
     assert meter.received == [24, 48]
 
 
-def _exact_sums() -> None:
+@on_four
+def test_a_wide_dtype_makes_sums_exact() -> None:
     """1 + 3 * 2^-9 in bfloat16: each addend is lost when the sum is rounded after every one of them."""
     small = torch.full((4,), 2.0**-8 if torch.distributed.get_rank() else 1.0, dtype=torch.bfloat16)
     exact = torch.tensor(1 + 3 * 2.0**-8).bfloat16()
@@ -112,7 +117,8 @@ def _exact_sums() -> None:
     assert y.tolist() == [0 if rank else 1e7 + 1] and y.dtype == torch.float32
 
 
-def _eight_bits() -> None:
+@on_four
+def test_floats_of_eight_bits_travel_where_nothing_is_summed() -> None:
     x = (block_of(numbers(8, 8) % 8, "n/a d", MESH, torch.bfloat16)).requires_grad_()
     with Meter() as meter:
         y = xt.redistribute(x, "n/a d -> n d/a", MESH, comm_dtype=FLOAT8)
@@ -138,7 +144,8 @@ def _eight_bits() -> None:
     assert still_connected()
 
 
-def _bits() -> None:
+@on_four
+def test_any_dtype_moves_as_its_bytes() -> None:
     """A dtype moves as its bytes do, and zeros beyond the ends are zero bytes."""
     for name in ("int4", "uint4", "float4_e2m1fn_x2", "float8_e5m2", "int16", "uint64"):
         dtype = getattr(torch, name)
@@ -171,17 +178,14 @@ def _bits() -> None:
         check_error(lambda text=text: xt.redistribute(x, text, MESH), "DtypeError", words)
 
 
-def _begun() -> None:
+@on_four
+def test_a_move_that_is_begun_takes_it_too() -> None:
     x = (block_of(numbers(8, 8), "n/a d", MESH, torch.float32) / 3).requires_grad_()
     y = xt.redistribute(x, "n/a d -> n d/a", MESH, comm_dtype=torch.bfloat16, async_op=True)
     assert y.dtype == torch.float32
     assert torch.equal(
         y.wait(), xt.redistribute(x.detach().bfloat16(), "n/a d -> n d/a", MESH).float()
     )
-
-
-def test_each_way_by_itself_wide_sums_bytes_and_moves_that_are_begun() -> None:
-    on_ranks(4, in_turn, _separately, _exact_sums, _eight_bits, _bits, _begun)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def _untouched() -> None:
             block = y.detach()
 
 
-def test_blocks_and_gradients_are_left_alone() -> None:
+def test_what_goes_in_is_left_alone() -> None:
     for mesh in (PAIR, GRID):
         on_ranks(mesh.n_devices, _untouched)
 

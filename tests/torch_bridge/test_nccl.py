@@ -76,7 +76,7 @@ def _answers(questions: Sequence[Question]) -> list[Any]:
     ("backend", "n"), [("nccl", 2), ("nccl", 3), ("nccl", 4), ("gloo", 2), ("gloo", 4)]
 )
 @needs_gpu
-def test_values_gradients_and_bytes_of_the_case_tables(backend: str, n: int) -> None:
+def test_every_case_does_what_its_plan_says(backend: str, n: int) -> None:
     """Of those on more than two ranks one of each kind: kernels of ranks that share a GPU take turns."""
     plans: dict[str, Any] = {case.name: case.plan() for case in CASES if case.mesh.n_devices == n}
     kept = set(plans if n == 2 else one_of_each(plans))

@@ -49,7 +49,7 @@ TURN = "n/tp d -> n d/tp"
 
 
 @in_ranks(N)
-def test_what_is_refused_on_every_rank_before_anything_is_sent_and_what_is_not() -> None:
+def test_what_is_refused_before_anything_is_sent() -> None:
     move = partial(xt.redistribute, X)
     plan = partial(xs.plan, "n/tp d -> n d", shape=(8, 4))
     ops = xt.ops

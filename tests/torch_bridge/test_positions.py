@@ -12,13 +12,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_bridge as xt
 import xshard as xs
 from tests.cases import CELLS, NEAR, TURNED
-from tests.torch_bridge.helpers import check_error, in_turn, on_ranks
+from tests.torch_bridge.helpers import SharedRanks, check_error, on_ranks
 from xshard.state.files.folder import open_checkpoint
 
 MESH = xs.Mesh(dp=2, cp=2)
 
 
-def _positions() -> None:
+on_four = SharedRanks(4)
+
+
+@on_four
+def test_positions_are_those_of_the_layout() -> None:
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     rank = dist.get_rank()
     for text in ("b/dp s/zigzag(cp,4,8)", "b s/(cp,dp)", "b s/cyclic(dp,3)/cp:halo(1,1)"):
@@ -41,7 +45,8 @@ def _positions() -> None:
     check_error(lambda: asked("b s/cp", MESH, dim="c"), "ShapeError", dim)
 
 
-def _reshard() -> None:
+@on_four
+def test_activations_move_to_the_rows_of_their_positions() -> None:
     """Live activations between contiguous and zigzag: positions tell which rows arrived, gradients return."""
     mesh = xs.Mesh(cp=4)
     shape = (2, 16, 3)
@@ -61,7 +66,8 @@ def _reshard() -> None:
         assert torch.equal(x.grad, 7 * whole[:, before] + 1)
 
 
-def _owners() -> None:
+@on_four
+def test_every_verb_takes_maps() -> None:
     """Every verb with `maps`: a halo of a graph, its adjoint, trees, compiled code, a compared call."""
     mesh = xs.Mesh(a=4)
     maps = {"cells": CELLS, "near": NEAR}
@@ -96,7 +102,8 @@ def _owners() -> None:
     assert torch.equal(product, x @ whole[:2])
 
 
-def _forces() -> None:
+@on_four
+def test_forces_of_a_graph_network_are_those_of_one_device() -> None:
     """A network on a directed graph of systems with rows on all ranks: energies and forces of one device."""
     rng = np.random.default_rng(0)
     mesh = xs.Mesh(a=4)
@@ -145,10 +152,6 @@ def _files(folder: str) -> None:
     y = xt.load(folder, xs.Rules({"x": "n/by(a,to) d"}, {"to": TURNED}), mesh)["x"]
     rows = xt.positions("n/by(a,to) d", mesh, shape=shape, dim="n", maps={"to": TURNED})
     assert torch.equal(y, torch.arange(18.0).reshape(shape)[rows])
-
-
-def test_positions_and_live_activations_between_contiguous_and_zigzag() -> None:
-    on_ranks(4, in_turn, _positions, _reshard, _owners, _forces)
 
 
 def test_files_have_their_maps(tmp_path) -> None:

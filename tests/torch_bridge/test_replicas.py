@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import (
+    SharedRanks,
     block_of,
     check_error,
     derivatives,
     error_of,
     for_each,
-    in_turn,
     numbers,
     on_ranks,
     still_connected,
@@ -81,7 +81,11 @@ def test_the_silent_bug_is_told_on_every_rank_alike() -> None:
         assert way_out.endswith(f"say so: copy({axis}) on the right")
 
 
-def _blocks() -> None:
+on_four = SharedRanks(4)
+
+
+@on_four
+def test_blocks_that_differ_are_told() -> None:
     rank = dist.get_rank()
 
     def move(x: Tensor, expression: str) -> Tensor:
@@ -99,7 +103,8 @@ def _blocks() -> None:
     assert still_connected()
 
 
-def _values() -> None:
+@on_four
+def test_what_counts_as_equal() -> None:
     """What counts as equal: rounding, infinities and NaN on all ranks; what does not: NaN on one."""
     odd = dist.get_rank() % 2
 
@@ -141,7 +146,7 @@ EVERY = [
 ]
 
 
-def _unchanged(expression: str) -> None:
+def check_unchanged(expression: str) -> None:
     """With the check, the same values and derivatives of every order and mode."""
     _, dst = parse_expression(expression)
     x = block_of(numbers(4, 4) % 5, expression, MESH)
@@ -158,11 +163,13 @@ def _unchanged(expression: str) -> None:
     y *= 2  # a tensor of its own, as without the check
 
 
+@on_four
 def test_nothing_else_changes() -> None:
-    on_ranks(4, for_each, EVERY, _unchanged)
+    for_each(EVERY, check_unchanged)
 
 
-def _switch() -> None:
+@on_four
+def test_every_verb_has_the_check() -> None:
     x = torch.full((2, 2), float(dist.get_rank()))
     with mock.patch.object(
         replicas, "ALWAYS", True
@@ -179,7 +186,3 @@ def _switch() -> None:
     check_error(lambda: move(placed), "ReplicaError")
     compiled = torch.compile(lambda v: move(v, mesh=MESH), backend="eager")
     check_error(lambda: compiled(x), "ReplicaError")  # compared between two graphs
-
-
-def test_blocks_that_go_in_what_counts_as_equal_and_the_environment() -> None:
-    on_ranks(4, in_turn, _blocks, _values, _switch)

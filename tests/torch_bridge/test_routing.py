@@ -17,10 +17,9 @@ import torch_bridge as xt
 import xshard as xs
 from tests import oracle_routes
 from tests.torch_bridge.helpers import (
+    SharedRanks,
     assert_refused,
     derivatives,
-    in_turn,
-    on_ranks,
     still_connected,
 )
 from torch_bridge.testing.byte_counter import Meter
@@ -92,7 +91,7 @@ class Case:
         return torch.einsum("nc,ncd->nd", there.rows, used)
 
 
-def _case(seed: int) -> None:
+def check_case(seed: int) -> None:
     case = Case(seed)
     rank = dist.get_rank()
     arrived, dropped = oracle_routes.route(case.rows, case.to, case.parts, case.capacity)
@@ -125,16 +124,21 @@ def _case(seed: int) -> None:
         assert torch.equal(one.grad, many.grad), name
 
 
-def _random() -> None:
+on_four = SharedRanks(4)
+
+
+@on_four
+def test_random_routes_are_as_on_one_device() -> None:
     for seed in range(100):
         try:
-            _case(seed)
+            check_case(seed)
         except BaseException as error:
             error.add_note(f"seed {seed}, {vars(Case(seed))}")
             raise
 
 
-def _transforms() -> None:
+@on_four
+def test_derivatives_are_as_on_one_device() -> None:
     """Derivatives of two orders, in both modes and under vmap, as of the same on one device."""
     case = Case(14)
     rank = dist.get_rank()
@@ -154,7 +158,8 @@ def _transforms() -> None:
         assert torch.equal(torch.compile(moved, backend="eager")(x, w), made[0][0])
 
 
-def _sizes() -> None:
+@on_four
+def test_known_sizes_take_one_collective() -> None:
     """Known numbers: one collective; padding and further copies count for nothing."""
     rank = dist.get_rank()
     matrices = torch.arange(24.0, dtype=x64).view(8, 3, 1)
@@ -180,7 +185,8 @@ def _sizes() -> None:
         assert torch.equal(gradient, matrices[to, :, 0] * first[:, None])
 
 
-def _bytes() -> None:
+@on_four
+def test_each_process_is_sent_one_copy_of_a_row() -> None:
     """What other processes send: one copy of a row to each process that it needs, forward and backward."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -207,7 +213,8 @@ def _gathered(x: Tensor) -> list[Tensor]:
     return every
 
 
-def _axes() -> None:
+@on_four
+def test_a_route_follows_any_axes_of_the_mesh() -> None:
     """A part of a mesh, and two axes taken as one."""
     mesh = xs.Mesh(dp=2, ep=2)
     rank = dist.get_rank()
@@ -221,7 +228,8 @@ def _axes() -> None:
     )
 
 
-def _unused() -> None:
+@on_four
+def test_gradients_travel_from_where_no_rows_came() -> None:
     """Gradients travel also from where no rows came, and the result there depends on nothing."""
     x = torch.ones(2, 3, requires_grad=True)
     there = xt.route(x, torch.zeros(2, dtype=torch.long), "ep", MESH)
@@ -230,7 +238,8 @@ def _unused() -> None:
     assert torch.equal(x.grad, torch.full((2, 3), 2.0))
 
 
-def _refused() -> None:
+@on_four
+def test_what_is_refused() -> None:
     x = torch.ones(3, 2)
     to = torch.zeros(3, dtype=torch.long)
     rank = dist.get_rank()
@@ -254,7 +263,3 @@ def _refused() -> None:
         is_alike=False,
     )  # fmt: skip
     assert still_connected()
-
-
-def test_routes_are_as_on_one_device() -> None:
-    on_ranks(4, in_turn, _random, _transforms, _sizes, _bytes, _axes, _unused, _refused)

@@ -111,7 +111,7 @@ def test_a_module_of_flax_comes_back(tmp_path: Path) -> None:
 
 
 @in_jax
-def test_names_dtypes_and_what_both_have(tmp_path: Path) -> None:
+def test_a_load_gives_what_is_asked_for(tmp_path: Path) -> None:
     here = mesh()
     x = whole()
     with jax.enable_x64(True):

@@ -59,7 +59,9 @@ def fail_here(folder: Path, process: int, function: str, _timeout_s: float) -> t
     return str(failed.value), str(lacked.value)
 
 
-def test_both_save_and_load(ask: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_each_process_has_its_part_of_a_checkpoint(
+    ask: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     """Each reads what its own devices need, once."""
     ask(save_here, tmp_path)
     checkpoint = open_checkpoint(tmp_path)

@@ -15,12 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import check_error, in_turn, on_ranks, still_connected
+from tests.torch_bridge.helpers import SharedRanks, check_error, still_connected
 
 MESH = xs.Mesh(a=4)
 
 
-def _winners() -> None:
+on_four = SharedRanks(4)
+
+
+@on_four
+def test_winners_of_a_maximum_share_its_gradient() -> None:
     rank = dist.get_rank()
     x = torch.tensor(
         [[1.0, 5.0, rank], [7.0, float(rank == 2), 3.0]], dtype=torch.float64
@@ -65,7 +69,8 @@ def _reentrant(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return checkpoint(function, *inputs, use_reentrant=True)
 
 
-def _swapped() -> None:
+@on_four
+def test_a_reentrant_checkpoint_that_would_forget_parameters_is_refused() -> None:
     x = torch.full((2, 3), 1.0 + dist.get_rank(), requires_grad=True)
 
     def gradients(model: Block, call: Callable[[Block, Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -113,7 +118,3 @@ def _swapped() -> None:
         place = "reentrant checkpoint inside torch.func.functional_call"
         check_error(lambda: swapped(block, x), "XshardError", place, "use_reentrant=False")
     assert still_connected()
-
-
-def test_maxima_and_parameters_that_a_reentrant_checkpoint_would_forget() -> None:
-    on_ranks(4, in_turn, _winners, _swapped)

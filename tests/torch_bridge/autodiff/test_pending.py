@@ -13,13 +13,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import (
+    SharedRanks,
     block_of,
     check_error,
     derivatives,
     for_each,
-    in_turn,
     numbers,
-    on_ranks,
 )
 from torch_bridge.lower.collectives import Collective
 
@@ -41,7 +40,7 @@ EXPRESSIONS = [
 ]
 
 
-def _same(expression: str) -> None:
+def check_pending(expression: str) -> None:
     x = block_of(numbers(8, 8) % 7, expression, MESH)
 
     def plain(v: Tensor) -> Tensor:
@@ -63,11 +62,16 @@ def _same(expression: str) -> None:
     assert all(map(torch.equal, derivatives(begun, x), derivatives(plain, x)))
 
 
-def test_values_and_derivatives_are_those_of_one_call() -> None:
-    on_ranks(4, for_each, EXPRESSIONS, _same)
+on_four = SharedRanks(4)
 
 
-def _tensor_like() -> None:
+@on_four
+def test_results_are_those_of_one_call() -> None:
+    for_each(EXPRESSIONS, check_pending)
+
+
+@on_four
+def test_it_is_used_like_a_tensor() -> None:
     x = torch.arange(8.0).view(2, 4) + dist.get_rank()
 
     def begun() -> xt.PendingTensor:
@@ -95,7 +99,8 @@ def _tensor_like() -> None:
     assert float(pending.sum()) == float(y.sum()) and "arrived" in repr(pending)
 
 
-def _overlaps() -> None:
+@on_four
+def test_work_overlaps_its_collectives() -> None:
     """What happens, in order: collectives begun and ended, and what is computed between."""
     events: list[str] = []
     begin = Collective.begin
@@ -127,7 +132,8 @@ def _overlaps() -> None:
     assert events == ["begin", "work", "end", "backward", "begin", "work", "end"]
 
 
-def _begun_recording() -> None:
+@on_four
+def test_it_is_differentiable_as_it_was_begun() -> None:
     x = torch.ones(2, 4, requires_grad=True)
     pending = xt.redistribute(x, TURN, MESH, async_op=True)
     with torch.no_grad():
@@ -145,13 +151,10 @@ def _begun_recording() -> None:
     assert gathered.tolist() == [rank for rank in range(4) for _ in range(3)]
 
 
-def _dtensor() -> None:
+@on_four
+def test_a_dtensor_is_refused() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     check_error(
         lambda: xt.redistribute(x, TURN, async_op=True), "PlanError", "async_op is for tensors"
     )
-
-
-def test_it_is_used_like_a_tensor_overlaps_and_is_differentiable_as_it_was_begun() -> None:
-    on_ranks(4, in_turn, _tensor_like, _overlaps, _begun_recording, _dtensor)

@@ -16,7 +16,14 @@ from torch.distributed.tensor import DTensor, Shard
 import torch_bridge as xt
 import xshard as xs
 from tests.cases import ALL
-from tests.torch_bridge.helpers import assert_refused, block_of, in_ranks, numbers, on_ranks
+from tests.torch_bridge.helpers import (
+    SharedRanks,
+    assert_refused,
+    block_of,
+    in_ranks,
+    numbers,
+    on_ranks,
+)
 from torch_bridge.mesh.process_mesh import MeshLike
 from xshard.layout.layout import parse_expression
 
@@ -112,8 +119,13 @@ def test_every_step_is_one_graph_in_which_the_length_of_a_whole_dim_may_change()
     on_ranks(4, _graphs, TWO_AXES[:1], TWO_AXES[1:], "a", "b")
 
 
-def _specialised() -> None:
+on_two = SharedRanks(2)
+
+
+@on_two
+def test_another_length_is_compiled_again() -> None:
     """A dim that is cut is planned for as the number that it is: another length is compiled again."""
+    torch._dynamo.reset()
     blocks = [torch.arange(rows * 8.0).view(rows, 8) for rows in (4, 6, 5)]
     assert _compiled("n/a d -> n d/a", MESH, blocks) == 3
     backend = CompileCounterWithBackend("aot_eager")
@@ -131,7 +143,9 @@ def _specialised() -> None:
     assert backend.frame_count == 2, "the length of a whole dim may change"
 
 
-def _options() -> None:
+@on_two
+def test_options_are_recorded() -> None:
+    torch._dynamo.reset()
     x = block_of(numbers(5, 8) % 9, "n d/a", MESH, torch.float32).requires_grad_()
     uneven = block_of(numbers(5, 8) % 9, "n/a d", MESH, torch.float32).requires_grad_()
 
@@ -177,7 +191,9 @@ class Calling(torch.nn.Module):
         return self.call(x)
 
 
-def _exported() -> None:
+@on_two
+def test_a_move_is_exported() -> None:
+    torch._dynamo.reset()
     x = block_of(numbers(3, 8, 8), "s n/zigzag(a) d", MESH)
     turn = Calling(lambda x: xt.redistribute(x, "s n/zigzag(a) d -> s n d/a", MESH))
     program = torch.export.export(turn, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -189,7 +205,9 @@ def _exported() -> None:
         assert torch.equal(program.module()(block), turn(block))
 
 
-def _not_exported() -> None:
+@on_two
+def test_what_needs_the_host_is_not_exported() -> None:
+    torch._dynamo.reset()
     x = block_of(numbers(3, 8, 8), "s n/a d", MESH)
     named = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
 
@@ -205,8 +223,10 @@ def _not_exported() -> None:
             torch.export.export(Calling(call), (given,))
 
 
-def _between_graphs() -> None:
+@on_two
+def test_what_is_not_recorded_runs_between_graphs() -> None:
     """What is not recorded runs as it is, where more than one graph is allowed."""
+    torch._dynamo.reset()
     x = block_of(numbers(8, 8), "n/a d", MESH, torch.float32).requires_grad_()
     pair = tuple(parse_expression("n/a d -> n d/a"))
 
@@ -220,8 +240,10 @@ def _between_graphs() -> None:
         _agrees(torch.compile(function, backend="aot_eager"), function, x)
 
 
-def _refused() -> None:
+@on_two
+def test_what_is_refused() -> None:
     """In all of these torch itself says nothing, or something else."""
+    torch._dynamo.reset()
     x = torch.ones(4, 8)
 
     def compiled(function: Callable[..., Any]) -> Callable[[], Any]:
@@ -255,11 +277,3 @@ def _refused() -> None:
     assert torch.equal(torch.compile(turn, backend="aot_eager")(x), turn(x)), (
         "nothing is left behind"
     )
-
-
-@in_ranks(2)
-def test_lengths_options_exports_and_what_torch_cannot_do() -> None:
-    """Two ranks do all of it: compiling the first function takes them longer than all others."""
-    for part in (_specialised, _options, _exported, _not_exported, _between_graphs, _refused):
-        torch._dynamo.reset()
-        part()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ import xshard as xs
 from tests import oracle
 from tests.contractions.cases import CASES, spelled
 from tests.torch_bridge.helpers import (
+    SharedRanks,
     assert_refused,
     block_of,
     error_of,
@@ -83,7 +84,7 @@ def in_rounds(plan: ContractionPlan) -> list[ContractionPlan]:
 
 
 @pytest.mark.parametrize("n", [4, 8])
-def test_values_gradients_and_bytes(n: int) -> None:
+def test_results_are_those_of_one_device(n: int) -> None:
     plans = [
         xs.plan(text, xs.Mesh(mesh), sizes=sizes, dtype="float64", profile="bandwidth")
         for _, mesh, sizes, text in CASES
@@ -182,7 +183,7 @@ def _derivatives(
 
 
 @in_ranks(4)
-def test_derivatives_of_the_second_order_and_transformations() -> None:
+def test_derivatives_of_any_order() -> None:
     for text, overlap in [
         *((text, "never") for text in SCHEMES),
         *((text, "always") for text in RINGS),
@@ -229,100 +230,175 @@ def _kept(save: str, overlap: str = "never") -> tuple[int, list[int], list[int]]
     return sum(saved.values()), forward.received, backward.received
 
 
-@in_ranks(2)
-def test_what_torch_does_with_blocks_and_dtensors() -> None:
-    rank = dist.get_rank()
+TEXT = "s/tp d, d f/tp -> s f/tp"
+PARTS = {"s": 4, "d": 4, "f": 7}
+
+
+class Product(NamedTuple):
+    """Two matrices, their blocks here, and the block of their product."""
+
+    x: np.ndarray
+    w: np.ndarray
+    rows: Tensor
+    columns: Tensor
+    expected: Tensor
+
+
+def product_of_blocks() -> Product:
+    x = numbers(4, 4) % 5
+    w = numbers(4, 7) % 3
+    rows = block_of(x, "s/tp d", TP)
+    columns = block_of(w, "d f/tp", TP)
+    return Product(x, w, rows, columns, block_of(x @ w, "s f/tp", TP))
+
+
+on_two = SharedRanks(2)
+
+
+@on_two
+def test_what_is_kept_for_the_backward_pass() -> None:
     assert _kept("used") == (96, [48], [48]) and _kept("given") == (0, [48], [48, 48])
     assert _kept("used", "always") == (48, [48], [48]), (
         "in rounds a device's own part is the operand"
     )
     assert _kept("given", "always") == (0, [48], [48, 48])
-    x = numbers(4, 4) % 5
-    w = numbers(4, 7) % 3
-    rows = block_of(x, "s/tp d", TP)
-    columns = block_of(w, "d f/tp", TP)
-    text = "s/tp d, d f/tp -> s f/tp"
-    parts = {"s": 4, "d": 4, "f": 7}
-    expected = block_of(x @ w, "s f/tp", TP)
-    y = xt.einsum(text, rows, columns, mesh=TP, sizes=parts)
-    assert torch.equal(y, expected)
-    assert torch.equal(xt.einsum(text, rows, columns, mesh=TP, shape=[(4, 4), (4, 7)]), expected)
-    # Dims that no tag or cut decides: permuted, left alone, of a length that another operand has whole.
-    assert torch.equal(xt.einsum("s/tp d -> d s/tp", rows, mesh=TP), block_of(x.T, "d s/tp", TP))
-    same = xt.einsum("s/tp d -> s/tp d", rows, mesh=TP)
-    assert torch.equal(same, rows) and same.data_ptr() != rows.data_ptr()
+
+
+@on_two
+def test_a_product_of_blocks() -> None:
+    given = product_of_blocks()
+    y = xt.einsum(TEXT, given.rows, given.columns, mesh=TP, sizes=PARTS)
+    assert torch.equal(y, given.expected)
+    assert torch.equal(
+        xt.einsum(TEXT, given.rows, given.columns, mesh=TP, shape=[(4, 4), (4, 7)]), given.expected
+    )
+    assert torch.equal(given.rows, block_of(given.x, "s/tp d", TP)), "operands are left as they are"
+
+
+@on_two
+def test_dims_that_no_cut_decides() -> None:
+    given = product_of_blocks()
+    # Permuted, left alone, of a length that another operand has whole.
+    assert torch.equal(
+        xt.einsum("s/tp d -> d s/tp", given.rows, mesh=TP), block_of(given.x.T, "d s/tp", TP)
+    )
+    same = xt.einsum("s/tp d -> s/tp d", given.rows, mesh=TP)
+    assert torch.equal(same, given.rows) and same.data_ptr() != given.rows.data_ptr()
+    rank = dist.get_rank()
     odd = xt.einsum("s d, d/tp f -> s f", torch.ones(2, 3), torch.ones(2 - rank, 5), mesh=TP)
     assert torch.equal(odd, torch.full((2, 5), 3.0))
     one = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "one"))
     apart = xt.einsum("s/one d, d f -> s f", torch.ones(1 + rank, 3), torch.ones(3, 2), mesh=one)
     assert apart.shape == (1 + rank, 2), "axes that an expression does not name are left alone"
 
-    counted = xt.einsum(text, rows.long(), columns.long(), mesh=TP, sizes=parts)
-    assert counted.dtype == torch.int64 and torch.equal(counted, expected.long())
+
+@on_two
+def test_whole_numbers_are_added_in_their_dtype() -> None:
+    given = product_of_blocks()
+    counted = xt.einsum(TEXT, given.rows.long(), given.columns.long(), mesh=TP, sizes=PARTS)
+    assert counted.dtype == torch.int64 and torch.equal(counted, given.expected.long())
     for kind in (torch.uint8, torch.int8, torch.int16, torch.int32):  # which torch sums into int64
-        total = xt.einsum("s/tp d -> ()", rows.to(kind), mesh=TP, profile="h100")
-        assert total.dtype == kind and total == int(x.sum())
-        each = xt.einsum("s/tp, s/tp d -> s/tp", rows[:, 0].to(kind), rows.to(kind), mesh=TP)
-        assert each.dtype == kind and torch.equal(each, (rows[:, 0] * rows.sum(1)).to(kind))
+        total = xt.einsum("s/tp d -> ()", given.rows.to(kind), mesh=TP, profile="h100")
+        assert total.dtype == kind and total == int(given.x.sum())
+        each = xt.einsum(
+            "s/tp, s/tp d -> s/tp", given.rows[:, 0].to(kind), given.rows.to(kind), mesh=TP
+        )
+        assert each.dtype == kind and torch.equal(
+            each, (given.rows[:, 0] * given.rows.sum(1)).to(kind)
+        )
+
+
+@on_two
+def test_a_wide_dtype_on_the_way() -> None:
+    given = product_of_blocks()
     for comm_dtype in (torch.float32, (None, torch.float32)):
-        a, b = (t.bfloat16().requires_grad_() for t in (rows, columns))
+        a, b = (t.bfloat16().requires_grad_() for t in (given.rows, given.columns))
         narrow = xt.einsum(
-            text, a, b, mesh=TP, sizes=parts, comm_dtype=comm_dtype, overlap="always"
+            TEXT, a, b, mesh=TP, sizes=PARTS, comm_dtype=comm_dtype, overlap="always"
         )
         narrow.sum().backward()
         assert narrow.dtype == a.grad.dtype == torch.bfloat16 and torch.equal(
-            narrow.double(), expected
+            narrow.double(), given.expected
         )
+
+
+@on_two
+def test_autocast_narrows_operands() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y = xt.einsum("s d, d f -> s f/tp", torch.ones(2, 2), torch.ones(2, 2), mesh=TP)
         assert y.dtype == torch.bfloat16
+
+
+@on_two
+def test_conjugate_views_are_resolved() -> None:
     z = torch.randn(
-        2, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank)
+        2, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(dist.get_rank())
     ).conj()
     assert torch.equal(xt.einsum("s d -> s", z, mesh=TP), z.sum(1))
 
-    halves = block_of(x, "s d/tp", TP), block_of(w, "d/tp f", TP)
+
+@on_two
+def test_a_product_that_is_begun() -> None:
+    given = product_of_blocks()
+    halves = block_of(given.x, "s d/tp", TP), block_of(given.w, "d/tp f", TP)
     pending = xt.einsum("s d/tp, d/tp f -> s/tp f", *halves, mesh=TP, async_op=True)
     assert "under way" in repr(pending) and pending.shape == (2, 7)
-    assert torch.equal(pending + 1, block_of(x @ w + 1, "s/tp f", TP))
+    assert torch.equal(pending + 1, block_of(given.x @ given.w + 1, "s/tp f", TP))
+
+
+@on_two
+def test_a_result_may_be_written_to() -> None:
     for save in ("used", "given"):
         operands = torch.ones(4, 4, 4, requires_grad=True), torch.ones(4, 8, requires_grad=True)
         written = xt.einsum(SCHEMES[0], *operands, mesh=TP, save=save, profile="bandwidth")
         written += 1  # a tensor of its own
         assert (torch.autograd.grad(written.sum(), operands[1])[0] == 16).all()
+
+
+@on_two
+def test_names_that_dims_alone_decide() -> None:
+    given = product_of_blocks()
     # Names that the arrays' dims alone decide: of '...', of the parts of a composed dim, of a diagonal.
-    several = torch.stack([rows, 2 * rows])[:, None]
+    several = torch.stack([given.rows, 2 * given.rows])[:, None]
     each = xt.einsum(
-        "... s/tp d, d f/tp -> ... f", several, columns, mesh=TP, shape=[(2, 1, 4, 4), (4, 7)]
+        "... s/tp d, d f/tp -> ... f", several, given.columns, mesh=TP, shape=[(2, 1, 4, 4), (4, 7)]
     )
-    total = torch.ones(4) @ x @ w
+    total = torch.ones(4) @ given.x @ given.w
     assert torch.equal(each, torch.stack([total, 2 * total])[:, None])
     pending = xt.einsum(
-        "... (h k)/tp, k f -> (h f)/tp", rows[0], columns[:2, :1], mesh=TP, async_op=True
+        "... (h k)/tp, k f -> (h f)/tp",
+        given.rows[0],
+        given.columns[:2, :1],
+        mesh=TP,
+        async_op=True,
     )
     assert pending.shape == (2,) and torch.equal(
-        pending.wait(), rows[0].view(2, 2) @ columns[:2, 0]
+        pending.wait(), given.rows[0].view(2, 2) @ given.columns[:2, 0]
     )
     assert torch.equal(
-        xt.einsum("s/tp s -> s/tp", rows, mesh=TP), block_of(x.diagonal(), "s/tp", TP)
+        xt.einsum("s/tp s -> s/tp", given.rows, mesh=TP), block_of(given.x.diagonal(), "s/tp", TP)
     )
-    assert rows.is_contiguous() and torch.equal(rows, block_of(x, "s/tp d", TP)), (
-        "operands are left as they are"
-    )
+    assert given.rows.is_contiguous() and torch.equal(
+        given.rows, block_of(given.x, "s/tp d", TP)
+    ), "operands are left as they are"
 
+
+@on_two
+def test_tensors_without_values() -> None:
+    given = product_of_blocks()
     assert (
-        xt.einsum(text, rows.to("meta"), columns.to("meta"), mesh=TP, sizes=parts).shape
-        == expected.shape
+        xt.einsum(TEXT, given.rows.to("meta"), given.columns.to("meta"), mesh=TP, sizes=PARTS).shape
+        == given.expected.shape
     )
     with FakeTensorMode():
         a = torch.ones(2, 4, requires_grad=True)
-        faked = xt.einsum(text, a, torch.ones(4, 3), mesh=TP)
+        faked = xt.einsum(TEXT, a, torch.ones(4, 3), mesh=TP)
         faked.sum().backward()
         assert isinstance(faked, FakeTensor) and a.grad.shape == (2, 4)
-    _placed()
 
 
-def _placed() -> None:
+@on_two
+def test_dtensors_in_place_of_blocks() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x, w = (torch.from_numpy(numbers(4, 4) % k).requires_grad_() for k in (5, 3))
     rows, columns = (
@@ -355,7 +431,7 @@ def _placed() -> None:
         assert part in error_of(partial(xt.einsum, text, rows, second, **options))[1]
 
 
-@in_ranks(2)
+@on_two
 def test_errors_come_before_anything_is_sent() -> None:
     text = "s/tp d, d f/tp -> s f/tp"
     x = torch.ones(2, 4)

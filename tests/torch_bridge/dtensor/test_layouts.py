@@ -51,12 +51,12 @@ def _cuts() -> list[str]:
         ("d0 d1 | min(b)", (Replicate(), Partial("min"), Replicate())),
     ],
 )
-def test_layouts_and_placements(layout: str, placements: tuple[object, ...]) -> None:
+def test_layouts_are_placements(layout: str, placements: tuple[object, ...]) -> None:
     assert xt.dtensor.to_placements(layout, AXES) == placements
     assert str(xt.dtensor.from_placements(placements, AXES, 2)) == layout
 
 
-def test_every_nesting_there_and_back() -> None:
+def test_every_nesting_survives() -> None:
     for text in _cuts():
         back = xt.dtensor.from_placements(xt.dtensor.to_placements(text, AXES), AXES, 2)
         assert [dim.axes for dim in back.dims] == [dim.axes for dim in xs.Layout.parse(text).dims]
@@ -71,7 +71,7 @@ def _torch_block(length: int, placements: Sequence[Any], mesh: xs.Mesh, device: 
     return rows.tolist()
 
 
-def test_strided_shards_are_read_as_torch_cuts_and_written_back() -> None:
+def test_strided_shards_are_read_as_torch_cuts() -> None:
     draw = random.Random(0)
     seen = Counter[str]()
     for _ in range(300):
@@ -111,7 +111,7 @@ def test_strided_shards_are_read_as_torch_cuts_and_written_back() -> None:
     assert min(seen[order] for order in ("block", "cyclic", "intervals")) > 20, seen
 
 
-def test_groups_and_orders_that_are_plain_when_even() -> None:
+def test_cuts_that_are_plain_when_even() -> None:
     assert xt.dtensor.to_placements("n/(a,b)", AXES, (8,)) == (Shard(0), Shard(0), Replicate())
     copied = xt.dtensor.to_placements("n/balanced(b) | copy(a)", AXES, (8,))
     assert copied == (Replicate(), Shard(0), Replicate())

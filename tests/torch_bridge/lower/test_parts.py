@@ -52,7 +52,7 @@ def _index(m: Subarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize(
     ("shape", "dim"), [((16,), 0), ((16, 3), 0), ((3, 16), 1), ((2, 16, 3), 1), ((2, 5), 1)]
 )
-def test_packing_and_back(shape: tuple[int, ...], dim: int, order: str) -> None:
+def test_packing_is_undone(shape: tuple[int, ...], dim: int, order: str) -> None:
     packing = _packing(shape, dim, order, 4)
     block = torch.arange(np.prod(shape)).view(shape)
     packed = packing.pack(block)
@@ -100,7 +100,7 @@ def test_many_rows_are_listed_once() -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
-def test_messages_that_meet_combine_and_others_do_not(op: str) -> None:
+def test_only_messages_that_meet_combine(op: str) -> None:
     shape = (6, 4)
     top, rest = (subarray(shape, {0: (run,)}, CPU) for run in (Run(0, 2), Run(2, 3)))
     messages = (top, rest, top, rest, top)
@@ -115,7 +115,7 @@ def test_messages_that_meet_combine_and_others_do_not(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 @in_ranks(4)
-def test_both_ways_to_reduce_and_scatter_agree(op: str) -> None:
+def test_both_ways_to_reduce_scatter_agree(op: str) -> None:
     x = torch.arange(24.0).view(12, 2) * (1 - 2 * (dist.get_rank() % 2)) + dist.get_rank()
     plan = xs.plan(f"n d | {op}(a) -> n/a d", xs.Mesh(a=4), (12, 2))
     ours = ProcessMesh(**vars(process_mesh(plan.mesh)) | {"_groups": {}})
@@ -130,7 +130,7 @@ def test_both_ways_to_reduce_and_scatter_agree(op: str) -> None:
 
 
 @in_ranks(4)
-def test_replicas_and_copies_add_in_one_order() -> None:
+def test_addends_are_added_in_one_order() -> None:
     x = torch.tensor([1e8, 1.0, -1e8, 1.0][dist.get_rank()])  # with another order, another sum
     ends = "()", "() | copy(a)"
     sums = [

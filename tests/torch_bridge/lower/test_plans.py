@@ -98,7 +98,7 @@ def answers() -> dict[str, Answer]:
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_values_gradients_and_bytes(name: str, answers: dict[str, Answer]) -> None:
+def test_every_plan_does_what_it_says(name: str, answers: dict[str, Answer]) -> None:
     question = QUESTIONS[name]
     answer = answers[name]
     assert judge(answer, in_numpy(question)) == Verdict(0, 0)

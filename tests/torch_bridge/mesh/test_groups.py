@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import check_error, in_turn, numbers, on_ranks, still_connected
+from tests.torch_bridge.helpers import (
+    SharedRanks,
+    check_error,
+    numbers,
+    on_ranks,
+    still_connected,
+)
 from torch_bridge.mesh.failures import timeout_of
 from torch_bridge.mesh.process_mesh import mesh_of_ranks
 from xshard import reference
@@ -74,19 +80,11 @@ def test_device_meshes() -> None:
     on_ranks(8, _device_meshes)
 
 
-SLOW_CP = xs.Profile("slow cp", "made up", xs.Link(0, 1e12), axes=(("cp", xs.Link(0, 1e6)),))
+on_four = SharedRanks(4)
 
 
-def _unnamed_axes() -> None:
-    """Blocks may differ along `dp`, along which replicas would each fetch a part over the slow link."""
-    mesh = xs.Mesh(dp=2, cp=2)
-    first = dist.get_rank() // 2 * 2
-    y = xt.redistribute(torch.full((8,), dist.get_rank()), "s/cp -> s", mesh, profile=SLOW_CP)
-    assert y.tolist() == [first] * 8 + [first + 1] * 8
-    assert "dp" in str(xs.plan("s/cp -> s", mesh, (16,), "int64", profile=SLOW_CP).steps)
-
-
-def _groups() -> None:
+@on_four
+def test_groups_are_made_when_a_gradient_will_need_them() -> None:
     """The slice needs none; its gradient needs some, which are there before it is asked for."""
     mesh = xs.Mesh(a=2, b=2)
     x = torch.ones(4, 4)
@@ -101,7 +99,21 @@ def _groups() -> None:
     assert set(forward) == {before} and with_gradient == again == len(c10d._world.pg_names) > before
 
 
-def _errors() -> None:
+SLOW_CP = xs.Profile("slow cp", "made up", xs.Link(0, 1e12), axes=(("cp", xs.Link(0, 1e6)),))
+
+
+@on_four
+def test_blocks_may_differ_along_axes_without_a_name() -> None:
+    """Blocks may differ along `dp`, along which replicas would each fetch a part over the slow link."""
+    mesh = xs.Mesh(dp=2, cp=2)
+    first = dist.get_rank() // 2 * 2
+    y = xt.redistribute(torch.full((8,), dist.get_rank()), "s/cp -> s", mesh, profile=SLOW_CP)
+    assert y.tolist() == [first] * 8 + [first + 1] * 8
+    assert "dp" in str(xs.plan("s/cp -> s", mesh, (16,), "int64", profile=SLOW_CP).steps)
+
+
+@on_four
+def test_meshes_that_cannot_be_used_are_refused() -> None:
     x = torch.ones(4, 4)
     four = xs.Mesh(a=4)
     unnamed = init_device_mesh("cpu", (4,))
@@ -125,10 +137,6 @@ def _errors() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # A new world has new groups: nothing is remembered of the old one.
     assert move(xs.Mesh(a=1)).equal(x)
-
-
-def test_unnamed_axes_when_groups_are_made_and_meshes_that_cannot_be_used() -> None:
-    on_ranks(4, in_turn, _groups, _unnamed_axes, _errors)
 
 
 def _histories() -> None:

@@ -15,7 +15,7 @@ import torch_bridge as xt
 import xshard as xs
 from benchmarks.plans.published import same_as_on_one_device
 from tests.documents.forking import in_this_world
-from tests.torch_bridge.helpers import block_of_each, in_turn, on_ranks
+from tests.torch_bridge.helpers import SharedRanks, block_of_each
 from torch_bridge.mesh.process_mesh import alone
 from torch_bridge.testing.byte_counter import Meter
 from xshard.compat import styles_of_transformers
@@ -59,7 +59,7 @@ def trained(names: dict[str, Any], model: Any) -> tuple[Any, Any, Any, tuple[int
     return losses, parameters, norms[0], (len(forward.received), len(backward.received))
 
 
-def _page(path: Path) -> None:
+def check_page(path: Path) -> None:
     names = dict[str, Any]()
     text = path.read_text()
     printed = io.StringIO()
@@ -99,9 +99,13 @@ def _page(path: Path) -> None:
     assert counted == COLLECTIVES[path.stem], (path.stem, counted)
 
 
-def _pages() -> None:
+on_four = SharedRanks(4)
+
+
+@on_four
+def test_pages_train_as_on_one_device() -> None:
     for path in sorted(PAGES.glob("*.md")):
-        _page(path)
+        check_page(path)
 
 
 EXPERTS = {
@@ -116,7 +120,8 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def _experts() -> None:
+@on_four
+def test_experts_train_as_on_one_device() -> None:
     """One rule, no code: loss and gradients of one device, also if tokens go to one process, or few."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -168,7 +173,8 @@ def _in_float64(forward: Any) -> Any:
     return wide
 
 
-def _declared() -> None:
+@on_four
+def test_declared_plans_train_as_on_one_device() -> None:
     """Each style is known; these have most of them."""
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
@@ -183,7 +189,3 @@ def _declared() -> None:
         "Granite-SWA",
     ):
         assert same_as_on_one_device(name).worst < 1e-6, name
-
-
-def test_pages_and_declared_plans_train_as_on_one_device() -> None:
-    on_ranks(4, in_turn, _pages, _experts, _declared)

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import torch_bridge as xt
 import xshard as xs
 from tests.torch_bridge.helpers import (
+    SharedRanks,
     block_of_each,
     check_error,
     error_of,
-    in_turn,
     on_ranks,
     still_connected,
 )
@@ -111,7 +111,7 @@ def _step(model: Any, **options: Any) -> Tensor:
 
 
 @functools.cache
-def _alone(**options: Any) -> tuple[dict[str, Tensor], Tensor]:
+def _on_one_device(**options: Any) -> tuple[dict[str, Tensor], Tensor]:
     """The gradients and the loss of one device."""
     model = net()
     loss = (model(_ids(), **options) * _weights()).sum()
@@ -119,9 +119,9 @@ def _alone(**options: Any) -> tuple[dict[str, Tensor], Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, loss
 
 
-def _off(model: nn.Module, times: float = 1, **options: Any) -> float:
+def largest_relative_error(model: nn.Module, times: float = 1, **options: Any) -> float:
     """The largest relative error of a gradient, which is to be `times` that of one device."""
-    whole, _ = _alone(**options)
+    whole, _ = _on_one_device(**options)
     blocks = block_of_each(model, whole)
     own = dict(model.named_parameters())
     # A gathered parameter that no process used has zeros, any other keeps what it had.
@@ -132,16 +132,20 @@ def _off(model: nn.Module, times: float = 1, **options: Any) -> float:
     )
 
 
-def _right(model: nn.Module, times: int = 1, **options: Any) -> None:
+def check_gradients(model: nn.Module, times: int = 1, **options: Any) -> None:
     """One more pass, after which gradients are `times` those of one device: once from zeros, else added."""
     if times == 1:
         model.zero_grad()
     _step(model, **options)
-    assert _off(model, times, **options) < 1e-12
+    assert largest_relative_error(model, times, **options) < 1e-12
 
 
-def _behaves() -> None:
-    gradients, want = _alone()
+on_four = SharedRanks(4)
+
+
+@on_four
+def test_a_step_is_that_of_one_device() -> None:
+    gradients, want = _on_one_device()
     norm = torch.nn.utils.get_total_norm(gradients.values())
     received = []
     for rules in (RULES, GATHERED, GATHERED | {"keep": "**.up.*"}, GATHERED | {"keep": True}):
@@ -156,29 +160,29 @@ def _behaves() -> None:
         )
         assert all(p is before[n] for n, p in model.named_parameters())
         loss = _step(model)
-        assert abs(loss - want) < 1e-12 * abs(want) and _off(model) < 1e-12
+        assert abs(loss - want) < 1e-12 * abs(want) and largest_relative_error(model) < 1e-12
         assert seen == [(5, 6) if rules is RULES else (10, 6)]
         assert up.weight is before["blocks.0.up.weight"]
 
-        _right(model, 2)  # a second pass adds to what was summed
+        check_gradients(model, 2)  # a second pass adds to what was summed
         model.zero_grad()
         with xt.no_sync(model):
             _step(model)
             if rules is RULES:
                 check_error(lambda m=model: xt.grad_norm(m), "XshardError", "each process's share")
-        _right(model, 2)
+        check_gradients(model, 2)
         with xt.no_sync(model):  # all that was gathered goes with it, here and before
             _step(model)
-        _right(model)
+        check_gradients(model)
 
         twin = copy.deepcopy(model)
         if rules is RULES:  # followed from the start, also where a compiler calls the model first
             assert all(p._post_accumulate_grad_hooks for p in twin.parameters())
-        _right(twin)
+        check_gradients(twin)
         assert twin.head.weight is twin.embed.weight is not model.embed.weight
-        _right(model, extra=True)
+        check_gradients(model, extra=True)
 
-        _right(model)
+        check_gradients(model)
         assert math.isclose(xt.grad_norm(model), norm, rel_tol=1e-12)
         largest = max(g.abs().max() for g in gradients.values())
         assert math.isclose(xt.grad_norm(model, math.inf), largest, rel_tol=1e-12)
@@ -187,7 +191,7 @@ def _behaves() -> None:
         xt.check_replicas(model)
 
         for model.recompute in (False, True):
-            _right(model)
+            check_gradients(model)
         model.recompute = None
         with torch.no_grad():
             assert model(_ids()).shape == (2, 7, 12)
@@ -200,59 +204,65 @@ def _behaves() -> None:
     assert still_connected()
 
 
-def _shared(model: Any) -> None:
+def _step_without_sync(model: Any) -> None:
     """One more pass inside `no_sync`."""
     with xt.no_sync(model):
         _step(model)
 
 
-def _several() -> None:
+@on_four
+def test_passes_without_sync_share_their_collectives() -> None:
     """Passes inside `no_sync` and the next one share one gather, and one sum of gradients."""
     model = xt.parallelize(net(), mesh=MESH, **GATHERED, keep=True)
     up = model.blocks[0].up.weight
     received = []
-    for step in (_step, _shared, _step):  # the first ones compare replicas and plans, too
+    for step in (
+        _step,
+        _step_without_sync,
+        _step,
+    ):  # the first ones compare replicas and plans, too
         step(model)
-    for step in (_step, _shared, _shared, _step):
+    for step in (_step, _step_without_sync, _step_without_sync, _step):
         with Meter() as meter:
             step(model)
         received.append(sum(meter.received))
     alone, first, second, last = received
     assert first - second == alone - last > 0  # gathered by the first one alone
     assert first - second >= 2 * sum(p.nbytes for b in model.blocks for p in b.parameters())
-    assert _off(model, 7) < 1e-12
-    _shared(model)
+    assert largest_relative_error(model, 7) < 1e-12
+    _step_without_sync(model)
     check_error(lambda: xt.grad_norm(model), "XshardError", "each process's share")
     with torch.no_grad():
         assert model(_ids()).shape == (2, 7, 12)  # without a gradient, nothing ends
         up.add_(0.0)  # as an optimiser does: gathered again, with the gradients so far
-    _right(model, 9)
+    check_gradients(model, 9)
     for to_none in (True, False):  # what is dropped in between does not come back
-        _shared(model)
+        _step_without_sync(model)
         model.zero_grad(to_none)
-        _right(model)
+        check_gradients(model)
     for model.recompute in (False, True):
         model.zero_grad()
-        _shared(model)
-        _right(model, 2)
+        _step_without_sync(model)
+        check_gradients(model, 2)
     model.recompute = None
-    _shared(model)
-    _right(copy.deepcopy(model))
+    _step_without_sync(model)
+    check_gradients(copy.deepcopy(model))
     up.requires_grad_(False)
     model.zero_grad()
-    _shared(model)
+    _step_without_sync(model)
     _step(model)
     assert up.grad is None and model.blocks[1].up.weight.grad is not None
     up.requires_grad_(True)
-    _right(model)
+    check_gradients(model)
 
 
-def _buckets() -> None:
+@on_four
+def test_gradients_are_summed_in_buckets() -> None:
     model = xt.parallelize(
         net(), mesh=MESH, **RULES, bucket_bytes=600, comm_dtype=(None, torch.float32)
     )
     _step(model)
-    assert 1e-12 < _off(model) < 1e-5
+    assert 1e-12 < largest_relative_error(model) < 1e-5
     model.zero_grad()
     order: list[str] = []
     model.blocks[0].norm.weight.register_hook(lambda g: order.append(f"sent {len(meter.received)}"))
@@ -280,7 +290,8 @@ def _buckets() -> None:
         assert some.c.grad is None
 
 
-def _state() -> None:
+@on_four
+def test_state_is_saved_whole() -> None:
     whole = net().state_dict()
     model = xt.parallelize(net(), mesh=MESH, **RULES)
     state = xt.state_dict(model)
@@ -295,7 +306,7 @@ def _state() -> None:
     found = xt.state_dict(other)
     dcp.load(found, checkpoint_id=folder[0])  # under another layout
     xt.load_state_dict(other, found)
-    _right(other)
+    check_gradients(other)
     for p in other.parameters():
         p.data.zero_()
     xt.load_state_dict(other, state)  # DTensors under other placements
@@ -325,7 +336,7 @@ def _state() -> None:
                 and model.blocks[1].norm.weight.eq(1).all()
             )
             xt.load_state_dict(model, whole)
-        _right(model)
+        check_gradients(model)
 
 
 class Scaled(nn.Embedding):
@@ -346,7 +357,8 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.embed(ids)))
 
 
-def _vocabulary() -> None:
+@on_four
+def test_a_sharded_vocabulary_may_be_tied() -> None:
     """Rows of an embedding are sharded, and the head that is tied to it; its logits are never gathered."""
     labels = (_ids() * 7 + 3) % 13
     alone = Tied()
@@ -394,7 +406,8 @@ def heads(bias: str = "o -> o | sum(tp)", **counts: str) -> Any:
     )
 
 
-def _noted() -> None:
+@on_four
+def test_errors_name_their_module() -> None:
     """Errors in a forward pass name their module, its rules and blocks, and what it counts by itself."""
     x = torch.ones(3, 6)
     model = heads()
@@ -429,7 +442,7 @@ def _noted() -> None:
     with torch.inference_mode():
         model = xt.parallelize(net(), mesh=MESH, **RULES)
         assert model(_ids()).shape == (2, 7, 12)
-    _right(model)
+    check_gradients(model)
     assert heads("o -> o | copy(tp)").bias.shape == (6,)  # meant
 
 
@@ -458,7 +471,7 @@ def test_compiled_in_one_graph() -> None:
     on_ranks(2, _compiled)
 
 
-# What begins the texts of errors, in the order of `_refused`.
+# What begins the texts of errors, in the order of `test_what_is_refused`.
 REFUSED = [
     "XshardError: rule 'blocks.7' fits no module\n  the modules are: '', embed, blocks.0, ",
     "XshardError: rule 'blocks' fits no module",  # a list of modules is not called
@@ -498,7 +511,8 @@ REFUSED = [
 ]
 
 
-def _refused() -> None:
+@on_four
+def test_what_is_refused() -> None:
     def make(**changed: Any) -> Callable[[], Any]:
         """The first rule decides: those that change come first."""
         changed = {"parameters": {}, "inputs": {}, "outputs": {}} | changed
@@ -577,29 +591,19 @@ def _refused() -> None:
     assert still_connected()
 
 
-def _explained() -> list[Any]:
-    model, gathered = (
-        xt.parallelize(net(), mesh=MESH, **rules, profile="h100") for rules in (RULES, GATHERED)
-    )
-    before = xt.explain(model)
+def _rows_of_table(model: nn.Module) -> list[str]:
+    """The lines of `explain`, without the blanks that pad them."""
+    return [" ".join(line.split()) for line in xt.explain(model).splitlines()]
+
+
+@on_four
+def test_a_table_has_the_bytes_of_a_step_once_it_ran() -> None:
+    model = xt.parallelize(net(), mesh=MESH, **RULES, profile="h100")
+    before = _rows_of_table(model)
     _step(model)
-    with Meter() as meter:
-        gathered(_ids())
-    return [before, xt.explain(model), xt.explain(gathered), sum(meter.received)]
-
-
-def _on_four() -> list[Any]:
-    in_turn(_behaves, _several, _buckets, _state, _vocabulary, _noted, _refused)
-    return _explained()
-
-
-def test_what_stays_what_is_summed_what_is_refused_and_where_the_tables_say_that_things_are() -> (
-    None
-):
-    found = on_ranks(4, _on_four)
-    before, after, gathered = (
-        [" ".join(line.split()) for line in table.splitlines()] for table in found[0][:3]
-    )
+    after = _rows_of_table(model)
+    if dist.get_rank() > 0:  # blocks of other ranks have other sizes
+        return
     assert before[0] == "Net on dp=2,tp=2"
     assert {
         "parameter shape stored used gradient summed over block",
@@ -614,8 +618,19 @@ def test_what_stays_what_is_summed_what_is_refused_and_where_the_tables_say_that
         "gradients, in buckets x 4 n | sum(dp,tp) -> n 0 B 288 B",
         "a step 3.09 KiB 5.35 KiB",
     } <= set(after)
+
+
+@on_four
+def test_a_table_has_the_bytes_of_gathered_parameters() -> None:
+    model = xt.parallelize(net(), mesh=MESH, **GATHERED, profile="h100")
+    with Meter() as meter:
+        model(_ids())
+    received: list[Any] = [None] * 4
+    dist.all_gather_object(received, sum(meter.received))
+    table = _rows_of_table(model)
+    if dist.get_rank() > 0:
+        return
     # A tied parameter is gathered once; the outermost module keeps what it gathered.
-    assert "embed.weight o/(dp,tp) ... -> o ... | copy(dp) 432 B 288 B" in gathered
-    assert not any(line.startswith("head.weight o/") and "->" in line for line in gathered)
-    busiest = max(received for *_, received in found)
-    assert (busiest, gathered[-1]) == (2712, "a step 2.65 KiB 4.82 KiB")
+    assert "embed.weight o/(dp,tp) ... -> o ... | copy(dp) 432 B 288 B" in table
+    assert not any(line.startswith("head.weight o/") and "->" in line for line in table)
+    assert (max(received), table[-1]) == (2712, "a step 2.65 KiB 4.82 KiB")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import error_of, in_turn, on_ranks, still_connected
+from tests.torch_bridge.helpers import SharedRanks, error_of, still_connected
 from tests.torch_bridge.models import test_parallelize as blocks
 from xshard.testing import EquivalenceError
 
@@ -62,7 +62,11 @@ def _mean(y: Tensor) -> Tensor:
     return xt.redistribute(y.square().mean(), "() | mean(dp) -> ()", MESH)
 
 
-def _mistakes() -> None:
+on_four = SharedRanks(4)
+
+
+@on_four
+def test_mistakes_are_named() -> None:
     def named(model: nn.Module, loss: Any = _mean, **options: Any) -> list[tuple[str, str, str]]:
         try:
             xt.verify(model, _x(), loss=loss, **options)
@@ -135,7 +139,8 @@ MUTATED: list[tuple[Any, str, str, str | None, str]] = [
 ]  # fmt: skip
 
 
-def _mutated() -> None:
+@on_four
+def test_no_wrong_rule_is_silent() -> None:
     """None is silent, and none ends in a text without a module's name."""
 
     def logits_loss(y: Tensor) -> Tensor:
@@ -153,7 +158,8 @@ def _mutated() -> None:
         assert words in found, (kind, name, text, found)
 
 
-def _unchanged() -> None:
+@on_four
+def test_nothing_of_the_model_changes() -> None:
     model = _parallel()
     _mean(model(_x())).backward()
     gradients = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters()}
@@ -177,6 +183,11 @@ def _unchanged() -> None:
     xt.verify(cut, block, loss=_mean, original=original, tol=1e-5)
     assert original.mlp[0].weight.is_meta
 
+
+@on_four
+def test_what_is_refused() -> None:
+    model = _parallel()
+
     def refused(model: nn.Module, x: Any = None, loss: Any = _mean, **options: Any) -> str:
         return error_of(lambda: xt.verify(model, _x() if x is None else x, loss=loss, **options))[1]
 
@@ -192,7 +203,3 @@ def _unchanged() -> None:
     assert "not parallel" in refused(_net())
     xt.verify(model, _x(), loss=_mean)
     assert still_connected()
-
-
-def test_mistakes_are_named_nothing_changes_and_what_is_refused() -> None:
-    on_ranks(4, in_turn, _mistakes, _mutated, _unchanged)

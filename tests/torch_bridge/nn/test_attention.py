@@ -13,13 +13,15 @@ from torch import Tensor
 
 import torch_bridge as xt
 from tests.attention import CROSS, MASKS, ORDERS, ROW, Case, Mask, one_device, problem
-from tests.torch_bridge.helpers import assert_refused, in_ranks
+from tests.torch_bridge.helpers import SharedRanks, assert_refused
 from torch_bridge.testing.byte_counter import Meter
 from xshard.nn.attention import METHODS
 
+on_four = SharedRanks(4)
 
-@in_ranks(4)
-def test_every_order_way_and_mask_is_that_of_one_device() -> None:
+
+@on_four
+def test_every_combination_is_that_of_one_device() -> None:
     """Values and the gradients of queries, keys and values; every order meets three masks."""
     for i, (name, case) in enumerate(ORDERS.items()):
         for j, how in enumerate(METHODS):
@@ -83,8 +85,8 @@ def attended(case: Case, mask: Mask, how: str, *blocks: Tensor, given: Any = Non
     return xt.nn.attention(*blocks, case.layout, case.mesh, how=how, **mask.options(case), **arrays)
 
 
-@in_ranks(4)
-def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
+@on_four
+def test_what_a_ring_sends() -> None:
     case = Case(ROW, "b s/cp h k", (4, 4))
     mask = Mask(True, 3)
     given = problem(case, mask)
@@ -95,13 +97,34 @@ def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
         y.backward(torch.ones_like(y))
     one = 2 * 4 * 5 * 10 * 8  # batch, heads, rows, both widths, bytes of a number
     assert meter.received == [one] * 4, "forward; again, and sums there and home"
+
+
+@on_four
+def test_a_mask_that_is_no_plain_tensor() -> None:
+    case = Case(ROW, "b s/cp h k", (4, 4))
     with Meter():  # the mask of rows that are the last of their keys is no plain tensor
         assert difference(case, Mask(True), "gather") < 1e-12
+
+
+@on_four
+def test_a_ring_has_one_derivative() -> None:
+    case = Case(ROW, "b s/cp h k", (4, 4))
+    mask = Mask(True, 3)
+    given = problem(case, mask)
+    q, k, v, _ = [mine(case, x) for x in given[:4]]
     (g,) = torch.autograd.grad(
         attended(case, mask, "ring", q, k, v).square().sum(), q, create_graph=True
     )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()
+
+
+@on_four
+def test_other_methods_are_under_torch_func() -> None:
+    case = Case(ROW, "b s/cp h k", (4, 4))
+    mask = Mask(True, 3)
+    given = problem(case, mask)
+    q, k, v, _ = [mine(case, x) for x in given[:4]]
     for how in ("gather", "ulysses", "auto"):
         loss = torch.func.grad(
             lambda *x, how=how: attended(case, mask, how, *x).square().sum(), (0, 1, 2)
@@ -111,6 +134,12 @@ def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
         )
         for one, other in zip(loss(q.detach(), k.detach(), v.detach()), wanted, strict=True):
             assert torch.allclose(one, other, atol=1e-12)
+
+
+@on_four
+def test_documents_of_one_row_are_for_all() -> None:
+    case = Case(ROW, "b s/cp h k", (4, 4))
+    given = problem(case, Mask(True, 3))
     whole = [mine(case, x).detach() for x in given[:3]]
     one_row = torch.from_numpy(case.blocks(np.arange(19) // 6, "s")[dist.get_rank()])
     assert torch.equal(
@@ -119,6 +148,16 @@ def test_what_a_ring_sends_and_keeps_other_derivatives_and_refusals() -> None:
             *whole, case.layout, ROW, documents=one_row.expand(2, -1), shape=case.shape
         ),
     )
+
+
+@on_four
+def test_what_is_refused() -> None:
+    case = Case(ROW, "b s/cp h k", (4, 4))
+    mask = Mask(True, 3)
+    given = problem(case, mask)
+    q, k, v, _ = [mine(case, x) for x in given[:4]]
+    whole = [mine(case, x).detach() for x in given[:3]]
+    one_row = torch.from_numpy(case.blocks(np.arange(19) // 6, "s")[dist.get_rank()])
     heads = [x[:, :4, :n] for x, n in ((q, 3), (k, 2), (v, 2))]
     alibi: Any = [torch.ones(3), torch.ones(4, requires_grad=True)]
     wrong: tuple[tuple[dict[str, Any], str], ...] = (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import assert_refused, error_of, in_ranks
+from tests.torch_bridge.helpers import SharedRanks, assert_refused, error_of, in_ranks
 from tests.torch_bridge.nn.helpers import (
     check_layer,
     compare,
@@ -130,7 +130,11 @@ class Forgetful(nn.Module):
         return (torch.utils.checkpoint.checkpoint(by, x, use_reentrant=True) + 1,)
 
 
-def _checkpoints() -> None:
+on_two = SharedRanks(2)
+
+
+@on_two
+def test_checkpoints_are_followed() -> None:
     torch.manual_seed(0)
     model = Recomputed(xt.nn.checkpoint).double()
     check_layer(model, (1, 2, 8, 6), "b c h/sp w", PAIR)
@@ -227,7 +231,8 @@ FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
 ]
 
 
-def _rows() -> None:
+@on_two
+def test_functions_that_keep_rows_are_followed() -> None:
     for layout in ("b c h/sp w", "b c h/sizes(sp,1,7) w", "b c h/zigzag(sp) w"):
         assert check_layer(Rows(), (2, 4, 8, 6), layout, PAIR).shape == (2, 3, 6, 8)
 
@@ -245,7 +250,8 @@ def _rows() -> None:
     assert y.shape == (2, 1, 6) and xt.nn.sharding_of(y).shape == (2, 2, 6)
 
 
-def _parts() -> None:
+@on_two
+def test_parts_of_a_model_run_one_by_one() -> None:
     """Parts that are called one by one, also by checkpoints, on blocks of one size and of several."""
     torch.manual_seed(0)
     for layout, rows in (("b c h/sp w", 8), ("b c h/sizes(sp,3,6) w", 9)):
@@ -267,7 +273,8 @@ def _parts() -> None:
             compare(run(block), block, layout, model, wanted)
 
 
-def _inference() -> None:
+@on_two
+def test_inference_comes_before_training() -> None:
     """What is kept between calls serves a backward pass that comes later."""
     model = nn.Sequential(
         nn.AvgPool2d(3, 1, 1, count_include_pad=False), nn.Upsample(scale_factor=2, mode="bilinear")
@@ -326,7 +333,8 @@ NO_FUNCTION: tuple[tuple[Callable[[Tensor], Any], str], ...] = (
 )
 
 
-def _refused() -> None:
+@on_two
+def test_what_has_no_exact_form_is_refused() -> None:
     x = torch.ones(1, 2, 4, 6)
     wrap = {"padding": (1, 7), "padding_mode": "circular"}
 
@@ -359,7 +367,8 @@ def _refused() -> None:
     )
 
 
-def _summed() -> None:
+@on_two
+def test_gradients_are_summed_in_one_collective() -> None:
     """Gradients of all parameters in one collective; `verify`, the norm and the check take the model."""
     chain = nn.Sequential(*(nn.Conv2d(4, 4, 1) for _ in range(10)))
     with Meter() as meter:
@@ -390,11 +399,3 @@ def _summed() -> None:
     )
     xt.check_replicas(parallel)
     assert len(list(chain.parameters())) == 20 and len(meter.received) == 1
-
-
-@in_ranks(2)
-def test_records_follow_blocks_gradients_are_summed_together_and_what_has_no_form_is_refused() -> (
-    None
-):
-    for check in (_checkpoints, _rows, _parts, _inference, _summed, _refused):
-        check()

@@ -17,7 +17,7 @@ import torch_bridge as xt
 import xshard as xs
 from tests.nn import cases
 from tests.nn.cases import CASES, GRID, HALOS, NATTEN, PAIR, PUBLISHED, ROW, Case
-from tests.torch_bridge.helpers import assert_refused, for_each, in_ranks, on_ranks
+from tests.torch_bridge.helpers import SharedRanks, assert_refused, for_each, on_ranks
 from tests.torch_bridge.nn.helpers import check_layer, same, scattered, sizes
 from torch_bridge.nn.conv import Convolution, conv
 from torch_bridge.nn.placed import placed_as
@@ -207,9 +207,16 @@ def test_every_case_is_that_of_one_device(n: int) -> None:
     assert numbers[0] >= sum(mesh.n_devices == n for mesh in ALL_MESHES) and len(set(numbers)) == 1
 
 
-@in_ranks(2)
-def test_neighbourhood_attention_and_second_derivatives_of_a_convolution() -> None:
+on_two = SharedRanks(2)
+
+
+@on_two
+def test_neighbourhood_attention() -> None:
     check_neighbourhood()
+
+
+@on_two
+def test_second_derivatives_of_a_convolution() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 2, 4, 3, dtype=torch.float64)
     weight = torch.randn(2, 2, 3, 3, dtype=torch.float64)
@@ -226,7 +233,7 @@ def test_neighbourhood_attention_and_second_derivatives_of_a_convolution() -> No
     assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
 
 
-def _adjoint(layout: str, source: str, shape: tuple[int, ...]) -> None:
+def check_adjoint(layout: str, source: str, shape: tuple[int, ...]) -> None:
     x = torch.arange(torch.tensor(shape).prod()).reshape(shape) % 11 - 5.0
     block = scattered(x.double(), layout, ROW).requires_grad_()
     y = xt.redistribute(block, f"{layout} -> {source}", ROW, shape=shape)
@@ -256,7 +263,7 @@ LOGITS = {
 }  # fmt: skip
 
 
-def _cross_entropies() -> None:
+def check_cross_entropies() -> None:
     """Losses, and gradients of logits, for every layout and reduction; a label in four is ignored."""
     mesh = xs.Mesh(dp=2, tp=2)
     draw = torch.Generator().manual_seed(0)
@@ -315,12 +322,23 @@ def _cross_entropies() -> None:
     )
 
 
-@in_ranks(4)
-def test_adjoints_of_overlaps_are_exact_halos_are_exchanged_and_cross_entropies_are_whole() -> None:
+on_four = SharedRanks(4)
+
+
+@on_four
+def test_adjoints_of_overlaps_are_exact() -> None:
     draw = random.Random(0)
     for _ in range(48):
-        _adjoint(*_overlap(draw))
-    _cross_entropies()
+        check_adjoint(*_overlap(draw))
+
+
+@on_four
+def test_cross_entropies_are_those_of_one_device() -> None:
+    check_cross_entropies()
+
+
+@on_four
+def test_halos_are_exchanged() -> None:
     rank = dist.get_rank()
     x = torch.arange(16.0).reshape(8, 2)
     block = x.chunk(4)[rank].clone().requires_grad_()
@@ -332,6 +350,12 @@ def test_adjoints_of_overlaps_are_exact_halos_are_exchanged_and_cross_entropies_
         [2, 2],
         [3, 3],
     ]  # its own, as one of two after, as the one before
+
+
+@on_four
+def test_a_layer_exchanges_halos() -> None:
+    rank = dist.get_rank()
+    x = torch.arange(16.0).reshape(8, 2)
     layer = xt.nn.HaloExchange(
         halo_width=1, dim=-2, axis="sp", mesh=ROW, boundary="reflect", shape=(7, 2)
     )

@@ -16,7 +16,14 @@ from torch.distributed.tensor import DTensor, Shard
 import torch_bridge as xt
 import xshard as xs
 from tests import oracle
-from tests.torch_bridge.helpers import assert_refused, error_of, in_ranks, on_ranks, still_connected
+from tests.torch_bridge.helpers import (
+    SharedRanks,
+    assert_refused,
+    error_of,
+    in_ranks,
+    on_ranks,
+    still_connected,
+)
 from xshard.layout.layout import parse_expression
 
 
@@ -109,7 +116,7 @@ def prepared(case, profile):
 PREPARED = [prepared(case, profile) for case in CROSSINGS for profile in ("bandwidth", "h100")]
 
 
-def test_values_and_gradients():
+def test_results_are_those_of_numpy():
     for shares, (case, plan, inputs, cotangents) in zip(
         zip(*on_ranks(6, all_shares, PREPARED), strict=True), PREPARED, strict=True
     ):
@@ -136,7 +143,10 @@ def test_the_cases_cover_every_kind_of_plan():
     assert any(p.dst_devices == (0, 2, 1, 3) for p in transfers)
 
 
-@in_ranks(4)
+on_four = SharedRanks(4)
+
+
+@on_four
 def test_device_meshes():
     """Expressions and DeviceMeshes that are parts of the world, twice, so that groups are made once."""
     src_mesh, dst_mesh = (
@@ -210,8 +220,8 @@ DTYPES = [
 ]
 
 
-@in_ranks(4)
-def test_every_dtype_moves_and_a_block_of_one_number():
+@on_four
+def test_every_dtype_moves():
     ends = {
         "src_mesh": xs.Mesh(a=2),
         "dst_mesh": xs.Mesh(b=3),
@@ -232,6 +242,11 @@ def test_every_dtype_moves_and_a_block_of_one_number():
         assert y is None or torch.equal(*(z.reshape(-1).view(torch.uint8) for z in (y, wanted))), (
             name
         )
+
+
+@on_four
+def test_a_block_of_one_number_moves():
+    rank = dist.get_rank()
     # A block of one element has any strides, and torch calls it contiguous.
     x = torch.tensor([7.0, 8.0])[::2]
     assert x.stride() == (2,) and x.is_contiguous()
@@ -242,7 +257,7 @@ def test_every_dtype_moves_and_a_block_of_one_number():
     assert y is None if rank != 1 else y.tolist() == [7.0]
 
 
-@in_ranks(4)
+@on_four
 def test_a_loss_on_the_other_mesh():
     """Of sum((A x)^3 / 6), two copies that are used apart: their gradients x^2 / 2 add up."""
     rank = dist.get_rank()
@@ -318,7 +333,7 @@ def test_plans_travel_to_ranks():
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-@in_ranks(4)
+@on_four
 def test_a_tree_moves_between_meshes():
     """The tensors of a tree between two meshes, each as it travels alone; a gradient on the way back."""
     rank = dist.get_rank()

@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import block_of, check_error, for_each, in_turn, numbers, on_ranks
+from tests.torch_bridge.helpers import (
+    SharedRanks,
+    block_of,
+    check_error,
+    for_each,
+    numbers,
+)
 from tests.torch_bridge.lower.test_parts import CPU
 from torch_bridge.compat.nvsubquadratic import all_to_all_single_fn
 from torch_bridge.lower.packing import Packing
@@ -56,7 +62,7 @@ def expanded(x: Tensor) -> Iterator[Tensor]:
     yield from (x.narrow(d, 0, 1).expand(x.shape) for d in (0, -1))
 
 
-def _same(text: str) -> None:
+def check_every_order(text: str) -> None:
     """The results and gradients of a contiguous block, for blocks and cotangents in every order."""
     block = block_of(numbers(*SHAPE), text, MESH)
 
@@ -72,8 +78,12 @@ def _same(text: str) -> None:
         assert all(map(torch.equal, both(x, c), both(x.contiguous(), c.contiguous())))
 
 
-def _in_every_way() -> None:
-    for_each(EVERY_STEP, _same)
+on_two = SharedRanks(2)
+
+
+@on_two
+def test_every_step_takes_blocks_in_every_order() -> None:
+    for_each(EVERY_STEP, check_every_order)
     x = torch.from_numpy(numbers(*SHAPE)) + dist.get_rank()
     deep = torch.channels_last_3d
     halo = "b c s/a w -> b c s/a:halo(1,1) w"
@@ -109,7 +119,8 @@ def _in_every_way() -> None:
     assert torch.equal(*(torch.autograd.grad(y.square().sum(), x)[0] for y in results))
 
 
-def _other_numbers_in_memory() -> None:
+@on_two
+def test_views_move_as_their_values() -> None:
     real = torch.arange(8.0).view(2, 4) + 10 * dist.get_rank()
     z = torch.complex(real, real + 1).requires_grad_()
     for text in ("n/a d -> n d", "n/a d -> n d/a", "n d | sum(a) -> n d", "n/cyclic(a) d -> n/a d"):
@@ -122,22 +133,23 @@ def _other_numbers_in_memory() -> None:
                 torch.ones_like(y).conj() if y.is_complex() else torch._neg_view(torch.ones_like(y))
             )
             assert torch.equal(*(torch.autograd.grad(v, view, weights)[0] for v in (y, plain)))
+
+
+@on_two
+def test_sparse_blocks_are_refused() -> None:
+    dense = torch.ones(2, 4)
     w = torch.ones(2, 3, requires_grad=True)
     rows = xt.redistribute(w, "n/a d -> n d | copy(a)", MESH)
     looked_up = torch.nn.functional.embedding(torch.tensor([0, 2]), rows, sparse=True)
     sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()]
     with pytest.raises(xs.errors.ShapeError, match=r"^leaf 'odd': "):
-        xt.redistribute({"w": real, "odd": sparse[0]}, "n/a d -> n d", MESH)
+        xt.redistribute({"w": dense, "odd": sparse[0]}, "n/a d -> n d", MESH)
     for call, layout in (
         (lambda: xt.redistribute(sparse[0], "n/a d -> n d", MESH), "coo"),
         (lambda: xt.redistribute(sparse[1], "n/a d -> n d", MESH), "csr"),
         (lambda: looked_up.sum().backward(), "coo"),
     ):
         check_error(call, "ShapeError", f"sparse (torch.sparse_{layout})", "to_dense()")
-
-
-def test_every_step_takes_blocks_in_every_order_and_views_and_none_that_are_sparse() -> None:
-    on_ranks(2, in_turn, _in_every_way, _other_numbers_in_memory)
 
 
 class Copied(TorchDispatchMode):

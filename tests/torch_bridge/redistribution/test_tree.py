@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_structure
 
 import torch_bridge as xt
 import xshard as xs
-from tests.torch_bridge.helpers import assert_refused, block_of, in_ranks, numbers
+from tests.torch_bridge.helpers import SharedRanks, assert_refused, block_of, numbers
 from torch_bridge.testing.byte_counter import Meter
 
 MESH = xs.Mesh(a=2, b=2)
@@ -49,8 +49,11 @@ MOVES = [
 ]
 
 
-@in_ranks(4)
-def test_values_and_gradients_are_those_alone() -> None:
+on_four = SharedRanks(4)
+
+
+@on_four
+def test_results_are_those_alone() -> None:
     texts = [text for text, _ in MOVES]
     xs_ = [
         block_of(numbers(*n) % 9, text.partition(" ->")[0], MESH).requires_grad_()
@@ -73,8 +76,8 @@ def test_values_and_gradients_are_those_alone() -> None:
     assert all(torch.equal(a, b + 1) for a, b in zip(together, alone, strict=True))
 
 
-@in_ranks(4)
-def test_what_shares_processes_and_dtype_shares_its_collectives() -> None:
+@on_four
+def test_tensors_of_a_kind_share_their_collectives() -> None:
     """6 tensors of 4 x 2..7 floats: 432 bytes, once each way instead of six times."""
     names = [f"layer{i}" for i in range(6)]
     model = {name: torch.ones(4, 2 + i, requires_grad=True) for i, name in enumerate(names)}
@@ -97,7 +100,7 @@ def test_what_shares_processes_and_dtype_shares_its_collectives() -> None:
     assert by_dtype.received == [32, 64, 48]
 
 
-@in_ranks(4)
+@on_four
 def test_torch_func_goes_through() -> None:
     texts = ["n/a d -> n d | copy(a)", "n/b d -> n d/b"]
     values = [block_of(numbers(8, 4) % 5, text.partition(" ->")[0], MESH) for text in texts]
@@ -125,8 +128,8 @@ def test_torch_func_goes_through() -> None:
     )
 
 
-@in_ranks(4)
-def test_uneven_blocks_and_casts() -> None:
+@on_four
+def test_uneven_blocks() -> None:
     rank = dist.get_rank()
     rows = [2, 2, 2, 1][rank]
     x = torch.arange(rows * 3.0).view(rows, 3)
@@ -135,14 +138,25 @@ def test_uneven_blocks_and_casts() -> None:
     moved = xt.redistribute([x, y], "n/a d -> n d", mesh, shape=[(7, 3), None])
     assert torch.equal(moved[0], xt.redistribute(x, "n/a d -> n d", mesh, shape=(7, 3)))
     assert torch.equal(moved[1], xt.redistribute(y, "n/a d -> n d", mesh))
+
+
+@on_four
+def test_casts() -> None:
+    y = torch.arange(4.0).view(1, 4) + dist.get_rank()
+    mesh = xs.Mesh(a=4)
     narrow = xt.redistribute([y / 3], ["n/a d -> n d"], mesh, comm_dtype=torch.bfloat16)[0]
     assert torch.equal(
         narrow, xt.redistribute(y / 3, "n/a d -> n d", mesh, comm_dtype=torch.bfloat16)
     )
+
+
+@on_four
+def test_no_tensors() -> None:
+    mesh = xs.Mesh(a=4)
     assert xt.redistribute([], [], mesh) == [] and xt.redistribute({}, {}, mesh) == {}
 
 
-@in_ranks(4)
+@on_four
 def test_trees() -> None:
     x, y, z = (block_of(numbers(8, 4 + i), "n/a d", MESH) for i in range(3))
     tree = {"layers": [{"w": x, "b": (y, z)}, {"w": z}], "head": y}
@@ -172,7 +186,7 @@ def test_trees() -> None:
     assert y.shape == (4, 4) and torch.autograd.grad(y.sum(), x)[0].sum() == 16 * 2
 
 
-@in_ranks(4)
+@on_four
 def test_dtensors_share_collectives() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rows = [Shard(0), Replicate()]
@@ -211,8 +225,8 @@ def test_dtensors_share_collectives() -> None:
     assert torch.equal(leaf.grad.full_tensor(), torch.full((4, 4), 2.0))
 
 
-@in_ranks(4)
-def test_debug_and_check_replicated_name_the_tensor() -> None:
+@on_four
+def test_checks_name_the_tensor() -> None:
     rank = dist.get_rank()
     x = torch.full((2,), float(rank), requires_grad=True)
     named = {"w": torch.ones(2), ("b" if rank else "v"): x}
@@ -234,7 +248,7 @@ def test_debug_and_check_replicated_name_the_tensor() -> None:
     assert y["b"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-@in_ranks(4)
+@on_four
 def test_errors_say_which() -> None:
     x = torch.ones(4, 4)
     text = "n/a d -> n d"

@@ -190,14 +190,18 @@ def _everything(folder: Path) -> None:
         check(str(folder / check.__name__))
 
 
-def test_in_one_process_and_with_the_safetensors_library(tmp_path: Path) -> None:
-    """Without a world a mesh has one device; what is loaded into lies where it lay, without a second copy."""
+def test_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
+    """Without a world a mesh has one device."""
     tree = whole()
     xt.save(tree, tmp_path)
     (shard,) = tmp_path.glob("*.safetensors")
     check_equal(safetensors.torch.load_file(shard), tree)
     safetensors.torch.save_file(tree, tmp_path / "theirs.st.safetensors")
     check_equal(xt.load(tmp_path / "theirs.st.safetensors"), tree)
+
+
+def test_what_is_loaded_into_lies_where_it_lay(tmp_path: Path) -> None:
+    """Without a second copy."""
     big = {"w": torch.rand(512, 512)}
     xt.save(big, tmp_path / "big")
     into = {"w": torch.zeros(512, 512)}
@@ -208,7 +212,15 @@ def test_in_one_process_and_with_the_safetensors_library(tmp_path: Path) -> None
     finally:
         tracemalloc.stop()
     check_equal(into, big)
+
+
+def test_a_load_may_cast(tmp_path: Path) -> None:
+    big = {"w": torch.rand(512, 512)}
+    xt.save(big, tmp_path / "big")
     check_equal(xt.load(tmp_path / "big", dtype=torch.bfloat16), {"w": big["w"].bfloat16()})
+
+
+def test_lazy_views_are_saved_as_their_values(tmp_path: Path) -> None:
     turned = {"conj": torch.randn(3, dtype=torch.complex64).conj()}
     turned["neg"] = turned["conj"].imag
     xt.save(turned | {"best": float("inf")}, tmp_path / "turned")
@@ -222,6 +234,10 @@ def test_in_one_process_and_with_the_safetensors_library(tmp_path: Path) -> None
         xs.errors.DtypeError, match="conj: complex64 in the checkpoint, float32 here"
     ):
         xt.load(tmp_path / "turned", like={"conj": torch.zeros(3), "neg": torch.zeros(3)})
+
+
+def test_what_is_refused_in_one_process(tmp_path: Path) -> None:
+    xt.save({"w": torch.rand(512, 512)}, tmp_path / "big")
     with pytest.raises(xs.errors.MeshError, match="no process group"):
         xt.load(tmp_path / "big", None, Mesh(tp=2))
     with pytest.raises(xs.XshardError, match="w is on the meta device"):

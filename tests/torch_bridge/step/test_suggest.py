@@ -140,7 +140,7 @@ def _search_and_train():
     _train(plans)
 
 
-def test_every_operation_of_six_models_has_a_rule_and_the_rules_train_as_on_one_device():
+def test_rules_for_six_models_train_as_on_one_device():
     on_ranks(4, _search_and_train)
 
 
@@ -342,7 +342,7 @@ class Tied(torch.nn.Module):
         return self.head(self.embed(x).sin())
 
 
-def test_rules_of_tied_and_of_unused_parameters_are_priced():
+def test_rules_of_unusual_parameters_are_priced():
     plan = xt.suggest(Tied(), torch.zeros(8, 4, dtype=torch.int64), xs.Mesh(dp=2), micro_batches=1)
     assert plan.parameters["idle"] == "..." and "embed.weight|head.weight" in plan.parameters
     assert plan.estimate(dict(plan.parameters)).seconds == pytest.approx(plan.seconds)
