@@ -30,7 +30,7 @@ from xshard.arguments import lengths_of, whole_numbers
 from xshard.errors import DtypeError, NotationError, Span, api_boundary, located
 from xshard.layout.lengths import global_shape
 from xshard.notation.maps import Maps
-from xshard.notation.parser import Dim, mark_errors, with_maps
+from xshard.notation.parser import Dim, mark_errors, with_map_digests
 from xshard.plans.expression import Sides, check_given, sides
 from xshard.replicas import are_checked
 
@@ -336,7 +336,7 @@ def redistribute(
         >>> gather(jax.numpy.ones((1, 4, 2))).shape  # one block on one device
         (1, 4, 2)
     """
-    layouts = with_maps(layouts, maps)
+    layouts = with_map_digests(layouts, maps)
     if jax.tree_util.all_leaves([x]):  # most calls: one block, without a walk over trees
         call = BlockCall.of(
             layouts, mesh, shape, ad, profile=profile, check_replicated=check_replicated

@@ -10,7 +10,7 @@ import jax
 
 from xshard import Layout, Plan, XshardError
 from xshard.plans.expression import Sides
-from xshard.trees import Leaf, leaf_name, prefix_branches, spread
+from xshard.trees import Leaf, leaf_name, leaves_with_values, prefix_branches
 
 
 def is_array(x: Any) -> bool:
@@ -76,7 +76,7 @@ def leaves_of(
     branches = prefix_branches(
         given, tree, is_one_value, what, children=_children, error=XshardError
     )
-    return spread(branches, partial(_named_leaves, is_leaf=is_leaf), takes_value)
+    return leaves_with_values(branches, partial(_named_leaves, is_leaf=is_leaf), takes_value)
 
 
 def _children(tree: Any) -> dict[Any, Any] | None:

@@ -195,7 +195,7 @@ def test_the_search_counts_what_the_plan_costs(move, profile):
     """One formula, two callers: moves between numbered states, and steps between shardings."""
     mesh, shape, src, dst = move
     ends = [xs.Sharding(layout, mesh, shape) for layout in (src, dst)]
-    start, goal = (without_copies(s.with_layout(s.normal)) for s in ends)
+    start, goal = (without_copies(s.with_layout(s.normal_layout)) for s in ends)
     space = Space(start, goal, 4, xs.load_profile(profile))
     path = Search(space.route, None).path()
     ends = start.layout, goal.layout, mesh, shape, "float32"

@@ -101,7 +101,7 @@ def compare_all(
         (len(pairs), n_ranks, most_axes, 2), dtype=torch.float64, device=pairs[0][1].device
     )
     # Blocks of one dtype, compared along the same axes, share a collective per axis.
-    for members in trees.groups([x.nbytes for _, x in pairs], bucket_bytes, keys):
+    for members in trees.group_by_bytes([x.nbytes for _, x in pairs], bucket_bytes, keys):
         first, _ = pairs[members[0]]
         if first.processes is None:  # without a block, only for the last collective
             continue

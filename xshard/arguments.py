@@ -24,7 +24,7 @@ _BYTES = re.compile(r"\s*(?P<number>\d{1,19}(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*
 # ---- numbers
 
 
-def whole_number(value: Any) -> int | None:
+def as_whole_number(value: Any) -> int | None:
     """Return a whole number of any kind as an int: `np.int64(3)`, `torch.tensor(3)` -> 3.
 
     None for a boolean, and for what is no whole number.
@@ -52,7 +52,7 @@ def whole_numbers(values: Any) -> tuple[Any, ...] | None:
         return items  # the usual case, quickly: every call of a user comes here
     numbers: list[Any] = []
     for item in items:
-        number = whole_number(item)
+        number = as_whole_number(item)
         numbers.append(item if number is None else number)
     return tuple(numbers)
 
@@ -65,7 +65,7 @@ def lengths_of(shape: Any) -> tuple[Any, ...]:
     """
     lengths = whole_numbers(shape)
     if lengths is None:
-        length = whole_number(shape)
+        length = as_whole_number(shape)
         example = 8 if length is None else length
         reason = f"the shape {shown(shape)} is not a sequence of lengths"
         raise ShapeError(reason, hint=f"as in shape=({example},)")
@@ -111,7 +111,7 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
         return parse_bytes(given)
     if isinstance(given, float) and given.is_integer():
         return int(given)
-    limit = whole_number(given)
+    limit = as_whole_number(given)
     if limit is None:
         hint = 'a number of bytes, as in 2**31 or "2GiB"'
         raise PlanError(f"{what} is {shown(given)}", hint=hint)

@@ -309,7 +309,7 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
 def _check_values(layout: Layout, allowed_tags: Collection[str], text: str) -> None:
     """Raise NotationError for a layout of a parameter with an overlap, or with another tag."""
     has_other_tag = any(kind not in allowed_tags for kind, _ in layout.tags)
-    if has_other_tag or layout.overlaps:
+    if has_other_tag or layout.has_overlap:
         what = f"a parameter is stored and used as values, not as '{layout}'"
         hint = "shards, as in 'o/dp i -> o i', and a sum on the right; the axes over which its "
         hint += "gradient is summed are derived"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from xshard.arguments import shown, whole_number, whole_numbers
+from xshard.arguments import as_whole_number, shown, whole_numbers
 from xshard.errors import MeshError, ShapeError, XshardError, api_boundary
 from xshard.notation.overlap import Halo
 from xshard.notation.overlap_parser import parse_boundaries
@@ -266,7 +266,7 @@ def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
     if shards is None:
         shards = {}
     for key, shard in shards.items():
-        dim = whole_number(key)
+        dim = as_whole_number(key)
         if dim is None or not -len(shape) <= dim < len(shape):
             raise ShapeError(f"no dim {shown(key)} in a block of shape {tuple(shape)}")
         names[dim] += f"/{shard}"
@@ -288,7 +288,7 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
         NotationError: There is no such boundary.
     """
     # One number is for both ends; a pair may have a list per end.
-    widths = (width, width) if whole_number(width) is not None else whole_numbers(width)
+    widths = (width, width) if as_whole_number(width) is not None else whole_numbers(width)
     if widths is None or len(widths) != 2:
         hint = "rows at both ends, or (before, after)"
         raise ShapeError(f"a halo of width {shown(width)}", hint=hint)
@@ -325,7 +325,7 @@ def tag(kind: str, axis: Axes) -> str:
 
 def _halo_width(width: PartWidths) -> int | tuple[int, ...]:
     """Return a width as plain numbers, or raise ShapeError."""
-    rows = whole_number(width)
+    rows = as_whole_number(width)
     if rows is not None:
         return rows
     widths = whole_numbers(width)

@@ -21,7 +21,7 @@ from xshard.layout import Mesh
 from xshard.layout.layout import check_axes
 from xshard.layout.mesh import check_mesh
 from xshard.notation.maps import Maps
-from xshard.notation.parser import mark_errors, with_maps
+from xshard.notation.parser import mark_errors, with_map_digests
 from xshard.plans.expression import LayoutPair, as_expression, sides
 from xshard.plans.plan import Plan, find_plan
 from xshard.plans.table import device_ranges
@@ -157,7 +157,7 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
         >>> str(plan("n/dp -> n/tp", src_mesh=Mesh(dp=4), dst_mesh=Mesh(tp=2), shape=(8,)).transfer)
         'transfer, 3 messages'
     """
-    expression = as_expression(with_maps(expression, maps))
+    expression = as_expression(with_map_digests(expression, maps))
     profile = without_devices(profile)
     if getattr(dtype, "__hash__", None) is None:
         name_of(dtype)  # raises: caches, which come first below, would raise TypeError

@@ -119,7 +119,7 @@ def gather(
     arrays = checked_blocks(blocks, sharding)
     reduce = REDUCERS[_reduction(sharding.layout)]
     addend_axes = sharding.layout.tagged("sum", "mean", "max", "min")
-    distinct_axes = (*sharding.layout.cut_axes, *addend_axes)
+    distinct_axes = (*sharding.layout.sharding_axes, *addend_axes)
     copy_axes = [axis for axis in mesh.axes if axis not in distinct_axes]
     dtype = arrays[0].dtype if arrays else np.dtype(float)
     out: Block = np.zeros(sharding.shape, dtype)

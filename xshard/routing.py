@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from xshard.arguments import shown, whole_number, whole_numbers
+from xshard.arguments import as_whole_number, shown, whole_numbers
 from xshard.errors import ShapeError
 from xshard.layout import Layout, Mesh
 
@@ -43,7 +43,7 @@ class Groups:
             >>> Groups.of(3, 2).parts, Groups.of([1, 0, 1], 2).parts, Groups.of(None, 2).parts
             ((0, 0, 1), (1, 0, 1), (0, 1))
         """
-        number = whole_number(groups)
+        number = as_whole_number(groups)
         if groups is None:  # one for each part
             number = n_parts
         if number is None:
@@ -98,6 +98,6 @@ def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits:
     for name, limit in limits.items():
         if limit is None:
             continue
-        number = whole_number(limit)
+        number = as_whole_number(limit)
         if number is None or number < 1:
             raise ShapeError(f"{name}={shown(limit)}", hint="a number of copies, 1 or more")

@@ -15,7 +15,7 @@ from xshard.errors import NotationError, ShapeError, Span, XshardError, api_boun
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
 from xshard.notation.maps import Maps
-from xshard.notation.parser import ARROW, with_maps
+from xshard.notation.parser import ARROW, with_map_digests
 
 ALL = "**"
 NAMED = 8  # most names that an error lists
@@ -66,7 +66,7 @@ class Rules(Mapping[Pattern, Any]):
             raise NotationError(
                 f"{shown(rules)} are not rules", hint='{"**.weight": "o/tp i", "**": "..."}'
             )
-        self._rules = with_maps(dict(rules), maps)
+        self._rules = with_map_digests(dict(rules), maps)
         self._maps = maps
         self._fits: dict[Pattern, re.Pattern[str]] = {}
         for pattern in self._rules:

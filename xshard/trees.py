@@ -68,7 +68,7 @@ def named_once(leaves: Iterable[tuple[str, T]]) -> dict[str, T]:
 # ---- a value for each leaf
 
 
-def spread(
+def leaves_with_values(
     branches: Iterable[tuple[str, Any, Any]],
     named_leaves: Callable[[Any], Iterable[tuple[str, Any]]],
     takes_value: Test | None = None,
@@ -174,7 +174,7 @@ def _described(tree: Any, parts: Mapping[Any, Any]) -> str:
 # ---- groups of limited size
 
 
-def groups(
+def group_by_bytes(
     sizes: Sequence[int | Counter[int]], limit: int | None, keys: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
     """Group items of one key, in order, by at most `limit` bytes per device: sizes 3 3 9, limit 6 -> 0 1, 2.

@@ -134,7 +134,7 @@ _COUNTS: dict[type[Step], Callable[..., None]] = {
 
 def total_elements(case: Case) -> int:
     """Elements that all devices together must receive."""
-    return bounds.total_elements(*(each.with_layout(each.normal) for each in case.shardings))
+    return bounds.total_elements(*(each.with_layout(each.normal_layout) for each in case.shardings))
 
 
 def node_elements(src: xs.Sharding, dst: xs.Sharding, node_devices: int) -> NDArray[np.int64]:
@@ -157,7 +157,9 @@ def node_elements(src: xs.Sharding, dst: xs.Sharding, node_devices: int) -> NDAr
 
 
 def _marks(dim: int, shardings: Sequence[xs.Sharding]) -> NDArray[np.int64]:
-    runs = itertools.chain.from_iterable(held for s in shardings for held in s.holders(dim))
+    runs = itertools.chain.from_iterable(
+        held for s in shardings for held in s.held_by_position(dim)
+    )
     return np.unique([mark for run in runs for mark in (run.start, run.start + run.length)])
 
 

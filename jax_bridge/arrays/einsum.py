@@ -25,7 +25,7 @@ from xshard.contractions.shapes import Shapes, for_operands, shapes_of, whole_le
 from xshard.errors import DtypeError, api_boundary
 from xshard.formatting import format_bytes
 from xshard.notation.maps import Maps
-from xshard.notation.parser import with_maps
+from xshard.notation.parser import with_map_digests
 
 
 @api_boundary
@@ -85,7 +85,7 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
         >>> y.sharding.spec, float(y[0, 0])
         (P(None, 'tp'), 4.0)
     """
-    call = contraction_of(with_maps(expression, maps))
+    call = contraction_of(with_map_digests(expression, maps))
     text = call.text
     arrays = tuple(as_array(x, text) for x in operands)
     if any(map(are_keys, arrays)):

@@ -34,7 +34,7 @@ from jax_bridge.trees import array_leaves, is_array, leaves_of
 from xshard import Layout, Plan, ProfileLike, Rules, Sharding
 from xshard.errors import MeshError, api_boundary, located
 from xshard.notation.maps import Maps
-from xshard.notation.parser import with_maps
+from xshard.notation.parser import with_map_digests
 from xshard.plans.expression import Sides, sides_or_one
 
 
@@ -89,7 +89,7 @@ def reshard(
         P(None, None)
     """
     # Hot: this is all that a warm call does; `make_program` finds its program in a cache.
-    layouts = with_maps(layouts, maps)
+    layouts = with_map_digests(layouts, maps)
     leaves = leaves_of(layouts, arrays, is_expression)
     if not leaves:
         return arrays
@@ -210,7 +210,7 @@ def place(
         P(None, 'tp')
     """
     array_mesh = ArrayMesh(jax_mesh(mesh), mesh)
-    layouts = with_maps(layouts, maps)
+    layouts = with_map_digests(layouts, maps)
     leaves = array_leaves(Rules(layouts) if isinstance(layouts, Mapping) else layouts, tree)
     # All targets first: an error leaves nothing half placed.
     targets = []

@@ -28,7 +28,7 @@ from xshard.errors import NotationError, api_boundary, located
 from xshard.layout.layout import check_axes, parse_layouts
 from xshard.layout.lengths import Lengths, global_shape
 from xshard.notation.maps import Maps
-from xshard.notation.parser import mark_errors, with_maps
+from xshard.notation.parser import mark_errors, with_map_digests
 from xshard.plans.expression import Sides, sides_or_one
 from xshard.trees import Leaf
 
@@ -91,7 +91,7 @@ def shard_map(
         >>> up(jax.numpy.ones((4, 3)), jax.numpy.ones((3, 2))).sharding.spec
         P(None, 'tp')
     """
-    layouts = with_maps(layouts, maps)
+    layouts = with_map_digests(layouts, maps)
     if f is None:  # as a decorator: @shard_map(layouts=..., mesh=...)
         return partial(
             shard_map,

@@ -123,7 +123,7 @@ def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
 
     8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    rows = np.concatenate([row_numbers(owned) for owned in array.owners(dim)])
+    rows = np.concatenate([row_numbers(owned) for owned in array.owned_by_position(dim)])
     if np.array_equal(rows, np.arange(array.shape[dim])):
         return None
     return rows
@@ -141,7 +141,7 @@ class _OrderedShard(NamedTuple):
 def _orders(stored: Sharding) -> tuple[_OrderedShard, ...]:
     """List the shards of dims in another order than their rows' own: equal lists, equal orders."""
     result = []
-    for i, dim in enumerate(stored.normal.dims):
+    for i, dim in enumerate(stored.normal_layout.dims):
         if any(shard.order != "block" for shard in dim.shards):
             for shard in dim.shards:
                 result.append(_OrderedShard(i, shard, stored.mesh.sizes_of(shard.axes)))

@@ -113,7 +113,7 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
     if 0 in plan.shape:  # XLA has no collectives of nothing
         x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
     else:
-        source = plan.source.with_layout(plan.source.normal)
+        source = plan.source.with_layout(plan.source.normal_layout)
         x = with_zero_padding(as_varying(x, axes), source)
         for step, before, after in plan.stages:
             fabric = plan.profile.fabric(before.mesh)

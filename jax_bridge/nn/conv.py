@@ -349,7 +349,7 @@ def _local_divisors(y: Sharded, dim: int, counts: NDArray[np.int64]) -> jax.Arra
     axes = y.layout.dims[dim].axes
     n_parts = y.sharding.mesh.size(*axes)
     table = np.ones((n_parts, y.block.shape[dim]), np.float32)
-    for part, runs in enumerate(y.sharding.owners(dim)):
+    for part, runs in enumerate(y.sharding.owned_by_position(dim)):
         rows = row_numbers(runs)
         table[part, : len(rows)] = counts[rows]
     # Whole numbers are divided as floats; short floats keep their dtype.

@@ -172,8 +172,8 @@ def _runnable(move: PartMove, array: ArrayPlan) -> PartMove:
     source = plan.source
     target = plan.target.in_order(plan.src.names)
     messages_alone = Transfer(
-        source.with_layout(source.normal),
-        target.with_layout(target.normal),
+        source.with_layout(source.normal_layout),
+        target.with_layout(target.normal_layout),
         plan.src_devices,
         plan.dst_devices,
         plan.profile,

@@ -261,7 +261,7 @@ def _is_right(error: xs.XshardError, chain: Chain, i: int) -> bool:
     if "whose sum is another number" in error.reason:
         return any(end.value and layout.tagged("sum", "mean") for layout, end in ends)
     if "overlaps move on one mesh" in error.reason:
-        return chain.there is not None and (src.overlaps or dst.overlaps)
+        return chain.there is not None and (src.has_overlap or dst.has_overlap)
     if "contributions" in error.reason:
         return not src.is_linear and "fold" in str(src)
     if "corner" in error.reason:

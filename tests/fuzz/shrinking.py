@@ -119,7 +119,7 @@ def _simpler_dims(dim: Dim) -> Iterator[Dim]:
     if dim.overlap is not None:
         yield replace(dim, overlap=None)
         if isinstance(dim.overlap, Fold):
-            yield replace(dim, overlap=dim.overlap.of)
+            yield replace(dim, overlap=dim.overlap.overlap)
         elif dim.overlap != Halo(1, 1):
             yield replace(dim, overlap=Halo(1, 1))
             if isinstance(dim.overlap, Window):

@@ -18,7 +18,7 @@ from xshard import Layout
 from xshard.errors import ShapeError
 from xshard.layout import pieces
 from xshard.layout.partition import all_owned_rows, block_length, owned_rows
-from xshard.layout.runs import FILL, as_index, common_segments, n_rows
+from xshard.layout.runs import FILL, as_index, common_segments, count_rows
 from xshard.notation.parser import ORDERS, Dim, Shard
 
 HALO_CASES = json.loads((Path(__file__).parents[1] / "data" / "halo.json").read_text())
@@ -63,7 +63,7 @@ def test_every_order_inside_every_other(order, inner):
         runs = owned_rows(dim, length, (2, 3), mesh.coords(device))
         rows = expanded(runs)
         assert rows == oracle.owned_rows(dim, length, mesh, device)
-        assert n_rows(runs) == len(rows) and np.arange(length)[as_index(runs)].tolist() == rows
+        assert count_rows(runs) == len(rows) and np.arange(length)[as_index(runs)].tolist() == rows
 
 
 @given(st.data(), meshes(), st.integers(1, 40))
@@ -71,11 +71,11 @@ def test_normal_form_has_the_same_blocks(data, mesh, length):
     layout = data.draw(layouts(mesh, 1))
     dim = replace(layout.dims[0], overlap=data.draw(st.none() | any_overlap()))
     sharding = xs.Sharding(replace(layout, dims=(dim,)), mesh, (length,))
-    plain = sharding.with_layout(sharding.normal)
+    plain = sharding.with_layout(sharding.normal_layout)
     for device in range(mesh.n_devices):
         assert expanded(plain.owned(0, device)) == expanded(sharding.owned(0, device))
         assert expanded(plain.held(0, device)) == expanded(sharding.held(0, device))
-    assert plain.normal == plain.layout
+    assert plain.normal_layout == plain.layout
     assert sharding.means_the_same_as(plain)
 
 
@@ -261,7 +261,7 @@ def test_one_period_counts_for_all(data, length, n_src, n_dst):
 def test_the_longest_block_is_known_without_looking_at_blocks(order):
     for length, n, inner in itertools.product(range(13), (1, 2, 3, 4), (1, 2)):
         dim = Dim("n", (Shard(("a",), order), Shard(("b",))))
-        lengths = [n_rows(runs) for runs in all_owned_rows(dim, length, (n, inner))]
+        lengths = [count_rows(runs) for runs in all_owned_rows(dim, length, (n, inner))]
         assert block_length(dim, length, (n, inner)) == (max(lengths), len(set(lengths)) == 1)
 
 

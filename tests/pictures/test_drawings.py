@@ -144,7 +144,7 @@ def _assert_lanes(at: xs.Sharding, drawn: Picture, dims: list[int]) -> None:
     for d, lanes in zip(dims, (strip.lanes for strip in drawn.strips), strict=True):
         dim = at.layout.dims[d]
         if isinstance(dim.overlap, Fold):  # a fold holds the rows of its overlap
-            dim = replace(dim, overlap=dim.overlap.of)
+            dim = replace(dim, overlap=dim.overlap.overlap)
         for lane in lanes:
             held = oracle_rows.held_rows(dim, at.shape[d], at.mesh, lane.devices[0])
             parts = [part for part in lane.groups for _ in range(part.rows)]

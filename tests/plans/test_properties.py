@@ -60,7 +60,8 @@ def test_plans_for_bandwidth_receive_no_more_than_the_direct_exchange(move):
     mesh, shape, src, dst = move
     plan = plan_of(move, "bandwidth")
     start, goal = (
-        s.with_layout(s.normal) for s in (xs.Sharding(end, mesh, shape) for end in (src, dst))
+        s.with_layout(s.normal_layout)
+        for s in (xs.Sharding(end, mesh, shape) for end in (src, dst))
     )
     direct = xs.steps.Exchange(goal.layout).traffic(start).received
     assert plan.bytes_received <= direct * plan.itemsize

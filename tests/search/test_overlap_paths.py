@@ -88,7 +88,7 @@ def test_a_cut_of_given_sizes():
     )
     assert [b.tolist() for b in halos] == [[0, 0, 1, 2, 3], [], [2, 3, 4, 5, 6], [5, 6, 7, 0]]
     same = xs.Sharding(xs.Layout.parse("s/sizes(sp,2,2,2,2)"), mesh, (8,))
-    assert str(same.normal) == "s/sp"
+    assert str(same.normal_layout) == "s/sp"
 
 
 def test_constants_have_no_derivative():

@@ -59,7 +59,7 @@ def test_what_is_assigned_is_what_devices_lack(move):
     ends = [
         xs.Sharding(x, m, move["shape"]) for x, m in zip(move["expression"], meshes, strict=True)
     ]
-    source, target = (s.with_layout(s.normal) for s in ends)
+    source, target = (s.with_layout(s.normal_layout) for s in ends)
     if not source.layout.tagged("sum"):
         devices = tuple(range(meshes[0].n_devices))
         machine = xs.load_profile("bandwidth")

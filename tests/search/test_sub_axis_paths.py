@@ -68,7 +68,7 @@ def test_a_step_over_all_parts_costs_what_it_costs_over_the_axis(layout, step, p
     fine = SubAxisMesh(MESH, (("x", (2, 2)),))
     here = xs.Sharding(xs.Layout.parse(layout), MESH, (64, 128))
     there = fine.factored(here)
-    there = there.with_layout(there.normal)
+    there = there.with_layout(there.normal_layout)
     ways = (here, step((Shard(("x",)),))), (there, step((Shard(("x_0",)), Shard(("x_1",)))))
     one, other = (astuple(price(s, at, s.after(at), 4, profile)) for at, s in ways)
     assert other == pytest.approx(one)

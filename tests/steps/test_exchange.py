@@ -23,7 +23,7 @@ def ends(move):
     """The two shardings of a move in normal form, which steps require."""
     mesh, shape, *layouts = move
     shardings = [xs.Sharding(layout, mesh, shape) for layout in layouts]
-    return [s.with_layout(s.normal) for s in shardings]
+    return [s.with_layout(s.normal_layout) for s in shardings]
 
 
 @st.composite
@@ -34,7 +34,11 @@ def near_moves(draw):
     src, dst = (
         xs.Sharding(draw(layouts(mesh, len(shape), ("copy",))), mesh, shape) for _ in range(2)
     )
-    return src.with_layout(src.normal), dst.with_layout(dst.normal), draw(st.integers(2, 5))
+    return (
+        src.with_layout(src.normal_layout),
+        dst.with_layout(dst.normal_layout),
+        draw(st.integers(2, 5)),
+    )
 
 
 MOVES = moves().map(lambda move: (*ends(move), None)) | near_moves()

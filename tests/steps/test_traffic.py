@@ -36,7 +36,7 @@ def even_moves(draw, sums=True):
         "nodes", "test", FAST, across=SLOW, node_devices=draw(st.sampled_from((2, 4, 6, 8)))
     )
     ends = (xs.Sharding(layout, mesh, shape) for layout in (src, dst))
-    return *(end.with_layout(end.normal) for end in ends), nodes.link_spans(mesh)
+    return *(end.with_layout(end.normal_layout) for end in ends), nodes.link_spans(mesh)
 
 
 @st.composite
@@ -189,6 +189,6 @@ def test_elements_that_some_device_holds_at_both_ends(move):
 def test_bytes_of_all_devices(move, elements):
     mesh = xs.Mesh(a=2, b=2)
     plan = xs.plan(move, mesh, (8, 8), profile="bandwidth")
-    ends = [s.with_layout(s.normal) for s in (plan.source, plan.target)]
+    ends = [s.with_layout(s.normal_layout) for s in (plan.source, plan.target)]
     assert total_elements(*ends) == elements
     assert plan.bytes_lower_bound <= plan.bytes_received

@@ -33,7 +33,7 @@ from xshard.errors import DtypeError, MeshError, PlanError, ShapeError
 from xshard.layout import Mesh, Sharding
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
-from xshard.notation.parser import with_maps
+from xshard.notation.parser import with_map_digests
 from xshard.planner import plan as find_plan
 from xshard.plans.expression import (
     Expression,
@@ -218,7 +218,7 @@ def between_graphs(function: F) -> F:
     return cast(F, call)
 
 
-named = between_graphs(with_maps)
+named = between_graphs(with_map_digests)
 
 
 def check_no_transform() -> None:

@@ -24,7 +24,7 @@ from xshard.contractions.ring import NEVER, OVERLAPS
 from xshard.contractions.shapes import for_operands, shapes_of, written
 from xshard.errors import MeshError, PlanError, ShapeError, XshardError, end_at_user
 from xshard.notation.maps import Maps
-from xshard.notation.parser import text_spans, with_maps
+from xshard.notation.parser import text_spans, with_map_digests
 
 SAVES = ("used", "given")  # which operands the backward pass keeps
 
@@ -104,7 +104,7 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         return _compiled(expression, operands, mesh, save, async_op, options)
     try:
         if maps is not None:
-            expression = with_maps(expression, maps)
+            expression = with_map_digests(expression, maps)
         if save not in SAVES or overlap not in OVERLAPS:
             raise _wrong_choice(save, overlap)
         check_not_swapped()

@@ -24,7 +24,15 @@ from xshard import Layout, Mesh, Sharding
 from xshard.arguments import lengths_of
 from xshard.errors import MeshError, NotationError, PlanError, ShapeError, Span, api_boundary
 from xshard.layout.layout import check_axes
-from xshard.layout.runs import Run, Runs, interval, interval_pairs, merge_adjacent, n_rows, select
+from xshard.layout.runs import (
+    Run,
+    Runs,
+    count_rows,
+    interval,
+    interval_pairs,
+    merge_adjacent,
+    select,
+)
 from xshard.notation.parser import INTERVALS, Dim, text_spans
 from xshard.notation.parser import Shard as Cut
 from xshard.plans.max_min import with_kind
@@ -236,7 +244,7 @@ def _split_factors(
     if shape is not None:
         length = shape[d]
         if not _is_nesting(dim):  # it may still be one for this length
-            normal = Sharding(layout, mesh, tuple(shape)).normal.dims[d]
+            normal = Sharding(layout, mesh, tuple(shape)).normal_layout.dims[d]
     factors = factors_of(normal, mesh, length)
     if factors is not None:
         return factors
@@ -405,7 +413,7 @@ def _rows_of_device(length: int, factors: Factors, mesh: Mesh, device: int) -> R
     """
     runs = interval(0, length)
     for (axis, factor), coordinate in zip(factors.items(), mesh.coords(device), strict=True):
-        shares = _shares(n_rows(runs), mesh.size(axis), factor, coordinate)
+        shares = _shares(count_rows(runs), mesh.size(axis), factor, coordinate)
         runs = tuple(itertools.chain.from_iterable(select(runs, share) for share in shares))
     return merge_adjacent(runs)
 

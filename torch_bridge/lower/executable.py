@@ -20,7 +20,7 @@ from xshard.dtypes import name_of
 from xshard.errors import DtypeError, ShapeError
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import find_plan
-from xshard.trees import groups
+from xshard.trees import group_by_bytes
 
 Move = Callable[[Tensor], Tensor]
 Moves = Move | list[Move]  # of one step
@@ -341,7 +341,7 @@ class BucketedExecutable:
             signature = _collective_signature(executable)
             # An executable that sends nothing has a bucket of its own.
             keys.append((signature, executable.dtypes.carrier) if signature else i)
-        return groups(block_bytes, self.most_bytes, keys)
+        return group_by_bytes(block_bytes, self.most_bytes, keys)
 
 
 def _collective_signature(executable: Executable) -> tuple[tuple[Any, ...], ...]:

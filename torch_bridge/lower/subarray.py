@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xshard.layout.runs import Run, Runs, Segment, as_intervals, n_rows
+from xshard.layout.runs import Run, Runs, Segment, as_intervals, count_rows
 
 # More intervals than this along one dim are copied by a list of rows, not one by one.
 MAX_SLICES = 16
@@ -135,7 +135,7 @@ def subarray(
         if runs == (Run(0, length),):
             runs = None  # all rows: then boxes have no index along this dim, and stay whole
         runs_by_dim.append(runs)
-        shape.append(length if runs is None else n_rows(runs))
+        shape.append(length if runs is None else count_rows(runs))
     # One piece of rows along each dim make a box together: all products of them.
     spans_by_dim = [_spans(runs, device) for runs in runs_by_dim]
     boxes = [

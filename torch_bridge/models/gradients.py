@@ -221,7 +221,7 @@ class Gradients:
         last_first = self._gradients[::-1]
         keys = [(one.axes, one.parameter.dtype, one.parameter.device) for one in last_first]
         sizes = [one.parameter.nbytes for one in last_first]
-        groups = trees.groups(sizes, self.bucket_bytes, keys)
+        groups = trees.group_by_bytes(sizes, self.bucket_bytes, keys)
         groups.sort(key=itemgetter(-1))  # a bucket is full with its last gradient
         buckets = []
         for group in groups:

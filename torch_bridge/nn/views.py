@@ -181,7 +181,7 @@ def _dim_of_groups(placement: Placement, d: int, rows_per_row: int) -> Dim:
     if placement.sharding.is_even and {shard.order for shard in dim.shards} == {"block"}:
         return dim
     intervals = []
-    for runs in placement.sharding.owners(d):
+    for runs in placement.sharding.owned_by_position(d):
         intervals.append(tuple((rows_per_row * as_intervals(runs)).ravel().tolist()))
     return Dim(dim.name, (Shard(dim.axes, INTERVALS, tuple(intervals)),))
 

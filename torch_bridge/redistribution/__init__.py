@@ -20,7 +20,7 @@ from torch_bridge.redistribution.tree import redistribute_tree, transfer_tree
 from xshard.cost.model import ProfileLike
 from xshard.errors import PlanError, XshardError, end_at_user
 from xshard.notation.maps import Maps
-from xshard.notation.parser import with_maps
+from xshard.notation.parser import with_map_digests
 from xshard.plans.plan import Plan
 
 __all__ = ["redistribute"]
@@ -158,7 +158,7 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
 
     try:
         if maps is not None and not is_compiling:
-            layouts = with_maps(layouts, maps)
+            layouts = with_map_digests(layouts, maps)
         # Hot: most calls move one tensor on one mesh by text. They build no options value. A subclass of
         # Tensor has rules of its own, and a plan may lead to another mesh.
         is_usual = type(x) in PLAIN and type(layouts) is not Plan and not has_two_mesh_options

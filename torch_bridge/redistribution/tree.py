@@ -26,7 +26,7 @@ from torch_bridge.versions.pytree import (
 from xshard.arguments import limit_of
 from xshard.errors import located
 from xshard.replicas import are_checked
-from xshard.trees import leaf_name, prefix_branches, spread
+from xshard.trees import leaf_name, leaves_with_values, prefix_branches
 
 
 class _Leaf(NamedTuple):
@@ -137,7 +137,7 @@ def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[
 def _spread(values: Any, tree: Any, is_value: Callable[[Any], bool], what: str) -> list[Any]:
     """Give each leaf of a tree its value; values are nested like the tree, or its first branches."""
     branches = prefix_branches(values, tree, is_value, ("tensors", what))
-    return spread(branches, _named_leaves)
+    return leaves_with_values(branches, _named_leaves)
 
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:

@@ -31,7 +31,7 @@ from xshard.state.files import Checkpoint, open_checkpoint
 from xshard.state.files import verify as compare_checksums
 from xshard.state.files.loading import Load, in_both, load_of, plan_load, read_block, stored_as
 from xshard.state.files.saving import Saving, Source, plan_save, save_blocks
-from xshard.trees import groups, leaf_name, place_of
+from xshard.trees import group_by_bytes, leaf_name, place_of
 
 BUCKET_BYTES = 256 * 2**20  # of blocks that are read by one process and sent to others
 
@@ -280,7 +280,7 @@ class _Loading:
         tensors: dict[str, Tensor] = {}
         with ThreadPoolExecutor(_n_threads(len(self.ranks))) as threads:
             # Rows to share are in memory twice until they are sent: a bucket limits them.
-            for group in groups(shared_bytes, BUCKET_BYTES):
+            for group in group_by_bytes(shared_bytes, BUCKET_BYTES):
                 group_names = [names[i] for i in group]
                 # A DTensor's mesh may be a part of the world: others read nothing for it.
                 local = [name for name in group_names if rank() in self.loads[name].array.ranks]

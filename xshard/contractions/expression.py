@@ -13,7 +13,7 @@ from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout
 from xshard.layout.layout import NONLINEAR, parse_layouts
 from xshard.notation import parser
-from xshard.notation.parser import ELLIPSIS, Dim, Shard, parts_of
+from xshard.notation.parser import ELLIPSIS, Dim, Shard, names_of_dim
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _is_contraction(text: str, named: bool) -> bool:
         return False
     operand_dims, _ = operands[0]
     result_names = {dim.name for dim in result_dims}
-    is_plain = all(parts_of(dim) == [dim.name] for dim in (*operand_dims, *result_dims))
+    is_plain = all(names_of_dim(dim) == [dim.name] for dim in (*operand_dims, *result_dims))
     # Composed dims and names that repeat are for contractions only.
     sums_a_dim = result_names < {dim.name for dim in operand_dims}
     return sums_a_dim or not is_plain
@@ -162,7 +162,7 @@ def _by_name(layout: Layout) -> Layout:
     shards: dict[str, tuple[Shard, ...]] = {}
     n_dims = Counter[str]()
     for dim in layout.dims:
-        names = parts_of(dim)
+        names = names_of_dim(dim)
         n_dims.update(names)
         first = names[0]
         if dim.shards and shards.get(first):

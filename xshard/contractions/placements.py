@@ -14,7 +14,7 @@ from itertools import groupby, islice
 from typing import NamedTuple
 
 from xshard.layout import Layout, Sharding
-from xshard.layout.partition import block_length, misfit
+from xshard.layout.partition import block_length, find_misfit
 from xshard.layout.sharding import normal_dim
 from xshard.notation.parser import Dim, Shard
 from xshard.search.states import remembered
@@ -167,7 +167,7 @@ class EinsumShardings:
         yield self.idle
         for array in self.arrays:
             # Dims that the array lacks are unsharded.
-            shards = {dim.name: dim.shards for dim in array.normal.dims}
+            shards = {dim.name: dim.shards for dim in array.normal_layout.dims}
             dims = [self._dim(d, shards.get(name, ())) for d, name in enumerate(self.lengths)]
             yield Placement.of(tuple(dims))
 
@@ -239,7 +239,7 @@ class EinsumShardings:
                 shards,
                 axes=Axes(dim.axes).intersection(self.axes),  # an axis of one device does nothing
                 block_rows=block_length(dim, length, sizes)[0],
-                is_possible=misfit(dim, length, sizes) is None,
+                is_possible=find_misfit(dim, length, sizes) is None,
                 normal_shards=normal_dim(dim, length, mesh).shards,
             )
             self.dim_shardings[length, shards] = sharding
@@ -251,7 +251,7 @@ class EinsumShardings:
         # By name of the dim; the inner dicts are ordered sets.
         options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
         for array in self.arrays:
-            for dim in array.normal.dims:
+            for dim in array.normal_layout.dims:
                 options[dim.name] |= dict.fromkeys(dim.shards)
         for shards in options.values():
             # An axis that shards this dim in an order of its own in some array, or beside other axes in
@@ -268,7 +268,7 @@ class EinsumShardings:
         """All shards of a dim in an array: they are possible, however short the dim is."""
         shards = set[Shards]()
         for array in self.arrays:
-            shards.update(dim.shards for dim in array.normal.dims)
+            shards.update(dim.shards for dim in array.normal_layout.dims)
         return shards
 
     @cached_property
@@ -281,7 +281,7 @@ class EinsumShardings:
         endpoints = []
         for (_, positions), array in zip(self._positions, self.arrays, strict=True):
             dims = []
-            for d, dim in zip(positions, array.normal.dims, strict=True):
+            for d, dim in zip(positions, array.normal_layout.dims, strict=True):
                 dims.append(self._dim(d, dim.shards))
             sums = Axes(array.layout.tagged("sum", "mean")).intersection(self.axes)
             copies = Axes(array.layout.tagged("copy")).intersection(self.axes)

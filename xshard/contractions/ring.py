@@ -156,7 +156,7 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
     """
     src = travelling.src
     mesh = src.mesh
-    dims = src.normal.dims  # groups as nested shards
+    dims = src.normal_layout.dims  # groups as nested shards
     # Sums travel as they are after the reduction, parts of an operand as they are before the gather.
     tags = travelling.rest_dst.tags
     if travelling.operand is None:

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xshard.arguments import lengths_of, shown, whole_number
+from xshard.arguments import as_whole_number, lengths_of, shown
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.placements import dim_lengths
 from xshard.errors import ShapeError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.lengths import global_shape
-from xshard.notation.parser import ELLIPSIS, Dim, parts_of, text_spans
+from xshard.notation.parser import ELLIPSIS, Dim, names_of_dim, text_spans
 
 Shapes = tuple[tuple[int, ...], ...]
 Sizes = tuple[tuple[str, int], ...]  # lengths by name
@@ -38,10 +38,10 @@ def whole_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None]:
 
 def _as_shapes(shape: Any) -> tuple[Any, ...]:
     """Return a tuple of shapes: of one, if one shape or one length is given."""
-    if whole_number(shape) is not None:  # as in shape=8, for one operand of one dim
+    if as_whole_number(shape) is not None:  # as in shape=8, for one operand of one dim
         return ((shape,),)
     shapes = tuple(shape)
-    is_one_shape = all(whole_number(length) is not None for length in shapes)
+    is_one_shape = all(as_whole_number(length) is not None for length in shapes)
     return (shapes,) if is_one_shape else shapes
 
 
@@ -51,7 +51,7 @@ def _whole_shape(shape: Any) -> tuple[int, ...]:
 
 def _length(what: str, value: Any) -> int:
     """Return a length as an int. Raises ShapeError unless it is a whole number >= 0."""
-    length = whole_number(value)
+    length = as_whole_number(value)
     if length is None or length < 0:
         raise ShapeError(f"{what} has {shown(value)}", hint="a length is a whole number >= 0")
     return length
@@ -115,7 +115,7 @@ def _given_dims(call: Contraction, shapes: Shapes) -> list[GivenDim]:
     dims = []
     for i, (array, shape) in enumerate(zip(call.arrays, shapes, strict=False)):
         for dim, length in zip(array.dims, shape, strict=True):
-            dims.append(GivenDim(i, dim, parts_of(dim), length))
+            dims.append(GivenDim(i, dim, names_of_dim(dim), length))
     return dims
 
 
@@ -210,11 +210,13 @@ def whole_shapes(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
     for layout, block in operands:
         for dim, rows in zip(layout.dims, block, strict=True):
             if not dim.shards:
-                unsharded[str(parts_of(dim))] = rows
+                unsharded[str(names_of_dim(dim))] = rows
     shapes = list[tuple[int, ...]]()
     for layout, block in operands:
         # `(h d)` in one array is as long as `(h d)` in another, whatever their shards.
-        known = {dim.name: unsharded.get(str(parts_of(dim))) for dim in layout.dims if dim.shards}
+        known = {
+            dim.name: unsharded.get(str(names_of_dim(dim))) for dim in layout.dims if dim.shards
+        }
         shapes.append(global_shape(layout, mesh, block, call.text, known))
     return shapes_of(call, None, tuple(shapes))[1]
 
@@ -231,14 +233,14 @@ def written(call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]) -> t
         shape = []
         for dim in layout.dims:
             _check_composed(dim, lengths, mesh)
-            shape.append(math.prod(lengths[name] for name in parts_of(dim)))
+            shape.append(math.prod(lengths[name] for name in names_of_dim(dim)))
         arrays.append(Sharding(layout, mesh, tuple(shape)))
     return tuple(arrays)
 
 
 def _check_composed(dim: Dim, lengths: Mapping[str, int], mesh: Mesh) -> None:
     """Raise ShapeError unless blocks of a composed dim hold whole rows of its first name."""
-    first, *others = parts_of(dim)
+    first, *others = names_of_dim(dim)
     if not others:
         return
     n_blocks = mesh.size(*dim.axes)
@@ -301,7 +303,7 @@ def _split_dims(layout: Layout, named: Sharding, block: Sequence[int]) -> BlockD
     global_lengths = dict(zip(named.layout.names, named.shape, strict=True))
     dims = BlockDims([], [], [])
     for dim in layout.dims:
-        for i, name in enumerate(parts_of(dim)):
+        for i, name in enumerate(names_of_dim(dim)):
             # A composed dim is sharded by its first name.
             is_local = bool(dim.shards) and i == 0
             if named.layout.dim(name).shards and not is_local:

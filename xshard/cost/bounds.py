@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 from xshard.caches import layout_cache
 from xshard.layout import Sharding
-from xshard.layout.pieces import ascending, at_edges, distinct, joined
-from xshard.layout.providers import rows_at_hand, wanted_rows
+from xshard.layout.pieces import concatenate_tables, cut_at_edges, distinct_rows, runs_by_row
+from xshard.layout.providers import distinct_held_rows, wanted_rows
 from xshard.layout.runs import (
     Rows,
     Run,
     Runs,
     as_runs,
     common_segments,
-    n_rows,
-    pieces,
+    count_rows,
+    interval_table,
     row_numbers,
 )
 from xshard.notation.overlap import Fold
@@ -51,7 +51,7 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     mesh = dst.mesh
     if ended_axes(src.layout, dst.layout):
         return _mean_rounded_up(total_elements(src, dst), mesh.n_devices)
-    if src.layout.overlaps or dst.layout.overlaps:
+    if src.layout.has_overlap or dst.layout.has_overlap:
         return _received_with_overlaps(src, dst)
     begun = begun_axes(src.layout, dst.layout)
     if not begun:
@@ -85,8 +85,8 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     begun = begun_axes(src.layout, dst.layout)
     sums = dst.layout.tagged("sum", "max", "min")
     # How many devices own each element of the result.
-    copies = mesh.n_devices // mesh.size(*dst.layout.cut_axes, *sums)
-    if src.layout.overlaps or dst.layout.overlaps:
+    copies = mesh.n_devices // mesh.size(*dst.layout.sharding_axes, *sums)
+    if src.layout.has_overlap or dst.layout.has_overlap:
         elements = _reached_elements(src, dst)
     else:
         elements = math.prod(dst.shape)
@@ -140,7 +140,7 @@ def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
         for device in range(mesh.n_devices):
             wanted = rows.wanted[dst.dim_device(d, device)]
             complete = rows.complete[src.dim_device(d, device)]
-            needed[device] *= n_rows(wanted)
+            needed[device] *= count_rows(wanted)
             at_hand[device] *= _n_common(complete, wanted)
     return int((needed - at_hand).max())
 
@@ -156,9 +156,9 @@ def _reached_elements(src: Sharding, dst: Sharding) -> int:
 def _all_held(sharding: Sharding, d: int) -> Runs:
     """Return the rows of a dim that some device holds, each once."""
     runs: list[Run] = []
-    for held in sharding.holders(d):
+    for held in sharding.held_by_position(d):
         runs += held
-    [rows] = distinct([tuple(runs)])
+    [rows] = distinct_rows([tuple(runs)])
     return rows
 
 
@@ -175,13 +175,13 @@ def _needed_rows(src: Sharding, dst: Sharding, d: int) -> NeededRows:
     dst_dim = dst.layout.dims[d]
     length = src.shape[d]
     if src_dim == dst_dim and src_dim.overlap is not None:  # all rows stay on their device
-        held = distinct(src.holders(d))
+        held = distinct_rows(src.held_by_position(d))
         return NeededRows(held, held)
-    wanted = distinct(wanted_rows(dst_dim, length, src.mesh.sizes_of(dst_dim.axes)))
+    wanted = distinct_rows(wanted_rows(dst_dim, length, src.mesh.sizes_of(dst_dim.axes)))
     if isinstance(src_dim.overlap, Fold):
-        return _needed_of_fold(wanted, distinct(src.holders(d)), length)
+        return _needed_of_fold(wanted, distinct_rows(src.held_by_position(d)), length)
     sizes = src.mesh.sizes_of(src_dim.axes)
-    return NeededRows(wanted, distinct(rows_at_hand(src_dim, length, sizes)))
+    return NeededRows(wanted, distinct_rows(distinct_held_rows(src_dim, length, sizes)))
 
 
 def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: int) -> NeededRows:
@@ -204,16 +204,16 @@ def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: 
             complete.append(as_runs(rows[n_blocks[rows] == 1]))
         return NeededRows(tuple(nonzero), tuple(complete))
 
-    held_pieces = pieces(blocks)
+    held_pieces = interval_table(blocks)
     # The same count with runs. All are divided at the edges of all others, so that two parts are
     # equal or disjoint; equal ones have the same `interval`.
-    parts, interval, source = at_edges(joined(held_pieces, pieces(wanted)))
+    parts, interval, source = cut_at_edges(concatenate_tables(held_pieces, interval_table(wanted)))
     # `source` numbers the piece that each part is of: first the pieces of blocks, then the wanted ones.
     is_held = source < len(held_pieces.start)
     n_blocks = np.bincount(interval[is_held], minlength=len(interval))[interval]
     return NeededRows(
-        ascending(parts.take(~is_held & (n_blocks > 0)), len(wanted)),
-        ascending(parts.take(is_held & (n_blocks == 1)), len(blocks)),
+        runs_by_row(parts.take(~is_held & (n_blocks > 0)), len(wanted)),
+        runs_by_row(parts.take(is_held & (n_blocks == 1)), len(blocks)),
     )
 
 
@@ -286,7 +286,7 @@ def received_elements_between(
     fewest = _mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
     if addends == 1:
         return fewest
-    copies = target.mesh.n_devices // target.mesh.size(*target.layout.cut_axes, *sums)
+    copies = target.mesh.n_devices // target.mesh.size(*target.layout.sharding_axes, *sums)
     elements = math.prod(source.shape)
     messages = reduction_messages(elements, addends, copies)
     if are_disjoint:  # no owner holds an addend: one message more for each element

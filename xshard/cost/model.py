@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xshard.arguments import shown, whole_number
+from xshard.arguments import as_whole_number, shown
 from xshard.dtypes import itemsize, name_of
 from xshard.errors import DtypeError, PlanError, ProfileError, api_boundary
 from xshard.formatting import format_bytes
@@ -436,7 +436,7 @@ def _is_rate(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     """Return whether a value is a number of devices: whole, 1 or more."""
-    number = whole_number(value)
+    number = as_whole_number(value)
     return number is not None and number > 0
 
 

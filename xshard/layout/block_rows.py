@@ -16,12 +16,12 @@ from xshard.layout.partition import (
     Ints,
     Sizes,
     all_owned_rows,
-    cut_nested,
+    cut_by_shards,
+    find_misfit,
     for_every_block,
-    misfit,
     owned_rows,
 )
-from xshard.layout.runs import FILL, Run, Runs, as_runs, n_rows, row_numbers, unrolled
+from xshard.layout.runs import FILL, Run, Runs, as_runs, count_rows, row_numbers, unrolled
 from xshard.notation.overlap import Boundary, Fold, Halo, Reads, Window, unfolded
 from xshard.notation.parser import SIZES, Dim, Shard
 from xshard.notation.row_arrays import Numbers
@@ -107,9 +107,9 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     if sharded_as == "" and any(shard.order == SIZES for shard in dim.shards):
         sharded_as = "aligned"  # the sizes are those of the rows, and need not add up to outputs
     if sharded_as == "balanced":
-        return cut_nested(n_outputs, (Shard(dim.axes, "balanced"),), sizes, coords)
+        return cut_by_shards(n_outputs, (Shard(dim.axes, "balanced"),), sizes, coords)
     if sharded_as != "aligned":
-        return cut_nested(n_outputs, dim.shards, sizes, coords)
+        return cut_by_shards(n_outputs, dim.shards, sizes, coords)
 
     # Output i is computed where row i * stride is.
     runs = []
@@ -141,7 +141,7 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
         outputs.append(window_outputs(dim, window, length, sizes, coords))
     for shards in _shards_of_outputs(dim, outputs):
         candidate = Dim(dim.name, shards)
-        if misfit(candidate, n_outputs, sizes) is not None:
+        if find_misfit(candidate, n_outputs, sizes) is not None:
             continue
         if all_owned_rows(candidate, n_outputs, sizes) == tuple(outputs):
             return candidate, n_outputs
@@ -154,7 +154,7 @@ def _shards_of_outputs(dim: Dim, outputs: Sequence[Runs]) -> list[tuple[Shard, .
     if not dim.axes:
         return [dim.shards]
     balanced = Shard(dim.axes, "balanced")
-    listed = Shard(dim.axes, SIZES, tuple(map(n_rows, outputs)))
+    listed = Shard(dim.axes, SIZES, tuple(map(count_rows, outputs)))
     return [dim.shards, (balanced,), (listed,)]
 
 
@@ -255,8 +255,8 @@ def _halo_intervals(
     # With a width per part even an empty part has a position: after the parts before it.
     plain_dim = replace(dim, overlap=None)
     blocks = all_owned_rows(plain_dim, length, tuple(sizes))
-    start = sum(map(n_rows, blocks[:part]))
-    stop = start + n_rows(blocks[part])
+    start = sum(map(count_rows, blocks[:part]))
+    stop = start + count_rows(blocks[part])
     return [(start - rows_before, stop + rows_after)]
 
 

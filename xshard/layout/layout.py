@@ -11,13 +11,13 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import lengths_of, shown, whole_number
+from xshard.arguments import as_whole_number, lengths_of, shown
 from xshard.caches import layout_cache
 from xshard.errors import LinearityError, NotationError, ShapeError, Span, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import held_rows
 from xshard.layout.mesh import Mesh, check_mesh
-from xshard.layout.runs import Runs, n_rows, row_numbers
+from xshard.layout.runs import Runs, count_rows, row_numbers
 from xshard.layout.validation import check_dims, check_fit
 from xshard.notation import parser
 from xshard.notation.maps import Maps, RowMap, named_maps
@@ -125,7 +125,7 @@ class Layout(Pictured):
         indices = range(len(self.dims))
         if isinstance(dim, str) and dim in self.names:
             return self.names.index(dim)
-        number = whole_number(dim)
+        number = as_whole_number(dim)
         if number is not None and -len(indices) <= number < len(indices):
             return indices[number]
         raise ShapeError(f"no dim {dim!r} in '{self}'", hint=f"dims are: {', '.join(self.names)}")
@@ -133,10 +133,10 @@ class Layout(Pictured):
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every axis that the layout names, shards first."""
-        return self.cut_axes + self.tagged(*parser.TAGS)
+        return self.sharding_axes + self.tagged(*parser.TAGS)
 
     @cached_property
-    def cut_axes(self) -> tuple[str, ...]:
+    def sharding_axes(self) -> tuple[str, ...]:
         """Every axis that shards a dim."""
         return tuple(chain.from_iterable(dim.axes for dim in self.dims))
 
@@ -161,7 +161,7 @@ class Layout(Pictured):
         return ()
 
     @cached_property
-    def overlaps(self) -> bool:
+    def has_overlap(self) -> bool:
         """Whether a dim has a halo, a window or a fold."""
         return any(dim.overlap is not None for dim in self.dims)
 
@@ -191,7 +191,7 @@ class Layout(Pictured):
     @property
     def tangent(self) -> Layout:
         """The layout of a tangent: constants beyond the ends of the array become zeros."""
-        if not self.overlaps:
+        if not self.has_overlap:
             return self  # with its cached properties
         return replace(self, dims=_with_overlaps(self.dims, _linear_overlap))
 
@@ -254,7 +254,7 @@ class Layout(Pictured):
             >>> Layout.parse("s/zigzag(cp) c").local_shape(Mesh(cp=4), (16, 3), 0)
             (4, 3)
         """
-        return tuple(n_rows(runs) for runs in self._held(mesh, shape, device))
+        return tuple(count_rows(runs) for runs in self._held(mesh, shape, device))
 
     @api_boundary
     def positions(
@@ -333,7 +333,7 @@ def _with_overlaps(dims: tuple[Dim, ...], change: Callable[[Overlap], Overlap]) 
 def _dual_overlap(overlap: Overlap) -> Overlap:
     """Return the overlap of a cotangent: an overlap becomes its fold, and a fold its overlap."""
     linear = _linear_overlap(overlap)
-    return linear.of if isinstance(linear, Fold) else Fold(linear)
+    return linear.overlap if isinstance(linear, Fold) else Fold(linear)
 
 
 def _linear_overlap(overlap: Overlap) -> Overlap:

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import parse_number, shown, whole_number
+from xshard.arguments import as_whole_number, parse_number, shown
 from xshard.errors import MeshError, Span, api_boundary
 from xshard.formatting import Pictured
 
@@ -60,7 +60,7 @@ class Mesh(Pictured):
             if not isinstance(name, str) or not AXIS_NAME.fullmatch(name):
                 hint = "letters, digits and '_', without a digit first"
                 raise MeshError(f"axis name {name!r}", hint=hint)
-            size = whole_number(value)
+            size = as_whole_number(value)
             if size is None or size < 1:
                 hint = "a size is a whole number >= 1"
                 raise MeshError(f"axis {name!r} has size {value!r}", hint=hint)

@@ -16,9 +16,9 @@ from xshard.layout.runs import (
     Run,
     Runs,
     as_runs,
+    count_rows,
     interval,
     interval_pairs,
-    n_rows,
     row_numbers,
     select,
 )
@@ -185,7 +185,7 @@ def rotated(axes: tuple[str, ...], n_parts: int, rows: int, by: int = 1) -> Shar
 # ---- all shards of a dim
 
 
-def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) -> Runs:
+def cut_by_shards(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) -> Runs:
     """Cut `length` rows by shards, outermost first: the rows of the device at `coords`.
 
     Each shard cuts the block that those before it have left: 8 rows under "n/x/y" on x=2, y=2, the
@@ -204,7 +204,7 @@ def cut_nested(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) 
         first_axis = axes.stop
         n_parts = math.prod(sizes[axes])
         index = row_major(sizes[axes], coords[axes])
-        runs = _inner(length, runs, cut(n_rows(runs), shard, n_parts, index))
+        runs = _inner(length, runs, cut(count_rows(runs), shard, n_parts, index))
     return runs
 
 
@@ -218,7 +218,7 @@ def _inner(length: int, runs: Runs, positions: Runs) -> Runs:
     if isinstance(runs, Rows) or isinstance(positions, Rows):
         numbers = row_numbers(runs)
         position_numbers = row_numbers(positions)
-        # Positions beyond the block are left out here, and `misfit` reports them.
+        # Positions beyond the block are left out here, and `find_misfit` reports them.
         return as_runs(numbers[position_numbers[position_numbers < len(numbers)]])
     selected: list[Run] = []
     for run in positions:
@@ -242,7 +242,7 @@ def owned_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
 
     The sizes and coordinates are those of `dim.axes`, in their order.
     """
-    return cut_nested(length, dim.shards, sizes, coords)
+    return cut_by_shards(length, dim.shards, sizes, coords)
 
 
 def for_every_block(
@@ -276,7 +276,7 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     positions_by_length: dict[int, list[Runs]] = {}
     inner_blocks: list[Runs] = []
     for outer_rows in outer_blocks:
-        rows = n_rows(outer_rows)
+        rows = count_rows(outer_rows)
         if rows not in positions_by_length:
             positions_by_length[rows] = [cut(rows, shard, n_parts, i) for i in range(n_parts)]
         for positions in positions_by_length[rows]:
@@ -338,7 +338,7 @@ def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
         inner_lengths: set[int] = set()
         for rows in lengths:
             for index in range(n_parts):
-                inner_lengths.add(n_rows(cut(rows, shard, n_parts, index)))
+                inner_lengths.add(count_rows(cut(rows, shard, n_parts, index)))
         lengths = inner_lengths
     return frozenset(lengths)
 
@@ -346,7 +346,7 @@ def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
 # ---- numbers that do not fit
 
 
-def misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
+def find_misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
     """Find the first shard whose numbers do not fit its rows, and the reason; None if all fit.
 
     Numbers are sizes, intervals, documents or a map. They have to fit each block that the shards

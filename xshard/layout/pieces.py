@@ -12,16 +12,16 @@ import numpy as np
 from xshard.layout import runs
 from xshard.layout.runs import (
     FILL,
-    Pieces,
+    IntervalTable,
     Rows,
     Run,
     Runs,
     as_runs,
     expanded,
-    pieces,
+    interval_table,
     row_numbers,
 )
-from xshard.notation.row_arrays import Numbers, counted, unique_rows
+from xshard.notation.row_arrays import Numbers, count_up, unique_rows
 
 MOST_COUNTED = 2**18  # pieces that are counted one by one; of more, one period is counted
 LONGEST_PERIOD = 2**62  # longer than any dim, and the largest that int64 holds safely
@@ -37,7 +37,7 @@ class CutPieces(NamedTuple):
         piece: The number of the piece that each part comes from.
     """
 
-    parts: Pieces
+    parts: IntervalTable
     interval: Numbers
     piece: Numbers
 
@@ -56,9 +56,9 @@ class SharedRows(NamedTuple):
     rows: Numbers
 
 
-def joined(*tables: Pieces) -> Pieces:
+def concatenate_tables(*tables: IntervalTable) -> IntervalTable:
     """Put the pieces of several tables one after the other."""
-    return Pieces(
+    return IntervalTable(
         block=np.concatenate([table.block for table in tables]),
         local=np.concatenate([table.local for table in tables]),
         start=np.concatenate([table.start for table in tables]),
@@ -66,7 +66,7 @@ def joined(*tables: Pieces) -> Pieces:
     )
 
 
-def at_edges(table: Pieces) -> CutPieces:
+def cut_at_edges(table: IntervalTable) -> CutPieces:
     """Cut pieces wherever one of them begins or ends.
 
     Rows [0, 4) and [2, 6) -> [0, 2) [2, 4) and [2, 4) [4, 6), of the intervals 0 1 and 1 2.
@@ -78,9 +78,9 @@ def at_edges(table: Pieces) -> CutPieces:
     intervals_of_piece = np.searchsorted(edges, stop) - first_interval
     runs.check_pieces(int(intervals_of_piece.sum()))
     piece = np.repeat(np.arange(len(intervals_of_piece)), intervals_of_piece)
-    interval = counted(intervals_of_piece, first_interval)
+    interval = count_up(intervals_of_piece, first_interval)
     start = edges[interval]
-    parts = Pieces(
+    parts = IntervalTable(
         block=table.block[piece],
         local=(table.local - table.start)[piece] + start,
         start=start,
@@ -89,9 +89,9 @@ def at_edges(table: Pieces) -> CutPieces:
     return CutPieces(parts, interval, piece)
 
 
-def firsts(table: Pieces, *, alone: bool) -> Pieces:
+def firsts(table: IntervalTable, *, alone: bool) -> IntervalTable:
     """Keep every row where it comes first: in each block if `alone`, else in any block."""
-    cut = at_edges(table)
+    cut = cut_at_edges(table)
     # `np.unique` returns the first index of each key: parts are in the order of the pieces.
     key = cut.interval
     if alone:
@@ -100,28 +100,28 @@ def firsts(table: Pieces, *, alone: bool) -> Pieces:
     return cut.parts.take(np.sort(first_index))
 
 
-def without(table: Pieces, others: Pieces) -> Pieces:
+def without(table: IntervalTable, others: IntervalTable) -> IntervalTable:
     """Return the pieces without the rows that are also in `others`."""
     # Cut together: then two parts share all their rows or none, and rows are compared by number.
-    cut = at_edges(joined(others, table))
+    cut = cut_at_edges(concatenate_tables(others, table))
     is_of_table = cut.piece >= len(others.start)
     is_in_others = np.isin(cut.interval, cut.interval[~is_of_table])
     return cut.parts.take(is_of_table & ~is_in_others)
 
 
-def layers(table: Pieces) -> list[Pieces]:
+def layers(table: IntervalTable) -> list[IntervalTable]:
     """Split the pieces of one block into lists of distinct rows.
 
     The first list has every row once, the second every row that comes twice or more, and so on.
     """
-    cut = at_edges(table)
+    cut = cut_at_edges(table)
     _, counts = np.unique(cut.interval, return_counts=True)
     nth = np.empty_like(cut.interval)  # [parts]: how often these rows have come before
-    nth[np.argsort(cut.interval, kind="stable")] = counted(counts)
+    nth[np.argsort(cut.interval, kind="stable")] = count_up(counts)
     return [cut.parts.take(nth == n) for n in range(int(counts.max(initial=0)))]
 
 
-def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
+def filled(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """Turn pieces into the runs of every block, which has `lengths` rows; FILL where no piece is."""
     n_pieces = len(table.local)
     are_many = n_pieces > runs.MOST_RUNS
@@ -131,17 +131,17 @@ def filled(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     return _filled_runs(table, lengths)
 
 
-def _filled_rows(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
+def _filled_rows(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """Do the work of `filled` for many short pieces: by one array of row numbers."""
     # All blocks in one array, so that numpy loops over pieces and not Python.
     edges = np.cumsum([0, *lengths])  # where each block begins in it
     numbers = np.full(edges[-1], FILL)
-    places = counted(table.length, table.local + edges[table.block])
-    numbers[places] = counted(table.length, table.start)
+    places = count_up(table.length, table.local + edges[table.block])
+    numbers[places] = count_up(table.length, table.start)
     return tuple(as_runs(numbers[start:stop]) for start, stop in itertools.pairwise(edges))
 
 
-def _filled_runs(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
+def _filled_runs(table: IntervalTable, lengths: Sequence[int]) -> tuple[Runs, ...]:
     """Do the work of `filled` for few or long pieces: run by run."""
     block_runs: list[list[Run]] = [[] for _ in lengths]
     filled_to = [0] * len(lengths)  # the local position up to which each block has runs
@@ -156,7 +156,7 @@ def _filled_runs(table: Pieces, lengths: Sequence[int]) -> tuple[Runs, ...]:
     return tuple(map(tuple, block_runs))
 
 
-def _merged(table: Pieces) -> list[list[int]]:
+def _merged(table: IntervalTable) -> list[list[int]]:
     """List (block, local, start, length) by block and position, merged where rows continue."""
     if not len(table.local):
         return []
@@ -170,7 +170,7 @@ def _merged(table: Pieces) -> list[list[int]]:
     return rows
 
 
-def ascending(table: Pieces, n_blocks: int) -> tuple[Runs, ...]:
+def runs_by_row(table: IntervalTable, n_blocks: int) -> tuple[Runs, ...]:
     """Turn pieces of distinct rows into the runs of every block, in ascending order of rows.
 
     The pieces get new local positions: each begins where the piece before it in its block ends.
@@ -184,10 +184,10 @@ def ascending(table: Pieces, n_blocks: int) -> tuple[Runs, ...]:
     return filled(table._replace(local=local), block_rows.tolist())
 
 
-def distinct(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
+def distinct_rows(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
     """List the rows of every block, each once, in ascending order; without FILL."""
     if not any(isinstance(block, Rows) for block in blocks):
-        return ascending(firsts(pieces(blocks), alone=True), len(blocks))
+        return runs_by_row(firsts(interval_table(blocks), alone=True), len(blocks))
     distinct_blocks: list[Runs] = []
     for block in blocks:
         rows = row_numbers(block)
@@ -220,7 +220,7 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
 
 
 def _shared_by_intervals(
-    src: Pieces, dst: Pieces, dst_times: Numbers, n_src_blocks: int
+    src: IntervalTable, dst: IntervalTable, dst_times: Numbers, n_src_blocks: int
 ) -> SharedRows:
     """Do the work of `shared_rows` by intervals of rows.
 
@@ -231,7 +231,7 @@ def _shared_by_intervals(
         n_src_blocks: The number of blocks of `src`.
     """
     # Cut together: two parts then share all their rows or none, and equal intervals are equal rows.
-    parts, interval, piece = at_edges(joined(src, dst))
+    parts, interval, piece = cut_at_edges(concatenate_tables(src, dst))
     is_src = piece < len(src.start)  # the pieces of `src` come first in the joined table
     src_parts = np.flatnonzero(is_src)
     src_parts = src_parts[np.argsort(interval[is_src], kind="stable")]
@@ -243,7 +243,7 @@ def _shared_by_intervals(
     first = np.searchsorted(src_intervals, dst_intervals, side="left")
     counts = np.searchsorted(src_intervals, dst_intervals, side="right") - first
     runs.check_pieces(int(counts.sum()))
-    of_src = src_parts[counted(counts, first)]
+    of_src = src_parts[count_up(counts, first)]
     of_dst = np.repeat(dst_parts, counts)
 
     # Add up by pair of blocks, which is one number: the block of `src` is its remainder.
@@ -294,7 +294,7 @@ def _count_blocks(readers: list[Numbers], block_of_row: Numbers, n_blocks: int) 
 class _Period(NamedTuple):
     """Pieces in one period of each stretch of rows, and how often the period comes."""
 
-    pieces: Pieces
+    pieces: IntervalTable
     times: Numbers  # [pieces]
 
 
@@ -326,14 +326,14 @@ def _one_period(src: Numbers, dst: Numbers) -> tuple[_Period, _Period]:
     windows = np.flatnonzero(window_stops > window_starts)
     starts = window_starts[windows]
     lengths = window_stops[windows] - starts
-    window_pieces = Pieces(block=windows, local=windows, start=starts, length=lengths)
+    window_pieces = IntervalTable(block=windows, local=windows, start=starts, length=lengths)
     return (
         _inside(src, window_pieces, window_times[windows]),
         _inside(dst, window_pieces, window_times[windows]),
     )
 
 
-def _inside(table: Numbers, windows: Pieces, times: Numbers) -> _Period:
+def _inside(table: Numbers, windows: IntervalTable, times: Numbers) -> _Period:
     """List the pieces of a run table that lie inside windows, cut at their ends.
 
     Args:
@@ -343,8 +343,8 @@ def _inside(table: Numbers, windows: Pieces, times: Numbers) -> _Period:
     """
     block, local, start, length, repeats, stride = table.T
     # From its first row to the end of its last period, a run repeats.
-    stretches = Pieces(block, local, start, _period_ends(table) - start)
-    window, run, low, high = runs.met(windows, stretches)
+    stretches = IntervalTable(block, local, start, _period_ends(table) - start)
+    window, run, low, high = runs.intersections(windows, stretches)
     step = np.maximum(stride, 1)[run]  # single intervals have no stride
     # The repetitions of a run that have rows in [low, high): from the first that ends after `low`
     # to the last that begins before `high`. A division of negative numbers, negated, rounds up.
@@ -355,10 +355,10 @@ def _inside(table: Numbers, windows: Pieces, times: Numbers) -> _Period:
 
     pair = np.repeat(np.arange(len(counts)), counts)
     run_of_piece = run[pair]
-    piece_start = start[run_of_piece] + counted(counts, first) * step[pair]
+    piece_start = start[run_of_piece] + count_up(counts, first) * step[pair]
     piece_stop = np.minimum(piece_start + length[run_of_piece], high[pair])
     piece_start = np.maximum(piece_start, low[pair])
-    inside = Pieces(
+    inside = IntervalTable(
         block=block[run_of_piece],
         local=local[run_of_piece],
         start=piece_start,

@@ -9,7 +9,7 @@ import numpy as np
 from xshard.caches import layout_cache
 from xshard.layout.block_rows import RowSpan, all_held_rows, all_row_spans, is_flipped
 from xshard.layout.partition import Sizes, all_owned_rows
-from xshard.layout.pieces import ascending, filled, firsts, joined, layers, without
+from xshard.layout.pieces import concatenate_tables, filled, firsts, layers, runs_by_row, without
 from xshard.layout.runs import (
     FILL,
     AllRuns,
@@ -17,9 +17,9 @@ from xshard.layout.runs import (
     Run,
     Runs,
     as_runs,
+    count_rows,
     interval,
-    n_rows,
-    pieces,
+    interval_table,
     row_numbers,
 )
 from xshard.notation.overlap import Fold, Reads, unfolded
@@ -84,12 +84,12 @@ def offered_rows(
 
 def _distinct_lists(block: Runs) -> AllRuns:
     """Split the rows of a block into lists of distinct rows, with FILL in place of the others."""
-    lengths = [n_rows(block)]
-    return tuple(filled(layer, lengths)[0] for layer in layers(pieces((block,))))
+    lengths = [count_rows(block)]
+    return tuple(filled(layer, lengths)[0] for layer in layers(interval_table((block,))))
 
 
 @layout_cache(maxsize=4096)
-def rows_at_hand(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> AllRuns:
+def distinct_held_rows(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> AllRuns:
     """List the rows that each block has, each once; its own rows come before copies."""
     if _are_distinct(dim):
         blocks = all_held_rows(dim, length, sizes)
@@ -115,7 +115,7 @@ def provided_rows(dim: Dim, length: int, sizes: Sizes) -> AllRuns:
     blocks = []
     for owned_block, held_block in zip(owned, held, strict=True):
         rows = row_numbers(owned_block)
-        n_others = n_rows(held_block) - len(rows)
+        n_others = count_rows(held_block) - len(rows)
         blocks.append(as_runs(np.pad(rows, (0, n_others), constant_values=FILL)))
     return tuple(blocks)
 
@@ -125,21 +125,23 @@ def missing_rows(dim: Dim, length: int, sizes: Sizes) -> Runs:
     """List the rows that no block holds, as under a halo of negative width."""
     if _are_distinct(dim):
         return ()
-    all_rows = pieces((interval(0, length),))
-    provided = pieces(provided_rows(dim, length, sizes))
-    return ascending(without(all_rows, provided), 1)[0]
+    all_rows = interval_table((interval(0, length),))
+    provided = interval_table(provided_rows(dim, length, sizes))
+    return runs_by_row(without(all_rows, provided), 1)[0]
 
 
 # ---- rows of blocks in general
 
 
-def lacking(runs: Runs, others: Runs) -> Runs:
+def rows_without(runs: Runs, others: Runs) -> Runs:
     """Return the rows with FILL in place of those that are also in `others`."""
     if isinstance(runs, Rows) or isinstance(others, Rows):
         rows = row_numbers(runs)
         is_in_others = np.isin(rows, row_numbers(others), kind="table")
         return as_runs(np.where(is_in_others, FILL, rows))
-    return filled(without(pieces((runs,)), pieces((others,))), [n_rows(runs)])[0]
+    return filled(without(interval_table((runs,)), interval_table((others,))), [count_rows(runs)])[
+        0
+    ]
 
 
 def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
@@ -149,7 +151,7 @@ def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
     """
     if not shift:
         return blocks
-    table = pieces(blocks)
+    table = interval_table(blocks)
     start = (table.start + shift) % length
     rows_over_end = np.maximum(start + table.length - length, 0)
     rows_before_end = table.length - rows_over_end
@@ -158,8 +160,8 @@ def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
     tails = table._replace(
         local=table.local + rows_before_end, start=np.zeros_like(start), length=rows_over_end
     )
-    shifted_table = joined(heads, tails.take(rows_over_end > 0))
-    return filled(shifted_table, list(map(n_rows, blocks)))
+    shifted_table = concatenate_tables(heads, tails.take(rows_over_end > 0))
+    return filled(shifted_table, list(map(count_rows, blocks)))
 
 
 def _no_rows(sizes: Sizes) -> AllRuns:
@@ -182,11 +184,11 @@ def _rows_by_rank(dim: Dim, length: int, sizes: Sizes, *, alone: bool) -> AllRun
     """
     tables = []
     for origins in _ORIGINS_BY_RANK:
-        tables.append(pieces(_rows_of_origins(dim, length, sizes, origins, flipped=False)))
-    table = firsts(joined(*tables), alone=alone)  # the tables are in the order of ranks
+        tables.append(interval_table(_rows_of_origins(dim, length, sizes, origins, flipped=False)))
+    table = firsts(concatenate_tables(*tables), alone=alone)  # the tables are in the order of ranks
     lengths = []
     for spans in all_row_spans(dim, length, sizes):
-        lengths.append(n_rows(span.run for span in spans))
+        lengths.append(count_rows(span.run for span in spans))
     return filled(table, lengths)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from xshard.caches import layout_cache
 from xshard.errors import ShapeError
-from xshard.notation.row_arrays import Numbers, counted
+from xshard.notation.row_arrays import Numbers, count_up
 
 FILL = -1  # start of a run of rows outside the array, which the boundary rule fills
 
@@ -96,7 +96,7 @@ class Segment(NamedTuple):
     length: int
 
 
-class Pieces(NamedTuple):
+class IntervalTable(NamedTuple):
     """Intervals of rows of several blocks, as columns of a table: one entry per interval.
 
     Attributes:
@@ -111,9 +111,11 @@ class Pieces(NamedTuple):
     start: Numbers
     length: Numbers
 
-    def take(self, index: NDArray[Any]) -> Pieces:
+    def take(self, index: NDArray[Any]) -> IntervalTable:
         """Return some of the intervals, by their numbers or by an array of bools."""
-        return Pieces(self.block[index], self.local[index], self.start[index], self.length[index])
+        return IntervalTable(
+            self.block[index], self.local[index], self.start[index], self.length[index]
+        )
 
 
 class Overlaps(NamedTuple):
@@ -135,7 +137,7 @@ class Overlaps(NamedTuple):
 # ---- runs as numbers, slices and intervals
 
 
-def n_rows(runs: Iterable[Run]) -> int:
+def count_rows(runs: Iterable[Run]) -> int:
     """Count the rows in the runs."""
     if isinstance(runs, Rows):
         return len(runs.rows)
@@ -174,7 +176,7 @@ def as_index(runs: Runs) -> slice | NDArray[np.int64]:
 
 def as_intervals(runs: Iterable[Run]) -> Intervals:
     """List the intervals (start, stop) of runs in local order, `[intervals, 2]`; without FILL."""
-    intervals = pieces((runs,))
+    intervals = interval_table((runs,))
     return np.stack([intervals.start, intervals.start + intervals.length], axis=1)
 
 
@@ -238,7 +240,7 @@ def _hull(rows: Numbers) -> tuple[Run, ...]:
 # ---- runs of many blocks as tables
 
 
-def pieces(blocks: Iterable[Iterable[Run]]) -> Pieces:
+def interval_table(blocks: Iterable[Iterable[Run]]) -> IntervalTable:
     """List the intervals of all blocks in local order; without FILL.
 
     Raises:
@@ -280,7 +282,7 @@ def _run_table_of_rows(block: int, runs: Rows) -> Numbers:
     return table
 
 
-def expanded(table: Numbers) -> Pieces:
+def expanded(table: Numbers) -> IntervalTable:
     """List every repetition of the runs of a `run_table` as an interval of its own.
 
     A run of length 2, 3 times, 10 apart, from row 1 -> [1, 3), [11, 13), [21, 23)
@@ -291,8 +293,8 @@ def expanded(table: Numbers) -> Pieces:
     block, local, start, length, repeats, stride = table.T
     check_pieces(int(repeats.sum()))  # before the arrays, which would take gigabytes
     run = np.repeat(np.arange(len(table)), repeats)  # [pieces]: the run of each
-    repetition = counted(repeats)
-    return Pieces(
+    repetition = count_up(repeats)
+    return IntervalTable(
         block=block[run],
         local=local[run] + length[run] * repetition,
         start=start[run] + stride[run] * repetition,
@@ -307,7 +309,7 @@ def check_pieces(count: int, most: int = MOST_PIECES) -> None:
         raise ShapeError(f"rows in {count} separate pieces", hint=hint)
 
 
-def met(a: Pieces, b: Pieces) -> Overlaps:
+def intersections(a: IntervalTable, b: IntervalTable) -> Overlaps:
     """Find the rows that the intervals of two tables share, in the order of `b`.
 
     a [0, 4) [4, 8), b [2, 6) -> [2, 4) of interval 0 of a, and [4, 6) of interval 1.
@@ -328,7 +330,7 @@ def met(a: Pieces, b: Pieces) -> Overlaps:
     counts = np.maximum(np.searchsorted(a.start, b_stop, side="left") - first, 0)
     check_pieces(int(counts.sum()))
     in_b = np.repeat(np.arange(len(counts)), counts)
-    in_a = counted(counts, first)
+    in_a = count_up(counts, first)
     return Overlaps(
         in_a=in_a,
         in_b=in_b,
@@ -403,10 +405,10 @@ def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, .
 
 def _segments_of_many(src: Runs, dst: Runs) -> tuple[Segment, ...]:
     """Return `common_segments` of any runs, by tables of their intervals."""
-    src_pieces = pieces((src,))
+    src_pieces = interval_table((src,))
     src_pieces = src_pieces.take(np.argsort(src_pieces.start, kind="stable"))
-    dst_pieces = pieces((dst,))
-    shared = met(src_pieces, dst_pieces)
+    dst_pieces = interval_table((dst,))
+    shared = intersections(src_pieces, dst_pieces)
     # A row's position in its block is the row plus this offset of its interval.
     src_offset = src_pieces.local - src_pieces.start
     dst_offset = dst_pieces.local - dst_pieces.start
@@ -479,7 +481,7 @@ def are_equal(a: Runs, b: Runs) -> bool:
     """Return whether both are the same rows in the same order, however they are written."""
     if a == b:
         return True
-    if n_rows(a) != n_rows(b):  # usual, and quicker than the comparison below
+    if count_rows(a) != count_rows(b):  # usual, and quicker than the comparison below
         return False
     pairs = itertools.zip_longest(_merged(unrolled(a)), _merged(unrolled(b)))
     return all(run == other for run, other in pairs)

@@ -20,7 +20,7 @@ from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh, check_mesh
 from xshard.layout.partition import all_owned_rows, block_length, cut
-from xshard.layout.runs import Runs, are_equal, n_rows
+from xshard.layout.runs import Runs, are_equal, count_rows
 from xshard.layout.validation import MOST_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Overlap, Reads, Width, Window, unfolded
 from xshard.notation.parser import SEGMENTS, SIZES, Dim, Shard, Tags
@@ -110,23 +110,23 @@ class Sharding(Pictured):
 
     def owned(self, dim: int, device: int) -> Runs:
         """Return the global rows of a dim that the device owns, in local order."""
-        return self.owners(dim)[self.dim_device(dim, device)]
+        return self.owned_by_position(dim)[self.dim_device(dim, device)]
 
     def held(self, dim: int, device: int) -> Runs:
         """Return the global rows of the device's block, with overlaps and fill."""
-        return self.holders(dim)[self.dim_device(dim, device)]
+        return self.held_by_position(dim)[self.dim_device(dim, device)]
 
-    def owners(self, dim: int) -> tuple[Runs, ...]:
+    def owned_by_position(self, dim: int) -> tuple[Runs, ...]:
         """Return `owned` for every position along the axes that shard the dim, row-major."""
         sharded_dim = self.layout.dims[dim]
         return all_owned_rows(sharded_dim, self.shape[dim], self.mesh.sizes_of(sharded_dim.axes))
 
-    def holders(self, dim: int) -> tuple[Runs, ...]:
+    def held_by_position(self, dim: int) -> tuple[Runs, ...]:
         """Return `held` for every position along the axes that shard the dim, row-major."""
         sharded_dim = self.layout.dims[dim]
         return all_held_rows(sharded_dim, self.shape[dim], self.mesh.sizes_of(sharded_dim.axes))
 
-    def parts(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
+    def cut_block(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
         """Cut a device's block by `shards`: the local positions of each part, row-major.
 
         If the dim ends with these shards, its block without them is cut.
@@ -143,7 +143,7 @@ class Sharding(Pictured):
         if shards and outer_dim.shards[-len(shards) :] == tuple(shards):
             outer_dim = replace(outer_dim, shards=outer_dim.shards[: -len(shards)])
         blocks = all_owned_rows(outer_dim, self.shape[dim], self.mesh.sizes_of(outer_dim.axes))
-        length = n_rows(blocks[self.mesh.index(device, outer_dim.axes)])
+        length = count_rows(blocks[self.mesh.index(device, outer_dim.axes)])
         inner_dim = Dim("", tuple(shards))
         return all_owned_rows(inner_dim, length, self.mesh.sizes_of(inner_dim.axes))
 
@@ -151,14 +151,14 @@ class Sharding(Pictured):
 
     def local_shape(self, device: int) -> tuple[int, ...]:
         """Return the shape of the block of one device."""
-        return tuple(n_rows(self.held(dim, device)) for dim in range(len(self.shape)))
+        return tuple(count_rows(self.held(dim, device)) for dim in range(len(self.shape)))
 
     @cached_property
     def local_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Per dim, the length of the block at every position along the dim's axes."""
         sizes = []
         for dim in range(len(self.shape)):
-            sizes.append(tuple(map(n_rows, self.holders(dim))))
+            sizes.append(tuple(map(count_rows, self.held_by_position(dim))))
         return tuple(sizes)
 
     @cached_property
@@ -207,7 +207,7 @@ class Sharding(Pictured):
             for shard in dim.shards:
                 if shard.order != "block" or len(shard.axes) != 1:
                     return None
-        if not self.is_even or self.layout.overlaps:
+        if not self.is_even or self.layout.has_overlap:
             return None
         cuts = []
         for dim in self.layout.dims:
@@ -217,7 +217,7 @@ class Sharding(Pictured):
     # ---- equal meaning
 
     @cached_property
-    def normal(self) -> Layout:
+    def normal_layout(self) -> Layout:
         """The simplest layout with the same blocks.
 
         It has no axes of size 1 and no order that changes nothing. Even groups of axes are nested
@@ -244,14 +244,14 @@ class Sharding(Pictured):
 
     def means_the_same_as(self, other: Sharding) -> bool:
         """Return whether all devices have the same blocks and tags, with `mean` taken as `sum`."""
-        if self.normal == other.normal:
+        if self.normal_layout == other.normal_layout:
             return True  # without rows, which take longer
         if self.mesh != other.mesh or self.shape != other.shape:
             return False
-        if self.normal.tags != other.normal.tags:
+        if self.normal_layout.tags != other.normal_layout.tags:
             return False
-        normal = self.with_layout(self.normal)
-        other_normal = other.with_layout(other.normal)
+        normal = self.with_layout(self.normal_layout)
+        other_normal = other.with_layout(other.normal_layout)
         return all(normal.agrees_with(other_normal, dim) for dim in range(len(self.shape)))
 
     def agrees_with(self, other: Sharding, dim: int) -> bool:
@@ -299,7 +299,7 @@ def _check_shape(shape: tuple[int, ...]) -> None:
 
 @layout_cache(maxsize=65536)
 def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
-    """Return the simplest dim with the same blocks: see `Sharding.normal`.
+    """Return the simplest dim with the same blocks: see `Sharding.normal_layout`.
 
     On a=2, b=2, c=1 and 8 rows: `n/(a,b)` -> `n/a/b`, `n/zigzag(c)` -> `n`, `n/sizes(a,4,4)` ->
     `n/a`. Layouts that mean the same become equal, so that a plan has no steps for them.
@@ -356,8 +356,8 @@ def _is_plain(shard: Shard, length: int | None, n_parts: int) -> bool:
     plain = Shard(shard.axes)
     # The parts of both are contiguous and in order: equal lengths are equal parts.
     for index in range(n_parts):
-        rows = n_rows(cut(length, shard, n_parts, index))
-        if rows != n_rows(cut(length, plain, n_parts, index)):
+        rows = count_rows(cut(length, shard, n_parts, index))
+        if rows != count_rows(cut(length, plain, n_parts, index)):
             return False
     return True
 

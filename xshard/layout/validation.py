@@ -11,7 +11,7 @@ from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError, Span
 from xshard.layout.block_rows import window_outputs
 from xshard.layout.mesh import Mesh
-from xshard.layout.partition import Sizes, block_length, misfit, owned_rows, owner_of_rows
+from xshard.layout.partition import Sizes, block_length, find_misfit, owned_rows, owner_of_rows
 from xshard.notation.overlap import (
     Boundary,
     Fold,
@@ -77,7 +77,7 @@ def _check_shards(dim: Dim, length: int, mesh: Mesh) -> None:
         raise NotationError(reason, text=str(dim), hint=hint)
     if not any(shard.numbers for shard in dim.shards):
         return  # without numbers a shard cuts any number of rows
-    fault = misfit(dim, length, mesh.sizes_of(dim.axes))
+    fault = find_misfit(dim, length, mesh.sizes_of(dim.axes))
     if fault is not None:
         _, reason = fault
         hint = f"dim {dim.name!r} has {length} rows, the mesh {mesh.describe()}"
@@ -134,7 +134,7 @@ def _check_outputs(dim: Dim, window: Window, length: int, mesh: Mesh) -> None:
         return
     n_outputs = window.output_length(length)
     plain_dim = Dim(dim.name, dim.shards)
-    if misfit(plain_dim, n_outputs, mesh.sizes_of(dim.axes)) is not None:
+    if find_misfit(plain_dim, n_outputs, mesh.sizes_of(dim.axes)) is not None:
         reason = f"{n_outputs} outputs cannot be cut like the {length} rows of dim {dim.name!r}"
         hint = "out=balanced cuts them evenly, out=aligned where the dim is cut"
         raise ShapeError(reason, text=str(dim), hint=hint)

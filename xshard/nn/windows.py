@@ -15,7 +15,7 @@ from xshard.caches import layout_cache
 from xshard.errors import ShapeError, XshardError
 from xshard.layout.block_rows import output_dim, window_outputs
 from xshard.layout.partition import Sizes, all_owned_rows
-from xshard.layout.runs import Runs, n_rows, unrolled
+from xshard.layout.runs import Runs, count_rows, unrolled
 from xshard.notation.overlap import Boundary, Halo, Window
 from xshard.notation.parser import SIZES, Dim, Shard
 
@@ -202,7 +202,7 @@ def _intervals(parts: tuple[Runs, ...]) -> list[Interval]:
 
     An empty part stands at the end of the parts before it.
     """
-    edges = itertools.accumulate(map(n_rows, parts), initial=0)
+    edges = itertools.accumulate(map(count_rows, parts), initial=0)
     return list(itertools.pairwise(edges))
 
 

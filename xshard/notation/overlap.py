@@ -149,13 +149,13 @@ class Fold:
     """The dual of an overlap: overlapping rows are contributions, added at their owner.
 
     Attributes:
-        of: The overlap.
+        overlap: The overlap.
     """
 
-    of: Halo | Window | Reads
+    overlap: Halo | Window | Reads
 
     def __str__(self) -> str:
-        return f"fold({self.of})"
+        return f"fold({self.overlap})"
 
 
 Overlap = Halo | Window | Reads | Fold
@@ -163,7 +163,7 @@ Overlap = Halo | Window | Reads | Fold
 
 def unfolded(overlap: Overlap) -> Halo | Window | Reads:
     """Return the overlap itself, or the one inside a fold: both hold the same rows."""
-    return overlap.of if isinstance(overlap, Fold) else overlap
+    return overlap.overlap if isinstance(overlap, Fold) else overlap
 
 
 def ends_of(overlap: Overlap | None) -> tuple[Boundary, ...]:

@@ -173,7 +173,7 @@ def with_digests(text: str, maps: tuple[tuple[str, RowMap], ...]) -> str:
     return text
 
 
-def with_maps(layouts: Any, maps: Any) -> Any:
+def with_map_digests(layouts: Any, maps: Any) -> Any:
     """Write the digests of maps into layouts and expressions, in dicts and lists too."""
     if maps is None:
         return layouts
@@ -181,9 +181,9 @@ def with_maps(layouts: Any, maps: Any) -> Any:
         return with_digests(layouts, named_maps(maps))
     # Plain containers alone: a subclass, such as a NamedTuple, may have another constructor.
     if type(layouts) is dict:
-        return {key: with_maps(value, maps) for key, value in layouts.items()}
+        return {key: with_map_digests(value, maps) for key, value in layouts.items()}
     if type(layouts) in (list, tuple):
-        return type(layouts)(with_maps(value, maps) for value in layouts)
+        return type(layouts)(with_map_digests(value, maps) for value in layouts)
     return layouts
 
 
@@ -215,7 +215,7 @@ def mark_errors(text: str | None) -> Iterator[None]:
 # ---- values to text
 
 
-def parts_of(dim: Dim) -> list[str]:
+def names_of_dim(dim: Dim) -> list[str]:
     """Return the names that a dim of a contraction stands for: `(h d)` -> h, d; `i'1` -> i."""
     return [name.partition("'")[0] for name in dim.name.strip("()").split()]
 

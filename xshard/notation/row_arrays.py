@@ -28,7 +28,7 @@ class Groups(NamedTuple):
     def of_keys(self, keys: Numbers) -> Numbers:
         """Return the items of several keys, one after the other."""
         first = self.starts[keys]
-        return self.items[counted(self.starts[keys + 1] - first, first)]
+        return self.items[count_up(self.starts[keys + 1] - first, first)]
 
 
 def grouped(keys: Numbers, n_keys: int) -> Groups:
@@ -39,7 +39,7 @@ def grouped(keys: Numbers, n_keys: int) -> Groups:
     return Groups(np.argsort(short_keys, kind="stable"), starts)
 
 
-def counted(counts: Numbers, first: Numbers | int = 0) -> Numbers:
+def count_up(counts: Numbers, first: Numbers | int = 0) -> Numbers:
     """Count up for each entry, one after the other: counts 2 3 -> 0 1 0 1 2.
 
     With `first`, each entry counts from its own first number: counts 2 3, first 5 0 -> 5 6 0 1 2.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xshard.errors import ShapeError
 from xshard.layout import Sharding
-from xshard.layout.runs import n_rows
+from xshard.layout.runs import count_rows
 from xshard.notation.overlap import Fold, Halo, Reads, Window
 from xshard.notation.parser import SEGMENTS, Dim
 from xshard.pictures.rows import MAX_BLOCKS, Lane, devices_text, lanes_of, rows_in_order
@@ -168,7 +168,7 @@ def _roles(sharding: Sharding, drawn_axes: set[str]) -> tuple[tuple[str, tuple[s
 
 def _is_empty(sharding: Sharding, device: int) -> bool:
     """Return whether a device owns no element."""
-    return any(n_rows(sharding.owned(d, device)) == 0 for d in range(len(sharding.shape)))
+    return any(count_rows(sharding.owned(d, device)) == 0 for d in range(len(sharding.shape)))
 
 
 def title(sharding: Sharding) -> str:

@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 
 from xshard.layout import Sharding
 from xshard.layout.block_rows import RowSpan, all_row_spans, boundary_at
-from xshard.layout.runs import FILL, Pieces, Run, Runs, merge_adjacent, n_rows, pieces, unrolled
+from xshard.layout.runs import (
+    FILL,
+    IntervalTable,
+    Run,
+    Runs,
+    count_rows,
+    interval_table,
+    merge_adjacent,
+    unrolled,
+)
 from xshard.notation.overlap import Fold, Overlap, unfolded
 
 MAX_BLOCKS = 64  # drawn along a dim: a cyclic cut of a long dim has as many blocks as rows
@@ -66,9 +75,11 @@ def devices_text(devices: Sequence[int]) -> str:
     return rows_text(runs, most=3).replace(", ", ",")
 
 
-def rows_in_order(sharding: Sharding, d: int) -> Pieces:
+def rows_in_order(sharding: Sharding, d: int) -> IntervalTable:
     """Sort the rows of a dim, as far as a strip can reach, with their owners along the dim's axes."""
-    rows = pieces(tuple(map(_first_repeats, runs)) for runs in sharding.owners(d))
+    rows = interval_table(
+        tuple(map(_first_repeats, runs)) for runs in sharding.owned_by_position(d)
+    )
     return rows.take(np.argsort(rows.start, kind="stable"))
 
 
@@ -115,7 +126,7 @@ def lanes_of(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Iterator
             if origin in ("before", "after"):
                 text = _beyond_text(dim.overlap, origin, runs)
             devices = tuple(numbers[block_of_device == owner].tolist())
-            groups.append(RowGroup(n_rows(runs), origin, devices, text))
+            groups.append(RowGroup(count_rows(runs), origin, devices, text))
         start = _lane_start(groups, owned_runs, sharding.shape[d])
         devices = tuple(numbers[block_of_device == block].tolist())
         yield Lane(devices, start, tuple(groups))
@@ -136,7 +147,7 @@ def _lane_start(groups: Sequence[RowGroup], owned_runs: Sequence[OwnedRun], leng
     return length
 
 
-def _owned_runs(spans: Iterable[RowSpan], owners: Pieces) -> Iterator[OwnedRun]:
+def _owned_runs(spans: Iterable[RowSpan], owners: IntervalTable) -> Iterator[OwnedRun]:
     """Divide the rows of a block into runs with one owner each."""
     for runs, origin in spans:
         if runs.start == FILL:
@@ -146,7 +157,7 @@ def _owned_runs(spans: Iterable[RowSpan], owners: Pieces) -> Iterator[OwnedRun]:
             yield from _divide_by_owner(run, origin, owners)
 
 
-def _divide_by_owner(run: Run, origin: str, owners: Pieces) -> Iterator[OwnedRun]:
+def _divide_by_owner(run: Run, origin: str, owners: IntervalTable) -> Iterator[OwnedRun]:
     """Divide consecutive rows where their owner changes."""
     owner_stops = owners.start + owners.length
     start = run.start

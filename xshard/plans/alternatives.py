@@ -53,8 +53,8 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
         raise PlanError(reason, hint="they are ways on one mesh")
     # As the search does: in the order of the source's dims, without copy tags, in normal form.
     target = plan.target.in_order(plan.source.layout.names)
-    start = plan.source.with_layout(plan.source.normal)
-    goal = target.with_layout(target.normal)
+    start = plan.source.with_layout(plan.source.normal_layout)
+    goal = target.with_layout(target.normal_layout)
     transposition = () if target is plan.target else plan.steps[-1:]
     searches = _searches(
         without_copies(start), without_copies(goal), plan.dtype, plan.request.machine, plan.split
@@ -79,7 +79,7 @@ def _searches(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, split: Split
 ) -> dict[str, StepsFinder]:
     """Return every alternative by name, as a function that finds its steps, or raises PlanError."""
-    if start.layout.overlaps or goal.layout.overlaps:
+    if start.layout.has_overlap or goal.layout.has_overlap:
         paths = overlap_paths.ways(start, goal, dtype, profile)
         return {name: _constant(steps) for name, steps in paths.items()}
     space = Space(start, goal, itemsize(dtype), profile)

@@ -210,7 +210,7 @@ class Plan(Pictured):
     @cached_property
     def _start(self) -> Sharding:
         source = _on_sub_axes(self.source, self.steps_mesh)
-        return source.with_layout(source.normal)
+        return source.with_layout(source.normal_layout)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -317,8 +317,8 @@ class Plan(Pictured):
     def bytes_lower_bound(self) -> int:
         """Fewest bytes that the busiest device must receive, whatever the plan."""
         target = self.target.in_order(self.source.layout.names)
-        src = self.source.with_layout(self.source.normal)
-        dst = target.with_layout(target.normal)
+        src = self.source.with_layout(self.source.normal_layout)
+        dst = target.with_layout(target.normal_layout)
         if self.transfer is None:
             elements = bounds.received_elements(src, dst)
         else:

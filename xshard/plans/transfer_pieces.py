@@ -67,7 +67,9 @@ def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
     key = np.tile(np.arange(n_addends), len(receivers))  # as in `Holders.keys`
     size = np.ones_like(dst)
     part_numbers = list[Ints]()  # of each dim so far, [pieces]
-    overlaps = [_overlaps(source.owners(d), target.holders(d)) for d in range(len(dims))]
+    overlaps = [
+        _overlaps(source.owned_by_position(d), target.held_by_position(d)) for d in range(len(dims))
+    ]
     for src_dim, dst_dim, overlap in zip(dims, target.layout.dims, overlaps, strict=True):
         dst_block = target.mesh.indices(dst_dim.axes)[dst]
         piece, part = _cut_pieces(dst_block, overlap.starts)

@@ -133,7 +133,7 @@ def _path_by(
     if relabel:
         dst_devices = relabelled(leaving, landing, src_devices, dst_devices)
     # The mean's factor is multiplied once: before the transfer if sums end there, else after it.
-    scales_first = leaving.layout != source.normal
+    scales_first = leaving.layout != source.normal_layout
     steps_before: tuple[Step, ...] = ()
     src_split: Split = ()
     if scales_first:
@@ -143,7 +143,7 @@ def _path_by(
     last = request.between(landing, target, dst_devices, last_factor)
     steps_after: tuple[Step, ...] = ()
     dst_split: Split = ()
-    if landing.layout != target.normal or last.scale != 1:
+    if landing.layout != target.normal_layout or last.scale != 1:
         steps_after, dst_split = solve(last)
     transfer = Transfer(
         _normal_on_sub_axes(leaving, src_split),
@@ -159,14 +159,14 @@ def _normal_on_sub_axes(sharding: Sharding, split: Split) -> Sharding:
     """Return the normal form of a sharding, written with sub-axes if steps split axes."""
     if split:
         sharding = SubAxisMesh(sharding.mesh, split).factored(sharding)
-    return sharding.with_layout(sharding.normal)
+    return sharding.with_layout(sharding.normal_layout)
 
 
 def _check(request: Request) -> None:
     """Raise for layouts and dtypes that no transfer can bring from mesh to mesh."""
     for end in (request.source, request.target):
         check_moves(end, end, request.dtype)
-        if end.layout.overlaps:
+        if end.layout.has_overlap:
             reason = f"'{end.layout}' overlaps, and overlaps move on one mesh"
             raise PlanError(reason, hint="trim or fold before, widen after")
     for kind, _ in request.source.layout.tags:
@@ -179,7 +179,7 @@ def departures(source: Sharding) -> Iterator[Sharding]:
 
     Addends are reduced to parts, over each dim that is long enough, or to replicas.
     """
-    normal = source.with_layout(source.normal)
+    normal = source.with_layout(source.normal_layout)
     yield normal
     reduced_axes = normal.layout.tagged(*REDUCERS)
     sums = tuple(axis for axis in source.mesh.axes if axis in reduced_axes)
@@ -190,10 +190,10 @@ def departures(source: Sharding) -> Iterator[Sharding]:
 
 def landings(target: Sharding) -> Iterator[Sharding]:
     """Yield the shardings to send to: the final blocks; or, of replicated rows, a part for each device."""
-    normal = target.with_layout(target.normal)
+    normal = target.with_layout(target.normal_layout)
     yield normal
     sums = normal.layout.tagged("sum")
-    busy = {*normal.layout.cut_axes, *normal.layout.tagged("max", "min")}
+    busy = {*normal.layout.sharding_axes, *normal.layout.tagged("max", "min")}
     free = tuple(axis for axis in normal.mesh.long_axes if axis not in busy)
     replicated = tuple(axis for axis in free if axis not in sums)
     candidates = [free, replicated, sums]

@@ -114,7 +114,7 @@ def _random_plan(
     """Draw layouts, and the shape of an array of three dims whose larger block has a random size."""
     src, dst = _random_layouts(axes, rng)
     block_bytes = min(sizes) * (max(sizes) / min(sizes)) ** rng.random()  # even in logarithms
-    least_cut = min(mesh.size(*layout.cut_axes) for layout in (src, dst))
+    least_cut = min(mesh.size(*layout.sharding_axes) for layout in (src, dst))
     elements = block_bytes / ITEMSIZE * least_cut
     rows = [mesh.n_devices * rng.choice((1, 2, 4, 6)) for _ in range(2)]
     columns = mesh.n_devices * max(1, round(elements / (rows[0] * rows[1] * mesh.n_devices)))
@@ -183,7 +183,7 @@ def _permutations(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[OneStep]:
 def _plan(mesh: Mesh, sample: OneStep, size: int) -> Plan:
     """Make a plan of one step; the larger of a device's two blocks has about `size` bytes."""
     src, dst, step = sample
-    elements = size // ITEMSIZE * min(mesh.size(*layout.cut_axes) for layout in (src, dst))
+    elements = size // ITEMSIZE * min(mesh.size(*layout.sharding_axes) for layout in (src, dst))
     has_room = elements > _ROWS_PER_DEVICE * mesh.n_devices**2
     rows = mesh.n_devices * (_ROWS_PER_DEVICE if has_room else 1)
     columns = mesh.n_devices * max(1, elements // (rows * mesh.n_devices))

@@ -15,7 +15,7 @@ from xshard.dtypes import check_reduction, check_signed, check_value, itemsize
 from xshard.errors import PlanError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.providers import missing_rows
-from xshard.layout.runs import Runs, met, pieces
+from xshard.layout.runs import Runs, intersections, interval_table
 from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, ends_of
 from xshard.notation.parser import Dim
@@ -171,7 +171,7 @@ def _first_common(rows: Runs, blocks: Iterable[Runs]) -> int | None:
     """Return the first of some ascending rows that is also in a block; None if none is."""
     if not rows:
         return None
-    first_rows = met(pieces((rows,)), pieces(blocks))[2]
+    first_rows = intersections(interval_table((rows,)), interval_table(blocks))[2]
     return int(min(first_rows)) if len(first_rows) else None
 
 

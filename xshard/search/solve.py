@@ -53,14 +53,14 @@ def solve(request: Request) -> Solution:
     target = request.target
     profile = request.machine
     check_moves(source, target, request.dtype)
-    start = source.with_layout(source.normal)
-    goal = target.with_layout(target.normal)
+    start = source.with_layout(source.normal_layout)
+    goal = target.with_layout(target.normal_layout)
     # Copies are equal to replicas; only the last steps need to know which they leave.
     bare_start = without_copies(start)
     # Dims that only look different are written alike: they need no step.
     bare_goal = without_copies(respelled(goal, start))
     split: Split = ()
-    if start.layout.overlaps or goal.layout.overlaps:
+    if start.layout.has_overlap or goal.layout.has_overlap:
         path = overlap_paths.best_path(
             bare_start, bare_goal, request.dtype, profile, request.memory_limit
         )
@@ -89,7 +89,7 @@ def _scaled_elements(request: Request, start: Sharding, goal: Sharding) -> int:
 def _normal_on(fine: SubAxisMesh, sharding: Sharding) -> Sharding:
     """Return the normal form of a sharding on a mesh with some axes split."""
     on_fine = fine.factored(sharding)
-    return on_fine.with_layout(on_fine.normal)
+    return on_fine.with_layout(on_fine.normal_layout)
 
 
 @layout_cache(maxsize=4096)
@@ -147,7 +147,7 @@ def with_scale(
     if factor == 1:
         return steps
     # Rows that a boundary fills are values of the result: they are not scaled.
-    is_first = goal.layout.overlaps or start.max_local_size <= goal.max_local_size
+    is_first = goal.layout.has_overlap or start.max_local_size <= goal.max_local_size
     return (Scale(factor), *steps) if is_first else (*steps, Scale(factor))
 
 

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from xshard.layout import Layout, Mesh, Sharding
-from xshard.layout.partition import block_length, misfit
+from xshard.layout.partition import block_length, find_misfit
 from xshard.notation.parser import Dim, Shard
 
 Cut = tuple[int, ...]  # the shards of one dim, outermost first, as numbers
@@ -158,7 +158,7 @@ class States:
         sizes = self.mesh.sizes_of(dim.axes)
         longest, is_even = block_length(dim, n_rows, sizes)
         # Documents and segments inside another shard would have other lengths: no step leads there.
-        return BlockLength(longest, is_even and misfit(dim, n_rows, sizes) is None)
+        return BlockLength(longest, is_even and find_misfit(dim, n_rows, sizes) is None)
 
     def is_even(self, d: int, cut: Cut) -> bool:
         """Check that all blocks of a dim under its shards are equally long."""

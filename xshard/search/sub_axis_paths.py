@@ -160,8 +160,8 @@ def _divided(route: SearchRoute, split: Split) -> SearchRoute:
     mesh = SubAxisMesh(grid.mesh, split)
     start = mesh.factored(grid.sharding(route.start))
     goal = mesh.factored(grid.sharding(route.goal))
-    start = start.with_layout(start.normal)
-    goal = goal.with_layout(goal.normal)
+    start = start.with_layout(start.normal_layout)
+    goal = goal.with_layout(goal.normal_layout)
     return Space(start, goal, grid.itemsize, grid.profile).route
 
 

@@ -252,7 +252,7 @@ class Names:
         for name, array in targets.items():
             if len(array.pieces) == 1:
                 continue
-            lengths = tuple(runs.n_rows(piece.dst.rows) for piece in array.pieces)
+            lengths = tuple(runs.count_rows(piece.dst.rows) for piece in array.pieces)
             is_same = self._joined.setdefault((name, array.shape), lengths) == lengths
             self._joined[name, array.shape] = lengths if is_same else ()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from xshard.errors import ShapeError, XshardError
-from xshard.layout.runs import Run, Runs, as_index, interval, n_rows
+from xshard.layout.runs import Run, Runs, as_index, count_rows, interval
 from xshard.rules import fill_stars, match_stars
 
 Shape = tuple[int, ...]
@@ -38,7 +38,7 @@ class ArrayPart(NamedTuple):
             return shape
         if self.adds:
             return (*shape[:d], 1, *shape[d:])
-        return (*shape[:d], n_rows(self.rows), *shape[d + 1 :])
+        return (*shape[:d], count_rows(self.rows), *shape[d + 1 :])
 
     @property
     def numpy_index(self) -> tuple[Any, ...]:

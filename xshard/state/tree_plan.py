@@ -18,7 +18,7 @@ from xshard.cost.model import Profile
 from xshard.errors import PlanError
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh, Sharding, partition
-from xshard.layout.runs import Run, Runs, common_segments, merge_adjacent, n_rows
+from xshard.layout.runs import Run, Runs, common_segments, count_rows, merge_adjacent
 from xshard.notation.parser import BY, INTERVALS, SIZES, Dim, Shard
 from xshard.plans.plan import Plan
 from xshard.plans.table import device_ranges
@@ -75,12 +75,12 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
         raise PlanError(reason, hint="trim before, widen after")
     rows_of_part = []  # that each block holds, counted in the part
     rows_of_block = []  # the same rows, counted in the block
-    for owned in whole.owners(d):
+    for owned in whole.owned_by_position(d):
         segments = common_segments(part.rows, owned)
         rows_of_part.append(merge_adjacent(Run(s.src, s.length) for s in segments))
         rows_of_block.append(_as_one_run([Run(s.dst, s.length) for s in segments]))
     sizes = whole.mesh.sizes_of(dims[d].axes)
-    dim = _sharded_as(dims[d], tuple(rows_of_part), sizes, n_rows(part.rows))
+    dim = _sharded_as(dims[d], tuple(rows_of_part), sizes, count_rows(part.rows))
     layout = replace(whole.layout, dims=(*dims[:d], dim, *dims[d + 1 :]))
     sharding = Sharding(layout, whole.mesh, part_shape)
     return PartSharding(whole, part, sharding, tuple(rows_of_block))
@@ -203,8 +203,8 @@ class ArrayPlan:
             plan = move.plan
             target = plan.target.in_order(plan.src.names)
             elements = lacking_elements(
-                plan.source.with_layout(plan.source.normal),
-                target.with_layout(target.normal),
+                plan.source.with_layout(plan.source.normal_layout),
+                target.with_layout(target.normal_layout),
                 plan.src_devices,
                 plan.dst_devices,
             )

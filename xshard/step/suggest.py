@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from xshard.arguments import limit_of, shown, whole_number
+from xshard.arguments import as_whole_number, limit_of, shown
 from xshard.cost.machine import load_profile
 from xshard.cost.model import ProfileLike
 from xshard.errors import NotationError, PlanError, ProfileError, api_boundary
@@ -144,7 +144,7 @@ def problems(
     # Other numbers than powers of two are searched only when a person asks for one.
     n_micro_batches = [2**i for i in range(MOST_BATCHES.bit_length()) if batch % 2**i == 0]
     if micro_batches is not None:
-        number = whole_number(micro_batches)
+        number = as_whole_number(micro_batches)
         if number is None or number <= 0 or batch % number:
             hint = f"{step.batch} is {batch}: {', '.join(map(str, n_micro_batches))} divide it"
             raise PlanError(f"{shown(micro_batches)} micro-batches", hint=hint)

@@ -206,12 +206,12 @@ def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple
     if parts differ in size.
     """
     check_even(sharding, dim, shards)
-    return sharding.parts(sharding.dim_index(dim), shards, 0)
+    return sharding.cut_block(sharding.dim_index(dim), shards, 0)
 
 
 def own_part(sharding: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> Runs:
     """Return the local positions of a device's own part of a dim under `shards`."""
-    parts = sharding.parts(sharding.dim_index(dim), shards, device)
+    parts = sharding.cut_block(sharding.dim_index(dim), shards, device)
     return parts[sharding.mesh.index(device, axes_of(shards))]
 
 

@@ -18,7 +18,7 @@ from torch_bridge.lower.rules import RULES, lower
 from torch_bridge.lower.subarray import MAX_SLICES, Subarray, subarray
 from torch_bridge.mesh.process_mesh import ProcessMesh, process_mesh
 from torch_bridge.testing.byte_counter import Meter
-from xshard.layout.partition import cut_nested
+from xshard.layout.partition import cut_by_shards
 from xshard.layout.runs import Run, as_index
 from xshard.notation.parser import Shard
 from xshard.plans.transfer import Transfer
@@ -39,7 +39,7 @@ def test_every_step_has_a_rule() -> None:
 def _packing(
     shape: tuple[int, ...], dim: int, order: str, n: int, op: str | None = None
 ) -> Packing:
-    parts = [cut_nested(shape[dim], (Shard(("a",), order),), (n,), (i,)) for i in range(n)]
+    parts = [cut_by_shards(shape[dim], (Shard(("a",), order),), (n,), (i,)) for i in range(n)]
     return Packing(shape, tuple(subarray(shape, {dim: part}, CPU) for part in parts), op=op)
 
 

@@ -143,7 +143,7 @@ def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     other what they have read.
     """
     mesh = target.mesh
-    replica_axes = [axis for axis in mesh.long_axes if axis not in target.layout.cut_axes]
+    replica_axes = [axis for axis in mesh.long_axes if axis not in target.layout.sharding_axes]
     if profile.disk is None or not replica_axes or not target.shape or 0 in target.shape:
         return target
     in_node = tuple(axis for axis in replica_axes if profile.link(axis, mesh) == profile.default)

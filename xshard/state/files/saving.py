@@ -176,7 +176,7 @@ def _group_arrays(
     names = list(arrays)
     sizes = [dtypes.n_bytes(array.shape, array.dtype) for array in arrays.values()]
     files = []
-    for group in trees.groups(sizes, limit_bytes) or [
+    for group in trees.group_by_bytes(sizes, limit_bytes) or [
         []
     ]:  # a tree without arrays has one file, too
         group_names = [names[i] for i in group]
@@ -220,7 +220,7 @@ def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, i
     written_bytes = Counter[int]()
     for name, (sharding, dtype, processes) in sources.items():
         mesh = sharding.mesh
-        replica_axes = [axis for axis in mesh.axes if axis not in sharding.layout.cut_axes]
+        replica_axes = [axis for axis in mesh.axes if axis not in sharding.layout.sharding_axes]
         for holders in mesh.groups(replica_axes):
             device = min(holders, key=lambda d: written_bytes[processes[d]])
             process = processes[device]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard.notation.parser import parts_of
+from xshard.notation.parser import names_of_dim
 from xshard.step.price.nodes import Gathering, Node
 from xshard.step.price.options import Flags, Ints, Placements, product_over
 from xshard.step.price.problem import StepProblem
@@ -150,7 +150,7 @@ def _ranks(op: Op, placements: Placements, preferred: Sequence[str]) -> Ints:
     for i, array in enumerate(op.arrays):
         rank_of_placement = list[int]()  # an entry for each dim, then for each tag
         for dim in array.dims:
-            names = [name for name in parts_of(dim) if name in preferred]  # several in `(g d)`
+            names = [name for name in names_of_dim(dim) if name in preferred]  # several in `(g d)`
             rank_of_placement.append(min(map(preferred.index, names), default=OTHER))
         # Placements are indices: tags, which are negative, count from the end.
         rank_of_placement += [OTHER] * (1 + len(TAGS))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xshard.layout import Layout, Mesh
-from xshard.notation.parser import parts_of
+from xshard.notation.parser import names_of_dim
 from xshard.step.record.arrays import COPY, REPLICAS
 from xshard.step.record.op import Op
 
@@ -69,7 +69,7 @@ def _in_array(
         # and the last axis that shards one of them (-1: none does).
         is_outer_down = np.ones(len(placements), bool)
         last_outer_axis = np.full(len(placements), -1)
-        for name in parts_of(dim):
+        for name in names_of_dim(dim):
             is_sharding = placements == single_dim  # [layouts, axes]
             n_shards = product_over(is_sharding, mesh.sizes)
             # Where no axis shards it, `first_axis` is behind all axes, and `last_axis` before.

@@ -13,7 +13,7 @@ import numpy as np
 
 from xshard.dtypes import itemsize
 from xshard.layout import Mesh
-from xshard.notation.parser import parts_of
+from xshard.notation.parser import names_of_dim
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.options import Floats, Ints, Placements, product_over
 from xshard.step.price.parts import BlockPart, Parts
@@ -103,7 +103,7 @@ class StepSetup:
         dims = self.step.arrays[name].dims
         if name in self.step.inputs or name in self.step.by_name:
             # A rule has one name for each dim of the array: `(g d)` is gd.
-            return ["".join(parts_of(dim)) for dim in dims]
+            return ["".join(names_of_dim(dim)) for dim in dims]
         if len(dims) in NAMES_OF_PARAMETERS:
             return list(NAMES_OF_PARAMETERS[len(dims)])
         return [f"d{i}" for i in range(len(dims))]

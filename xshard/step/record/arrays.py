@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout
-from xshard.notation.parser import ARROW, Dim, Shard, parse_sides, parts_of
+from xshard.notation.parser import ARROW, Dim, Shard, names_of_dim, parse_sides
 
 # Tags: placements that shard no dim. They are negative, beside the numbers of dims.
 REPLICAS = -1  # equal blocks along the axis
@@ -39,7 +39,7 @@ def parse_arrays(text: str) -> tuple[Layout, ...]:
 
 def dims_of(array: Layout) -> tuple[str, ...]:
     """List the single dims of an array: `b s (g d)` -> b, s, g, d."""
-    return tuple(name for dim in array.dims for name in parts_of(dim))
+    return tuple(name for dim in array.dims for name in names_of_dim(dim))
 
 
 def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:
         if name not in lengths:
             hint = f"lengths are: {', '.join(lengths)}"
             raise ShapeError(f"dim {name!r} lacks a length", hint=hint)
-    return tuple(length_of(parts_of(dim), lengths) for dim in array.dims)
+    return tuple(length_of(names_of_dim(dim), lengths) for dim in array.dims)
 
 
 def length_of(names: Collection[str], lengths: Mapping[str, int]) -> int:

@@ -15,7 +15,7 @@ from operator import mul
 from typing import NamedTuple
 
 from xshard.layout import Layout
-from xshard.notation.parser import ARROW, parts_of
+from xshard.notation.parser import ARROW, names_of_dim
 from xshard.step.record.arrays import COPY, REPLICAS, SUM, dims_of, length_of
 from xshard.step.record.op import AxisRule, Op
 from xshard.step.record.training_step import TrainingStep
@@ -445,7 +445,7 @@ def _spans(array: Layout, lengths: Mapping[str, int]) -> list[Span]:
     """Find the span of each single dim of an array."""
     spans = list[Span]()
     for number, dim in enumerate(array.dims):
-        ends = accumulate((lengths[name] for name in parts_of(dim)), mul, initial=1)
+        ends = accumulate((lengths[name] for name in names_of_dim(dim)), mul, initial=1)
         spans += [Span(number, low, high) for low, high in pairwise(ends)]
     return spans
 

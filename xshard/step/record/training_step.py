@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
-from xshard.arguments import did_you_mean, whole_number
+from xshard.arguments import as_whole_number, did_you_mean
 from xshard.dtypes import name_of
 from xshard.errors import PlanError, ShapeError, located
 from xshard.formatting import align_columns
@@ -69,7 +69,7 @@ class TrainingStep:
     def _check_lengths(self) -> None:
         """Require positive whole numbers."""
         for dim, length in self.lengths.items():
-            number = whole_number(length)
+            number = as_whole_number(length)
             if number is None or number < 1:
                 hint = "a length is a whole number >= 1"
                 raise ShapeError(f"dim {dim!r} has length {length!r}", hint=hint)

@@ -64,7 +64,7 @@ class Exchange(Step):
         """Raise PlanError where no replica can send in place of another device."""
         if ended_axes(src, self.to) or begun_axes(src, self.to):
             limit = "exchanges that end or begin a sum"
-        elif src.overlaps or self.to.overlaps:
+        elif src.has_overlap or self.to.has_overlap:
             limit = "blocks that overlap"
         else:
             return

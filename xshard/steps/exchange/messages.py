@@ -242,7 +242,7 @@ def _receivers_of(
     mesh = before.mesh
     if node_devices is not None:
         return tuple(range(mesh.n_devices))
-    sending_axes = (*before.layout.cut_axes, *ended_axes(before.layout, after.layout))
+    sending_axes = (*before.layout.sharding_axes, *ended_axes(before.layout, after.layout))
     return mesh.group(device, [axis for axis in mesh.axes if axis in sending_axes])
 
 
@@ -325,7 +325,7 @@ class _Receiver:
 
         Of replicas, only the first contributes: the others receive nothing, and hold zeros.
         """
-        replicated = [a for a in self.begun if a not in self.before.layout.cut_axes]
+        replicated = [a for a in self.begun if a not in self.before.layout.sharding_axes]
         return all(self._coordinate(axis) == 0 for axis in replicated)
 
     def _coordinate(self, axis: str) -> int:

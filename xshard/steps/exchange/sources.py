@@ -17,7 +17,7 @@ from xshard.caches import layout_cache
 from xshard.layout import Mesh, Sharding, providers
 from xshard.layout.block_rows import all_held_rows
 from xshard.layout.pieces import shared_rows
-from xshard.layout.providers import STRAIGHT, lacking
+from xshard.layout.providers import STRAIGHT, rows_without
 from xshard.layout.runs import (
     AllRuns,
     Intervals,
@@ -26,8 +26,8 @@ from xshard.layout.runs import (
     Segment,
     as_intervals,
     common_segments,
+    count_rows,
     extents,
-    n_rows,
 )
 from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, ends_of
@@ -153,7 +153,7 @@ class DimEnd(NamedTuple):
 
     def rows_at_hand(self) -> AllRuns:
         """Return, for each shard, the rows that its block has, each once."""
-        return providers.rows_at_hand(self.dim, self.length, self.sizes, self.shift)
+        return providers.distinct_held_rows(self.dim, self.length, self.sizes, self.shift)
 
 
 def dim_end(sharding: Sharding, d: int, side: str = STRAIGHT, shift: int = 0) -> DimEnd:
@@ -232,7 +232,7 @@ def _request(
     if from_providers:
         return RowRequest((), rows)
     at_hand = src.rows_at_hand()[src_index]
-    return RowRequest(common_segments(at_hand, rows), lacking(rows, at_hand))
+    return RowRequest(common_segments(at_hand, rows), rows_without(rows, at_hand))
 
 
 class Source(NamedTuple):
@@ -275,7 +275,7 @@ def sources(
     senders = np.arange(src.n_shards) if sender is None else np.array([sender])
     if dst.side == CARRIED:
         # The whole block stays on its device, with its overlaps.
-        held = n_rows(src.held_rows()[src_index])
+        held = count_rows(src.held_rows()[src_index])
         if held == 0 or src_index not in senders:
             return ()
         return (Source(src_index, (Segment(0, 0, held),)),)
@@ -384,7 +384,7 @@ def _row_pairs(
     receivers = np.arange(len(src_indices))
     if dst.side == CARRIED:  # all rows come from the receiver itself
         held = src.held_rows()
-        held_rows = [n_rows(held[i]) for i in src_indices]
+        held_rows = [count_rows(held[i]) for i in src_indices]
         return RowPairs(receivers, np.array(src_indices), np.array(held_rows))
 
     requests = [

@@ -273,7 +273,7 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
         elements = elements + view_elements
         senders = senders + view_senders
     for axis in begun:
-        if axis not in before.layout.cut_axes:
+        if axis not in before.layout.sharding_axes:
             is_first = _is_first_along(mesh, axis)
             elements = elements * is_first
             senders = senders * is_first
