@@ -17,7 +17,7 @@ from ray.train.torch import TorchTrainer
 from rich.console import Console
 from support.runs import options
 
-from torch_bridge.mesh.machine import machine
+from torch_bridge.mesh.machine import machine_profile
 
 WORKERS = 4
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # as torchrun has it
@@ -27,7 +27,7 @@ def train(config: dict[str, int]) -> None:
     """Train on a worker. The first reports losses and gradients, which all have."""
     results = together(config["steps"])
     where = {
-        "machine": machine("auto").name,
+        "machine": machine_profile("auto").name,
         "local": ray.train.get_context().get_local_world_size(),
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ from xshard import Layout
 from xshard.errors import NotationError, PlanError, ProfileError, ShapeError
 from xshard.plans.alternatives import alternatives
 from xshard.search.a_star import Search
-from xshard.search.moves import Space
+from xshard.search.moves import NamedRoute
 from xshard.search.solve import without_copies
 from xshard.steps import Exchange
 
@@ -196,7 +196,7 @@ def test_the_search_counts_what_the_plan_costs(move, profile):
     mesh, shape, src, dst = move
     ends = [xs.Sharding(layout, mesh, shape) for layout in (src, dst)]
     start, goal = (without_copies(s.with_layout(s.normal_layout)) for s in ends)
-    space = Space(start, goal, 4, xs.load_profile(profile))
+    space = NamedRoute(start, goal, 4, xs.load_profile(profile))
     path = Search(space.route, None).path()
     ends = start.layout, goal.layout, mesh, shape, "float32"
     plan = xs.Plan(*ends, space.steps(path.moves), profile=space.profile)

@@ -24,7 +24,7 @@ from xshard.notation.maps import Maps
 from xshard.plans.max_min import max_min_plans
 from xshard.plans.plan import Plan
 from xshard.steps.base import REDUCERS, Block
-from xshard.steps.exchange.messages import fill_boxes
+from xshard.steps.exchange.messages import boundary_fills
 from xshard.steps.exchange.sources import View, dim_end, views
 from xshard.steps.local import Scale
 
@@ -71,7 +71,7 @@ def scatter(
 def _fill(block: Block, x: Block, sharding: Sharding, device: int) -> None:
     """Write a device's part of a global array into its block."""
     # Rows outside the array first: where dims overlap, rows of the array are written over them.
-    for d, start, stop, value in fill_boxes(sharding, device):
+    for d, start, stop, value in boundary_fills(sharding, device):
         block[(slice(None),) * d + (slice(start, stop),)] = value
     for view in views(sharding):
         rows = []

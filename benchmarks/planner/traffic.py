@@ -22,7 +22,7 @@ from xshard.cost import bounds
 from xshard.steps import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter, Step
 from xshard.steps.base import axes_of
 from xshard.steps.exchange.messages import messages_to
-from xshard.steps.permute import senders
+from xshard.steps.permute import sender_of_each_device
 
 Elements = NDArray[np.float64]
 
@@ -104,7 +104,7 @@ def _moved(step: AllToAll, before: xs.Sharding, node_devices: int, flow: Flow) -
 
 def _permuted(step: Permute, before: xs.Sharding, node_devices: int, flow: Flow) -> None:
     sizes = _sizes(before)
-    for device, sender in enumerate(senders(before, step.after(before))):
+    for device, sender in enumerate(sender_of_each_device(before, step.after(before))):
         _send(flow, sender, device, sizes[sender], node_devices)
 
 

@@ -16,7 +16,7 @@ from xshard.cost.model import LOCAL
 from xshard.plans.plan import Stage
 from xshard.steps import AllGather, AllReduce, AllToAll, Permute, ReduceScatter, Retag, Slice
 from xshard.steps.base import axes_of
-from xshard.steps.permute import senders
+from xshard.steps.permute import sender_of_each_device
 
 BlockMove = Callable[[Tensor], Tensor]
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,7 +52,7 @@ def _move(stage: Stage, processes: ProcessMesh) -> BlockMove | None:
     if isinstance(step, AllReduce):
         return lambda block: _reduced(block, group(sorted(step.axes, key=mesh.position)))
     if isinstance(step, Permute):
-        sender = senders(stage.before, stage.after)
+        sender = sender_of_each_device(stage.before, stage.after)
         ranks = processes.ranks
         return lambda block: _sent(block, ranks[sender.index(me)], ranks[sender[me]])
     if isinstance(step, Slice):

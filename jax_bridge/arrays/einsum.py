@@ -16,7 +16,7 @@ from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, rememb
 from jax_bridge.calls import are_keys, as_array
 from jax_bridge.einsum import Choices, Given, check_operands, check_shapes, einsum_blocks
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
-from jax_bridge.mesh.context import AnyMesh, free_axes, machine
+from jax_bridge.mesh.context import AnyMesh, free_axes, machine_profile
 from xshard import ContractionPlan, Mesh, ProfileLike
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of
@@ -132,7 +132,7 @@ def _einsum_of_arrays(
     # Hot: this and its caller are all that a warm call does.
     text = contraction_of(given).text
     array_mesh = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
-    options = options._replace(profile=machine(options.profile, array_mesh.in_context))
+    options = options._replace(profile=machine_profile(options.profile, array_mesh.in_context))
     program = _make_program(given, array_mesh, shapes, dtype, options)
     expected_shapes = tuple(array.shape for array in program.plan.arrays)
     check_shapes(expected_shapes, tuple(x.shape for x in arrays), text)

@@ -28,7 +28,7 @@ from jax_bridge.arrays.stored import (
     order_of,
 )
 from jax_bridge.calls import are_keys, as_array, as_words, check_dtype, is_expression, sides_of
-from jax_bridge.mesh.context import jax_mesh, machine
+from jax_bridge.mesh.context import jax_mesh, machine_profile
 from jax_bridge.specs import storage_layout
 from jax_bridge.trees import array_leaves, is_array, leaves_of
 from xshard import Layout, Plan, ProfileLike, Rules, Sharding
@@ -102,7 +102,7 @@ def reshard(
     for call, leaf in zip(calls, leaves, strict=True):
         moves.append((call.expression, call.x.shape, call.x.dtype, leaf.place))
     # "auto" is looked up outside the cache: it stands for the machine of these devices.
-    on_machine = machine(profile, array_mesh.in_context)
+    on_machine = machine_profile(profile, array_mesh.in_context)
     program = make_program(tuple(moves), array_mesh, donate, on_machine)
 
     # All arrays are checked before one is brought to its source: an error leaves nothing half done.

@@ -18,7 +18,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from xshard import Mesh, Sharding
-from xshard.steps.exchange.messages import fill_boxes
+from xshard.steps.exchange.messages import boundary_fills
 
 # The position of no row: a row of zeros is put there.
 VOID = -1
@@ -193,7 +193,7 @@ def with_boundary_constants(x: jax.Array, sharding: Sharding) -> jax.Array:
         constants = np.zeros((len(devices), length))
         is_outside = np.zeros((len(devices), length), bool)
         for line, device in enumerate(devices):
-            for box_dim, start, stop, constant in fill_boxes(sharding, device):
+            for box_dim, start, stop, constant in boundary_fills(sharding, device):
                 if box_dim == dim:
                     constants[line, start:stop] = constant
                     is_outside[line, start:stop] = True

@@ -43,8 +43,8 @@ from xshard.cost.model import Fabric
 from xshard.errors import ShapeError
 from xshard.layout.runs import row_numbers
 from xshard.notation.parser import Shard
-from xshard.steps.base import axes_of, even_parts, own_part
-from xshard.steps.permute import senders
+from xshard.steps.base import axes_of, even_parts, rows_of_own_part
+from xshard.steps.permute import sender_of_each_device
 from xshard.steps.traffic import Phases
 
 ALL_REDUCE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -74,12 +74,12 @@ class StepContext(NamedTuple):
         is_faster = can_split and self.fabric.has_phases(axes)
         mesh = self.before.mesh
         spans = self.fabric.spans if is_faster else ()
-        return Phases.along(mesh, axes, spans, range(mesh.n_devices))
+        return Phases.of_axes(mesh, axes, spans, range(mesh.n_devices))
 
     def group_arguments(self, phases: Phases) -> list[dict[str, Any]]:
         """Return the arguments of the collective of every phase, the fastest links first."""
         mesh = self.before.mesh
-        if not phases.are_several:
+        if not phases.has_several_speeds:
             return [group_arguments(mesh, phases.axes)]
         arguments = []
         for level, spans in enumerate(phases.levels):
@@ -218,7 +218,7 @@ def _rows_kept(
     before: Sharding, dim: str, shards: tuple[Shard, ...], device: int
 ) -> NDArray[np.int64]:
     """Return the rows of its block that a device keeps when a dim is sharded further."""
-    return row_numbers(own_part(before, dim, shards, device))
+    return row_numbers(rows_of_own_part(before, dim, shards, device))
 
 
 def _embed(step: steps.Embed, x: jax.Array, context: StepContext) -> jax.Array:
@@ -237,7 +237,7 @@ def _embed(step: steps.Embed, x: jax.Array, context: StepContext) -> jax.Array:
 def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> jax.Array:
     """Reduce blocks over all devices along the step's axes."""
     phases = context.phases(step.axes, step.op)
-    if not phases.are_several:
+    if not phases.has_several_speeds:
         return ALL_REDUCE[step.op](x, step.axes)
 
     # Scattered over the fast links, so that the slowest carries small pieces, and gathered back.
@@ -309,7 +309,7 @@ def _mask(step: steps.Mask, x: jax.Array, context: StepContext) -> jax.Array:
 def _permute(step: steps.Permute, x: jax.Array, context: StepContext) -> jax.Array:
     """Send whole blocks to other devices."""
     pairs = []
-    for receiver, sender in enumerate(senders(context.before, context.after)):
+    for receiver, sender in enumerate(sender_of_each_device(context.before, context.after)):
         pairs.append((sender, receiver))
     return axis_types.ppermute(x, context.before.mesh, pairs)
 
@@ -353,7 +353,7 @@ def _rows_of_parts(
     parts = even_parts(before, dim, shards)
     axes = axes_of(shards)
     # Phases within fast links and between them leave parts in another order than one collective.
-    devices = phases.reached(0) if phases.are_several else mesh.group(0, phases.axes)
+    devices = phases.devices_reached(0) if phases.has_several_speeds else mesh.group(0, phases.axes)
     return np.concatenate([row_numbers(parts[mesh.index(device, axes)]) for device in devices])
 
 

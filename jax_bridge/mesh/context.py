@@ -13,7 +13,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax_bridge.mesh.axis_types import bound_sizes, is_vmapped
 from xshard import Layout, Mesh, Profile, ProfileLike, Sharding, load_profile
 from xshard.arguments import lengths_of
-from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
+from xshard.cost.machine import AUTO, machine_of, node_processes, resolve_profile
 from xshard.errors import MeshError, ShapeError, Span
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
@@ -154,7 +154,9 @@ def mesh_and_machine(
     """
     context = _mesh_in_context(mesh, layouts, text)
     # On a part of the mesh devices are renumbered; the links between them stay the same.
-    profile_of_part = load_profile(machine(profile, mesh)).along(context.named.axes, context.whole)
+    profile_of_part = load_profile(machine_profile(profile, mesh)).for_axes(
+        context.named.axes, context.whole
+    )
     return MeshAndMachine(context.named, profile_of_part)
 
 
@@ -259,12 +261,12 @@ def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:
 # The machine that a mesh is.
 
 
-def machine(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
+def machine_profile(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
     """Return the profile.
 
     For "auto" the profile of the mesh's devices, or of JAX's own if it lacks devices.
     """
-    asked = asked_for(profile)
+    asked = resolve_profile(profile)
     if asked != AUTO:
         return asked
     if isinstance(mesh, jax.sharding.Mesh):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from jax_bridge import calls, specs
 from jax_bridge.arrays.reshard import place, reshard
 from jax_bridge.arrays.stored import at_rest, order_of, remember
-from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
+from jax_bridge.mesh.context import jax_mesh, machine_profile, xshard_mesh
 from jax_bridge.state.execute import assembled, blocks_of
 from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError, load_profile
@@ -162,7 +162,7 @@ def load(  # noqa: PLR0913  one option for each decision of the user
     """
     if isinstance(jax_mesh(mesh), AbstractMesh):
         raise MeshError("an abstract mesh cannot hold arrays", hint="pass a jax.Mesh")
-    profile = load_profile(machine(profile, mesh))
+    profile = load_profile(machine_profile(profile, mesh))
     leaves = [] if like is None else array_leaves("...", like)
     types = None
     if like is not None:

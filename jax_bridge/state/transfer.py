@@ -22,7 +22,7 @@ from jax_bridge.arrays.stored import (
     mesh_of,
     remember,
 )
-from jax_bridge.mesh.context import jax_mesh, machine, xshard_mesh
+from jax_bridge.mesh.context import jax_mesh, machine_profile, xshard_mesh
 from jax_bridge.state.execute import LocalBlocks, all_devices, assembled, blocks_of, execute
 from xshard import Layout, ProfileLike, Rules, Sharding, XshardError
 from xshard.errors import MeshError, ShapeError, api_boundary, located
@@ -261,7 +261,7 @@ def _plan(
         dst_devices=meshes.numbers(meshes.dst),
         names=names,
         dtypes={name: source.x.dtype.name for name, source in sources.items()},
-        profile=machine(profile, meshes.dst),
+        profile=machine_profile(profile, meshes.dst),
         bucket_bytes=bucket_bytes,
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jax_bridge.arrays.program import make_program
 from jax_bridge.arrays.stored import ArrayMesh, check_even
-from jax_bridge.mesh.context import machine as jax_machine
+from jax_bridge.mesh.context import machine_profile as jax_machine
 from jax_bridge.specs import storage_layout, storage_sharding, to_partition_spec
 from jax_bridge.state.execute import (
     Blocks,
@@ -31,7 +31,7 @@ from jax_bridge.state.execute import (
 from jax_bridge.torch_interop.buffers import LOG
 from jax_bridge.torch_interop.devices import MeshPair
 from jax_bridge.trees import leaves_of
-from torch_bridge.mesh.machine import machine as torch_machine
+from torch_bridge.mesh.machine import machine_profile as torch_machine
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Mesh, Plan, ProfileLike, Sharding, XshardError, plan
 from xshard.errors import PlanError, ShapeError, located

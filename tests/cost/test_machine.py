@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import xshard as xs
-from xshard.cost.machine import KINDS, asked_for, machine_of, without_devices
+from xshard.cost.machine import KINDS, machine_of, resolve_profile, without_devices
 
 NAMES = {
     "NVIDIA A100-SXM4-80GB": "a100",
@@ -88,7 +88,8 @@ def test_what_overrides_what(monkeypatch):
         return xs.plan("n/a d -> n d", mesh, (8, 4), profile=profile)
 
     assert (
-        asked_for("auto") == "auto" and without_devices("auto") == "h100" == planned().profile.name
+        resolve_profile("auto") == "auto"
+        and without_devices("auto") == "h100" == planned().profile.name
     )
     monkeypatch.setenv("XSHARD_PROFILE", "a100:4")
     assert planned().profile.name == "a100:4" and "priced for a100:4" in str(planned())

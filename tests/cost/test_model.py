@@ -14,7 +14,7 @@ from tests.messages import refused
 from xshard.errors import ProfileError
 from xshard.layout.sub_axes import SubAxisMesh
 from xshard.steps import Permute, Traffic
-from xshard.steps.permute import senders
+from xshard.steps.permute import sender_of_each_device
 from xshard.steps.traffic import Hop
 
 SLOW = xs.Link(1e-5, 1e9)
@@ -57,11 +57,11 @@ def test_a_local_step_pays_its_copies_only():
 
 def test_an_exchange_in_rounds_starts_one_for_every_message():
     by_rounds = replace(MACHINE, rounds=True).fabric(MESH).seconds
-    traffic = Traffic(5000, 700, HOPS, kept=100)
+    traffic = Traffic(5000, 700, HOPS, saved_copies=100)
     other = Traffic(5000, 700, HOPS)
     more = by_rounds("exchange", traffic, 2) - seconds_of("exchange", traffic, 2)
     assert math.isclose(more, 3 * 3e-5 - 100 * 2 / 1e12)
-    assert by_rounds("exchange", Traffic(copied=700, kept=100), 2) == 3e-5 + 600 * 2 / 1e12
+    assert by_rounds("exchange", Traffic(copied=700, saved_copies=100), 2) == 3e-5 + 600 * 2 / 1e12
     assert by_rounds("all_gather", other, 2) == seconds_of("all_gather", other, 2)
 
 
@@ -107,7 +107,7 @@ def test_devices_that_receive_alone_have_the_port_of_their_node_to_themselves(
         traffic = step.traffic(plan.source, nodes.link_spans(mesh))
         seconds = nodes.fabric(mesh).seconds("permute", traffic, 1)
         assert math.isclose(seconds, part * block / 1e6), topology
-        given = np.array(senders(plan.source, plan.target)).reshape(sizes) // sizes[1]
+        given = np.array(sender_of_each_device(plan.source, plan.target)).reshape(sizes) // sizes[1]
         assert (given != np.arange(sizes[0])[:, None]).mean(1).max() == share
 
 
@@ -141,9 +141,9 @@ def test_axes_on_their_own_keep_their_links(axes, node_devices):
     nodes = xs.Profile("nodes", "made up", FAST, across=SLOW, node_devices=node_devices)
     mesh = xs.Mesh(pp=2, dp=4, cp=2, tp=4)
     alone = xs.Mesh({axis: mesh.size(axis) for axis in axes})
-    part = nodes.along(axes, mesh)
+    part = nodes.for_axes(axes, mesh)
     assert spans_with_links(part, alone, axes) == spans_with_links(nodes, mesh, axes)
-    assert part.along(axes, alone) == part
+    assert part.for_axes(axes, alone) == part
     split = tuple(
         (a, (2, 2)) for a in axes if mesh.size(a) == 4
     )  # and divided, where the devices are alike

@@ -9,7 +9,7 @@ import numpy as np
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.mesh.context import _machine_of_device, machine
+from jax_bridge.mesh.context import _machine_of_device, machine_profile
 from jax_bridge.torch_interop.route import Options
 from tests.jax_bridge.helpers import in_jax, placed
 
@@ -17,14 +17,17 @@ from tests.jax_bridge.helpers import in_jax, placed
 @in_jax
 def test_host_devices_have_a_profile() -> None:
     mesh = jax.make_mesh((2,), ("a",))
-    assert machine("auto").name == machine("auto", mesh).name == "host"
+    assert machine_profile("auto").name == machine_profile("auto", mesh).name == "host"
 
 
 @in_jax
 def test_a_named_profile_overrides_it() -> None:
     mesh = jax.make_mesh((2,), ("a",))
     with xs.use_profile("h100:2"):
-        assert machine("auto", mesh).name == "h100:2" and machine("a100", mesh) == "a100"
+        assert (
+            machine_profile("auto", mesh).name == "h100:2"
+            and machine_profile("a100", mesh) == "a100"
+        )
 
 
 @in_jax
@@ -72,5 +75,5 @@ def test_nodes_are_what_shares_fast_links() -> None:
         environment = mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": launcher})
         with environment, mock.patch.object(jax, "devices", lambda *_, n=devices: n):
             _machine_of_device.cache_clear()
-            assert machine("auto").name == wanted
+            assert machine_profile("auto").name == wanted
     _machine_of_device.cache_clear()

@@ -9,7 +9,7 @@ import xshard as xs
 from tests import oracle
 from tests.strategies import layouts, meshes, shapes
 from tests.two_meshes import crossing
-from xshard.cost.machine import refined
+from xshard.cost.machine import profile_of_factors
 from xshard.layout.layout import factored
 from xshard.layout.sub_axes import refine
 
@@ -82,7 +82,7 @@ def test_the_factors_of_an_axis_have_its_link():
     fast = xs.Link(0.0, 8e9)
     slow = xs.Link(0.0, 2e9)
     machine = xs.Profile("named", "made up", xs.Link(0.0, 1e9), axes=(("dp", fast), ("tp", slow)))
-    found = refined(machine, refine(xs.Mesh(dp=4, pp=2), xs.Mesh(tp=2, ep=4)))
+    found = profile_of_factors(machine, refine(xs.Mesh(dp=4, pp=2), xs.Mesh(tp=2, ep=4)))
     assert dict(found.axes) == {"dp_tp": slow, "dp_ep": fast}
 
 

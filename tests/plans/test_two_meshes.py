@@ -14,7 +14,7 @@ import pytest
 import xshard as xs
 from tests.messages import refused, said
 from tests.two_meshes import crossing
-from xshard.cost.machine import located
+from xshard.cost.machine import profile_of_devices
 from xshard.errors import DtypeError, PlanError, ShapeError
 from xshard.plans.expression import sides
 from xshard.plans.transfer import Transfer
@@ -232,14 +232,14 @@ def test_devices_that_do_not_begin_at_a_node_cross_it():
     near = xs.Link(0.0, 8e9)
     far = xs.Link(0.0, 1e9)
     machine = xs.Profile("nodes", "made up", near, far, 4)
-    at = lambda *devices: located(machine, xs.Mesh(x=2, y=2), devices)  # noqa: E731
+    at = lambda *devices: profile_of_devices(machine, xs.Mesh(x=2, y=2), devices)  # noqa: E731
     assert at(0, 1, 2, 3) is at(4, 5, 6, 7) is machine
     assert dict(at(2, 3, 4, 5).axes) == {"x": far, "y": near}
     assert dict(at(0, 4, 1, 5).axes) == {"x": near, "y": far}
     # Halves of eight devices are nodes where they begin at one, and not where they begin inside.
     eight = xs.Mesh(x=8)
     for first, sizes in ((8, [2, 4]), (2, [8])):
-        profile = located(machine, eight, tuple(range(first, first + 8)))
+        profile = profile_of_devices(machine, eight, tuple(range(first, first + 8)))
         assert [span.size for span in profile.link_spans(eight)] == sizes
     plans = [
         crossing("n", "n", "a=1", "b=4", (4096,), dst_devices=range(k, k + 4), profile=machine)

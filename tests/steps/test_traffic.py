@@ -119,9 +119,9 @@ def test_traffic_by_level_is_that_of_the_messages(move):
     for traffic in (even_traffic(src, dst, spans), counted_traffic(src, dst, spans)):
         if traffic is not None:
             assert [
-                (hop.received, hop.messages, hop.level, hop.slack) for hop in traffic.hops
+                (hop.received, hop.messages, hop.level, hop.mean_shortfall) for hop in traffic.hops
             ] == expected
-            assert [traffic.received, traffic.copied, traffic.copied - traffic.kept] == most
+            assert [traffic.received, traffic.copied, traffic.copied - traffic.saved_copies] == most
 
 
 @given(near_moves())
@@ -130,7 +130,7 @@ def test_traffic_from_near_senders_is_that_of_the_messages(move):
     hops, _, most = counted(src, dst, lambda a, b: int(a // nodes == b // nodes), nodes)
     traffic = Exchange(dst.layout, nodes).traffic(src)
     assert sorted((hop.received, hop.messages, hop.level) for hop in traffic.hops) == sorted(hops)
-    assert [traffic.copied, traffic.copied - traffic.kept] == most[1:]
+    assert [traffic.copied, traffic.copied - traffic.saved_copies] == most[1:]
 
 
 def rows_of(sharding, device):

@@ -20,13 +20,13 @@ from torch_bridge.lower.executable import Executable, check_dense
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh import process_mesh as meshes
 from torch_bridge.mesh.desync import CallFacts, sent_facts
-from torch_bridge.mesh.machine import machine
+from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh, world
 from torch_bridge.versions.functorch import has_functorch_transforms
 from torch_bridge.versions.modes import FakeTensor
 from xshard.arguments import lengths_of
 from xshard.caches import layout_cache
-from xshard.cost.machine import AUTO, asked_for, load_profile, located
+from xshard.cost.machine import AUTO, load_profile, profile_of_devices, resolve_profile
 from xshard.cost.model import Profile, ProfileLike
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, PlanError, ShapeError
@@ -87,7 +87,7 @@ class MoveCall(NamedTuple):
             shape = lengths_of(shape)
         if comm_dtype is not None:
             comm_dtype = comm_dtypes(comm_dtype)
-        return cls(expression, mesh, shape, asked_for(profile), comm_dtype)
+        return cls(expression, mesh, shape, resolve_profile(profile), comm_dtype)
 
     @property
     def text(self) -> str:
@@ -132,7 +132,7 @@ class MoveCall(NamedTuple):
         else:
             # Only these axes take part: others may have blocks of other sizes, and other plans.
             axes = tuple(dict.fromkeys((*both.src.axes, *both.dst.axes)))
-            profile = links_along(machine(self.profile, device), axes, processes)
+            profile = links_along(machine_profile(self.profile, device), axes, processes)
             processes = processes.along(axes)
             shape = self.shape
             if shape is None:
@@ -235,8 +235,8 @@ def links_along(profile: ProfileLike, axes: Sequence[str], processes: ProcessMes
 
     Nodes are runs of ranks, wherever these are in the mesh.
     """
-    on_mesh = located(load_profile(profile), processes.mesh, processes.ranks)
-    return on_mesh.along(axes, processes.mesh)
+    on_mesh = profile_of_devices(load_profile(profile), processes.mesh, processes.ranks)
+    return on_mesh.for_axes(axes, processes.mesh)
 
 
 def ranked(mesh: MeshLike) -> str:
@@ -299,7 +299,7 @@ class TransferCall(NamedTuple):
             dst_mesh=mesh_of(self.dst_mesh),
             dst_devices=ranks_of(self.dst_mesh),
             relabel=self.relabel,
-            profile=machine(self.profile),
+            profile=machine_profile(self.profile),
         )
 
     def facts(self, x: Tensor | None, **sent: object) -> CallFacts:

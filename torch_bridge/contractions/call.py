@@ -20,7 +20,7 @@ from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.rules import lower
 from torch_bridge.mesh.desync import CallFacts, derivatives_of, sent_facts
-from torch_bridge.mesh.machine import machine
+from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_mesh import (
     MeshLike,
     ProcessMesh,
@@ -36,7 +36,7 @@ from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import ContractionPlan, contraction_of
 from xshard.contractions.shapes import for_operands, shapes_of, whole_lengths, whole_shapes
-from xshard.cost.machine import asked_for
+from xshard.cost.machine import resolve_profile
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, NotationError
 from xshard.layout.layout import check_axes
@@ -80,7 +80,7 @@ class EinsumCall(NamedTuple):
             expression=expression,
             mesh=mesh,
             shapes=None,
-            profile=asked_for(profile),
+            profile=resolve_profile(profile),
             memory_limit=limit_of(memory_limit),
             comm_dtype=None if comm_dtype is None else comm_dtypes(comm_dtype),
             overlap=overlap,
@@ -144,7 +144,7 @@ class EinsumCall(NamedTuple):
             names.update(dict.fromkeys(layout.axes))
         axes = tuple(names)
         _, _, tensor_device = blocks[0]
-        profile = calls.links_along(machine(self.profile, tensor_device), axes, processes)
+        profile = calls.links_along(machine_profile(self.profile, tensor_device), axes, processes)
         # Links of the whole mesh first: how the axes lie on nodes shows only there.
         processes = processes.along(axes)
         shapes = self.shapes

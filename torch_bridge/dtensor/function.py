@@ -37,7 +37,7 @@ from torch_bridge.mesh.process_mesh import (
 from torch_bridge.versions.autograd import FROM_LOCAL_NODE
 from torch_bridge.versions.dtensor import AsyncCollectiveTensor, shard_order
 from xshard import Layout, Mesh, ProfileLike, Sharding, dtypes
-from xshard.cost.machine import AUTO, asked_for
+from xshard.cost.machine import AUTO, resolve_profile
 from xshard.errors import MeshError, PlanError, ShapeError
 from xshard.layout.layout import NONLINEAR
 from xshard.steps.base import without_tags
@@ -178,7 +178,7 @@ def move_of(
     if out_dtype is None:
         out_dtype = x.dtype
     by_block = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
-    profile = asked_for(profile)
+    profile = resolve_profile(profile)
     return DTensorMove(src, dst, op_dtype, out_dtype, profile, backward_dtype, gradient, by_block)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_bridge.errors import DesyncError
 from torch_bridge.live.endpoint import PAUSE_S, Endpoint, LostVersionError
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.machine import machine
+from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.redistribution.blocks import tensor_device_of
 from torch_bridge.state.facts import PROFILE, describe_tree, first_on_device, rebuild_tree
 from xshard import ProfileLike, XshardError, load_profile
@@ -99,7 +99,7 @@ class Publisher(Endpoint):
 
         def prepared() -> CallFacts:
             local, described_facts = describe_tree(tree, self.rules, self.src_mesh, shapes)
-            profile = load_profile(machine(self.profile))
+            profile = load_profile(machine_profile(self.profile))
             # The server may be another machine: it plans for the trainer's.
             facts.update({**described_facts, PROFILE: profile.to_json()})
             plans.append(self.plan(facts))

@@ -21,7 +21,7 @@ from torch_bridge.lower.step_context import StepContext
 from torch_bridge.lower.subarray import Fill, Subarray, box_rows
 from torch_bridge.mesh.process_mesh import Group
 from xshard import steps
-from xshard.steps.exchange.messages import Message, fill_boxes, messages_from, messages_to
+from xshard.steps.exchange.messages import Message, boundary_fills, messages_from, messages_to
 from xshard.steps.exchange.traffic import moving_axes
 
 
@@ -109,7 +109,7 @@ def _fills(context: StepContext) -> tuple[Fill, ...]:
     """Return the constant rows of this process's block, which lie beyond the ends of the array."""
     return tuple(
         context.fill(dim, start, stop, value)
-        for dim, start, stop, value in fill_boxes(context.after, context.device)
+        for dim, start, stop, value in boundary_fills(context.after, context.device)
     )
 
 

@@ -196,9 +196,10 @@ def _parts_by_rank(
         parts: The rows of `dim` of each device along the axes of the step.
         group: The ranks that this process meets.
     """
-    # `reached` goes through the group's ranks, and for each through what it reaches.
+    # `devices_reached` goes through the group's ranks, and for each through what it reaches.
     rows_by_message = [
-        parts[phases.mesh.index(device, phases.axes)] for device in phases.reached(context.device)
+        parts[phases.mesh.index(device, phases.axes)]
+        for device in phases.devices_reached(context.device)
     ]
     messages = tuple(context.subarray(shape, {dim: rows}) for rows in rows_by_message)
     rank_count = len(group.devices)

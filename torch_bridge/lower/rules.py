@@ -26,7 +26,7 @@ from xshard.errors import DtypeError, PlanError
 from xshard.steps.base import axes_of, even_parts
 from xshard.steps.exchange.sources import view_pairs
 from xshard.steps.exchange.traffic import moving_axes
-from xshard.steps.permute import senders
+from xshard.steps.permute import sender_of_each_device
 
 
 def lower(
@@ -137,7 +137,7 @@ def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
     dim = context.before.dim_index(step.dim)
     parts = even_parts(context.before, step.dim, step.shards)
     phases = context.phases(axes)
-    if phases.are_several:
+    if phases.has_several_speeds:
         return phased.all_gather(phases, context, dim, parts)
     group = context.group(axes)
     sent = context.whole(0)
@@ -155,7 +155,7 @@ def _all_reduce(step: steps.AllReduce, context: StepContext) -> Moves:
     """Send the whole block; receive the sum, max or min of all blocks."""
     # Pieces of a block with symbols for lengths have no sizes yet.
     phases = context.phases(step.axes)
-    if phases.are_several and not context.lengths:
+    if phases.has_several_speeds and not context.lengths:
         return phased.all_reduce(phases, context, step.op)
     sent = context.whole(0)
     received = context.whole(1)
@@ -170,7 +170,7 @@ def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
     dim = context.before.dim_index(step.dim)
     parts = even_parts(context.before, step.dim, step.shards)
     phases = context.phases(axes)
-    if phases.are_several:
+    if phases.has_several_speeds:
         return phased.reduce_scatter(phases, context, dim, parts, step.op)
     group = context.group(axes)
     sent = context.cut(context.shapes.before, dim, parts, axes, group)
@@ -204,7 +204,9 @@ def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
 
 def _permute(step: steps.Permute, context: StepContext) -> Move:
     """Send the whole block to one device; receive the block of another, or keep the own one."""
-    sender = senders(context.before, context.after)  # device -> the one that sends to it
+    sender = sender_of_each_device(
+        context.before, context.after
+    )  # device -> the one that sends to it
     group = context.group(moving_axes(context.before, context.after))
     # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
     # sends from rank to rank must be in the host's memory.

@@ -14,7 +14,7 @@ from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from xshard import Sharding
 from xshard.cost.model import Fabric
 from xshard.layout.runs import Runs
-from xshard.steps.base import DimCut, own_part
+from xshard.steps.base import DimCut, rows_of_own_part
 from xshard.steps.traffic import Phases
 
 Lengths = Mapping[str, int]  # dim name -> its length, which may be a symbol of a compiler
@@ -95,8 +95,8 @@ class StepContext(NamedTuple):
         """Return the phases of a collective along some axes; one phase where several are no faster."""
         ranks = self.processes.ranks
         if self.fabric is None or not self.fabric.has_phases(axes):
-            return Phases.along(self.before.mesh, axes, (), ranks)
-        return Phases.along(self.before.mesh, axes, self.fabric.spans, ranks)
+            return Phases.of_axes(self.before.mesh, axes, (), ranks)
+        return Phases.of_axes(self.before.mesh, axes, self.fabric.spans, ranks)
 
     def subarray(self, shape: Sequence[int], rows: Mapping[int, Runs]) -> Subarray:
         """Return some rows of a block. A dim with a symbol for its length is never cut: it is whole."""
@@ -127,7 +127,7 @@ class StepContext(NamedTuple):
     def own_part(self, *cuts: DimCut) -> dict[int, Runs]:
         """Return this process's rows of the dims that a step cuts or gathers."""
         return {
-            self.before.dim_index(dim): own_part(self.before, dim, shards, self.device)
+            self.before.dim_index(dim): rows_of_own_part(self.before, dim, shards, self.device)
             for dim, shards in cuts
         }
 

@@ -16,15 +16,15 @@ from torch_bridge.errors import CollectiveError
 from torch_bridge.mesh.failures import timeout_of, within
 from torch_bridge.versions.process_groups import default_store
 from xshard import Profile, ProfileLike
-from xshard.cost.machine import AUTO, asked_for, machine_of, node_processes
+from xshard.cost.machine import AUTO, machine_of, node_processes, resolve_profile
 
 
-def machine(profile: ProfileLike, device: torch.device | None = None) -> ProfileLike:
+def machine_profile(profile: ProfileLike, device: torch.device | None = None) -> ProfileLike:
     """Return the profile, or for "auto" the profile of the devices.
 
     device: where the blocks are, if this process has any.
     """
-    asked = asked_for(profile)
+    asked = resolve_profile(profile)
     if asked != AUTO:
         return asked
     if device is not None:

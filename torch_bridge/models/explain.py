@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from torch_bridge.mesh.machine import machine
+from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.models.hooks import ModuleHooks, TensorFacts
 from torch_bridge.models.parallel import ParallelModel, parallel_of
 from torch_bridge.models.parameters import ShardedParameter
@@ -70,7 +70,7 @@ def explain(model: nn.Module) -> str:
     """
     parallel = parallel_of(model)
     axes = parallel.context.axes
-    on_machine = _Machine(axes, load_profile(machine(parallel.context.profile)))
+    on_machine = _Machine(axes, load_profile(machine_profile(parallel.context.profile)))
     title = f"{type(model).__name__} on {axes}"
     return "\n".join(
         [title, "", _table_of_parameters(parallel), "", _table_of_moves(parallel, on_machine)]
@@ -216,7 +216,7 @@ def _received_bytes(
     # As `redistribute` plans it: on the sub-mesh of the axes that the rule names.
     named = [axis for axis in axes.axes if axis in rule.axes]
     mesh = Mesh(dict(zip(named, axes.sizes_of(named), strict=True)))
-    links = on_machine.profile.along(named, axes)
+    links = on_machine.profile.for_axes(named, axes)
     layouts = (rule.src, rule.dst)
     dtype = dtypes.name_of(tensor.dtype)
     plan = planner.plan(layouts, mesh, tensor.shape, dtype, profile=links)

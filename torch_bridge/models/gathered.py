@@ -21,7 +21,7 @@ from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
 from torch_bridge.versions.autograd import writes_to
 from xshard import XshardError
-from xshard.cost.machine import asked_for
+from xshard.cost.machine import resolve_profile
 from xshard.errors import located
 from xshard.replicas import are_checked
 
@@ -138,7 +138,7 @@ class _Move:
         if desync.ALWAYS or are_checked(None):
             return self._redistribute(tensors)  # which compares calls, or replicas, each time
         check_not_swapped()
-        profile = asked_for(self._context.profile)
+        profile = resolve_profile(self._context.profile)
         kinds = tuple(map(_kind_of, tensors))
         # All that the prepared moves depend on, and that may change from pass to pass. Process groups
         # end with the world; without recording, no gradient is planned.

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.calls.move import between_graphs
-from torch_bridge.mesh.machine import machine
+from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, process_mesh
 from torch_bridge.nn.placed import placed_as
 from torch_bridge.redistribution import redistribute
@@ -151,7 +151,7 @@ class ProcessAttention(AttentionCall):
         if is_transformed():
             self._check_transformed(is_plain)
             methods = tuple(method for method in METHODS if method not in FIRST_DERIVATIVES)
-        profile = load_profile(machine(self.profile, self.like.device))
+        profile = load_profile(machine_profile(self.profile, self.like.device))
         return fastest_attention(attn, name_of(self.like.dtype), profile, methods)
 
     def _check_transformed(self, is_plain: bool) -> None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from torch_bridge.mesh.machine import machine
+from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.redistribution import redistribute
 from torch_bridge.state import leaves
@@ -168,7 +168,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
         ShapeError: An array has another shape in `like`; likewise.
     """
     ranks = processes_of(mesh)
-    loading = _Loading(ranks, load_profile(machine(profile)))
+    loading = _Loading(ranks, load_profile(machine_profile(profile)))
 
     def planned() -> dict[str, Any]:
         # Opened inside the comparison: a file that one process cannot read stops all.

@@ -14,7 +14,7 @@ from torch_bridge.calls.move import ranks_of
 from torch_bridge.lower.collectives import CARRIERS
 from torch_bridge.lower.transfer import cross, run_together
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
-from torch_bridge.mesh.machine import machine
+from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_groups import rank_in
 from torch_bridge.mesh.process_mesh import MeshLike, check_world, mesh_of
 from torch_bridge.redistribution.blocks import tensor_device_of
@@ -109,7 +109,7 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     facts = _facts_of_senders(reports)
     _, senders = tree_facts.mesh_in(facts)
     route = tree_facts.Route(
-        mesh_of(dst_mesh), senders, ranks_of(dst_mesh), machine(profile), bucket_bytes
+        mesh_of(dst_mesh), senders, ranks_of(dst_mesh), machine_profile(profile), bucket_bytes
     )
     dst_rules = tree_facts.target_rules(rules)
     # All ranks plan from the same text, and so reach the same plan.

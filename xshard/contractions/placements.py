@@ -17,7 +17,7 @@ from xshard.layout import Layout, Sharding
 from xshard.layout.partition import block_length, find_misfit
 from xshard.layout.sharding import normal_dim
 from xshard.notation.parser import Dim, Shard
-from xshard.search.states import remembered
+from xshard.search.states import cached_method
 from xshard.steps.base import axes_of
 
 # With more placements, searches climb from the arrays' own placements, one change at a time.
@@ -202,7 +202,7 @@ class EinsumShardings:
         if axis in result.copies:
             yield Placement(dims, sums, (*copies, axis), busy | {axis})
 
-    @remembered
+    @cached_method
     def _finer_shardings(
         self, d: int, dim: DimSharding, axis: str
     ) -> list[tuple[DimSharding, Axes]]:

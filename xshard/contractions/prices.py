@@ -18,10 +18,10 @@ from xshard.nn.attention import AUTO, HEADS, METHODS, REDUCE, RING, SEQUENCE, WI
 from xshard.plans.plan import Plan, find_plan, search_plan
 from xshard.search.estimates import estimate
 from xshard.search.grid import Grid, grid
-from xshard.search.moves import Space
+from xshard.search.moves import NamedRoute
 from xshard.search.request import Request
-from xshard.search.solve import best_path, respelled
-from xshard.search.states import Cut, State, remembered
+from xshard.search.solve import best_path, with_dims_of_start
+from xshard.search.states import Cut, State, cached_method
 
 # Operations of attention's backward pass for each forward one: 5 products instead of 2, since the scores are
 # computed again (FlashAttention, Dao et al. 2022).
@@ -72,7 +72,7 @@ class Prices:
     def plan(self, move: ArrayMove) -> Plan:
         """Return the cheapest plan of a move."""
         array = (move.shape, self.dtype, self.profile)
-        return self.find(Request.on(self.mesh, move.src, move.dst, *array))
+        return self.find(Request.on_mesh(self.mesh, move.src, move.dst, *array))
 
     def move(
         self, src: End, dst: End, shape: Shape, scaling: object, make: Make | None
@@ -114,13 +114,13 @@ class Prices:
         """Return the seconds of the cheapest steps between two states."""
         grid = self._grid(shape)
         start = grid.sharding(src)
-        goal = respelled(
+        goal = with_dims_of_start(
             grid.sharding(dst), start
         )  # with the shards of `start` where blocks are equal
-        space = Space(start, goal, grid.itemsize, self.profile)
+        space = NamedRoute(start, goal, grid.itemsize, self.profile)
         return best_path(space.route).seconds
 
-    @remembered
+    @cached_method
     def _grid(self, shape: Shape) -> Grid:  # the same as long as states have its numbers
         return grid(self.mesh, shape, itemsize(self.dtype), self.profile)
 
@@ -130,7 +130,7 @@ class Prices:
         numbers = sorted(map(self._grid(shape).axes.index, sums))
         return State(tuple([self._cut(shape, dim) for dim in dims]), tuple(numbers))
 
-    @remembered
+    @cached_method
     def _cut(self, shape: Shape, dim: DimSharding) -> Cut:
         return tuple(map(self._grid(shape).number, dim.normal_shards))
 
@@ -140,8 +140,8 @@ class Prices:
         if not elements:
             return 0.0
         grid = self._grid(shape)
-        start = grid.least_launch + grid.least_latency
-        return elements * (grid.itemsize / grid.fastest) + start
+        start = grid.least_launch_s + grid.least_latency_s
+        return elements * (grid.itemsize / grid.fastest_bytes_per_s) + start
 
     def _fewest_received(self, src: End, dst: End, elements: int) -> int:
         """Return the fewest elements that the busiest device must receive: a lower bound.

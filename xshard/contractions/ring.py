@@ -168,7 +168,7 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
 
     def plan(src_layout: Layout, dst_layout: Layout, shape: tuple[int, ...]) -> Plan:
         array = (shape, move.dtype, move.profile)
-        request = Request.on(mesh, src_layout, dst_layout, *array, devices=move.devices)
+        request = Request.on_mesh(mesh, src_layout, dst_layout, *array, devices=move.devices)
         return find_plan(request)
 
     # What else the move does, without the dim that travels: changes of tags, or nothing.

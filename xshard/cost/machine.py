@@ -212,7 +212,7 @@ def use_profile(profile: ProfileLike) -> Iterator[Profile]:
         _USED.reset(token)
 
 
-def asked_for(profile: ProfileLike) -> ProfileLike:
+def resolve_profile(profile: ProfileLike) -> ProfileLike:
     """Return the profile that a call asks for; for "auto" the one of `use_profile` or XSHARD_PROFILE.
 
     "auto" if neither says one, a shipped name as it is, and a file as the Profile that it has.
@@ -294,11 +294,13 @@ def _profile_name(kind: str) -> str | None:
 
 def without_devices(profile: ProfileLike) -> ProfileLike:
     """Return the profile that a call asks for, where no device is known: DEFAULT if it is "auto"."""
-    asked = asked_for(profile)
+    asked = resolve_profile(profile)
     return DEFAULT if asked == AUTO else asked
 
 
-def are_across(profile: Profile, a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.bool_]:
+def are_on_two_nodes(
+    profile: Profile, a: NDArray[np.int64], b: NDArray[np.int64]
+) -> NDArray[np.bool_]:
     """Return which pairs of devices are on two nodes; a, b: numbers of devices, which broadcast."""
     nodes = profile.node_devices
     if profile.across is None or not nodes:
@@ -306,7 +308,7 @@ def are_across(profile: Profile, a: NDArray[np.int64], b: NDArray[np.int64]) -> 
     return np.asarray(a // nodes != b // nodes)
 
 
-def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
+def profile_of_devices(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
     """Return the profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes.
 
     devices: the machine's number of each device of the mesh. Profiles take them to be 0, 1, 2, ...
@@ -319,7 +321,7 @@ def located(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
         positions = np.array(mesh.groups((axis,)))  # [groups, devices along the axis]
         groups = np.array(devices)[positions]
         # Whether any device is on another node than the first of its group.
-        if are_across(profile, groups[:, :1], groups).any():
+        if are_on_two_nodes(profile, groups[:, :1], groups).any():
             links[axis] = profile.across
     links |= dict(profile.axes)  # what the profile says of an axis wins
     # The same profile, if it says the same: caches then know it.
@@ -335,7 +337,7 @@ def _begin_nodes_alike(devices: Sequence[int], nodes: int) -> bool:
     return all(device // nodes - first_node == i // nodes for i, device in enumerate(devices))
 
 
-def refined(profile: Profile, refinement: Refinement) -> Profile:
+def profile_of_factors(profile: Profile, refinement: Refinement) -> Profile:
     """Return the profile with the link of every axis given to its factors; of two links the slower.
 
     refinement: the axes of two meshes, each divided into factors that both meshes have. An axis x of

@@ -16,12 +16,12 @@ from xshard.errors import DtypeError, PlanError, ProfileError, api_boundary
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh, Sharding
 from xshard.steps import Step, Traffic
-from xshard.steps.base import FREE
+from xshard.steps.base import VIEW_KINDS
 from xshard.steps.traffic import Hop, LinkSpan, LinkSpans
 
 DIRECT = ("all_to_all", "permute", "exchange")  # kinds with messages from any device to any other
 TOPOLOGIES = ("switch", "ring", "port")
-LOCAL = (*FREE, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
+LOCAL = (*VIEW_KINDS, "slice", "embed", "mask", "scale")  # kinds of steps that send nothing
 
 
 @api_boundary
@@ -49,21 +49,22 @@ class Link:
             reason = f"no such link: {shown(self.latency_s)} s, {shown(self.bytes_per_s)} bytes/s"
             raise ProfileError(reason, hint="a latency is >= 0 and a bandwidth > 0")
 
-    def carried(self, hop: Hop) -> int:
+    def carried_elements(self, hop: Hop) -> int:
         """Return the elements that the busiest link of a hop, or share of a port, carries to a device."""
-        if self.topology == "port":  # `slack`: what devices that receive less leave of it to others
-            return hop.received - hop.slack
+        # `mean_shortfall`: what devices that receive less leave of the port to others.
+        if self.topology == "port":
+            return hop.received - hop.mean_shortfall
         return hop.received
 
-    def seconds(self, hop: Hop, itemsize: int, way: float = 1.0) -> float:
+    def seconds(self, hop: Hop, itemsize: int, n_links: float = 1.0) -> float:
         """Predict the time of a hop over such links.
 
         Args:
             hop: The messages and elements that the busiest device receives over links of one level.
             itemsize: Bytes of an element.
-            way: The number of links that a message takes.
+            n_links: The number of links that a message takes.
         """
-        transfer = way * self.carried(hop) * itemsize / self.bytes_per_s
+        transfer = n_links * self.carried_elements(hop) * itemsize / self.bytes_per_s
         return hop.messages * self.latency_s + transfer
 
 
@@ -133,7 +134,7 @@ class Profile:
     def __hash__(self) -> int:  # cheap: a part of the key of every cached call
         return hash(self.name)
 
-    def along(self, axes: Sequence[str], mesh: Mesh) -> Profile:
+    def for_axes(self, axes: Sequence[str], mesh: Mesh) -> Profile:
         """Return the profile for some axes of a mesh as a mesh of their own, with its own device numbers."""
         if set(axes) == set(mesh.axes):
             return self
@@ -212,7 +213,7 @@ class Profile:
         """`ring_s` by kind."""
         return dict(self.ring_s)
 
-    def launches(self, kind: str, traffic: Traffic) -> int:
+    def count_collectives(self, kind: str, traffic: Traffic) -> int:
         """Return how many collectives a step of a kind starts."""
         if kind in LOCAL:
             return 0
@@ -220,10 +221,10 @@ class Profile:
             return max(1, sum(hop.messages for hop in traffic.hops))
         return 1
 
-    def copied(self, traffic: Traffic) -> int:
+    def copied_elements(self, traffic: Traffic) -> int:
         """Return the elements that a step copies locally."""
         if self.rounds:
-            return traffic.copied - traffic.kept
+            return traffic.copied - traffic.saved_copies
         return traffic.copied
 
     def flops(self, dtype: str) -> float:
@@ -284,10 +285,10 @@ class Fabric:
     def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
         """Predict the time of a step of a kind on the busiest device."""
         profile = self.profile  # hot: called for each step that a search weighs
-        total = profile.copied(traffic) * itemsize / profile.copy_bytes_per_s
+        total = profile.copied_elements(traffic) * itemsize / profile.copy_bytes_per_s
         if kind not in LOCAL:
-            total += profile.launch(kind) * profile.launches(kind, traffic)
-            total += profile.rings.get(kind, 0.0) * traffic.rounds
+            total += profile.launch(kind) * profile.count_collectives(kind, traffic)
+            total += profile.rings.get(kind, 0.0) * traffic.ring_rounds
         for hop in traffic.hops:
             link = self.link(hop)
             way = 1.0
@@ -397,7 +398,7 @@ def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile:
     fabric = profile.fabric(before.mesh)
     traffic = step.traffic(before, fabric.spans)
     held_elements = before.max_local_size
-    if step.kind not in FREE:  # else the result is the input, or a view of it
+    if step.kind not in VIEW_KINDS:  # else the result is the input, or a view of it
         held_elements += after.max_local_size
     if traffic.hops:
         held_elements += traffic.copied

@@ -15,7 +15,7 @@ from xshard.layout.sub_axes import Split
 from xshard.notation.parser import Shard
 from xshard.search import overlap_paths
 from xshard.search.a_star import Search
-from xshard.search.moves import Space
+from xshard.search.moves import NamedRoute
 from xshard.search.solve import with_copies, with_scale, without_copies
 from xshard.steps import AllGather, AllReduce, Mask, Slice, Step
 from xshard.steps.base import DimCut
@@ -80,9 +80,9 @@ def _searches(
 ) -> dict[str, StepsFinder]:
     """Return every alternative by name, as a function that finds its steps, or raises PlanError."""
     if start.layout.has_overlap or goal.layout.has_overlap:
-        paths = overlap_paths.ways(start, goal, dtype, profile)
+        paths = overlap_paths.paths_by_name(start, goal, dtype, profile)
         return {name: _constant(steps) for name, steps in paths.items()}
-    space = Space(start, goal, itemsize(dtype), profile)
+    space = NamedRoute(start, goal, itemsize(dtype), profile)
     search = Search(space.route, None)
 
     def on_whole_axes() -> Sequence[Step]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
 from xshard.cost import bounds
-from xshard.cost.machine import load_profile, located
+from xshard.cost.machine import load_profile, profile_of_devices
 from xshard.cost.model import Price, Profile, price, too_large
 from xshard.dtypes import check_reduction, itemsize
 from xshard.errors import PlanError
@@ -32,7 +32,7 @@ from xshard.search.request import (
     Devices,
     Request,
     device_numbers,
-    target_of,
+    target_sharding,
 )
 from xshard.search.solve import solve
 from xshard.steps import Scale, Step, Transpose
@@ -200,7 +200,7 @@ class Plan(Pictured):
     @cached_property
     def target(self) -> Sharding:
         """The sharding at the end."""
-        return target_of(self.source, self.dst, self.dst_mesh)
+        return target_sharding(self.source, self.dst, self.dst_mesh)
 
     @cached_property
     def steps_mesh(self) -> Mesh:
@@ -285,7 +285,7 @@ class Plan(Pictured):
         """For every step, the profile for the devices of its mesh."""
         n_steps = len(self.steps)
         n_on_source = self.steps.index(self.transfer) if self.transfer else n_steps
-        dst_machine = located(self.profile, self.dst_mesh, self.request.dst_devices)
+        dst_machine = profile_of_devices(self.profile, self.dst_mesh, self.request.dst_devices)
         return [self.request.machine] * n_on_source + [dst_machine] * (n_steps - n_on_source)
 
     @property

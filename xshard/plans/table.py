@@ -90,7 +90,7 @@ def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
         return []
     hops = step.traffic(stage.before, fabric.spans).hops
     table = []
-    for spans in Phases.along(stage.before.mesh, axes, fabric.spans, ()).levels:
+    for spans in Phases.of_axes(stage.before.mesh, axes, fabric.spans, ()).levels:
         phase_hops = [hop for hop in hops if hop.level == spans[0].level]
         received_bytes = sum(hop.received for hop in phase_hops) * plan.itemsize
         seconds = sum(fabric.link(hop).seconds(hop, plan.itemsize) for hop in phase_hops)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xshard.cost.bounds import have_same_blocks
-from xshard.cost.machine import are_across
+from xshard.cost.machine import are_on_two_nodes
 from xshard.cost.model import Link, Price, Profile
 from xshard.errors import PlanError
 from xshard.layout import Sharding
@@ -218,7 +218,7 @@ class Transfer(Step):
     def flows(self) -> dict[Link, Flow]:
         """What crosses devices, by the link that it takes: inside a node, and between nodes."""
         senders, receivers, elements = self.pairs[:, self.pairs[0] != self.pairs[1]]
-        across = are_across(self.profile, senders, receivers)
+        across = are_on_two_nodes(self.profile, senders, receivers)
         flows: dict[Link, Flow] = {}
         for link, is_chosen in ((self.profile.default, ~across), (self.profile.across, across)):
             if link is None or not is_chosen.any():

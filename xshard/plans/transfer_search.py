@@ -137,10 +137,10 @@ def _path_by(
     steps_before: tuple[Step, ...] = ()
     src_split: Split = ()
     if scales_first:
-        first = request.between(source, leaving, src_devices, request.factor)
+        first = request.for_part(source, leaving, src_devices, request.factor)
         steps_before, src_split = solve(first)
     last_factor = Fraction(1) if scales_first else request.factor
-    last = request.between(landing, target, dst_devices, last_factor)
+    last = request.for_part(landing, target, dst_devices, last_factor)
     steps_after: tuple[Step, ...] = ()
     dst_split: Split = ()
     if landing.layout != target.normal_layout or last.scale != 1:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.cost.machine import are_across
+from xshard.cost.machine import are_on_two_nodes
 
 if TYPE_CHECKING:
     from xshard.plans.transfer import Transfer  # which asks for its senders
@@ -92,7 +92,7 @@ def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
     receivers = np.array(transfer.dst_devices)[pieces.dst[batch.pieces]]
     links = (profile.default, profile.across or profile.default)
     link_s = np.array([link.latency_s + batch.n_bytes / link.bytes_per_s for link in links])
-    across = are_across(profile, devices, receivers[:, None])
+    across = are_on_two_nodes(profile, devices, receivers[:, None])
     piece_s = link_s[across.astype(int)]  # [pieces, holders]
     if (piece_s == piece_s[0, 0]).all():  # in closed form: there may be millions of pieces
         equal_s = max(float(piece_s[0, 0]), 1e-12)  # links of a profile may cost nothing

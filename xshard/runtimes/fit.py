@@ -142,12 +142,12 @@ def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
         mesh = stage.before.mesh
         fabric = known.fabric(mesh)
         traffic = stage.step.traffic(stage.before, fabric.spans)
-        row["copy", ""] += known.copied(traffic) * plan.itemsize
-        launches = known.launches(kind, traffic)
+        row["copy", ""] += known.copied_elements(traffic) * plan.itemsize
+        launches = known.count_collectives(kind, traffic)
         if launches:
             row["launch", kind] += launches
-        if traffic.rounds:
-            row["round", kind] += traffic.rounds
+        if traffic.ring_rounds:
+            row["round", kind] += traffic.ring_rounds
         for hop in traffic.hops:
             if known.across is not None and fabric.link(hop) == known.across:
                 link = _ACROSS
@@ -156,7 +156,7 @@ def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
             else:
                 link = _SHARED
             row["latency", link] += hop.messages
-            row["byte", link] += fabric.link(hop).carried(hop) * plan.itemsize
+            row["byte", link] += fabric.link(hop).carried_elements(hop) * plan.itemsize
     return row
 
 

@@ -154,7 +154,7 @@ class Search:
         # steps followed, the direct exchange would have included them. A sum that begins is the
         # exception: it may begin locally after the exchange, so what remains does not count.
         launch_s = self.grid.profile.launch("exchange")
-        least = path.seconds + launch_s + self.grid.least_latency
+        least = path.seconds + launch_s + self.grid.least_latency_s
         if not set(self.route.goal.sums) - set(state.sums):
             least += self.remaining(state)
         if best is None or least < best.seconds:
@@ -163,7 +163,7 @@ class Search:
     @cached_property
     def _least_step(self) -> float:
         """The fewest seconds of any step that communicates."""
-        return self.grid.least_launch + self.grid.least_latency
+        return self.grid.least_launch_s + self.grid.least_latency_s
 
     def least_seconds_of(self, state: State, move: Move) -> float:
         """Bound the seconds of a move from below, without its traffic."""

@@ -16,7 +16,7 @@ from xshard.cost.bounds import least_received
 from xshard.cost.model import Profile
 from xshard.layout import Mesh
 from xshard.search.links import LinkedStates
-from xshard.search.states import Cut, State, remembered
+from xshard.search.states import Cut, State, cached_method
 from xshard.steps.exchange.even_traffic import node_lack
 
 # Shards that a grid numbers, before a new one takes its place: documents have other lengths at
@@ -41,17 +41,17 @@ class Grid(LinkedStates):
     costs: dict[Any, Any] = field(default_factory=dict, init=False)  # of moves: see `move_cost`
 
     @cached_property
-    def least_launch(self) -> float:
+    def least_launch_s(self) -> float:
         """The fewest seconds to start a step that communicates."""
         return min((seconds for _, seconds in self.profile.launch_s), default=0.0)
 
     @cached_property
-    def least_latency(self) -> float:
+    def least_latency_s(self) -> float:
         """The fewest seconds of a message."""
         return min((link.latency_s for link in self.fabric.links), default=0.0)
 
     @cached_property
-    def fastest(self) -> float:
+    def fastest_bytes_per_s(self) -> float:
         """The bytes per second of the fastest link."""
         return max((link.bytes_per_s for link in self.fabric.links), default=1.0)
 
@@ -108,7 +108,7 @@ class Grid(LinkedStates):
         node_devices = math.prod([span.size for span in self.fabric.spans if span.level])
         return node_lack(self.shape, self.link_cuts(state), self.link_cuts(goal)) / node_devices
 
-    @remembered
+    @cached_method
     def least_seconds(self, state: State, goal: State) -> float:
         """Bound the seconds of any path from a state to a goal from below.
 
@@ -120,7 +120,7 @@ class Grid(LinkedStates):
         if not received:
             return 0.0
         slowest = self.fabric.links[0]
-        latency_s = self.least_latency
+        latency_s = self.least_latency_s
         if crossing:
             # The slowest links may be busiest at another device than the others: steps wait for
             # both.
@@ -128,12 +128,12 @@ class Grid(LinkedStates):
         far_s = crossing / slowest.bytes_per_s  # if elements had one byte
         if self._has_ports:
             # The device that receives most need not be at the busiest port: the longer time counts.
-            near_s = max(0.0, received / self.fastest - far_s)
+            near_s = max(0.0, received / self.fastest_bytes_per_s - far_s)
         else:
-            near_s = max(0.0, received - crossing) / self.fastest
-        return self.least_launch + latency_s + (far_s + near_s) * self.itemsize
+            near_s = max(0.0, received - crossing) / self.fastest_bytes_per_s
+        return self.least_launch_s + latency_s + (far_s + near_s) * self.itemsize
 
-    @remembered
+    @cached_method
     def least_reducing(self, state: State, goal: State) -> float:
         """Bound the seconds of any path more closely than `least_seconds`, if sums end.
 
@@ -157,10 +157,10 @@ class Grid(LinkedStates):
         far_s = crossing / links[0].bytes_per_s  # if elements had one byte
         near_s = 0.0
         if not self._has_ports:
-            near_s = max(0.0, (received - crossing) / self.fastest)
+            near_s = max(0.0, (received - crossing) / self.fastest_bytes_per_s)
         return launch_s + waits_s + (far_s + near_s) * self.itemsize
 
-    @remembered
+    @cached_method
     def least_exchange(self, state: State, after: State) -> float:
         """Bound the seconds of an exchange from below, without counting its traffic.
 
@@ -179,7 +179,7 @@ class Grid(LinkedStates):
         seconds = demand.wanted * n_copies / self.profile.copy_bytes_per_s  # of one-byte elements
         if not self._has_ports:  # a port may carry less than its devices receive
             near_elements = max(0, demand.wanted - far_elements - demand.already_local)
-            seconds += far_elements / slowest.bytes_per_s + near_elements / self.fastest
+            seconds += far_elements / slowest.bytes_per_s + near_elements / self.fastest_bytes_per_s
         # There are at least as many messages as blocks to take from. Far elements fill the fewest
         # messages, rounded up, if each sender gives the most that it can.
         far_messages = -(-far_elements // max(1, demand.max_per_sender))
@@ -189,7 +189,7 @@ class Grid(LinkedStates):
         if not far_messages:
             near_messages = max(1, near_messages)  # no exchange is without any message
         waits_s = far_messages * slowest.latency_s
-        waits_s += max(0, near_messages) * self.least_latency
+        waits_s += max(0, near_messages) * self.least_latency_s
         return self.profile.launch("exchange") + waits_s + seconds * self.itemsize
 
     def _exchange_demand(self, state: State, after: State) -> ExchangeDemand:
@@ -216,7 +216,7 @@ class Grid(LinkedStates):
             in_node *= dim.in_node
         return ExchangeDemand(wanted, min_senders, max_per_sender, already_local, in_node)
 
-    @remembered
+    @cached_method
     def _dim_demand(self, d: int, cut: Cut, cut_after: Cut, is_regular: bool) -> ExchangeDemand:
         """Bound the rows of one dim that the busiest device takes in an exchange.
 
@@ -248,7 +248,7 @@ class Grid(LinkedStates):
         min_senders = -(-rows // max(1, rows_before))  # rounded up
         return ExchangeDemand(rows, min_senders, max_per_sender, already_local, in_node)
 
-    @remembered
+    @cached_method
     def _parts_near(self, axes: tuple[int, ...]) -> int:
         """Count the devices along some axes that all but the slowest links connect."""
         return math.prod([span.size for span in self.group(axes) if span.level])

@@ -17,7 +17,7 @@ from xshard.cost.model import Fabric, Profile
 from xshard.layout import Layout
 from xshard.layout.layout import factored
 from xshard.notation.parser import Dim
-from xshard.search.states import Cut, State, States, remembered
+from xshard.search.states import Cut, State, States, cached_method
 from xshard.steps import Traffic
 from xshard.steps.all_gather import gather_traffic
 from xshard.steps.all_reduce import all_reduce_traffic
@@ -64,7 +64,7 @@ class LinkedStates(States):
         spans = spans_by_axis(self.mesh, self.fabric.spans)
         return tuple(spans[axis] for axis in self.axes)
 
-    @remembered
+    @cached_method
     def group(self, axes: tuple[int, ...]) -> LinkSpans:
         """Return the spans of some axes, the slowest first."""
         names = set(self.names(axes))
@@ -114,7 +114,7 @@ class LinkedStates(States):
             return all_to_all_traffic(block, group)
         return permute_traffic(block, group)
 
-    @remembered
+    @cached_method
     def collective_seconds(
         self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
     ) -> float:
@@ -148,7 +148,7 @@ class LinkedStates(States):
             return None
         return self.even_exchange(state, after)
 
-    @remembered
+    @cached_method
     def even_exchange(self, state: State, after: State) -> Traffic | None:
         """Return the traffic of an exchange with any senders, in closed form.
 
@@ -165,7 +165,7 @@ class LinkedStates(States):
         """List, for each dim of a regular state, the spans that shard it, outermost first."""
         return tuple([self._outermost_first(cut) for cut in state.cuts])
 
-    @remembered
+    @cached_method
     def _outermost_first(self, axes: tuple[int, ...]) -> LinkSpans:
         """Return the spans of some axes, axis by axis, each from the outermost to the innermost."""
         spans: list[LinkSpan] = []
@@ -206,7 +206,7 @@ class LinkedStates(States):
             sub_axes += self._span_axes.factors[axis]
         return sub_axes
 
-    @remembered
+    @cached_method
     def _received_of_dim(
         self, d: int, cut: Cut, cut_after: Cut, fixed: tuple[str, ...]
     ) -> np.ndarray:
@@ -215,7 +215,7 @@ class LinkedStates(States):
         dst = self._dim_end(d, cut_after)
         return np.stack(received_of_dim(src, dst, fixed, self._span_axes.mesh, False))
 
-    @remembered
+    @cached_method
     def _dim_end(self, d: int, cut: Cut) -> DimEnd:
         """Return a dim with these shards, on the mesh that has the spans of links as axes."""
         layout = Layout((Dim("", self.cut_by(cut)),))

@@ -65,7 +65,7 @@ class SearchRoute:
 
 
 @dataclass(frozen=True)
-class Space:
+class NamedRoute:
     """The route between two shardings in normal form without copies, with the names of dims.
 
     It translates between layouts, as users write them, and the numbered states of the search.
@@ -197,7 +197,7 @@ def _leaving_cut(move: Move, state: State) -> Cut:
     return state.cuts[dim][-n_shards:]
 
 
-def _step(space: Space, move: Move, state: State) -> steps.Step:
+def _step(space: NamedRoute, move: Move, state: State) -> steps.Step:
     """Build the step that a move from `state` stands for.
 
     For what the data of each kind are, see `Move`.

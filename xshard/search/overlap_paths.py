@@ -20,7 +20,7 @@ from xshard.layout.validation import rolled_dim
 from xshard.notation.overlap import Fold, Halo, Overlap, Reads, Window, ends_of
 from xshard.notation.parser import Dim
 from xshard.search.a_star import Search
-from xshard.search.moves import Space
+from xshard.search.moves import NamedRoute
 from xshard.steps import Exchange, Permute, Step
 from xshard.steps.exchange.exchange import negates_addends
 from xshard.steps.exchange.sources import DimEnd, carried_dims, dim_end, views
@@ -50,7 +50,7 @@ def best_path(
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
     candidates: list[Candidate] = []
-    for number, steps in enumerate(ways(start, goal, dtype, profile).values()):
+    for number, steps in enumerate(paths_by_name(start, goal, dtype, profile).values()):
         candidates.append(_candidate(number, steps, start, goal, dtype, profile))
     fitting = [c for c in candidates if limit is None or c.peak_bytes <= limit]
     if not fitting:
@@ -81,7 +81,9 @@ def _candidate(
     return Candidate(is_larger, seconds, number, peak_bytes, steps)
 
 
-def ways(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> dict[str, Steps]:
+def paths_by_name(
+    start: Sharding, goal: Sharding, dtype: str, profile: Profile
+) -> dict[str, Steps]:
     """Return each path by name, the plainest first."""
     paths: dict[str, Steps] = {"one dim at a time": _one_by_one(start, goal, dtype, profile)}
     if not negates_addends(start, goal):
@@ -323,9 +325,9 @@ def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> S
     if start.layout == goal.layout:
         return ()
     disguise = _Disguise.of(start)
-    machine = profile.along(disguise.mesh.axes, start.mesh)  # without the axes of these dims
+    machine = profile.for_axes(disguise.mesh.axes, start.mesh)  # without the axes of these dims
     sharding = disguise.put_on(start)
-    space = Space(sharding, disguise.put_on(goal), itemsize(dtype), machine)
+    space = NamedRoute(sharding, disguise.put_on(goal), itemsize(dtype), machine)
     steps = space.steps(Search(space.route, None).path().moves)
     for step in steps:
         sharding = step.after(sharding)

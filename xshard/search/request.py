@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from xshard.arguments import shown, whole_numbers
-from xshard.cost.machine import located, refined
+from xshard.cost.machine import profile_of_devices, profile_of_factors
 from xshard.cost.model import Profile
 from xshard.errors import MeshError
 from xshard.layout import Layout, Mesh, Sharding
@@ -52,7 +52,7 @@ class Request:
         object.__setattr__(self, "dst_devices", dst_devices)
 
     @classmethod
-    def on(
+    def on_mesh(
         cls,
         mesh: Mesh,
         src: Layout,
@@ -75,7 +75,7 @@ class Request:
     @cached_property
     def target(self) -> Sharding:
         """The sharding at the destination; its dims may be in another order."""
-        return target_of(self.source, self.dst, self.dst_mesh)
+        return target_sharding(self.source, self.dst, self.dst_mesh)
 
     @property
     def factor(self) -> Fraction:
@@ -85,7 +85,7 @@ class Request:
     @property
     def machine(self) -> Profile:
         """The profile for the devices of the source's mesh."""
-        return located(self.profile, self.src_mesh, self.src_devices)
+        return profile_of_devices(self.profile, self.src_mesh, self.src_devices)
 
     @property
     def adjoint(self) -> Request:
@@ -125,9 +125,11 @@ class Request:
         dst = Layout((dim, *self.dst.dims), self.dst.tags)
         return replace(self, src=src, dst=dst, shape=(n, *self.shape), memory_limit=None)
 
-    def between(self, start: Sharding, end: Sharding, devices: Devices, scale: Fraction) -> Request:
+    def for_part(
+        self, start: Sharding, end: Sharding, devices: Devices, scale: Fraction
+    ) -> Request:
         """Return the request for a part of the way, on one mesh; it has no memory limit."""
-        return Request.on(
+        return Request.on_mesh(
             start.mesh,
             start.layout,
             end.layout,
@@ -158,11 +160,11 @@ class Request:
             dst=factored(self.dst, dict(common.dst)),
             src_mesh=common.mesh,
             dst_mesh=common.mesh,
-            profile=refined(self.profile, common),
+            profile=profile_of_factors(self.profile, common),
         )
 
 
-def target_of(source: Sharding, dst: Layout, mesh: Mesh) -> Sharding:
+def target_sharding(source: Sharding, dst: Layout, mesh: Mesh) -> Sharding:
     """Return the sharding of an array that moves from `source` to another layout and mesh.
 
     Its dims may be in another order.

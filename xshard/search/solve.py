@@ -17,7 +17,7 @@ from xshard.layout import Sharding
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search import overlap_paths
 from xshard.search.a_star import Path, Search
-from xshard.search.moves import SearchRoute, Space
+from xshard.search.moves import NamedRoute, SearchRoute
 from xshard.search.request import Request
 from xshard.search.sub_axis_paths import SubAxisPath, best_sub_axis_path
 from xshard.steps import (
@@ -58,14 +58,14 @@ def solve(request: Request) -> Solution:
     # Copies are equal to replicas; only the last steps need to know which they leave.
     bare_start = without_copies(start)
     # Dims that only look different are written alike: they need no step.
-    bare_goal = without_copies(respelled(goal, start))
+    bare_goal = without_copies(with_dims_of_start(goal, start))
     split: Split = ()
     if start.layout.has_overlap or goal.layout.has_overlap:
         path = overlap_paths.best_path(
             bare_start, bare_goal, request.dtype, profile, request.memory_limit
         )
     else:
-        space = Space(bare_start, bare_goal, itemsize(request.dtype), profile)
+        space = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
         best = best_path(space.route, request.memory_limit, _scaled_elements(request, start, goal))
         if isinstance(best, SubAxisPath) and best.split:
             # Its moves are between the states of a finer mesh.
@@ -73,7 +73,7 @@ def solve(request: Request) -> Solution:
             fine = SubAxisMesh(source.mesh, split)
             start = _normal_on(fine, source)
             goal = _normal_on(fine, target)
-            space = Space(without_copies(start), without_copies(goal), space.itemsize, profile)
+            space = NamedRoute(without_copies(start), without_copies(goal), space.itemsize, profile)
         path = space.steps(best.moves)
     steps = with_copies(path, start, goal)
     return Solution(with_scale(steps, request.factor, start, goal), split)
@@ -105,7 +105,7 @@ def best_path(
     return path if on_sub_axes is None else on_sub_axes
 
 
-def respelled(goal: Sharding, start: Sharding) -> Sharding:
+def with_dims_of_start(goal: Sharding, start: Sharding) -> Sharding:
     """Write each dim of the goal as the start has it, if that means the same over the same axes."""
     dims = list(goal.layout.dims)
     for d, (old_dim, new_dim) in enumerate(zip(start.layout.dims, dims, strict=True)):

@@ -65,7 +65,7 @@ class AxisRole(NamedTuple):
     cut: Cut
 
 
-class remembered(Generic[P, R]):  # noqa: N801, a decorator
+class cached_method(Generic[P, R]):  # noqa: N801, a decorator
     """A method that an object computes once for each tuple of arguments.
 
     The cache belongs to the object and dies with it, where `functools.cache` would keep the object.
@@ -106,7 +106,7 @@ class States:
         """The names of the axes by number, without axes of size 1."""
         return self.mesh.long_axes
 
-    @remembered
+    @cached_method
     def number(self, shard: Shard) -> int:
         """Return the number of a shard, the same as long as this object lives."""
         with self._lock:
@@ -139,7 +139,7 @@ class States:
         """Check that each shard is contiguous over one axis; these have the lowest numbers."""
         return max(cut, default=0) < len(self.axes)
 
-    @remembered
+    @cached_method
     def free(self, state: State) -> tuple[int, ...]:
         """List the axes that hold replicas."""
         busy = set(state.sums)
@@ -147,7 +147,7 @@ class States:
             busy.update(self.axes_in(cut))
         return tuple(a for a in range(len(self.axes)) if a not in busy)
 
-    @remembered
+    @cached_method
     def length(self, d: int, cut: Cut) -> BlockLength:
         """Measure the blocks of a dim under its shards: 10 rows over 4 -> 3, not even."""
         n_rows = self.shape[d]
@@ -164,17 +164,17 @@ class States:
         """Check that all blocks of a dim under its shards are equally long."""
         return self.length(d, cut).is_even
 
-    @remembered
+    @cached_method
     def block(self, state: State) -> int:
         """Return the elements of the largest block."""
         return math.prod([self.length(d, cut).longest for d, cut in enumerate(state.cuts)])
 
-    @remembered
+    @cached_method
     def is_regular(self, state: State) -> bool:
         """Check that all shards are even, contiguous and over one axis each."""
         return all(self.is_plain(cut) and self.is_even(d, cut) for d, cut in enumerate(state.cuts))
 
-    @remembered
+    @cached_method
     def roles(self, state: State) -> dict[int, AxisRole]:
         """Map each axis that shards to its role: the dim, and its shards down to the axis."""
         roles: dict[int, AxisRole] = {}
@@ -185,7 +185,7 @@ class States:
                     roles[axis] = role
         return roles
 
-    @remembered
+    @cached_method
     def changing(self, state: State, after: State) -> list[int]:
         """List the axes that shard otherwise afterwards."""
         old_roles = self.roles(state)
@@ -196,7 +196,7 @@ class States:
         """List the axes along which a sum ends."""
         return tuple([a for a in state.sums if a not in after.sums])
 
-    @remembered
+    @cached_method
     def sharding(self, state: State) -> Sharding:
         """Return a state as a sharding; its dims have numbers for names."""
         dims = tuple(Dim(str(d), self.cut_by(cut)) for d, cut in enumerate(state.cuts))

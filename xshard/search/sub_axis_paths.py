@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
-from xshard.search.moves import Move, Moves, SearchRoute, Space, move_cost
+from xshard.search.moves import Move, Moves, NamedRoute, SearchRoute, move_cost
 from xshard.search.states import Cut, Cuts, State, joined
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
@@ -162,7 +162,7 @@ def _divided(route: SearchRoute, split: Split) -> SearchRoute:
     goal = mesh.factored(grid.sharding(route.goal))
     start = start.with_layout(start.normal_layout)
     goal = goal.with_layout(goal.normal_layout)
-    return Space(start, goal, grid.itemsize, grid.profile).route
+    return NamedRoute(start, goal, grid.itemsize, grid.profile).route
 
 
 def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:

@@ -16,7 +16,7 @@ from itertools import (
 )
 
 from xshard.search.moves import Move, SearchRoute
-from xshard.search.states import Cut, Cuts, State, joined, remembered
+from xshard.search.states import Cut, Cuts, State, cached_method, joined
 
 # Up to so many axes, dims and devices all moves are tried: the proof of optimality covers them.
 COMPLETE_AXES = 3
@@ -47,7 +47,7 @@ class Successors:
         has_even_ends = self.grid.is_regular(route.start) and self.grid.is_regular(route.goal)
         self.complete = is_small and has_even_ends
 
-    @remembered
+    @cached_method
     def collectives(self, state: State) -> tuple[Move, ...]:
         """List the moves worth trying from a state, except exchanges."""
         # Of paths that cost the same, the one with the moves of the first kinds wins.
@@ -273,7 +273,7 @@ class Successors:
                 for cuts in self._all_cuts(sums):
                     yield Move("exchange", (), State(cuts, sums))
 
-    @remembered
+    @cached_method
     def _all_cuts(self, sums: tuple[int, ...]) -> list[Cuts]:
         """List every way to shard the dims evenly by axes that hold no addends.
 

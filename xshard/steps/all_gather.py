@@ -43,7 +43,9 @@ class AllGather(Step):
     def after(self, before: Sharding) -> Sharding:
         base.check_even(before, self.dim, self.shards)  # a collective sends pieces of one size
         layout = base.without_inner(before.layout, self.dim, self.shards)
-        return before.with_layout(base.freed(layout, axes_of(self.shards), self.copies))
+        return before.with_layout(
+            base.with_replicas_and_copies(layout, axes_of(self.shards), self.copies)
+        )
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         group = slowest_first(before.mesh, axes_of(self.shards), spans)
@@ -90,7 +92,7 @@ def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
         hops.append(Hop(span.axis, n_others * gathered, n_others, span.level))
         gathered *= span.size
     copied = 0 if in_place else gathered
-    return Traffic(gathered - block, copied, tuple(hops), rounds=ring_rounds(group))
+    return Traffic(gathered - block, copied, tuple(hops), ring_rounds=ring_rounds(group))
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Slice(Step):
         results = []
         for device, block in enumerate(blocks):
             for dim, shards in self.cuts:
-                part = base.own_part(before, dim, shards, device)
+                part = base.rows_of_own_part(before, dim, shards, device)
                 block = take_rows(block, before.dim_index(dim), part)
             results.append(block)
         return results

@@ -38,7 +38,7 @@ class AllReduce(Step):
 
     def after(self, before: Sharding) -> Sharding:
         layout = base.reduced(before.layout, self.axes, self.op)
-        return before.with_layout(base.freed(layout, self.axes, self.copies))
+        return before.with_layout(base.with_replicas_and_copies(layout, self.axes, self.copies))
 
     def traffic(self, before: Sharding, spans: LinkSpans = ()) -> Traffic:
         group = slowest_first(before.mesh, self.axes, spans)
@@ -79,4 +79,4 @@ def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
         hops.append(Hop(span.axis, received, messages, span.level))
         n_shares *= span.size
     received = -(-2 * (n_shares - 1) * block // n_shares)
-    return Traffic(received, 0, tuple(hops), rounds=2 * ring_rounds(group))
+    return Traffic(received, 0, tuple(hops), ring_rounds=2 * ring_rounds(group))

@@ -26,7 +26,7 @@ Block = NDArray[Any]
 Blocks = Sequence[Block]  # one block per device, in the order of the mesh
 DimCut = tuple[str, tuple[Shard, ...]]  # a dim and some of its shards, outermost first
 
-FREE = ("retag", "transpose")  # kinds of local steps that return a view
+VIEW_KINDS = ("retag", "transpose")  # kinds of local steps that return a view
 REDUCERS: dict[str, Callable[[Block, Block], Block]] = {
     "sum": np.add,
     "max": np.maximum,
@@ -65,7 +65,7 @@ class Step(ABC):
             before: The sharding that the step starts from.
             spans: The links along the axes of the mesh; without them all links are equally fast.
         """
-        if self.kind in FREE:
+        if self.kind in VIEW_KINDS:
             return Traffic()
         return Traffic(copied=self.after(before).max_local_size)
 
@@ -144,7 +144,7 @@ def without_tags(layout: Layout, axes: Sequence[str]) -> Layout:
     return replace(layout, tags=kept_tags)
 
 
-def freed(layout: Layout, axes: Sequence[str], copies: Sequence[str]) -> Layout:
+def with_replicas_and_copies(layout: Layout, axes: Sequence[str], copies: Sequence[str]) -> Layout:
     """Return the layout after a gather or reduction over `axes`.
 
     The axes in `copies` hold copies from then on, the others replicas. Raises PlanError if a copy
@@ -209,7 +209,7 @@ def even_parts(sharding: Sharding, dim: str, shards: tuple[Shard, ...]) -> tuple
     return sharding.cut_block(sharding.dim_index(dim), shards, 0)
 
 
-def own_part(sharding: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> Runs:
+def rows_of_own_part(sharding: Sharding, dim: str, shards: tuple[Shard, ...], device: int) -> Runs:
     """Return the local positions of a device's own part of a dim under `shards`."""
     parts = sharding.cut_block(sharding.dim_index(dim), shards, device)
     return parts[sharding.mesh.index(device, axes_of(shards))]

@@ -20,8 +20,8 @@ from xshard.steps.base import (
     Blocks,
     Step,
     axes_of,
-    own_part,
     put_rows,
+    rows_of_own_part,
     shards_text,
     take_free,
 )
@@ -48,7 +48,7 @@ class Embed(Step):
         results = []
         for device, block in enumerate(blocks):
             out = np.zeros(after.local_shape(device), block.dtype)
-            put_rows(out, dim, own_part(before, self.dim, self.shards, device), block)
+            put_rows(out, dim, rows_of_own_part(before, self.dim, self.shards, device), block)
             results.append(out)
         return results
 

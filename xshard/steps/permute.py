@@ -38,7 +38,7 @@ class Permute(Step):
         if _sums(before) != _sums(after):
             raise PlanError(f"a permutation keeps sums: '{before.layout}' -> '{self.to}'")
         if before.even_cuts is None or after.even_cuts is None:
-            senders(before, after)  # raises where blocks differ
+            sender_of_each_device(before, after)  # raises where blocks differ
         # Even contiguous blocks of one shape are the same blocks: no comparison of devices.
         elif before.max_local_shape != after.max_local_shape:
             raise _no_permutation(before, after)
@@ -51,13 +51,15 @@ class Permute(Step):
     def pair_traffic(self, before: Sharding) -> tuple[PairTraffic, ...]:
         elements = before.max_local_size
         pairs = []
-        for dst, src in enumerate(senders(before, before.with_layout(self.to))):
+        for dst, src in enumerate(sender_of_each_device(before, before.with_layout(self.to))):
             if src != dst:
                 pairs.append(PairTraffic(src, dst, elements))
         return tuple(pairs)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        return [blocks[s].copy() for s in senders(before, before.with_layout(self.to))]
+        return [
+            blocks[s].copy() for s in sender_of_each_device(before, before.with_layout(self.to))
+        ]
 
     def __str__(self) -> str:
         return "permute"
@@ -94,7 +96,7 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
 
 
 @layout_cache(maxsize=1024)
-def senders(before: Sharding, after: Sharding) -> tuple[int, ...]:
+def sender_of_each_device(before: Sharding, after: Sharding) -> tuple[int, ...]:
     """Find, for each device, the device that sends it its block.
 
     From "n/x/y" to "n/y/x" on x=2, y=2: (0, 2, 1, 3). Sender and receiver differ only along axes

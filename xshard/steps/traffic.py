@@ -42,7 +42,9 @@ class Hop(NamedTuple):
     received: int  # elements that the busiest device receives
     messages: int
     level: int = 0
-    slack: int = 0  # how many fewer its neighbors, within links of this level, receive on average
+    mean_shortfall: int = (
+        0  # how many fewer its neighbors, within links of this level, receive on average
+    )
 
 
 class Traffic(NamedTuple):
@@ -50,17 +52,17 @@ class Traffic(NamedTuple):
 
     received: elements that arrive from other devices.
     copied: elements packed or unpacked locally, in addition to those that the collective moves.
-    kept: elements of `copied` that a runtime saves if it puts the device's own rows into place
+    saved_copies: elements of `copied` that a runtime saves if it puts the device's own rows into place
         directly.
     hops: the phases over links; none for a local step.
-    rounds: how many messages follow each other, if the devices of each level of links are one ring.
+    ring_rounds: how many messages follow each other, if the devices of each level of links are one ring.
     """
 
     received: int = 0
     copied: int = 0
     hops: tuple[Hop, ...] = ()
-    kept: int = 0
-    rounds: int = 0
+    saved_copies: int = 0
+    ring_rounds: int = 0
 
 
 class PairTraffic(NamedTuple):
@@ -116,16 +118,16 @@ class Phases:
     mesh: The mesh of all devices.
     axes: The axes over which the whole collective runs.
     levels: The spans of each kind of link, the fastest kind first.
-    numbers: For each device, the place of its block among the blocks of its group.
+    block_numbers: For each device, the place of its block among the blocks of its group.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     levels: tuple[LinkSpans, ...]
-    numbers: Sequence[int]
+    block_numbers: Sequence[int]
 
     @classmethod
-    def along(
+    def of_axes(
         cls, mesh: Mesh, axes: Sequence[str], spans: LinkSpans, numbers: Sequence[int]
     ) -> Phases:
         """Divide a collective over `axes` by the links of the mesh, `spans`, the slowest first."""
@@ -134,7 +136,7 @@ class Phases:
         return cls(mesh, tuple(axes), tuple(tuple(level) for _, level in by_level), numbers)
 
     @property
-    def are_several(self) -> bool:
+    def has_several_speeds(self) -> bool:
         """Whether there are links of several speeds."""
         return len(self.levels) > 1
 
@@ -145,15 +147,15 @@ class Phases:
         for other in self.mesh.group(device, self.axes):
             if self._place_on_other_levels(other, level) == place:
                 members.append(other)
-        return tuple(sorted(members, key=self.numbers.__getitem__))
+        return tuple(sorted(members, key=self.block_numbers.__getitem__))
 
-    def reached(self, device: int, level: int = 0) -> tuple[int, ...]:
+    def devices_reached(self, device: int, level: int = 0) -> tuple[int, ...]:
         """List the devices that links of a level and slower ones reach, in the order of blocks."""
         if level == len(self.levels):
             return (device,)
         devices: list[int] = []
         for member in self.members(device, level):
-            devices += self.reached(member, level + 1)
+            devices += self.devices_reached(member, level + 1)
         return tuple(devices)
 
     def _place_on_other_levels(self, device: int, level: int) -> list[int]:

@@ -16,7 +16,7 @@ import xshard as xs
 from tests.torch_bridge.helpers import block_of, numbers, on_ranks
 from torch_bridge.calls.move import MoveCall, _executable, links_along
 from torch_bridge.mesh import machine as rooms
-from torch_bridge.mesh.machine import machine
+from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_mesh import mesh_of_ranks
 from xshard.cost.machine import LAUNCHERS
 
@@ -31,10 +31,10 @@ def _named() -> str:
         for rows in range(2, 12):
             xt.redistribute(torch.ones(rows, 4), "n/a d -> n d/a", MESH)
     assert (asked.call_count, rooms._agreed_profile.cache_info().misses) == (1, 1)
-    found = str(machine("auto", CPU).name)
+    found = str(machine_profile("auto", CPU).name)
     rooms._agreed_profile.cache_clear()
     rooms._detected = lambda *_: (("NVIDIA A100", "NVIDIA H200")[rank], 4)
-    agreed = machine("auto", torch.device("cuda")).name
+    agreed = machine_profile("auto", torch.device("cuda")).name
     x = block_of(numbers(4, 4), "n/a d", MESH, torch.float32).requires_grad_()
     y = xt.redistribute(x, "n/a d -> n d/a", MESH)
     assert torch.equal(y, xt.redistribute(x, "n/a d -> n d/a", MESH, profile="tpu_v5e"))

@@ -298,7 +298,7 @@ def _line(
     small = _with_rows(shape, 2**octave, submesh)
     middle = _with_rows(shape, 2 ** (octave + OCTAVES // 2), submesh)
     large = _with_rows(shape, 2 ** (octave + OCTAVES), submesh)
-    request = Request.on(submesh, src, dst, middle, dtype, profile.along(axes, mesh))
+    request = Request.on_mesh(submesh, src, dst, middle, dtype, profile.for_axes(axes, mesh))
     plan = find_plan(request)
     # The plan of the middle serves both ends: it is the best near them, too.
     small_s = replace(plan, shape=small).cost

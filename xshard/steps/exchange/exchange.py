@@ -12,7 +12,7 @@ from xshard.errors import PlanError
 from xshard.layout import Layout, Sharding
 from xshard.notation.overlap import Fold
 from xshard.steps.base import REDUCERS, Block, Blocks, Step
-from xshard.steps.exchange.messages import Message, fill_boxes, messages_to, node_local_traffic
+from xshard.steps.exchange.messages import Message, boundary_fills, messages_to, node_local_traffic
 from xshard.steps.exchange.sources import carried_dims, views
 from xshard.steps.exchange.traffic import begun_axes, ended_axes, exchange_traffic
 from xshard.steps.traffic import LinkSpans, PairTraffic, Traffic
@@ -95,7 +95,7 @@ class Exchange(Step):
         results = []
         for device in range(before.mesh.n_devices):
             out = np.zeros(after.local_shape(device), blocks[device].dtype)
-            for dim, start, stop, value in fill_boxes(after, device):
+            for dim, start, stop, value in boundary_fills(after, device):
                 rows = (slice(None),) * dim + (slice(start, stop),)
                 out[rows] = value
             # The first box for an element replaces the zero, which is no operand of a max.

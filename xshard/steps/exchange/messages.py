@@ -246,7 +246,7 @@ def _receivers_of(
     return mesh.group(device, [axis for axis in mesh.axes if axis in sending_axes])
 
 
-def fill_boxes(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
+def boundary_fills(after: Sharding, device: int) -> tuple[tuple[int, int, int, float], ...]:
     """List the rows outside the array that a device fills itself, in order of writing.
 
     Returns:

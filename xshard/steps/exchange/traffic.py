@@ -239,8 +239,8 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
 
 
 @layout_cache(maxsize=4096)
-def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> Received:
-    """Count what each device takes from senders with its coordinates along the axes `agree`.
+def received_from(before: Sharding, after: Sharding, shared_axes: tuple[str, ...]) -> Received:
+    """Count what each device takes from senders with its coordinates along the axes `shared_axes`.
 
     Per device and view, the count is a product: of the rows in each dim, and of the addends of
     sums that end.
@@ -251,7 +251,7 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
     mesh = before.mesh
     begun = begun_axes(before.layout, after.layout)
     ended = ended_axes(before.layout, after.layout)
-    addends = mesh.size(*(a for a in ended if a not in agree))
+    addends = mesh.size(*(a for a in ended if a not in shared_axes))
     # The elements of all devices together have to fit into 64 bits, or are numbers of Python.
     most = max(before.max_local_size, after.max_local_size) * mesh.n_devices * addends
     dtype: Any = np.int64 if most < MOST_COUNTED else object
@@ -265,7 +265,7 @@ def received_from(before: Sharding, after: Sharding, agree: tuple[str, ...]) -> 
         view_senders = view_elements
         for src, dst in ends:
             # Along an axis of a new sum each device contributes its own shard and takes no other.
-            fixed = tuple(a for a in src.dim.axes if a in begun or a in agree)
+            fixed = tuple(a for a in src.dim.axes if a in begun or a in shared_axes)
             begins = any(a in begun for a in src.dim.axes)
             factor = received_of_dim(src, dst, fixed, mesh, begins)
             view_elements = view_elements * factor.elements
