@@ -30,7 +30,7 @@ PLAIN = {
     "xshard.layout.mesh._all_coords",
     "xshard.layout.mesh._all_groups",
     "xshard.layout.mesh._all_indices",
-    "xshard.plans.kept._code_digest",
+    "xshard.plans.disk_cache._code_digest",
     "xshard.plans.serialize._field_types",
     "xshard.rules._compiled",
     "xshard.rules.spellings",

@@ -23,7 +23,7 @@ from xshard.cost.model import Profile, too_large
 from xshard.errors import PlanError
 from xshard.layout import Layout, Mesh, Sharding
 from xshard.notation.parser import Dim
-from xshard.plans.kept import kept
+from xshard.plans.disk_cache import read_or_make
 from xshard.search.request import BOTH, FORWARD
 
 ALL_ORDERS = 4  # most operands for which every order of pairs is weighed: 18 orders
@@ -68,7 +68,7 @@ def find_contraction(request: ContractionRequest) -> ContractionPlan:
 
     Raises PlanError if none fits the limits.
     """
-    return kept(request, ContractionPlan.from_json, lambda: _search(request))
+    return read_or_make(request, ContractionPlan.from_json, lambda: _search(request))
 
 
 def _search(request: ContractionRequest) -> ContractionPlan:

@@ -21,7 +21,7 @@ from xshard.layout import Layout, Mesh, Sharding
 from xshard.layout.layout import NONLINEAR
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.plans import alternatives, table
-from xshard.plans.kept import kept
+from xshard.plans.disk_cache import read_or_make
 from xshard.plans.serialize import plan_from_plain, plan_to_plain, reading_plan
 from xshard.plans.transfer import Transfer
 from xshard.plans.transfer_search import cheapest, transfer_paths
@@ -433,7 +433,7 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
         return search_plan(request, objective, by_transfer=by_transfer)
 
     options = {"objective": objective, "by_transfer": by_transfer}
-    return kept(request, Plan.from_json, search, options)
+    return read_or_make(request, Plan.from_json, search, options)
 
 
 @layout_cache(maxsize=4096)

@@ -8,7 +8,7 @@ import pytest
 
 import xshard as xs
 from xshard.notation.maps import empty_caches
-from xshard.plans import kept
+from xshard.plans import disk_cache
 from xshard.search.a_star import Search
 
 MESH = xs.Mesh(x=2, y=3)
@@ -54,7 +54,7 @@ def test_the_second_start_plans_nothing(again, monkeypatch):
     first, searches = again()
     assert searches > 10
     assert again() == (first, 0)
-    monkeypatch.setattr(kept, "_code_digest", lambda: "other code")
+    monkeypatch.setattr(disk_cache, "_code_digest", lambda: "other code")
     assert again() == (first, searches)
     monkeypatch.delenv("XSHARD_CACHE")
     assert again() == (first, searches)
@@ -73,7 +73,7 @@ def test_wrong_files_are_planned_afresh(again, tmp_path):
     wrong = json.loads(whole)
     wrong["plan"] = wrong["plan"].replace("float32", "float64")
     no_plan = json.loads(whole) | {"plan": "{}"}
-    no_plan["digest"] = kept._digest(no_plan["request"] + "{}")
+    no_plan["digest"] = disk_cache._digest(no_plan["request"] + "{}")
     for text in (
         foreign,
         json.dumps(wrong),
@@ -92,8 +92,8 @@ def test_wrong_files_are_planned_afresh(again, tmp_path):
 @pytest.mark.filterwarnings("error")
 def test_threads_share_a_folder_that_is_bounded(again, tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("stays")
-    monkeypatch.setattr(kept, "MAX_FILES", 8)
-    monkeypatch.setattr(kept, "WRITES_PER_COUNT", 1)
+    monkeypatch.setattr(disk_cache, "MAX_FILES", 8)
+    monkeypatch.setattr(disk_cache, "WRITES_PER_COUNT", 1)
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda n: xs.plan("n/x -> n", MESH, (n // 2,)), range(60)))
     names = os.listdir(tmp_path)

@@ -32,7 +32,7 @@ _FILE_NAME = re.compile(r"[0-9a-f]{40}\.json(\.\d+)?")
 P = TypeVar("P", bound=Any)  # a kind of plan, with `to_json`
 
 
-def kept(
+def read_or_make(
     request: Any,
     read: Callable[[str, Profile], P],
     make: Callable[[], P],
