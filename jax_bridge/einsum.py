@@ -29,7 +29,7 @@ from xshard import ContractionPlan, Mesh, Plan, ProfileLike, Sharding, planner
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import Part, contraction_of
 from xshard.contractions.ring import ContractionRing
-from xshard.contractions.shapes import Shapes, named_block, whole_shapes
+from xshard.contractions.shapes import Shapes, global_lengths, named_block
 from xshard.errors import ShapeError
 from xshard.notation.parser import text_spans
 from xshard.plans.expression import check_given
@@ -135,9 +135,9 @@ def einsum_blocks(
 
     mover = _Mover(planned.mesh, plan.text)
     for part in plan.parts:
-        operands = [remaining[i] for i in part.takes]
+        operands = [remaining[i] for i in part.operand_indices]
         # The plan numbers what is left: a result goes behind the other operands.
-        remaining = [x for i, x in enumerate(remaining) if i not in part.takes]
+        remaining = [x for i, x in enumerate(remaining) if i not in part.operand_indices]
         if part.ring is not None:
             result = _contract_in_rounds(part, part.ring, operands, mover, options)
         else:
@@ -166,7 +166,7 @@ def _planned(
     layouts = (*call.operands, call.result)
     context = mesh_and_machine(mesh, layouts, call.text, options.profile)
     if shapes is None:
-        shapes = whole_shapes(call, context.mesh, tuple(x.shape for x in blocks))
+        shapes = global_lengths(call, context.mesh, tuple(x.shape for x in blocks))
     options = options._replace(profile=context.machine)
     return _PlannedBlocks(options.plan(call, context.mesh, shapes, dtype), context.mesh)
 
@@ -222,7 +222,7 @@ def _contract_in_rounds(
     pieces_of_operands: list[Sequence[jax.Array]] = []  # [operands][products]
     for i, (x, move) in enumerate(zip(operands, part.moves, strict=True)):
         if i == ring.operand:
-            x = mover.move(x, ring.rest)
+            x = mover.move(x, ring.remaining_move)
             dim = move.dst.dim_index(ring.dim)
             pieces_of_operands.append(_travelling_pieces(x, dim, ring, mover))
             continue
@@ -242,7 +242,7 @@ def _contract_in_rounds(
         return mover.move(reduce(add, products), part.result)
     dim = result_layout.dim_index(ring.dim)
     if ring.operand is None:
-        return mover.move(_travelling_sums(products, dim, ring, mover), ring.rest)
+        return mover.move(_travelling_sums(products, dim, ring, mover), ring.remaining_move)
     return mover.move(_in_order_of_pieces(products, dim, ring), part.result)
 
 

@@ -11,7 +11,7 @@ from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
-from xshard.contractions.shapes import Shapes, shapes_of, whole_lengths, written
+from xshard.contractions.shapes import Shapes, checked_lengths, shapes_of, written_shardings
 from xshard.contractions.solve import ContractionRequest, find_contraction
 from xshard.cost.machine import load_profile, without_devices
 from xshard.cost.model import ProfileLike
@@ -179,7 +179,7 @@ def plan(  # noqa: PLR0913  public, for moves, for two meshes, and for contracti
             raise MeshError("a contraction is on one mesh", hint=hint)
         _check_flops_limit(flops_limit)
         limit = limit_of(memory_limit)
-        call, shapes = shapes_of(contraction(expression), *whole_lengths(sizes, shape))
+        call, shapes = shapes_of(contraction(expression), *checked_lengths(sizes, shape))
         # A contraction is a layer as a rule: its gradient decides where it is computed, too.
         passes = objective if objective else BOTH
         return plan_contraction(
@@ -256,7 +256,7 @@ def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its argument
     )
     with mark_errors(call.text):  # of shapes; they come before the cache of plans is asked
         _ = request.shardings
-        written(call, mesh, shapes)
+        written_shardings(call, mesh, shapes)
     return find_contraction(request)
 
 

@@ -277,11 +277,13 @@ def _run_contraction(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contr
         left.append(by_name(checked_blocks(x, array), array, move.source))
     used_by_part = []
     for part in plan.parts:
-        used = [run(move, left[i]) for i, move in zip(part.takes, part.moves, strict=True)]
+        used = [
+            run(move, left[i]) for i, move in zip(part.operand_indices, part.moves, strict=True)
+        ]
         used_by_part.append(used)
         names = [move.dst.names for move in part.moves]
         local = contract(list(zip(names, used, strict=True)), part.result.src.names)
-        left = [*remaining(left, part.takes), run(part.result, local)]
+        left = [*remaining(left, part.operand_indices), run(part.result, local)]
     [result] = left
     return Contracted(_to_written_dims(result, target, plan.result.target), used_by_part)
 
@@ -296,7 +298,7 @@ def _pull_back_contraction(
     left = [by_name(cotangent_blocks, plan.arrays[-1], plan.result.target)]
     for part, used in zip(reversed(plan.parts), reversed(used_by_part), strict=True):
         of_result = left.pop()
-        of_taken = zip(part.takes, _gradients(part, used, of_result), strict=True)
+        of_taken = zip(part.operand_indices, _gradients(part, used, of_result), strict=True)
         for i, operand in sorted(of_taken, key=itemgetter(0)):
             left.insert(i, operand)  # in the order of places, so that each goes back to its own
     described = zip(left, plan.arrays, plan.moves, strict=False)

@@ -162,7 +162,10 @@ def products(rounds: int) -> list[Row]:
         for name, text in PRODUCTS.items():
             plan = xs.plan(text, mesh, sizes={"n": 64, "d": 64, "e": 64}, dtype="float32")
             x, w = (torch.ones(move.source.local_shape(1), device="cuda") for move in plan.moves)
-            a, b = (torch.ones(part.local_shape(1), device="cuda") for part in plan.parts[0].used)
+            a, b = (
+                torch.ones(part.local_shape(1), device="cuda")
+                for part in plan.parts[0].contracted_shardings
+            )
             placed = [
                 DTensor.from_local(
                     t, ranks, xt.dtensor.to_placements(str(layout), ranks), run_check=False

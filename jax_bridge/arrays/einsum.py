@@ -21,7 +21,7 @@ from xshard import ContractionPlan, Mesh, ProfileLike
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
-from xshard.contractions.shapes import Shapes, for_operands, shapes_of, whole_lengths
+from xshard.contractions.shapes import Shapes, checked_lengths, for_operands, shapes_of
 from xshard.errors import DtypeError, api_boundary
 from xshard.formatting import format_bytes
 from xshard.notation.maps import Maps
@@ -93,7 +93,7 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
     operand_shapes = tuple(x.shape for x in arrays)
     shapes = None
     if sizes is not None or shape is not None:
-        known_sizes, known_shapes = whole_lengths(sizes, shape)
+        known_sizes, known_shapes = checked_lengths(sizes, shape)
         _, shapes = shapes_of(call, known_sizes, known_shapes)
     call = for_operands(call, operand_shapes)
     given = expression if isinstance(expression, ContractionPlan) else call

@@ -99,15 +99,15 @@ class DeviceAttention(AttentionCall):
             kv: Keys with the values beside them: [batch, heads, rows, width + value width].
             is_plain: Whether JAX's own attention can do all that the call asks for.
         """
-        if self.attn.how == RING:
+        if self.attn.method == RING:
             return ring(self, q, kv)
-        query_rows = self.held(SEQUENCE)
+        query_rows = self.global_positions(SEQUENCE)
         key_rows = self.key_rows()
         # JAX's own attention computes in float32 at most, and takes values as wide as keys.
         has_one_width = q.shape[-1] == self.attn.value_width
         has_kernel = has_one_width and self.dtype != jnp.float64
         # "reduce" merges results by log-sum-exps, which the kernel does not return.
-        if is_plain and has_kernel and self.attn.how != REDUCE:
+        if is_plain and has_kernel and self.attn.method != REDUCE:
             return self._by_kernel(q, kv, query_rows, key_rows)
         return self.attend(q, kv, query_rows, key_rows)
 
@@ -134,16 +134,16 @@ class DeviceAttention(AttentionCall):
     # What `AttentionCall` asks of a framework.
 
     @property
-    def wide_dtype(self) -> Any:
+    def score_dtype(self) -> Any:
         """The dtype of scores: float32, or the arrays' own if that is wider."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
     @property
-    def empty(self) -> float:
+    def masked_score(self) -> float:
         """The score of a key that does not count: very low, but finite, as are derivatives."""
-        return float(jnp.finfo(self.wide_dtype).min) / 2
+        return float(jnp.finfo(self.score_dtype).min) / 2
 
-    def held(self, dim: int) -> Array:
+    def global_positions(self, dim: int) -> Array:
         """Return the global numbers of this device's queries, or their heads or batches.
 
         -1 in padding.
@@ -153,13 +153,13 @@ class DeviceAttention(AttentionCall):
 
     def product(self, q: Array, k: Array) -> Array:
         """Multiply queries by keys: [batch, heads, queries, keys]."""
-        return jnp.einsum("bhqk,bhsk->bhqs", q, k, preferred_element_type=self.wide_dtype)
+        return jnp.einsum("bhqk,bhsk->bhqs", q, k, preferred_element_type=self.score_dtype)
 
-    def wide(self, x: Any) -> Array:
+    def in_score_dtype(self, x: Any) -> Array:
         """Return constants in the dtype of scores."""
-        return lax.stop_gradient(jnp.asarray(x)).astype(self.wide_dtype)
+        return lax.stop_gradient(jnp.asarray(x)).astype(self.score_dtype)
 
-    def whole(self, x: Any) -> Array:
+    def as_integers(self, x: Any) -> Array:
         """Return whole numbers for the random bits of dropout."""
         return jnp.asarray(x).astype(jnp.uint32)
 
@@ -179,7 +179,7 @@ class DeviceAttention(AttentionCall):
     def heads_read(self) -> Array | None:
         """The head of keys that each head of queries reads; None if there are as many of both."""
         queries = self.attn.queries
-        if self.attn.group == 1:
+        if self.attn.query_heads_per_key_head == 1:
             return None
         axes = queries.layout.dims[HEADS].axes
         n_heads = queries.max_local_shape[HEADS]
@@ -217,7 +217,7 @@ class DeviceAttention(AttentionCall):
         scores, _ = self.scores(q, k, query_rows, key_rows)
         log_sum = jax.nn.logsumexp(scores, -1)  # [batch, heads, queries]
         weights = jnp.exp(scores - log_sum[..., None])  # [batch, heads, queries, keys]
-        weights = weights * self.kept(query_rows, key_rows)  # dropout
+        weights = weights * self.dropout_factors(query_rows, key_rows)  # dropout
         # Products in the arrays' short dtype are fast; they are added up in the dtype of scores.
         y = jnp.einsum(
             "bhqs,bhsk->bhqk", weights.astype(v.dtype), v, preferred_element_type=scores.dtype
@@ -285,8 +285,8 @@ def ring(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
 
 def _ring_forward(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
     """Merge the results of one block of keys per round into the result of all keys."""
-    dtype = call.wide_dtype
-    query_rows = call.held(SEQUENCE)
+    dtype = call.score_dtype
+    query_rows = call.global_positions(SEQUENCE)
     varying = varying_axes(q)
     rows_shape = q.shape[:3]  # [batch, heads, rows]
     y = jnp.zeros((*rows_shape, call.attn.value_width), dtype)
@@ -294,7 +294,7 @@ def _ring_forward(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Ar
     # Both branches of a condition need one type: what is computed from q varies as q does.
     y = as_varying(y, varying)
     log_sum = as_varying(log_sum, varying)
-    for round_number, block in call.attn.in_turn(kv, call.send):
+    for round_number, block in call.attn.blocks_by_round(kv, call.send):
         for tile in call.tiles(query_rows, call.key_rows(round_number)):
             merge = partial(_merge_tile, call, q, block, tile)
             y, log_sum = call.if_visible(tile, merge, y, log_sum)
@@ -311,7 +311,7 @@ def _merge_tile(
     old_log_sum = log_sum[:, :, tile.queries]
     new_log_sum = jnp.logaddexp(old_log_sum, tile_log_sum)
     # -inf for rows that have seen no key so far: -inf - -inf would be NaN.
-    finite = jnp.maximum(new_log_sum, call.empty)
+    finite = jnp.maximum(new_log_sum, call.masked_score)
     old_share = jnp.exp(old_log_sum - finite)[..., None]
     tile_share = jnp.exp(tile_log_sum - finite)[..., None]
     merged = tile_y * tile_share + y[:, :, tile.queries] * old_share
@@ -344,13 +344,13 @@ def _ring_backward(call: DeviceAttention, rows: BackwardRows, kv: Array) -> tupl
     gathers an addend on every device, and the last message takes it home.
     """
     dtype = rows.log_sum.dtype
-    query_rows = call.held(SEQUENCE)
+    query_rows = call.global_positions(SEQUENCE)
     varying = varying_axes(rows.q)
     q_gradient = as_varying(jnp.zeros_like(rows.q, dtype), varying)
     zeros = as_varying(jnp.zeros_like(kv, dtype), varying_axes(kv))
     # The gradient of the block that is here, by the devices that it has visited.
     travelling: Any = None
-    for round_number, block in call.attn.in_turn(kv, call.send):
+    for round_number, block in call.attn.blocks_by_round(kv, call.send):
         kv_gradient = zeros
         for tile in call.tiles(query_rows, call.key_rows(round_number)):
             accumulate = partial(_add_tile_gradients, call, rows, block, tile)
@@ -387,7 +387,7 @@ def _tile_gradients(
     k, v = call.read(block)
     scores, slope = call.scores(rows.q, k, tile.query_rows, tile.key_rows)
     weights = jnp.exp(scores - rows.log_sum)  # [batch, heads, queries, keys]
-    dropout_factors = call.kept(tile.query_rows, tile.key_rows)
+    dropout_factors = call.dropout_factors(tile.query_rows, tile.key_rows)
     dweights = product("bhqk,bhsk->bhqs", rows.dy, v) * dropout_factors
     dscores = weights * (dweights - rows.shared)
     dproducts = (dscores * slope).astype(rows.q.dtype)  # of q . k, before scale and softcap

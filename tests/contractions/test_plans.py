@@ -29,7 +29,7 @@ def test_single_contractions(name):
     mesh = xs.Mesh({axis: n for axis, n in MESH.items() if axis in text})
     case = Contraction(mesh, tuple(int(n) for _, n in sizes), "float64", tuple(layouts))
     judge(product := planned(case), *on_numpy([product]))
-    assert all(len(part.takes) <= 2 for part in product.plan.parts)
+    assert all(len(part.operand_indices) <= 2 for part in product.plan.parts)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,8 @@ def test_the_cheapest_way_is_taken(layout: str, length: int, kv_heads: int, how:
     )
     given = attention(q, k, k, causal=True)
     found = fastest_attention(given, "bfloat16", H100)
-    prices = {way: attention_seconds(replace(given, how=way), "bfloat16", H100) for way in METHODS}
-    assert found.how == how == min(prices, key=lambda way: prices[way]), prices
-    assert fastest_attention(replace(given, how="gather"), "bfloat16", H100).how == "gather"
+    prices = {
+        way: attention_seconds(replace(given, method=way), "bfloat16", H100) for way in METHODS
+    }
+    assert found.method == how == min(prices, key=lambda way: prices[way]), prices
+    assert fastest_attention(replace(given, method="gather"), "bfloat16", H100).method == "gather"

@@ -35,7 +35,7 @@ from xshard.arguments import limit_of
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import ContractionPlan, contraction_of
-from xshard.contractions.shapes import for_operands, shapes_of, whole_lengths, whole_shapes
+from xshard.contractions.shapes import checked_lengths, for_operands, global_lengths, shapes_of
 from xshard.cost.machine import resolve_profile
 from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, NotationError
@@ -87,7 +87,7 @@ class EinsumCall(NamedTuple):
         )
         if shape is None and sizes is None:
             return call
-        lengths, whole = whole_lengths(sizes, shape)
+        lengths, whole = checked_lengths(sizes, shape)
         _, shapes = shapes_of(call.contraction, lengths, whole)
         return call._replace(shapes=shapes)
 
@@ -150,7 +150,7 @@ class EinsumCall(NamedTuple):
         shapes = self.shapes
         if not shapes:
             local_shapes = tuple(shape for shape, *_ in blocks)
-            shapes = whole_shapes(contraction, processes.mesh, local_shapes)
+            shapes = global_lengths(contraction, processes.mesh, local_shapes)
         plan = plan_contraction(
             contraction,
             processes.mesh,

@@ -21,7 +21,7 @@ from torch_bridge.versions.modes import is_any_autocast_enabled
 from xshard import ProfileLike
 from xshard.contractions.plan import ContractionPlan
 from xshard.contractions.ring import NEVER, OVERLAPS
-from xshard.contractions.shapes import for_operands, shapes_of, written
+from xshard.contractions.shapes import for_operands, shapes_of, written_shardings
 from xshard.errors import MeshError, PlanError, ShapeError, XshardError, end_at_user
 from xshard.notation.maps import Maps
 from xshard.notation.parser import text_spans, with_map_digests
@@ -199,7 +199,7 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     shapes = call.shapes
     if shapes is None:
         _, shapes = shapes_of(contraction, None, global_shapes)
-    *arrays, result = written(contraction, mesh_of(mesh), shapes)
+    *arrays, result = written_shardings(contraction, mesh_of(mesh), shapes)
     # Only sizes= or shape= can ask for others.
     needed_shapes = tuple(array.shape for array in arrays)
     if needed_shapes != global_shapes:

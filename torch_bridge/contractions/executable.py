@@ -59,7 +59,7 @@ class Stages:
 class PartExecutable:
     """The blocks of operands -> the block of one part of the contraction."""
 
-    takes: tuple[int, ...]  # which of the blocks that are left
+    operand_indices: tuple[int, ...]  # which of the blocks that are left
     plain: Stages
     stages: Stages  # as `plain`, or in rounds
     receives: bool
@@ -151,8 +151,10 @@ class ContractionExecutable:
             remaining[i] = view(remaining[i])
         for part in self.parts:
             # As in opt_einsum: a part takes some blocks, and its result comes last.
-            operands = [remaining[i] for i in part.takes]
-            remaining = [block for i, block in enumerate(remaining) if i not in part.takes]
+            operands = [remaining[i] for i in part.operand_indices]
+            remaining = [
+                block for i, block in enumerate(remaining) if i not in part.operand_indices
+            ]
             remaining.append(part(operands, keeps, async_op and part.stages.is_last))
         [y] = remaining
         if y.shape == self.shape:
@@ -206,17 +208,17 @@ class Lowering:
         plain = Stages(moves, local, self._lowered(part.result, text), is_last)
         # Sums that travel in another dtype would be added in it.
         if part.ring is None or self.travels != (self.block, self.block):
-            return PartExecutable(part.takes, plain, plain, receives)
+            return PartExecutable(part.operand_indices, plain, plain, receives)
         ring = part.ring
         # The steps that the rounds leave: of the operand that travels, or of the result.
-        rest = self._lowered(ring.rest, text, may_return_input=ring.operand is not None)
+        rest = self._lowered(ring.remaining_move, text, may_return_input=ring.operand is not None)
         rounds = Rounds.of(local, ring, self._lowered(ring.rotation, text))
         if ring.operand is None:
             stages = Stages(moves, rounds, rest, is_last)
         else:
             moves = (*moves[: ring.operand], rest, *moves[ring.operand + 1 :])
             stages = Stages(moves, rounds, plain.result, is_last)
-        return PartExecutable(part.takes, plain, stages, receives)
+        return PartExecutable(part.operand_indices, plain, stages, receives)
 
     def _lowered(self, plan: Plan, text: str, *, may_return_input: bool = False) -> Move:
         """Return the move of a plan for these blocks; None if it has no steps."""

@@ -46,8 +46,10 @@ class LocalContraction:
     @classmethod
     def of(cls, part: Part, device: int) -> LocalContraction:
         """Return the local contraction of a part of a plan on a device."""
-        layouts = [array.layout for array in part.used]
-        lengths = dim_lengths(layouts, (array.local_shape(device) for array in part.used))
+        layouts = [array.layout for array in part.contracted_shardings]
+        lengths = dim_lengths(
+            layouts, (array.local_shape(device) for array in part.contracted_shardings)
+        )
         names = tuple(layout.names for layout in layouts)
         return cls(names, part.result.src.names, tuple(lengths.items()))
 

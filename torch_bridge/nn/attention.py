@@ -132,7 +132,7 @@ class ProcessAttention(AttentionCall):
     profile: ProfileLike
     like: Tensor  # an empty tensor of the queries' dtype and device
     xp = torch
-    empty = float("-inf")
+    masked_score = float("-inf")
 
     # What `AttentionCall` asks of a framework.
 
@@ -156,8 +156,8 @@ class ProcessAttention(AttentionCall):
 
     def _check_transformed(self, is_plain: bool) -> None:
         """Raise XshardError for what has first derivatives in reverse mode only."""
-        if self.how in FIRST_DERIVATIVES:
-            message = f"a {self.how}"
+        if self.method in FIRST_DERIVATIVES:
+            message = f"a {self.method}"
         elif not is_plain:
             message = "softcap, dropout, return_lse, blind rows"
         else:
@@ -167,22 +167,22 @@ class ProcessAttention(AttentionCall):
 
     def compute(self, q: Tensor, kv: Tensor, is_plain: bool) -> tuple[Tensor, Tensor]:
         """Return the result and the log-sum-exps of queries, by the keys of all rounds."""
-        if self.attn.how == RING:
+        if self.attn.method == RING:
             # Every block is as long as the longest, so that all messages have one size.
             kv = F.pad(kv, (0, 0, 0, self.attn.block_rows - kv.shape[2]))
-        elif is_plain and self.attn.how != REDUCE:
+        elif is_plain and self.attn.method != REDUCE:
             return self._fused(q, kv), q[..., 0]  # log-sum-exps are not returned
         return BlockAttention.apply(self, q, kv)  # type: ignore[no-any-return]  # torch has no type for it
 
-    def held(self, dim: int) -> Tensor:
+    def global_positions(self, dim: int) -> Tensor:
         queries = self.attn.queries
         runs = queries.held(dim % len(queries.shape), self.processes.device)
-        return self.whole(row_numbers(runs))
+        return self.as_integers(row_numbers(runs))
 
-    def whole(self, x: Any) -> Tensor:
+    def as_integers(self, x: Any) -> Tensor:
         return torch.as_tensor(x, device=self.like.device)
 
-    def wide(self, x: Tensor) -> Tensor:
+    def in_score_dtype(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(self.like.dtype, torch.float32)
         return x.detach().to(self.like.device, dtype)
 
@@ -220,9 +220,9 @@ class ProcessAttention(AttentionCall):
     @cached_property
     def _heads_read(self) -> Tensor | None:
         """The head of keys that each head of queries reads; None if there are as many of both."""
-        if self.attn.group == 1:
+        if self.attn.query_heads_per_key_head == 1:
             return None
-        return self.whole(self.attn.heads_read(self.processes.device))
+        return self.as_integers(self.attn.heads_read(self.processes.device))
 
     def read(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values, for every head of queries."""
@@ -251,8 +251,8 @@ class ProcessAttention(AttentionCall):
         is_plain = self.documents[0] is None and (is_causal or tile.kind == ALL)
         if is_plain and self.alibi is None and self.kernel:
             return TileMask(rows, keys, None, is_causal, None)  # nothing to send to a GPU
-        rows = self.whole(rows)
-        keys = self.whole(keys)
+        rows = self.as_integers(rows)
+        keys = self.as_integers(keys)
         visible = None if is_plain else self.visible(rows, keys)
         return TileMask(rows, keys, visible, is_plain and is_causal, self.bias(rows, keys))
 
@@ -288,7 +288,7 @@ class ProcessAttention(AttentionCall):
         # -inf of a row that sees nothing would make NaN of its weights.
         finite = log_sum.clamp(min=torch.finfo(scores.dtype).min)
         weights = (scores - finite[..., None]).exp()
-        y = (weights * self.kept(mask.rows, mask.keys)).to(v.dtype) @ v
+        y = (weights * self.dropout_factors(mask.rows, mask.keys)).to(v.dtype) @ v
         return TileResult(y, log_sum)
 
     def tile_gradients(
@@ -315,7 +315,7 @@ class ProcessAttention(AttentionCall):
         scores, slope = self.scores(queries.q, k, mask.rows, mask.keys)
         # Weights of the softmax over all tiles.
         weights = (scores - queries.log_sum[..., None]).exp()
-        dropout_factors = self.kept(mask.rows, mask.keys)
+        dropout_factors = self.dropout_factors(mask.rows, mask.keys)
         cotangent = queries.cotangent.to(weights.dtype)
         # The derivative of a softmax, with the part of all tiles in the result.
         change = cotangent @ v.mT.to(cotangent.dtype) * dropout_factors
@@ -423,7 +423,7 @@ class BlockAttention(torch.autograd.Function):
         y = q.new_zeros((*q.shape[:3], call.attn.value_width), dtype=dtype)
         log_sum = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
         # All processes send all blocks on, also those that they do not read: no other waits.
-        for round_index, block in call.attn.in_turn(kv, call.send):
+        for round_index, block in call.attn.blocks_by_round(kv, call.send):
             for tile in tiles(call.attn, call.processes.device, round_index):
                 k, v = call.read(block[:, :, tile.k])
                 part = call.attend(q[:, :, tile.q], k, v, call.mask(tile, round_index))
@@ -454,11 +454,11 @@ class BlockAttention(torch.autograd.Function):
         wait: Callable[[], Tensor] | None = (
             None  # for the gradient of a block, which travels with it
         )
-        for round_index, block in call.attn.in_turn(kv, call.send):
+        for round_index, block in call.attn.blocks_by_round(kv, call.send):
             kv_gradient = _add_gradients_of_block(call, queries, block, round_index, q_gradient)
             if wait is not None:
                 kv_gradient = wait() + kv_gradient
-            if call.attn.how == RING:
+            if call.attn.method == RING:
                 is_last = round_index + 1 == call.attn.rounds
                 # The last one goes home, all the way back.
                 wait = call.send(kv_gradient, -round_index if is_last else 1)

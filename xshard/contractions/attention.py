@@ -32,19 +32,19 @@ class AttentionCall:
     A bridge derives from this class and adds what depends on its framework:
 
     - `xp`: its array functions, `torch` or `jax.numpy`;
-    - `empty`: the score of a key that a query does not see;
+    - `masked_score`: the score of a key that a query does not see;
     - `enter(x, layout, shape)`: an argument -> its block, and its sharding;
     - `move(x, layouts, shape)`: redistribute a block;
     - `choose(attn, is_plain)`: the attention with its method chosen;
     - `compute(q, kv, is_plain)`: the result and the log-sum-exps of this device's blocks;
-    - `held(dim)`: the numbers of this device's batches, heads or queries;
+    - `global_positions(dim)`: the numbers of this device's batches, heads or queries;
     - `product(q, k)`: sums over the width, for each query and key, in the dtype of scores;
-    - `wide(x)`: a constant in the dtype of scores;
-    - `whole(x)`: whole numbers as an array.
+    - `in_score_dtype(x)`: a constant in the dtype of scores;
+    - `as_integers(x)`: whole numbers as an array.
     """
 
     # Both bridges pass these by position, in this order.
-    how: str
+    method: str
     causal: bool
     documents: tuple[Any, Any]
     window: Any
@@ -88,7 +88,7 @@ class AttentionCall:
             query.sharding,
             key.sharding,
             value.sharding,
-            how=self.how,
+            how=self.method,
             causal=self.causal,
             window=self.window,
             offset=self.offset,
@@ -166,12 +166,12 @@ class AttentionCall:
         y = y.reshape((*batch_shape, *y.shape[1:]))
         lse = lse.reshape((*batch_shape, *lse.shape[1:], 1))
 
-        if attn.how == REDUCE:  # each device has seen its own keys only
+        if attn.method == REDUCE:  # each device has seen its own keys only
             y, lse = self._merge_over_keys(y, lse)
         results = [y]
         if self.return_lse:  # else log-sum-exps are not computed by all kernels
             results.append(lse)
-        if attn.how == REDUCE:
+        if attn.method == REDUCE:
             return results  # merging has moved them
         return [self.move_any_width(x, attn.result, attn.target) for x in results]
 
@@ -197,7 +197,7 @@ class AttentionCall:
         # Subtracting the greatest keeps exp() from overflowing. It is -inf where no device saw a key:
         # the clip keeps the difference from being nan.
         greatest = xp.clip(
-            self.move_any_width(self.wide(lse), maxima, whole), xp.finfo(lse.dtype).min
+            self.move_any_width(self.in_score_dtype(lse), maxima, whole), xp.finfo(lse.dtype).min
         )
         weight = xp.exp(lse - greatest)
         # Side by side again: one reduction for both sums.
@@ -259,14 +259,14 @@ class AttentionCall:
         if self.alibi is None:
             return None
         # Slopes are of all heads, and this device has some of them.
-        slopes = self.wide(self.alibi)[self.held(HEADS)][None, :, None, None]
+        slopes = self.in_score_dtype(self.alibi)[self.global_positions(HEADS)][None, :, None, None]
         return -slopes * abs(rows[:, None] + self.attn.offset - keys)
 
     def scores(self, q: Any, k: Any, rows: Any, keys: Any) -> tuple[Any, Any]:
         """Return the scores, and their derivative by the products of queries and keys.
 
         q, k: blocks. rows, keys: the global numbers of their rows, `[rows]` and `[keys]`. Scores are
-        `[batch, heads, rows, keys]`, and `empty` where the query does not see the key.
+        `[batch, heads, rows, keys]`, and `masked_score` where the query does not see the key.
         """
         slope: Any = self.scale
         scores = self.product(q, k) * slope
@@ -276,9 +276,9 @@ class AttentionCall:
             slope = (1 - part * part) * slope  # tanh' = 1 - tanh ** 2
         if self.alibi is not None:  # after the cap, as a bias that does not depend on products
             scores = scores + self.bias(rows, keys)
-        return self.xp.where(self.visible(rows, keys), scores, self.empty), slope
+        return self.xp.where(self.visible(rows, keys), scores, self.masked_score), slope
 
-    def kept(self, rows: Any, keys: Any) -> Any:
+    def dropout_factors(self, rows: Any, keys: Any) -> Any:
         """Return the factors of weights under dropout, `[batch, heads, rows, keys]`: 0 if dropped.
 
         The others are larger by as much as is dropped, so that the expected sum stays. A weight is
@@ -288,13 +288,17 @@ class AttentionCall:
             return 1.0  # a number: no array of ones is made
         # One number for each batch and head, counted in the whole array in row-major order: dim by
         # dim, the number so far times the length of the next dim, plus this device's indices in it.
-        cells: Any = self.whole(0)
+        cells: Any = self.as_integers(0)
         for dim, length in enumerate(self.attn.q.shape[:SEQUENCE]):
-            cells = cells[..., None] * length + self.whole(self.held(dim))
+            cells = cells[..., None] * length + self.as_integers(self.global_positions(dim))
         cells = cells.reshape(-1, cells.shape[-1], 1, 1)  # [batch, heads, 1, 1]
-        position = (self.whole(cells), self.whole(rows[:, None]), self.whole(keys))
-        is_dropped = core.dropped(self.whole(self.seed), position, share=self.dropout)
-        return self.wide(~is_dropped) / (1 - self.dropout)
+        position = (
+            self.as_integers(cells),
+            self.as_integers(rows[:, None]),
+            self.as_integers(keys),
+        )
+        is_dropped = core.dropped(self.as_integers(self.seed), position, share=self.dropout)
+        return self.in_score_dtype(~is_dropped) / (1 - self.dropout)
 
 
 @dataclass(frozen=True)

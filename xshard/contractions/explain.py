@@ -48,7 +48,9 @@ def _result_rows(part: Part, itemsize: int) -> list[Row]:
     if part.ring:
         step += f", {part.ring}"
     # While it runs, a device holds its operands and its result.
-    elements = sum(array.max_local_size for array in (*part.used, part.result.source))
+    elements = sum(
+        array.max_local_size for array in (*part.contracted_shardings, part.result.source)
+    )
     contraction = start._replace(
         step=step,
         received=format_bytes(0),
@@ -127,7 +129,7 @@ def _role(part: Part, axis: str) -> str:
     """Return what an axis does in a part, by the names of well-known schemes."""
     sharded = _sharded_dim(part, axis)
     if sharded is None:
-        if any(axis in operand.layout.axes for operand in part.used):
+        if any(axis in operand.layout.axes for operand in part.contracted_shardings):
             return "holds addends or copies of all operands"
         return "idle: replicas repeat the work"
     if sharded in part.result.src.names:
@@ -145,7 +147,7 @@ def _role(part: Part, axis: str) -> str:
 
 def _sharded_dim(part: Part, axis: str) -> str | None:
     """Return the name of the dim that an axis shards while operands are contracted."""
-    for operand in part.used:
+    for operand in part.contracted_shardings:
         for dim in operand.layout.dims:
             if axis in dim.axes:
                 return dim.name
@@ -154,9 +156,11 @@ def _sharded_dim(part: Part, axis: str) -> str | None:
 
 def _kept_scheme(part: Part, axis: str, sharded: str) -> str:
     """Return the name of the scheme of an axis that shards a dim of the result."""
-    owners = [i for i, operand in enumerate(part.used) if sharded in operand.layout.names]
+    owners = [
+        i for i, operand in enumerate(part.contracted_shardings) if sharded in operand.layout.names
+    ]
     moved = [i for i, move in enumerate(part.moves) if move.src.role(axis) != move.dst.role(axis)]
-    if len(owners) == len(part.used) > 1:
+    if len(owners) == len(part.contracted_shardings) > 1:
         some_moved = ", some after a move (Ulysses, dispatch)" if moved else ""
         return f"every operand has it (experts, heads){some_moved}"
     # By convention activations are operand 0, and the weight is operand 1.

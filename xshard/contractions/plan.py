@@ -12,7 +12,7 @@ from xshard.contractions import explain
 from xshard.contractions.expression import Contraction, contraction
 from xshard.contractions.placements import accesses, dim_lengths, operations
 from xshard.contractions.ring import ContractionRing, rings
-from xshard.contractions.shapes import Shapes, written
+from xshard.contractions.shapes import Shapes, written_shardings
 from xshard.contractions.types import local_type
 from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
@@ -28,9 +28,9 @@ from xshard.search.request import BOTH
 T = TypeVar("T")
 
 
-def remaining(operands: Sequence[T], takes: Sequence[int]) -> list[T]:
+def remaining(operands: Sequence[T], operand_indices: Sequence[int]) -> list[T]:
     """Return the operands that a contraction leaves: all but those whose indices it takes."""
-    return [operand for i, operand in enumerate(operands) if i not in takes]
+    return [operand for i, operand in enumerate(operands) if i not in operand_indices]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Part:
     """One local contraction, with the moves before and after it, one after the other or in a `ring`."""
 
     # Indices of its operands among those that are left; the result goes behind the others.
-    takes: tuple[int, ...]
+    operand_indices: tuple[int, ...]
     moves: tuple[Plan, ...]  # of each operand, to where it is contracted
     result: Plan  # the move of the local result
     ring: ContractionRing | None = None
@@ -51,7 +51,7 @@ class Part:
         return self.work + sum(move.cost for move in (*self.moves, self.result))
 
     @cached_property
-    def used(self) -> tuple[Sharding, ...]:
+    def contracted_shardings(self) -> tuple[Sharding, ...]:
         """The shardings under which the operands are contracted."""
         return tuple(move.target for move in self.moves)
 
@@ -69,15 +69,15 @@ class Part:
     @cached_property
     def flops(self) -> int:
         """Floating point operations of the busiest device."""
-        layouts = [x.layout for x in self.used]
-        lengths = dim_lengths(layouts, [x.max_local_shape for x in self.used])
+        layouts = [x.layout for x in self.contracted_shardings]
+        lengths = dim_lengths(layouts, [x.max_local_shape for x in self.contracted_shardings])
         has_sum = len(lengths) > len(self.result.src.names)
         return operations(lengths.values(), len(self.moves), has_sum=has_sum)
 
     @cached_property
     def work(self) -> float:
         """Predicted seconds of the local contraction, and of each gradient."""
-        arrays = (*self.used, self.result.source)
+        arrays = (*self.contracted_shardings, self.result.source)
         # An array that no product of matrices can take as it is, is copied first.
         times = accesses([array.layout.names for array in arrays])
         touched = 0
@@ -138,7 +138,7 @@ class ContractionPlan(Pictured):
         # Follow the operands through all parts, as if the plan ran.
         left = list(self.contraction.operands)
         for part in self.parts:
-            for i, move in zip(part.takes, part.moves, strict=True):
+            for i, move in zip(part.operand_indices, part.moves, strict=True):
                 if move.src != left[i]:
                     what = f"an operand is under '{left[i]}', its plan is for '{move.src}'"
                     raise PlanError(what)
@@ -148,7 +148,7 @@ class ContractionPlan(Pictured):
             if result != part.result.src:
                 what = f"devices get '{result}', the plan goes on from '{part.result.src}'"
                 raise PlanError(what)
-            left = [*remaining(left, part.takes), part.result.dst]
+            left = [*remaining(left, part.operand_indices), part.result.dst]
         if left != [self.contraction.result]:
             raise PlanError(f"the plan leads to '{left[-1]}', not to '{self.contraction.result}'")
         _ = self.arrays  # raises for shapes that do not fit
@@ -167,7 +167,7 @@ class ContractionPlan(Pictured):
     @cached_property
     def arrays(self) -> tuple[Sharding, ...]:
         """The operands and the result as the text writes them, with composed dims and names that repeat."""
-        return written(self.contraction, self.mesh, self.shapes)
+        return written_shardings(self.contraction, self.mesh, self.shapes)
 
     @cached_property
     def moves(self) -> tuple[Plan, ...]:
@@ -175,9 +175,9 @@ class ContractionPlan(Pictured):
         left = list(range(len(self.shapes)))  # numbers of operands; -1 is the result of a part
         moves = dict[int, Plan]()
         for part in self.parts:
-            for i, move in zip(part.takes, part.moves, strict=True):
+            for i, move in zip(part.operand_indices, part.moves, strict=True):
                 moves[left[i]] = move
-            left = [*remaining(left, part.takes), -1]
+            left = [*remaining(left, part.operand_indices), -1]
         return tuple(moves[i] for i in range(len(self.shapes)))
 
     @property
@@ -344,7 +344,7 @@ def contraction_of(expression: str | Contraction | ContractionPlan) -> Contracti
 def _part_to_plain(part: Part) -> dict[str, Any]:
     """Return a part as values of JSON."""
     return {
-        "takes": list(part.takes),
+        "takes": list(part.operand_indices),
         "moves": [plan_to_plain(move) for move in part.moves],
         "result": plan_to_plain(part.result),
         "ring": list(part.ring.key) if part.ring else None,

@@ -171,13 +171,13 @@ def fastest_attention(
     attn: Attention, dtype: str, profile: Profile, methods: tuple[str, ...] = METHODS
 ) -> Attention:
     """Choose the method of an attention that is "auto": the fastest of `methods`."""
-    if attn.how != AUTO:
+    if attn.method != AUTO:
         return attn
 
     def seconds_of(how: str) -> float:
-        return attention_seconds(replace(attn, how=how), dtype, profile)
+        return attention_seconds(replace(attn, method=how), dtype, profile)
 
-    return replace(attn, how=min(methods, key=seconds_of))
+    return replace(attn, method=min(methods, key=seconds_of))
 
 
 def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
@@ -192,7 +192,7 @@ def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
         move = ArrayMove(src.layout, dst.layout, src.shape)
         moving += prices.plan(move).cost + prices.plan(move.dual).cost
     work = _operations(attn) / profile.flops(dtype)
-    if attn.how != RING or attn.rounds == 1:  # first all moves, then all work
+    if attn.method != RING or attn.rounds == 1:  # first all moves, then all work
         return moving + (1 + BACKWARD) * work
 
     # In a ring a block travels while the one before it is computed: the longer of both counts.
@@ -240,7 +240,7 @@ def _operations(attn: Attention) -> float:
         most_scores = max(most_scores, int(keys_seen.clip(min=0).sum()))
     # In "reduce" every device computes all queries with its share of the keys.
     n_shares = 1
-    if attn.how == REDUCE:
+    if attn.method == REDUCE:
         n_shares = len(attn.devices)
     # An operation is a product and a sum; keys and values lie side by side along the width.
     return 2.0 * batch * heads * most_scores * attn.kv.shape[WIDTH] / n_shares

@@ -41,7 +41,7 @@ class ContractionRing:
     axis: str
     pieces: int
     rotation: Plan  # brings a piece of the part of the axis' next device
-    rest: Plan  # of the move: before the rounds of an operand, after a result's
+    remaining_move: Plan  # of the move: before the rounds of an operand, after a result's
 
     @property
     def rounds(self) -> int:
@@ -98,7 +98,7 @@ class TravellingDim(NamedTuple):
     operand: int | None
     dim: str
     src: Sharding  # of the parts
-    rest_dst: Layout  # `rest` leads from `src` to it; both shard dims equally
+    rest_dst: Layout  # `remaining_move` leads from `src` to it; both shard dims equally
 
 
 def rings(part: Part) -> Iterator[ContractionRing]:

@@ -19,7 +19,7 @@ Shapes = tuple[tuple[int, ...], ...]
 Sizes = tuple[tuple[str, int], ...]  # lengths by name
 
 
-def whole_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None]:
+def checked_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None]:
     """Check lengths by name, and shapes, as users write them, and return them as tuples of ints.
 
     {"b": 8} -> (("b", 8),); [(8, 4), (4,)] or one shape (8, 4) -> ((8, 4), ...). Raises ShapeError.
@@ -199,7 +199,7 @@ def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
     return call
 
 
-def whole_shapes(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
+def global_lengths(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
     """Return the global lengths of every operand's names, by the shapes of this device's blocks.
 
     A dim is as long as in an operand that holds it unsharded; else its blocks are taken to be equal.
@@ -221,7 +221,9 @@ def whole_shapes(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
     return shapes_of(call, None, tuple(shapes))[1]
 
 
-def written(call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]) -> tuple[Sharding, ...]:
+def written_shardings(
+    call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]
+) -> tuple[Sharding, ...]:
     """Return the shardings of operands and result as the text writes them.
 
     shapes: for every operand, the lengths of its names. Raises ShapeError if blocks of a composed dim end

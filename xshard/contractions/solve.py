@@ -90,7 +90,7 @@ def _search(request: ContractionRequest) -> ContractionPlan:
 class PathStep(NamedTuple):
     """One contraction of a path: the operands that it takes, among those left, and its placement."""
 
-    takes: Takes
+    operand_indices: Takes
     candidate: Candidate
 
 
@@ -317,7 +317,7 @@ class _Solver:
             mesh=request.mesh,
             shapes=request.shapes,
             dtype=request.dtype,
-            parts=tuple([self._part(step.takes, step.candidate) for step in path.steps]),
+            parts=tuple([self._part(step.operand_indices, step.candidate) for step in path.steps]),
             profile=request.profile,
             memory_limit=None,  # a plan over the limit would raise: `_search` looks at it
             objective=request.objective,

@@ -85,7 +85,7 @@ class Attention:
     q: Sharding
     kv: Sharding
     value_width: int
-    how: str
+    method: str
     left: int | None = None
     right: int | None = None
     offset: int = 0
@@ -100,7 +100,7 @@ class Attention:
         # Along an axis that shards batches or heads, keys follow the queries.
         taken = _sharding_axes(self.q.layout.dims[:SEQUENCE])
         of_keys = tuple(a for a in self.kv.layout.dims[SEQUENCE].axes if a not in taken)
-        if self.how == REDUCE and of_keys:  # keys stay where they are, and queries move
+        if self.method == REDUCE and of_keys:  # keys stay where they are, and queries move
             return of_keys
         if of_queries:
             return of_queries
@@ -113,12 +113,12 @@ class Attention:
         tags = self.q.layout.tags
         heads = dims[HEADS]
         rows = dims[SEQUENCE]
-        if self.how == ULYSSES and self.axes:  # whole sequences of some heads
+        if self.method == ULYSSES and self.axes:  # whole sequences of some heads
             dims[HEADS] = replace(heads, shards=(*heads.shards, Shard(self.axes, "balanced")))
             dims[SEQUENCE] = Dim(rows.name)
-        elif self.how == RING and not rows.axes:  # only keys are sharded: queries follow them
+        elif self.method == RING and not rows.axes:  # only keys are sharded: queries follow them
             dims[SEQUENCE] = Dim(rows.name, (Shard(self.axes),))
-        elif self.how == REDUCE:
+        elif self.method == REDUCE:
             if set(rows.axes) & set(self.axes):
                 dims[SEQUENCE] = Dim(rows.name)
             tags = (("copy", self.axes),)  # each device uses them for its own keys
@@ -139,7 +139,7 @@ class Attention:
     def result(self) -> Sharding:
         """The sharding under which the result is computed."""
         tags: tuple[tuple[str, tuple[str, ...]], ...] = ()
-        if self.how == REDUCE:  # by each device's own keys
+        if self.method == REDUCE:  # by each device's own keys
             tags = (("sum", self.axes),)
         layout = Layout(self.queries.layout.dims, tags)
         return replace(self.queries, layout=layout, shape=(*self.q.shape[:WIDTH], self.value_width))
@@ -159,7 +159,7 @@ class Attention:
         return not is_masked or (is_one_sequence and not self.offset)
 
     @property
-    def group(self) -> int:
+    def query_heads_per_key_head(self) -> int:
         """The number of heads of queries that share a head of keys."""
         return self.q.shape[HEADS] // self.kv.shape[HEADS]
 
@@ -167,9 +167,9 @@ class Attention:
         """Return the rows of keys on a device: all of them, or in a ring and in "reduce" a part."""
         of_queries = self.queries.layout.dims[SEQUENCE]
         of_keys = self.kv.layout.dims[SEQUENCE]
-        if self.how not in (RING, REDUCE):  # gathered, or whole for some heads
+        if self.method not in (RING, REDUCE):  # gathered, or whole for some heads
             return Dim(of_keys.name)
-        if self.how == RING and of_queries.name == of_keys.name:
+        if self.method == RING and of_queries.name == of_keys.name:
             return of_queries
         if of_keys.axes == self.axes:  # they may stay where they are
             return of_keys
@@ -181,7 +181,7 @@ class Attention:
         6 heads of queries over 2 devices, 2 to a head of keys: heads 0, 1 and heads 1, 2 of keys.
         """
         queries = self.queries
-        group = self.group
+        group = self.query_heads_per_key_head
         dim = queries.layout.dims[HEADS]
         if group == 1 or not dim.axes:
             return dim
@@ -202,22 +202,22 @@ class Attention:
         """Return the local head of keys that each of a device's heads of queries reads."""
         dim = len(self.q.shape) + HEADS
         query_heads = row_numbers(self.queries.held(dim, device))
-        if self.group == 1:
+        if self.query_heads_per_key_head == 1:
             return np.arange(len(query_heads))
         key_heads = row_numbers(self.keys.held(dim, device))
         # A device's heads of keys are consecutive. Without heads there is no first: nothing to subtract.
-        return query_heads // self.group - key_heads[:1]
+        return query_heads // self.query_heads_per_key_head - key_heads[:1]
 
     def query_rows(self, device: int) -> Rows:
         """Return the global numbers of the rows of a device's queries."""
         return row_numbers(self.queries.held(len(self.q.shape) + SEQUENCE, device))
 
-    def key_rows(self, device: int, turn: int = 0) -> Rows:
-        """Return the global numbers of the rows of keys that a device uses in round `turn` of a ring."""
-        if turn:
+    def key_rows(self, device: int, round_index: int = 0) -> Rows:
+        """Return the global rows of the keys that a device uses in round `round_index` of a ring."""
+        if round_index:
             # Blocks travel to the next device, so the one in use began `turn` devices before.
             ring = self.q.mesh.group(device, self.axes)
-            device = ring[(self.q.mesh.index(device, self.axes) - turn) % len(ring)]
+            device = ring[(self.q.mesh.index(device, self.axes) - round_index) % len(ring)]
         return row_numbers(self.keys.held(len(self.kv.shape) + SEQUENCE, device))
 
     @property
@@ -229,7 +229,7 @@ class Attention:
     def rounds(self) -> int:
         """The number of blocks of keys that a device uses; no window reaches later ones."""
         n_blocks = 1
-        if self.how == RING:
+        if self.method == RING:
             n_blocks = len(self.devices)
         if self.left is None:
             return n_blocks
@@ -271,7 +271,9 @@ class Attention:
         dst = layout_of(rotated(self.axes, n_devices, self.block_rows, by))
         return Rotation((src, dst), (batch, heads, n_devices * rows, width))
 
-    def in_turn(self, kv: T, send: Callable[[T], Callable[[], T]]) -> Iterator[tuple[int, T]]:
+    def blocks_by_round(
+        self, kv: T, send: Callable[[T], Callable[[], T]]
+    ) -> Iterator[tuple[int, T]]:
         """Iterate over the rounds of a ring, with the block of keys that each uses.
 
         send: begins to send a block to the next device, and returns a function that waits for the one
@@ -374,7 +376,7 @@ def attention(
     kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
     attn = Attention(q, kv, v.shape[WIDTH], how, left, right, offset)
     if q.mesh.size(*attn.axes) == 1:  # no axis shares the sequence out: there is nothing to move
-        return replace(attn, how=GATHER)
+        return replace(attn, method=GATHER)
     return attn
 
 
@@ -457,13 +459,13 @@ def document_move(
 
 
 @layout_cache(maxsize=4096)
-def tiles(attn: Attention, device: int, turn: int = 0) -> tuple[Tile, ...]:
+def tiles(attn: Attention, device: int, round_index: int = 0) -> tuple[Tile, ...]:
     """Return the tiles of a device's scores that count, in the order of its queries.
 
     Rows and keys that are masked everywhere are left out.
     """
     q = attn.query_rows(device)
-    k = attn.key_rows(device, turn)
+    k = attn.key_rows(device, round_index)
     visible_tiles = list[Tile]()
     # Runs of consecutive rows, since a mask of those is a band, which fused kernels know.
     for q_run, k_run in itertools.product(_runs(q), _runs(k)):
