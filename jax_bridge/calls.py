@@ -32,7 +32,7 @@ from xshard.layout.lengths import global_shape
 from xshard.notation.maps import Maps
 from xshard.notation.parser import Dim, mark_errors, with_map_digests
 from xshard.plans.expression import Sides, check_given, sides
-from xshard.replicas import are_checked
+from xshard.replicas import are_replicas_checked
 
 T = TypeVar("T")
 Derivatives = Literal["linear", "custom_vjp"]
@@ -139,7 +139,7 @@ def execute(
     Returns:
         The block under `plan.dst`.
     """
-    if are_checked(check_replicated):
+    if are_replicas_checked(check_replicated):
         return apply_checked(plan, x, text, ad)
     return apply(plan, x, ad)
 

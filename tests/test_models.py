@@ -9,11 +9,11 @@ from xshard.errors import NotationError, ShapeError
 from xshard.models import (
     KnownDim,
     arriving_shape,
+    axes_summed_after_all_uses,
     known_inside,
     rule_of,
-    summed_later,
     use_of,
-    varying,
+    varying_axes,
 )
 
 MESH = Mesh(dp=2, tp=4)
@@ -35,7 +35,7 @@ MESH = Mesh(dp=2, tp=4)
 def test_activations_vary_along_the_axes_of_the_right_side(
     outside: str, rules: list[str], inside: str
 ) -> None:
-    found = varying(outside.split(), [rule_of(text, MESH) for text in rules])
+    found = varying_axes(outside.split(), [rule_of(text, MESH) for text in rules])
     assert found == set(inside.split())
 
 
@@ -65,15 +65,17 @@ def test_parameters_are_used_as_copies_where_activations_vary(
     text: str, inside: str, copied: str, later: str, move: str | None
 ) -> None:
     use = use_of(text, 1 + ("i" in text), MESH, frozenset(inside.split()))
-    assert use.copied == set(copied.split()) and summed_later([use]) == set(later.split())
-    found = use.move(summed_later([use]))
+    assert use.summed_axes == set(copied.split()) and axes_summed_after_all_uses([use]) == set(
+        later.split()
+    )
+    found = use.move(axes_summed_after_all_uses([use]))
     assert (found and f"{found[0]} -> {found[1]}") == move
-    assert use.unsummed == set(use.used.axes) - set(inside.split())
+    assert use.unsummed_axes == set(use.used.axes) - set(inside.split())
 
 
 def test_uses_that_differ_sum_later_what_all_of_them_sum() -> None:
     embedding, head = (use_of("v c", 2, MESH, frozenset(axes)) for axes in (["dp"], ["dp", "tp"]))
-    later = summed_later([embedding, head])
+    later = axes_summed_after_all_uses([embedding, head])
     assert later == {"dp"} and embedding.move(later) is None
     assert head.move(later) == (head.stored, Layout.parse("v c | copy(tp)"))
 
@@ -96,7 +98,7 @@ def test_lengths_are_known_from_outside() -> None:
     both = rule_of("b/dp s/tp c -> b s c", MESH)
     assert arriving_shape(both, MESH, 0, (2, 3, 6), inside) == (4, 10, 6)
     again = known_inside(both, (4, 10, 6), (4, 10, 6), inside, "")
-    assert {dim.name: (set(dim.axes), dim.rows) for dim in again} == {
+    assert {dim.name: (set(dim.axes), dim.local_length) for dim in again} == {
         "b": (set(), 4),
         "s": (set(), 10),
         "c": (set(), 6),

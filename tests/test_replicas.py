@@ -6,7 +6,7 @@ import pytest
 import xshard as xs
 from xshard import replicas, tolerances
 from xshard.arguments import is_on
-from xshard.replicas import ReplicaCheck, are_checked
+from xshard.replicas import ReplicaCheck, are_replicas_checked
 
 MESH = xs.Mesh(dp=2, tp=2, one=1)
 
@@ -79,8 +79,8 @@ def test_the_hint_of_each_case():
 def test_a_call_overrules_the_environment(monkeypatch):
     for always in (True, False):
         monkeypatch.setattr(replicas, "ALWAYS", always)
-        assert are_checked(None) is always
-        assert are_checked(True) and not are_checked(False)
+        assert are_replicas_checked(None) is always
+        assert are_replicas_checked(True) and not are_replicas_checked(False)
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from xshard.notation.parser import ARROW, ELLIPSIS, ROUTED, Dim, Shard
 class ActivationRule(NamedTuple):
     """A rule for one array: its layouts before and after a move; other axes are left alone.
 
-    routed: axes along which rows go where values say; they come back before the output.
+    routed_axes: axes along which rows go where values say; they come back before the output.
     """
 
     src: Layout
     dst: Layout
     text: str
-    routed: tuple[str, ...] = ()
+    routed_axes: tuple[str, ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -44,14 +44,14 @@ class ActivationRule(NamedTuple):
 def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
     """Parse `"layout -> layout"`, or one layout for both: then nothing moves.
 
-    routes: allow `"t/ep c -> t/to(ep) c"`, which has the same layout on both sides beside `routed`. Raises
-    NotationError.
+    routes: allow `"t/ep c -> t/to(ep) c"`, which has the same layout on both sides beside `routed_axes`.
+    Raises NotationError.
     """
     if not isinstance(text, str):
         hint = "'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does"
         raise NotationError(f"a layout is text, not {shown(text)}", hint=hint)
     rule = _rule_of(text, mesh)
-    if rule.routed and not routes:
+    if rule.routed_axes and not routes:
         hint = "a rule for the input of experts may say so, as in 't/ep c -> t/to(ep) c'"
         raise NotationError("'to' is for rows that go where values say", text=text, hint=hint)
     return rule
@@ -59,7 +59,7 @@ def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
 
 @layout_cache(maxsize=4096)
 def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
-    """Parse a rule; on its right `t/to(ep)` becomes `t/ep`, with ep in `routed`."""
+    """Parse a rule; on its right `t/to(ep)` becomes `t/ep`, with ep in `routed_axes`."""
     if ARROW in text:
         src, dst = parse_expression(text)
     else:
@@ -98,7 +98,7 @@ def _without_routes(dim: Dim) -> Dim:
     return replace(dim, shards=tuple(shards))
 
 
-def varying(outside: Iterable[str], rules: Sequence[ActivationRule]) -> frozenset[str]:
+def varying_axes(outside: Iterable[str], rules: Sequence[ActivationRule]) -> frozenset[str]:
     """Return the axes along which activations differ inside a module.
 
     Those of `outside` it, but for the axes that rules name: along these, as the rules say.
@@ -111,7 +111,7 @@ def varying(outside: Iterable[str], rules: Sequence[ActivationRule]) -> frozense
     return frozenset(outside).difference(named).union(named_inside)
 
 
-def placed(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
+def with_outer_axes(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
     """Complete a layout by a rule that names some axes: others do what they do `outside`.
 
     Dims are matched by name: `b s/tp` by a rule that names tp, outside `b/dp s` -> `b/dp s/tp`.
@@ -132,11 +132,11 @@ def placed(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
     return Layout(tuple(dims), (*others.tags, *layout.tags))
 
 
-def inside(rule: ActivationRule, outside: Layout) -> Layout:
+def layout_inside(rule: ActivationRule, outside: Layout) -> Layout:
     """Return all dims that have names inside a module, and the tags of activations there."""
-    inside_layout = placed(rule.dst, rule.axes, outside)
+    inside_layout = with_outer_axes(rule.dst, rule.axes, outside)
     unsharded = Layout(tuple(Dim(dim.name) for dim in outside.dims))
-    dims = {dim.name: dim for dim in placed(unsharded, rule.axes, outside).dims}
+    dims = {dim.name: dim for dim in with_outer_axes(unsharded, rule.axes, outside).dims}
     # Dims that the rule does not name keep the shards of other axes.
     dims |= {
         dim.name: dim for dim in inside_layout.dims
@@ -151,7 +151,7 @@ class KnownDim(NamedTuple):
     name: str
     axes: frozenset[str]
     length: int
-    rows: int
+    local_length: int
     source: str = ""
 
 
@@ -171,7 +171,7 @@ def arriving_shape(
     lengths: dict[str, int] = {}
     for dim in known:
         if not dim.axes & named:  # to the rule this block is the whole array
-            lengths[dim.name] = dim.rows
+            lengths[dim.name] = dim.local_length
         elif dim.axes <= named:
             lengths[dim.name] = dim.length
     # The shape follows from this block; the block has to follow from the shape, too.
@@ -245,41 +245,42 @@ def dims_of_parameter(sharding: Sharding, device: int) -> tuple[KnownDim, ...]:
 class ParameterUse(NamedTuple):
     """A parameter in one module.
 
-    stored, used: its layouts in storage and in use. varying: the axes along which the module's inputs
-    differ. whole: those along which each process uses all of it, by its rule.
+    stored, used: its layouts in storage and in use. varying_axes: the axes along which the module's inputs
+    differ. whole_axes: those along which each process uses all of it, by its rule.
     """
 
     stored: Layout
     used: Layout
-    varying: frozenset[str]
-    whole: frozenset[str] = frozenset()
+    varying_axes: frozenset[str]
+    whole_axes: frozenset[str] = frozenset()
 
     @property
-    def copied(self) -> frozenset[str]:
+    def summed_axes(self) -> frozenset[str]:
         """Axes over which the gradient of this use is summed."""
-        return self.varying - set(self.used.axes)
+        return self.varying_axes - set(self.used.axes)
 
     @property
-    def unsummed(self) -> frozenset[str]:
+    def unsummed_axes(self) -> frozenset[str]:
         """Axes that shard the parameter where activations are equal: the gradients of these would differ."""
-        return frozenset(self.used.axes) - self.varying
+        return frozenset(self.used.axes) - self.varying_axes
 
-    def move(self, later: frozenset[str]) -> tuple[Layout, Layout] | None:
-        """Return the layouts in storage and in use, or None if nothing moves. later: axes summed afterwards.
+    def move(self, summed_later: frozenset[str]) -> tuple[Layout, Layout] | None:
+        """Return the layouts in storage and in use, or None if nothing moves.
 
+        summed_later: axes summed after all uses.
         A parameter is used as copies along the other axes: their adjoint is the sum of gradients.
         """
-        summed_now = tuple(sorted(self.copied - later))
+        summed_now = tuple(sorted(self.summed_axes - summed_later))
         used = self.used
         if summed_now:
             used = replace(used, tags=(*used.tags, ("copy", summed_now)))
         return None if used == self.stored else (self.stored, used)
 
 
-def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> ParameterUse:
+def use_of(text: str, ndim: int, mesh: Mesh, varying_axes: frozenset[str]) -> ParameterUse:
     """Parse `"stored -> used"`, or one layout for both, for a parameter with `ndim` dims.
 
-    `copy` and `mean` on the right are about `varying`: activations do not vary along an axis of `mean`.
+    `copy` and `mean` on the right are about `varying_axes`: activations do not vary along an axis of `mean`.
     Raises NotationError, and ShapeError for another number of dims.
     """
     rule = rule_of(text, mesh)
@@ -288,7 +289,7 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
     _check_values(rule.dst, ("sum", "copy", "mean"), text)
     # `copy` moves nothing here: it says that the user knows where each process uses the whole.
     whole = frozenset(rule.dst.tagged("copy"))
-    equal = whole - varying
+    equal = whole - varying_axes
     if equal:
         what = f"activations do not differ along '{min(equal)}', where the rule says that copies do"
         hint = "leave copy out: it says that a parameter is meant to be whole"
@@ -301,8 +302,8 @@ def use_of(text: str, ndim: int, mesh: Mesh, varying: frozenset[str]) -> Paramet
     return ParameterUse(
         stored=rule.src.resolved(ndim),
         used=used.resolved(ndim),
-        varying=varying.difference(rule.dst.tagged("mean")),
-        whole=whole,
+        varying_axes=varying_axes.difference(rule.dst.tagged("mean")),
+        whole_axes=whole,
     )
 
 
@@ -316,7 +317,7 @@ def _check_values(layout: Layout, allowed_tags: Collection[str], text: str) -> N
         raise NotationError(what, text=text, hint=hint)
 
 
-def repeated(
+def axes_of_larger_parameters(
     shape: Sequence[int], beside: Iterable[tuple[ParameterUse, Sequence[int]]]
 ) -> set[str]:
     """Return the axes that shard a larger parameter of the same module, with all dims of `shape`.
@@ -338,18 +339,18 @@ def _is_subsequence(lengths: Sequence[int], others: Sequence[int]) -> bool:
     return all(length in left for length in lengths)  # `in` takes all up to the length it finds
 
 
-def summed_later(uses: Sequence[ParameterUse]) -> frozenset[str]:
+def axes_summed_after_all_uses(uses: Sequence[ParameterUse]) -> frozenset[str]:
     """Return the axes over which the gradient is summed once, after all uses of a parameter.
 
     Those over which all uses sum it, and that do not shard it where it is stored.
     """
-    of_all_uses = uses[0].copied
+    of_all_uses = uses[0].summed_axes
     # Over an axis that some use does not sum, a sum of all uses would count that one too often.
     for use in uses[1:]:
-        of_all_uses &= use.copied
+        of_all_uses &= use.summed_axes
     return of_all_uses.difference(uses[0].stored.axes)
 
 
-def written(layout: Layout | str) -> str:
+def layout_text(layout: Layout | str) -> str:
     """Return the text of a layout, with `...` for dims that have no name of their own."""
     return re.sub(r"\b_0( _\d+)*", "...", str(layout))

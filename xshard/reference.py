@@ -274,7 +274,7 @@ def _run_contraction(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contr
     *arrays, target = plan.arrays
     left = []
     for x, array, move in zip(operands, arrays, plan.moves, strict=True):
-        left.append(by_name(checked_blocks(x, array), array, move.source))
+        left.append(blocks_by_name(checked_blocks(x, array), array, move.source))
     used_by_part = []
     for part in plan.parts:
         used = [
@@ -295,7 +295,7 @@ def _pull_back_contraction(
     used_by_part = _run_contraction(plan, operands).used
     cotangent_blocks = [np.asarray(block) for block in cotangents]
     # Cotangents of the operands that are left at this point of the forward pass.
-    left = [by_name(cotangent_blocks, plan.arrays[-1], plan.result.target)]
+    left = [blocks_by_name(cotangent_blocks, plan.arrays[-1], plan.result.target)]
     for part, used in zip(reversed(plan.parts), reversed(used_by_part), strict=True):
         of_result = left.pop()
         of_taken = zip(part.operand_indices, _gradients(part, used, of_result), strict=True)
@@ -305,7 +305,7 @@ def _pull_back_contraction(
     return [_to_written_dims(x, array, move.source) for x, array, move in described]
 
 
-def by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
+def blocks_by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operand:
     """Bring blocks of an array from the dims of a contraction's text into one dim per name.
 
     The text `(h d)/tp` has one dim for two names: on 4 devices `[h*d/4]` -> `[h/4, d]`.
@@ -323,9 +323,9 @@ def by_name(blocks: Sequence[Block], array: Sharding, named: Sharding) -> Operan
 
 
 def _to_written_dims(blocks: Operand, array: Sharding, named: Sharding) -> Operand:
-    """Bring blocks back from one dim per name: the adjoint of `by_name`.
+    """Bring blocks back from one dim per name: the adjoint of `blocks_by_name`.
 
-    Zeros stand where `by_name` takes nothing: beside a diagonal.
+    Zeros stand where `blocks_by_name` takes nothing: beside a diagonal.
     """
     written = []
     by_device = zip(blocks, _places_by_name(array, named), strict=True)

@@ -128,7 +128,7 @@ def checks_of(
     return check, check._replace(sharding=dual, mesh=target_mesh, cotangents=True)
 
 
-def are_checked(asked: bool | None) -> bool:
+def are_replicas_checked(asked: bool | None) -> bool:
     """Return whether replicas are compared: as a call asks, else as the environment does.
 
     Also while they are watched.

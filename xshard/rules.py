@@ -179,8 +179,8 @@ class Rules(Mapping[Pattern, Any]):
             return []
         listed_patterns = "nothing"
         if self._rules:
-            listed_patterns = ", ".join(f"'{text_of(pattern)}'" for pattern in self._rules)
-        reason = f"no rule for {len(missing)} of {len(decided)} {what}s: {listed(missing)}"
+            listed_patterns = ", ".join(f"'{pattern_text(pattern)}'" for pattern in self._rules)
+        reason = f"no rule for {len(missing)} of {len(decided)} {what}s: {listed_names(missing)}"
         hint = (
             f"the rules are for: {listed_patterns}; '**' is for all others, '...' for whole arrays"
         )
@@ -192,7 +192,7 @@ class Rules(Mapping[Pattern, Any]):
         used = set(decided.values())
         complaints = []
         for pattern in self._rules:
-            has_alternatives = not set("{|").isdisjoint(text_of(pattern))
+            has_alternatives = not set("{|").isdisjoint(pattern_text(pattern))
             # A pattern with alternatives may be used by some of them only.
             if pattern in used and not has_alternatives:
                 continue
@@ -208,16 +208,14 @@ class Rules(Mapping[Pattern, Any]):
         fitted = [name for name in decided if self._fits[pattern].fullmatch(name)]
         earlier = decided[fitted[0]]
         assert earlier is not None  # for `pattern` fits it
-        reason = (
-            f"rule '{text_of(pattern)}' comes too late: '{text_of(earlier)}' decides {fitted[0]}"
-        )
+        reason = f"rule '{pattern_text(pattern)}' comes too late: '{pattern_text(earlier)}' decides {fitted[0]}"
         hint = "the first pattern that fits decides: write the narrow one before the wide one"
         return Complaint(reason, [hint])
 
 
 def _check_value(pattern: Pattern, value: str) -> None:
     """Raise NotationError, with the rule it is in, unless a value is a layout or an expression."""
-    with located(f"rule '{text_of(pattern)}'"):
+    with located(f"rule '{pattern_text(pattern)}'"):
         if ARROW in value:
             parse_expression(value)
         else:
@@ -228,12 +226,12 @@ def _about_idle(alternative: Pattern, pattern: Pattern, names: list[str], what: 
     """Return the complaint about an alternative of a pattern, or all of it, that fits no name."""
     place = ""
     if alternative != pattern:
-        place = f"'{text_of(alternative)}' in "
-    hints = [f"the {what}s are: {listed(names)}"]
-    meant = nearest(alternative, names)
+        place = f"'{pattern_text(alternative)}' in "
+    hints = [f"the {what}s are: {listed_names(names)}"]
+    meant = nearest_hint(alternative, names)
     if meant:
         hints.insert(0, meant)
-    return Complaint(f"{place}rule '{text_of(pattern)}' fits no {what}", hints)
+    return Complaint(f"{place}rule '{pattern_text(pattern)}' fits no {what}", hints)
 
 
 @api_boundary
@@ -312,7 +310,7 @@ def _unused_alternatives(pattern: Pattern, names: Sequence[str]) -> list[Pattern
     return idle
 
 
-def nearest(spelling: Pattern, names: Collection[str]) -> str:
+def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
     """Return a hint which part of a name may be meant by a pattern without alternatives; or "".
 
     >>> nearest("**.upp_proj.weight", ["layers.0.up_proj.weight"])
@@ -338,12 +336,12 @@ def nearest(spelling: Pattern, names: Collection[str]) -> str:
     return ""
 
 
-def text_of(pattern: Pattern) -> str:
+def pattern_text(pattern: Pattern) -> str:
     """Return a pattern as its user wrote it."""
     return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
 
-def listed(names: list[str]) -> str:
+def listed_names(names: list[str]) -> str:
     """Return names as an error lists them: the first few, and how many more."""
     shown_names = ", ".join(name if name else "''" for name in names[:NAMED])
     if len(names) > NAMED:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from xshard.arguments import shown
 from xshard.errors import PlanError, XshardError, located
-from xshard.rules import Rules, listed
+from xshard.rules import Rules, listed_names
 
 T = TypeVar("T")
 Test = Callable[[Any], bool]
@@ -167,7 +167,7 @@ def prefix_branches(
 def _described(tree: Any, parts: Mapping[Any, Any]) -> str:
     """Return what an error says of the branches of a tree: their keys, or how many they are."""
     if isinstance(tree, Mapping):
-        return f"keys {listed(list(map(repr, parts)))}"
+        return f"keys {listed_names(list(map(repr, parts)))}"
     return f"{len(parts)} items"
 
 

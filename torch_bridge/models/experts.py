@@ -182,8 +182,8 @@ def route_experts(
 def _routed_axes(hooks: ModuleHooks) -> tuple[str, ...]:
     """Return the axes along which a module's rows go where they chose; none for most modules."""
     for rule in hooks.inputs:
-        if rule.rule.routed:
-            return rule.rule.routed
+        if rule.rule.routed_axes:
+            return rule.rule.routed_axes
     return ()
 
 

@@ -18,7 +18,7 @@ from xshard.cost.model import Profile
 from xshard.errors import api_boundary
 from xshard.formatting import align_columns, format_bytes
 from xshard.layout import Mesh
-from xshard.models import ActivationRule, ParameterUse, rule_of, written
+from xshard.models import ActivationRule, ParameterUse, layout_text, rule_of
 
 
 class _ParameterRow(NamedTuple):
@@ -116,15 +116,15 @@ def _parameter_row(
     x = parameter.tensor
     if x.requires_grad:
         # Over these its gradient is summed, at once or after the backward pass.
-        axes = [axis for axis in parallel.context.axes.axes if axis in use.copied]
+        axes = [axis for axis in parallel.context.axes.axes if axis in use.summed_axes]
         summed_over = " ".join(axes)
     else:
         summed_over = "frozen"
     return _ParameterRow(
         name,
         str(list(parameter.sharding.shape)),
-        stored=written(use.stored),
-        used="as stored" if use.used == use.stored else written(use.used),
+        stored=layout_text(use.stored),
+        used="as stored" if use.used == use.stored else layout_text(use.used),
         summed_over=summed_over,
         block_bytes=parameter.sharding.max_local_size * x.element_size(),
     )
@@ -164,7 +164,7 @@ def _gathers(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
             forward, backward = _received_bytes(rule, on_machine, facts)
             if not parameter.is_kept:  # the backward pass gathers it again
                 backward += forward
-            rows.append(_MoveRow(parameter.name, written(parameter.to_use), forward, backward))
+            rows.append(_MoveRow(parameter.name, layout_text(parameter.to_use), forward, backward))
     return rows
 
 
@@ -182,7 +182,7 @@ def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow
             rows.append(row)
 
     if hooks.experts is not None:
-        texts = [rule.rule.text for rule in hooks.inputs if rule.rule.routed]
+        texts = [rule.rule.text for rule in hooks.inputs if rule.rule.routed_axes]
         # What travels depends on the values: other processes may have received more.
         row = _MoveRow(f"{hooks.title}, this process", texts[0], None, None)
         if hooks.experts.last is not None:

@@ -21,7 +21,7 @@ from torch_bridge.models.verify import SHAPES_DIFFER, Wanted, differing, largest
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.modules import uncompiled
 from xshard import Layout, Sharding, XshardError
-from xshard.models import inside, placed, written
+from xshard.models import layout_inside, layout_text, with_outer_axes
 from xshard.notation.parser import ELLIPSIS
 from xshard.testing.diagnosis.evidence import Case
 from xshard.testing.mismatch import Mismatch, Subject, located, mismatch_text
@@ -220,14 +220,16 @@ def _pair(
     if place.side == "input":
         hooks = parallel.hooks[place.module].parent
     # Axes that the rule does not name are as in the module around an input, or in this one.
-    layout = placed(tensor.layout.resolved(x.ndim), tensor.named_axes, _layout_inside(hooks))
+    layout = with_outer_axes(
+        tensor.layout.resolved(x.ndim), tensor.named_axes, _layout_inside(hooks)
+    )
     try:
         block = context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
     except XshardError:  # the layout does not fit
         return None
     sharding = Sharding(layout, context.axes, tuple(whole.shape))
     wanted = Wanted(
-        "output", f"{place} as '{written(layout)}'", sharding, block, largest_value(whole)
+        "output", f"{place} as '{layout_text(layout)}'", sharding, block, largest_value(whole)
     )
     return _Compared(wanted, _reduced(x, layout, context))
 
@@ -261,7 +263,7 @@ def _layout_inside(hooks: ModuleHooks | None) -> Layout:
         return Layout("()")
     layout = _layout_inside(hooks.parent)
     for rule in hooks.inputs:
-        layout = inside(rule.rule, layout)
+        layout = layout_inside(rule.rule, layout)
     return layout
 
 

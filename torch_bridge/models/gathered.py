@@ -23,7 +23,7 @@ from torch_bridge.versions.autograd import writes_to
 from xshard import XshardError
 from xshard.cost.machine import resolve_profile
 from xshard.errors import located
-from xshard.replicas import are_checked
+from xshard.replicas import are_replicas_checked
 
 
 @dataclass(eq=False)
@@ -135,7 +135,7 @@ class _Move:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Move tensors together. Hot: each forward pass of a module, and each regathering."""
-        if desync.ALWAYS or are_checked(None):
+        if desync.ALWAYS or are_replicas_checked(None):
             return self._redistribute(tensors)  # which compares calls, or replicas, each time
         check_not_swapped()
         profile = resolve_profile(self._context.profile)

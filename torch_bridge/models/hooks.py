@@ -160,7 +160,7 @@ class ModuleHooks:
             if key is None:  # absent in this call
                 continue
             values[key], known = self._move(rule, values[key], known, "input")
-            if rule.rule.routed:
+            if rule.rule.routed_axes:
                 assert self.experts is not None
                 self.experts.enter(key, values)
         self.known = known
@@ -195,7 +195,7 @@ class ModuleHooks:
         """Add the dims of an output that are as long as one of the parameters: its global length counts."""
         names = rule.rule.src.resolved(x.ndim).names
         rows = dict(zip(names, x.shape, strict=True))
-        dims = [dim for dim in self.parameter_dims if rows.get(dim.name) == dim.rows]
+        dims = [dim for dim in self.parameter_dims if rows.get(dim.name) == dim.local_length]
         return (*dims, *known)
 
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:

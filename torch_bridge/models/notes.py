@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from torch_bridge.models.names import title_of
-from xshard.models import written
+from xshard.models import layout_text
 
 if TYPE_CHECKING:
     from torch_bridge.models.hooks import ModuleHooks
@@ -33,7 +33,9 @@ def described(title: str, parallel: ParallelModel, path: str, ruled: str | None 
     parameters = list(parallel.used_inside(path).items())
     for name, sharding in parameters[:LISTED]:
         block_shape = sharding.local_shape(parallel.context.processes.device)
-        lines.append(f"{name}: {written(sharding.layout)}, block {block_shape} of {sharding.shape}")
+        lines.append(
+            f"{name}: {layout_text(sharding.layout)}, block {block_shape} of {sharding.shape}"
+        )
     return "\n  ".join(lines)
 
 

@@ -281,7 +281,7 @@ def _module_hooks(
             parent,
             input_rules,
             output_rules,
-            varying=models.varying(outside, [rule.rule for rule in input_rules]),
+            varying=models.varying_axes(outside, [rule.rule for rule in input_rules]),
             gathers=name in gathering,
             parameters=ModuleParameters(context),
         )

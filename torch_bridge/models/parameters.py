@@ -17,7 +17,7 @@ from torch_bridge.versions.autograd import shape_in_graph
 from torch_bridge.versions.modules import buffers_of, parameters_of
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
 from xshard.dtypes import name_of
-from xshard.models import written
+from xshard.models import layout_text
 from xshard.replicas import ReplicaCheck
 from xshard.tolerances import SAME_SEED
 
@@ -60,7 +60,7 @@ class ParallelContext:
                 sharding,
                 self.axes,
                 name_of(block.dtype),
-                written(sharding.layout),
+                layout_text(sharding.layout),
                 cotangents=False,
                 name=name,
             )

@@ -16,7 +16,7 @@ from torch_bridge.models.names import is_inside, module_of, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
 from xshard import Rules, Sharding, models
 from xshard.errors import PlanError, located
-from xshard.models import ParameterUse, use_of, written
+from xshard.models import ParameterUse, layout_text, use_of
 from xshard.rules import Pattern
 
 Hooks = Mapping[str, ModuleHooks]  # by the name of the module, outer ones first
@@ -154,8 +154,8 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
     """Raise PlanError if a tied parameter is stored in two ways; names of dims may differ."""
     first = parameter.sharding.layout  # of the first name
     if [dim.shards for dim in first.dims] != [dim.shards for dim in stored.layout.dims]:
-        first_way = written(first)
-        this_way = written(stored.layout)
+        first_way = layout_text(first)
+        this_way = layout_text(stored.layout)
         hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
         raise PlanError(
             f"{name} is {parameter.name}, stored as '{this_way}', not '{first_way}'", hint=hint
@@ -170,10 +170,10 @@ def _gather_for_uses(
     The nearest module around a use that gathers does so. Sets the axes over which its gradient is
     summed after the backward pass; over all others the move of the gradient back sums it.
     """
-    parameter.later = models.summed_later([uses[name] for name in parameter.names])
+    parameter.later = models.axes_summed_after_all_uses([uses[name] for name in parameter.names])
     for name, place in zip(parameter.names, parameter.places, strict=True):
         use = uses[name]
-        if use.unsummed:
+        if use.unsummed_axes:
             check = partial(check_apart, name, use)
             place.module.register_forward_pre_hook(check, with_kwargs=True)
         move = use.move(parameter.later)
@@ -216,8 +216,8 @@ def _check_added_once(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks)
         siblings = [(uses[name], shapes[name]) for name in names]
         for name in names:
             # A weight beside it that has its dims, and more, is a matrix whose result it is added to.
-            axes = summed | models.repeated(shapes[name], siblings)
-            repeated = axes - set(uses[name].used.axes) - uses[name].whole
+            axes = summed | models.axes_of_larger_parameters(shapes[name], siblings)
+            repeated = axes - set(uses[name].used.axes) - uses[name].whole_axes
             if repeated:
                 _refuse_added(name, uses[name], repeated)
 
@@ -238,7 +238,7 @@ def _axes_of_addends(path: str, uses: Uses, hooks: Hooks) -> set[str]:
 def _refuse_added(name: str, use: ParameterUse, axes: set[str]) -> None:
     """Raise PlanError for a parameter that is whole where its module is sharded, and say what to write."""
     over = ",".join(sorted(axes))
-    used = written(use.used)
+    used = layout_text(use.used)
     what = f"{name} is whole along '{over}', which shards its module: each process would add it"
     hint = f"shard it too; or, where the output is a sum, write '{used} -> {used} | sum({over})'"
     hint += f", which adds it once; or '{used} -> {used} | copy({over})' if it is meant"
@@ -252,10 +252,10 @@ def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwar
     """
     if not any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         return
-    axes = ",".join(sorted(use.unsummed))
+    axes = ",".join(sorted(use.unsummed_axes))
     what = f"{name} is sharded over '{axes}', and its module's input is equal along it"
     hint = (
         f"their gradient would lack other processes' parts: write copy({axes}) on the right side "
     )
     hint += "of the rule for the input of this module, or of one around it"
-    raise PlanError(what, text=written(use.used), hint=hint)
+    raise PlanError(what, text=layout_text(use.used), hint=hint)

@@ -24,7 +24,7 @@ from xshard.dtypes import name_of
 from xshard.errors import DtypeError, MeshError, PlanError
 from xshard.plans.expression import Expression, sides
 from xshard.plans.plan import Plan
-from xshard.replicas import are_checked
+from xshard.replicas import are_replicas_checked
 
 
 def call_of(
@@ -53,7 +53,7 @@ def move_one(
 
     Hot: every cached `redistribute` comes through here.
     """
-    compares = replicas.are_checked(check_replicated) and not x.is_meta
+    compares = replicas.are_replicas_checked(check_replicated) and not x.is_meta
     if type(x) not in PLAIN and is_dtensor(x):
         if async_op:
             raise PlanError(
@@ -91,7 +91,7 @@ def compare(x: Tensor, options: Options) -> Compared | None:
             (block.shape, block.dtype, block.device),
             async_op=options.async_op,
             bucket_bytes=options.bucket_bytes,
-            check_replicated=are_checked(options.check_replicated),
+            check_replicated=are_replicas_checked(options.check_replicated),
             **derivatives_of(x),
         )
 
@@ -203,7 +203,7 @@ def _compare_transfer(x: Any, options: Options) -> Compared | None:
         return call.facts(
             block,
             requires_grad=options.transfer.requires_grad,
-            check_replicated=are_checked(options.check_replicated),
+            check_replicated=are_replicas_checked(options.check_replicated),
         )
 
     return compare_call(None, _as_asked(options.layouts), facts)
@@ -227,7 +227,7 @@ def _replica_comparisons(
     plan: Plan, options: Options, device: torch.device
 ) -> tuple[Comparison | None, Comparison | None]:
     """Return the checks of replicas before the move, and of their cotangents, if they are asked for."""
-    if not are_checked(options.check_replicated) or device.type == "meta":
+    if not are_replicas_checked(options.check_replicated) or device.type == "meta":
         return None, None
     if isinstance(options.layouts, Plan):
         return comparisons_between(plan, _as_asked(plan))

@@ -25,7 +25,7 @@ from torch_bridge.versions.pytree import (
 )
 from xshard.arguments import limit_of
 from xshard.errors import located
-from xshard.replicas import are_checked
+from xshard.replicas import are_replicas_checked
 from xshard.trees import leaf_name, leaves_with_values, prefix_branches
 
 
@@ -96,7 +96,7 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
 
     # The comparison of replicas belongs to one tensor, whose name its error has.
     results: dict[int, Any] = {}
-    if not are_checked(options.check_replicated):
+    if not are_replicas_checked(options.check_replicated):
         results = _move_together(leaves, calls, bucket_bytes)
     for i, (leaf, call) in enumerate(zip(leaves, calls, strict=True)):
         if i not in results:

@@ -17,7 +17,7 @@ from xshard.arguments import did_you_mean, shown
 from xshard.errors import ShapeError, XshardError
 from xshard.layout import layout, runs
 from xshard.plans.serialize import fields_from_plain, fields_to_plain
-from xshard.rules import match_stars, nearest, spellings, stars_in
+from xshard.rules import match_stars, nearest_hint, spellings, stars_in
 from xshard.state.relations import Relation, Shape, TargetArray, applications, make_targets
 
 _KEEP = Relation(("**",), "**")
@@ -327,7 +327,7 @@ def _unmatched(
         first_names = ", ".join(remaining[:MOST_NAMES_IN_ERROR])
         reasons.append(f"no relation for {len(remaining)} names: {first_names}")
     reasons += [f"'{relation}' fits no name" for relation in unused]
-    similar = [nearest(relation.sides[0][0], shapes) for relation in unused]
+    similar = [nearest_hint(relation.sides[0][0], shapes) for relation in unused]
     hints = [hint for hint in similar if hint]
     hints.append("rename('**', '**') keeps all others as they are")
     return XshardError("; ".join(reasons), hint="\n  ".join(hints))

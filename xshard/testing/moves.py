@@ -67,7 +67,7 @@ class Seen:
 
 
 class Recorder:
-    """Record the blocks of all redistributions of a run, as a watcher for `replicas.watched`."""
+    """Record the blocks of all redistributions of a run, as a watcher for `replicas.watch_checks`."""
 
     def __init__(self, as_array: Callable[[Any], Block] = np.array) -> None:
         """as_array: converts a framework's block to numpy."""

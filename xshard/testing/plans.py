@@ -172,11 +172,11 @@ def audit(question: Question, answer: Answer) -> Verdict:
         target = plan.result.target
     operands: list[_NamedArray] = []
     for blocks, written, source in zip(question.inputs, question.shardings, sources, strict=True):
-        by_name = reference.by_name(blocks, written, source)
+        by_name = reference.blocks_by_name(blocks, written, source)
         operands.append((source.layout.names, [whole(by_name, source)]))
 
     [result] = reference.contract(operands, target.layout.names)
-    got = reference.by_name(answer.outputs[OUTPUT], output, target)
+    got = reference.blocks_by_name(answer.outputs[OUTPUT], output, target)
     forward = _error_in_array(got, result, target)
     if not is_linear(plan):
         return Verdict(forward, None)
@@ -184,7 +184,7 @@ def audit(question: Question, answer: Answer) -> Verdict:
     backward = 0.0
     for i, gradient in enumerate(_gradients_by_definition(question, operands, sources, target)):
         written = question.shardings[i]
-        got = reference.by_name(answer.gradients_if_any[i], written, sources[i])
+        got = reference.blocks_by_name(answer.gradients_if_any[i], written, sources[i])
         backward = max(backward, _error_in_array(got, gradient, sources[i].dual))
     return Verdict(forward, backward)
 
@@ -197,7 +197,7 @@ def _gradients_by_definition(
 ) -> Iterator[Block]:
     """Yield the gradient of each operand: its cotangent contracted with the other operands."""
     output = arrays_of(question.plan)[-1]
-    cotangents = reference.by_name(question.cotangents, output, target)
+    cotangents = reference.blocks_by_name(question.cotangents, output, target)
     cotangent = (target.layout.names, [whole(cotangents, target.dual)])
     for i, source in enumerate(sources):
         others = [cotangent, *operands[:i], *operands[i + 1 :]]

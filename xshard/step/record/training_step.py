@@ -13,7 +13,7 @@ from xshard.errors import PlanError, ShapeError, located
 from xshard.formatting import align_columns
 from xshard.layout import Layout
 from xshard.notation.parser import ARROW
-from xshard.rules import listed
+from xshard.rules import listed_names
 from xshard.step.record.arrays import parse_arrays, shape_of
 from xshard.step.record.op import KINDS, Op
 
@@ -96,7 +96,7 @@ class TrainingStep:
         that may be used there.
         """
         if name not in known:
-            hint = f"{did_you_mean(name, known)}known here are: {listed(list(known))}"
+            hint = f"{did_you_mean(name, known)}known here are: {listed_names(list(known))}"
             raise PlanError(f"no array {name!r}", hint=hint)
         made = self.arrays[name]
         made_shape = shape_of(made, self.lengths)
@@ -112,7 +112,7 @@ class TrainingStep:
         used = set(chain.from_iterable(op.operands for op in self.ops))
         unused = [name for name in self.parameters if name not in used]
         if unused:
-            raise PlanError(f"no operation uses {listed(unused)}", hint="leave it out")
+            raise PlanError(f"no operation uses {listed_names(unused)}", hint="leave it out")
 
     @cached_property
     def by_name(self) -> Mapping[str, Op]:

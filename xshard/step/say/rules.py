@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from xshard.caches import layout_cache
 from xshard.layout import Layout
-from xshard.models import ActivationRule, inside
+from xshard.models import ActivationRule, layout_inside
 from xshard.notation.parser import ARROW
 from xshard.rules import Rules
 from xshard.step.price.edges import Edge
@@ -243,7 +243,7 @@ class _ActivationRules:
 @layout_cache(maxsize=4096)
 def _inside(src: Layout, dst: Layout, outside: Layout) -> Layout:
     """Return the activations inside a module with a rule `src -> dst`."""
-    return inside(ActivationRule(src, dst, ""), outside)
+    return layout_inside(ActivationRule(src, dst, ""), outside)
 
 
 def ends_of(problem: StepProblem, edge: Edge, assignment: Sequence[int]) -> tuple[Layout, Layout]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xshard.rules import spellings, text_of
+from xshard.rules import pattern_text, spellings
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Node
@@ -186,7 +186,7 @@ def _patterns(problem: StepProblem, assignment: Sequence[int]) -> list[str]:
     """List the patterns of all rules of an assignment."""
     rules = written(problem, assignment)
     patterns = (*rules.parameters, *rules.inputs, *rules.outputs)
-    return [text_of(pattern) for pattern in patterns]
+    return [pattern_text(pattern) for pattern in patterns]
 
 
 def _variety(problem: StepProblem, assignment: Sequence[int]) -> float:

@@ -11,7 +11,7 @@ from xshard.arguments import did_you_mean
 from xshard.errors import PlanError
 from xshard.formatting import Pictured, align_columns, format_bytes, format_seconds
 from xshard.layout import Layout
-from xshard.rules import Rules, RulesLike, listed
+from xshard.rules import Rules, RulesLike, listed_names
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Floats
@@ -111,7 +111,7 @@ class Suggestion(Pictured):
         """
         problem = self.search.problem
         if name not in problem.number:
-            hint = f"{did_you_mean(name, problem.number)}names are: {listed(list(problem.number))}"
+            hint = f"{did_you_mean(name, problem.number)}names are: {listed_names(list(problem.number))}"
             raise PlanError(f"no array {name!r} in the step", hint=hint)
         node = problem.number[name]
         assigned = f"{name}: {self._stated(node, self.assignment[node])}"
