@@ -24,11 +24,11 @@ from benchmarks import record
 from benchmarks.claim import Claim, finish, worst
 from benchmarks.suggest.models import deepseek, llama, mixtral
 from xshard import Mesh, Suggestion, load_profile, suggest
-from xshard.step.choose.hand import HAND, allowed
+from xshard.step.choose.hand import HAND, options_by_hand
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
 from xshard.step.say.suggestion import StepPlan
-from xshard.step.suggest import HEADROOM, problems
+from xshard.step.suggest import HEADROOM, list_problems
 
 GB72 = int(72e9 / (1 - HEADROOM))  # bytes of a device, of which 72e9 are used
 CASES = [
@@ -54,15 +54,17 @@ def autoparallel(model: str, step: Any, mesh: Mesh, overlap: float) -> float | N
     """The seconds of its documented plan with the best number of micro-batches; None if it does not fit."""
     plans = list[StepPlan]()
     step = step.with_shares
-    for problem in problems(
+    for problem in list_problems(
         step, MovePrices(mesh, step.dtype, load_profile("h100")), None, None, overlap
     ):
-        flags = allowed(problem, HAND["tensor + sequence parallel, ZeRO-3"])
+        flags = options_by_hand(problem, HAND["tensor + sequence parallel, ZeRO-3"])
         if model.startswith("8B"):
-            node = problem.number["model.layers.*.self_attn.o_proj"]
-            flags[node] = allowed(problem, HAND["context parallel, ZeRO-3"])[node]
+            node = problem.node_numbers["model.layers.*.self_attn.o_proj"]
+            flags[node] = options_by_hand(problem, HAND["context parallel, ZeRO-3"])[node]
         search = StepSearch(problem, GB72 * (1 - HEADROOM))
-        plans += [StepPlan(search, vector) for vector in search.within(flags).vectors.values()]
+        plans += [
+            StepPlan(search, vector) for vector in search.start_within(flags).vectors.values()
+        ]
     return min((plan.seconds() for plan in plans if plan.fits), default=None)
 
 

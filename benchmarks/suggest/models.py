@@ -7,7 +7,7 @@ from typing import Any
 
 from xshard import Layout, Op, TrainingStep
 from xshard.notation.parser import parse_sides
-from xshard.step.record.arrays import ways_of
+from xshard.step.record.arrays import placements_of
 
 NORM = "b s c, c -> b s c"
 LLAMA = {
@@ -60,7 +60,7 @@ class Model:
         if "rules" in how:  # as texts over an axis x
             sides = [parse_sides(rule, "contraction")[:2] for rule in how["rules"]]
             how["rules"] = tuple(
-                tuple(ways_of(Layout(*s), "x")[0] for s in (*a, *b)) for a, b in sides
+                tuple(placements_of(Layout(*s), "x")[0] for s in (*a, *b)) for a, b in sides
             )
         self.ops.append(Op(name, text, tuple(operands), times=self.times, **how))
         return name

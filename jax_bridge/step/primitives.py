@@ -11,39 +11,43 @@ from typing import Any
 
 from xshard.step.record.letters import (
     FREE,
+    LetteredOp,
     Shape,
-    Written,
-    aligned,
-    along,
     convolution,
-    placed,
+    describe_aligned,
+    describe_along,
+    describe_by_places,
+    split_words,
     view,
-    words,
 )
 
 # Parameters, shapes of the operands that are arrays, shape of the result; None: no rule is known.
-Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], Written | None]
+Row = Callable[[Mapping[str, Any], Sequence[Shape], Shape], LetteredOp | None]
 
-INLINED = words("jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call")
-ELEMENTWISE = words("""
+INLINED = split_words(
+    "jit pjit closed_call core_call checkpoint remat2 custom_jvp_call custom_vjp_call"
+)
+ELEMENTWISE = split_words("""
     abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil
     clamp conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
     floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter
     not optimization_barrier or population_count pow real reduce_precision rem round rsqrt select_n
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor""")
-SOURCES = words("""
+SOURCES = split_words("""
     create_token empty iota random_bits random_fold_in random_seed random_split random_unwrap
     random_wrap rng_bit_generator threefry2x32""")
-RESULTS = words("cbrt exp exp2 expm1 logistic rsqrt sqrt tanh")  # their gradients need them
-COPIES = words("convert_element_type copy copy_p name optimization_barrier sharding_constraint")
+RESULTS = split_words("cbrt exp exp2 expm1 logistic rsqrt sqrt tanh")  # their gradients need them
+COPIES = split_words(
+    "convert_element_type copy copy_p name optimization_barrier sharding_constraint"
+)
 SLICE = "slice of a scan"
 STACK = "stack of a scan"
 
 
 def written(
     primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape
-) -> Written:
+) -> LetteredOp:
     """Describe a primitive with one result as an operation of a step.
 
         dot_general of [b, s, c] and [c, d]: "abc, cd -> abd", a contraction
@@ -56,16 +60,16 @@ def written(
     """
     array_shapes = [shape for shape in shapes if shape is not None]
     if primitive in SOURCES or not array_shapes:
-        return placed([], out, [], "source")
+        return describe_by_places([], out, [], "source")
     if primitive in TABLE:
         row = TABLE[primitive](params, array_shapes, out)
         if row is not None:
             return row
     if primitive not in ELEMENTWISE:
         no_places = [[None] * len(shape) for shape in array_shapes]
-        return placed(array_shapes, out, no_places, "opaque")
+        return describe_by_places(array_shapes, out, no_places, "opaque")
     kind = "linear" if _is_linear(primitive, shapes) else "pointwise"
-    return aligned(array_shapes, out, kind, **_work(primitive, len(array_shapes)))
+    return describe_aligned(array_shapes, out, kind, **_work(primitive, len(array_shapes)))
 
 
 def _is_linear(primitive: str, shapes: Sequence[Shape | None]) -> bool:
@@ -95,7 +99,7 @@ def _work(primitive: str, n_operands: int) -> Mapping[str, Any]:
 # ---- rows of the table
 
 
-def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
+def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
     """Describe `dot_general`: its result has batch dims, then the free dims of both operands."""
     (left_summed, right_summed), (left_batch, right_batch) = params["dimension_numbers"]
     n_left = len(shapes[0])
@@ -108,10 +112,10 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
     result = [left[i] for i in left_batch]
     result += [name for i, name in enumerate(left) if i not in left_paired]
     result += [name for name in right if name not in left]
-    return Written([left, right, result], "contraction")
+    return LetteredOp([left, right, result], "contraction")
 
 
-def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
+def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
     """Describe `gather`: windows of a table, whose places an array of indices says.
 
     A dim of the table may be sharded if one row of it is taken at a time, as in an embedding; a
@@ -144,7 +148,7 @@ def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) ->
                 whole += [window, table_dim]
     coordinates = next(new_letters)  # the last dim of the indices: where a window begins
     arrays = [table, [*index_dims, coordinates], result]
-    return Written(arrays, "lookup", [*whole, coordinates])
+    return LetteredOp(arrays, "lookup", [*whole, coordinates])
 
 
 def _along(key: str, kind: str = "pointwise", operands: int | None = None, **options: Any) -> Row:
@@ -154,15 +158,15 @@ def _along(key: str, kind: str = "pointwise", operands: int | None = None, **opt
         key: The parameter with the dims: a number, numbers, or what happens along every dim.
         kind: The class of the operation.
         operands: How many operands count; the others are numbers. None: all.
-        **options: As of `xshard.step.record.letters.along`.
+        **options: As of `xshard.step.record.letters.describe_along`.
     """
 
-    def row(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> Written:
+    def row(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
         dims = params.get(key, ())
         if key in ("padding_config", "window_dimensions"):
             # No padding, and windows of 1, change nothing along a dim.
             dims = [d for d, change in enumerate(dims) if change not in (1, (0, 0, 0))]
-        return along(shapes[:operands], out, dims, kind, **options)
+        return describe_along(shapes[:operands], out, dims, kind, **options)
 
     return row
 
@@ -180,8 +184,10 @@ TABLE: Mapping[str, Row] = {
         else None
     ),
     "gather": _gathered,
-    "broadcast_in_dim": lambda p, s, out: placed(s, out, [p["broadcast_dimensions"]], **FREE),
-    "transpose": lambda p, s, out: placed(
+    "broadcast_in_dim": lambda p, s, out: describe_by_places(
+        s, out, [p["broadcast_dimensions"]], **FREE
+    ),
+    "transpose": lambda p, s, out: describe_by_places(
         s, out, [[*map(p["permutation"].index, range(len(out)))]], **FREE
     ),
     "reduce_sum": _along("axes", "linear", sums=True),
@@ -191,7 +197,7 @@ TABLE: Mapping[str, Row] = {
     **_rows("cumlogsumexp cummax cummin cumprod cumsum top_k", _along("axis")),
     **_rows("reduce_window_max reduce_window_min reduce_window_sum", _along("window_dimensions")),
     **_rows("slice dynamic_slice", _along("", "linear", 1)),
-    "dynamic_update_slice": lambda p, s, out: aligned(
+    "dynamic_update_slice": lambda p, s, out: describe_aligned(
         s[:2], out, whole=[f"r{d}" for d, n in enumerate(s[1]) if n != out[d]]
     ),
     "sort": _along("dimension"),
@@ -199,6 +205,6 @@ TABLE: Mapping[str, Row] = {
     "concatenate": _along("dimension", "linear"),
     "split": _along("axis", "linear"),
     "pad": _along("padding_config", "linear", 1),
-    SLICE: lambda _, s, out: along(s, out, 0, "linear", **FREE),
-    STACK: lambda _, s, out: placed(s, out, [range(1, len(out))], whole=["r0"], **FREE),
+    SLICE: lambda _, s, out: describe_along(s, out, 0, "linear", **FREE),
+    STACK: lambda _, s, out: describe_by_places(s, out, [range(1, len(out))], whole=["r0"], **FREE),
 }

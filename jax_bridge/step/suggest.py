@@ -20,8 +20,8 @@ from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
 from xshard.errors import PlanError, api_boundary
 from xshard.notation.parser import ARROW
-from xshard.step.record.fuse import fused
-from xshard.step.record.repeat import repeated
+from xshard.step.record.fuse import fuse_operations
+from xshard.step.record.repeat import find_repeated
 from xshard.step.record.trace import Trace
 
 # Operations that decide the layouts of their results; XLA is told these layouts.
@@ -242,10 +242,10 @@ def traced(loss: Loss) -> Traced:
     (result,) = tracer.walk(closed.jaxpr, loss.names)
     # A loss that is a number whatever the arrays has no name.
     whole_step = trace.step("" if result is None else result, moves_anywhere=True)
-    step, names = repeated(whole_step)
+    step, names = find_repeated(whole_step)
     for place, name in tracer.aliases.items():
         names[place] = names.get(name, name)
-    return Traced(fused(step), tracer, names)
+    return Traced(fuse_operations(step), tracer, names)
 
 
 def _batch_length(inputs: Sequence[jax.ShapeDtypeStruct]) -> int:

@@ -12,8 +12,8 @@ from xshard.step.price.moves import MovePrices
 from xshard.step.price.options import options_of
 from xshard.step.price.problem import StepProblem
 from xshard.step.record.arrays import COPY
-from xshard.step.record.fuse import fused
-from xshard.step.record.repeat import repeated
+from xshard.step.record.fuse import fuse_operations
+from xshard.step.record.repeat import find_repeated
 
 LENGTHS = {"b": 2, "c": 4, "d": 2, "e": 4}
 
@@ -120,7 +120,7 @@ def test_options_of_a_chain_are_those_of_all_assignments(anywhere):
         if (fine := random_chain(seed, coarse=False, anywhere=anywhere)) is None:
             continue
         for step in (fine, random_chain(seed, coarse=True, anywhere=anywhere)):
-            new = fused(step)
+            new = fuse_operations(step)
             for one in new.ops:
                 if len(set(one.operands)) == len(one.operands):
                     options = (
@@ -131,7 +131,7 @@ def test_options_of_a_chain_are_those_of_all_assignments(anywhere):
                     assert got == want if step is fine else got <= want, (seed, one.name, step)
                     found = [found[0] + len(got), found[1] + len(want)]
                     joined += len(members(step, one.name, new.by_name)) > 1
-        assert abs(_flops(fused(fine)) - _flops(fine)) < 1e-9 * _flops(fine)
+        assert abs(_flops(fuse_operations(fine)) - _flops(fine)) < 1e-9 * _flops(fine)
     assert joined > 20 and found[0] > 0.98 * found[1], found
 
 
@@ -158,7 +158,7 @@ def test_a_chain_of_constants_is_a_copy_where_more_dims_are_broadcast():
         Op("masked", "b d, b d -> b d", ("y", "rows"), "pointwise", enters="", leaves=""),
     ]
     step = TrainingStep(ops, LENGTHS, {"x": "b c", "y": "b d"}, {})
-    (op,) = fused(step).ops
+    (op,) = fuse_operations(step).ops
     assert "b/x d, b/x c -> b/x d" in map(op.text_of, op.axis_rules)
 
 
@@ -182,7 +182,7 @@ def test_modules_with_parameters_of_their_own_stay_apart(first, kept):
     ]
     parameters = {name: "c" for op in ops for name in op.operands if "weight" in name}
     loss = Op("loss", "b c ->", ("second",), "loss")
-    step = fused(TrainingStep([*ops, loss], LENGTHS, {"x": "b c"}, parameters))
+    step = fuse_operations(TrainingStep([*ops, loss], LENGTHS, {"x": "b c"}, parameters))
     assert [op.name for op in step.ops] == ["first", "second", "loss"]
 
 
@@ -216,12 +216,12 @@ def layers(names):
 
 def test_blocks_are_named_by_their_numbers():
     """A star is for all layers; beside others of the same names, the numbers are there."""
-    step, names = repeated(layers(["0", "1", "2"]))
+    step, names = find_repeated(layers(["0", "1", "2"]))
     assert names["2.up"] == "*.up" and list(step.parameters) == ["*.up.weight"]
     assert [op.times for op in step.ops] == [3] * (len(step.ops) - 1) + [1]
     other = layers(["0", "1", "2"])
     ops = [op if op.name != "0.up" else replace(op, flops=3.0) for op in other.ops]
-    step, names = repeated(replace(other, ops=ops))
+    step, names = find_repeated(replace(other, ops=ops))
     assert names["2.up"] == "{1,2}.up" and set(step.parameters) == {
         "0.up.weight",
         "{1,2}.up.weight",
@@ -236,7 +236,7 @@ def test_a_block_that_takes_more_than_the_one_before_it_is_not_repeated():
     step = layers(["0", "1", "2"])
     ops = [op if op.name != "2.act" else replace(op, operands=("0.up",)) for op in step.ops]
     both = Op("sum", "b d, b d -> b d", ("1.up", "2.up"), "linear")
-    apart, names = repeated(
+    apart, names = find_repeated(
         replace(step, ops=[*ops[:-1], both, Op("loss", "b d ->", ("sum",), "loss")])
     )
     assert not names and all(op.times == 1 for op in apart.ops)

@@ -177,7 +177,7 @@ def test_a_dim_keeps_its_other_name_in_modules_inside():
 def test_fewer_rules_within_what_they_may_cost(found):
     assert found.seconds <= 1.01 * found.search.seconds and found.gap <= 0.01
     problem = found.search.problem
-    node = found.search.problem.number["layers.*.gate.weight"]
+    node = found.search.problem.node_numbers["layers.*.gate.weight"]
     odd = list(found.assignment)
     odd[node] = next(i for i in range(len(problem.nodes[node].placements)) if i != odd[node])
     search = StepSearch(problem, math.inf, best=odd)

@@ -20,32 +20,34 @@ from torch import Size, Tensor
 from torch_bridge.versions.pytree import tree_leaves
 from xshard.step.record.letters import (
     FREE,
-    Written,
-    aligned,
-    along,
+    LetteredOp,
     convolution,
-    letters,
-    placed,
+    describe_aligned,
+    describe_along,
+    describe_by_places,
+    dim_letters,
+    split_words,
     view,
-    words,
 )
 
 # Traits of operations that have no function of their own below.
 
 # The result is a part of the operand or its copies: nothing is computed.
-PARTS = words("slice select split split_with_sizes unbind expand view_as_real view_as_complex")
+PARTS = split_words(
+    "slice select split split_with_sizes unbind expand view_as_real view_as_complex"
+)
 # Partial sums may pass: f(a + b) = f(a) + f(b).
-LINEAR = PARTS | words("add sub neg sum mean cat constant_pad_nd flip roll")
-RANDOM = words("native_dropout bernoulli uniform normal")
+LINEAR = PARTS | split_words("add sub neg sum mean cat constant_pad_nd flip roll")
+RANDOM = split_words("native_dropout bernoulli uniform normal")
 # Not tagged as pointwise by torch, but the last dims of operands are those of the result, too.
-ALIGNED = words(
+ALIGNED = split_words(
     "native_layer_norm expand repeat constant_pad_nd copy tril triu fill zero floor_divide"
 )
 ALIGNED |= RANDOM | {"_prelu_kernel"}
 # Their gradients need the result, and not the operands.
-GRADIENT_BY_RESULT = words("_softmax _log_softmax exp reciprocal rsqrt sigmoid sqrt tanh")
+GRADIENT_BY_RESULT = split_words("_softmax _log_softmax exp reciprocal rsqrt sigmoid sqrt tanh")
 # Every element has the same value: an axis may shard any dim. An `arange` differs along its dim.
-UNIFORM = words("full zeros ones empty scalar_tensor")
+UNIFORM = split_words("full zeros ones empty scalar_tensor")
 # They mix as many last dims as the name says, in each channel alone: `avg_pool2d`.
 WINDOWS = re.compile(r"(?:pool|upsample_[a-z]+|pad)(\d)d")
 
@@ -58,7 +60,7 @@ class Call(NamedTuple):
     """
 
     operands: Sequence[Tensor]
-    op: Written
+    op: LetteredOp
     added: Tensor | None = None
 
 
@@ -87,7 +89,7 @@ class Invocation(NamedTuple):
     @property
     def result_dims(self) -> list[str]:
         """The letters of the dims of the result."""
-        return letters(self.out.ndim)
+        return dim_letters(self.out.ndim)
 
     @property
     def has_number(self) -> bool:
@@ -143,7 +145,7 @@ MATRIX_PRODUCTS = {
 
 @describes(MATRIX_PRODUCTS)
 def _matrix_product(call: Invocation) -> Call:
-    op = Written(MATRIX_PRODUCTS[call.name], "contraction")
+    op = LetteredOp(MATRIX_PRODUCTS[call.name], "contraction")
     if "add" in call.name:  # addmm(bias, a, b)
         # The bias is broadcast, so it is an operation with a rule of its own.
         return Call(call.tensors[1:], op, added=call.first)
@@ -151,7 +153,7 @@ def _matrix_product(call: Invocation) -> Call:
 
 
 @describes(
-    words(
+    split_words(
         "view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh"
     )
 )
@@ -178,7 +180,7 @@ def _reordering(call: Invocation, order: Sequence[int]) -> Call:
     """Describe a result whose dim i is dim `order[i]` of the operand."""
     dims = call.result_dims  # as many as the operand has, which has them in order here
     reordered = [dims[d] for d in order]
-    return Call([call.first], Written([dims, reordered], "linear", work=FREE))
+    return Call([call.first], LetteredOp([dims, reordered], "linear", work=FREE))
 
 
 @describes(["embedding"])
@@ -187,7 +189,7 @@ def _embedding(call: Invocation) -> Call:
     *row_dims, width = call.result_dims
     # The vocabulary is a dim of the table alone.
     arrays = [row_dims, ["v", width], call.result_dims]
-    return Call([call.args["indices"], call.args["weight"]], Written(arrays, "lookup"))
+    return Call([call.args["indices"], call.args["weight"]], LetteredOp(arrays, "lookup"))
 
 
 @describes(["index"])
@@ -216,7 +218,7 @@ def _indexing(call: Invocation) -> Call:
     for d, index in index_of.items():
         arrays.append(_dims_of_index(index, d, picked_dims, call.out.shape))
     arrays.append(call.result_dims)
-    return Call([x, *index_of.values()], Written(arrays, "linear", replaced_dims))
+    return Call([x, *index_of.values()], LetteredOp(arrays, "linear", replaced_dims))
 
 
 def _dims_of_index(
@@ -254,9 +256,9 @@ def _nll_loss(call: Invocation) -> Call:
 
     Without rows, of one example.
     """
-    rows = letters(call.args["target"].ndim)
+    rows = dim_letters(call.args["target"].ndim)
     scores = [*rows[:1], "v", *rows[1:]]
-    return Call(call.tensors[:2], Written([scores, rows, []], "loss"))
+    return Call(call.tensors[:2], LetteredOp([scores, rows, []], "loss"))
 
 
 @describes(["native_group_norm"])
@@ -266,7 +268,7 @@ def _group_norm(call: Invocation) -> Call | None:
     # Statistics are over all dims but the batch: only the batch can be sharded.
     places = [range(call.out.ndim), [1], [1]]  # scale and bias have the channels
     unsharded = call.result_dims[1:]
-    op = placed(call.shapes, call.out.shape, places, "pointwise", whole=unsharded)
+    op = describe_by_places(call.shapes, call.out.shape, places, "pointwise", whole=unsharded)
     return Call(call.tensors, op)
 
 
@@ -278,7 +280,7 @@ def _written_into(call: Invocation) -> Call | None:
         return None  # the part may be transposed or have steps
     lengths = zip(call.result_dims, array.shape, part.shape, strict=True)
     cut_dims = {dim for dim, length, part_length in lengths if length != part_length}
-    return Call(call.tensors, aligned(call.shapes, call.out.shape, whole=cut_dims))
+    return Call(call.tensors, describe_aligned(call.shapes, call.out.shape, whole=cut_dims))
 
 
 @describes(["stack"])
@@ -289,19 +291,19 @@ def _stack(call: Invocation) -> Call:
     places = [d for d in range(call.out.ndim) if d != new_dim]
     unsharded = [call.result_dims[new_dim]]
     places_of_operands = [places] * len(call.tensors)
-    op = placed(call.shapes, call.out.shape, places_of_operands, whole=unsharded)
+    op = describe_by_places(call.shapes, call.out.shape, places_of_operands, whole=unsharded)
     return Call(call.tensors, op)
 
 
 def _filled_like(call: Invocation) -> Call:
     """Describe numbers with the shape of another array, which are sharded like it."""
-    op = aligned([call.first.shape], call.out.shape, "pointwise")
+    op = describe_aligned([call.first.shape], call.out.shape, "pointwise")
     return Call([call.first], op._replace(work={**FREE, "keeps": ()}))
 
 
 def _made_in_place(call: Invocation) -> Call:
     """Describe numbers that depend on no array: zeros, positions, masks."""
-    op = Written([call.result_dims], "source", whole=call.result_dims)
+    op = LetteredOp([call.result_dims], "source", whole=call.result_dims)
     if call.name.removeprefix("new_") in UNIFORM:
         op = op._replace(whole=())
     return Call((), op)
@@ -315,10 +317,10 @@ def _by_traits(call: Invocation) -> Call:
         kind = "linear"
     shape = call.out.shape
     if "dim" in call.args or "dims" in call.args:
-        op = along(call.shapes, shape, _reduced_dims(call), kind, sums=call.name == "sum")
+        op = describe_along(call.shapes, shape, _reduced_dims(call), kind, sums=call.name == "sum")
     elif call.is_pointwise or call.name in ALIGNED or WINDOWS.search(call.name):
         first_unsharded = call.out.ndim - _n_unsharded_last_dims(call)
-        op = aligned(call.shapes, shape, kind, call.result_dims[first_unsharded:])
+        op = describe_aligned(call.shapes, shape, kind, call.result_dims[first_unsharded:])
     else:
         op = _leading_dims(call)
     return Call(call.tensors, op._replace(work=_work(call)))
@@ -357,7 +359,7 @@ def _n_unsharded_last_dims(call: Invocation) -> int:
     return len(call.args.get("normalized_shape", ()))
 
 
-def _leading_dims(call: Invocation) -> Written:
+def _leading_dims(call: Invocation) -> LetteredOp:
     """Describe views as complex numbers or pairs; any other operation has no rule: `opaque`.
 
     The first dims are the result's. The last dim of the real array has pairs of real and imaginary
@@ -368,7 +370,7 @@ def _leading_dims(call: Invocation) -> Written:
     # A dim behind the result's has no place in it: real and imaginary part become one number.
     places = [_places_of_leading_dims(x.ndim, out_ndim) for x in call.tensors]
     pairs = [*call.result_dims[call.first.ndim :], f"u0_{out_ndim}"]
-    return placed(call.shapes, call.out.shape, places, kind, pairs)
+    return describe_by_places(call.shapes, call.out.shape, places, kind, pairs)
 
 
 def _places_of_leading_dims(ndim: int, out_ndim: int) -> list[int | None]:
@@ -390,7 +392,7 @@ def attention_call(
     queries, the heads of queries are "(g r)".
     """
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    key_dims = letters(query.ndim - 2, "b")
+    key_dims = dim_letters(query.ndim - 2, "b")
     query_dims = key_dims
     lengths = dict[str, int]()
     if query.shape[:-2] != key.shape[:-2]:
@@ -419,7 +421,7 @@ def attention_call(
     if is_causal:
         unsharded.add("s")  # blocks of queries see different numbers of keys
         flops /= 2  # only scores below the diagonal
-    op = Written(arrays, "attention", unsharded, {"flops": flops}, lengths)
+    op = LetteredOp(arrays, "attention", unsharded, {"flops": flops}, lengths)
     return Call(operands, op), out
 
 
@@ -443,5 +445,5 @@ def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
     bias_dims = all_dims[out.ndim - bias.ndim :]
     if is_convolution:
         bias_dims = [1]
-    op = placed([out.shape, bias.shape], out.shape, [all_dims, bias_dims])
+    op = describe_by_places([out.shape, bias.shape], out.shape, [all_dims, bias_dims])
     return Call([out, bias], op._replace(work=FREE))

@@ -26,7 +26,7 @@ from torch_bridge.versions.modes import TorchDispatchMode, schema_of
 from torch_bridge.versions.pytree import tree_leaves, tree_map_only
 from xshard.dtypes import name_of
 from xshard.errors import PlanError
-from xshard.step.record.letters import Written, letters
+from xshard.step.record.letters import LetteredOp, dim_letters
 from xshard.step.record.op import Op, renamed
 from xshard.step.record.trace import Trace
 from xshard.step.record.training_step import TrainingStep
@@ -357,7 +357,7 @@ def _add_loss(recorder: StepRecorder, result: Any) -> str:
     shape = trace.shapes[name]
     if not shape:  # the model returns its loss
         return name
-    return trace.add(":loss", Written([letters(len(shape)), []], "loss"), (name,), ())
+    return trace.add(":loss", LetteredOp([dim_letters(len(shape)), []], "loss"), (name,), ())
 
 
 def first_tensor(values: Any) -> Tensor | None:

@@ -11,8 +11,8 @@ from torch_bridge.step.record import record_step
 from xshard import Rules, Suggestion
 from xshard import suggest as suggest_step
 from xshard.errors import api_boundary
-from xshard.step.record.fuse import fused
-from xshard.step.record.repeat import repeated
+from xshard.step.record.fuse import fuse_operations
+from xshard.step.record.repeat import find_repeated
 
 
 class TorchSuggestion(Suggestion):
@@ -68,5 +68,5 @@ def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> Tor
         ('o/dp/tp i', 'b s8192 -> b s8192 | copy(dp,tp)', 'b n8192/dp/tp')
     """
     step, unused = record_step(model, batch)
-    plan = suggest_step(fused(repeated(step)[0]), mesh_of(mesh), **options)
+    plan = suggest_step(fuse_operations(find_repeated(step)[0]), mesh_of(mesh), **options)
     return TorchSuggestion(plan.search, plan.assignment, plan.bound, plan.by_hand, unused=unused)

@@ -18,7 +18,7 @@ from xshard.formatting import format_bytes
 from xshard.layout import Mesh
 from xshard.layout.mesh import check_mesh
 from xshard.rules import RulesLike
-from xshard.step.choose.hand import HAND, allowed
+from xshard.step.choose.hand import HAND, options_by_hand
 from xshard.step.choose.search import StepSearch
 from xshard.step.price.moves import MovePrices
 from xshard.step.price.problem import StepProblem
@@ -103,7 +103,7 @@ def suggest(  # noqa: PLR0913  the public signature
     step = step.with_shares
     moves = MovePrices(mesh, step.dtype, load_profile(profile))
     _check_rates(moves)
-    candidates = problems(step, moves, micro_batches, recompute, overlap)
+    candidates = list_problems(step, moves, micro_batches, recompute, overlap)
     searches = _searches_of(candidates, limit, {} if fixed is None else fixed)
     # Plans by hand first: they are good assignments to begin with, and a cutoff for all searches.
     by_hand = _plans_by_hand(searches)
@@ -119,7 +119,7 @@ def suggest(  # noqa: PLR0913  the public signature
     return Suggestion(fastest, simplified(fastest, most), bound, by_hand)
 
 
-def problems(
+def list_problems(
     step: TrainingStep,
     moves: MovePrices,
     micro_batches: int | None,
@@ -199,7 +199,7 @@ def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
     for name, hand in HAND.items():
         plans = list[StepPlan]()
         for search in searches:
-            search_by_hand = search.within(allowed(search.problem, hand))
+            search_by_hand = search.start_within(options_by_hand(search.problem, hand))
             if search_by_hand.vectors:
                 search_by_hand.run(most_steps=TRIES)
             for assignment, vector in search_by_hand.vectors.items():

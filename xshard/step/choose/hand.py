@@ -50,7 +50,7 @@ HAND: Mapping[str, HandPlan] = {
 }
 
 
-def allowed(problem: StepProblem, plan: HandPlan) -> list[Flags]:
+def options_by_hand(problem: StepProblem, plan: HandPlan) -> list[Flags]:
     """Tell which options of every node a plan by hand leaves: for each node [options].
 
     Parameters have the plan's storage. Large operations shard what it prefers over each axis, where

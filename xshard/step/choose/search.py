@@ -118,7 +118,7 @@ class StepSearch:
             pairs = zip(self.options, self.problem.nodes, strict=True)
             self.offer([_most_whole(node.placements, options) for options, node in pairs])
 
-    def within(self, flags: Sequence[Flags]) -> StepSearch:
+    def start_within(self, flags: Sequence[Flags]) -> StepSearch:
         """Return a search among some of the options, which has begun if it has any."""
         pairs = zip(self.options, flags, strict=True)
         options = [own[allowed[own]] for own, allowed in pairs]

@@ -45,7 +45,7 @@ class StepProblem(StepSetup):
         ]
 
     @cached_property
-    def number(self) -> Mapping[str, int]:
+    def node_numbers(self) -> Mapping[str, int]:
         """The number of every node by name."""
         return {node.name: number for number, node in enumerate(self.nodes)}
 

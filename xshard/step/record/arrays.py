@@ -71,7 +71,7 @@ def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[st
     return Layout(tuple(dims), tuple(tags))
 
 
-def ways_of(layout: Layout, axes: Sequence[str]) -> list[int]:
+def placements_of(layout: Layout, axes: Sequence[str]) -> list[int]:
     """Read a layout as placements, one per mesh axis: the inverse of `layout_of`.
 
     On the axes dp, tp and pp, `b/dp c | sum(tp)` is [0, SUM, REPLICAS]: the number of the dim that

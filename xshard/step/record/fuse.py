@@ -24,7 +24,7 @@ LIGHT = ("pointwise", "linear", "source")  # classes that join each other
 APART = ("carry", "share", "opaque")  # classes that join nothing
 
 
-def fused(step: TrainingStep) -> TrainingStep:
+def fuse_operations(step: TrainingStep) -> TrainingStep:
     """Return the step with chains of operations fused into one operation each.
 
     `x -> cast -> norm -> up` becomes `x -> norm -> up`: the view, cast or function of elements

@@ -28,7 +28,7 @@ class Factor(NamedTuple):
     length: int
 
 
-class Written(NamedTuple):
+class LetteredOp(NamedTuple):
     """An operation in letters, as `Trace.add` takes it.
 
     Args:
@@ -87,7 +87,7 @@ def _factors(d: int, side: int, ends: tuple[int, int], products: Collection[int]
     return [Factor(f"r{start}", end // start) for start, end in spans]
 
 
-def words(text: str) -> frozenset[str]:
+def split_words(text: str) -> frozenset[str]:
     """Split names of operations at white space."""
     return frozenset(text.split())
 
@@ -102,19 +102,19 @@ def _joined(factors: Sequence[Factor]) -> str:
     return grouped([factor.name for factor in factors])
 
 
-def letters(n: int, prefix: str = "r") -> list[str]:
+def dim_letters(n: int, prefix: str = "r") -> list[str]:
     """Name the dims of an array: r0, r1, ..."""
     return [f"{prefix}{i}" for i in range(n)]
 
 
-def placed(
+def describe_by_places(
     shapes: Shapes,
     out: Shape,
     places: Places,
     kind: str = "linear",
     whole: Collection[str] = (),
     **work: Any,
-) -> Written:
+) -> LetteredOp:
     """Describe an operation in letters, by where each dim of its operands is in the result.
 
     A dim that is one of the result has the result's letter; any other has a letter of its own.
@@ -146,20 +146,20 @@ def placed(
             if place is not None and length > 1:
                 whole_dims |= {f"r{place}", unshared}
         arrays.append(dims)
-    arrays.append(letters(len(out)))
+    arrays.append(dim_letters(len(out)))
     # `whole` may have letters of dims that are not there, such as a reduced one.
-    return Written(arrays, kind, whole_dims.intersection(chain(*arrays)), work)
+    return LetteredOp(arrays, kind, whole_dims.intersection(chain(*arrays)), work)
 
 
-def aligned(
+def describe_aligned(
     shapes: Shapes, out: Shape, kind: str = "linear", whole: Collection[str] = (), **work: Any
-) -> Written:
+) -> LetteredOp:
     """Describe an operation with broadcasting: the last dims of operands are the result's."""
     places = [range(len(out) - len(shape), len(out)) for shape in shapes]
-    return placed(shapes, out, places, kind, whole, **work)
+    return describe_by_places(shapes, out, places, kind, whole, **work)
 
 
-def along(
+def describe_along(
     shapes: Shapes,
     out: Shape,
     dims: int | Shape,
@@ -167,7 +167,7 @@ def along(
     *,
     sums: bool = False,
     **work: Any,
-) -> Written:
+) -> LetteredOp:
     """Describe an operation that works along some dims of its first operand, in letters.
 
     A softmax along the last dim keeps it: `r0 r1 -> r0 r1` with r1 whole, for every element of the
@@ -196,9 +196,9 @@ def along(
         places.append(next(next_place) if is_in_result else None)
     # Operands with as many dims are like the first; others (a seed, an index) share no dim.
     places_by_shape = [places if len(shape) == ndim else [None] * len(shape) for shape in shapes]
-    # For a dim that is gone this is `rNone`, no letter of any array: `placed` leaves it out.
+    # For a dim that is gone this is `rNone`, no letter of any array: `describe_by_places` leaves it out.
     whole = {f"r{places[d]}" for d in worked_along}
-    written = placed(shapes, out, places_by_shape, kind, whole, **work)
+    written = describe_by_places(shapes, out, places_by_shape, kind, whole, **work)
     if sums:
         return written._replace(whole=set())
     # Each element of the result needs all of a dim that is gone.
@@ -206,7 +206,7 @@ def along(
     return written._replace(whole={*written.whole, *not_in_result})
 
 
-def view(before: Shape, after: Shape) -> Written:
+def view(before: Shape, after: Shape) -> LetteredOp:
     """Describe a reshape; dims that no axis can shard are whole.
 
     >>> view((64, 4096), (8, 8, 32, 128)).text
@@ -219,12 +219,12 @@ def view(before: Shape, after: Shape) -> Written:
     lengths_before = dict(chain(*dims_before))
     lengths_after = dict(chain(*dims_after))
     whole = lengths_before.keys() ^ lengths_after.keys()  # factors of one side only
-    return Written(arrays, "linear", whole, FREE, lengths_before | lengths_after)
+    return LetteredOp(arrays, "linear", whole, FREE, lengths_before | lengths_after)
 
 
 def convolution(
     shapes: Shapes, out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()
-) -> Written:
+) -> LetteredOp:
     """Describe a convolution as a contraction in letters: `b c l0, o c k0 -> b o m0`.
 
     Mesh axes may shard the batch b, the operand's channels c (results are partial sums) and the
@@ -252,7 +252,7 @@ def convolution(
         kernel_channels = ["o", "c"]
     else:  # depthwise: each channel by itself
         kernel_channels = ["c", "one"]
-    operand_spatial, kernel_spatial, result_spatial = [letters(n_spatial, s) for s in "lkm"]
+    operand_spatial, kernel_spatial, result_spatial = [dim_letters(n_spatial, s) for s in "lkm"]
     arrays_in_order = [
         ["b", "c", *operand_spatial],
         [*kernel_channels, *kernel_spatial],
@@ -266,7 +266,7 @@ def convolution(
     # element of the space of all dims, which has l, too, and c beside i: divide these out.
     uncounted = operand_order[1:] if has_wide_groups else operand_order[2:]
     flops = 2.0 / math.prod(shapes[0][d] for d in uncounted)
-    return Written(arrays, "contraction", whole, {"flops": flops})
+    return LetteredOp(arrays, "contraction", whole, {"flops": flops})
 
 
 def _reordered(names: Sequence[str], numbers: Sequence[int]) -> list[str]:

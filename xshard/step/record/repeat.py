@@ -24,7 +24,7 @@ BLOCK_BEFORE = "block before"
 ELSEWHERE = "elsewhere"
 
 
-def repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
+def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     """Replace runs of equal layers by one layer that runs several times.
 
     The operations `0.up`, `1.up` and so on, each with the result of the one before as operand,

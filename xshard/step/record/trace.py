@@ -8,7 +8,7 @@ from itertools import chain, product
 from typing import Any
 
 from xshard.step.record.arrays import COPY, REPLICAS, SUM
-from xshard.step.record.letters import Factor, Written, common_factors, grouped
+from xshard.step.record.letters import Factor, LetteredOp, common_factors, grouped
 from xshard.step.record.op import AxisRule, Op
 from xshard.step.record.training_step import TrainingStep
 
@@ -44,7 +44,7 @@ class Trace:
         >>> trace.input("x", (64, 512, 128)), trace.parameter("up", (256, 128))
         ('x', 'up')
         >>> flat = trace.add("flat", view((64, 512, 128), (64 * 512, 128)), ("x",), (64 * 512, 128))
-        >>> product = Written(["ac", "dc", "ad"], "contraction")
+        >>> product = LetteredOp(["ac", "dc", "ad"], "contraction")
         >>> print(trace.step(trace.add("y", product, (flat, "up"), (64 * 512, 256))))
         flat  linear       b s512 s128 -> (b s512) s128               x
         y     contraction  (b s512) s128, n256 s128 -> (b s512) n256  flat, up
@@ -76,7 +76,12 @@ class Trace:
         return name
 
     def add(
-        self, name: str, op: Written, operands: Sequence[str], shape: Sequence[int], **fields: Any
+        self,
+        name: str,
+        op: LetteredOp,
+        operands: Sequence[str],
+        shape: Sequence[int],
+        **fields: Any,
     ) -> str:
         """Record one operation: its result takes the names of dims from its operands.
 
@@ -192,7 +197,7 @@ class Trace:
     def _op(
         self,
         name: str,
-        written: Written,
+        written: LetteredOp,
         operands: Sequence[str],
         arrays: Sequence[Names],
         names_of: Mapping[str, Sequence[str]],
@@ -213,7 +218,7 @@ class Trace:
             is_whole = letter in written.whole
             # A dim of length 1 cannot be sharded.
             whole += [dim for dim in names if is_whole or self.lengths[dim] == 1]
-        text = Written([[*map(grouped, dims)] for dims in arrays]).text
+        text = LetteredOp([[*map(grouped, dims)] for dims in arrays]).text
         # "": no module begins or ends here. The bridge says afterwards where one does.
         inside_a_module = {"enters": "", "leaves": ""}
         # Later entries win: the caller's fields over all others.
@@ -257,7 +262,7 @@ def _in_names(array: Names, names_of: Mapping[str, Sequence[str]]) -> Names:
 
 
 def _lengths_of_letters(
-    op: Written, arrays: Sequence[Names], shapes: Sequence[Sequence[int]]
+    op: LetteredOp, arrays: Sequence[Names], shapes: Sequence[Sequence[int]]
 ) -> dict[str, int]:
     """Read the length of each letter from shapes; those in parentheses say their lengths."""
     lengths = dict(op.lengths)

@@ -14,7 +14,7 @@ from xshard.step.price.edges import Edge
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Flags, Ints, without_copies
 from xshard.step.price.problem import StepProblem
-from xshard.step.record.arrays import ways_of
+from xshard.step.record.arrays import placements_of
 from xshard.step.say.rules import StepRules
 
 
@@ -25,7 +25,7 @@ class RuleLimits(NamedTuple):
     excluded: list[Flags]
 
 
-def limited(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> RuleLimits:
+def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> RuleLimits:
     """Turn rules of a person into what a search may still choose.
 
     Parameters are stored, gathered and used as their rules say, inputs arrive as theirs say, and an
@@ -81,8 +81,8 @@ class _Limits:
         with located(f"rule of {name}"):
             ndim = len(self.problem.names(source.name))
             use = use_of(self.parameters[name], ndim, self.problem.mesh, frozenset(axes))
-            stored = ways_of(use.stored, axes)
-            used = ways_of(use.used, axes)
+            stored = placements_of(use.stored, axes)
+            used = placements_of(use.used, axes)
         # What is not gathered costs the same in both ways: PER_STEP stands for both.
         gathering = Gathering.PER_STEP
         if stored != used and self.once.find(name) is None:
@@ -140,7 +140,7 @@ def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
 
     fixed: layouts by patterns over names of inputs, parameters and operations, for their results.
     """
-    layouts = Rules(fixed).match(list(problem.number), partial=True, what="array of the step")
+    layouts = Rules(fixed).match(list(problem.node_numbers), partial=True, what="array of the step")
     options = list[Ints]()
     for node in problem.nodes:
         # "..." names no axis: all options agree. What a layout says after an arrow is not about
@@ -173,6 +173,6 @@ def _sides(text: str, problem: StepProblem, name: str, place: str = "") -> RuleS
     ndim = len(problem.names(name))
     with located(f"rule of {place if place else name}"):
         rule = rule_of(text, problem.mesh)
-        src = np.array(ways_of(rule.src.resolved(ndim), axes))
-        dst = np.array(ways_of(rule.dst.resolved(ndim), axes))
+        src = np.array(placements_of(rule.src.resolved(ndim), axes))
+        dst = np.array(placements_of(rule.dst.resolved(ndim), axes))
     return RuleSides(src, dst, np.isin(axes, rule.axes))

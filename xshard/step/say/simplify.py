@@ -134,7 +134,7 @@ def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[C
             # Both entries are written anew for each other use.
             flags[parameter] = _is_stored_so(search.problem.nodes[parameter], other_use)
             flags[edge.user] = (edge.used_placements == other_use.used).all(-1)
-            for changed, vector in search.within(flags).vectors.items():
+            for changed, vector in search.start_within(flags).vectors.items():
                 changes.append(Change(float(search.cost.rank(vector)), list(changed)))
     return changes
 

@@ -16,7 +16,7 @@ from xshard.step.choose.search import StepSearch
 from xshard.step.price.nodes import Gathering
 from xshard.step.price.options import Floats
 from xshard.step.record.arrays import layout_of
-from xshard.step.say.limits import limited
+from xshard.step.say.limits import read_limits
 from xshard.step.say.rules import StepRules, ends_of, written
 
 SAME = 0.01  # of the seconds: plans this near are as good
@@ -110,10 +110,11 @@ class Suggestion(Pictured):
             PlanError: There is no such array.
         """
         problem = self.search.problem
-        if name not in problem.number:
-            hint = f"{did_you_mean(name, problem.number)}names are: {listed_names(list(problem.number))}"
+        if name not in problem.node_numbers:
+            names = listed_names(list(problem.node_numbers))
+            hint = f"{did_you_mean(name, problem.node_numbers)}names are: {names}"
             raise PlanError(f"no array {name!r} in the step", hint=hint)
-        node = problem.number[name]
+        node = problem.node_numbers[name]
         assigned = f"{name}: {self._stated(node, self.assignment[node])}"
         # A new search, for the best plan with another layout here may differ elsewhere, too.
         search = self._search_for_another_layout(node)
@@ -187,7 +188,7 @@ class Suggestion(Pictured):
             outputs=self.outputs if outputs is None else Rules(outputs),
             once=self.once if once is None else once,
         )
-        options, excluded = limited(self.search.problem, rules, self.unused)
+        options, excluded = read_limits(self.search.problem, rules, self.unused)
         problem = replace(self.search.problem, excluded=excluded)
         # Rules may leave some choice, such as how operations inside a module are sharded: the best
         # one is searched. They are priced though they may not fit the memory.
