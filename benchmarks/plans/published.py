@@ -148,7 +148,8 @@ def same_as_on_one_device(name: str) -> Same:
     values = dict(whole.named_parameters())
     pairs = [(p, values[p.name].detach()) for p in state.parameters if p.name in values]
     differ = [
-        ((p.tensor - p.cut(x, state.context)).abs().max() / x.abs().max()).item() for p, x in pairs
+        ((p.tensor - p.block_of(x, state.context)).abs().max() / x.abs().max()).item()
+        for p, x in pairs
     ]
     held = sum(p.tensor.numel() for p, _ in pairs) / sum(x.numel() for _, x in pairs)
     return Same(

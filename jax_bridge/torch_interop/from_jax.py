@@ -24,8 +24,8 @@ from jax_bridge.arrays.stored import stored_as
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
 from jax_bridge.torch_interop.hand_over import prepare_to_jax, prepare_to_torch
 from jax_bridge.torch_interop.route import Options, array_sharding, layouts_of
-from torch_bridge.dtensor.function import as_dtensor
-from torch_bridge.dtensor.placements import local_of
+from torch_bridge.dtensor.function import dtensor_of_block
+from torch_bridge.dtensor.placements import local_block_under
 from xshard import Layout
 from xshard.errors import MeshError, api_boundary
 
@@ -94,7 +94,7 @@ class _Argument(NamedTuple):
     @classmethod
     def of(cls, x: Any, layout: Layout) -> _Argument:
         if isinstance(x, DTensor):
-            return cls(layout, [local_of(x, layout, str(layout))], None)
+            return cls(layout, [local_block_under(x, layout, str(layout))], None)
         if isinstance(x, Tensor):
             return cls(layout, [x], None)
         if isinstance(x, list):
@@ -336,7 +336,7 @@ class VjpProgram:
         dtensors = []
         outputs = zip(blocks, self.out_layouts, self.out_avals, strict=True)
         for block, layout, aval in outputs:
-            dtensors.append(as_dtensor(block, layout, device_mesh, aval.shape))
+            dtensors.append(dtensor_of_block(block, layout, device_mesh, aval.shape))
         return dtensors
 
     def borrowed(self, outputs: Arrays, pull: Any) -> tuple[int, ...]:

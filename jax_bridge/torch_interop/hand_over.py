@@ -20,8 +20,8 @@ from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, TorchMesh, check_one_block, mesh_pair
 from jax_bridge.torch_interop.route import JAX, TORCH, Options, Profiles, Route, by_jax, by_torch
 from jax_bridge.trees import leaves_of
-from torch_bridge.dtensor.function import as_dtensor
-from torch_bridge.dtensor.placements import local_of, to_placements, whole_of
+from torch_bridge.dtensor.function import dtensor_of_block
+from torch_bridge.dtensor.placements import checked_global_shape, local_block_under, to_placements
 from xshard import Layout, Rules, XshardError
 from xshard.errors import DtypeError, MeshError, ShapeError, api_boundary, located
 from xshard.plans.expression import Expression, sides_or_one
@@ -205,7 +205,7 @@ def prepare_to_jax(
     """Check the arguments and return the function that makes the array. Raises as `to_jax` does."""
     shape = options.shape
     if isinstance(x, DTensor):
-        shape = whole_of(x, torch_mesh, shape, "torch_mesh")
+        shape = checked_global_shape(x, torch_mesh, shape, "torch_mesh")
         torch_mesh = x.device_mesh
     meshes = mesh_pair(mesh, torch_mesh)
     blocks = _local_blocks(x, layout, meshes)
@@ -235,7 +235,7 @@ def _local_blocks(x: Any, layout: Layout | Expression, meshes: MeshPair) -> list
     if isinstance(x, DTensor):
         check_one_block(meshes, "a DTensor has")
         src, _, text = sides_or_one(layout)
-        return [local_of(x, src, text).detach()]
+        return [local_block_under(x, src, text).detach()]
     blocks = list(x) if isinstance(x, list | tuple) else [x]
     n_devices = len(meshes.local_positions)
     is_on_meta = len(blocks) == 1 and getattr(blocks[0], "is_meta", False)
@@ -413,5 +413,5 @@ def _make_tensors(
     if not tensors:
         return None
     if device_mesh is not None:
-        return as_dtensor(tensors[0], route.blocks.layout, device_mesh, array.shape)
+        return dtensor_of_block(tensors[0], route.blocks.layout, device_mesh, array.shape)
     return tensors[0] if len(tensors) == 1 else tensors

@@ -312,4 +312,4 @@ def block_of_each(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, T
     """Whole tensors, by the names of a parallel model's parameters -> this process's blocks."""
     state = parallel_of(model)
     named = [(each, name) for each in state.parameters for name in each.names if name in values]
-    return {name: each.cut(values[name], state.context) for each, name in named}
+    return {name: each.block_of(values[name], state.context) for each, name in named}

@@ -17,7 +17,7 @@ from torch_bridge.versions.functorch import (
 
 
 class Map(Protocol):
-    """A linear function of blocks, with its derivatives; one that is not linear has `winners` instead."""
+    """A function of blocks, with its derivatives; one that is not linear has `max_min_derivatives`."""
 
     def __call__(self, *blocks: Tensor) -> Tensor | tuple[Tensor, ...]: ...
 
@@ -65,8 +65,8 @@ class Redistribute(torch.autograd.Function):
         if not executable.is_linear:
             # A max or min: the gradient goes to the elements that are equal to the result.
             block, output = ctx.saved_tensors
-            cotangent = Redistribute.apply(executable.winners.cotangent, *gradients)
-            return None, cotangent * winner_shares(executable, block, output)
+            cotangent = Redistribute.apply(executable.max_min_derivatives.cotangent, *gradients)
+            return None, cotangent * share_among_winners(executable, block, output)
         adjoint = executable.backward
         # Most backward passes record nothing: then autograd, as long as a small move, is left out.
         if torch.is_grad_enabled() or is_transformed():
@@ -83,8 +83,8 @@ class Redistribute(torch.autograd.Function):
         if executable.is_linear:
             return Redistribute.apply(executable.tangent, *tangents)
         block, output = ctx.saved_tensors
-        shares = winner_shares(executable, block, output)
-        return Redistribute.apply(executable.winners.tangent, tangents[0] * shares)
+        shares = share_among_winners(executable, block, output)
+        return Redistribute.apply(executable.max_min_derivatives.tangent, tangents[0] * shares)
 
     @staticmethod
     def vmap(
@@ -100,7 +100,7 @@ class Redistribute(torch.autograd.Function):
         return results, 0
 
 
-def winner_shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
+def share_among_winners(executable: Any, block: Tensor, output: Tensor) -> Tensor:
     """Share the gradient of a max or min: 1 / (number of winners) where the block holds it, else 0.
 
     A max of [1, 3] on one process and [3, 3] on another is [3, 3]: shares [0, 1/2] and [1, 1/2].
@@ -110,7 +110,7 @@ def winner_shares(executable: Any, block: Tensor, output: Tensor) -> Tensor:
         block: This process's block, the candidates.
         output: The result, as the layout after the plan has it.
     """
-    winners = executable.winners
+    winners = executable.max_min_derivatives
     # The best values, where the block has its candidates: the output moved back, which is linear. If
     # the output lacks rows of the block, the plan reduces the block once more.
     source = output if winners.result.is_linear else block.detach()

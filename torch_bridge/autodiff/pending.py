@@ -164,14 +164,14 @@ class PendingTensor:
         return func(*args, **kwargs)
 
 
-def watched(compared: Compared | None, result: Any, *blocks: Tensor) -> Any:
+def compare_gradients_of(compared: Compared | None, result: Any, *blocks: Tensor) -> Any:
     """Return the result of a call, now or pending; its gradients are compared if the call was."""
     if compared is None:
         return result
     finish = result._result if isinstance(result, PendingTensor) else None
     if not callable(finish):  # it has arrived
-        return compared.watched(result, *blocks)
-    result._result = lambda: compared.watched(finish(), *blocks)
+        return compared.compare_gradients_of(result, *blocks)
+    result._result = lambda: compared.compare_gradients_of(finish(), *blocks)
     return result
 
 

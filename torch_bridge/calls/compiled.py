@@ -211,7 +211,7 @@ def _plan_traced(
             if executable.is_linear:
                 derivatives.append(executable.backward.plan)
             else:
-                derivatives += [winner.plan for winner in executable.winners]
+                derivatives += [winner.plan for winner in executable.max_min_derivatives]
     return _TracedPlan(plan, processes, derivatives)
 
 

@@ -21,7 +21,7 @@ from torch_bridge.lower.rules import lower
 from torch_bridge.mesh import process_mesh as meshes
 from torch_bridge.mesh.desync import CallFacts, sent_facts
 from torch_bridge.mesh.machine import machine_profile
-from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh, world
+from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh, mesh_of, process_mesh, world_key
 from torch_bridge.versions.functorch import has_functorch_transforms
 from torch_bridge.versions.modes import FakeTensor
 from xshard.arguments import lengths_of
@@ -46,7 +46,7 @@ from xshard.plans.expression import (
 from xshard.plans.plan import Plan
 
 Block = tuple[tuple[int, ...], torch.dtype, torch.device]  # a block without its values
-PLAIN = (
+PLAIN_TYPES = (
     Tensor,
     torch.nn.Parameter,
 )  # the types of most blocks; any other may have rules of its own
@@ -82,7 +82,7 @@ class MoveCall(NamedTuple):
         if type(expression) is not str:
             expression = as_expression(expression)
         if type(mesh) is not DeviceMesh:
-            mesh = meshes.as_mesh(mesh)
+            mesh = meshes.checked_mesh(mesh)
         if shape is not None:
             shape = lengths_of(shape)
         if comm_dtype is not None:
@@ -96,17 +96,17 @@ class MoveCall(NamedTuple):
 
     def executable(self, block: Block) -> Executable:
         """Return the executable of this process for a block, from the cache if it is there."""
-        return _executable(self, block, world())
+        return _executable(self, block, world_key())
 
     def executable_for(self, x: Tensor) -> Executable:
         """Return the executable for the block `x`, with its gradient planned if autograd records it."""
         if x.is_nested or x.layout is not torch.strided:
             check_dense(x)
         block = x.shape, x.dtype, x.device
-        if type(x) in PLAIN:
-            executable = _executable(self, block, world())
+        if type(x) in PLAIN_TYPES:
+            executable = _executable(self, block, world_key())
         else:
-            executable = unless_fake(_executable, [x], self, block)
+            executable = call_cached(_executable, [x], self, block)
         if x.requires_grad and torch.is_grad_enabled():
             # Now, where errors come early and all processes are here to make the gradient's groups.
             executable.plan_gradient()
@@ -133,7 +133,7 @@ class MoveCall(NamedTuple):
             # Only these axes take part: others may have blocks of other sizes, and other plans.
             axes = tuple(dict.fromkeys((*both.src.axes, *both.dst.axes)))
             profile = links_along(machine_profile(self.profile, device), axes, processes)
-            processes = processes.along(axes)
+            processes = processes.submesh(axes)
             shape = self.shape
             if shape is None:
                 shape = global_shape(both.src, processes.mesh, local_shape, both.text)
@@ -154,7 +154,7 @@ class MoveCall(NamedTuple):
         sent["dtype"] = name_of(dtype)
         sent["device"] = device.type
         sent["comm_dtype"] = ", ".join(map(str, comm_dtype))
-        everywhere = {"expression": self.text, "mesh": ranked(self.mesh)}
+        everywhere = {"expression": self.text, "mesh": mesh_with_ranks(self.mesh)}
         within = sent_facts(plan, plan.steps, shape=plan.shape, **sent)
         own = {"block": str(tuple(local_shape)), "of": str(plan.shape)}
         return CallFacts(everywhere, within, processes.ranks, own)
@@ -194,13 +194,13 @@ def _executable(call: MoveCall, block: Block, world: object) -> Executable:
     return lower(plan, processes, device).casting(dtype, backward_dtype)
 
 
-def unless_fake(cached: Callable[..., Any], blocks: Sequence[Tensor], *key: Any) -> Any:
+def call_cached(cached: Callable[..., Any], blocks: Sequence[Tensor], *key: Any) -> Any:
     """Call `cached(*key, world())`, without its cache for fake tensors: an executable keeps tensors."""
     for x in blocks:
         if isinstance(x, FakeTensor):
             with x.fake_mode:
-                return cached.__wrapped__(*key, world())  # type: ignore[attr-defined]  # by lru_cache
-    return cached(*key, world())
+                return cached.__wrapped__(*key, world_key())  # type: ignore[attr-defined]  # by lru_cache
+    return cached(*key, world_key())
 
 
 def between_graphs(function: F) -> F:
@@ -218,7 +218,7 @@ def between_graphs(function: F) -> F:
     return cast(F, call)
 
 
-named = between_graphs(with_map_digests)
+with_maps_between_graphs = between_graphs(with_map_digests)
 
 
 def check_no_transform() -> None:
@@ -239,7 +239,7 @@ def links_along(profile: ProfileLike, axes: Sequence[str], processes: ProcessMes
     return on_mesh.for_axes(axes, processes.mesh)
 
 
-def ranked(mesh: MeshLike) -> str:
+def mesh_with_ranks(mesh: MeshLike) -> str:
     """Write a mesh with its ranks, for comparisons."""
     processes = process_mesh(mesh)
     return f"{processes.mesh!r} of {processes.ranks}"
@@ -303,9 +303,9 @@ class TransferCall(NamedTuple):
         )
 
     def facts(self, x: Tensor | None, **sent: object) -> CallFacts:
-        """Return what ranks compare before this call with a block. Raises as `check_part` does."""
+        """Return what ranks compare before this call with a block. Raises as `check_source_block` does."""
         plan = self.plan()
-        check_part(x, plan)
+        check_source_block(x, plan)
         src = f"{plan.src_mesh!r} on {plan.src_devices}"
         dst = f"{plan.dst_mesh!r} on {plan.dst_devices}"
         everywhere = {"expression": f"{plan.src} -> {plan.dst}", "meshes": f"{src}, {dst}"}
@@ -318,10 +318,10 @@ def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
     """Return the global rank of every device of a mesh, in its order."""
     if isinstance(mesh, Mesh):
         return tuple(range(mesh.n_devices))
-    return meshes.callers(mesh)
+    return meshes.calling_ranks(mesh)
 
 
-def check_part(x: Tensor | None, plan: Plan) -> None:
+def check_source_block(x: Tensor | None, plan: Plan) -> None:
     """Raise ShapeError, DtypeError unless this process brings the block that the source gives it."""
     # The plan's device numbers are ranks; a process outside the source has nothing to bring.
     rank = dist.get_rank()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch_bridge.mesh.process_mesh import ProcessMesh, group_mesh, mesh_of_ranks, process_mesh
 from torch_bridge.nn.conv import Convolution, conv
 from torch_bridge.nn.domain_parallel import domain_parallel
-from torch_bridge.nn.layers import layer_of, same_state
+from torch_bridge.nn.layers import layer_of, share_state
 from torch_bridge.nn.placed import Placement, placed_as, record
 from torch_bridge.nn.window import interpolate
 from torch_bridge.ops import all_gather, halo_exchange
@@ -379,7 +379,7 @@ def _placement(x: Tensor, shard_dim: int) -> Placement | None:
     layout = Layout.parse(_layout_text(shard_dim)).resolved(x.ndim)
     placement = placed_as(x, layout, _domain_of(manager))
     # Gradients of parameters stay shares: `sync_domain_gradients` ends them.
-    return replace(placement, shares=placement.axes)
+    return replace(placement, gradient_share_axes=placement.axes)
 
 
 @api_boundary
@@ -512,7 +512,7 @@ class DomainParallelGroupNorm(nn.GroupNorm):
 
     def __init__(self, norm: nn.GroupNorm) -> None:
         # The norm's own parameters, not new ones: a state dict stays as it is.
-        self.__dict__.update(same_state(norm, type(self)).__dict__)
+        self.__dict__.update(share_state(norm, type(self)).__dict__)
 
     @api_boundary
     def forward(self, x: Tensor) -> Tensor:

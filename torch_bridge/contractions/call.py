@@ -19,15 +19,15 @@ from torch_bridge.comm_dtype import CommDtypeLike, comm_dtype_of, comm_dtypes
 from torch_bridge.contractions.executable import ContractionExecutable, Lowering
 from torch_bridge.contractions.local import LocalContraction
 from torch_bridge.lower.rules import lower
-from torch_bridge.mesh.desync import CallFacts, derivatives_of, sent_facts
+from torch_bridge.mesh.desync import CallFacts, derivative_facts, sent_facts
 from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_mesh import (
     MeshLike,
     ProcessMesh,
-    as_mesh,
     check_device,
+    checked_mesh,
     process_mesh,
-    world,
+    world_key,
 )
 from torch_bridge.versions.modes import unset_fake_temporarily
 from xshard import ProfileLike
@@ -75,7 +75,7 @@ class EinsumCall(NamedTuple):
     ) -> EinsumCall:
         """Return the call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
         if mesh is not None:  # raises for anything but a mesh; DTensors bring theirs later
-            as_mesh(mesh)
+            checked_mesh(mesh)
         call = cls(
             expression=expression,
             mesh=mesh,
@@ -99,12 +99,12 @@ class EinsumCall(NamedTuple):
     def executable(self, blocks: Sequence[Tensor]) -> ContractionExecutable:
         """Return the executable of this process, from the cache if it is there. Raises as `einsum` does."""
         differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in blocks)
-        return calls.unless_fake(_executable, blocks, self, _block_types(blocks), differentiated)
+        return calls.call_cached(_executable, blocks, self, _block_types(blocks), differentiated)
 
     def plan(self, blocks: Sequence[calls.Block]) -> tuple[ContractionPlan, ProcessMesh]:
         """Return the plan, and the processes that run it. Raises ShapeError unless the blocks fit."""
         # First what all processes have in common: all raise or none.
-        processes = process_mesh(as_mesh(self.mesh, HINT))
+        processes = process_mesh(checked_mesh(self.mesh, HINT))
         contraction = self.contraction
         for layout in contraction.arrays:
             check_axes(layout, processes.mesh, contraction.text)
@@ -146,7 +146,7 @@ class EinsumCall(NamedTuple):
         _, _, tensor_device = blocks[0]
         profile = calls.links_along(machine_profile(self.profile, tensor_device), axes, processes)
         # Links of the whole mesh first: how the axes lie on nodes shows only there.
-        processes = processes.along(axes)
+        processes = processes.submesh(axes)
         shapes = self.shapes
         if not shapes:
             local_shapes = tuple(shape for shape, *_ in blocks)
@@ -198,11 +198,14 @@ class EinsumCall(NamedTuple):
             comm_dtype=self.comm_dtype,
             save="used" if keeps else "given",
             async_op=async_op,
-            **derivatives_of(*blocks),
+            **derivative_facts(*blocks),
         )
         # Shapes of blocks may differ between ranks; they are part of the error only.
         local_facts = {"blocks": str([tuple(x.shape) for x in blocks])}
-        everywhere = {"expression": plan.text, "mesh": calls.ranked(as_mesh(self.mesh, HINT))}
+        everywhere = {
+            "expression": plan.text,
+            "mesh": calls.mesh_with_ranks(checked_mesh(self.mesh, HINT)),
+        }
         return CallFacts(everywhere, within, processes.ranks, local_facts)
 
 
@@ -239,7 +242,7 @@ def _traced(blocks: list[Tensor], expression: Any, mesh: Any, save: str, **optio
     # Otherwise groups and cached tensors would be fake, or a part of the graph.
     with unset_fake_temporarily(), disable_proxy_modes_tracing():
         call = EinsumCall.of(expression, mesh, **options)
-        executable = _executable(call, block_types, differentiated, world())
+        executable = _executable(call, block_types, differentiated, world_key())
     # Lowered again: what the graph records must not come from the cache, with its tensors.
     lowering = replace(executable.lowering, lower=partial(lower, lengths={}))
     return lowering.contraction(executable.plan)(blocks, save == "used", False)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped, is_dtensor
-from torch_bridge.autodiff.pending import PendingTensor, watched
-from torch_bridge.calls.move import named
+from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of
+from torch_bridge.calls.move import with_maps_between_graphs
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.contractions.call import HINT, EinsumCall, check_number
 from torch_bridge.lower.executable import check_dense
@@ -100,7 +100,7 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
     }
     if torch.compiler.is_compiling():  # outside of a try, in which Dynamo could not break its graph
         if maps is not None:
-            expression = named(expression, maps)
+            expression = with_maps_between_graphs(expression, maps)
         return _compiled(expression, operands, mesh, save, async_op, options)
     try:
         if maps is not None:
@@ -168,7 +168,7 @@ def _of_blocks(
     if desync.ALWAYS:
         prepare = partial(call.facts, blocks, keeps, async_op)
         compared = desync.compare_call(call.mesh, call.contraction.text, prepare)
-    return watched(compared, call.executable(blocks)(blocks, keeps, async_op), *blocks)
+    return compare_gradients_of(compared, call.executable(blocks)(blocks, keeps, async_op), *blocks)
 
 
 def _autocast(x: Any) -> Any:
@@ -183,8 +183,12 @@ def _autocast(x: Any) -> Any:
 
 def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tensor:
     """Contract DTensors, which must be placed as their layouts say -> a DTensor."""
-    from torch_bridge.dtensor.function import as_dtensor
-    from torch_bridge.dtensor.placements import local_of, to_placements, whole_of
+    from torch_bridge.dtensor.function import dtensor_of_block
+    from torch_bridge.dtensor.placements import (
+        checked_global_shape,
+        local_block_under,
+        to_placements,
+    )
 
     contraction = call.contraction
     dtensors: list[Any] = [x for x in operands if is_dtensor(x)]
@@ -194,7 +198,7 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     if len(dtensors) < len(operands) or any(x.device_mesh != mesh for x in dtensors):
         message = "not all operands are DTensors of one mesh"
         raise MeshError(message, text=contraction.text, hint="all or none are")
-    global_shapes = tuple(whole_of(x, call.mesh, None) for x in dtensors)
+    global_shapes = tuple(checked_global_shape(x, call.mesh, None) for x in dtensors)
     contraction = for_operands(contraction, global_shapes)
     shapes = call.shapes
     if shapes is None:
@@ -208,8 +212,8 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
     spans = text_spans(contraction.text).layouts
     blocks = [
-        local_of(x, layout, contraction.text, span)
+        local_block_under(x, layout, contraction.text, span)
         for x, layout, span in zip(dtensors, contraction.arrays, spans, strict=False)
     ]
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
-    return as_dtensor(as_tensor(y), result.layout, mesh, result.shape)
+    return dtensor_of_block(as_tensor(y), result.layout, mesh, result.shape)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_bridge.autodiff.function import winner_shares
+from torch_bridge.autodiff.function import share_among_winners
 from torch_bridge.calls.move import MoveCall, TransferCall
 from torch_bridge.dtensor.placements import (
     dtensor_of,
@@ -24,15 +24,15 @@ from torch_bridge.dtensor.placements import (
     to_placements,
 )
 from torch_bridge.lower.executable import Executable
-from torch_bridge.lower.transfer import TransferExecutable, cross
-from torch_bridge.mesh.process_groups import group_of
+from torch_bridge.lower.transfer import TransferExecutable, lower_transfer
+from torch_bridge.mesh.process_groups import process_group_of
 from torch_bridge.mesh.process_mesh import (
-    callers,
+    calling_ranks,
     check_world,
     dtensor_axes,
     dtensor_mesh,
-    takes_part,
-    world,
+    is_in_mesh,
+    world_key,
 )
 from torch_bridge.versions.autograd import FROM_LOCAL_NODE
 from torch_bridge.versions.dtensor import AsyncCollectiveTensor, shard_order
@@ -94,7 +94,7 @@ class RedistributeDTensor(torch.autograd.Function):
         block = local_block(x)
         ctx.move = move
         ctx.dtype = block.dtype
-        if move.by_block and move.src.layout.tagged(*NONLINEAR) and takes_part(move.src.mesh):
+        if move.by_block and move.src.layout.tagged(*NONLINEAR) and is_in_mesh(move.src.mesh):
             ctx.save_for_backward(block)  # the backward pass asks which blocks were the largest
         block = block.to(move.op_dtype)
         # None outside of the mesh: there the empty block stays as it is.
@@ -154,7 +154,9 @@ def _end(mesh: DeviceMesh, placements: Placements, gradient: DTensor) -> End:
     return End(mesh, placements, layout_of(placements, axes, tuple(gradient.shape)))
 
 
-def as_dtensor(local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
+def dtensor_of_block(
+    local: Tensor, layout: Layout, mesh: DeviceMesh, shape: Sequence[int]
+) -> DTensor:
     """Return the DTensor of global `shape` that has a local block under `layout`."""
     if layout.tagged("copy"):  # gradients of copies are partial; a DTensor assumes `Replicate`
         return _OfCopies.apply(local, layout, mesh, tuple(shape))
@@ -209,7 +211,7 @@ def _check_shard_order(x: DTensor) -> None:
 
 def check(move: DTensorMove, shape: Shape, local_shape: Shape) -> None:
     """Raise MeshError for meshes of different processes, ShapeError for another block shape."""
-    if sorted(callers(move.src.mesh)) != sorted(callers(move.dst.mesh)):
+    if sorted(calling_ranks(move.src.mesh)) != sorted(calling_ranks(move.dst.mesh)):
         hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...) moves tensors between any two"
         reason = f"{move.src.mesh!r} and {move.dst.mesh!r} are of different processes"
         raise MeshError(reason, hint=hint)
@@ -228,7 +230,7 @@ def executables(move: DTensorMove, x: DTensor, block: Tensor) -> tuple[AnyExecut
 
     There are two where a max or min ends before another tag begins.
     """
-    return _executables(move, tuple(x.shape), tuple(block.shape), block.device, world())
+    return _executables(move, tuple(x.shape), tuple(block.shape), block.device, world_key())
 
 
 # Cached by the world too: its groups end with it.
@@ -236,7 +238,7 @@ def executables(move: DTensorMove, x: DTensor, block: Tensor) -> tuple[AnyExecut
 def _executables(
     move: DTensorMove, shape: Shape, local_shape: Shape, device: torch.device, world: object
 ) -> tuple[AnyExecutable, ...]:
-    if not (takes_part(move.src.mesh) or takes_part(move.dst.mesh)):
+    if not (is_in_mesh(move.src.mesh) or is_in_mesh(move.dst.mesh)):
         return ()
     check(move, shape, local_shape)
     src = dtensor_mesh(move.src.mesh)
@@ -256,8 +258,8 @@ def _executables(
         else:
             dtype = dtypes.name_of(move.op_dtype)
             transfer = TransferCall((start, stop), src, dst, shape, dtype, False, move.profile)
-            group = group_of(tuple(sorted(src.ranks)))
-            result.append(cross(transfer.plan(), device, group))
+            group = process_group_of(tuple(sorted(src.ranks)))
+            result.append(lower_transfer(transfer.plan(), device, group))
     return tuple(result)
 
 
@@ -340,12 +342,12 @@ def _cut_alike(placement: Placement, other: Placement) -> bool:
 
 
 def _winner_shares(block: Tensor, move: DTensorMove, shape: Shape) -> Tensor:
-    """Return what `winner_shares` says of this process's operand of a max or min."""
+    """Return what `share_among_winners` says of this process's operand of a max or min."""
     layout = move.src.layout
     ended = without_tags(layout, layout.tagged(*NONLINEAR))
     call = MoveCall((layout, ended), dtensor_mesh(move.src.mesh), shape, move.profile)
     executable = call.executable((tuple(block.shape), block.dtype, block.device))
-    return winner_shares(executable, block, executable(block))
+    return share_among_winners(executable, block, executable(block))
 
 
 @lru_cache(maxsize=4096)

@@ -180,7 +180,7 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
     raise NotationError(reason, text=text, span=span, hint=hint)
 
 
-def local_of(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> Tensor:
+def local_block_under(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> Tensor:
     """Return the local block of a DTensor; its gradient has the dual of `layout`.
 
     Raises as `check_placed` does.
@@ -212,7 +212,7 @@ def gradient_layout(layout: Layout) -> Layout:
     return with_kind(layout, "sum").dual
 
 
-def whole_of(
+def checked_global_shape(
     x: DTensor, mesh: Any, shape: Sequence[int] | None, name: str = "the mesh"
 ) -> tuple[int, ...]:
     """Return the global shape of a DTensor.

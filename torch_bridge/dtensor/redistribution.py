@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_bridge.autodiff.blocks import check_not_swapped
-from torch_bridge.autodiff.pending import watched
+from torch_bridge.autodiff.pending import compare_gradients_of
 from torch_bridge.calls.move import MoveCall
 from torch_bridge.comm_dtype import comm_dtype_of
 from torch_bridge.dtensor import function as moves
@@ -27,13 +27,13 @@ from torch_bridge.dtensor.placements import (
 )
 from torch_bridge.lower.executable import Executable
 from torch_bridge.mesh import desync
-from torch_bridge.mesh.desync import CallFacts, Compared, Sent, compare_call, derivatives_of
+from torch_bridge.mesh.desync import CallFacts, Compared, Sent, compare_call, derivative_facts
 from torch_bridge.mesh.process_mesh import (
-    callers,
+    calling_ranks,
     check_device,
     dtensor_axes,
     dtensor_mesh,
-    takes_part,
+    is_in_mesh,
 )
 from torch_bridge.replicas import comparison_of
 from torch_bridge.versions.dtensor import StridedShard
@@ -145,9 +145,9 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
     # A compiler records what is sent, and cannot ask a store.
     compares = (debug or desync.ALWAYS) and not torch.compiler.is_compiling()
     compared = None
-    if compares and (takes_part(dtensor.device_mesh) or takes_part(mesh)):
+    if compares and (is_in_mesh(dtensor.device_mesh) or is_in_mesh(mesh)):
         compared = _compare_moves(dtensor, mesh, prepared)
-    return watched(compared, RedistributeDTensor.apply(dtensor, prepared()), dtensor)
+    return compare_gradients_of(compared, RedistributeDTensor.apply(dtensor, prepared()), dtensor)
 
 
 def _has_no_tag(placement: Placement) -> bool:
@@ -269,7 +269,7 @@ def _compare_moves(
     x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorMove]
 ) -> Compared | None:
     """Raise on all ranks of the meshes unless all of them are about to make this move, and can."""
-    ranks = tuple(sorted({*callers(x.device_mesh), *callers(mesh)}))
+    ranks = tuple(sorted({*calling_ranks(x.device_mesh), *calling_ranks(mesh)}))
     asked = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
 
     def facts() -> CallFacts:
@@ -282,7 +282,7 @@ def _compare_moves(
             profile=move.profile,
             comm_dtype=f"{move.op_dtype}, {move.backward_dtype}",
             device=block.device.type,
-            **derivatives_of(x),
+            **derivative_facts(x),
         )
         everywhere = {
             "placements": f"{move.src.placements} -> {move.dst.placements}",
@@ -385,7 +385,7 @@ def _permuted(y: DTensor, call: MoveCall) -> Tensor:
 
 def _compare_replicas(x: DTensor, text: str, name: str, *, cotangents: bool) -> None:
     """Compare the replicas of a DTensor's blocks, as `check_replicated=True` asks for."""
-    if not takes_part(x.device_mesh):
+    if not is_in_mesh(x.device_mesh):
         return
     processes = dtensor_mesh(x.device_mesh)
     shape = tuple(x.shape)

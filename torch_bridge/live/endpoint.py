@@ -188,7 +188,7 @@ class Endpoint:
         """Call a method of the store. Raises LostVersionError if it does not answer in time."""
         limit = timedelta(seconds=self.silent_s)
         try:
-            return failures.within(limit, getattr(self.store, method), *args)
+            return failures.call_within(limit, getattr(self.store, method), *args)
         except RuntimeError as error:  # DistStoreError, DistNetworkError
             reason = f"the store of both programs does not answer: {error}"
             raise LostVersionError(reason) from error

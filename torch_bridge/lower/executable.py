@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_bridge.lower.collectives import CARRIERS, Pending
 from torch_bridge.lower.packed_collective import PackedCollective, compare_new, run_together
 from torch_bridge.mesh import desync
-from torch_bridge.mesh.failures import during, name_place
+from torch_bridge.mesh.failures import name_place, with_place_in_errors
 from torch_bridge.mesh.process_mesh import ProcessMesh
 from xshard import Plan
 from xshard.dtypes import name_of
@@ -208,7 +208,7 @@ class Executable:
 
     def guarded(self, move: Move, act: Callable[..., Any], *args: Any) -> Any:
         """Run `act(*args)`, a part of a move; an error in it names the step."""
-        return during(partial(self._place, move), act, *args)
+        return with_place_in_errors(partial(self._place, move), act, *args)
 
     def _place(self, move: Move) -> str:
         step = place_of(self.plan, self.steps[self.moves.index(move)])
@@ -241,7 +241,7 @@ class Executable:
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether `backward` and `tangent` are its derivatives; a max or min has `winners` instead."""
+        """Whether `backward` and `tangent` are its derivatives; else it has `max_min_derivatives`."""
         return self.plan.src.is_linear
 
     @computed_once
@@ -264,7 +264,7 @@ class Executable:
 
     def plan_gradient(self) -> None:
         """Lower the plan of the backward pass. Raises LinearityError, DtypeError where there is none."""
-        _ = self.backward if self.is_linear else self.winners
+        _ = self.backward if self.is_linear else self.max_min_derivatives
 
     @computed_once
     def tangent(self) -> Executable:
@@ -276,7 +276,7 @@ class Executable:
         return replace(self.lower(tangent), casts=self.casts)
 
     @computed_once
-    def winners(self) -> WinnerExecutables:
+    def max_min_derivatives(self) -> WinnerExecutables:
         """Return the executables for the derivatives of a max or min."""
         plans = max_min_plans(self.plan)
         # All ranks lower them in this order: groups may be made.
@@ -294,10 +294,10 @@ class Executable:
 
 @dataclass(frozen=True, eq=False)
 class BucketedExecutable:
-    """Executables of linear plans as one map; a bucket sends about `most_bytes` (None: no limit)."""
+    """Executables of linear plans as one map; a bucket sends about `bucket_bytes` (None: no limit)."""
 
     executables: tuple[Executable, ...]
-    most_bytes: int | None = None
+    bucket_bytes: int | None = None
     is_linear: ClassVar[bool] = True
 
     def __call__(self, *blocks: Tensor) -> tuple[Tensor, ...]:
@@ -327,7 +327,7 @@ class BucketedExecutable:
         return self._with([executable.batched(n) for executable in self.executables])
 
     def _with(self, executables: Sequence[Executable]) -> BucketedExecutable:
-        return BucketedExecutable(tuple(executables), self.most_bytes)
+        return BucketedExecutable(tuple(executables), self.bucket_bytes)
 
     @cached_property
     def _buckets(self) -> list[list[int]]:
@@ -341,7 +341,7 @@ class BucketedExecutable:
             signature = _collective_signature(executable)
             # An executable that sends nothing has a bucket of its own.
             keys.append((signature, executable.dtypes.carrier) if signature else i)
-        return group_by_bytes(block_bytes, self.most_bytes, keys)
+        return group_by_bytes(block_bytes, self.bucket_bytes, keys)
 
 
 def _collective_signature(executable: Executable) -> tuple[tuple[Any, ...], ...]:

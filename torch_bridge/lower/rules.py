@@ -17,7 +17,7 @@ from torch_bridge.lower.executable import Executable, Move, Moves, place_of
 from torch_bridge.lower.packed_collective import PackedCollective, packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import Lengths, StepContext
-from torch_bridge.mesh.failures import during
+from torch_bridge.mesh.failures import with_place_in_errors
 from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from torch_bridge.versions.modes import is_faking
 from xshard import Plan, Sharding, steps
@@ -101,7 +101,7 @@ def _moves_of_step(
         fabric=plan.profile.fabric(before.mesh),
         place=place,
     )
-    moves = during(place, rule, step, context)  # it may make groups, which can fail
+    moves = with_place_in_errors(place, rule, step, context)  # it may make groups, which can fail
     return moves if isinstance(moves, list) else [moves]
 
 

@@ -80,7 +80,7 @@ class StepContext(NamedTuple):
         """Return the processes of some devices along axes of the mesh, this one among them."""
         if self._needs_no_group:
             return Group(None, tuple(devices))
-        return self._traced(self.processes.among(tuple(devices)))
+        return self._traced(self.processes.group_of_devices(tuple(devices)))
 
     @property
     def _needs_no_group(self) -> bool:

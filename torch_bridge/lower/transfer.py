@@ -20,7 +20,7 @@ from torch_bridge.lower.executable import Executable, computed_once, dense
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.rules import lower, no_arithmetic
 from torch_bridge.lower.subarray import Subarray, box_rows, subarray
-from torch_bridge.mesh.failures import call_backend, during
+from torch_bridge.mesh.failures import call_backend, with_place_in_errors
 from torch_bridge.mesh.process_groups import rank_in
 from torch_bridge.mesh.process_mesh import ProcessMesh, mesh_of_ranks
 from xshard import Mesh, Plan
@@ -52,7 +52,7 @@ class TransferExecutable:
     on_target: Executable | None  # the steps on the destination's mesh
 
     def __call__(self, block: Tensor) -> Tensor:
-        return run_together([self], [block])[0]
+        return run_transfers_together([self], [block])[0]
 
     @property
     def is_linear(self) -> bool:
@@ -61,7 +61,7 @@ class TransferExecutable:
     @computed_once
     def backward(self) -> TransferExecutable:
         """Return the executable of the adjoint. Raises LinearityError, DtypeError."""
-        return cross(self.plan.backward, self.tensor_device, self.group)
+        return lower_transfer(self.plan.backward, self.tensor_device, self.group)
 
     @property
     def tangent(self) -> TransferExecutable:
@@ -75,7 +75,9 @@ class TransferExecutable:
 
 
 @functools.lru_cache(maxsize=1024)
-def cross(plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup) -> TransferExecutable:
+def lower_transfer(
+    plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup
+) -> TransferExecutable:
     """Return the executable of a plan between two meshes; all processes of `group` call this.
 
     The steps before the transfer run on the source's mesh, those after it on the destination's.
@@ -126,7 +128,9 @@ def _prepare_to_send(plan: Plan, tensor_device: torch.device, group: dist.Proces
     if tensor_device.type != "meta":
         place = functools.partial(_place, plan)
         ranks = sorted({*plan.src_devices, *plan.dst_devices})
-        during(place, call_backend, "an exchange", ranks, _connect, tensor_device, group)
+        with_place_in_errors(
+            place, call_backend, "an exchange", ranks, _connect, tensor_device, group
+        )
 
 
 def _parts(
@@ -163,7 +167,9 @@ def _target_block(plan: Plan, received: Sequence[Part], rank: int) -> Packing | 
     return Packing(shape, tuple(part.rows for part in received), op=plan.transfer.op)
 
 
-def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]) -> list[Tensor]:
+def run_transfers_together(
+    crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
+) -> list[Tensor]:
     """Run several moves between meshes, with one message for each pair of processes.
 
     Args:
@@ -193,7 +199,9 @@ def run_together(crossings: Sequence[TransferExecutable], blocks: Sequence[Tenso
     if sending:
         place = functools.partial(_place, crossings[sending[0]].plan)
         of_sending = [crossings[i] for i in sending]
-        results = during(place, _exchange, of_sending, [outs[i] for i in sending], copy_unmoved)
+        results = with_place_in_errors(
+            place, _exchange, of_sending, [outs[i] for i in sending], copy_unmoved
+        )
         for i, result in zip(sending, results, strict=True):
             outs[i] = result
     return [

@@ -22,9 +22,9 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 
 from torch_bridge.errors import DesyncError
-from torch_bridge.mesh.failures import timeout_of, within
+from torch_bridge.mesh.failures import call_within, timeout_of
 from torch_bridge.mesh.process_groups import ranks_digest
-from torch_bridge.mesh.process_mesh import callers
+from torch_bridge.mesh.process_mesh import calling_ranks
 from torch_bridge.versions.functorch import active_transforms, is_batched, is_forward_mode
 from torch_bridge.versions.process_groups import default_store
 from xshard.arguments import is_on
@@ -64,7 +64,7 @@ class Sent(NamedTuple):
         return {name: str(value) for name, value in self._asdict().items()}
 
 
-def derivatives_of(*blocks: Tensor) -> dict[str, str]:
+def derivative_facts(*blocks: Tensor) -> dict[str, str]:
     """Return whether each block needs a gradient now, and the `transforms` that blocks are in.
 
     They change what a call sends: a tangent travels beside its block, a batch in one message.
@@ -164,7 +164,7 @@ class Compared(NamedTuple):
     number: int
     ranks: tuple[int, ...]
 
-    def watched(self, result: Tensor, *blocks: Tensor) -> Tensor:
+    def compare_gradients_of(self, result: Tensor, *blocks: Tensor) -> Tensor:
         """Compare each part of the backward pass, from the result to the blocks, before it sends.
 
         Returns the result.
@@ -211,7 +211,7 @@ def compare_call(
     if not dist.is_initialized():
         return None
     if not ranks:
-        ranks = callers(mesh)
+        ranks = calling_ranks(mesh)
     if dist.get_rank() not in ranks:
         return None
     part = compare_ranks(ranks, text, prepare)[dist.get_rank()]["part"]
@@ -243,7 +243,7 @@ class _Channel:
             number = self.meetings
             self.meetings = number + 1  # also if this one fails: the next call is another meeting
             try:
-                reports = within(timeout, self._meet, store, rank, number, mine, timeout)
+                reports = call_within(timeout, self._meet, store, rank, number, mine, timeout)
             except RuntimeError as error:  # DistStoreError, DistNetworkError
                 others = _ranks_text(self.ranks)
                 reason = f"rank {rank} cannot compare '{mine['asked']}' with {others}: no store"

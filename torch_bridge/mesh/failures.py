@@ -30,7 +30,7 @@ def name_place(error: Exception, place: str) -> None:
     error.add_note(f"in {place}")
 
 
-def during(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any:
+def with_place_in_errors(place: Callable[[], str], act: Callable[..., Any], *args: Any) -> Any:
     """Call a part of a plan; its errors name the `place`, as in `name_place`."""
     # On the way of every step: `place` is a function, since its text costs time and errors are
     # rare.
@@ -97,7 +97,7 @@ def in_thread(call: Callable[..., T], *args: Any) -> Future[T]:
     return future
 
 
-def within(timeout: timedelta, call: Callable[..., T], *args: Any) -> T:
+def call_within(timeout: timedelta, call: Callable[..., T], *args: Any) -> T:
     """Return the result of a call of a store, or raise its error.
 
     Raises DistStoreError if neither comes in time: a store on a lost node may not answer at all.
@@ -116,7 +116,7 @@ def check_store(store: Any, timeout: timedelta) -> None:
     One that cannot be asked, a fake, passes.
     """
     try:
-        within(timeout, store.check, ["xshard"])
+        call_within(timeout, store.check, ["xshard"])
     except dist.DistError:
         raise
     except RuntimeError:

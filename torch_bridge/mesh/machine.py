@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torch_bridge.errors import CollectiveError
-from torch_bridge.mesh.failures import timeout_of, within
+from torch_bridge.mesh.failures import call_within, timeout_of
 from torch_bridge.versions.process_groups import default_store
 from xshard import Profile, ProfileLike
 from xshard.cost.machine import AUTO, machine_of, node_processes, resolve_profile
@@ -48,7 +48,7 @@ def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profil
         compare_set = default_store().compare_set
         timeout = c10d.default_pg_timeout if world is None else timeout_of(world)
         key = f"xshard/machine/{device_type}"
-        found = within(timeout, compare_set, key, "", found).decode()
+        found = call_within(timeout, compare_set, key, "", found).decode()
     except dist.DistError as error:
         raise CollectiveError("the ranks cannot agree on the machine", hint=str(error)) from error
     except (NotImplementedError, RuntimeError, ValueError):

@@ -24,7 +24,9 @@ from torch_bridge.versions.process_groups import (
 )
 
 
-def group_of(ranks: tuple[int, ...], world: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+def process_group_of(
+    ranks: tuple[int, ...], world: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup:
     """Return the process group of these ranks, ascending; its members alone call this.
 
     The first call waits for them. world: the group that counts the ranks, which may have two

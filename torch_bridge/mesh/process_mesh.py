@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_bridge.mesh.process_groups import group_of, rank_in, step_group
+from torch_bridge.mesh.process_groups import process_group_of, rank_in, step_group
 from torch_bridge.versions.modes import dispatch_mode_count
 from xshard import Layout, Mesh
 from xshard.arguments import shown
@@ -76,7 +76,7 @@ class ProcessMesh:
     device: int
     process_group: Callable[[tuple[str, ...]], dist.ProcessGroup]
     _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
-    _parts: dict[tuple[str, ...], ProcessMesh] = field(default_factory=dict)
+    _submeshes: dict[tuple[str, ...], ProcessMesh] = field(default_factory=dict)
     _factored: dict[Split, ProcessMesh] = field(default_factory=dict)
 
     def group(self, axes: Sequence[str]) -> Group:
@@ -92,23 +92,23 @@ class ProcessMesh:
             self._groups[axes] = Group(process_group, devices)
         return self._groups[axes]
 
-    def among(self, devices: tuple[int, ...]) -> Group:
+    def group_of_devices(self, devices: tuple[int, ...]) -> Group:
         """Return the processes of some devices, this one among them.
 
         All of them call this the first time.
         """
-        return Group(group_of(tuple(self.ranks[d] for d in devices)), devices)
+        return Group(process_group_of(tuple(self.ranks[d] for d in devices)), devices)
 
-    def along(self, axes: Sequence[str]) -> ProcessMesh:
+    def submesh(self, axes: Sequence[str]) -> ProcessMesh:
         """Return the part of the mesh that this process reaches along `axes`, as a mesh."""
         axes = tuple(sorted(axes, key=self.mesh.position))
-        if axes not in self._parts:
+        if axes not in self._submeshes:
             mesh = Mesh(dict(zip(axes, self.mesh.sizes_of(axes), strict=True)))
             devices = self.mesh.group(self.device, axes)
             ranks = tuple(self.ranks[d] for d in devices)
             device = self.mesh.index(self.device, axes)
-            self._parts[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
-        return self._parts[axes]
+            self._submeshes[axes] = ProcessMesh(mesh, ranks, device, self.process_group)
+        return self._submeshes[axes]
 
     def factored(self, split: Split) -> ProcessMesh:
         """Return the same processes on a mesh with some axes split: dp=4 -> dp=2, dp=2.
@@ -125,7 +125,7 @@ class ProcessMesh:
                 if mesh is not sub_axis_mesh:
                     return self.process_group(axes)  # all parts of whole axes: the group exists
                 devices = sub_axis_mesh.group(self.device, sub_axes)
-                return group_of(tuple(sorted(self.ranks[d] for d in devices)))
+                return process_group_of(tuple(sorted(self.ranks[d] for d in devices)))
 
             self._factored[split] = ProcessMesh(
                 sub_axis_mesh, self.ranks, self.device, process_group
@@ -134,14 +134,14 @@ class ProcessMesh:
 
 
 MeshLike = Mesh | DeviceMesh | ProcessMesh
-World = tuple[Any, bool]  # the group of the world, and whether `alone` is active
-# Whether `alone` is active, for all threads: threads of a backward pass have no context of their
-# own.
+WorldKey = tuple[Any, bool]  # the group of the world, and whether `on_this_process_alone` is active
+# Whether `on_this_process_alone` is active, for all threads: threads of a backward pass have no
+# context of their own.
 _ALONE = False
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def on_this_process_alone() -> Iterator[None]:
     """Run a part of a program on this process by itself: all axes have size 1."""
     global _ALONE
     was_alone = _ALONE
@@ -152,8 +152,8 @@ def alone() -> Iterator[None]:
         _ALONE = was_alone
 
 
-def world() -> World:
-    """Return the world, and whether `alone` is active, for keys of caches.
+def world_key() -> WorldKey:
+    """Return the world, and whether `on_this_process_alone` is active, for keys of caches.
 
     Hot: every call asks for it. Raises MeshError without a world.
     """
@@ -174,7 +174,7 @@ def process_mesh(mesh: MeshLike) -> ProcessMesh:
     """
     if isinstance(mesh, ProcessMesh) and not _ALONE:
         return mesh
-    return _process_mesh(mesh, world())
+    return _process_mesh(mesh, world_key())
 
 
 def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
@@ -184,7 +184,7 @@ def dtensor_mesh(mesh: DeviceMesh) -> ProcessMesh:
     """
     if mesh.mesh_dim_names is not None:
         return process_mesh(mesh)
-    return _process_mesh(mesh, world(), dtensor_axes(mesh))
+    return _process_mesh(mesh, world_key(), dtensor_axes(mesh))
 
 
 @functools.lru_cache(maxsize=256)
@@ -196,7 +196,7 @@ def dtensor_axes(mesh: DeviceMesh) -> Mesh:
     return Mesh(dict(zip(names, mesh.shape, strict=True)))
 
 
-def takes_part(mesh: DeviceMesh) -> bool:
+def is_in_mesh(mesh: DeviceMesh) -> bool:
     """Return whether this process is in a DTensor's mesh.
 
     On all others the DTensor is empty and nothing happens.
@@ -204,7 +204,7 @@ def takes_part(mesh: DeviceMesh) -> bool:
     return mesh.get_coordinate() is not None
 
 
-def callers(mesh: object) -> tuple[int, ...]:
+def calling_ranks(mesh: object) -> tuple[int, ...]:
     """Return the global ranks that call a function on a mesh; for an `xshard.Mesh` all of them."""
     if isinstance(mesh, ProcessMesh):
         return mesh.ranks
@@ -222,7 +222,7 @@ def check_device(device: torch.device) -> None:
         raise MeshError(f"the processes cannot send a block that is on '{device}'", hint=hint)
 
 
-def as_mesh(mesh: MeshLike | None, hint: str = "redistribute(x, layouts, mesh)") -> MeshLike:
+def checked_mesh(mesh: MeshLike | None, hint: str = "redistribute(x, layouts, mesh)") -> MeshLike:
     """Return the mesh. Raises MeshError for None, and for a value that is not a mesh."""
     if mesh is None:
         raise MeshError("a tensor needs a mesh", hint=hint)
@@ -248,7 +248,7 @@ def mesh_of(mesh: MeshLike) -> Mesh:
 
 # Cached by the world too: its groups end with it, and threads may each have their own.
 @functools.lru_cache(maxsize=256)
-def _process_mesh(mesh: MeshLike, world: World, axes: Mesh | None = None) -> ProcessMesh:
+def _process_mesh(mesh: MeshLike, world: WorldKey, axes: Mesh | None = None) -> ProcessMesh:
     """Return the processes of a mesh. axes: the names of a `DeviceMesh` without names."""
     _, is_alone = world
     if axes is None:
@@ -261,7 +261,7 @@ def _process_mesh(mesh: MeshLike, world: World, axes: Mesh | None = None) -> Pro
         reason = f"{axes!r} has {axes.n_devices} devices, the world has {size} processes"
         raise MeshError(reason, hint=hint)
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    return mesh_of_ranks(axes, callers(mesh), device_mesh)
+    return mesh_of_ranks(axes, calling_ranks(mesh), device_mesh)
 
 
 def mesh_of_ranks(
@@ -284,7 +284,7 @@ def mesh_of_ranks(
         if device_mesh is not None and len(axes) == 1:
             return device_mesh.get_group(mesh.position(axes[0]))  # it has been made already
         members = [ranks[d] for d in mesh.group(device, axes)]
-        return group_of(tuple(sorted(members)), world)
+        return process_group_of(tuple(sorted(members)), world)
 
     return ProcessMesh(mesh, ranks, device, process_group)
 

@@ -174,7 +174,7 @@ def route_experts(
             module_hooks.experts = RoutedExperts(module, RouteCall(axes, context.mesh, groups))
         # transformers' experts loop over them by this attribute.
         if vars(module).get("num_experts") == len(groups):
-            own_experts = experts_by_process[context.processes.along(axes).device]
+            own_experts = experts_by_process[context.processes.submesh(axes).device]
             counts.append(Count(module, "num_experts", len(groups), len(own_experts)))
     return counts
 
@@ -199,7 +199,7 @@ def _experts_of(
     Experts are the first dim of each parameter: "e/ep ..." with 4 experts on ep=2 -> ((0, 1), (2, 3)).
     Raises PlanError unless all its parameters have whole experts, in ascending order, each on one process.
     """
-    devices = [context.processes.ranks.index(r) for r in context.processes.along(axes).ranks]
+    devices = [context.processes.ranks.index(r) for r in context.processes.submesh(axes).ranks]
     module: nn.Module | None = None
     # The experts of each process by each parameter: they have to agree.
     splits: set[tuple[tuple[int, ...], ...]] = set()

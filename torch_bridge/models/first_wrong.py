@@ -224,7 +224,7 @@ def _pair(
         tensor.layout.resolved(x.ndim), tensor.named_axes, _layout_inside(hooks)
     )
     try:
-        block = context.moved(whole, unsharded(layout), Layout(layout.dims), whole.shape)
+        block = context.redistribute(whole, unsharded(layout), Layout(layout.dims), whole.shape)
     except XshardError:  # the layout does not fit
         return None
     sharding = Sharding(layout, context.axes, tuple(whole.shape))

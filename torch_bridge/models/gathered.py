@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import check_not_swapped
-from torch_bridge.calls.move import PLAIN, MoveCall
+from torch_bridge.calls.move import PLAIN_TYPES, MoveCall
 from torch_bridge.comm_dtype import CommDtypeLike, comm_dtypes
 from torch_bridge.mesh import desync
-from torch_bridge.mesh.process_mesh import world
+from torch_bridge.mesh.process_mesh import world_key
 from torch_bridge.models.parameters import ParallelContext, Place
 from torch_bridge.redistribution import redistribute
 from torch_bridge.redistribution.tree import SharedMove, share_collectives
@@ -142,10 +142,10 @@ class _Move:
         kinds = tuple(map(_kind_of, tensors))
         # All that the prepared moves depend on, and that may change from pass to pass. Process groups
         # end with the world; without recording, no gradient is planned.
-        key = (profile, world(), torch.is_grad_enabled(), kinds)
+        key = (profile, world_key(), torch.is_grad_enabled(), kinds)
         moves = self._prepared.get(key)
         if moves is None:
-            if any(type(x) not in PLAIN for x in tensors):
+            if any(type(x) not in PLAIN_TYPES for x in tensors):
                 return self._redistribute(tensors)  # an executable would keep fake tensors
             moves = self._prepare(tensors)
             self._prepared[key] = moves

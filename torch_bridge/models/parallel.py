@@ -37,7 +37,7 @@ class ParallelModel:
         uses: How modules use each parameter, by its names.
         hooks: The hooks of modules with rules, by their names.
         gradients: Sums gradients in backward passes.
-        arrives: `arrivals` of a model without rules.
+        find_arrivals: `arrivals` of a model without rules.
         original: The model on one device, if that is another module.
         names: The names of all modules.
         counts: Attributes that count this process's part.
@@ -48,7 +48,7 @@ class ParallelModel:
     uses: dict[str, ParameterUse]
     hooks: Mapping[str, ModuleHooks]
     gradients: Gradients
-    arrives: Callable[[Mapping[Any, Any]], dict[Any, Any]] | None = None
+    find_arrivals: Callable[[Mapping[Any, Any]], dict[Any, Any]] | None = None
     original: nn.Module | None = None
     names: Mapping[nn.Module, str] = field(default_factory=dict)
     counts: Sequence[Count] = ()
@@ -64,8 +64,8 @@ class ParallelModel:
 
         values: the arguments of a call, in the same way.
         """
-        if self.arrives is not None:
-            return self.arrives(values)
+        if self.find_arrivals is not None:
+            return self.find_arrivals(values)
         if "" not in self.hooks:
             return {}
         root = self.hooks[""]  # inputs of inner modules are made by the model itself

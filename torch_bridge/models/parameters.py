@@ -44,7 +44,9 @@ class ParallelContext:
     def processes(self) -> ProcessMesh:
         return process_mesh(self.mesh)
 
-    def moved(self, x: Tensor, src: Layout, dst: Layout, shape: Sequence[int] | None) -> Tensor:
+    def redistribute(
+        self, x: Tensor, src: Layout, dst: Layout, shape: Sequence[int] | None
+    ) -> Tensor:
         """Move a block, without its history, to another layout."""
         return redistribute(x.detach(), (src, dst), self.mesh, shape=shape, profile=self.profile)
 
@@ -117,18 +119,18 @@ class ShardedParameter:
         """This process's block. In a forward pass, modules have the gathered tensor in its place."""
         return self.places[0].get()
 
-    def cut(self, x: Tensor, context: ParallelContext) -> Tensor:
+    def block_of(self, x: Tensor, context: ParallelContext) -> Tensor:
         """Return this process's block of a whole tensor."""
         layout = self.sharding.layout
         if layout.axes:
-            return context.moved(x, unsharded(layout), layout, self.sharding.shape)
+            return context.redistribute(x, unsharded(layout), layout, self.sharding.shape)
         # A whole tensor is its own block. One of inference mode could not be trained.
         return x.clone() if x.is_inference() else x.detach()
 
     def gathered(self, context: ParallelContext) -> Tensor:
         """Return the whole tensor. All processes call it."""
         layout = self.sharding.layout
-        return context.moved(self.tensor, layout, unsharded(layout), self.sharding.shape)
+        return context.redistribute(self.tensor, layout, unsharded(layout), self.sharding.shape)
 
     def put(self, block: Tensor) -> None:
         """Make a block the data of the parameter: an optimiser, for one, still has the same object."""
@@ -171,7 +173,7 @@ def shard_all(
             x = parameter.tensor
         if not x.is_meta:
             sums[parameter.name] = x.detach().double().sum()
-        parameter.put(parameter.cut(x, context))
+        parameter.put(parameter.block_of(x, context))
     if sums:
         _check_equal(sums, context)
 

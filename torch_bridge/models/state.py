@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torch_bridge.dtensor.function import as_dtensor
+from torch_bridge.dtensor.function import dtensor_of_block
 from torch_bridge.dtensor.placements import from_placements, to_placements
 from torch_bridge.models.parallel import parallel_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
@@ -102,7 +102,7 @@ def _as_stored(parameter: ShardedParameter, context: ParallelContext) -> Tensor:
         to_placements(sharding.layout, mesh, sharding.shape)
     except PlanError:
         return parameter.gathered(context)
-    return as_dtensor(block, sharding.layout, mesh, sharding.shape)
+    return dtensor_of_block(block, sharding.layout, mesh, sharding.shape)
 
 
 def _block_of(parameter: ShardedParameter, context: ParallelContext, value: Tensor) -> Tensor:
@@ -111,10 +111,10 @@ def _block_of(parameter: ShardedParameter, context: ParallelContext, value: Tens
     shape = parameter.sharding.shape
     value = value.to(parameter.tensor.device)
     if not isinstance(value, DTensor):
-        return parameter.cut(value, context)
+        return parameter.block_of(value, context)
     # Placements have no names of dims: those of the parameter tell which dims are the same.
     src = from_placements(value.placements, value.device_mesh, value.ndim, shape)
-    return context.moved(value.to_local(), src.named(layout.names), layout, shape)
+    return context.redistribute(value.to_local(), src.named(layout.names), layout, shape)
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from torch_bridge.mesh.process_mesh import alone
+from torch_bridge.mesh.process_mesh import on_this_process_alone
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
@@ -165,7 +165,7 @@ def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
         layout = layout.resolved(x.ndim)  # a tensor without a rule is whole, and is compared
         name = f"argument {key!r} of the batch"
         with located(name):
-            whole = context.moved(x, layout, unsharded(layout), shape)
+            whole = context.redistribute(x, layout, unsharded(layout), shape)
         whole_call[key] = whole
         blocks.append((name, whole, Sharding(unsharded(layout), context.axes, tuple(whole.shape))))
     context.compare(blocks)
@@ -228,7 +228,7 @@ def _on_one_device(
     copied = _copied(source, parallel)
     # Inside, a loss function that redistributes does so on a mesh of one process: it sends nothing.
     with (
-        alone(),
+        on_this_process_alone(),
         _eager(),
         watch(copied.model),
         _same_random_numbers(parallel) as has_drawn,
@@ -259,7 +259,7 @@ def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[
     for parameter in parallel.trained:
         whole = tensors.pop(parameter.name)
         gradient = _gradient(whole)
-        block = parameter.cut(gradient, parallel.context)
+        block = parameter.block_of(gradient, parallel.context)
         wanted.append(
             Wanted("gradient", parameter.name, parameter.sharding, block, largest_value(gradient))
         )

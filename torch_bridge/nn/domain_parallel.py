@@ -20,7 +20,7 @@ from torch_bridge.nn.layers import (
     LAYERS,
     Layer,
     layer_of,
-    same_state,
+    share_state,
     torch_class_with_layer,
 )
 from torch_bridge.nn.placed import (
@@ -132,9 +132,9 @@ def domain_parallel(
     entrance.attach(root)
     # What `xt.verify`, `xt.grad_norm` and others look for.
     if sum_gradients:
-        parallel = replicated(root, ParallelContext(processes.along(axes)))
+        parallel = replicated(root, ParallelContext(processes.submesh(axes)))
         parallel.original = model
-        parallel.arrives = entrance.arrivals
+        parallel.find_arrivals = entrance.arrivals
         setattr(root, ATTRIBUTE, parallel)
     return root
 
@@ -167,7 +167,7 @@ class _Conversion:
             return layer
         # Its own code runs on blocks; only its children are replaced.
         _check_followed(module, path)
-        new: nn.Module = same_state(module, type(module))
+        new: nn.Module = share_state(module, type(module))
         prefix = f"{path}." if path else ""
         children = {
             name: None if child is None else self.converted(child, prefix + name)
@@ -283,7 +283,7 @@ class _Entrance:
     def _copy_parameters(self, module: nn.Module, placement: Placement) -> None:
         """Make copies of all parameters until the module ends: their gradients are summed together."""
         axes = placement.axes
-        if axes == placement.shares or not torch.is_grad_enabled():
+        if axes == placement.gradient_share_axes or not torch.is_grad_enabled():
             return
         parameters = [x for x in module.parameters() if x.requires_grad]
         if not parameters:
@@ -310,7 +310,7 @@ class _Entrance:
             shape = tuple(
                 length if dim.axes else None for dim, length in zip(layout.dims, shape, strict=True)
             )
-        return replace(placed_as(x, layout, self.mesh, shape), shares=self.shares)
+        return replace(placed_as(x, layout, self.mesh, shape), gradient_share_axes=self.shares)
 
     def _leave(self, *_: Any) -> None:
         # It is empty if a pre-hook before `_enter` has raised: torch calls this hook then too.

@@ -284,7 +284,7 @@ def layer_of(
     """
     kind = torch_class_with_layer(type(module))
     assert kind is not None, f"{type(module)} has no layer"
-    layer = same_state(module, LAYERS[kind])
+    layer = share_state(module, LAYERS[kind])
     layer.layout = Layout.parse(layout)
     layer.mesh = mesh
     layer.path = path if path else type(module).__name__
@@ -300,7 +300,7 @@ def layer_of(
     return layer
 
 
-def same_state(module: nn.Module, kind: type[Any]) -> Any:
+def share_state(module: nn.Module, kind: type[Any]) -> Any:
     """Return a module of another class that shares parameters and buffers; its hooks are copies."""
     new = object.__new__(kind)  # `__init__` would make parameters
     new.__dict__.update(module.__dict__)

@@ -35,7 +35,7 @@ class Placement:
 
     sharding: Sharding
     processes: ProcessMesh
-    shares: Axes = ()  # axes along which processes keep their shares of gradients
+    gradient_share_axes: Axes = ()  # axes along which processes keep their shares of gradients
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: the processes end with their program."""
@@ -98,7 +98,7 @@ class Placement:
         """
         axes = self.axes
         # Without axes, or where each process keeps its share, a parameter is used as it is.
-        if axes == self.shares or not torch.is_grad_enabled():
+        if axes == self.gradient_share_axes or not torch.is_grad_enabled():
             return list(parameters)
         copies = dict(COPIES.get({}))  # by ids: parameters are alive as long as their module runs
         missing = [
@@ -116,7 +116,7 @@ class Placement:
     def make_copies(self, parameters: Sequence[Tensor], axes: Axes) -> Sequence[Tensor]:
         """Return copies along the axes: one collective sums the gradients of all."""
         # Forward nothing moves; backward a copy's gradients are summed.
-        src = "..." + _copy_tag(self.shares)
+        src = "..." + _copy_tag(self.gradient_share_axes)
         dst = "..." + _copy_tag(axes)
         return redistribute(list(parameters), f"{src} -> {dst}", self.processes)
 

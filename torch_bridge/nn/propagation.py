@@ -313,7 +313,7 @@ def _pad(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _of_replicated(func: Function, args: Args, kwargs: Kwargs, placement: Placement) -> Any:
     """Apply any function to replicated values: its results are replicated too."""
     _check_not_random(function_name(func), args, kwargs)
-    if placement.shares:
+    if placement.gradient_share_axes:
         args, kwargs = tree_map_only(Tensor, partial(_used_beside, placement), (args, kwargs))
     result = func(*args, **kwargs)
     for y in tensors_in((result,)):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, check_not_swapped
-from torch_bridge.autodiff.pending import PendingTensor, watched
-from torch_bridge.calls.move import PLAIN, MoveCall, named
+from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of
+from torch_bridge.calls.move import PLAIN_TYPES, MoveCall, with_maps_between_graphs
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import MeshLike
@@ -154,14 +154,14 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
     # Outside of the `try`, in which Dynamo could not break its graph.
     is_compiling = torch.compiler.is_compiling()
     if is_compiling and maps is not None:
-        layouts = named(layouts, maps)
+        layouts = with_maps_between_graphs(layouts, maps)
 
     try:
         if maps is not None and not is_compiling:
             layouts = with_map_digests(layouts, maps)
         # Hot: most calls move one tensor on one mesh by text. They build no options value. A subclass of
         # Tensor has rules of its own, and a plan may lead to another mesh.
-        is_usual = type(x) in PLAIN and type(layouts) is not Plan and not has_two_mesh_options
+        is_usual = type(x) in PLAIN_TYPES and type(layouts) is not Plan and not has_two_mesh_options
         if is_usual and not is_compiling and not debug and not desync.ALWAYS:
             check_not_swapped()
             call = MoveCall.of(layouts, mesh, shape, profile, comm_dtype)
@@ -191,7 +191,7 @@ def _redistribute_now(x: Any, options: Options) -> Any:
     """Redistribute outside of compilers: a tensor, a DTensor or a tree, on one mesh or between two."""
     check_not_swapped()
     # A tensor is neither, but `isinstance` with a union asks for each of its types: the type is cheap.
-    is_tree = type(x) not in PLAIN and isinstance(x, Mapping | list | tuple)
+    is_tree = type(x) not in PLAIN_TYPES and isinstance(x, Mapping | list | tuple)
     if is_tree and options.async_op:
         raise PlanError("async_op is for one tensor", hint="a tree arrives when the call returns")
     if options.is_transfer(x):
@@ -205,7 +205,7 @@ def _redistribute_now(x: Any, options: Options) -> Any:
     compared = compare(x, options) if options.debug else None
     call = call_of(x, options.layouts, options.mesh, options.shape, options)
     y = move_one(x, call, options.async_op, options.check_replicated)
-    return watched(compared, y, x)
+    return compare_gradients_of(compared, y, x)
 
 
 def _redistribute_traced(x: Any, options: Options) -> Any:

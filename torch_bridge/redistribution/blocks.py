@@ -11,11 +11,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
 from torch_bridge.autodiff.function import Redistribute, apply
-from torch_bridge.autodiff.pending import PendingTensor, watched
-from torch_bridge.calls.move import PLAIN, MoveCall, TransferCall, check_part, ranks_of
-from torch_bridge.lower.transfer import cross
-from torch_bridge.mesh.desync import CallFacts, Compared, compare_call, derivatives_of
-from torch_bridge.mesh.process_mesh import MeshLike, callers, check_world, mesh_of, process_mesh
+from torch_bridge.autodiff.pending import PendingTensor, compare_gradients_of
+from torch_bridge.calls.move import (
+    PLAIN_TYPES,
+    MoveCall,
+    TransferCall,
+    check_source_block,
+    ranks_of,
+)
+from torch_bridge.lower.transfer import lower_transfer
+from torch_bridge.mesh.desync import CallFacts, Compared, compare_call, derivative_facts
+from torch_bridge.mesh.process_mesh import (
+    MeshLike,
+    calling_ranks,
+    check_world,
+    mesh_of,
+    process_mesh,
+)
 from torch_bridge.redistribution.options import Options
 from torch_bridge.replicas import Comparison, Expect, checked, comparisons_between
 from xshard import replicas
@@ -35,9 +47,9 @@ def call_of(
     options: the others; those of a tree are for all of its tensors.
     """
     if is_dtensor(x):
-        from torch_bridge.dtensor.placements import whole_of  # slow: it imports DTensor
+        from torch_bridge.dtensor.placements import checked_global_shape  # slow: it imports DTensor
 
-        shape = whole_of(x, mesh, shape)  # raises if `mesh` or `shape` is another one
+        shape = checked_global_shape(x, mesh, shape)  # raises if `mesh` or `shape` is another one
         mesh = x.device_mesh
     return MoveCall.of(layouts, mesh, shape, options.profile, options.comm_dtype)
 
@@ -54,7 +66,7 @@ def move_one(
     Hot: every cached `redistribute` comes through here.
     """
     compares = replicas.are_replicas_checked(check_replicated) and not x.is_meta
-    if type(x) not in PLAIN and is_dtensor(x):
+    if type(x) not in PLAIN_TYPES and is_dtensor(x):
         if async_op:
             raise PlanError(
                 "async_op is for tensors", hint="a DTensor waits for its local block at once"
@@ -92,7 +104,7 @@ def compare(x: Tensor, options: Options) -> Compared | None:
             async_op=options.async_op,
             bucket_bytes=options.bucket_bytes,
             check_replicated=are_replicas_checked(options.check_replicated),
-            **derivatives_of(x),
+            **derivative_facts(x),
         )
 
     mesh = x.device_mesh if is_dtensor(x) else options.mesh
@@ -123,10 +135,10 @@ def redistribute_between(x: Any, options: Options) -> Tensor | None:
         )
     # Processes without a block take part, too: each has an executable, for which it needs a device.
     device = tensor_device_of(source, options.transfer.device, options.transfer.dst_mesh)
-    executable = cross(plan, device, dist.group.WORLD)
+    executable = lower_transfer(plan, device, dist.group.WORLD)
     if requires_grad:
         _ = executable.backward  # errors come early
-    check_part(source, plan)  # last: other processes may not raise it
+    check_source_block(source, plan)  # last: other processes may not raise it
 
     block = _block_for_autograd(source, dtype, device, requires_grad)
     entering, returning = _replica_comparisons(plan, options, device)
@@ -136,7 +148,7 @@ def redistribute_between(x: Any, options: Options) -> Tensor | None:
         y = Redistribute.apply(executable, block)
     if returning is not None and requires_grad:
         y = Expect.apply(y, None, returning)
-    y = watched(compared, y, block)
+    y = compare_gradients_of(compared, y, block)
     # Outside the destination an empty tensor is returned only if you have to call `backward` on it.
     if requires_grad or dist.get_rank() in plan.dst_devices:
         return y
@@ -176,10 +188,10 @@ def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCal
 
 def _dtensor_source(x: Any, options: Options) -> _Source:
     """Read block, mesh and shape of a DTensor. Raises MeshError if `src_mesh` is another one."""
-    from torch_bridge.dtensor.placements import local_of, whole_of
+    from torch_bridge.dtensor.placements import checked_global_shape, local_block_under
 
     mesh = x.device_mesh
-    shape = whole_of(x, None, options.shape)
+    shape = checked_global_shape(x, None, options.shape)
     src_mesh = options.transfer.src_mesh
     if src_mesh:
         is_same = mesh_of(src_mesh) == mesh_of(mesh) and ranks_of(src_mesh) == ranks_of(mesh)
@@ -190,8 +202,8 @@ def _dtensor_source(x: Any, options: Options) -> _Source:
     # `sides` refuses a plan between two meshes, as it is meant for one.
     both = layouts if isinstance(layouts, Plan) else sides(layouts)
     block = None
-    if dist.get_rank() in callers(mesh):
-        block = local_of(x, both.src, f"{both.src} -> {both.dst}")
+    if dist.get_rank() in calling_ranks(mesh):
+        block = local_block_under(x, both.src, f"{both.src} -> {both.dst}")
     return _Source(block, mesh, shape)
 
 

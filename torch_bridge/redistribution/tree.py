@@ -10,11 +10,11 @@ from torch import Tensor
 
 from torch_bridge.autodiff.blocks import as_tensor, is_dtensor
 from torch_bridge.autodiff.function import Redistribute
-from torch_bridge.autodiff.pending import watched
+from torch_bridge.autodiff.pending import compare_gradients_of
 from torch_bridge.calls.move import MoveCall
 from torch_bridge.lower.executable import BucketedExecutable, Executable
 from torch_bridge.mesh.desync import CallFacts, Compared, compare_call
-from torch_bridge.mesh.process_mesh import MeshLike, callers
+from torch_bridge.mesh.process_mesh import MeshLike, calling_ranks
 from torch_bridge.redistribution.blocks import call_of, compare, move_one, redistribute_between
 from torch_bridge.redistribution.options import Options
 from torch_bridge.versions.pytree import (
@@ -105,7 +105,7 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
 
     # Now, when the tensors of a bucket have their one node in the graph: the first of them compares it.
     for i, one in enumerate(compared):
-        watched(one, results[i], leaves[i].x)
+        compare_gradients_of(one, results[i], leaves[i].x)
     return tree_unflatten([results[i] for i in range(len(leaves))], tree_structure(tree))
 
 
@@ -206,7 +206,7 @@ def _compare_tree(tree: Any, options: Options, bucket_bytes: int | None) -> list
     def facts() -> CallFacts:
         leaves.extend(_leaves(tree, options))
         names = ", ".join(leaf.place for leaf in leaves)
-        return CallFacts({"tensors": names}, {}, callers(mesh), {})
+        return CallFacts({"tensors": names}, {}, calling_ranks(mesh), {})
 
     compare_call(mesh, "redistribute of a tree", facts)
     compared = []

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_bridge.autodiff.function import Redistribute
-from torch_bridge.calls.move import ranked
+from torch_bridge.calls.move import mesh_with_ranks
 from torch_bridge.lower.collectives import Collective
 from torch_bridge.mesh import desync
 from torch_bridge.mesh.process_mesh import (
     Group,
     MeshLike,
-    as_mesh,
     check_device,
+    checked_mesh,
     mesh_of,
     process_mesh,
 )
@@ -44,7 +44,9 @@ class RouteCall(NamedTuple):
     def facts(self, blocks: Sequence[Tensor], to: Tensor) -> desync.CallFacts:
         """Return what processes compare before this call. Raises as `route` does."""
         layout = Layout.parse(f"t/({','.join(self.axes)})")
-        check_axes(layout, mesh_of(as_mesh(self.mesh, "route(x, to, axis, mesh)")), str(layout))
+        check_axes(
+            layout, mesh_of(checked_mesh(self.mesh, "route(x, to, axis, mesh)")), str(layout)
+        )
         is_whole = not (to.is_floating_point() or to.is_complex() or to.dtype == torch.bool)
         check_rows(blocks[0].shape, to.shape, is_whole, capacity=self.capacity, sizes=self.sizes)
         check_device(to.device)
@@ -59,10 +61,10 @@ class RouteCall(NamedTuple):
             "choices": str(to.shape[1:]),
             "options": str((self.groups, self.capacity, self.sizes)),
         }
-        sent |= desync.derivatives_of(*blocks)
+        sent |= desync.derivative_facts(*blocks)
         # Other processes of the mesh may have rows of another kind.
-        ranks = process_mesh(self.mesh).along(self.axes).ranks
-        return desync.CallFacts({"mesh": ranked(self.mesh)}, sent, ranks, {})
+        ranks = process_mesh(self.mesh).submesh(self.axes).ranks
+        return desync.CallFacts({"mesh": mesh_with_ranks(self.mesh)}, sent, ranks, {})
 
     def send(self, blocks: Sequence[Tensor], to: Tensor) -> tuple[Routed, list[Tensor]]:
         """Send rows of several tensors in one all-to-all; return the route and the copies of each tensor.
@@ -70,7 +72,7 @@ class RouteCall(NamedTuple):
         blocks: tensors `[rows, ...]`; the route has the first one. to: as for `route`.
         """
         compared = self._check(blocks, to)
-        processes = process_mesh(self.mesh).along(self.axes)
+        processes = process_mesh(self.mesh).submesh(self.axes)
         group = processes.group(self.axes)
         groups = Groups.of(self.groups, processes.mesh.n_devices)
         chosen = to if to.ndim == 2 else to[:, None]  # [rows, k]
@@ -97,7 +99,7 @@ class RouteCall(NamedTuple):
             n_groups,
             k=chosen.shape[1],
             dropped=selection.n_dropped,
-            _there=copies,
+            _copies=copies,
             _compared=compared,
         )
         return routed, tensors

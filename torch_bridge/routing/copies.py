@@ -160,7 +160,7 @@ class Routed:
     n_groups: int
     k: int
     dropped: Tensor
-    _there: Copies
+    _copies: Copies
     _compared: Compared | None
 
     @property
@@ -199,7 +199,7 @@ class Routed:
             hint = f"a result for each of {len(self.order)} rows, in their order"
             raise ShapeError(f"results of shape {tuple(y.shape)}", hint=hint)
         column = (-1, *[1] * (y.ndim - 1))  # the shape of one number for each row of y
-        if self._there.is_padded:  # results of padding may have any values, as NaN
+        if self._copies.is_padded:  # results of padding may have any values, as NaN
             is_row = torch.arange(len(y), device=y.device) < self.sizes.sum()
             y = y.where(is_row.view(column), 0)
         products = y
@@ -212,18 +212,18 @@ class Routed:
     def _weights_here(self, weights: Tensor) -> Tensor:
         """Send the weights of choices where their rows went: `[rows, k] -> [n]`. Raises ShapeError."""
         table = weights if weights.ndim == 2 else weights[:, None]
-        if table.shape != (self._there.n_rows, self.k):
+        if table.shape != (self._copies.n_rows, self.k):
             raise ShapeError(f"weights have shape {tuple(weights.shape)}", hint="the shape of to")
-        arrived = Redistribute.apply(self._there.tangent, table)  # [copies, k]
+        arrived = Redistribute.apply(self._copies.tangent, table)  # [copies, k]
         # A copy came with the weights of all choices of its row: each row here takes its own.
         return arrived.reshape(-1).index_select(0, self.order)
 
     @property
     def beyond(self) -> tuple[int, int]:
         """How many copies came from other processes, and how many are at others."""
-        own = self._there.group.process_group.rank()  # what stays here does not travel
-        received = self._there.received
-        sent = self._there.sent
+        own = self._copies.group.process_group.rank()  # what stays here does not travel
+        received = self._copies.received
+        sent = self._copies.sent
         return sum(received) - received[own], sum(sent) - sent[own]
 
     @between_graphs
@@ -232,5 +232,7 @@ class Routed:
         # The empty sum ties the result to the rows where none came, too: in the backward pass this process
         # then sends to others, which wait for it.
         tied = y + self.copies[:0].sum().to(y.dtype)
-        result = Redistribute.apply(self._there.backward, tied)
-        return self._compared.watched(result, self.copies) if self._compared else result
+        result = Redistribute.apply(self._copies.backward, tied)
+        return (
+            self._compared.compare_gradients_of(result, self.copies) if self._compared else result
+        )

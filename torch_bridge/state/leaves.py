@@ -231,7 +231,7 @@ def _array_of_dtensor(name: str, x: DTensor) -> LocalArray:
     shape = tuple(x.shape)
     axes = meshes.dtensor_axes(device_mesh)
     rule = sides_or_one(from_placements(x.placements, axes, x.ndim, shape))
-    ranks = meshes.callers(device_mesh)
+    ranks = meshes.calling_ranks(device_mesh)
     sharding = Sharding(rule.src, axes, shape)
     if rank() not in ranks:
         # In place of a block torch has an empty tensor here.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_bridge.calls.move import ranks_of
 from torch_bridge.lower.collectives import CARRIERS
-from torch_bridge.lower.transfer import cross, run_together
+from torch_bridge.lower.transfer import lower_transfer, run_transfers_together
 from torch_bridge.mesh.desync import CallFacts, compare_ranks
 from torch_bridge.mesh.machine import machine_profile
 from torch_bridge.mesh.process_groups import rank_in
@@ -173,8 +173,8 @@ def execute(
             parts = _parts_to_send(bucket, blocks, src_device, tensor_device)
             # All messages of a bucket travel together: small arrays cost little more than one.
             moves = [move for array in bucket for move in array.moves]
-            exchanges = [cross(move.plan, tensor_device, group) for move in moves]
-            arrived = iter(run_together(exchanges, parts))
+            exchanges = [lower_transfer(move.plan, tensor_device, group) for move in moves]
+            arrived = iter(run_transfers_together(exchanges, parts))
             for array in bucket:
                 pieces = [next(arrived) for _ in array.moves]
                 if dst_device is not None:

@@ -16,7 +16,7 @@ import xshard as xs
 from benchmarks.plans.published import same_as_on_one_device
 from tests.documents.forking import in_this_world
 from tests.torch_bridge.helpers import SharedRanks, block_of_each
-from torch_bridge.mesh.process_mesh import alone
+from torch_bridge.mesh.process_mesh import on_this_process_alone
 from torch_bridge.testing.byte_counter import Meter
 from xshard.compat import styles_of_transformers
 
@@ -75,7 +75,7 @@ def check_page(path: Path) -> None:
                     names,
                 )
             if want is None:
-                with alone():
+                with on_this_process_alone():
                     want = trained(names, names["build"]())
             model = names["model"]
             losses, parameters, norm, collectives = trained(names, model)
