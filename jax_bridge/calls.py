@@ -23,7 +23,7 @@ from jax_bridge.mesh.context import (
     planned_mesh_in_context,
 )
 from jax_bridge.replicas import apply_checked
-from jax_bridge.trees import leaves_of
+from jax_bridge.trees import leaves_with_given_values
 from jax_bridge.versions import manual_type, unreduced_kind
 from xshard import Layout, Plan, ProfileLike, XshardError, planner
 from xshard.arguments import lengths_of, whole_numbers
@@ -41,7 +41,7 @@ Derivatives = Literal["linear", "custom_vjp"]
 SPECS = (PartitionSpec, NamedSharding)
 
 
-class BlockCall(NamedTuple):
+class MoveCall(NamedTuple):
     """A redistribution of one block, without the block: the arguments of `redistribute`."""
 
     sides: Sides
@@ -55,7 +55,7 @@ class BlockCall(NamedTuple):
     @classmethod
     def of(
         cls, expression: Any, mesh: AnyMesh | None, shape: Any, ad: Derivatives, **options: Any
-    ) -> BlockCall:
+    ) -> MoveCall:
         """Check the arguments of `redistribute`, and keep them.
 
         Args:
@@ -338,18 +338,18 @@ def redistribute(
     """
     layouts = with_map_digests(layouts, maps)
     if jax.tree_util.all_leaves([x]):  # most calls: one block, without a walk over trees
-        call = BlockCall.of(
+        call = MoveCall.of(
             layouts, mesh, shape, ad, profile=profile, check_replicated=check_replicated
         )
         moved: Any = call.run(x)
         return moved
 
     results = []
-    layout_leaves = leaves_of(layouts, x, is_expression)
-    shape_leaves = leaves_of(shape, x, _is_shape)
+    layout_leaves = leaves_with_given_values(layouts, x, is_expression)
+    shape_leaves = leaves_with_given_values(shape, x, _is_shape)
     for leaf, shape_leaf in zip(layout_leaves, shape_leaves, strict=True):
         with located(leaf.place):
-            call = BlockCall.of(
+            call = MoveCall.of(
                 leaf.given,
                 mesh,
                 shape_leaf.given,

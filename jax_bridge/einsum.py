@@ -37,7 +37,7 @@ from xshard.plans.expression import check_given
 Given = Contraction | ContractionPlan
 
 
-class Choices(NamedTuple):
+class EinsumOptions(NamedTuple):
     """How a contraction is planned, and how local products are made: options of `jnp.einsum`."""
 
     profile: ProfileLike
@@ -106,7 +106,7 @@ def einsum_blocks(
     blocks: Sequence[jax.Array],
     mesh: AnyMesh | None,
     shapes: Shapes | None,
-    options: Choices,
+    options: EinsumOptions,
 ) -> jax.Array:
     """Contract this device's blocks to its block of the result, inside `shard_map`.
 
@@ -152,7 +152,7 @@ def _planned(
     blocks: Sequence[jax.Array],
     mesh: AnyMesh | None,
     shapes: Shapes | None,
-    options: Choices,
+    options: EinsumOptions,
 ) -> _PlannedBlocks:
     """Plan the contraction of blocks, or check that the given plan fits them."""
     call = contraction_of(given)
@@ -177,7 +177,9 @@ def _global_rows(sharding: Sharding, name: str) -> jax.Array:
     return row_of_this_device(rows, sharding.layout.dim(name).axes)
 
 
-def _contract_locally(part: Part, operands: Sequence[jax.Array], options: Choices) -> jax.Array:
+def _contract_locally(
+    part: Part, operands: Sequence[jax.Array], options: EinsumOptions
+) -> jax.Array:
     """Contract blocks under the layouts of `part.moves` to the block of the local result."""
     layouts = [move.dst for move in part.moves]
     layouts.append(part.result.src)
@@ -203,7 +205,7 @@ def _contract_in_rounds(
     ring: ContractionRing,
     operands: Sequence[jax.Array],
     mover: _Mover,
-    options: Choices,
+    options: EinsumOptions,
 ) -> jax.Array:
     """Contract the blocks of a part piece by piece.
 

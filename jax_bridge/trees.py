@@ -39,7 +39,7 @@ def _always(x: Any) -> bool:
     return True
 
 
-def leaves_of(
+def leaves_with_given_values(
     given: Any,
     tree: Any,
     is_value: Callable[[Any], bool] = is_layout,
@@ -89,7 +89,7 @@ def _children(tree: Any) -> dict[Any, Any] | None:
 
 def array_leaves(given: Any, tree: Any) -> list[Leaf]:
     """List the leaves of a tree in which only arrays have layouts."""
-    return leaves_of(given, tree, takes_value=is_array)
+    return leaves_with_given_values(given, tree, takes_value=is_array)
 
 
 def _named_leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:

@@ -20,12 +20,12 @@ ALWAYS = arguments.is_on("XSHARD_CHECK_REPLICATED")
 Watcher = Callable[["ReplicaCheck"], Callable[[int, Any], object]]
 WatcherT = TypeVar("WatcherT", bound=Watcher)
 
-# Set by `watched`: blocks are then not compared.
+# Set by `watch_checks`: blocks are then not compared.
 WATCH: Watcher | None = None
 
 
 @contextmanager
-def watched(watcher: WatcherT) -> Iterator[WatcherT]:
+def watch_checks(watcher: WatcherT) -> Iterator[WatcherT]:
     """Call `watcher` with each check, instead of comparing; it returns a function of device and block."""
     global WATCH
     WATCH = watcher

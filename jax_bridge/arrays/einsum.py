@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jax_bridge.arrays.program import LOG
-from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, remember
+from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, record_order
 from jax_bridge.calls import are_keys, as_array
-from jax_bridge.einsum import Choices, Given, check_operands, check_shapes, einsum_blocks
+from jax_bridge.einsum import EinsumOptions, Given, check_operands, check_shapes, einsum_blocks
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine_profile
 from xshard import ContractionPlan, Mesh, ProfileLike
@@ -100,7 +100,7 @@ def einsum(  # noqa: PLR0913  one option more than the limit; torch_bridge has t
 
     dtype = jnp.result_type(*arrays)
     product_dtype = dtype if preferred_element_type is None else np.dtype(preferred_element_type)
-    options = Choices(profile, overlap, product_dtype, precision)
+    options = EinsumOptions(profile, overlap, product_dtype, precision)
     if _are_blocks(call):
         return einsum_blocks(given, arrays, mesh, shapes, options)
     if shapes is None:
@@ -117,7 +117,7 @@ def _einsum_of_arrays(
     mesh: AnyMesh | None,
     shapes: Shapes,
     dtype: np.dtype,
-    options: Choices,
+    options: EinsumOptions,
 ) -> jax.Array:
     """Contract global arrays by one program, from the cache if it is there.
 
@@ -141,7 +141,7 @@ def _einsum_of_arrays(
         source.check(x)
         check_order(x, source.array, text)
     placed = [source.bring(x) for x, source in zip(arrays, program.sources, strict=True)]
-    return remember(program.run(*placed), program.plan.arrays[-1])
+    return record_order(program.run(*placed), program.plan.arrays[-1])
 
 
 def _are_blocks(call: Contraction) -> bool:
@@ -168,7 +168,7 @@ class _ContractionProgram(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _make_program(
-    given: Given, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: Choices
+    given: Given, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: EinsumOptions
 ) -> _ContractionProgram:
     """Plan and compile the contraction of global arrays.
 
@@ -214,7 +214,12 @@ def _make_program(
 
 
 def _planned(
-    given: Given, mesh: ArrayMesh, free: Mesh, shapes: Shapes, dtype: np.dtype, options: Choices
+    given: Given,
+    mesh: ArrayMesh,
+    free: Mesh,
+    shapes: Shapes,
+    dtype: np.dtype,
+    options: EinsumOptions,
 ) -> ContractionPlan:
     """Plan a contraction on the free axes of the mesh, or check that a given plan fits them."""
     if not isinstance(given, ContractionPlan):

@@ -21,7 +21,7 @@ from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_even
 from jax_bridge.autodiff.function import batch_dim, with_batch_dim
-from jax_bridge.calls import BlockCall
+from jax_bridge.calls import MoveCall
 from jax_bridge.mesh.axis_types import as_tagged
 from jax_bridge.mesh.context import free_axes
 from jax_bridge.specs import storage_sharding
@@ -128,7 +128,7 @@ def _run(x: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array
     """Run a plan on the blocks of a global array."""
 
     def move_block(block: jax.Array) -> jax.Array:
-        return as_tagged(BlockCall(sides(plan), plan).run(block), plan.dst)
+        return as_tagged(MoveCall(sides(plan), plan).run(block), plan.dst)
 
     on_devices = jax.shard_map(
         move_block,

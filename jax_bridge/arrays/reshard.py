@@ -23,14 +23,14 @@ from jax_bridge.arrays.stored import (
     ArrayMesh,
     StoredArray,
     check_order,
-    is_on,
+    is_on_mesh,
     known_layout,
-    order_of,
+    recorded_order,
 )
 from jax_bridge.calls import are_keys, as_array, as_words, check_dtype, is_expression, sides_of
 from jax_bridge.mesh.context import jax_mesh, machine_profile
 from jax_bridge.specs import storage_layout
-from jax_bridge.trees import array_leaves, is_array, leaves_of
+from jax_bridge.trees import array_leaves, is_array, leaves_with_given_values
 from xshard import Layout, Plan, ProfileLike, Rules, Sharding
 from xshard.errors import MeshError, api_boundary, located
 from xshard.notation.maps import Maps
@@ -90,7 +90,7 @@ def reshard(
     """
     # Hot: this is all that a warm call does; `make_program` finds its program in a cache.
     layouts = with_map_digests(layouts, maps)
-    leaves = leaves_of(layouts, arrays, is_expression)
+    leaves = leaves_with_given_values(layouts, arrays, is_expression)
     if not leaves:
         return arrays
     calls = []
@@ -123,7 +123,7 @@ def reshard(
     results = []
     for y, call, plan in zip(ys, calls, program.plans, strict=True):
         result = y if call.back is None else call.back(y)
-        results.append(stored.remember(result, plan.target))
+        results.append(stored.record_order(result, plan.target))
     return jax.tree.unflatten(jax.tree.structure(arrays), results)
 
 
@@ -155,11 +155,11 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
         sharding = target.other_sharding(x)
         if sharding is not None:
             mesh = target.mesh.of_arrays
-            if not is_on(x, mesh):
+            if not is_on_mesh(x, mesh):
                 what = f"the array is not on the mesh: {sharding}"
                 raise MeshError(what, text=target.text, hint="place puts it there")
             layout = target.array.layout
-            if order_of(x) is None:
+            if recorded_order(x) is None:
                 # Nothing says in which order the rows are: they stay as they are stored.
                 layout = storage_layout(layout)
             x = reshard(x, (known_layout(x, sharding, target.array), layout), mesh)
@@ -227,7 +227,7 @@ def place(
 def _target(x: Any, given: Any, mesh: ArrayMesh) -> StoredArray:
     """Return how an array will be held under a given layout. Raises as `place` does."""
     layout, _, text = sides_or_one(given)
-    target = stored.at_rest(layout, mesh.free(layout.axes, text), tuple(x.shape), text)
+    target = stored.stored_sharding(layout, mesh.free(layout.axes, text), tuple(x.shape), text)
     if not isinstance(x, jax.Array):
         check_dtype(np.asarray(x).dtype, text)
     return StoredArray.of(target, mesh, text)
@@ -237,12 +237,12 @@ def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
     """Put one array at its place: by a plan if it is on the mesh already, else from the host."""
     array = target.array
     mesh = target.mesh.of_arrays
-    if isinstance(x, jax.Array) and (isinstance(x, Tracer) or are_keys(x) or is_on(x, mesh)):
+    if isinstance(x, jax.Array) and (isinstance(x, Tracer) or are_keys(x) or is_on_mesh(x, mesh)):
         src = known_layout(x, target.other_sharding(x), array)
         return reshard(x, (src, array.layout), mesh, profile=profile)
     # The rows of the host are in their own order, unless a record says otherwise.
     check_order(x, array.with_layout(Layout.parse("...")), target.text)
-    return stored.remember(_from_host(np.asarray(x), array, target), array)
+    return stored.record_order(_from_host(np.asarray(x), array, target), array)
 
 
 def _from_host(host: NDArray, array: Sharding, target: StoredArray) -> jax.Array:

@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.reshard import arrive
-from jax_bridge.arrays.stored import ArrayMesh, StoredArray, at_rest, remember
-from jax_bridge.calls import BlockCall, as_array
+from jax_bridge.arrays.stored import ArrayMesh, StoredArray, record_order, stored_sharding
+from jax_bridge.calls import MoveCall, as_array
 from jax_bridge.mesh.context import free_axes, jax_mesh
 from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
@@ -150,7 +150,7 @@ def _signature(layouts: Any) -> _Signature:
 class _BorderArray(NamedTuple):
     """One array at the border: the move of its blocks on the way, and the array outside."""
 
-    call: BlockCall
+    call: MoveCall
     outside: StoredArray
 
     def move(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -177,7 +177,7 @@ class _Border(NamedTuple):
         with located(path):
             sides = self._resolved_sides(given, len(shape))
             axes = self._axes_of(sides)
-            array = at_rest(sides.src, axes, shape, sides.text)
+            array = stored_sharding(sides.src, axes, shape, sides.text)
             way_in = sides._replace(src=self._layout_at_border(array, axes))
             return self._border_array(array, way_in, path)
 
@@ -202,7 +202,7 @@ class _Border(NamedTuple):
             shape = global_shape(sides.src, axes, block_shape, sides.text, lengths, hint)
             length_of = dict(zip(sides.src.names, shape, strict=True))
             shape_outside = tuple(length_of[name] for name in sides.dst.names)
-            array = at_rest(sides.dst, axes, shape_outside, sides.text)
+            array = stored_sharding(sides.dst, axes, shape_outside, sides.text)
             way_out = sides._replace(dst=self._layout_at_border(array, axes))
             return self._border_array(array, way_out, path)
 
@@ -236,7 +236,7 @@ class _Border(NamedTuple):
         """Put together the array outside and the move of its blocks."""
         length_of = dict(zip(array.layout.names, array.shape, strict=True))
         shape = tuple(length_of[name] for name in sides.src.names)
-        call = BlockCall(sides, None, shape=shape, profile=self.profile)
+        call = MoveCall(sides, None, shape=shape, profile=self.profile)
         return _BorderArray(call, StoredArray.of(array, self.mesh, sides.text, path))
 
 
@@ -310,7 +310,7 @@ class _Program(NamedTuple):
         """Put the arrays that `run` returns into the tree of the result, and record their order."""
         leaves = list(self.outputs.leaves)
         for (i, border), array in zip(self.results.items(), arrays, strict=True):
-            leaves[i] = remember(array, border.outside.array)
+            leaves[i] = record_order(array, border.outside.array)
         return jax.tree.unflatten(self.outputs.structure, leaves)
 
 

@@ -74,10 +74,10 @@ def stored_as(
         raise MeshError(
             "the array lacks a mesh", text=str(layout), hint="stored_as(array, layout, mesh)"
         )
-    return remember(array, Sharding(Layout.parse(layout, maps), xshard_mesh(mesh), array.shape))
+    return record_order(array, Sharding(Layout.parse(layout, maps), xshard_mesh(mesh), array.shape))
 
 
-def remember(array: Any, stored: Sharding) -> Any:
+def record_order(array: Any, stored: Sharding) -> Any:
     """Record the order of an array's rows on it, and return it.
 
     Args:
@@ -94,7 +94,7 @@ def remember(array: Any, stored: Sharding) -> Any:
     return array
 
 
-def order_of(array: Any) -> Sharding | None:
+def recorded_order(array: Any) -> Sharding | None:
     """Return the recorded order of the rows, if any."""
     return None if isinstance(array, Tracer) else getattr(array, _RECORD, None)
 
@@ -104,7 +104,7 @@ def check_order(array: Any, source: Sharding, text: str) -> None:
 
     Under XSHARD_DEBUG it raises for an unknown order, too.
     """
-    known = order_of(array)
+    known = recorded_order(array)
     if isinstance(array, Tracer) or (known is None and not STRICT):
         return
     known_orders = () if known is None else _orders(known)
@@ -260,7 +260,7 @@ class StoredArray(NamedTuple):
         else:
             known = x.sharding
             source = NamedSharding(self.mesh.of_arrays, self.sharding.spec)
-        return None if are_the_same(known, source, x.ndim) else known
+        return None if are_same_shardings(known, source, x.ndim) else known
 
     def bring(self, x: jax.Array) -> jax.Array:
         """Return the array with this sharding as its type.
@@ -287,7 +287,7 @@ class StoredArray(NamedTuple):
         return jax.reshard(x, NamedSharding(target, spec))
 
 
-def is_on(x: jax.Array, mesh: JaxMesh | AbstractMesh) -> bool:
+def is_on_mesh(x: jax.Array, mesh: JaxMesh | AbstractMesh) -> bool:
     """Return whether an array is sharded over the mesh."""
     array_mesh = _mesh_of_array(x)
     return array_mesh is not None and _are_one(array_mesh, mesh)
@@ -301,7 +301,7 @@ def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) 
         sharding: Its sharding, if that is not as `default` says.
         default: The array whose names of dims are taken, and whose layout if nothing else is known.
     """
-    recorded = order_of(x)
+    recorded = recorded_order(x)
     names = default.layout.names
     if recorded is not None:
         return recorded.layout.named(names)
@@ -323,7 +323,7 @@ def check_even(array: Sharding, text: str) -> None:
         raise ShapeError(reason, text=text, hint=hint)
 
 
-def at_rest(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: str) -> Sharding:
+def stored_sharding(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: str) -> Sharding:
     """Return an array that JAX can hold: the layout without tags, overlaps and uneven axes.
 
     "h/sp:halo(1,1,zero) | sum(tp)" -> "h/sp"
@@ -365,7 +365,7 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
     return Dim(dim.name, (Shard(axes),) if axes else ())
 
 
-def are_the_same(a: JaxSharding, b: NamedSharding, ndim: int) -> bool:
+def are_same_shardings(a: JaxSharding, b: NamedSharding, ndim: int) -> bool:
     """Return whether every device has the same part of the array, and under the same tags.
 
     JAX's own `is_equivalent_to` ignores tags.

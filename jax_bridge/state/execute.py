@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.reshard import reshard
-from jax_bridge.arrays.stored import remember
+from jax_bridge.arrays.stored import record_order
 from jax_bridge.lower.exchange import AXIS, NewBlock, SentPart, transfer
 from jax_bridge.lower.transports import PERMUTE, RAGGED
 from jax_bridge.specs import storage_sharding
@@ -93,7 +93,7 @@ def run_on_mesh(blocks: Blocks, plan: Plan, devices: Devices) -> Blocks:
     """
     mesh = plan_mesh(plan, devices)
     sharding = storage_sharding(plan.source.layout, mesh)
-    array = remember(assembled(blocks, plan.shape, plan.dtype, sharding), plan.source)
+    array = record_order(assembled(blocks, plan.shape, plan.dtype, sharding), plan.source)
     with jax.set_mesh(mesh):
         return blocks_of(reshard(array, plan, mesh))
 

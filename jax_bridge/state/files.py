@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jax_bridge import calls, specs
 from jax_bridge.arrays.reshard import place, reshard
-from jax_bridge.arrays.stored import at_rest, order_of, remember
+from jax_bridge.arrays.stored import record_order, recorded_order, stored_sharding
 from jax_bridge.mesh.context import jax_mesh, machine_profile, xshard_mesh
 from jax_bridge.state.execute import assembled, blocks_of
 from jax_bridge.trees import array_leaves, is_array
@@ -312,7 +312,7 @@ def _source(x: Any) -> Source:
     An array without a mesh is replicated, and the first process writes it.
     """
     dtype = name_of(x.dtype)
-    order = order_of(x)
+    order = recorded_order(x)
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return Source(Sharding(Layout.parse("..."), Mesh(), x.shape), dtype, [0])
@@ -340,7 +340,7 @@ def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
     with located(name):
         text = str(target.layout)
         calls.check_dtype(numpy_dtype(load.array.dtype), text)
-        held = at_rest(target.layout, target.mesh, target.shape, text)
+        held = stored_sharding(target.layout, target.mesh, target.shape, text)
         specs.storage_sharding(held.layout, mesh)  # raises before anything is read
     # Devices share by `reshard`, which begins with an array of equal blocks.
     can_share = held == target and load.source.is_even
@@ -392,7 +392,7 @@ def _begin_read(
                 block_of[mesh.devices.flat[i]] = block
         placed = jax.device_put(list(block_of.values()), list(block_of))
         array_of = dict(zip(block_of, placed, strict=True))
-        return remember(assembled(array_of, source.shape, dtype, sharding), source)
+        return record_order(assembled(array_of, source.shape, dtype, sharding), source)
 
     return wait
 

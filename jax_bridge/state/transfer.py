@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding
 from jax_bridge import calls, specs, trees
 from jax_bridge.arrays.reshard import place
 from jax_bridge.arrays.stored import (
-    are_the_same,
+    are_same_shardings,
     check_even,
     check_order,
     known_layout,
     mesh_of,
-    remember,
+    record_order,
 )
 from jax_bridge.mesh.context import jax_mesh, machine_profile, xshard_mesh
 from jax_bridge.state.execute import LocalBlocks, all_devices, assembled, blocks_of, execute
@@ -223,7 +223,7 @@ def _check_is_sharded_as(x: Any, src: Layout, mesh: JaxMesh, text: str) -> None:
     """Raise ShapeError if an array is not sharded as the left side of its expression says."""
     axes = xshard_mesh(mesh)
     check_axes(src, axes, text)
-    if not are_the_same(x.sharding, specs.storage_sharding(src, mesh), len(x.shape)):
+    if not are_same_shardings(x.sharding, specs.storage_sharding(src, mesh), len(x.shape)):
         reason = f"the array is not sharded as '{src}'"
         raise ShapeError(reason, text=text, hint=f"it has {x.sharding}")
     check_order(x, Sharding(src, axes, x.shape), text)
@@ -315,7 +315,7 @@ def _run(
                 y = assembled(blocks, shape, array.dtype, targets[array.name])
                 if array.name in sources:
                     y = sources[array.name].as_leaf(y)
-                moved[array.name] = remember(y, array.sharding)
+                moved[array.name] = record_order(y, array.sharding)
             # Else buckets would overlap, and devices would need memory for all of them.
             jax.block_until_ready([moved[array.name] for array in bucket])
             moves_left.subtract(_count_moves(bucket))

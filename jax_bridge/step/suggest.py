@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_bridge.mesh.context import AnyMesh, xshard_mesh
 from jax_bridge.specs import to_partition_spec
 from jax_bridge.step.tracer import Tracer, evaluate
-from jax_bridge.trees import is_array, leaves_of
+from jax_bridge.trees import is_array, leaves_with_given_values
 from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
 from xshard.errors import PlanError, api_boundary
@@ -56,7 +56,7 @@ class Loss:
         (first_name, first), *others = arguments.items()
         self.names: list[str] = []
         self.arrays: list[Any] = []
-        for leaf in leaves_of(None, first):
+        for leaf in leaves_with_given_values(None, first):
             if is_array(leaf.x):
                 # A first argument that is one array has no names inside.
                 self.names.append(leaf.name if leaf.name else first_name)
@@ -64,7 +64,7 @@ class Loss:
         self.n_parameters = len(self.arrays)
         parameter_names = set(self.names)
         for name, argument in others:
-            for leaf in leaves_of(None, {name: argument}):
+            for leaf in leaves_with_given_values(None, {name: argument}):
                 if is_array(leaf.x):
                     new_name = leaf.name
                     if new_name in parameter_names:

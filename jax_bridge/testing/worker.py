@@ -23,7 +23,7 @@ from jax.sharding import Mesh as JaxMesh
 from jax.sharding import PartitionSpec as P
 
 from jax_bridge.calls import redistribute
-from jax_bridge.einsum import Choices, einsum_blocks
+from jax_bridge.einsum import EinsumOptions, einsum_blocks
 from jax_bridge.mesh.axis_types import as_varying, is_typed, varying_axes
 from jax_bridge.testing.stacked import DeviceProgram
 from xshard import ContractionPlan, Layout, Plan, Sharding, XshardError, replicas
@@ -85,7 +85,7 @@ def answers(questions: Sequence[Question], _timeout_s: float) -> list[Answer]:
 
 def seen(question: Question, timeout_s: float) -> list[Seen]:
     """Record the inputs of a run's redistributions, and the cotangents of their results."""
-    with replicas.watched(Recorder()) as recorder:
+    with replicas.watch_checks(Recorder()) as recorder:
         answers([question], timeout_s)
     return recorder.seen
 
@@ -116,7 +116,7 @@ def _answer(question: Question) -> Answer:
 def apply(plan: AnyPlan, *blocks: jax.Array) -> jax.Array:
     """Run a plan on one device's blocks."""
     if isinstance(plan, ContractionPlan):
-        return einsum_blocks(plan, blocks, None, plan.shapes, Choices(plan.profile, NEVER))
+        return einsum_blocks(plan, blocks, None, plan.shapes, EinsumOptions(plan.profile, NEVER))
     return redistribute(blocks[0], plan)
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from jax_bridge.arrays.stored import are_the_same, check_order, remember
+from jax_bridge.arrays.stored import are_same_shardings, check_order, record_order
 from jax_bridge.state.execute import Blocks, assembled, blocks_of
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, TorchMesh, check_one_block, mesh_pair
 from jax_bridge.torch_interop.route import JAX, TORCH, Options, Profiles, Route, by_jax, by_torch
-from jax_bridge.trees import leaves_of
+from jax_bridge.trees import leaves_with_given_values
 from torch_bridge.dtensor.function import dtensor_of_block
 from torch_bridge.dtensor.placements import checked_global_shape, local_block_under, to_placements
 from xshard import Layout, Rules, XshardError
@@ -180,7 +180,7 @@ def _hand_over(
         return hand_over()
     prepared = []
     leaf_bytes = []
-    for leaf in leaves_of(Rules(layout), tree, _never, is_leaf=is_leaf):
+    for leaf in leaves_with_given_values(Rules(layout), tree, _never, is_leaf=is_leaf):
         with located(leaf.place):
             prepared.append(prepare(leaf.x, leaf.given))
             leaf_bytes.append(sum(block.nbytes for block in jax.tree.leaves(leaf.x)))
@@ -314,7 +314,7 @@ def _make_array(
     if route.side == JAX:
         on_devices = by_jax(on_devices, route.plan, meshes.by_number)
     array = assembled(on_devices, route.blocks.shape, dtype, route.in_jax)
-    return remember(array, route.stored)
+    return record_order(array, route.stored)
 
 
 # ---- to torch
@@ -342,7 +342,7 @@ def prepare_to_torch(
     buffers.torch_dtype(array.dtype)  # raises for a dtype that torch lacks
     _ = meshes.kind  # raises for devices that torch lacks
     route = options.route(layout, meshes, shape=array.shape, dtype=array.dtype.name, to_jax=False)
-    if not are_the_same(array.sharding, route.in_jax, array.ndim):
+    if not are_same_shardings(array.sharding, route.in_jax, array.ndim):
         reason = f"the array is not sharded as '{route.src}' says"
         raise ShapeError(reason, text=route.text, hint=f"it has {array.sharding}")
     check_order(array, route.stored, route.text)

@@ -30,7 +30,7 @@ from jax_bridge.state.execute import (
 )
 from jax_bridge.torch_interop.buffers import LOG
 from jax_bridge.torch_interop.devices import MeshPair
-from jax_bridge.trees import leaves_of
+from jax_bridge.trees import leaves_with_given_values
 from torch_bridge.mesh.machine import machine_profile as torch_machine
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, Mesh, Plan, ProfileLike, Sharding, XshardError, plan
@@ -189,7 +189,7 @@ def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
     """
     with located(what):
         placeholders = jax.tree.unflatten(tree, range(tree.num_leaves))
-        return [leaf.given for leaf in leaves_of(layouts, placeholders)]
+        return [leaf.given for leaf in leaves_with_given_values(layouts, placeholders)]
 
 
 @functools.lru_cache(maxsize=65536)

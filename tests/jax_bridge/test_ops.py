@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jax_bridge as xj
 import xshard as xs
 from jax_bridge import ops
-from jax_bridge.calls import BlockCall, sides_of
+from jax_bridge.calls import MoveCall, sides_of
 from jax_bridge.testing.stacked import padded, unpadded
 from tests.jax_bridge.domains import sharded
 from tests.jax_bridge.helpers import device_mesh, in_jax
@@ -102,7 +102,7 @@ def test_a_plan_on_some_axes_is_priced_for_the_links_of_the_whole_mesh() -> None
     made = []
 
     def local(x):
-        made.append(BlockCall(sides_of("n/a d -> n d"), None, profile=nodes).plan(x))
+        made.append(MoveCall(sides_of("n/a d -> n d"), None, profile=nodes).plan(x))
         return x
 
     jax.eval_shape(mapped(local, (P("a"), P("a"))), X)

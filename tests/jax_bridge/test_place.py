@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_bridge as xj
 import xshard as xs
-from jax_bridge.trees import leaves_of
+from jax_bridge.trees import leaves_with_given_values
 from tests.jax_bridge.helpers import device_mesh, in_jax, needs_flax, placed
 from xshard import errors
 
@@ -22,7 +22,7 @@ def array(*shape: int) -> np.ndarray:
 
 
 def names(tree) -> list[str]:
-    return [leaf.name for leaf in leaves_of("...", tree, lambda said: said == "...")]
+    return [leaf.name for leaf in leaves_with_given_values("...", tree, lambda said: said == "...")]
 
 
 @in_jax

@@ -203,7 +203,7 @@ def _seen(question: Question) -> list[Seen]:
         return array_of(x.detach().clone().contiguous())  # the function may write to x later
 
     recorder = Recorder(copied)
-    with replicas.watched(recorder):
+    with replicas.watch_checks(recorder):
         _answer(question)
     return recorder.seen
 
