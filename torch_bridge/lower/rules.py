@@ -146,7 +146,7 @@ def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
 
 
 def _slice(step: steps.Slice, context: StepContext) -> Move:
-    part = context.subarray(context.shapes.before, context.own_part(*step.cuts))
+    part = context.subarray(context.shapes.before, context.rows_of_own_part(*step.cuts))
     # The result must be a new tensor; an input of another step may be a view.
     return part.copied if context.is_last else part.read
 
@@ -242,7 +242,7 @@ def _whole_block_with(peer: int, end: int, context: StepContext, group: Group) -
 
 def _embed(step: steps.Embed, context: StepContext) -> Move:
     """Put the block into zeros of the whole dim: an addend of a sum."""
-    rows = context.own_part((step.dim, step.shards))
+    rows = context.rows_of_own_part((step.dim, step.shards))
     part = context.subarray(context.shapes.after, rows)
     whole = Packing(context.shapes.after, (part,))
 

@@ -124,7 +124,7 @@ class StepContext(NamedTuple):
         constant = torch.tensor(number, dtype=dtype, device=self.tensor_device)
         return Fill(dim, start, stop, constant.view(carrier))
 
-    def own_part(self, *cuts: DimCut) -> dict[int, Runs]:
+    def rows_of_own_part(self, *cuts: DimCut) -> dict[int, Runs]:
         """Return this process's rows of the dims that a step cuts or gathers."""
         return {
             self.before.dim_index(dim): rows_of_own_part(self.before, dim, shards, self.device)

@@ -151,7 +151,7 @@ class DimEnd(NamedTuple):
         """Return, for each shard, lists of distinct rows that it offers; several in a fold."""
         return providers.offered_rows(self.dim, self.length, self.sizes, self.side, self.shift)
 
-    def rows_at_hand(self) -> AllRuns:
+    def distinct_held_rows(self) -> AllRuns:
         """Return, for each shard, the rows that its block has, each once."""
         return providers.distinct_held_rows(self.dim, self.length, self.sizes, self.shift)
 
@@ -231,7 +231,7 @@ def _request(
         return RowRequest((), ())  # rows beyond a pole are copies of rows inside the array
     if from_providers:
         return RowRequest((), rows)
-    at_hand = src.rows_at_hand()[src_index]
+    at_hand = src.distinct_held_rows()[src_index]
     return RowRequest(common_segments(at_hand, rows), rows_without(rows, at_hand))
 
 
