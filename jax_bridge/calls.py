@@ -350,9 +350,9 @@ def redistribute(
     for leaf, shape_leaf in zip(layout_leaves, shape_leaves, strict=True):
         with located(leaf.place):
             call = MoveCall.of(
-                leaf.given,
+                leaf.value,
                 mesh,
-                shape_leaf.given,
+                shape_leaf.value,
                 ad,
                 profile=profile,
                 check_replicated=check_replicated,

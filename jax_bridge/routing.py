@@ -37,13 +37,13 @@ class Copies:
     n_sent: jax.Array  # copies to each device: [devices]
     n_received: jax.Array  # copies from each device: [devices]
 
-    def sent(self, x: jax.Array) -> jax.Array:
+    def send(self, x: jax.Array) -> jax.Array:
         """Send copies of rows: [rows, ...] -> copies that arrive [devices * capacity, ...]."""
         copies = x.at[self.row_of_copy].get(mode="fill", fill_value=0)
         return _exchanged(copies, self.axis, self.n_sent, self.n_received)
 
     def home(self, y: jax.Array) -> jax.Array:
-        """Send the copies back and add up the copies of each row: the transpose of `sent`."""
+        """Send the copies back and add up the copies of each row: the transpose of `send`."""
         copies = _exchanged(y, self.axis, self.n_received, self.n_sent)
         result = jnp.zeros((self.n_rows, *y.shape[1:]), y.dtype)
         return result.at[self.row_of_copy].add(copies, mode="drop")
@@ -130,7 +130,7 @@ class Routed:
             n_weights = copies.n_rows * copies.n_choices
             if len(weights) != copies.n_rows or weights.size != n_weights:
                 raise ShapeError(f"weights have shape {weights.shape}", hint="the shape of to")
-            weights_of_choices = copies.sent(weights.reshape(len(weights), -1)).reshape(-1)
+            weights_of_choices = copies.send(weights.reshape(len(weights), -1)).reshape(-1)
             factors = weights_of_choices[self._choice_of_row]
             y = y * _per_row(factors, y.ndim).astype(y.dtype)
         copy_of_row = self._choice_of_row // copies.n_choices
@@ -225,7 +225,7 @@ def route(
     choice_of_row = jnp.argsort(arrived_groups, stable=True)
     sizes = jnp.bincount(arrived_groups, length=n_groups + 1)[:n_groups]
     is_row = jnp.arange(len(choice_of_row)) < sizes.sum()
-    rows = copies.sent(x)[choice_of_row // n_choices]
+    rows = copies.send(x)[choice_of_row // n_choices]
     rows = jnp.where(_per_row(is_row, x.ndim), rows, 0)
     return Routed(rows, sizes, placed.n_dropped, copies, choice_of_row)
 

@@ -201,7 +201,7 @@ def test_the_search_counts_what_the_plan_costs(move, profile):
     ends = start.layout, goal.layout, mesh, shape, "float32"
     plan = xs.Plan(*ends, space.steps(path.moves), profile=space.profile)
     assert path.seconds == pytest.approx(plan.cost, rel=1e-12)
-    assert path.held * 4 == plan.peak_bytes
+    assert path.held_elements * 4 == plan.peak_bytes
 
 
 @pytest.mark.parametrize(

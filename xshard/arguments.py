@@ -67,7 +67,7 @@ def lengths_of(shape: Any) -> tuple[Any, ...]:
     if lengths is None:
         length = as_whole_number(shape)
         example = 8 if length is None else length
-        reason = f"the shape {shown(shape)} is not a sequence of lengths"
+        reason = f"the shape {short_repr(shape)} is not a sequence of lengths"
         raise ShapeError(reason, hint=f"as in shape=({example},)")
     return lengths
 
@@ -96,7 +96,7 @@ def parse_bytes(text: str) -> int:
         if n_bytes < 2**63:
             return n_bytes
     hint = "as in 1024, 512KiB, 1.5MiB, 2GiB"
-    raise XshardError(f"{shown(text)} is not a number of bytes", hint=hint)
+    raise XshardError(f"{short_repr(text)} is not a number of bytes", hint=hint)
 
 
 def limit_of(given: Any, what: str = "memory_limit") -> int | None:
@@ -114,7 +114,7 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
     limit = as_whole_number(given)
     if limit is None:
         hint = 'a number of bytes, as in 2**31 or "2GiB"'
-        raise PlanError(f"{what} is {shown(given)}", hint=hint)
+        raise PlanError(f"{what} is {short_repr(given)}", hint=hint)
     return limit
 
 
@@ -169,7 +169,7 @@ def did_you_mean(word: str, known: Collection[str], others: Mapping[str, str] | 
     return f"did you mean {meant!r}? " if meant else ""
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a value as an error shows it: as it is written where that is short, else its type."""
     kind = f"a {type(value).__name__}"
     try:

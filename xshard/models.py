@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from xshard.arguments import shown
+from xshard.arguments import short_repr
 from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError
 from xshard.layout import Layout, Mesh, Sharding
@@ -49,7 +49,7 @@ def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
     """
     if not isinstance(text, str):
         hint = "'o/tp i' shards the first of two dims over tp, as Shard(0) along tp does"
-        raise NotationError(f"a layout is text, not {shown(text)}", hint=hint)
+        raise NotationError(f"a layout is text, not {short_repr(text)}", hint=hint)
     rule = _rule_of(text, mesh)
     if rule.routed_axes and not routes:
         hint = "a rule for the input of experts may say so, as in 't/ep c -> t/to(ep) c'"

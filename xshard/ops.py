@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from xshard.arguments import as_whole_number, shown, whole_numbers
+from xshard.arguments import as_whole_number, short_repr, whole_numbers
 from xshard.errors import MeshError, ShapeError, XshardError, api_boundary
 from xshard.notation.overlap import Halo
 from xshard.notation.overlap_parser import parse_boundaries
@@ -268,7 +268,7 @@ def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
     for key, shard in shards.items():
         dim = as_whole_number(key)
         if dim is None or not -len(shape) <= dim < len(shape):
-            raise ShapeError(f"no dim {shown(key)} in a block of shape {tuple(shape)}")
+            raise ShapeError(f"no dim {short_repr(key)} in a block of shape {tuple(shape)}")
         names[dim] += f"/{shard}"
     return " ".join(names) if names else "()"
 
@@ -291,7 +291,7 @@ def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
     widths = (width, width) if as_whole_number(width) is not None else whole_numbers(width)
     if widths is None or len(widths) != 2:
         hint = "rows at both ends, or (before, after)"
-        raise ShapeError(f"a halo of width {shown(width)}", hint=hint)
+        raise ShapeError(f"a halo of width {short_repr(width)}", hint=hint)
     lo = _halo_width(widths[0])
     hi = _halo_width(widths[1])
     before, after = parse_boundaries(boundary)
@@ -318,7 +318,7 @@ def tag(kind: str, axis: Axes) -> str:
     """
     if not isinstance(kind, str):
         raise XshardError(
-            f"the operation {shown(kind)} is not text", hint='"sum", "mean", "max" or "min"'
+            f"the operation {short_repr(kind)} is not text", hint='"sum", "mean", "max" or "min"'
         )
     return f" | {kind}({_axis_names(axis)})"
 
@@ -331,7 +331,7 @@ def _halo_width(width: PartWidths) -> int | tuple[int, ...]:
     widths = whole_numbers(width)
     if not widths:
         hint = "one number, or one per part"
-        raise ShapeError(f"{shown(width)} is not a number of rows", hint=hint)
+        raise ShapeError(f"{short_repr(width)} is not a number of rows", hint=hint)
     return widths
 
 
@@ -341,5 +341,5 @@ def _axis_names(axis: Axes) -> str:
         return axis
     if not isinstance(axis, list | tuple) or not all(isinstance(name, str) for name in axis):
         hint = 'its name, as in "cp", or several names'
-        raise MeshError(f"{shown(axis)} is not a mesh axis", hint=hint)
+        raise MeshError(f"{short_repr(axis)} is not a mesh axis", hint=hint)
     return ",".join(axis)

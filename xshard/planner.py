@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, overload
 
-from xshard.arguments import lengths_of, limit_of, shown, whole_numbers
+from xshard.arguments import lengths_of, limit_of, short_repr, whole_numbers
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction, contraction, is_contraction
 from xshard.contractions.plan import ContractionPlan
@@ -214,7 +214,7 @@ def _check_flops_limit(flops_limit: Any) -> None:
     """Raise PlanError unless the limit is a number, or None."""
     if flops_limit is not None and not isinstance(flops_limit, Real):
         hint = "a number of floating point operations"
-        raise PlanError(f"flops_limit is {shown(flops_limit)}", hint=hint)
+        raise PlanError(f"flops_limit is {short_repr(flops_limit)}", hint=hint)
 
 
 @layout_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from xshard.arguments import as_whole_number, shown, whole_numbers
+from xshard.arguments import as_whole_number, short_repr, whole_numbers
 from xshard.errors import ShapeError
 from xshard.layout import Layout, Mesh
 
@@ -53,7 +53,7 @@ class Groups:
         # No bools, and no other kinds of numbers: `whole_numbers` has made ints of all that are whole.
         if not parts or not all(type(part) is int and 0 <= part < n_parts for part in parts):
             hint = f"a number of groups, or for each its part, 0 to {n_parts - 1}"
-            raise ShapeError(f"groups={shown(groups)} along {n_parts} parts", hint=hint)
+            raise ShapeError(f"groups={short_repr(groups)} along {n_parts} parts", hint=hint)
         return cls(parts, n_parts)
 
     @cached_property
@@ -100,4 +100,4 @@ def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits:
             continue
         number = as_whole_number(limit)
         if number is None or number < 1:
-            raise ShapeError(f"{name}={shown(limit)}", hint="a number of copies, 1 or more")
+            raise ShapeError(f"{name}={short_repr(limit)}", hint="a number of copies, 1 or more")

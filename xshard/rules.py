@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from xshard.arguments import did_you_mean, lengths_of, shown
+from xshard.arguments import did_you_mean, lengths_of, short_repr
 from xshard.compat import plan_of_transformers
 from xshard.errors import NotationError, ShapeError, Span, XshardError, api_boundary, located
 from xshard.layout import Layout, Mesh
@@ -64,7 +64,7 @@ class Rules(Mapping[Pattern, Any]):
     def __init__(self, rules: RulesLike, maps: Maps | None = None) -> None:
         if not isinstance(rules, Mapping):
             raise NotationError(
-                f"{shown(rules)} are not rules", hint='{"**.weight": "o/tp i", "**": "..."}'
+                f"{short_repr(rules)} are not rules", hint='{"**.weight": "o/tp i", "**": "..."}'
             )
         self._rules = with_map_digests(dict(rules), maps)
         self._maps = maps
@@ -381,7 +381,7 @@ def _compiled(pattern: Pattern) -> re.Pattern[str]:
         return pattern
     if not isinstance(pattern, str):
         raise NotationError(
-            f"{shown(pattern)} is not a pattern", hint="'**.weight', or re.compile(...)"
+            f"{short_repr(pattern)} is not a pattern", hint="'**.weight', or re.compile(...)"
         )
     regexes = [_regex(spelling, pattern) for spelling in spellings(pattern)]
     return re.compile("|".join(regexes), re.DOTALL)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from xshard.arguments import shown
+from xshard.arguments import short_repr
 from xshard.errors import PlanError, XshardError, located
 from xshard.rules import Rules, listed_names
 
@@ -20,12 +20,12 @@ class Leaf(NamedTuple):
     Attributes:
         name: The keys from the root, with dots between them; "" for a tree that is one leaf.
         x: The leaf, as an array.
-        given: The value for it, as a layout.
+        value: The value for it, as a layout.
     """
 
     name: str
     x: Any
-    given: Any
+    value: Any
 
     @property
     def place(self) -> str:
@@ -145,7 +145,7 @@ def prefix_branches(
     tree_kind, values_kind = what
     place = f"{tree_kind} at {name!r}" if name else tree_kind
     if parts is None or values is None:
-        reason = f"{place}: one array, but {values_kind} {shown(given)}"
+        reason = f"{place}: one array, but {values_kind} {short_repr(given)}"
         raise error(reason, hint=f"one of the {values_kind} for each array")
     are_alike = isinstance(tree, Mapping) == isinstance(given, Mapping)
     if not are_alike or parts.keys() != values.keys():

@@ -96,7 +96,7 @@ def reshard(
     calls = []
     for leaf in leaves:
         with located(leaf.place):  # errors name the leaf
-            calls.append(_array_call(leaf.x, leaf.given))
+            calls.append(_array_call(leaf.x, leaf.value))
     array_mesh = ArrayMesh.of([call.x for call in calls], [call.sides.text for call in calls], mesh)
     moves = []
     for call, leaf in zip(calls, leaves, strict=True):
@@ -216,7 +216,7 @@ def place(
     targets = []
     for leaf in leaves:
         with located(leaf.place):
-            targets.append(_target(leaf.x, leaf.given, array_mesh) if is_array(leaf.x) else None)
+            targets.append(_target(leaf.x, leaf.value, array_mesh) if is_array(leaf.x) else None)
     placed = []
     for leaf, target in zip(leaves, targets, strict=True):
         with located(leaf.place):

@@ -23,7 +23,7 @@ from jax_bridge.calls import MoveCall, as_array
 from jax_bridge.mesh.context import free_axes, jax_mesh
 from jax_bridge.trees import array_leaves, is_array
 from xshard import Layout, Mesh, ProfileLike, Sharding, XshardError
-from xshard.arguments import shown
+from xshard.arguments import short_repr
 from xshard.errors import NotationError, api_boundary, located
 from xshard.layout.layout import check_axes, parse_layouts
 from xshard.layout.lengths import Lengths, global_shape
@@ -141,7 +141,7 @@ def _signature(layouts: Any) -> _Signature:
         '"b s/cp c, c f/tp -> b s/cp f/tp", '
         "or a pair: layouts of the arguments, layouts of the results"
     )
-    raise NotationError(f"{shown(layouts)} are not layouts of a function", hint=hint)
+    raise NotationError(f"{short_repr(layouts)} are not layouts of a function", hint=hint)
 
 
 # Arrays at the border.
@@ -255,7 +255,7 @@ class _Call(NamedTuple):
         """Return the call without its arrays: a cached program must not keep their memory."""
         leaves = []
         for leaf in self.leaves:
-            is_constant = leaf.given is None
+            is_constant = leaf.value is None
             leaves.append(leaf if is_constant else leaf._replace(x=None))
         return self._replace(leaves=leaves)
 
@@ -287,7 +287,7 @@ class _BlockFunction:
         remaining_blocks = zip(blocks, self.arguments, strict=True)
         values = []
         for leaf in self.call.leaves:
-            if leaf.given is None:
+            if leaf.value is None:
                 values.append(leaf.x)
             else:
                 block, argument = next(remaining_blocks)
@@ -337,13 +337,13 @@ class _MappedFunction:
         """
         # Hot: this is all that a warm call does; its program is found by a key.
         call = self._structured(args, static)
-        leaves_of_arrays = [leaf for leaf in call.leaves if leaf.given is not None]
+        leaves_of_arrays = [leaf for leaf in call.leaves if leaf.value is not None]
         arrays = [as_array(leaf.x, leaf.name) for leaf in leaves_of_arrays]
-        texts = [sides_or_one(leaf.given).text for leaf in leaves_of_arrays]
+        texts = [sides_or_one(leaf.value).text for leaf in leaves_of_arrays]
         mesh = ArrayMesh.of(arrays, texts, self.mesh)
 
         # With their types: True equals 1, and finds its program.
-        constants = tuple((type(leaf.x), leaf.x) for leaf in call.leaves if leaf.given is None)
+        constants = tuple((type(leaf.x), leaf.x) for leaf in call.leaves if leaf.value is None)
         types = tuple((x.shape, x.dtype) for x in arrays)
         key = (call.structure, constants, types, mesh)
         try:
@@ -360,7 +360,7 @@ class _MappedFunction:
             arguments = []
             for leaf, x in zip(leaves_of_arrays, arrays, strict=True):
                 path = f"argument '{leaf.name}'"
-                arguments.append(border.argument(path, leaf.given, x.shape))
+                arguments.append(border.argument(path, leaf.value, x.shape))
         placed = [
             arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)
         ]
@@ -416,7 +416,7 @@ class _MappedFunction:
         by_name |= zip(names, layouts, strict=True)
         leaves = array_leaves(by_name, arguments)
         for leaf in leaves:
-            if leaf.given is None and is_array(leaf.x):
+            if leaf.value is None and is_array(leaf.x):
                 hint = "layouts are for arguments by position, None for other arguments than arrays"
                 raise XshardError(f"argument '{leaf.name}' is an array without a layout", hint=hint)
         return [leaf._replace(x=None) for leaf in leaves]
@@ -459,7 +459,7 @@ class _MappedFunction:
         for i, leaf in enumerate(leaves):
             if is_array(leaf.x):
                 path = f"result '{leaf.name}'" if leaf.name else "the result"
-                results[i] = border.result(path, leaf.given, leaf.x.shape, lengths)
+                results[i] = border.result(path, leaf.value, leaf.x.shape, lengths)
         return results
 
     def _lengths(self, arguments: Sequence[_BorderArray]) -> dict[str, set[int]]:
@@ -479,7 +479,7 @@ class _MappedFunction:
         # `jax.jit` counts arrays, the user counts arguments.
         donated_names = {of_blocks.call.names[i] for i in self.donated}
         donated = []
-        leaves_of_arrays = (leaf for leaf in of_blocks.call.leaves if leaf.given is not None)
+        leaves_of_arrays = (leaf for leaf in of_blocks.call.leaves if leaf.value is not None)
         for number, leaf in enumerate(leaves_of_arrays):
             argument_name = leaf.name.partition(".")[0]
             if argument_name in donated_names:

@@ -304,7 +304,7 @@ def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) 
     recorded = recorded_order(x)
     names = default.layout.names
     if recorded is not None:
-        return recorded.layout.named(names)
+        return recorded.layout.with_names(names)
     if isinstance(sharding, NamedSharding):
         return from_partition_spec(sharding.spec, x.ndim, names)
     return storage_layout(default.layout)

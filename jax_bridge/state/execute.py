@@ -186,7 +186,7 @@ def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: 
     """Run some stages of a plan on one mesh, and return the blocks after them."""
     if not stages or not any(map(_is_here, devices)):
         return blocks
-    part = plan.part(stages)
+    part = plan.sub_plan(stages)
     # A plan may split axes into sub-axes; JAX knows them as axes of a mesh.
     mesh = Mesh(dict(zip(part.mesh.axes, part.mesh.sizes, strict=True)))
     return run_on_mesh(blocks, replace(part, mesh=mesh), devices)

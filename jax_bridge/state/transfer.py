@@ -192,7 +192,7 @@ def _source(leaf: Leaf, meshes: _Meshes, *, has_rule: bool) -> _SourceArray:
         has_rule: The leaf has an expression of its own; no other array is made of it.
     """
     with located(leaf.place):
-        expression = sides_or_one(leaf.given if has_rule else "...")
+        expression = sides_or_one(leaf.value if has_rule else "...")
         x = leaf.x
         if not _is_placed(x):
             x = place(x, "...", meshes.src)

@@ -182,7 +182,7 @@ def _hand_over(
     leaf_bytes = []
     for leaf in leaves_with_given_values(Rules(layout), tree, _never, is_leaf=is_leaf):
         with located(leaf.place):
-            prepared.append(prepare(leaf.x, leaf.given))
+            prepared.append(prepare(leaf.x, leaf.value))
             leaf_bytes.append(sum(block.nbytes for block in jax.tree.leaves(leaf.x)))
     results = []
     with reporting(progress, sum(leaf_bytes), True, what) as report:

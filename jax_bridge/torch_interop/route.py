@@ -189,7 +189,7 @@ def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
     """
     with located(what):
         placeholders = jax.tree.unflatten(tree, range(tree.num_leaves))
-        return [leaf.given for leaf in leaves_with_given_values(layouts, placeholders)]
+        return [leaf.value for leaf in leaves_with_given_values(layouts, placeholders)]
 
 
 @functools.lru_cache(maxsize=65536)

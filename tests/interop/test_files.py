@@ -18,7 +18,7 @@ from tests.jax_bridge.helpers import in_jax
 from tests.torch_bridge.helpers import on_ranks
 from xshard import Mesh
 from xshard.state.files import open_checkpoint
-from xshard.state.llama import named
+from xshard.state.llama import names_from_text
 
 HEADS = "4,2,8"  # 4 of queries, 2 of keys and values, each of 8
 
@@ -34,9 +34,9 @@ def test_a_round_trip_from_torch_through_jax(tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = {name: torch.randn(shape).bfloat16() for name, shape in chain.SHAPES.items()}
     mesh = jax_mesh(dp=2, tp=2)
-    flax = named("llama-to-flax")
-    xt.save(state, tmp_path / "torch", names=named(f"llama-to-fused:{HEADS}"))
-    back = named(f"fused-to-llama:{HEADS}")
+    flax = names_from_text("llama-to-flax")
+    xt.save(state, tmp_path / "torch", names=names_from_text(f"llama-to-fused:{HEADS}"))
+    back = names_from_text(f"fused-to-llama:{HEADS}")
     plain = xj.load(tmp_path / "torch", {"**.weight": "..."}, mesh, names=back)
     same(
         {
@@ -51,7 +51,7 @@ def test_a_round_trip_from_torch_through_jax(tmp_path: Path) -> None:
     kernels = [x for name, x in tree.items() if name.endswith("kernel")]
     assert kernels and all(x.sharding.spec == jax.P("dp", "tp") for x in kernels)
     xj.save(tree, tmp_path / "jax")
-    same(xt.load(tmp_path / "jax", names=named("flax-to-llama")), state)
+    same(xt.load(tmp_path / "jax", names=names_from_text("flax-to-llama")), state)
 
 
 @in_jax

@@ -23,7 +23,7 @@ from xshard.state.files import FileError, open_checkpoint, verify
 from xshard.state.files.folder import INDEX, KEY
 from xshard.state.files.loading import source_sharding
 from xshard.state.files.saving import Source, abort, begin, plan_save, save_blocks
-from xshard.state.llama import named
+from xshard.state.llama import names_from_text
 from xshard.state.names import names_from_json, names_to_json
 
 MESH = Mesh(dp=2, tp=2)
@@ -236,10 +236,12 @@ def test_names_of_llama_have_inverses(text: str) -> None:
     model = {
         name: np.random.default_rng(i).normal(size=s) for i, (name, s) in enumerate(shapes.items())
     }
-    names = named(text)
+    names = names_from_text(text)
     verb = text.partition(":")
     there = names_from_json(json.loads(json.dumps(names_to_json(names)))).apply(model)
-    back = named("-to-".join(verb[0].split("-to-")[::-1]) + verb[1] + verb[2]).apply(there)
+    back = names_from_text("-to-".join(verb[0].split("-to-")[::-1]) + verb[1] + verb[2]).apply(
+        there
+    )
     assert back.keys() == model.keys() and there.keys() != model.keys()
     assert all(np.array_equal(back[name], x) for name, x in model.items())
 
@@ -250,4 +252,4 @@ def test_names_that_are_no_json_of_relations() -> None:
         with pytest.raises(XshardError, match="is not a relation"):
             names_from_json([wrong])
     with pytest.raises(XshardError, match="did you mean 'llama-to-flax'"):
-        named("llama-to-flix")
+        names_from_text("llama-to-flix")

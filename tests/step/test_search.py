@@ -44,7 +44,7 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
     n_bytes = problem().cost(1.0).used(vectors)
     for limit in (np.inf, *(np.quantile(n_bytes, (0.0, 0.1)) * (1 + 1e-12))):  # sums are rounded
         search = StepSearch(problem(), limit)
-        seconds = search.cost.of(vectors)[n_bytes <= limit].min()
+        seconds = search.cost.total(vectors)[n_bytes <= limit].min()
         search.run()
         assert search.bound <= seconds * (1 + 1e-9)
         search.improve()
@@ -56,7 +56,7 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
     )  # the integer program needs no plan before
     alone.close(0.0)
     assert alone.best and alone.seconds == pytest.approx(
-        search.cost.of(vectors)[n_bytes == n_bytes.min()].min()
+        search.cost.total(vectors)[n_bytes == n_bytes.min()].min()
     )
 
 

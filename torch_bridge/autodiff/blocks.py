@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_bridge.autodiff.pending import PendingTensor
 from torch_bridge.mesh.desync import graph_nodes
 from torch_bridge.versions.autograd import is_forward_mode_enabled
-from xshard.arguments import shown
+from xshard.arguments import short_repr
 from xshard.dtypes import numpy_dtype
 from xshard.errors import XshardError
 from xshard.steps.base import Block
@@ -55,7 +55,7 @@ def as_tensor(
         hint = "redistribute moves the tensors of lists and dicts, transfer those between meshes"
     else:
         hint = usage
-    raise XshardError(f"{name} is {shown(x)}, not a tensor", hint=hint)
+    raise XshardError(f"{name} is {short_repr(x)}, not a tensor", hint=hint)
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:

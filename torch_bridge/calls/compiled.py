@@ -50,7 +50,7 @@ def _are_plain(blocks: Sequence[Any]) -> bool:
     return all(isinstance(x, Tensor) and not is_dtensor(x) for x in blocks)
 
 
-def recorded(
+def traced_call(
     verb: str,
     blocks: Sequence[Tensor],
     expression: Any,
@@ -98,7 +98,7 @@ def _recorded(
     """Make a call with the constants that Dynamo passes on, turned back into what they were.
 
     Dynamo does not look inside: it sees the tensors that the call makes, and records their operations.
-    Dtypes come as text, and an `xshard.Mesh` as (axes, sizes): `recorded` made them so.
+    Dtypes come as text, and an `xshard.Mesh` as (axes, sizes): `traced_call` made them so.
     """
     if "comm_dtype" in options:
         names = options["comm_dtype"]

@@ -149,7 +149,7 @@ def _compiled(
     blocks = [_autocast(x) for x in operands]
     if compiled.is_recorded(blocks, expression, mesh, options["profile"]):
         recorded_options = {**options, "save": save}
-        return compiled.recorded("einsum", blocks, expression, mesh, recorded_options, async_op)
+        return compiled.traced_call("einsum", blocks, expression, mesh, recorded_options, async_op)
     return compiled.eagerly(
         einsum, expression, *operands, mesh=mesh, save=save, async_op=async_op, **options
     )

@@ -167,7 +167,9 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
     shape = tuple(x.shape)
     stated = Sharding(layout, mesh, shape)
     # Dim names are the expression's, for the comparison and for the error.
-    placed_layout = from_placements(x.placements, mesh, x.ndim, shape).named(stated.layout.names)
+    placed_layout = from_placements(x.placements, mesh, x.ndim, shape).with_names(
+        stated.layout.names
+    )
     placed = Sharding(placed_layout, mesh, shape)
     # Placements do not tell copies from replicas.
     uncopied = stated.with_layout(without_tags(stated.layout, stated.layout.tagged("copy")))
@@ -201,7 +203,7 @@ def dtensor_of(
 def positional(layout: Layout, ndim: int) -> Layout:
     """Return the layout with the dim names of `from_placements`: d0, d1, ..."""
     dims = layout.resolved(ndim).dims
-    return replace(layout, dims=dims).named([f"d{d}" for d in range(len(dims))])
+    return replace(layout, dims=dims).with_names([f"d{d}" for d in range(len(dims))])
 
 
 def gradient_layout(layout: Layout) -> Layout:

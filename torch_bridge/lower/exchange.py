@@ -142,14 +142,14 @@ def _rearranged(whole: Packing, kept: Sequence[Subarray], block: Tensor) -> Tens
 class _Assembly:
     """How a process makes its new block of the rows that it keeps and of the messages of others."""
 
-    kept: tuple[Subarray, ...]
+    rows_to_keep: tuple[Subarray, ...]
     is_kept: tuple[bool, ...]  # for every message of `whole`
     received: Packing  # the messages of others
     whole: Packing  # all of them, and fills
 
     def unpack(self, block: Tensor, arrived: Tensor) -> Tensor:
         """Assemble the block of one tensor with all messages."""
-        if not self.kept and not self.whole.fills:
+        if not self.rows_to_keep and not self.whole.fills:
             # Only messages of others: they may be the block as it lies in memory, without a copy.
             return self.received.unpack(arrived)
         return self._assembled(block, self.received.split(arrived))
@@ -161,7 +161,7 @@ class _Assembly:
     def _assembled(self, block: Tensor, messages: Sequence[Tensor]) -> Tensor:
         # Merge kept rows and messages in the order of `whole`, in which they add.
         arrived = iter(messages)
-        kept_rows = iter(self.kept)
+        kept_rows = iter(self.rows_to_keep)
         parts = [
             next(kept_rows).read(block) if is_kept else next(arrived) for is_kept in self.is_kept
         ]

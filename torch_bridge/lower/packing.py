@@ -12,7 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge.lower.subarray import Fill, Index, Subarray, is_symbolic, put, scattered, take
+from torch_bridge.lower.subarray import (
+    Fill,
+    Index,
+    Subarray,
+    is_symbolic,
+    scattered,
+    take,
+    write_rows,
+)
 from xshard.layout.runs import Runs, common_segments, interval
 
 # How a message combines with rows that an earlier one has put into the block.
@@ -172,7 +180,7 @@ class Packing:
         if is_contiguous and self._concatenation is not None:
             pieces: list[Tensor] = []
             for message, part in zip(self.messages, parts, strict=True):
-                pieces.extend(message.parts(part))
+                pieces.extend(message.views_of_boxes(part))
             pieces.extend(self._filling(fill) for fill in self.fills)
             # One `cat` writes the block once; zeros and pieces would write it twice.
             dim, order = self._concatenation
@@ -186,13 +194,13 @@ class Packing:
         fills come first, as messages may lie on top of them.
         """
         out = like.new_empty(self.shape) if self._is_covered else like.new_zeros(self.shape)
-        write = scattered if is_symbolic(self.shape) else put
+        write = scattered if is_symbolic(self.shape) else write_rows
         for fill in self.fills:
             out = write(out, fill.box, self._filling(fill), None)
         for message, part, shares in zip(self.messages, parts, self._shares_rows, strict=True):
             # Without an earlier message, the rows hold zeros or nothing: they are overwritten.
             combine = _COMBINE[str(self.op)] if shares else None
-            for box, piece in zip(message.boxes, message.parts(part), strict=True):
+            for box, piece in zip(message.boxes, message.views_of_boxes(part), strict=True):
                 out = write(out, box.block, piece, combine)
         return out
 

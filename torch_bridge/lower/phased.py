@@ -42,7 +42,7 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
         if moves:
             sent = _stacked_blocks(context, 1, block_count, block_shape)
         else:
-            sent = context.whole(0)
+            sent = context.whole_block(0)
         # The last phase brings all blocks; only there they are put where they belong.
         if group is fastest:
             received = _parts_by_rank(phases, context, context.shapes.after, dim, parts, group)
@@ -83,7 +83,7 @@ def reduce_scatter(
         if piece_count > 1:
             received = _stacked_blocks(context, 1, piece_count, piece_shape)
         else:
-            received = context.whole(1)
+            received = context.whole_block(1)
         moves.append(reduce_scattered(group, sent, received, op, context.tensor_device))
     return moves
 
@@ -143,7 +143,8 @@ def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tupl
 def _groups(phases: Phases, context: StepContext) -> list[Group]:
     """Return the processes that this one meets in the phase of each level, the fastest first."""
     return [
-        context.among(phases.members(context.device, level)) for level in range(len(phases.levels))
+        context.group_of_devices(phases.members(context.device, level))
+        for level in range(len(phases.levels))
     ]
 
 

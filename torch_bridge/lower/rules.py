@@ -140,15 +140,15 @@ def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
     if phases.has_several_speeds:
         return phased.all_gather(phases, context, dim, parts)
     group = context.group(axes)
-    sent = context.whole(0)
-    received = context.cut(context.shapes.after, dim, parts, axes, group)
+    sent = context.whole_block(0)
+    received = context.messages_by_rank(context.shapes.after, dim, parts, axes, group)
     return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
 
 
 def _slice(step: steps.Slice, context: StepContext) -> Move:
     part = context.subarray(context.shapes.before, context.rows_of_own_part(*step.cuts))
     # The result must be a new tensor; an input of another step may be a view.
-    return part.copied if context.is_last else part.read
+    return part.copy_of if context.is_last else part.read
 
 
 def _all_reduce(step: steps.AllReduce, context: StepContext) -> Moves:
@@ -157,8 +157,8 @@ def _all_reduce(step: steps.AllReduce, context: StepContext) -> Moves:
     phases = context.phases(step.axes)
     if phases.has_several_speeds and not context.lengths:
         return phased.all_reduce(phases, context, step.op)
-    sent = context.whole(0)
-    received = context.whole(1)
+    sent = context.whole_block(0)
+    received = context.whole_block(1)
     group = context.group(step.axes)
     collective = Collective("all_reduce", group, sent.sizes, received.sizes, step.op)
     return packed(collective, sent, received)
@@ -173,8 +173,8 @@ def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
     if phases.has_several_speeds:
         return phased.reduce_scatter(phases, context, dim, parts, step.op)
     group = context.group(axes)
-    sent = context.cut(context.shapes.before, dim, parts, axes, group)
-    part = context.whole(1)
+    sent = context.messages_by_rank(context.shapes.before, dim, parts, axes, group)
+    part = context.whole_block(1)
     return reduce_scattered(group, sent, part, step.op, context.tensor_device)
 
 
@@ -184,14 +184,14 @@ def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
     # Both sets of axes reach the same processes: the shards move from one dim to another.
     group = context.group(axes_of(step.src_shards))
     # Each rank is sent its part of the dim that will be sharded, and sends its part of the other.
-    sent = context.cut(
+    sent = context.messages_by_rank(
         context.shapes.before,
         before.dim_index(step.dst_dim),
         even_parts(before, step.dst_dim, step.dst_shards),
         axes_of(step.dst_shards),
         group,
     )
-    received = context.cut(
+    received = context.messages_by_rank(
         context.shapes.after,
         before.dim_index(step.src_dim),
         even_parts(before, step.src_dim, step.src_shards),
@@ -221,7 +221,7 @@ def _permute(step: steps.Permute, context: StepContext) -> Move:
     if sender[me] != me:
         return packed(collective, sent, received)
     # Its block stays; but if other devices exchange theirs, this one calls the collective too.
-    keep = context.subarray(context.shapes.before, {}).copied
+    keep = context.subarray(context.shapes.before, {}).copy_of
     if sender == tuple(range(len(sender))):  # no device moves: no collective
         return keep
 
@@ -233,7 +233,7 @@ def _permute(step: steps.Permute, context: StepContext) -> Move:
 
 def _whole_block_with(peer: int, end: int, context: StepContext, group: Group) -> Packing:
     """Return the block before (0) or after (1) the step as one message with a peer; none with itself."""
-    whole = context.whole(end)
+    whole = context.whole_block(end)
     if peer == context.device:
         return Packing(whole.shape, (), (0,) * len(group.devices))
     counts = tuple(1 if device == peer else 0 for device in group.devices)

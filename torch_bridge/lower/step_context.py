@@ -76,7 +76,7 @@ class StepContext(NamedTuple):
             return Group(None, self.processes.mesh.group(self.device, axes))
         return self._traced(self.processes.group(axes))
 
-    def among(self, devices: Sequence[int]) -> Group:
+    def group_of_devices(self, devices: Sequence[int]) -> Group:
         """Return the processes of some devices along axes of the mesh, this one among them."""
         if self._needs_no_group:
             return Group(None, tuple(devices))
@@ -105,7 +105,7 @@ class StepContext(NamedTuple):
             rows = {d: runs for d, runs in rows.items() if names[d] not in self.lengths}
         return subarray(shape, rows, self.tensor_device)
 
-    def whole(self, end: int) -> Packing:
+    def whole_block(self, end: int) -> Packing:
         """Return the whole block before (0) or after (1) the step as one message."""
         shape = self.shapes[end]
         return Packing(shape, (self.subarray(shape, {}),))
@@ -131,7 +131,7 @@ class StepContext(NamedTuple):
             for dim, shards in cuts
         }
 
-    def cut(
+    def messages_by_rank(
         self,
         shape: tuple[int, ...],
         dim: int,

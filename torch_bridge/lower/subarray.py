@@ -26,7 +26,7 @@ Combine = Callable[..., Tensor]  # adds, or takes the larger or the smaller, of 
 class Box(NamedTuple):
     """The position of one piece of a subarray: in the subarray, and in the block."""
 
-    own: Index
+    subarray_index: Index
     block: Index
 
 
@@ -59,8 +59,8 @@ class Subarray:
         dims: set[int] = set()
         lengths: list[int] = []
         for box in self.boxes:
-            dims.update(d for d, _ in box.own)
-            for _, rows in box.own:
+            dims.update(d for d, _ in box.subarray_index)
+            for _, rows in box.subarray_index:
                 if isinstance(rows, slice):
                     lengths.append(rows.stop - rows.start)
         return Concatenation(dims.pop(), lengths) if len(dims) == 1 else None
@@ -69,9 +69,9 @@ class Subarray:
         """Return the subarray of a block, as a view where `is_view`."""
         if self.is_view:
             return take(block, self.boxes[0].block)
-        return self.copied(block)
+        return self.copy_of(block)
 
-    def copied(self, block: Tensor) -> Tensor:
+    def copy_of(self, block: Tensor) -> Tensor:
         """Return the subarray of a block as a new tensor."""
         if self.is_view:
             return take(block, self.boxes[0].block).clone(memory_format=torch.contiguous_format)
@@ -79,23 +79,23 @@ class Subarray:
         # A compiler does not record writes to parts of a tensor with symbols for lengths.
         if len(self.boxes) > 1 and is_symbolic(self.shape):
             for box in self.boxes:
-                out = scattered(out, box.own, take(block, box.block), None)
+                out = scattered(out, box.subarray_index, take(block, box.block), None)
             return out
         self.write(block, out)
         return out
 
     def write(self, block: Tensor, out: Tensor) -> None:
         """Copy the subarray of a block into a tensor of its shape."""
-        for box, part in zip(self.boxes, self.parts(out), strict=True):
+        for box, part in zip(self.boxes, self.views_of_boxes(out), strict=True):
             part.copy_(take(block, box.block))
 
-    def parts(self, values: Tensor) -> Sequence[Tensor]:
+    def views_of_boxes(self, values: Tensor) -> Sequence[Tensor]:
         """Split a tensor of the subarray's shape -> a view for every box."""
         if len(self.boxes) == 1:
             return (values,)
         if self._concatenation is not None:
             return values.split_with_sizes(self._concatenation.lengths, self._concatenation.dim)
-        return [take(values, box.own) for box in self.boxes]
+        return [take(values, box.subarray_index) for box in self.boxes]
 
 
 class Fill(NamedTuple):
@@ -115,7 +115,7 @@ class Fill(NamedTuple):
 class Span(NamedTuple):
     """Rows along one dim: in the subarray and in the block; None: all rows."""
 
-    own: slice | None
+    subarray_rows: slice | None
     block: slice | Tensor | None
 
 
@@ -139,7 +139,7 @@ def subarray(
     # One piece of rows along each dim make a box together: all products of them.
     spans_by_dim = [_spans(runs, device) for runs in runs_by_dim]
     boxes = [
-        Box(_index(span.own for span in spans), _index(span.block for span in spans))
+        Box(_index(span.subarray_rows for span in spans), _index(span.block for span in spans))
         for spans in itertools.product(*spans_by_dim)
     ]
     return Subarray(tuple(shape), tuple(runs_by_dim), tuple(boxes))
@@ -204,7 +204,7 @@ def take(block: Tensor, index: Index) -> Tensor:
     return block
 
 
-def put(out: Tensor, index: Index, value: Tensor, combine: Combine | None) -> Tensor:
+def write_rows(out: Tensor, index: Index, value: Tensor, combine: Combine | None) -> Tensor:
     """Write a value to some rows of a block, or combine it with them, in place -> the block.
 
     Args:
@@ -226,7 +226,7 @@ def put(out: Tensor, index: Index, value: Tensor, combine: Combine | None) -> Te
     d, rows = lists[0]
     if combine is not None or len(lists) > 1:
         # A list of rows takes a copy: change the copy along the other dims, then write it back.
-        value = put(target.index_select(d, rows), tuple(lists[1:]), value, combine)
+        value = write_rows(target.index_select(d, rows), tuple(lists[1:]), value, combine)
     target.index_copy_(d, rows, value)
     return out
 
@@ -237,7 +237,7 @@ def is_symbolic(shape: Sequence[int]) -> bool:
 
 
 def scattered(out: Tensor, index: Index, value: Tensor, combine: Combine | None) -> Tensor:
-    """Return a new tensor with what `put` writes: the block is left as it is."""
+    """Return a new tensor with what `write_rows` writes: the block is left as it is."""
     if not index:
         if combine is None:
             return value

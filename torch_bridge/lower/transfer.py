@@ -111,7 +111,7 @@ def _lower_on_mesh(
     """Return some steps on the mesh of `ranks`, as this process executes them; None if it has none."""
     if not stages or rank_in(group) not in ranks:
         return None
-    part = plan.part(stages)
+    part = plan.sub_plan(stages)
     return lower(part, _processes(part.mesh, ranks, group), tensor_device)
 
 

@@ -160,7 +160,7 @@ class Compared(NamedTuple):
     gradients, too.
     """
 
-    asked: str
+    call_text: str
     number: int
     ranks: tuple[int, ...]
 
@@ -186,7 +186,7 @@ class Compared(NamedTuple):
             return
         facts = {"gradient": f"of call {self.number}", "part": str(part)}
         call = CallFacts(everywhere=facts, within={}, part=self.ranks, own={})
-        compare_ranks(self.ranks, self.asked, lambda: call)
+        compare_ranks(self.ranks, self.call_text, lambda: call)
 
 
 def graph_nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_bridge.mesh.process_groups import process_group_of, rank_in, step_group
 from torch_bridge.versions.modes import dispatch_mode_count
 from xshard import Layout, Mesh
-from xshard.arguments import shown
+from xshard.arguments import short_repr
 from xshard.errors import MeshError, api_boundary
 from xshard.layout.sub_axes import Split, SubAxisMesh, unfactored
 from xshard.notation.maps import Maps
@@ -239,7 +239,7 @@ def mesh_of(mesh: MeshLike) -> Mesh:
         return mesh.mesh
     if not isinstance(mesh, DeviceMesh):
         hint = "the mesh is a torch DeviceMesh or an xshard.Mesh; the expression comes before it"
-        raise MeshError(f"{shown(mesh)} is not a mesh", hint=hint)
+        raise MeshError(f"{short_repr(mesh)} is not a mesh", hint=hint)
     if mesh.mesh_dim_names is None:
         hint = 'as in init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))'
         raise MeshError(f"{mesh!r} needs names for its dims", hint=hint)

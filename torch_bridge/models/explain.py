@@ -196,10 +196,10 @@ def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveR
     """Describe the sums of gradients after the backward pass, each parameter by itself."""
     rows = []
     for parameter in parallel.trained:
-        if not parameter.later:
+        if not parameter.axes_summed_later:
             continue
         # Buckets join them without changing their bytes.
-        axes = [axis for axis in on_machine.axes.axes if axis in parameter.later]
+        axes = [axis for axis in on_machine.axes.axes if axis in parameter.axes_summed_later]
         text = f"n | sum({','.join(axes)}) -> n"
         x = parameter.tensor
         facts = TensorFacts((x.numel(),), x.dtype, requires_grad=False)

@@ -17,7 +17,7 @@ from torch_bridge.models.names import is_inside, title_of
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ParallelModel
 from torch_bridge.models.parameters import ParallelContext, unsharded
-from torch_bridge.models.verify import SHAPES_DIFFER, Wanted, differing, largest_value
+from torch_bridge.models.verify import SHAPES_DIFFER, Wanted, compare_on_all, largest_value
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.modules import uncompiled
 from xshard import Layout, Sharding, XshardError
@@ -172,7 +172,7 @@ def first_wrong(
     # All in one collective: processes have the same places in the same order.
     wanted = [pair.wanted for pair in pairs.values()]
     blocks = [pair.block for pair in pairs.values()]
-    flags = differing(wanted, blocks, tol, context)
+    flags = compare_on_all(wanted, blocks, tol, context)
     # A tensor of another shape is not what its rule says: it proves nothing.
     is_right = {}
     for place, flag in zip(pairs, flags, strict=True):

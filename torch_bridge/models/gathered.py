@@ -54,10 +54,10 @@ class GatheredParameter:
         """The tensor that modules have: the block, or the gathered one in a forward pass."""
         return self.places[0].get()
 
-    def put(self, x: Any) -> None:
+    def set_tensor(self, x: Any) -> None:
         """Let all modules use another tensor."""
         for place in self.places:
-            place.put(x)
+            place.set_tensor(x)
 
 
 class ParameterMoves:

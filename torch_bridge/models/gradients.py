@@ -1,5 +1,6 @@
-"""Gradients of a parallel model, summed over `ShardedParameter.later` in buckets during the backward pass.
+"""Gradients of a parallel model, summed in buckets during the backward pass.
 
+They are summed over `ShardedParameter.axes_summed_later`.
 All processes send the same buckets in the same order. A parameter that a process did not use counts as zeros,
 and a parameter that no process used keeps the gradient that it had.
 """
@@ -152,7 +153,7 @@ class Gradients:
         self.bucket_bytes = bucket_bytes
         self.syncs = True
         # Axes of length 1 have nothing to sum.
-        self.sharded = [each for each in sharded if context.axes.size(*each.later) > 1]
+        self.sharded = [each for each in sharded if context.axes.size(*each.axes_summed_later) > 1]
         self.after_first: Callable[[], None] | None = None
         self._handles: list[Any] = []
         self._follow([parameter.tensor for parameter in self.sharded])
@@ -199,7 +200,9 @@ class Gradients:
         for x, parameter in zip(parameters, self.sharded, strict=True):
             if x.requires_grad:
                 # In the order of the mesh, as sums of equal axes share a bucket.
-                axes = [axis for axis in self.context.axes.axes if axis in parameter.later]
+                axes = [
+                    axis for axis in self.context.axes.axes if axis in parameter.axes_summed_later
+                ]
                 self._gradients.append(Gradient(x, tuple(axes)))
         for gradient in self._gradients:
             x = gradient.parameter

@@ -28,7 +28,7 @@ class _Arrival(NamedTuple):
     """What follows from the shape of a block by a rule: the global shape, and the dims known then."""
 
     shape: tuple[int, ...]
-    known: KnownDims
+    known_dims: KnownDims
 
 
 class TensorFacts(NamedTuple):
@@ -43,7 +43,7 @@ class Moved(NamedTuple):
     """A block after its rule, and the dims known then."""
 
     block: Tensor
-    known: KnownDims
+    known_dims: KnownDims
 
 
 @dataclass(eq=False, repr=False)
@@ -81,7 +81,7 @@ class TensorRule:
         key = (x.shape, outside)
         arrival = self._arrivals.get(key)
         if arrival is not None:  # most passes: the rule has been checked for such a block
-            return Moved(self._redistributed(x, arrival.shape, context), arrival.known)
+            return Moved(self._redistributed(x, arrival.shape, context), arrival.known_dims)
 
         device = context.processes.device
         shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outside)
@@ -116,7 +116,7 @@ class ModuleHooks:
         parameters: What it gathers.
         parameter_dims: Sharded dims of its own parameters, which its output may have, too.
         experts: The routing of rows, if a rule sends them to experts.
-        known: The dims known inside, in the running forward pass.
+        known_dims: The dims known inside, in the running forward pass.
     """
 
     name: str
@@ -130,7 +130,7 @@ class ModuleHooks:
     parameters: ModuleParameters
     parameter_dims: KnownDims = ()
     experts: RoutedExperts | None = None
-    known: KnownDims = ()
+    known_dims: KnownDims = ()
 
     @property
     def title(self) -> str:
@@ -153,7 +153,7 @@ class ModuleHooks:
         It returns the arguments with which torch then calls `forward`.
         """
         # A dim of one name has one length: the modules around tell what they know of it.
-        known = self.parent.known if self.parent is not None else ()
+        known = self.parent.known_dims if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
             key = self.argument(rule.key, values)
@@ -163,7 +163,7 @@ class ModuleHooks:
             if rule.rule.routed_axes:
                 assert self.experts is not None
                 self.experts.enter(key, values)
-        self.known = known
+        self.known_dims = known
         # Last: after an error above there is nothing to put back.
         self.parameters.begin_pass()
         moved_args = tuple(values[i] for i in range(len(args)))
@@ -241,7 +241,7 @@ class ModuleHooks:
         key = _part_key(rule.key, parts)
         if not isinstance(parts.get(key), Tensor):
             return result
-        parts[key] = self._move(rule, parts[key], self.known, "output").block
+        parts[key] = self._move(rule, parts[key], self.known_dims, "output").block
         if isinstance(result, Tensor):
             return parts[key]
         if isinstance(

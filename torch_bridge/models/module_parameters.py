@@ -31,7 +31,7 @@ class ModuleParameters:
         STORED --begin_pass--> GATHERED --end_pass--> STORED
 
     Nothing else puts gathered tensors in the place of blocks; blocks are replaced only between passes, by
-    `ShardedParameter.put`. `begin_pass` and `end_pass` are called before and after each forward pass of the
+    `ShardedParameter.set_block`. `begin_pass` and `end_pass` are called before and after each forward pass of the
     module, also of one that fails. A module may call itself: only the outermost pass counts.
 
     A gathered tensor has one of three lives:
@@ -100,13 +100,13 @@ class ModuleParameters:
             self._begin_saving(blocks, tensors)
         self._blocks = blocks
         for parameter, x in zip(self.parameters, tensors, strict=True):
-            parameter.put(x)
+            parameter.set_tensor(x)
 
     def end_pass(self) -> None:
         """Give modules their blocks in storage: GATHERED -> STORED, unless other passes go on."""
         if self._passes == 1 and self.state is State.GATHERED:
             for parameter, block in zip(self.parameters, self._blocks, strict=True):
-                parameter.put(block)
+                parameter.set_tensor(block)
             self._blocks = ()
             if self._saving is not None:
                 self._saving.close()

@@ -89,7 +89,7 @@ class Place(NamedTuple):
         """Return the tensor that the module uses."""
         return self.tensors[self.attribute]
 
-    def put(self, x: Any) -> None:
+    def set_tensor(self, x: Any) -> None:
         """Let the module use another tensor."""
         self.tensors[self.attribute] = x
 
@@ -102,13 +102,13 @@ class ShardedParameter:
         names: Its names in the model; the first one is used in errors.
         places: Where it is, a place for each name.
         sharding: How it is stored, with its global shape.
-        later: Axes over which its gradient is summed after the backward pass of all its uses.
+        axes_summed_later: Axes over which its gradient is summed after the backward pass of all its uses.
     """
 
     names: list[str]
     places: list[Place]
     sharding: Sharding
-    later: frozenset[str] = frozenset()
+    axes_summed_later: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -132,7 +132,7 @@ class ShardedParameter:
         layout = self.sharding.layout
         return context.redistribute(self.tensor, layout, unsharded(layout), self.sharding.shape)
 
-    def put(self, block: Tensor) -> None:
+    def set_block(self, block: Tensor) -> None:
         """Make a block the data of the parameter: an optimiser, for one, still has the same object."""
         old = self.tensor
         new = block  # a buffer is simply replaced
@@ -143,7 +143,7 @@ class ShardedParameter:
             new.data = block
             _check_no_graph(new, self.name)
         for place in self.places:
-            place.put(new)
+            place.set_tensor(new)
 
 
 def unsharded(layout: Layout) -> Layout:
@@ -173,7 +173,7 @@ def shard_all(
             x = parameter.tensor
         if not x.is_meta:
             sums[parameter.name] = x.detach().double().sum()
-        parameter.put(parameter.block_of(x, context))
+        parameter.set_block(parameter.block_of(x, context))
     if sums:
         _check_equal(sums, context)
 

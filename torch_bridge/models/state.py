@@ -114,7 +114,7 @@ def _block_of(parameter: ShardedParameter, context: ParallelContext, value: Tens
         return parameter.block_of(value, context)
     # Placements have no names of dims: those of the parameter tell which dims are the same.
     src = from_placements(value.placements, value.device_mesh, value.ndim, shape)
-    return context.redistribute(value.to_local(), src.named(layout.names), layout, shape)
+    return context.redistribute(value.to_local(), src.with_names(layout.names), layout, shape)
 
 
 @lru_cache(maxsize=64)

@@ -170,13 +170,15 @@ def _gather_for_uses(
     The nearest module around a use that gathers does so. Sets the axes over which its gradient is
     summed after the backward pass; over all others the move of the gradient back sums it.
     """
-    parameter.later = models.axes_summed_after_all_uses([uses[name] for name in parameter.names])
+    parameter.axes_summed_later = models.axes_summed_after_all_uses(
+        [uses[name] for name in parameter.names]
+    )
     for name, place in zip(parameter.names, parameter.places, strict=True):
         use = uses[name]
         if use.unsummed_axes:
             check = partial(check_apart, name, use)
             place.module.register_forward_pre_hook(check, with_kwargs=True)
-        move = use.move(parameter.later)
+        move = use.move(parameter.axes_summed_later)
         if move is None:  # used as it is stored
             continue
         stored, used = move

@@ -397,7 +397,7 @@ VALUES_DIFFER = 1
 SHAPES_DIFFER = 2
 
 
-def differing(
+def compare_on_all(
     wanted: Sequence[Wanted], blocks: Sequence[Tensor], tol: float, context: ParallelContext
 ) -> list[int]:
     """Compare blocks with what one device says: EQUAL, VALUES_DIFFER or SHAPES_DIFFER for each.
@@ -441,7 +441,7 @@ def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run:
     blocks = results.blocks
     if tol is None:
         tol = tolerances.rounding(dtypes.name_of(x.dtype) for x in blocks)
-    flags = differing(wanted, blocks, tol, context)
+    flags = compare_on_all(wanted, blocks, tol, context)
     numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
     if not numbers:
         return

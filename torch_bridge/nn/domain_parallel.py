@@ -28,7 +28,7 @@ from torch_bridge.nn.placed import (
     Placement,
     placed_as,
     record,
-    recorded,
+    recorded_placement,
     recorded_placements,
 )
 from torch_bridge.nn.propagation import Propagation, tensors_in
@@ -250,7 +250,7 @@ class _Entrance:
         # In a backward pass, a part that is given blocks of unknown origin is computed again by a checkpoint.
         if not is_model and not has_record and is_in_backward_pass():
             return None
-        blocks = [x for x in inputs if recorded(x) is not None or self._has_layout(x)]
+        blocks = [x for x in inputs if recorded_placement(x) is not None or self._has_layout(x)]
         if not blocks:
             raise XshardError(f"no input has the dims of '{self.layout}'")
         # Replicated inputs, and parameters, are on the processes of the first block.
@@ -268,7 +268,7 @@ class _Entrance:
         """Return an input with a record, on an alias: the caller's tensor is left as it is."""
         if not isinstance(x, Tensor):
             return x
-        placement = recorded(x)
+        placement = recorded_placement(x)
         if placement is None:
             if self._has_layout(x):
                 placement = self._placed(x, is_model=is_model)
@@ -363,7 +363,7 @@ class _Converted(nn.Module):
 
     def _with_record(self, y: Any, placement: Placement) -> Any:
         """Record that an output is sharded like the first input. Raises ShapeError if it is not as long."""
-        if not isinstance(y, Tensor) or recorded(y) is not None:
+        if not isinstance(y, Tensor) or recorded_placement(y) is not None:
             return y
         if not _keeps_lengths(y.shape, placement):
             message = f"{self.path}: a block of shape {placement.local_shape} became one of {tuple(y.shape)}"

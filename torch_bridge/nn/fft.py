@@ -157,7 +157,7 @@ def _transform_sharded_dims(
         return x, placement
     dims = list(placement.layout.dims)
     layout = _layout_with_whole(placement, [step.dim for step in transforms])
-    x = placement.moved(x, layout)
+    x = placement.redistribute(x, layout)
     placement = placement.with_dims(layout.dims, placement.shape)
     y, placement = _transform_whole_dims(x, placement, transforms, norm)
     # Real kinds change the length of a dim, and lengths= of any.
@@ -166,7 +166,7 @@ def _transform_sharded_dims(
         if has_sizes and y.shape[d] != x.shape[d]:  # they are of the old length
             dims[d] = Dim(dims[d].name, (Shard(dims[d].axes, "balanced"),))
     result = placement.with_dims(dims, placement.shape)
-    return placement.moved(y, result.layout), result
+    return placement.redistribute(y, result.layout), result
 
 
 def _transform_whole_dims(

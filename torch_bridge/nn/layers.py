@@ -15,7 +15,7 @@ from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
 from torch_bridge.nn.conv import Convolution, padding_pairs, per_dim
-from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded
+from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded_placement
 from torch_bridge.nn.window import interpolate
 from torch_bridge.ops import halo_exchange, trim_halo
 from torch_bridge.versions.modes import without_torch_function
@@ -54,7 +54,7 @@ class Layer:
     def _forward(self, input: Tensor, *arguments: Any, **named: Any) -> Tensor:
         """Compute the outputs of a block, with their record; errors name the layer."""
         try:
-            if self.in_model and recorded(input) is None:
+            if self.in_model and recorded_placement(input) is None:
                 message = f"nothing is known of an input of shape {tuple(input.shape)}"
                 hint = "it comes from a function that cannot be followed, or not from the model's inputs; "
                 hint += "activations are checkpointed by xt.nn.checkpoint"

@@ -87,7 +87,7 @@ class Placement:
             self.shape[d] if self.is_sharded(d) else length for d, length in enumerate(local_shape)
         ]
 
-    def moved(self, x: Tensor, layout: Layout) -> Tensor:
+    def redistribute(self, x: Tensor, layout: Layout) -> Tensor:
         """Redistribute a block with this placement."""
         return redistribute(x, (self.layout, layout), self.processes, shape=self.shape)
 
@@ -152,7 +152,7 @@ def record(x: Tensor, placement: Placement) -> Tensor:
     return x
 
 
-def recorded(x: object) -> Placement | None:
+def recorded_placement(x: object) -> Placement | None:
     """Return the placement of a block, or None if nothing is recorded."""
     if isinstance(x, Tensor):
         return getattr(x, _RECORD, None)
@@ -161,7 +161,7 @@ def recorded(x: object) -> Placement | None:
 
 def recorded_placements(values: Iterable[object]) -> list[Placement]:
     """Return the placements of all blocks among values."""
-    placements = map(recorded, values)
+    placements = map(recorded_placement, values)
     return [placement for placement in placements if placement is not None]
 
 
@@ -186,7 +186,7 @@ def sharding_of(x: Tensor) -> Sharding:
 
 def placement_of(x: Tensor) -> Placement:
     """Return the placement of a block. Raises ShapeError if nothing is recorded."""
-    placement = recorded(x)
+    placement = recorded_placement(x)
     if placement is None:
         hint = "the outputs of domain-parallel layers and models have a sharding"
         raise ShapeError(f"nothing is known of a tensor of shape {tuple(x.shape)}", hint=hint)
@@ -199,7 +199,7 @@ def placed_as(x: Tensor, layout: Layout | str, mesh: MeshLike, shape: Lengths = 
     shape: global lengths; None for the block's length times the number of parts.
     """
     # A record prevails: layers change layouts and lengths, which the caller of the model does not know.
-    placement = recorded(x)
+    placement = recorded_placement(x)
     if placement is not None:
         return placement
     lengths = None if shape is None else tuple(shape)

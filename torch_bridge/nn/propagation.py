@@ -26,7 +26,7 @@ from torch_bridge.nn.placed import (
     check_whole,
     placement_of,
     record,
-    recorded,
+    recorded_placement,
     recorded_placements,
 )
 from torch_bridge.nn.views import VIEWS, function_name, new_dims, view
@@ -120,7 +120,7 @@ def _with_parameters(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Apply a function of a block and of parameters, for which the last dims of the block are whole."""
     x = args[0]
     name = func.__name__
-    placement = recorded(x)
+    placement = recorded_placement(x)
     # Without a batch of their own: a block times a block would need rows that other processes have.
     others = list(tensors_in((*args[1:], *kwargs.values())))
     if placement is None or not all(_may_be_parameter(other) for other in others):
@@ -145,7 +145,7 @@ def _with_parameters(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _may_be_parameter(x: Tensor) -> bool:
     """Return whether a tensor is replicated, and of at most two dims: one without a batch."""
-    placement = recorded(x)
+    placement = recorded_placement(x)
     is_replicated = placement is None or not placement.axes
     return is_replicated and x.ndim <= 2
 
@@ -184,7 +184,7 @@ def _cat(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _stack(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Stack blocks along a new dim: concatenate blocks with one row there."""
     tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
-    rows = [view(torch.unsqueeze, (x, dim), {}) if recorded(x) else x for x in tensors]
+    rows = [view(torch.unsqueeze, (x, dim), {}) if recorded_placement(x) else x for x in tensors]
     return _cat(torch.cat, (rows, dim), {})
 
 
@@ -240,11 +240,11 @@ def _placement_along(placement: Placement, y: Tensor, dims: set[int]) -> Placeme
 def _index_select(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Select rows of a dim that is whole, by numbers that all processes have."""
     x, dim, index = _arguments(args, kwargs, ("input", "dim", "index"))
-    placement = recorded(index)
+    placement = recorded_placement(index)
     # The numbers of rows that others select are needed too: the result has them all.
     if placement is not None and placement.axes:
         whole = Layout(tuple(Dim(dim.name) for dim in placement.layout.dims))
-        index = placement.moved(index, whole)
+        index = placement.redistribute(index, whole)
     return _along_dims(func, (x, dim, index), {})
 
 
@@ -333,7 +333,7 @@ def _check_not_random(name: str, args: Args, kwargs: Kwargs) -> None:
 
 def _used_beside(placement: Placement, x: Tensor) -> Tensor:
     """Return a tensor for use with a block: its gradient is summed over axes that shard only the block."""
-    placement_of_x = recorded(x)
+    placement_of_x = recorded_placement(x)
     if placement_of_x is None:  # a parameter, or a constant
         (copy,) = placement.parameter_copies([x])
         assert copy is not None
@@ -379,7 +379,7 @@ def _fitted(x: Any, result: Placement) -> Any:
         message = f"{x.ndim} dims meet {len(result.shape)}"
         raise ShapeError(message, text=str(result.layout), hint="as many dims")
     target_dims = result.layout.dims[offset:]
-    placement = recorded(x)
+    placement = recorded_placement(x)
     # A parameter or a constant: on all processes equal, if it broadcasts along sharded dims.
     if placement is None:
         _check_broadcasts(x, target_dims, result)
@@ -394,7 +394,7 @@ def _fitted(x: Any, result: Placement) -> Any:
     fitted = placement.with_dims(dims, placement.shape)
     # Equal rows under another name or notation need no move.
     if not placement.sharding.means_the_same_as(fitted.sharding):
-        x = record(placement.moved(x, fitted.layout), fitted)
+        x = record(placement.redistribute(x, fitted.layout), fitted)
     return _used_beside(result, x)
 
 

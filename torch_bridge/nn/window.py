@@ -92,7 +92,7 @@ def apply_windows(
     """
     # All processes make copies, also those without outputs: all take part in the sum of gradients.
     copies = placement.parameter_copies(parameters)
-    block = placement.moved(x, geometry.source)
+    block = placement.redistribute(x, geometry.source)
     if not all(geometry.runs):
         return no_outputs(geometry.result.local_shape, block, *copies), geometry.result
     y = _apply_run_by_run(block, geometry.runs, (), op, copies)

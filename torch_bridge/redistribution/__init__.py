@@ -226,7 +226,9 @@ def _redistribute_traced(x: Any, options: Options) -> Any:
                 "profile": options.profile,
                 "comm_dtype": options.comm_dtype,
             }
-            return compiled.recorded("redistribute", *arguments, recorded_options, options.async_op)
+            return compiled.traced_call(
+                "redistribute", *arguments, recorded_options, options.async_op
+            )
     if is_dynamo:  # the options value as it is: nothing is listed again
         return compiled.eagerly(_redistribute_now, x, options)
     return _redistribute_now(x, options)

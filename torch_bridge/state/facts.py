@@ -149,7 +149,7 @@ def _layout_text(x: Tensor, rule: Sides | None, layout: Layout, *, has_arrows: b
         return rule.text
     if has_arrows and ARROW not in rule.text:
         dst = rule.dst.resolved(x.ndim)
-        return f"{layout.named(dst.names)} -> {dst}"
+        return f"{layout.with_names(dst.names)} -> {dst}"
     check_placed(x, rule.src, rule.text)
     return rule.text
 

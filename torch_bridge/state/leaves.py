@@ -23,7 +23,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, mesh_of, process_mesh
 from torch_bridge.models.parallel import ATTRIBUTE, parallel_of
 from torch_bridge.versions.pytree import tree_flatten_with_path
 from xshard import Layout, Mesh, Rules, Sharding, XshardError, errors, trees
-from xshard.arguments import lengths_of, shown
+from xshard.arguments import lengths_of, short_repr
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, check_block, sides_or_one
 
@@ -164,7 +164,7 @@ def _arrays_of_parallel(model: nn.Module) -> dict[str, LocalArray]:
             parameter.sharding,
             parallel.context.mesh,
             parallel.context.processes.ranks,
-            put=parameter.put,
+            put=parameter.set_block,
         )
     return arrays
 
@@ -188,7 +188,7 @@ def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Const
             if isinstance(x, nn.Module):
                 hint = "model.state_dict() is a tree"
             place = trees.place_of(name) if name else "the tree"
-            raise XshardError(f"{place} is {shown(x)}", hint=hint)
+            raise XshardError(f"{place} is {short_repr(x)}", hint=hint)
     return tensors, constants
 
 

@@ -22,7 +22,7 @@ from xshard.state.files import open_checkpoint, verify
 from xshard.state.files.difference import diff_checkpoints
 from xshard.state.files.loading import plan_load, read_block
 from xshard.state.files.saving import Source, plan_save, save_blocks
-from xshard.state.llama import named
+from xshard.state.llama import names_from_text
 from xshard.state.names import Names, names_from_json
 from xshard.state.progress import reporting
 
@@ -112,7 +112,7 @@ def _names_of(text: str) -> Names | None:
     """Read --names: a JSON file, or the names of a known system; None for empty text."""
     if Path(text).is_file():
         return names_from_json(_read_json(text))
-    return named(text) if text else None
+    return names_from_text(text) if text else None
 
 
 @state.command("diff")

@@ -41,11 +41,11 @@ Make = Callable[[], ArrayMove]
 class MoveEstimate:
     """The seconds of a move as far as they are known: `level` says how far.
 
-    least: a lower bound. make: makes the move, if it may scale; else both ends tell its price.
+    lower_bound_s: a lower bound. make: makes the move, if it may scale; else both ends tell its price.
     """
 
-    least: float
-    seconds: float  # at least `least`; refined in place, for all candidates that share the move
+    lower_bound_s: float
+    seconds: float  # at least `lower_bound_s`; refined in place, for all that share the move
     src: End
     dst: End
     shape: Shape  # global
@@ -132,7 +132,7 @@ class Prices:
 
     @cached_method
     def _cut(self, shape: Shape, dim: DimSharding) -> Cut:
-        return tuple(map(self._grid(shape).number, dim.normal_shards))
+        return tuple(map(self._grid(shape).shard_number, dim.normal_shards))
 
     def _bound_seconds(self, src: End, dst: End, shape: Shape) -> float:
         """Return a lower bound of the seconds of a move: its fewest bytes on the fastest link."""

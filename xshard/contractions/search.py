@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
     @property
     def least_seconds(self) -> float:
         """The same by the lower bounds of all moves."""
-        return self._total([move.least for move in self.estimates])
+        return self._total([move.lower_bound_s for move in self.estimates])
 
     def _total(self, move_seconds: list[float]) -> float:
         """Add up the work, the moves, and the waiting at each move that sends something."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xshard.arguments import as_whole_number, lengths_of, shown
+from xshard.arguments import as_whole_number, lengths_of, short_repr
 from xshard.caches import layout_cache
 from xshard.contractions.expression import Contraction
 from xshard.contractions.placements import dim_lengths
@@ -26,7 +26,9 @@ def checked_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None
     """
     if sizes is not None:
         if not isinstance(sizes, Mapping):
-            raise ShapeError(f"sizes {shown(sizes)}", hint='lengths by name, as in sizes={"b": 8}')
+            raise ShapeError(
+                f"sizes {short_repr(sizes)}", hint='lengths by name, as in sizes={"b": 8}'
+            )
         lengths = []
         for name, length in sizes.items():
             lengths.append((name, _length(f"dim {name!r} in sizes", length)))
@@ -53,7 +55,7 @@ def _length(what: str, value: Any) -> int:
     """Return a length as an int. Raises ShapeError unless it is a whole number >= 0."""
     length = as_whole_number(value)
     if length is None or length < 0:
-        raise ShapeError(f"{what} has {shown(value)}", hint="a length is a whole number >= 0")
+        raise ShapeError(f"{what} has {short_repr(value)}", hint="a length is a whole number >= 0")
     return length
 
 

@@ -99,18 +99,18 @@ class ContractionPath(NamedTuple):
 
     seconds: float
     flops: int
-    left: tuple[Sharding, ...]
+    remaining: tuple[Sharding, ...]
     steps: tuple[PathStep, ...]
 
-    def then(self, takes: Takes, candidate: Candidate) -> ContractionPath:
+    def with_step(self, operand_indices: Takes, candidate: Candidate) -> ContractionPath:
         """Return the path with one more contraction; its result goes behind the operands left."""
         # The next contraction starts from where this one leaves its result.
         result = candidate.shardings.result.with_layout(candidate.moves[-1].dst)
         return ContractionPath(
             seconds=self.seconds + candidate.seconds,
             flops=self.flops + candidate.flops,
-            left=(*remaining(self.left, takes), result),
-            steps=(*self.steps, PathStep(takes, candidate)),
+            remaining=(*remaining(self.remaining, operand_indices), result),
+            steps=(*self.steps, PathStep(operand_indices, candidate)),
         )
 
     def priced(self, prices: Prices, below: float) -> float:
@@ -184,7 +184,7 @@ class _Solver:
 
     def _as_single_contraction(self, candidate: Candidate) -> ContractionPath:
         """Return the path of one contraction of all operands."""
-        return self.start.then(tuple(range(len(self.start.left))), candidate)
+        return self.start.with_step(tuple(range(len(self.start.remaining))), candidate)
 
     def _paths_of_pairs(self) -> list[ContractionPath]:
         """Return the best paths of pairs, the fastest first.
@@ -234,7 +234,7 @@ class _Solver:
             candidate = self._search_in(pair).candidate(of_pair)
             # By lower bounds, so that it becomes a finalist: prices decide about it, not estimates.
             seconds = path.seconds + candidate.least_seconds
-            path = path.then(takes, candidate)._replace(seconds=seconds)
+            path = path.with_step(takes, candidate)._replace(seconds=seconds)
             numbers = [*remaining(numbers, takes), -1]
         return path
 
@@ -247,7 +247,7 @@ class _Solver:
         what takes longer. takes: the operands of the contraction, among those left. order: the
         whole order of pairs.
         """
-        is_last = len(path.left) == len(takes)
+        is_last = len(path.remaining) == len(takes)
         limit = self.request.flops_limit
         if limit is not None:  # leave enough for the contractions that follow
             contracted = len(path.steps) + 1
@@ -262,7 +262,7 @@ class _Solver:
         if is_last:  # only the best end of a path can win
             n_candidates = 1
         for candidate in itertools.islice(search.best(limit, ESTIMATE), n_candidates):
-            longer = path.then(takes, candidate)
+            longer = path.with_step(takes, candidate)
             if is_last:
                 insort(self.best, longer.seconds)
             yield longer
@@ -294,9 +294,9 @@ class _Solver:
         The last result is the one that the request wants. An earlier one keeps the dims that others need,
         and stays as devices compute it.
         """
-        operands = tuple(path.left[i] for i in takes)
+        operands = tuple(path.remaining[i] for i in takes)
         dim_shardings = self.shardings.dim_shardings
-        others = remaining(path.left, takes)
+        others = remaining(path.remaining, takes)
         if not others:
             return EinsumShardings(operands, self.shardings.result, dim_shardings)
         needed_names = set[str]()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import did_you_mean, parse_number, shown
+from xshard.arguments import did_you_mean, parse_number, short_repr
 from xshard.cost.model import Link, Profile, ProfileLike
 from xshard.errors import ProfileError, api_boundary
 from xshard.layout import Mesh
@@ -81,7 +81,7 @@ def load_profile(profile: ProfileLike) -> Profile:
     name: Any = profile
     if not isinstance(name, str | Path):
         hint = f"one of {', '.join(shipped())}, or a file"
-        raise ProfileError(f"profile is {shown(name)}", hint=hint)
+        raise ProfileError(f"profile is {short_repr(name)}", hint=hint)
     changed_ns = 0
     # A shipped name wins over a file of that name, and costs no look at the disk.
     if str(name).partition(":")[0] not in shipped() and os.path.isfile(name):
@@ -119,7 +119,7 @@ def _load(name: str, _changed_ns: int) -> Profile:
             text = Path(name).read_text()
     if text is None:
         hint = f"{did_you_mean(name, shipped())}shipped are: {', '.join(shipped())}; or give a file"
-        raise ProfileError(f"no profile {shown(name)}", hint=hint)
+        raise ProfileError(f"no profile {short_repr(name)}", hint=hint)
     return profile_of(name, text)
 
 

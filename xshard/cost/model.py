@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xshard.arguments import as_whole_number, shown
+from xshard.arguments import as_whole_number, short_repr
 from xshard.dtypes import itemsize, name_of
 from xshard.errors import DtypeError, PlanError, ProfileError, api_boundary
 from xshard.formatting import format_bytes
@@ -46,7 +46,7 @@ class Link:
             hint = f"there are: {', '.join(TOPOLOGIES)}"
             raise ProfileError(f"no topology {self.topology!r}", hint=hint)
         if not _is_time(self.latency_s) or not _is_rate(self.bytes_per_s):
-            reason = f"no such link: {shown(self.latency_s)} s, {shown(self.bytes_per_s)} bytes/s"
+            reason = f"no such link: {short_repr(self.latency_s)} s, {short_repr(self.bytes_per_s)} bytes/s"
             raise ProfileError(reason, hint="a latency is >= 0 and a bandwidth > 0")
 
     def carried_elements(self, hop: Hop) -> int:
@@ -120,14 +120,14 @@ class Profile:
         }
         for field, fits in is_right.items():
             if not fits:
-                what = f"a profile with {field} {shown(getattr(self, field))}"
+                what = f"a profile with {field} {short_repr(getattr(self, field))}"
                 hint = (
                     "names are text, seconds >= 0, bandwidths > 0, and a node has 1 device or more"
                 )
                 raise ProfileError(what, hint=hint)
         for dtype, rate in self.flops_per_s:
             if not _is_rate(rate) or math.isinf(rate) or not _is_dtype(dtype):
-                what = f"no such rate: {shown(rate)} operations per second in {dtype!r}"
+                what = f"no such rate: {short_repr(rate)} operations per second in {dtype!r}"
                 hint = 'a rate is > 0, by the name of a dtype, as in {"bfloat16": 9.9e14}'
                 raise ProfileError(what, hint=hint)
 

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import as_whole_number, lengths_of, shown
+from xshard.arguments import as_whole_number, lengths_of, short_repr
 from xshard.caches import layout_cache
 from xshard.errors import LinearityError, NotationError, ShapeError, Span, api_boundary
 from xshard.formatting import Pictured
@@ -61,7 +61,7 @@ class Layout(Pictured):
             dims = parsed.dims
             tags = parsed.tags
         if not isinstance(dims, tuple) or not all(isinstance(dim, Dim) for dim in dims):
-            reason = f"{shown(dims)} is not a tuple of dims"
+            reason = f"{short_repr(dims)} is not a tuple of dims"
             raise NotationError(reason, hint="write Layout('b s/cp')")
         check_form(dims, tags)
         # The class is frozen for users; this is how a frozen dataclass sets its own fields.
@@ -203,7 +203,7 @@ class Layout(Pictured):
             return self
         return replace(self, dims=tuple(map(self.dim, names)))
 
-    def named(self, names: Sequence[str]) -> Layout:
+    def with_names(self, names: Sequence[str]) -> Layout:
         """Return the layout with these names for its dims."""
         pairs = zip(self.dims, names, strict=True)
         renamed = [replace(dim, name=name) for dim, name in pairs]

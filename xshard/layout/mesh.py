@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import as_whole_number, parse_number, shown
+from xshard.arguments import as_whole_number, parse_number, short_repr
 from xshard.errors import MeshError, Span, api_boundary
 from xshard.formatting import Pictured
 
@@ -67,7 +67,7 @@ class Mesh(Pictured):
             size_of[name] = size
         sizes = tuple(size_of.values())
         if len(sizes) > MOST_AXES or math.prod(sizes) > MOST_DEVICES:
-            reason = f"a mesh of {len(sizes)} axes and {shown(math.prod(sizes))} devices"
+            reason = f"a mesh of {len(sizes)} axes and {short_repr(math.prod(sizes))} devices"
             raise MeshError(reason, hint=f"at most {MOST_AXES} axes and {MOST_DEVICES} devices")
         # The class is frozen for users; this is how a frozen dataclass sets its own fields.
         object.__setattr__(self, "axes", tuple(size_of))
@@ -233,7 +233,7 @@ def _no_mesh(value: object) -> MeshError:
         example = f"Mesh.parse({value!r})"
     elif isinstance(value, Mapping):
         example = f"Mesh({value!r})"
-    return MeshError(f"{shown(value)} is not a mesh", hint=f"write {example}")
+    return MeshError(f"{short_repr(value)} is not a mesh", hint=f"write {example}")
 
 
 # ---- all devices at once; cached, because every step of a plan asks

@@ -34,7 +34,7 @@ R = TypeVar("R")
 # ---- one shard
 
 
-def cut(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
+def cut_by_shard(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
     """Cut `length` rows by one shard: the rows of part `index` of `n_parts`, in local order.
 
     8 rows, zigzag over 2 parts, part 0 -> rows 0 1 6 7
@@ -204,7 +204,7 @@ def cut_by_shards(length: int, shards: Sequence[Shard], sizes: Ints, coords: Int
         first_axis = axes.stop
         n_parts = math.prod(sizes[axes])
         index = row_major(sizes[axes], coords[axes])
-        runs = _inner(length, runs, cut(count_rows(runs), shard, n_parts, index))
+        runs = _inner(length, runs, cut_by_shard(count_rows(runs), shard, n_parts, index))
     return runs
 
 
@@ -278,7 +278,9 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     for outer_rows in outer_blocks:
         rows = count_rows(outer_rows)
         if rows not in positions_by_length:
-            positions_by_length[rows] = [cut(rows, shard, n_parts, i) for i in range(n_parts)]
+            positions_by_length[rows] = [
+                cut_by_shard(rows, shard, n_parts, i) for i in range(n_parts)
+            ]
         for positions in positions_by_length[rows]:
             inner_blocks.append(_inner(length, outer_rows, positions))
     return tuple(inner_blocks)
@@ -295,7 +297,7 @@ def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
         inner_blocks: list[Numbers] = []
         for rows in blocks:
             for index in range(n_parts):
-                positions = row_numbers(cut(len(rows), shard, n_parts, index))
+                positions = row_numbers(cut_by_shard(len(rows), shard, n_parts, index))
                 inner_blocks.append(rows[positions])
         blocks = inner_blocks
     owners = np.zeros(length, np.int64)
@@ -338,7 +340,7 @@ def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
         inner_lengths: set[int] = set()
         for rows in lengths:
             for index in range(n_parts):
-                inner_lengths.add(count_rows(cut(rows, shard, n_parts, index)))
+                inner_lengths.add(count_rows(cut_by_shard(rows, shard, n_parts, index)))
         lengths = inner_lengths
     return frozenset(lengths)
 

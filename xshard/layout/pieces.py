@@ -100,7 +100,7 @@ def firsts(table: IntervalTable, *, alone: bool) -> IntervalTable:
     return cut.parts.take(np.sort(first_index))
 
 
-def without(table: IntervalTable, others: IntervalTable) -> IntervalTable:
+def rows_outside(table: IntervalTable, others: IntervalTable) -> IntervalTable:
     """Return the pieces without the rows that are also in `others`."""
     # Cut together: then two parts share all their rows or none, and rows are compared by number.
     cut = cut_at_edges(concatenate_tables(others, table))

@@ -9,7 +9,14 @@ import numpy as np
 from xshard.caches import layout_cache
 from xshard.layout.block_rows import RowSpan, all_held_rows, all_row_spans, is_flipped
 from xshard.layout.partition import Sizes, all_owned_rows
-from xshard.layout.pieces import concatenate_tables, filled, firsts, layers, runs_by_row, without
+from xshard.layout.pieces import (
+    concatenate_tables,
+    filled,
+    firsts,
+    layers,
+    rows_outside,
+    runs_by_row,
+)
 from xshard.layout.runs import (
     FILL,
     AllRuns,
@@ -127,7 +134,7 @@ def missing_rows(dim: Dim, length: int, sizes: Sizes) -> Runs:
         return ()
     all_rows = interval_table((interval(0, length),))
     provided = interval_table(provided_rows(dim, length, sizes))
-    return runs_by_row(without(all_rows, provided), 1)[0]
+    return runs_by_row(rows_outside(all_rows, provided), 1)[0]
 
 
 # ---- rows of blocks in general
@@ -139,9 +146,9 @@ def rows_without(runs: Runs, others: Runs) -> Runs:
         rows = row_numbers(runs)
         is_in_others = np.isin(rows, row_numbers(others), kind="table")
         return as_runs(np.where(is_in_others, FILL, rows))
-    return filled(without(interval_table((runs,)), interval_table((others,))), [count_rows(runs)])[
-        0
-    ]
+    return filled(
+        rows_outside(interval_table((runs,)), interval_table((others,))), [count_rows(runs)]
+    )[0]
 
 
 def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:

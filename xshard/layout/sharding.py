@@ -12,14 +12,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import lengths_of, shown
+from xshard.arguments import lengths_of, short_repr
 from xshard.caches import layout_cache
 from xshard.errors import ShapeError, api_boundary
 from xshard.formatting import Pictured
 from xshard.layout.block_rows import all_held_rows, meaning
 from xshard.layout.layout import Layout, check_axes
 from xshard.layout.mesh import Mesh, check_mesh
-from xshard.layout.partition import all_owned_rows, block_length, cut
+from xshard.layout.partition import all_owned_rows, block_length, cut_by_shard
 from xshard.layout.runs import Runs, are_equal, count_rows
 from xshard.layout.validation import MOST_ELEMENTS, check_fit
 from xshard.notation.overlap import Fold, Overlap, Reads, Width, Window, unfolded
@@ -288,7 +288,7 @@ class Sharding(Pictured):
 def _check_shape(shape: tuple[int, ...]) -> None:
     """Raise ShapeError unless a shape has lengths >= 0, and few enough elements for 64 bits."""
     if all(isinstance(length, int) for length in shape) and math.prod(shape) > MOST_ELEMENTS:
-        raise ShapeError(f"an array of shape {shown(shape)}", hint="at most 2**60 elements")
+        raise ShapeError(f"an array of shape {short_repr(shape)}", hint="at most 2**60 elements")
     for length in shape:
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise ShapeError(f"shape {shape} has {length!r}, not a length >= 0")
@@ -356,8 +356,8 @@ def _is_plain(shard: Shard, length: int | None, n_parts: int) -> bool:
     plain = Shard(shard.axes)
     # The parts of both are contiguous and in order: equal lengths are equal parts.
     for index in range(n_parts):
-        rows = count_rows(cut(length, shard, n_parts, index))
-        if rows != count_rows(cut(length, plain, n_parts, index)):
+        rows = count_rows(cut_by_shard(length, shard, n_parts, index))
+        if rows != count_rows(cut_by_shard(length, plain, n_parts, index)):
             return False
     return True
 

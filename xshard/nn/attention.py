@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import as_whole_number, shown
+from xshard.arguments import as_whole_number, short_repr
 from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError, XshardError
 from xshard.layout import Layout, Sharding
@@ -412,7 +412,7 @@ def _visible_range(window: Any) -> tuple[int | None, int | None]:
         rows = as_whole_number(side)
         if rows is None or rows < own_row:
             hint = "3: rows fewer than 3 away; (2, 0): 2 rows before and its own; None: to the end"
-            raise XshardError(f"window={shown(window)}", hint=hint)
+            raise XshardError(f"window={short_repr(window)}", hint=hint)
         lengths.append(rows - own_row)
     left, right = lengths
     return left, right

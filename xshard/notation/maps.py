@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xshard.arguments import did_you_mean, shown
+from xshard.arguments import did_you_mean, short_repr
 from xshard.caches import empty_layout_caches
 from xshard.errors import NotationError, ShapeError, api_boundary
 from xshard.notation.row_arrays import Groups, Numbers, grouped, unique_rows
@@ -440,7 +440,7 @@ def named_maps(maps: Any) -> tuple[tuple[str, RowMap], ...]:
     if not maps:
         return ()
     if not isinstance(maps, Mapping) or not all(isinstance(m, RowMap) for m in maps.values()):
-        raise NotationError(f"maps={shown(maps)}", hint="a dict of names to Owners and Needs")
+        raise NotationError(f"maps={short_repr(maps)}", hint="a dict of names to Owners and Needs")
     return tuple(maps.items())
 
 
@@ -463,7 +463,7 @@ def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
             hint = f"{meant}pass maps={{'{name}': xs.{kind.__name__}(...)}}"
             raise NotationError(f"no map {name!r}", hint=hint)
     if not isinstance(row_map, kind):
-        other_kind = type(row_map).__name__ if isinstance(row_map, RowMap) else shown(row_map)
+        other_kind = type(row_map).__name__ if isinstance(row_map, RowMap) else short_repr(row_map)
         reason = f"{name!r} is {other_kind}, not {kind.__name__}"
         raise NotationError(reason, hint="by(gp,OWNERS):reads(NEEDS)")
     return NamedMap(name, row_map)
@@ -512,7 +512,9 @@ def _whole_rows(values: Any) -> Numbers:
     """Return whole numbers in one dim as an array, or raise ShapeError."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ShapeError(f"{shown(values)} is not a list of rows", hint="whole numbers in one dim")
+        raise ShapeError(
+            f"{short_repr(values)} is not a list of rows", hint="whole numbers in one dim"
+        )
     if array.size > MOST_ROWS:
         raise ShapeError(f"{array.size} rows in a map", hint=f"at most {MOST_ROWS}")
     return array.astype(np.int64, copy=False)

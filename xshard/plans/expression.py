@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xshard.arguments import shown
+from xshard.arguments import short_repr
 from xshard.errors import DtypeError, MeshError, NotationError, PlanError, ShapeError
 from xshard.layout import Layout, Mesh
 from xshard.layout.layout import parse_expression
@@ -37,7 +37,7 @@ def as_expression(expression: Any) -> Any:
     if isinstance(expression, list | tuple) and len(expression) == 2:
         return tuple(map(Layout.parse, expression))
     hint = '"layout -> layout", a pair of layouts, or a plan'
-    raise NotationError(f"{shown(expression)} is no expression", hint=hint)
+    raise NotationError(f"{short_repr(expression)} is no expression", hint=hint)
 
 
 def sides(expression: Expression) -> Sides:

@@ -223,7 +223,7 @@ class Plan(Pictured):
             before = after
         return tuple(stages)
 
-    def part(self, stages: Sequence[Stage]) -> Plan:
+    def sub_plan(self, stages: Sequence[Stage]) -> Plan:
         """Return consecutive stages of the plan, all on one mesh, as a plan of their own."""
         start = stages[0].before
         steps = tuple(stage.step for stage in stages)

@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xshard.arguments import shown
+from xshard.arguments import short_repr
 from xshard.cost.machine import load_profile
 from xshard.cost.model import Profile
 from xshard.dtypes import name_of
@@ -67,7 +67,7 @@ def from_plain(declared_type: Any, value: Any) -> Any:
         return _READERS[declared_type](value)
     if type(value) is not declared_type:  # exactly: in JSON, true is no whole number
         expected = _NAMES.get(declared_type, declared_type.__name__)
-        raise XshardError(f"{shown(value)} is not {expected}")
+        raise XshardError(f"{short_repr(value)} is not {expected}")
     return value
 
 
@@ -75,7 +75,7 @@ def _tuple_from_plain(item_types: tuple[Any, ...], value: Any) -> tuple[Any, ...
     """Read a tuple: of any length if its types end with `...`, else of one value for each type."""
     has_any_length = item_types[-1] is ...
     if type(value) is not list or not (has_any_length or len(value) == len(item_types)):
-        raise XshardError(f"{shown(value)} is not a list of the right length")
+        raise XshardError(f"{short_repr(value)} is not a list of the right length")
     if has_any_length:
         return tuple(from_plain(item_types[0], item) for item in value)
     return tuple(map(from_plain, item_types, value))
@@ -95,7 +95,7 @@ def fields_from_plain(cls: type, data: Any) -> dict[str, Any]:
     """
     declared_types = _field_types(cls)
     if type(data) is not dict:
-        raise XshardError(f"{cls.__name__} does not have the fields {shown(data)}")
+        raise XshardError(f"{cls.__name__} does not have the fields {short_repr(data)}")
     unknown = sorted(set(data) - set(declared_types))
     if unknown:
         raise XshardError(f"{cls.__name__} does not have the fields {unknown}")

@@ -180,7 +180,7 @@ class Transfer(Step):
         return int(self._elements[SENT].max())
 
     @property
-    def held(self) -> int:
+    def peak_elements(self) -> int:
         """Elements that the busiest device holds at once: its blocks, and what it sends and receives."""
         if self.is_in_place:
             return self.source.max_local_size
@@ -212,7 +212,7 @@ class Transfer(Step):
             seconds += self.profile.launch("exchange")
         for link, hop in zip(self.flows, traffic.hops, strict=True):
             seconds += link.seconds(hop, itemsize)
-        return Price(seconds, traffic.received * itemsize, self.held * itemsize)
+        return Price(seconds, traffic.received * itemsize, self.peak_elements * itemsize)
 
     @cached_property
     def flows(self) -> dict[Link, Flow]:

@@ -39,7 +39,7 @@ class Rank(NamedTuple):
     """How good a path is: paths are compared by their ranks, the lowest is best."""
 
     seconds: float
-    held: float  # elements
+    held_elements: float  # elements
     plainness: int
 
 
@@ -51,14 +51,18 @@ class Path(NamedTuple):
 
     seconds: float
     plainness: int
-    held: int  # elements that a device holds at the worst moment so far
-    least: float  # elements held that count: to hold less is no gain
+    held_elements: int  # elements that a device holds at the worst moment so far
+    held_elements_floor: float  # elements held that count: to hold less is no gain
     moves: Moves
 
     def rank(self, seconds: float = 0.0, plainness: int = 0) -> Rank:
         """Return the rank of the path, with a bound for the seconds and moves that still follow."""
         total = round(self.seconds + seconds, DIGITS)
-        held = self.held if self.held > self.least else self.least
+        held = (
+            self.held_elements
+            if self.held_elements > self.held_elements_floor
+            else self.held_elements_floor
+        )
         return Rank(total, held, self.plainness + plainness)
 
 
@@ -204,7 +208,7 @@ class Search:
         if move.kind == "permute" and not self._has_same_blocks(state, move.after):
             return None
         price = move_cost(self.grid, move, state)
-        if self.exceeds_limit(price.held):
+        if self.exceeds_limit(price.held_elements):
             return None
         # Paths of equal seconds and memory are ranked by the sum of these numbers, lowest first:
         # local moves are plainer than collectives, and those than exchanges.
@@ -215,9 +219,9 @@ class Search:
         else:
             plainness = 1
         seconds = path.seconds + price.seconds
-        held = max(path.held, price.held)
+        held = max(path.held_elements, price.held_elements)
         moves = (*path.moves, (state, move))
-        return Path(seconds, path.plainness + plainness, held, path.least, moves)
+        return Path(seconds, path.plainness + plainness, held, path.held_elements_floor, moves)
 
     def _has_same_blocks(self, state: State, after: State) -> bool:
         """Check that both states have the same blocks.
@@ -237,7 +241,7 @@ class Search:
         least = 0
         path = self._search()
         while path is not None:
-            least = path.held * self.grid.itemsize
+            least = path.held_elements * self.grid.itemsize
             path = replace(self, memory_limit=least - 1)._search()
         return least
 

@@ -95,7 +95,7 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     axes (0, 1) free at the goal "b c" and axis 1 sharding at the start: "b/0/1 c", then "b/1 c".
     The first dim that the axes cut evenly is sharded.
     """
-    free = grid.free(goal)
+    free = grid.replica_axes(goal)
     sharding_at_start = tuple(a for a in free if a in grid.roles(state))
     for axes in dict.fromkeys((free, sharding_at_start)):  # once if both are the same
         if not axes:
@@ -138,7 +138,7 @@ class AxisChanges(NamedTuple):
 
     ended: Cut  # hold addends of a sum that ends
     sliced: list[int]  # shard new
-    moved: list[int]  # shard otherwise, or have to change places after a slice
+    moved_axes: list[int]  # shard otherwise, or have to change places after a slice
     gathered: list[int]  # shard no more
 
 
@@ -180,7 +180,7 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
     seconds = 0.0
     if changes.sliced or spare:
         # Uneven blocks are taken as even: an estimate may be off by a row.
-        block = max(1, block // grid.parts([*changes.sliced, *spare]))
+        block = max(1, block // grid.count_parts([*changes.sliced, *spare]))
         seconds += _copy_seconds(grid, block)
     if changes.ended:
         ended = changes.ended
@@ -190,16 +190,16 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
             # Pieces of dim 0 lie one after the other: they need no packing.
             in_place = all(a not in new_roles or new_roles[a].dim == 0 for a in ended)
             seconds += grid.collective_seconds("reduce_scatter", block, ended, in_place)
-            block = max(1, block // grid.parts(ended))
+            block = max(1, block // grid.count_parts(ended))
             gathered += [a for a in ended if a not in new_roles]  # scattered only for the while
         else:
             seconds += grid.collective_seconds("all_reduce", block, ended, False)
-    if changes.moved:
-        slices = grid.parts([*changes.sliced, *spare, *changes.ended])
-        gathers = grid.parts([*gathered, *spare])
+    if changes.moved_axes:
+        slices = grid.count_parts([*changes.sliced, *spare, *changes.ended])
+        gathers = grid.count_parts([*gathered, *spare])
         can_permute = _can_match_by_slices(grid, state, goal, slices, gathers)
         largest = max(grid.block(state), grid.block(goal))
-        seconds += _moving_seconds(grid, tuple(changes.moved), block, largest, can_permute)
+        seconds += _moving_seconds(grid, tuple(changes.moved_axes), block, largest, can_permute)
     if gathered or spare:
         old_roles = grid.roles(state)
         in_place = all(a not in old_roles or old_roles[a].dim == 0 for a in gathered)
@@ -221,7 +221,9 @@ def _moving_seconds(
         can_permute: Whole blocks may change places.
     """
     least = grid.collective_seconds("all_to_all", block, axes, False)
-    if block * grid.parts(axes) <= largest:  # the gathered block is `parts` times as large
+    if (
+        block * grid.count_parts(axes) <= largest
+    ):  # the gathered block is `count_parts` times as large
         gather = grid.collective_seconds("all_gather", block, axes, False)
         least = min(least, gather + _copy_seconds(grid, block))
     if can_permute:
@@ -247,7 +249,7 @@ def _can_match_by_slices(grid: Grid, state: State, goal: State, slices: int, gat
         slices: Into how many more parts the start may be cut.
         gathers: Into how many more parts the goal may be cut, to be gathered afterwards.
     """
-    parts = [grid.parts(cut) for cut in state.cuts]
-    goal_parts = [grid.parts(cut) for cut in goal.cuts]
+    parts = [grid.count_parts(cut) for cut in state.cuts]
+    goal_parts = [grid.count_parts(cut) for cut in goal.cuts]
     common = math.prod(map(math.lcm, parts, goal_parts))
     return common <= math.prod(parts) * slices and common <= math.prod(goal_parts) * gathers

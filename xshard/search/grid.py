@@ -83,9 +83,11 @@ class Grid(LinkedStates):
         n_addends = self._span_product(self.ended(state, goal), level)
         if n_addends == 1:
             return 0
-        n_copies = self._span_product(self.free(goal), level)  # of each element of the result
+        n_copies = self._span_product(
+            self.replica_axes(goal), level
+        )  # of each element of the result
         # A sum that stays has several addends: each is an array of its own, to be reduced.
-        n_kept = self.parts([a for a in goal.sums if a in state.sums])
+        n_kept = self.count_parts([a for a in goal.sums if a in state.sums])
         n_elements = math.prod(self.shape)
         return least_received(n_elements, self.mesh.n_devices, n_addends, n_copies, n_kept)
 
@@ -202,7 +204,7 @@ class Grid(LinkedStates):
         begins = set(after.sums) - set(state.sums)
         is_regular = self.is_regular(after)
         # If a sum begins, only some devices receive: the others fill with zeros.
-        wanted = 0 if begins else self.parts(ended)
+        wanted = 0 if begins else self.count_parts(ended)
         min_senders = wanted
         max_per_sender = 1
         already_local = 1

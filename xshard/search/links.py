@@ -83,10 +83,10 @@ class LinkedStates(States):
         """
         # Level 0 is the slowest. With nothing to change, it stands for the links of what moves.
         slowest = min((min(self.levels(a)) for a in changing), default=0)
-        free_at_goal = set(self.free(goal))
+        free_at_goal = set(self.replica_axes(goal))
         is_sum_ending = bool(self.ended(state, goal))
         spare: list[int] = []
-        for axis in self.free(state):
+        for axis in self.replica_axes(state):
             if axis in free_at_goal and (is_sum_ending or max(self.levels(axis)) > slowest):
                 spare.append(axis)
         return spare
@@ -218,7 +218,7 @@ class LinkedStates(States):
     @cached_method
     def _dim_end(self, d: int, cut: Cut) -> DimEnd:
         """Return a dim with these shards, on the mesh that has the spans of links as axes."""
-        layout = Layout((Dim("", self.cut_by(cut)),))
+        layout = Layout((Dim("", self.shards_of(cut)),))
         [dim] = factored(layout, self._span_axes.factors).dims
         return DimEnd(dim, self.shape[d], self._span_axes.mesh.sizes_of(dim.axes))
 

@@ -100,7 +100,7 @@ class NamedRoute:
         """Convert a layout of this space to its state."""
         cuts: list[Cut] = []
         for dim in layout.dims:
-            cuts.append(tuple(map(self.grid.number, dim.shards)))
+            cuts.append(tuple(map(self.grid.shard_number, dim.shards)))
         sums = map(self.grid.axes.index, layout.tagged(self.op))
         return State(tuple(cuts), tuple(sorted(sums)))
 
@@ -108,13 +108,13 @@ class NamedRoute:
         """Convert a state to its layout."""
         dims: list[Dim] = []
         for name, cut in zip(self.start.layout.names, state.cuts, strict=True):
-            dims.append(Dim(name, self.grid.cut_by(cut)))
+            dims.append(Dim(name, self.grid.shards_of(cut)))
         reduction = (self.op, self.grid.names(state.sums))
         return Layout(tuple(dims), (reduction,))
 
     def dim_cut(self, d: int, cut: Cut) -> DimCut:
         """Return the name of a dim and some of its shards, as steps have them."""
-        return self.start.layout.names[d], self.grid.cut_by(cut)
+        return self.start.layout.names[d], self.grid.shards_of(cut)
 
     def exchange(self, src: Layout, dst: Layout) -> Exchange:
         """Build an exchange, with node-local senders where the grid has nodes and sums stay."""
@@ -131,7 +131,7 @@ class MoveCost(NamedTuple):
 
     seconds: float
     received: int
-    held: int
+    held_elements: int
 
 
 def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:

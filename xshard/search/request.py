@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from xshard.arguments import shown, whole_numbers
+from xshard.arguments import short_repr, whole_numbers
 from xshard.cost.machine import profile_of_devices, profile_of_factors
 from xshard.cost.model import Profile
 from xshard.errors import MeshError
@@ -194,7 +194,7 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
         return whole
     numbers = whole_numbers(devices)
     if numbers is None:
-        reason = f"the devices of the {end} are {shown(devices)}"
+        reason = f"the devices of the {end} are {short_repr(devices)}"
         raise MeshError(reason, hint="one number per device, as in (0, 1)")
     for number in numbers:
         if type(number) is not int or number < 0:  # True is an int, but no device

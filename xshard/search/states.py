@@ -46,7 +46,7 @@ class State(NamedTuple):
         return State(cuts, self.sums)
 
 
-def joined(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
+def add_inner_cuts(cuts: Cuts, inner_cuts: Cuts) -> Cuts:
     """Add innermost shards to each dim: ((0,), ()) and ((), (1,)) -> ((0,), (1,))."""
     return tuple(map(tuple.__add__, cuts, inner_cuts))
 
@@ -99,7 +99,7 @@ class States:
 
     def __post_init__(self) -> None:
         for axis in self.axes:
-            self.number(Shard((axis,)))
+            self.shard_number(Shard((axis,)))
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class States:
         return self.mesh.long_axes
 
     @cached_method
-    def number(self, shard: Shard) -> int:
+    def shard_number(self, shard: Shard) -> int:
         """Return the number of a shard, the same as long as this object lives."""
         with self._lock:
             if shard not in self.shards:
@@ -120,7 +120,7 @@ class States:
         """Return the names of numbered axes."""
         return tuple(self.axes[a] for a in axes)
 
-    def cut_by(self, cut: Iterable[int]) -> tuple[Shard, ...]:
+    def shards_of(self, cut: Iterable[int]) -> tuple[Shard, ...]:
         """Return the shards with these numbers."""
         return tuple(self.shards[s] for s in cut)
 
@@ -131,7 +131,7 @@ class States:
             axes += self.shard_axes[shard]
         return tuple(axes)
 
-    def parts(self, cut: Iterable[int]) -> int:
+    def count_parts(self, cut: Iterable[int]) -> int:
         """Return the number of parts into which shards, or axes, cut together."""
         return math.prod([self.sizes[s] for s in cut])
 
@@ -140,7 +140,7 @@ class States:
         return max(cut, default=0) < len(self.axes)
 
     @cached_method
-    def free(self, state: State) -> tuple[int, ...]:
+    def replica_axes(self, state: State) -> tuple[int, ...]:
         """List the axes that hold replicas."""
         busy = set(state.sums)
         for cut in state.cuts:
@@ -151,10 +151,10 @@ class States:
     def length(self, d: int, cut: Cut) -> BlockLength:
         """Measure the blocks of a dim under its shards: 10 rows over 4 -> 3, not even."""
         n_rows = self.shape[d]
-        n_parts = self.parts(cut)
+        n_parts = self.count_parts(cut)
         if self.is_plain(cut) and n_rows % n_parts == 0:
             return BlockLength(n_rows // n_parts, True)
-        dim = Dim("", self.cut_by(cut))
+        dim = Dim("", self.shards_of(cut))
         sizes = self.mesh.sizes_of(dim.axes)
         longest, is_even = block_length(dim, n_rows, sizes)
         # Documents and segments inside another shard would have other lengths: no step leads there.
@@ -199,6 +199,6 @@ class States:
     @cached_method
     def sharding(self, state: State) -> Sharding:
         """Return a state as a sharding; its dims have numbers for names."""
-        dims = tuple(Dim(str(d), self.cut_by(cut)) for d, cut in enumerate(state.cuts))
+        dims = tuple(Dim(str(d), self.shards_of(cut)) for d, cut in enumerate(state.cuts))
         layout = Layout(dims, (("sum", self.names(state.sums)),))
         return Sharding(layout, self.mesh, self.shape)

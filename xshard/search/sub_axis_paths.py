@@ -17,7 +17,7 @@ from xshard.cost.model import LOCAL
 from xshard.layout.sub_axes import Split, SubAxisMesh
 from xshard.search.a_star import Path
 from xshard.search.moves import Move, Moves, NamedRoute, SearchRoute, move_cost
-from xshard.search.states import Cut, Cuts, State, joined
+from xshard.search.states import Cut, Cuts, State, add_inner_cuts
 
 # How many ways to shard dims further are tried from either side; they differ in the links they use.
 MAX_WAYS = 16
@@ -101,8 +101,8 @@ def _needs(route: SearchRoute) -> Needs | None:
     goal = route.goal
     if start.sums != goal.sums or not (grid.is_regular(start) and grid.is_regular(goal)):
         return None
-    start_parts = [grid.parts(cut) for cut in start.cuts]
-    goal_parts = [grid.parts(cut) for cut in goal.cuts]
+    start_parts = [grid.count_parts(cut) for cut in start.cuts]
+    goal_parts = [grid.count_parts(cut) for cut in goal.cuts]
     common = list(map(math.lcm, start_parts, goal_parts))
     # Uneven blocks have several lengths: they cannot take each other's places.
     if any(length % parts for length, parts in zip(grid.shape, common, strict=True)):
@@ -119,8 +119,8 @@ def _quotients(common: Sequence[int], parts: Sequence[int]) -> list[int]:
 
 def _can_shard_by(route: SearchRoute, state: State, factors: Sequence[int]) -> bool:
     """Check that the free axes that change are enough to shard the dims by these factors."""
-    usable = [a for a in route.grid.free(state) if a in route.changing]
-    return math.prod(factors) <= route.grid.parts(usable)
+    usable = [a for a in route.grid.replica_axes(state) if a in route.changing]
+    return math.prod(factors) <= route.grid.count_parts(usable)
 
 
 def _finest_split(route: SearchRoute) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -179,11 +179,11 @@ def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int
         yield needs, route.changing
     # An axis over links of two speeds would gather over the slow ones again.
     near_axes = [a for a in route.spare if len(grid.levels(a)) == 1]
-    n_shares = grid.parts(near_axes)
+    n_shares = grid.count_parts(near_axes)
     if n_shares == 1:
         return
     for d, cut in enumerate(route.goal.cuts):
-        if grid.shape[d] % (grid.parts(cut) * needs.goal[d] * n_shares) == 0:
+        if grid.shape[d] % (grid.count_parts(cut) * needs.goal[d] * n_shares) == 0:
             start = list(needs.start)
             goal = list(needs.goal)
             start[d] *= n_shares
@@ -204,13 +204,13 @@ def _cheapest(
         below: The seconds that the path has to beat.
     """
     goal = route.goal
-    start_axes = [a for a in route.grid.free(route.start) if a in axes]
-    goal_axes = [a for a in route.grid.free(goal) if a in axes]
+    start_axes = [a for a in route.grid.replica_axes(route.start) if a in axes]
+    goal_axes = [a for a in route.grid.replica_axes(goal) if a in axes]
     slices = list(islice(_new_cuts(route, start_axes, needs.start), MAX_WAYS))
     best: SubAxisPath | None = None
     # The permutation leads to `arrival`: the goal with extra shards, which are then gathered.
     for gathered in islice(_new_cuts(route, goal_axes, needs.goal), MAX_WAYS):
-        arrival = State(joined(goal.cuts, gathered), goal.sums)
+        arrival = State(add_inner_cuts(goal.cuts, gathered), goal.sums)
         gathers = _best_gathers(route, arrival, gathered, limit)
         for sliced in slices:
             first_moves = _slice_and_permute(route, sliced, arrival)
@@ -243,7 +243,7 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> 
     tried: set[tuple[object, ...]] = set()
     for n in range(len(free) + 1):
         for cut in reversed(list(combinations(free, n))):  # the innermost axes first
-            if grid.parts(cut) != needs[0]:
+            if grid.count_parts(cut) != needs[0]:
                 continue
             # Cuts by like axes are equally good: the first of a kind stands for all.
             kind = tuple((grid.mesh.origin(grid.axes[a]), grid.levels(a)) for a in cut)
@@ -258,7 +258,7 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> 
 def _slice_and_permute(route: SearchRoute, sliced: Cuts, arrival: State) -> Moves | None:
     """Make the moves from the start to `arrival`; None if a slice alone leads there."""
     start = route.start
-    ready = State(joined(start.cuts, sliced), start.sums)
+    ready = State(add_inner_cuts(start.cuts, sliced), start.sums)
     if ready == arrival:
         return None
     permuting = (ready, Move("permute", (), arrival))
@@ -300,7 +300,7 @@ def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:
     seconds = 0.0
     for state, move in moves:
         price = move_cost(route.grid, move, state)
-        if price.held > limit:
+        if price.held_elements > limit:
             return math.inf
         seconds += price.seconds
     return seconds
@@ -324,7 +324,7 @@ def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
     split: list[tuple[str, tuple[int, ...]]] = []
     for axis, _ in path.split:
         if len(groups[axis]) > 1:
-            split.append((axis, tuple(fine.parts(group) for group in groups[axis])))
+            split.append((axis, tuple(fine.count_parts(group) for group in groups[axis])))
     coarse_route = _divided(route, tuple(split)) if split else route
     # The first of the merged sub-axes stands for all; both meshes have the axes in the same order,
     # so the numbers on the new mesh are given in the order of the groups. The others are dropped.

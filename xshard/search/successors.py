@@ -16,7 +16,7 @@ from itertools import (
 )
 
 from xshard.search.moves import Move, SearchRoute
-from xshard.search.states import Cut, Cuts, State, cached_method, joined
+from xshard.search.states import Cut, Cuts, State, add_inner_cuts, cached_method
 
 # Up to so many axes, dims and devices all moves are tried: the proof of optimality covers them.
 COMPLETE_AXES = 3
@@ -42,7 +42,7 @@ class Successors:
         is_small = (
             len(self.usable) <= COMPLETE_AXES
             and len(self.dims) <= COMPLETE_DIMS
-            and self.grid.parts(self.usable) <= COMPLETE_DEVICES
+            and self.grid.count_parts(self.usable) <= COMPLETE_DEVICES
         )
         has_even_ends = self.grid.is_regular(route.start) and self.grid.is_regular(route.goal)
         self.complete = is_small and has_even_ends
@@ -85,11 +85,13 @@ class Successors:
             if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(free):
                 continue
             if self._may_cut(state, new_cuts):
-                yield Move("slice", new_cuts, State(joined(state.cuts, new_cuts), state.sums))
+                yield Move(
+                    "slice", new_cuts, State(add_inner_cuts(state.cuts, new_cuts), state.sums)
+                )
 
     def _usable_replicas(self, state: State) -> tuple[int, ...]:
         """List the usable axes that hold replicas."""
-        return tuple(a for a in self.grid.free(state) if a in self.usable)
+        return tuple(a for a in self.grid.replica_axes(state) if a in self.usable)
 
     def _may_cut(self, state: State, new_cuts: Cuts) -> bool:
         """Check that new shards are the goal's, or even; other shards are a detour."""
@@ -234,7 +236,7 @@ class Successors:
         usable = tuple(a for a in self.usable if a not in state.sums)
         parts: list[int] = []  # for each dim, how many its shards beside the pinned ones make
         for cut, pinned in zip(state.cuts, self.pinned, strict=True):
-            parts.append(self.grid.parts(cut[len(pinned) :]))
+            parts.append(self.grid.count_parts(cut[len(pinned) :]))
         n_found = 0
         for cuts in self._arrangements(0, usable, parts):
             if cuts in (state.cuts, self.goal.cuts):
@@ -290,7 +292,7 @@ class Successors:
                     axes_of_dim[d].append(axis)
             orders = [permutations(axes) for axes in axes_of_dim]
             for inner_cuts in product(*orders):
-                cuts = joined(self.pinned, inner_cuts)
+                cuts = add_inner_cuts(self.pinned, inner_cuts)
                 if all(map(self.grid.is_even, self.dims, cuts)):
                     all_cuts.append(cuts)
         return all_cuts
@@ -312,11 +314,11 @@ class Successors:
             return
         for n in range(len(usable) + 1):
             for cut in permutations(usable, n):
-                if self.grid.parts(cut) == parts:
+                if self.grid.count_parts(cut) == parts:
                     yield cut
 
     def _towards_goal(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
-        """Yield cuts of one dim into `parts` parts that begin as the goal's, then have other axes.
+        """Yield cuts of one dim into `count_parts` parts that begin as the goal's, then have other axes.
 
         The longest beginning comes first. Shards that always stay are left out throughout.
         """
@@ -324,13 +326,13 @@ class Successors:
         for leading in _prefixes(goal_cut):
             if not self.grid.is_plain(leading) or not set(leading) <= set(usable):
                 continue
-            if parts % self.grid.parts(leading):
+            if parts % self.grid.count_parts(leading):
                 continue  # no other axes make the number whole
             others = [a for a in usable if a not in leading]
             for n in range(len(others) + 1):
                 # The order of axes that the goal does not have there does not matter.
                 for axes in combinations(others, n):
-                    if self.grid.parts(leading + axes) == parts:
+                    if self.grid.count_parts(leading + axes) == parts:
                         yield leading + axes
 
     def _subsets(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -83,7 +83,7 @@ _MAKERS: dict[str, Callable[..., Names]] = {
 _N_SIZES = {"flax": 0, "fused": 3, "megatron": 3}
 
 
-def named(text: str) -> Names:
+def names_from_text(text: str) -> Names:
     """Read names from text: "llama-to-flax", "llama-to-megatron:32,8,128", or back to Llama.
 
     Raises:

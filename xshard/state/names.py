@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xshard.arguments import did_you_mean, shown
+from xshard.arguments import did_you_mean, short_repr
 from xshard.errors import ShapeError, XshardError
 from xshard.layout import layout, runs
 from xshard.plans.serialize import fields_from_plain, fields_to_plain
@@ -372,7 +372,7 @@ def _relation_from_json(item: Any) -> Relation:
     except XshardError as error:
         hint = 'as {"parts": ["*.gate", "*.up"], "whole": "*.gate_up"}; its other fields are '
         hint += "order, dim, rows, stacks, splits, dtype, optional, equal and joined"
-        reason = f"{shown(item)} is not a relation: {error.reason}"
+        reason = f"{short_repr(item)} is not a relation: {error.reason}"
         raise XshardError(reason, hint=hint) from None
     return Relation(**fields)
 
@@ -404,7 +404,7 @@ def _permutation(order: str | None) -> tuple[int, ...] | None:
     src, dst = layout.parse_expression(order)
     if src.axes or dst.axes:
         hint = "an order of dims alone, as in 'o i -> i o'"
-        raise XshardError(f"'{shown(order)}' has mesh axes", hint=hint)
+        raise XshardError(f"'{short_repr(order)}' has mesh axes", hint=hint)
     return tuple(map(src.names.index, dst.names))
 
 

@@ -193,7 +193,7 @@ def _plan_move(
     casts_first = itemsize(dtype) < itemsize(src_dtype) and not has_addends
     request = Request(
         src=src.sharding.layout,
-        dst=dst.sharding.layout.named([src_names[i] for i in piece.order]),
+        dst=dst.sharding.layout.with_names([src_names[i] for i in piece.order]),
         src_mesh=source.mesh,
         dst_mesh=target.mesh,
         src_devices=meshes.src_devices,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from xshard.arguments import as_whole_number, limit_of, shown
+from xshard.arguments import as_whole_number, limit_of, short_repr
 from xshard.cost.machine import load_profile
 from xshard.cost.model import ProfileLike
 from xshard.errors import NotationError, PlanError, ProfileError, api_boundary
@@ -147,7 +147,7 @@ def list_problems(
         number = as_whole_number(micro_batches)
         if number is None or number <= 0 or batch % number:
             hint = f"{step.batch} is {batch}: {', '.join(map(str, n_micro_batches))} divide it"
-            raise PlanError(f"{shown(micro_batches)} micro-batches", hint=hint)
+            raise PlanError(f"{short_repr(micro_batches)} micro-batches", hint=hint)
         n_micro_batches = [micro_batches]
     has_repeated_blocks = any(op.times > 1 for op in step.ops)
     recomputing = [bool(recompute)]  # None is False where nothing can be computed again
@@ -253,10 +253,12 @@ def _nothing_fits(
     """Return the error for a step that does not fit, with the least memory that any plan takes."""
     shares = list[float]()  # of the limit
     for search in searches:
-        shares += [float(search.cost.used(vector)) for vector in search.vectors.values()]
+        shares += [
+            float(search.cost.largest_limit_share(vector)) for vector in search.vectors.values()
+        ]
     least = format_bytes(int(min(shares) * limit / (1 - HEADROOM)))
     hint = f"the least that was found is {least}; more devices hold more"
-    return PlanError(f"the step does not fit {shown(memory)} per device", hint=hint)
+    return PlanError(f"the step does not fit {short_repr(memory)} per device", hint=hint)
 
 
 def _most_seconds(best: float, bound: float, gap: float, by_hand: Mapping[str, StepPlan]) -> float:

@@ -233,7 +233,8 @@ def read_index(path: Path) -> dict[str, Any]:
         )
     for name, file in files.items():
         if not _is_plain_name(file):
-            reason = f"{path.name}: {name}: {arguments.shown(file)} is not a safetensors file of this folder"
+            file_text = arguments.short_repr(file)
+            reason = f"{path.name}: {name}: {file_text} is not a safetensors file of this folder"
             raise FileError(reason, hint="the index has names of files beside it, without a folder")
     if not isinstance(index.get("metadata", {}), dict):
         raise FileError(f"{path.name}: metadata is not an object")

@@ -155,7 +155,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     items = dict(pairs)
     if len(items) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise FileError(f"the header has {arguments.shown(key)} twice")
+        raise FileError(f"the header has {arguments.short_repr(key)} twice")
     return items
 
 
@@ -202,9 +202,9 @@ def _read_span(name: str, entry: Any, data_start: int, file_bytes: int) -> Span:
     shape = entry["shape"]
     offsets = entry["data_offsets"]
     if not isinstance(short_dtype, str) or short_dtype not in _LONG:
-        raise FileError(f"unknown dtype {arguments.shown(short_dtype)}")
+        raise FileError(f"unknown dtype {arguments.short_repr(short_dtype)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise FileError(f"shape {arguments.shown(shape)} at {arguments.shown(offsets)}")
+        raise FileError(f"shape {arguments.short_repr(shape)} at {arguments.short_repr(offsets)}")
     dtype = _LONG[short_dtype]
     start, stop = offsets
     n_bytes = dtypes.n_bytes(shape, dtype)

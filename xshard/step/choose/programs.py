@@ -33,8 +33,8 @@ def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
     """
     n_vectors = len(vectors)
     n_maxima = len(cost.times)
-    n_limits = len(cost.limited)
-    least = float(cost.of(vectors).min())
+    n_limits = len(cost.limit_shares)
+    least = float(cost.total(vectors).min())
     scale = least if least else 1.0  # the solver's tolerances are for costs of about 1
     # Variables, in the order of columns: a share of each vector, the maxima, and by how much a
     # limit is exceeded. That may happen, at a high price, so that there always is a solution.
@@ -44,7 +44,7 @@ def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
     minus_maxima = np.tile(-np.eye(n_maxima, n_maxima + 1), (len(rows) // n_maxima, 1))
     # Then: limited @ shares - excess <= 1
     minus_excess = np.append(np.zeros((n_limits, n_maxima)), -np.ones((n_limits, 1)), 1)
-    table = np.block([[rows, minus_maxima], [cost.limited @ vectors.T, minus_excess]])
+    table = np.block([[rows, minus_maxima], [cost.limit_shares @ vectors.T, minus_excess]])
     right_sides = np.repeat([0.0, 1.0], [len(rows), n_limits])
     # One equality: all shares are 1 together.
     is_share = np.arange(n_vectors + n_maxima + 1) < n_vectors
@@ -113,8 +113,8 @@ def solve_program(
     below_maxima = list[Any]()  # rows @ parts - maxima <= 0, so that a maximum is no less than any
     for rows in cost.scaled_maxima(scale):
         below_maxima.append(sparse.hstack([rows @ parts, -sparse.eye_array(n_maxima)]))
-    no_maxima = sparse.csr_array((len(cost.limited), n_maxima))
-    within_limits = sparse.hstack([cost.limited @ parts, no_maxima])
+    no_maxima = sparse.csr_array((len(cost.limit_shares), n_maxima))
+    within_limits = sparse.hstack([cost.limit_shares @ parts, no_maxima])
     equalities = variables.equalities(n_variables)
     # The first ones say that the shares of each node are 1 in all. All others are flows minus
     # shares, which are 0.

@@ -75,7 +75,7 @@ class StepSearch:
         # Begin with equal shares of the rows of every maximum, and with memory that is worth
         # nothing.
         row_shares = np.full(n_maxima * n_rows, 1 / n_rows)
-        limit_worths = np.zeros(len(self.cost.limited))
+        limit_worths = np.zeros(len(self.cost.limit_shares))
         # Of the best bound so far, as in `Cost.weights`.
         self.multipliers = np.append(row_shares, limit_worths)
         if not self.options:
@@ -101,15 +101,15 @@ class StepSearch:
         vector = self.problem.vectors(assignment)[0]
         if np.isfinite(vector).all():
             self.vectors[tuple(assignment)] = vector
-            seconds = float(self.cost.of(vector))
-            if seconds < self.seconds and self.cost.used(vector) <= 1:
+            seconds = float(self.cost.total(vector))
+            if seconds < self.seconds and self.cost.largest_limit_share(vector) <= 1:
                 self.seconds = seconds
                 self.best = list(assignment)
         return added * self.problem.micro_batches
 
     def start(self) -> None:
         """Offer the assignment that is fastest if half of all moves run beside computing."""
-        n_limits = len(self.cost.limited)
+        n_limits = len(self.cost.limit_shares)
         # In all, the memory is worth one second.
         multipliers = np.append(self.multipliers[:-n_limits], np.full(n_limits, 1 / n_limits))
         self.offer(self.bound_by(multipliers).assignment)

@@ -23,24 +23,24 @@ class Cost:
         linear: The weight of each part in the sum: [parts].
         times: How often each maximum counts: [maxima].
         maxima: The rows of each maximum: [maxima, rows, parts].
-        limited: Each limit's share that one unit of a part uses: [limits, parts]. All numbers are
+        limit_shares: Each limit's share that one unit of a part uses: [limits, parts]. All numbers are
             >= 0.
     """
 
     linear: Floats
     times: Floats
     maxima: Floats
-    limited: Floats
+    limit_shares: Floats
 
-    def of(self, vectors: Floats) -> Floats:
+    def total(self, vectors: Floats) -> Floats:
         """Return the cost of each vector: [..., parts] -> [...]."""
         # Rows go to the end: a max over them is left, one for each maximum and vector.
         highest = (vectors @ self.maxima.swapaxes(1, 2)).max(-1)  # [maxima, ...]
         return np.asarray(vectors @ self.linear + highest.T @ self.times)
 
-    def used(self, vectors: Floats) -> Floats:
+    def largest_limit_share(self, vectors: Floats) -> Floats:
         """Return the largest share of a limit that each vector uses; above 1 it does not fit."""
-        return np.asarray((vectors @ self.limited.T).max(-1, initial=0.0))
+        return np.asarray((vectors @ self.limit_shares.T).max(-1, initial=0.0))
 
     def rank(self, vectors: Floats, excess: float = EXCESS) -> Floats:
         """Return the cost, plus `excess` times the cost for each time that a limit is exceeded.
@@ -48,8 +48,8 @@ class Cost:
         Vectors with infinite parts rank last.
         """
         with np.errstate(invalid="ignore"):  # 0 * inf
-            over = np.maximum(self.used(vectors) - 1, 0)
-            rank = self.of(vectors) * (1 + excess * over)
+            over = np.maximum(self.largest_limit_share(vectors) - 1, 0)
+            rank = self.total(vectors) * (1 + excess * over)
         return np.nan_to_num(rank, nan=np.inf)
 
     def scaled_maxima(self, scale: float) -> Floats:
@@ -67,7 +67,7 @@ class Cost:
             multipliers: For each maximum a share of each of its rows, 1 in all, as [rows, maxima]
                 in a line. Then what a limit is worth, for each limit.
         """
-        row_shares, limit_worths = np.split(multipliers, [-len(self.limited)])
+        row_shares, limit_worths = np.split(multipliers, [-len(self.limit_shares)])
         row_shares = row_shares.reshape(-1, len(self.times))  # [rows, maxima]
         weights = np.einsum("rt, t, trp -> p", row_shares, self.times, self.maxima)
-        return weights + self.linear + limit_worths @ self.limited, float(limit_worths.sum())
+        return weights + self.linear + limit_worths @ self.limit_shares, float(limit_worths.sum())

@@ -9,7 +9,14 @@ import numpy as np
 
 from xshard.step.price.moves import MovePrices, dual
 from xshard.step.price.nodes import Gathering, Node
-from xshard.step.price.options import Flags, Floats, Ints, Placements, distinct, without_copies
+from xshard.step.price.options import (
+    Flags,
+    Floats,
+    Ints,
+    Placements,
+    distinct_layouts,
+    without_copies,
+)
 from xshard.step.price.parts import BlockPart
 from xshard.step.price.step_setup import StepSetup
 from xshard.step.record.arrays import COPY, REPLICAS
@@ -184,8 +191,8 @@ def _edge(
     step = setup.step
     source = nodes[numbers[name]]
     user = nodes[numbers[op.name]]
-    used_layouts, columns = distinct(user.placements[:, operand])
-    made_layouts, rows = distinct(source.placements[:, -1])  # the last array is the result
+    used_layouts, columns = distinct_layouts(user.placements[:, operand])
+    made_layouts, rows = distinct_layouts(source.placements[:, -1])  # the last array is the result
     launch_share = 1.0
     if source.gathering is not None:  # a parameter
         # Options with one layout differ in when they are gathered: each has its own row.
@@ -209,8 +216,8 @@ def _edge(
         shape=setup.shape(name),
         prices=setup.moves,
         seconds_parts=(
-            setup.part(op, BlockPart.FORWARD_MOVING_S),
-            setup.part(op, BlockPart.BACKWARD_MOVING_S),
+            setup.part_index(op, BlockPart.FORWARD_MOVING_S),
+            setup.part_index(op, BlockPart.BACKWARD_MOVING_S),
         ),
         runs=share * _runs(setup, source, op, len(made_layouts)),
         bytes_by_part=bytes_by_part,
@@ -284,7 +291,7 @@ def _bytes_by_part(
         # The gradient of the logits is there a second time, as it arrives.
         arriving = setup.block_bytes(made_layouts, setup.shape(source.name), setup.item_bytes)
         moves = (made_layouts[:, None] != used_layouts).any(-1)
-        return {setup.part(op, BlockPart.RUNNING_BYTES): arriving[:, None] * moves}
+        return {setup.part_index(op, BlockPart.RUNNING_BYTES): arriving[:, None] * moves}
     return {}
 
 
@@ -316,7 +323,7 @@ def _bytes_of_parameter(
     used_bytes = setup.block_bytes(used, shape, setup.item_bytes)
     # Gathers take the slow links first: halfway, axes over slow links are as in use, all others as
     # in storage. A gather in two messages holds the first one, too.
-    halfway = np.where(setup.moves.far, used, stored)
+    halfway = np.where(setup.moves.slow_axes, used, stored)
     halfway_bytes = setup.block_bytes(halfway, shape, setup.item_bytes)
     has_two_gathers = (halfway != stored).any(-1) & (halfway != used).any(-1)
     # Twice: the message, and the parameter that is unpacked from it.
@@ -336,9 +343,9 @@ def _bytes_of_parameter(
     stored_bytes = setup.block_bytes(stored, shape, setup.item_bytes)
     sums = is_first_use * is_summed_later * stored_bytes * max(2 - gradient_ratio, 0)
     return {
-        setup.part(op, BlockPart.RECEIVED_BYTES): received,
-        setup.part(op, BlockPart.SENT_BYTES): sent,
-        setup.part(op, BlockPart.GATHERED_BYTES): per_step * is_gathered * used_bytes,
-        setup.part(op, BlockPart.GRADIENT_BYTES): gradients,
-        setup.part(op, BlockPart.SUM_BYTES): sums,
+        setup.part_index(op, BlockPart.RECEIVED_BYTES): received,
+        setup.part_index(op, BlockPart.SENT_BYTES): sent,
+        setup.part_index(op, BlockPart.GATHERED_BYTES): per_step * is_gathered * used_bytes,
+        setup.part_index(op, BlockPart.GRADIENT_BYTES): gradients,
+        setup.part_index(op, BlockPart.SUM_BYTES): sums,
     }

@@ -55,7 +55,7 @@ class Line(NamedTuple):
     most_elements: int
     most_seconds: float
 
-    def at(self, elements: float) -> float:
+    def seconds_at(self, elements: float) -> float:
         """Read the seconds for a number of elements off the line; never below its start."""
         more = max(elements - self.elements, 0)
         rise = self.most_seconds - self.seconds
@@ -129,7 +129,7 @@ class MovePrices:
         # Several arrays in one collective are packed: their blocks are many runs in memory.
         is_contiguous = share == 1 and _begins_with(moves, lengths)
         line = _line(self.mesh, self.dtype, self.profile, tuple(moves), is_contiguous, octave)
-        return share * line.at(elements)
+        return share * line.seconds_at(elements)
 
     def _taking_part(self, moves: Sequence[AxisMove]) -> list[AxisMove]:
         """Keep the axes along which devices take part in a move."""
@@ -206,7 +206,7 @@ class MovePrices:
         return np.where(received > 0, launch_s, 0.0), byte_s * itemsize(self.dtype)
 
     @cached_property
-    def far(self) -> Flags:
+    def slow_axes(self) -> Flags:
         """Which axes are over slower links than others."""
         far_axes = np.array(self._levels.axes)[self._levels.is_far]
         return np.isin(range(len(self.mesh.axes)), far_axes)

@@ -73,7 +73,9 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     # With micro-batches, what is gathered once has its gradients summed while it is whole: its
     # edges count these.
     has_sharded_gradient = (gathering == Gathering.PER_USE) | (setup.micro_batches == 1)
-    costs[:, setup.part(first_use, BlockPart.GRADIENT_BYTES)] = layer_bytes * has_sharded_gradient
+    costs[:, setup.part_index(first_use, BlockPart.GRADIENT_BYTES)] = (
+        layer_bytes * has_sharded_gradient
+    )
     elements = layer_bytes * first_use.times / gradient_bytes
     n_states = 3 if item_bytes < FULL else 2  # two moments, and a copy in full precision
     costs[:, StepPart.PARAMETER_BYTES] = item_bytes * elements
@@ -111,10 +113,10 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
         is_input = op.kind == "carry"
         saved_bytes = block_bytes[-1] if is_input else np.zeros(len(placements))
     costs = np.zeros((len(placements), setup.parts.size))
-    costs[:, setup.part(op, BlockPart.FORWARD_COMPUTING_S)] = seconds
-    costs[:, setup.part(op, BlockPart.BACKWARD_COMPUTING_S)] = seconds * backward_work
-    costs[:, setup.part(op, BlockPart.RUNNING_BYTES)] = running_bytes
-    costs[:, setup.part(op, BlockPart.SAVED_BYTES)] = saved_bytes
+    costs[:, setup.part_index(op, BlockPart.FORWARD_COMPUTING_S)] = seconds
+    costs[:, setup.part_index(op, BlockPart.BACKWARD_COMPUTING_S)] = seconds * backward_work
+    costs[:, setup.part_index(op, BlockPart.RUNNING_BYTES)] = running_bytes
+    costs[:, setup.part_index(op, BlockPart.SAVED_BYTES)] = saved_bytes
     return Node(op.name, placements, costs)
 
 

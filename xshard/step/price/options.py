@@ -90,7 +90,7 @@ def product_over(axes: Flags, sizes: Sequence[int] | Floats) -> Floats:
     return np.asarray(np.prod(np.where(axes, sizes, 1), -1))
 
 
-def distinct(layouts: Placements) -> tuple[Placements, Ints]:
+def distinct_layouts(layouts: Placements) -> tuple[Placements, Ints]:
     """Find the distinct layouts of options, and for each option the number of its layout."""
     rows, numbers = np.unique(layouts, axis=0, return_inverse=True)
     return rows, numbers.reshape(-1)

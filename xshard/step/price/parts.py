@@ -50,7 +50,7 @@ class Parts:
     def size(self) -> int:
         return self.n_blocks * len(BlockPart) + len(StepPart)
 
-    def of(self, block: int, part: BlockPart) -> int:
+    def index_of(self, block: int, part: BlockPart) -> int:
         """Return the place of a part of a block."""
         return block * len(BlockPart) + part
 

@@ -118,7 +118,7 @@ class StepProblem(StepSetup):
             linear=self.parts.unit[StepPart.OPTIMIZER_S],
             times=times,
             maxima=rows.reshape(-1, 2, self.parts.size),
-            limited=self.moments / limit,
+            limit_shares=self.moments / limit,
         )
 
     @cached_property

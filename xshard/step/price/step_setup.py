@@ -86,9 +86,9 @@ class StepSetup:
     def parts(self) -> Parts:
         return Parts(len(self.block_times))
 
-    def part(self, op: Op, part: BlockPart) -> int:
+    def part_index(self, op: Op, part: BlockPart) -> int:
         """Return the place of a part of an operation's block in vectors."""
-        return self.parts.of(self.block_of[op.name], part)
+        return self.parts.index_of(self.block_of[op.name], part)
 
     def is_recomputed(self, op: Op) -> bool:
         """Tell whether an operation runs again in the backward pass."""

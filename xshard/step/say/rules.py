@@ -134,7 +134,7 @@ class _ActivationRules:
             return src, dst
         names = [f"{name}_" if name in staying else name for name in src.names]
         dst_names = [f"{name}_" if name in staying else name for name in dst.names]
-        return src.named(names), dst.named(dst_names)
+        return src.with_names(names), dst.with_names(dst_names)
 
     def _module_that_varies_more(self, source: str, op: Op, used: Layout) -> str:
         """Name an operation's module if activations vary along more axes in it than around it.

@@ -32,7 +32,7 @@ class StepPlan(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of a device when it holds most."""
-        return int(self.search.problem.cost(1.0).used(self.vector))
+        return int(self.search.problem.cost(1.0).largest_limit_share(self.vector))
 
     @property
     def fits(self) -> bool:
@@ -40,7 +40,7 @@ class StepPlan(NamedTuple):
 
     def seconds(self, overlap: float | None = None) -> float:
         """Return the seconds of a step, also with another overlap than the problem's."""
-        return float(self.search.problem.cost(1.0, overlap).of(self.vector))
+        return float(self.search.problem.cost(1.0, overlap).total(self.vector))
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Suggestion(Pictured):
         self.recompute = problem.recompute
         vector = problem.vectors(self.assignment)[0]
         self.parts, self.memory = problem.summary(vector)
-        self.seconds = float(self.search.cost.of(vector))
+        self.seconds = float(self.search.cost.total(vector))
         self.gap = 1 - self.bound / self.seconds
 
     @cached_property

@@ -44,7 +44,9 @@ class BlockHolders(NamedTuple):
     ]  # [blocks, dims + 1]: place along each dim, and the number of the addend
     block_of: NDArray[np.int64]  # [devices]: the number of each device's block
     addends: NDArray[np.int64]  # [devices]: the number of each device's addend
-    near: NDArray[np.bool_]  # [blocks, devices]: whether a device of the same node holds the block
+    is_on_same_node: NDArray[
+        np.bool_
+    ]  # [blocks, devices]: whether a device of the same node holds the block
 
 
 @layout_cache(maxsize=1024)
@@ -95,8 +97,8 @@ def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> 
     elements[holders.block_of, np.arange(before.mesh.n_devices)] = 0
     arriving = elements.sum(axis=0)  # [devices]
 
-    between_nodes = np.where(holders.near, 0, elements)
-    inside_nodes = np.where(holders.near, elements, 0)
+    between_nodes = np.where(holders.is_on_same_node, 0, elements)
+    inside_nodes = np.where(holders.is_on_same_node, elements, 0)
     hops = []
     for level, level_elements in enumerate((between_nodes, inside_nodes)):
         if level_elements.any():

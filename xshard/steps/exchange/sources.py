@@ -60,7 +60,7 @@ class Pole(NamedTuple):
 
 
 @layout_cache(maxsize=8192)
-def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]:
+def views(sharding: Sharding, unsplit_dims: tuple[int, ...] = ()) -> tuple[View, ...]:
     """List all views of a block: each choice of a side per dim; one view if no dim has a pole.
 
     A view is the part of a block whose rows lie on these sides of the poles. A dim with poles at
@@ -68,13 +68,13 @@ def views(sharding: Sharding, carried: tuple[int, ...] = ()) -> tuple[View, ...]
 
     Args:
         sharding: The sharding of the block.
-        carried: Dims that are not split into sides, since all their rows stay on their device.
+        unsplit_dims: Dims that are not split into sides, since all their rows stay on their device.
     """
     poles: dict[tuple[int, str], Pole] = {}
     side_options: list[list[str]] = []
     for d, dim in enumerate(sharding.layout.dims):
         sides = [STRAIGHT]
-        if d not in carried:
+        if d not in unsplit_dims:
             # Dims without ends to fill have no boundaries at all: then there is nothing to zip.
             for side, boundary in zip(POLE_SIDES, ends_of(dim.overlap), strict=False):
                 if boundary.kind == "pole":
@@ -202,7 +202,7 @@ def n_segment_rows(segments: Sequence[Segment]) -> int:
 class RowRequest(NamedTuple):
     """What a receiver takes of one dim: segments of its own block, and rows that others offer."""
 
-    own: tuple[Segment, ...]
+    own_segments: tuple[Segment, ...]
     from_others: Runs
 
 
@@ -282,7 +282,7 @@ def sources(
     request = _request(src, dst, src_index, dst_index, from_providers)
     taken: list[Source] = []
     if src_index in senders:
-        taken.append(Source(src_index, request.own))
+        taken.append(Source(src_index, request.own_segments))
     offered = src.offered_rows()
     for i in _senders_in_reach(src, senders, request.from_others):
         for runs in offered[i]:
@@ -391,7 +391,7 @@ def _row_pairs(
         _request(src, dst, i, j, from_providers)
         for i, j in zip(src_indices, dst_indices, strict=True)
     ]
-    own_rows = [n_segment_rows(request.own) for request in requests]
+    own_rows = [n_segment_rows(request.own_segments) for request in requests]
     offered: list[Runs] = []
     offering: list[int] = []  # the sender of each list of `offered`; in a fold it has several
     for sender, lists in enumerate(src.offered_rows()):
