@@ -208,7 +208,8 @@ class Rules(Mapping[Pattern, Any]):
         fitted = [name for name in decided if self._fits[pattern].fullmatch(name)]
         earlier = decided[fitted[0]]
         assert earlier is not None  # for `pattern` fits it
-        reason = f"rule '{pattern_text(pattern)}' comes too late: '{pattern_text(earlier)}' decides {fitted[0]}"
+        reason = f"rule '{pattern_text(pattern)}' comes too late: "
+        reason += f"'{pattern_text(earlier)}' decides {fitted[0]}"
         hint = "the first pattern that fits decides: write the narrow one before the wide one"
         return Complaint(reason, [hint])
 

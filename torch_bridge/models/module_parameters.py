@@ -31,8 +31,8 @@ class ModuleParameters:
         STORED --begin_pass--> GATHERED --end_pass--> STORED
 
     Nothing else puts gathered tensors in the place of blocks; blocks are replaced only between passes, by
-    `ShardedParameter.set_block`. `begin_pass` and `end_pass` are called before and after each forward pass of the
-    module, also of one that fails. A module may call itself: only the outermost pass counts.
+    `ShardedParameter.set_block`. `begin_pass` and `end_pass` are called before and after each forward pass
+    of the module, also of one that fails. A module may call itself: only the outermost pass counts.
 
     A gathered tensor has one of three lives:
 

@@ -131,7 +131,7 @@ def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[
         if x is not None or not is_optional:
             x = as_tensor(x, place if place else "x")
         mesh = None if is_dtensor(x) else options.mesh
-        yield _Leaf(place, x, leaf.given, whole.given, mesh)
+        yield _Leaf(place, x, leaf.value, whole.value, mesh)
 
 
 def _spread(values: Any, tree: Any, is_value: Callable[[Any], bool], what: str) -> list[Any]:
