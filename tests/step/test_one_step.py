@@ -128,8 +128,8 @@ def test_every_sum_is_there(problem):
     rows = []
     for name, plan in PLANS.items():
         vector = problem.vectors(assignment_of(problem, plan))[0]
-        seconds = float(problem.cost(1.0).of(vector))
-        n_bytes = float(problem.cost(1.0).used(vector))
+        seconds = float(problem.cost(1.0).total(vector))
+        n_bytes = float(problem.cost(1.0).largest_limit_share(vector))
         parts = [BlockPart.FORWARD_COMPUTING_S, BlockPart.FORWARD_MOVING_S]
         parts += [BlockPart.BACKWARD_COMPUTING_S, BlockPart.BACKWARD_MOVING_S, StepPart.OPTIMIZER_S]
         cells = [f"{vector[part] * 1e3:.2f}" for part in parts]
@@ -147,7 +147,7 @@ def test_the_arithmetic_of_the_page(problem):
     vectors = {
         name: problem.vectors(assignment_of(problem, plan))[0] for name, plan in PLANS.items()
     }
-    seconds = {name: float(problem.cost(1.0).of(vector)) for name, vector in vectors.items()}
+    seconds = {name: float(problem.cost(1.0).total(vector)) for name, vector in vectors.items()}
     computing = forward / 2 + read / 2
     backward = 2 * forward / 2 + read / 2
     optimizer = 7 * MEGABYTES * 1e6 / 2e10

@@ -41,7 +41,7 @@ def test_the_search_finds_what_exhaustive_search_finds(seed):
 
     vectors = all_vectors(problem())
     vectors = vectors[np.isfinite(vectors).all(1)]
-    n_bytes = problem().cost(1.0).used(vectors)
+    n_bytes = problem().cost(1.0).largest_limit_share(vectors)
     for limit in (np.inf, *(np.quantile(n_bytes, (0.0, 0.1)) * (1 + 1e-12))):  # sums are rounded
         search = StepSearch(problem(), limit)
         seconds = search.cost.total(vectors)[n_bytes <= limit].min()
