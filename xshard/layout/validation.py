@@ -300,11 +300,26 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
             "(the same names, in any order; einsum sums dims)",
         )
 
-    # From here on the order of dims changes: rules that depend on it have to be said in full.
+    _check_new_order(dst, left, right, text, spans)
+
+
+def _check_new_order(
+    dst: Sequence[Dim], left: list[str], right: list[str], text: str, spans: TextSpans
+) -> None:
+    """Raise NotationError for a boundary that means another thing once the order of dims changes.
+
+    Args:
+        dst: The dims of the destination.
+        left: The names of dims before.
+        right: The same names, in another order.
+        text: The user's text, for errors.
+        spans: Where dims stand in it.
+    """
     for dim, span in spans.full_dims:
         if any(end.kind == "pole" and not end.dim for end in ends_of(dim.overlap)):
             reason = "a pole rolls the next dim, and the order of dims changes"
             raise NotationError(reason, text=text, span=span, hint="name the dim, as in pole(w)")
+    # In a corner two constants meet, and the later dim writes over the earlier one.
     fills = _fills_of(dst)
     filled_left = [name for name in left if name in fills]
     filled_right = [name for name in right if name in fills]

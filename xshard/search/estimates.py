@@ -187,9 +187,7 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
         new_roles = grid.roles(goal)
         # To scatter pays if shards are wanted, or if a gather follows in any case.
         if spare or gathered or any(a in new_roles for a in ended):
-            # Pieces of dim 0 lie one after the other: they need no packing.
-            in_place = all(a not in new_roles or new_roles[a].dim == 0 for a in ended)
-            seconds += grid.collective_seconds("reduce_scatter", block, ended, in_place)
+            seconds += _scatter_seconds(grid, block, ended, goal)
             block = max(1, block // grid.count_parts(ended))
             gathered += [a for a in ended if a not in new_roles]  # scattered only for the while
         else:
@@ -206,6 +204,15 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
         axes = (*gathered, *spare)
         seconds += grid.collective_seconds("all_gather", block, axes, in_place)
     return seconds
+
+
+def _scatter_seconds(grid: Grid, block: int, axes: Cut, goal: State) -> float:
+    """Price a reduce-scatter of a block over some axes, to the dims that they shard at the goal."""
+    new_roles = grid.roles(goal)
+    # Pieces of dim 0 lie one after the other: they need no packing. An axis that shards no dim at
+    # the goal may scatter dim 0.
+    in_place = all(a not in new_roles or new_roles[a].dim == 0 for a in axes)
+    return grid.collective_seconds("reduce_scatter", block, axes, in_place)
 
 
 def _moving_seconds(

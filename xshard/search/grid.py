@@ -182,17 +182,24 @@ class Grid(LinkedStates):
         if not self._has_ports:  # a port may carry less than its devices receive
             near_elements = max(0, demand.wanted - far_elements - demand.already_local)
             seconds += far_elements / slowest.bytes_per_s + near_elements / self.fastest_bytes_per_s
-        # There are at least as many messages as blocks to take from. Far elements fill the fewest
-        # messages, rounded up, if each sender gives the most that it can.
+        waits_s = self._least_waits(demand, far_elements)
+        return self.profile.launch("exchange") + waits_s + seconds * self.itemsize
+
+    def _least_waits(self, demand: ExchangeDemand, far_elements: int) -> float:
+        """Bound the seconds in which a device waits for messages of an exchange, from below.
+
+        There are at least as many messages as blocks to take from. Far elements fill the fewest
+        messages, rounded up, if each sender gives the most that it can.
+        """
         far_messages = -(-far_elements // max(1, demand.max_per_sender))
         near_messages = demand.min_senders - far_messages
         if demand.already_local:
             near_messages -= 1  # the device itself is one of the senders, without a message
         if not far_messages:
             near_messages = max(1, near_messages)  # no exchange is without any message
-        waits_s = far_messages * slowest.latency_s
+        waits_s = far_messages * self.fabric.links[0].latency_s  # of the slowest links
         waits_s += max(0, near_messages) * self.least_latency_s
-        return self.profile.launch("exchange") + waits_s + seconds * self.itemsize
+        return waits_s
 
     def _exchange_demand(self, state: State, after: State) -> ExchangeDemand:
         """Bound the elements that a device takes in an exchange: products over the dims.

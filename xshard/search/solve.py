@@ -42,6 +42,18 @@ class Solution(NamedTuple):
     split: Split
 
 
+class _FoundPath(NamedTuple):
+    """Steps between normal forms without copies, and the ends that they are for.
+
+    The ends are on the mesh of the steps, which may split some axes (`split`).
+    """
+
+    steps: Sequence[Step]
+    start: Sharding
+    goal: Sharding
+    split: Split
+
+
 @layout_cache(maxsize=4096)
 def solve(request: Request) -> Solution:
     """Find the cheapest steps on one mesh, with copies and the scale. Raises PlanError, DtypeError.
@@ -49,34 +61,39 @@ def solve(request: Request) -> Solution:
     The search works on normal forms without copy tags. The steps that it finds are marked for
     copies afterwards, and a step that multiplies by the factor is added where blocks are smaller.
     """
+    check_moves(request.source, request.target, request.dtype)
+    path = _cheapest_path(request)
+    steps = with_copies(path.steps, path.start, path.goal)
+    return Solution(with_scale(steps, request.factor, path.start, path.goal), path.split)
+
+
+def _cheapest_path(request: Request) -> _FoundPath:
+    """Find the cheapest path between the normal forms of both ends, with replicas for copies."""
     source = request.source
     target = request.target
     profile = request.machine
-    check_moves(source, target, request.dtype)
     start = source.with_layout(source.normal_layout)
     goal = target.with_layout(target.normal_layout)
     # Copies are equal to replicas; only the last steps need to know which they leave.
     bare_start = without_copies(start)
     # Dims that only look different are written alike: they need no step.
     bare_goal = without_copies(with_dims_of_start(goal, start))
-    split: Split = ()
     if start.layout.has_overlap or goal.layout.has_overlap:
-        path = overlap_paths.best_path(
+        steps = overlap_paths.best_path(
             bare_start, bare_goal, request.dtype, profile, request.memory_limit
         )
-    else:
-        space = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
-        best = best_path(space.route, request.memory_limit, _scaled_elements(request, start, goal))
-        if isinstance(best, SubAxisPath) and best.split:
-            # Its moves are between the states of a finer mesh.
-            split = best.split
-            fine = SubAxisMesh(source.mesh, split)
-            start = _normal_on(fine, source)
-            goal = _normal_on(fine, target)
-            space = NamedRoute(without_copies(start), without_copies(goal), space.itemsize, profile)
-        path = space.steps(best.moves)
-    steps = with_copies(path, start, goal)
-    return Solution(with_scale(steps, request.factor, start, goal), split)
+        return _FoundPath(steps, start, goal, ())
+
+    space = NamedRoute(bare_start, bare_goal, itemsize(request.dtype), profile)
+    best = best_path(space.route, request.memory_limit, _scaled_elements(request, start, goal))
+    if not isinstance(best, SubAxisPath) or not best.split:
+        return _FoundPath(space.steps(best.moves), start, goal, ())
+    # Its moves are between the states of a finer mesh.
+    fine = SubAxisMesh(source.mesh, best.split)
+    start = _normal_on(fine, source)
+    goal = _normal_on(fine, target)
+    space = NamedRoute(without_copies(start), without_copies(goal), space.itemsize, profile)
+    return _FoundPath(space.steps(best.moves), start, goal, best.split)
 
 
 def _scaled_elements(request: Request, start: Sharding, goal: Sharding) -> int:

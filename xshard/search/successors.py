@@ -170,6 +170,7 @@ class Successors:
         """
         axes = sorted(self.grid.axes_in(moving))
         wanted = self._wanted(dst, dst_cut)
+        # The goal's own shards first, if they are over the axes that move, in any order.
         for n in range(1, len(wanted) + 1):
             if sorted(self.grid.axes_in(wanted[:n])) == axes:
                 yield wanted[:n]
@@ -213,7 +214,7 @@ class Successors:
         To embed is to write a shard into a block of zeros, so that the blocks add up to the array.
         To mask is to keep the values on the first device along some axes, and have zeros elsewhere.
         """
-        begun = self.grid.ended(self.goal, state)  # from the goal back they end
+        begun = self.grid.ended(self.goal, state)  # sums that end from the goal back begin here
         for d, cut in enumerate(state.cuts):
             for n in range(1, len(cut) + 1):
                 axes = self.grid.axes_in(cut[-n:])

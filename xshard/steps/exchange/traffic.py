@@ -261,22 +261,42 @@ def received_from(before: Sharding, after: Sharding, shared_axes: tuple[str, ...
     elements = np.zeros(shape, dtype)
     senders = np.zeros(shape, dtype)
     for ends in _all_dim_ends(before, after):
-        view_elements = np.full(shape, addends, dtype)
-        view_senders = view_elements
-        for src, dst in ends:
-            # Along an axis of a new sum each device contributes its own shard and takes no other.
-            fixed = tuple(a for a in src.dim.axes if a in begun or a in shared_axes)
-            begins = any(a in begun for a in src.dim.axes)
-            factor = received_of_dim(src, dst, fixed, mesh, begins)
-            view_elements = view_elements * factor.elements
-            view_senders = view_senders * factor.senders
-        elements = elements + view_elements
-        senders = senders + view_senders
+        view = _received_in_view(ends, np.full(shape, addends, dtype), mesh, begun, shared_axes)
+        elements = elements + view.elements
+        senders = senders + view.senders
     for axis in begun:
         if axis not in before.layout.sharding_axes:
             is_first = _is_first_along(mesh, axis)
             elements = elements * is_first
             senders = senders * is_first
+    return Received(elements, senders)
+
+
+def _received_in_view(
+    ends: Sequence[tuple[DimEnd, DimEnd]],
+    addends: NDArray[Any],
+    mesh: Mesh,
+    begun: Axes,
+    shared_axes: Axes,
+) -> Received:
+    """Multiply what devices take of each dim, in one pair of views, by the number of addends.
+
+    Args:
+        ends: For each dim, its source and its destination.
+        addends: From how many devices each element comes, an array of one number over the mesh.
+        mesh: The mesh; the result has its axes.
+        begun: Axes along which a sum begins.
+        shared_axes: Axes along which only senders with the receiver's coordinate count.
+    """
+    elements = addends
+    senders = addends
+    for src, dst in ends:
+        # Along an axis of a new sum each device contributes its own shard and takes no other.
+        fixed = tuple(a for a in src.dim.axes if a in begun or a in shared_axes)
+        begins = any(a in begun for a in src.dim.axes)
+        factor = received_of_dim(src, dst, fixed, mesh, begins)
+        elements = elements * factor.elements
+        senders = senders * factor.senders
     return Received(elements, senders)
 
 
