@@ -171,7 +171,7 @@ class DeviceAttention(AttentionCall):
         -1 in padding.
         """
         attn = self.attn
-        rows_of = partial(attn.key_rows, turn=round_number)
+        rows_of = partial(attn.key_rows, round_index=round_number)
         rows = group_table(attn.q.mesh, attn.axes, attn.block_rows, rows_of)
         return row_of_this_device(rows, attn.axes)
 
