@@ -314,7 +314,7 @@ def _unused_alternatives(pattern: Pattern, names: Sequence[str]) -> list[Pattern
 def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
     """Return a hint which part of a name may be meant by a pattern without alternatives; or "".
 
-    >>> nearest("**.upp_proj.weight", ["layers.0.up_proj.weight"])
+    >>> nearest_hint("**.upp_proj.weight", ["layers.0.up_proj.weight"])
     "'**.upp_proj.weight': did you mean 'up_proj'?"
     """
     if not isinstance(spelling, str):

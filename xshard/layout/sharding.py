@@ -227,7 +227,7 @@ class Sharding(Pictured):
             >>> str(
             ...     Sharding(
             ...         Layout.parse("n/(a,b) d/zigzag(c)"), Mesh(a=2, b=2, c=1), (8, 4)
-            ...     ).normal
+            ...     ).normal_layout
             ... )
             'n/a/b d'
         """

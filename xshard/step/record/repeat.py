@@ -41,7 +41,7 @@ def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     >>> step = TrainingStep(
     ...     ops, {"b": 8, "c": 4, "d": 4}, {"x": "b c"}, {"0.w": "d c", "1.w": "d c"}
     ... )
-    >>> print(repeated(step)[0])
+    >>> print(find_repeated(step)[0])
     *.up (before)  carry x 2        b d -> b d       x
     *.up           contraction x 2  b c, d c -> b d  *.up (before), *.w
     """
