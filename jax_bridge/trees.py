@@ -64,7 +64,7 @@ def leaves_with_given_values(
         XshardError: The prefix has other branches, or as `Rules.match` raises it.
 
     Examples:
-        >>> [leaf[:2] for leaf in leaves_of("n", {"w": 1, "b": [2]})]
+        >>> [leaf[:2] for leaf in leaves_with_given_values("n", {"w": 1, "b": [2]})]
         [('b.0', 2), ('w', 1)]
     """
 
