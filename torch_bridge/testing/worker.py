@@ -272,6 +272,8 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     """Run a user's function on this rank's blocks; an error on one rank is returned on all."""
     rank = dist.get_rank()
     # Whether the function draws random numbers, as dropout does.
+    # From the beginning of the generator's numbers: what ran before in this process must not show.
+    torch.manual_seed(torch.initial_seed())
     rng_state = torch.get_rng_state()
     inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
     draws = not torch.equal(rng_state, torch.get_rng_state())
