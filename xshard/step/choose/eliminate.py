@@ -53,13 +53,16 @@ class Bucket(NamedTuple):
         return self.scope.index(self.variable)
 
     def minimize(self) -> Floats:
-        """Add up the tables, and return the minimum over the variable.
+        """Add up the tables of costs, and minimize the sum over the bucket's variable.
 
-        The result has an axis for each other variable in `scope`, in order.
+        With the tables [a, b] and [a], and a as the variable, the result is a table [b]: for each
+        value of b the least sum over all values of a. In general it has an axis for each variable
+        in `scope` but this one, in order.
         """
         shape = np.broadcast_shapes(*[table.shape for table in self.tables])
         axis = self.axis
-        # A large sum is made a few values of the variable at a time, which fit into caches.
+        # The sum of large tables would not fit into the processor's caches. So it is made for a
+        # few values of the variable at a time, and the running minimum is kept.
         n_values = max(1, ENTRIES_AT_A_TIME * shape[axis] // math.prod(shape))
         least = np.array(np.inf)
         for start in range(0, shape[axis], n_values):
@@ -69,9 +72,13 @@ class Bucket(NamedTuple):
         return least
 
     def best_value(self, values: Sequence[int]) -> int:
-        """Return the value of the variable with the least sum, where all others have values.
+        """Choose the variable's value with the least sum of tables, given values of all others.
 
-        values: of all variables by number; only those in `scope` are read.
+        With the table [[5, 5], [0, 3]] of variables 0 and 1, and variable 0 to choose: where
+        variable 1 is 1, the candidates are 5 and 3, hence the value 1.
+
+        values: one for each variable of the whole problem; only those in `scope`, but not the
+        bucket's own, are read.
         """
         total: Floats = np.zeros(())
         for table in self.tables:
@@ -80,7 +87,8 @@ class Bucket(NamedTuple):
                 if variable == self.variable:
                     index.append(slice(None))
                 else:
-                    # Length 1: the table does not depend on it, and `%` makes 0 of any value.
+                    # A table that does not depend on this variable has length 1 there, and its
+                    # only index is 0: `%` makes 0 of any value.
                     index.append(values[variable] % length)
             total = total + table[tuple(index)]
         return int(total.argmin())
@@ -116,7 +124,8 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
     sizes = [len(table) for table in unary]
     tables = _tables_of(unary, pairs)
     n_entries = dict[int, int]()  # by variable, of the sum of all tables with it
-    neighbors: Iterable[int] = range(len(sizes))  # whose tables have changed; at first all
+    # Variables whose tables have changed, so that `n_entries` is counted again: at first all.
+    neighbors: Iterable[int] = range(len(sizes))
     buckets = list[Bucket]()
     for _ in sizes:
         for variable in neighbors:
@@ -128,10 +137,11 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
         with_variable = [table for table in tables if eliminated in table.scope]
         tables = [table for table in tables if eliminated not in table.scope]
         neighbors = [v for v in _joint_scope(with_variable) if v != eliminated]
-        for group in _groups_that_fit(with_variable, sizes):  # one, but for mini-buckets
+        # One group with all tables, unless their sum would be too large (mini-buckets).
+        for group in _groups_that_fit(with_variable, sizes):
             bucket = _bucket_of(eliminated, group, sizes)
             scope = [v for v in bucket.scope if v != eliminated]
-            # Its number tells `excess` where the table is from.
+            # The bucket's number tells `excess` which bucket's minimum this table is.
             tables.append(Table(scope, bucket.minimize(), len(buckets)))
             buckets.append(bucket)
     assignment = [0] * len(sizes)
@@ -143,14 +153,19 @@ def minimum(unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats]) ->
 
 
 def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
-    """Return how far above the minimum all sums are in which a variable has a certain value.
+    """Compute, for each value of each variable, how much fixing it raises the least total.
 
-    Such a value can be left out if it is further above than what is looked for. In the example of
-    `minimum`, least sum 1: with value 0 of variable 0 sums are 5 or 7, hence an excess of 4.
+    A search leaves out values that raise the total by more than it accepts. In the example of
+    `minimum` the least total is 1. With variable 0 fixed to 0 totals are 5 or 7, so that the
+    excess of that value is 5 - 1 = 4.
 
-    Buckets are gone through from the last to the first. A bucket's own tables know only what was
-    eliminated before it; what all other tables add for given values of its neighbours, the later
-    bucket that has its minimum as a table hands back to it.
+    A bucket is one eliminated variable, and the tables that were added up for it. They count only
+    what was eliminated before. So buckets are gone through from the last, which counts everything,
+    to the first: each tells the earlier ones, whose minima it has as tables, what all other
+    tables add.
+
+    Args:
+        buckets: Those of `minimum`, in the order of elimination.
 
     Returns:
         For each variable, [values], at least 0. After mini-buckets they are lower bounds.
@@ -159,17 +174,17 @@ def excess(buckets: Sequence[Bucket]) -> dict[int, Floats]:
     # By number of a bucket: what other tables add, with its scope's axes, 1 long at its variable.
     added_elsewhere = dict[int, Floats]()
     for number, bucket in reversed(list(enumerate(buckets))):
-        # The least sum of everything for all values of the variables in its scope.
+        # The least total of the whole problem, for given values of the variables in its scope.
         total = np.asarray(sum(bucket.tables) + added_elsewhere.pop(number, 0.0))
         for origin, least in zip(bucket.buckets, bucket.tables, strict=True):
             if origin == GIVEN:
-                continue
+                continue  # a table of the problem itself, not the minimum of an earlier bucket
             origin_scope = buckets[origin].scope
-            # Variables that the bucket of this table does not know: at their best.
+            # The earlier bucket does not have these variables: they take their best values.
             unknown = tuple(axis for axis, v in enumerate(bucket.scope) if v not in origin_scope)
             with np.errstate(invalid="ignore"):  # inf - inf
                 others = total.min(unknown, keepdims=True) - least
-            # Where the table itself is infinite, its bucket is so without what others add.
+            # Where the table is infinite, so is the earlier bucket's own sum: nothing need be added.
             others = np.where(np.isfinite(least), others, 0)
             added_elsewhere[origin] = np.expand_dims(others.squeeze(unknown), buckets[origin].axis)
         other_axes = tuple(axis for axis in range(len(bucket.scope)) if axis != bucket.axis)
@@ -203,10 +218,13 @@ def _n_entries(scope: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _groups_that_fit(tables: Sequence[Table], sizes: Sequence[int]) -> Iterator[list[Table]]:
-    """Split tables into few groups with sums of at most MOST_ENTRIES entries, largest table first.
+    """Split tables into few groups, so that the sum of each has at most MOST_ENTRIES entries.
 
-    Greedily: a group begins with the largest table that is left, and takes all others that fit. A
-    table that is too large by itself is a group, too.
+    Tables over (a, b) and (b, c) add up to one over (a, b, c): with 100 values for each variable
+    that has 10**6 entries. The split is greedy: a group begins with the largest table that is
+    left, and takes all others that fit. A table that is too large by itself is a group alone.
+
+    sizes: the number of values of each variable.
     """
     left = sorted(tables, key=lambda table: -table.entries.size)
     while left:

@@ -51,10 +51,13 @@ HAND: Mapping[str, HandPlan] = {
 
 
 def options_by_hand(problem: StepProblem, plan: HandPlan) -> list[Flags]:
-    """Tell which options of every node a plan by hand leaves: for each node [options].
+    """Mark the shardings that a plan as people write it, such as ZeRO-3, would allow.
 
-    Parameters have the plan's storage. Large operations shard what it prefers over each axis, where
-    that is possible; small ones may shard anything that it names, or nothing. Inputs are free.
+    A node is a parameter, an input or an operation; its options are the ways to shard it. Returns
+    a list with an array of booleans [options] for each node.
+
+    Parameters are stored as the plan says. Large operations shard what it prefers over each axis,
+    where that is possible; small ones may shard any dim that it names, or nothing. Inputs are free.
     """
     step = problem.step
     preferred = _preferred_dims(step)
@@ -73,7 +76,9 @@ def options_by_hand(problem: StepProblem, plan: HandPlan) -> list[Flags]:
             if largest >= smallest_that_counts or op.kind in ("attention", "loss"):
                 flags.append(ranks == ranks.min())
             else:
-                # Shares and numbers made in place do whatever the operations around them need.
+                # A small operation may shard any preferred dim, or idle: ranks below OTHER. Two
+                # kinds may do whatever the operations around them need: a `share`, which hands
+                # one array on to several users, and a `source`, which makes an array of nothing.
                 flags.append((ranks < OTHER) | (op.kind in ("share", "source")))
     return flags
 
@@ -85,10 +90,13 @@ def _ranks_of_options(
     plan: HandPlan,
     preferred: Mapping[str, Sequence[str]],
 ) -> Ints:
-    """Rank an operation's options by how near they are to a plan by hand: [options], 0 is best.
+    """Rank the ways to shard an operation by how near they are to a plan by hand.
 
-    All axes but the last one shard the batch. preferred: dims for the last axis, by
-    `HandPlan.last`.
+    In such a plan all mesh axes but the last should shard the batch, and the last one what
+    `HandPlan.last` says, such as "tensor" or "sequence".
+
+    preferred: for each value of `HandPlan.last` the dims to shard, best first. Returns [options]
+    of numbers from 0, which is best: sums of the ranks of all axes.
     """
     is_attention_by_heads = plan.last == "heads" and op.kind == "attention"
     last_dims = preferred["tensor" if is_attention_by_heads else plan.last]
@@ -97,20 +105,23 @@ def _ranks_of_options(
 
 
 def _preferred_dims(step: TrainingStep) -> dict[str, list[str]]:
-    """List the dims that the last axis shards, best first, by `HandPlan.last`.
+    """List the dims that the last mesh axis should shard, best first, for each `HandPlan.last`.
 
-    They are found by where dims are, for their names mean nothing. In a model with the residual
+    Returns dims by "batch", "sequence", "tensor" and "heads". Names of dims mean nothing, so that
+    dims are recognized by the arrays which have them. In a model with the residual
     stream `b s c` and the weight `f c`: the sequence is s, a dim of the stream that no parameter
     has; tensor parallel is f, a dim of a parameter that the stream lacks.
     """
-    # The stream is what layers hand on; without layers, the first result.
+    # A carry is the array that one of several equal layers hands on to the next: the residual
+    # stream. In a step without such layers the first result stands for it.
     carries = [op for op in step.ops if op.kind == "carry"]
     stream_dims = (carries[0] if carries else step.ops[0]).dims[-1]
     parameter_dims = _dims_of_arrays(step, step.parameters)
     sequence = [dim for dim in stream_dims if dim != step.batch and dim not in parameter_dims]
     not_tensor = {*stream_dims, *_dims_of_arrays(step, step.inputs)}
     tensor = [dim for dim in parameter_dims if dim not in not_tensor]
-    # A dim may have other names in other operations: an axis shards them in one rule.
+    # One dim may have several names: f where it is made and g where it is used. A rule that
+    # shards both over one axis shows that they are one dim, so that g is added, too.
     for op in step.ops:
         for rule in op.axis_rules:
             pairs = zip(op.dims, rule, strict=False)
@@ -141,10 +152,13 @@ def _allowed_storage(problem: StepProblem, node: Node, plan: HandPlan) -> Flags:
 
 
 def _ranks(op: Op, placements: Placements, preferred: Sequence[str]) -> Ints:
-    """Rank what some axes do in each option: preferred dims in their order, then idle, then others.
+    """Rank what some mesh axes do in each option: preferred dims first, then idle, then others.
 
-    An axis has the best rank that it has in any array: 0 if it shards the first of `preferred`
-    somewhere. placements: [options, arrays, axes]. Returns the sum over axes: [options].
+    With `preferred` = [f, s], an axis that shards f in some array has rank 0; one that shards s in
+    some array, and f in none, has rank 1; one that replicates all arrays has IDLE, any other OTHER.
+
+    placements: [options, arrays, axes], the number of the dim that an axis shards in an array, or a
+    negative tag (replicas, sums, copies). Returns the sum over axes: [options].
     """
     ranks = np.where((placements == REPLICAS).all(1), IDLE, OTHER)  # [options, axes]
     for i, array in enumerate(op.arrays):

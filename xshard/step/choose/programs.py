@@ -16,9 +16,10 @@ INFEASIBLE = 2  # scipy's status
 
 
 def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
-    """Find the cheapest mixture of some assignments' costs, by a linear program.
+    """Find the cheapest mixture of some plans' costs, by a linear program.
 
-    A mixture of two vectors is 0.3 of one and 0.7 of the other, say. It may cost less than each,
+    An assignment, one choice for each array and operation, has a vector of parts: seconds and bytes
+    of each kind. A mixture of two vectors is 0.3 of one and 0.7 of the other, say. It may cost less than each,
     for it may use a limit up: one that is fast and takes 12 GB, and one that is slow and takes
     8 GB, mix to 10 GB. No step can be a mixture. But its cost is the highest bound that weights can
     prove if there are no other assignments, and its multipliers are these weights (duality of
@@ -37,12 +38,15 @@ def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
     least = float(cost.total(vectors).min())
     scale = least if least else 1.0  # the solver's tolerances are for costs of about 1
     # Variables, in the order of columns: a share of each vector, the maxima, and by how much a
-    # limit is exceeded. That may happen, at a high price, so that there always is a solution.
-    # First inequalities: rows @ shares - maxima <= 0
+    # limit is exceeded (the excess). A high price keeps the excess at 0 where that is possible;
+    # without it a program in which nothing fits would have no solution.
+    # The first inequalities say that a maximum is no less than any of its rows:
+    #     rows @ shares - maxima <= 0
     rows = (cost.scaled_maxima(scale) @ vectors.T).reshape(-1, n_vectors)
-    # The table has a last column of zeros, for the excess.
+    # One column more than maxima: the last, of zeros, is for the excess.
     minus_maxima = np.tile(-np.eye(n_maxima, n_maxima + 1), (len(rows) // n_maxima, 1))
-    # Then: limited @ shares - excess <= 1
+    # The next inequalities say that no more than all of each limit is used, but for the excess:
+    #     limit_shares @ vectors.T @ shares - excess <= 1
     minus_excess = np.append(np.zeros((n_limits, n_maxima)), -np.ones((n_limits, 1)), 1)
     table = np.block([[rows, minus_maxima], [cost.limit_shares @ vectors.T, minus_excess]])
     right_sides = np.repeat([0.0, 1.0], [len(rows), n_limits])
@@ -50,7 +54,8 @@ def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
     is_share = np.arange(n_vectors + n_maxima + 1) < n_vectors
     objective = np.concatenate([vectors @ cost.linear / scale, np.ones(n_maxima), [EXCESS]])
     solved = optimizer().linprog(objective, table, right_sides, is_share[None], [1.0])
-    # scipy's marginals of a minimum are <= 0; rows are over the scale already, limits are not.
+    # The multipliers are scipy's marginals, which are <= 0 for a minimum: hence the minus. Rows
+    # were divided by `scale` above, limits were not, so that only theirs are multiplied again.
     row_shares, limit_worths = np.split(-solved.ineqlin.marginals, [-n_limits])
     return scale * float(solved.fun), np.append(row_shares, scale * limit_worths)
 
@@ -163,15 +168,19 @@ class _Variables:
         self.entries = [(nodes, np.arange(self.n_options), np.ones(self.n_options))]
 
     def add_flows(self, pair: Pairs, n_parts: int) -> None:
-        """Add a variable for each row and column of a pair of nodes that can be together: a flow.
+        """Add the variables and equalities that charge moves between two nodes: flows.
 
-        Options 0 and 1 of the first node are in row 0, option 2 is in row 1. The flows of row 0
-        then are as much as the shares of options 0 and 1 together, and so on for all rows and
-        columns. If each node has one option, the only flow is 1 where both meet, and costs what the
-        tables have there. Flows that are banned have no variable: options that need one cannot be
-        together.
+        Each node chooses one of its options, and a move costs what the tables have at the row of
+        the first node's option and the column of the second one's. In a linear program this product
+        of two choices is a variable for each (row, column), a flow. If options 0 and 1 of the first
+        node are in row 0, and option 2 is in row 1, the flows of row 0 add up to the shares of
+        options 0 and 1, those of row 1 to the share of option 2; columns likewise. Once each node
+        has chosen, the one flow where both meet is 1. Pairs that are banned have no variable, so
+        that they cannot be chosen together.
 
-        n_parts: the length of a vector of parts.
+        Args:
+            pair: Two nodes, rows and columns of their options, and the tables of costs.
+            n_parts: The length of a vector of parts of the cost.
         """
         from scipy import sparse
 

@@ -80,7 +80,7 @@ class StepSearch:
         self.multipliers = np.append(row_shares, limit_worths)
         if not self.options:
             self.options = [np.arange(len(node.placements)) for node in self.problem.nodes]
-        # Without options with which every assignment takes more than the cutoff.
+        # `options`, but for those that no assignment within the cutoff (in seconds) can have.
         self.live_options = self.options
         self._gap_at_cut = np.inf  # seconds between bound and cutoff when options were left out
         # The round that `advance` is in: its number, the seconds of the best mixture of
@@ -134,18 +134,24 @@ class StepSearch:
                 return
 
     def advance(self) -> bool:
-        """Take one step of raising the bound; return False when weights can raise it no more.
+        """Do one step of raising the lower bound of all plans' seconds; False when it is done.
 
-        Weights make one number of all parts of the cost. A round tries the weights that the
-        assignments so far suggest. One step of it finds the best assignment under them, whose
-        weighted sum bounds all others. The next step plans the moves of that assignment, whose
-        prices were only bounds, and repeats the round with them, until planning adds little. Then
-        a new round begins, with what was learned.
+        The cost of a plan has many parts: seconds of computing and moving, and bytes. Weights make
+        one number of them, which is never more than the seconds of a plan that fits the memory. So
+        the least weighted sum of any assignment (a choice of layouts) is a bound for all plans.
+
+        Each call finds the assignment with the least weighted sum. The next call first offers it:
+        the planner prices its moves, which had only lower bounds. If that adds much, the same
+        weights are tried again with the better prices. Else a new round begins, with new weights
+        from the mixture of all assignments so far (`best_mixture`).
+
+        Returns:
+            False if weights can raise the bound no more, or after ROUNDS rounds.
         """
         if self._found is None:
             if not self.vectors:
                 self.start()
-            is_round_done = True  # there was none
+            is_round_done = True  # no round has begun yet: begin the first one
         else:
             # Offered only now, for planning takes long: a search is given up before its next step
             # if others find a better plan meanwhile.
@@ -156,6 +162,7 @@ class StepSearch:
             if is_round_done and self.bound >= (1 - CLOSE) * self._mixture_s:
                 return False
         if is_round_done:
+            # Without vectors no assignment is possible, and there is nothing to mix.
             if self._n_rounds == ROUNDS or not self.vectors:
                 return False
             self._begin_round()
@@ -217,10 +224,12 @@ class StepSearch:
         return Bound(least.value - constant, assignment, least.buckets)
 
     def close(self, gap: float) -> None:
-        """Bring the bound to within a share `gap` of the best seconds by integer programs.
+        """Prove that the best plan is within a share `gap` of the optimum, by integer programs.
 
-        It ends earlier where a program would be too large, or brings nothing new. Weights alone
-        leave a gap, for an assignment cannot be a mixture.
+        With `gap` 0.01 and a best plan of 100 ms the bound is raised to 99 ms, the goal, or a
+        faster plan is found on the way. `advance` alone leaves a gap: its bound is that of mixtures
+        of plans, and no plan is a mixture. It ends earlier where a program would be too large, or
+        brings nothing new.
         """
         bound = self.bound_by(self.multipliers)
         for _ in range(MOST_PROGRAMS):
@@ -228,7 +237,7 @@ class StepSearch:
             # With any option that is left out, an assignment takes more than the goal.
             options = self._options_within(bound, goal - bound.seconds)
             n_options = [len(own) for own in options]
-            if not all(n_options):  # a node without an option: all assignments take more
+            if not all(n_options):  # a node has no option left: all assignments take more
                 self.bound = max(self.bound, goal)
             if self.bound >= goal or sum(n_options) > MOST_OPTIONS:
                 return
@@ -236,17 +245,24 @@ class StepSearch:
             # Half of the gap is left for the program itself.
             assignment, program_bound = self._solve_among(options, gap / 2)
             added_s = 0.0 if assignment is None else self.offer(assignment)
-            # The program bounds assignments of these options, the goal all others.
+            # Plans of these options take at least `program_bound`, all others at least the goal.
             self.bound = min(self.seconds, max(self.bound, min(program_bound, goal)))
             # Moves that were planned, or a better assignment, make another program worthwhile.
             if added_s <= 0 and self.seconds == seconds_before:
                 return
 
     def _solve_among(self, options: Sequence[Ints], gap: float) -> tuple[list[int] | None, float]:
-        """Solve the integer program of some options, at the moves' prices as they are known.
+        """Find the fastest plan among some options of each node, by an integer program.
 
-        Returns the best assignment, None if none is found, and a lower bound of the seconds of all
-        assignments of these options.
+        Moves have the prices known so far: the planner's, or lower bounds.
+
+        Args:
+            options: For each node the numbers of the options that it may take.
+            gap: The solver stops within this share of the optimum.
+
+        Returns:
+            The number of an option for each node, None if the solver found none; and a lower bound
+            of the seconds of all such plans.
         """
         pairs = list[Pairs]()
         for edge in self.problem.edges:
@@ -257,7 +273,7 @@ class StepSearch:
             pairs.append(Pairs(edge.nodes, (rows, columns), edge.parts, tables, edge.banned))
         nodes = zip(self.problem.nodes, options, strict=True)
         node_costs = [node.costs[own] for node, own in nodes]
-        # About the cost, for the solver's tolerances.
+        # Costs are divided by about the total, for the solver's tolerances suit costs near 1.
         if self.best:
             scale = self.seconds
         else:

@@ -57,11 +57,14 @@ class Cost:
         return np.asarray((self.maxima * self.times[:, None, None] / scale).swapaxes(0, 1))
 
     def weights(self, multipliers: Floats) -> tuple[Floats, float]:
-        """Return weights and a constant: `weights @ v - constant` is at most the cost of v.
+        """Make a linear lower bound of the cost: `weights @ v - constant` is at most that of v.
 
-        That holds for all vectors of parts v within the limits (a Lagrangian bound). A maximum of
-        rows is at least any mixture of them. What a limit is worth is paid for all that is used,
-        and given back (the constant) for the whole limit, and v uses no more than that.
+        v is a vector of parts of the cost, seconds and bytes, and the bound holds for all v within
+        the limits (a Lagrangian bound), for two reasons. First, a maximum is at least any mixture:
+        max(3, 5) >= 0.5 * 3 + 0.5 * 5. Second, with a limit of 80 GB that is worth 2 s, a plan of
+        60 GB pays 1.5 s, and the whole 2 s are subtracted as the constant.
+
+        Returns the weights, [parts], and the constant in seconds.
 
         Args:
             multipliers: For each maximum a share of each of its rows, 1 in all, as [rows, maxima]
