@@ -19,11 +19,11 @@ def best_mixture(cost: Cost, vectors: Floats) -> tuple[float, Floats]:
     """Find the cheapest mixture of some plans' costs, by a linear program.
 
     An assignment, one choice for each array and operation, has a vector of parts: seconds and bytes
-    of each kind. A mixture of two vectors is 0.3 of one and 0.7 of the other, say. It may cost less than each,
-    for it may use a limit up: one that is fast and takes 12 GB, and one that is slow and takes
-    8 GB, mix to 10 GB. No step can be a mixture. But its cost is the highest bound that weights can
-    prove if there are no other assignments, and its multipliers are these weights (duality of
-    linear programs).
+    of each kind. A mixture of two vectors is 0.3 of one and 0.7 of the other, say. It may cost less
+    than each, for it may use a limit up: one that is fast and takes 12 GB, and one that is slow and
+    takes 8 GB, mix to 10 GB. No step can be a mixture. But its cost is the highest bound that
+    weights can prove if there are no other assignments, and its multipliers are these weights
+    (duality of linear programs).
 
     Args:
         cost: The cost of a vector of parts.

@@ -98,7 +98,10 @@ class Edge:
         return np.concatenate([self._bytes[:, rows, columns], seconds])
 
     def plan(self, source_option: int, user_option: int) -> float:
-        """Replace the bound for the move between two options by the planner's price.
+        """Price the move between two options by the planner, in place of a lower bound.
+
+        An edge is an array on its way from the operation that makes it (the source) to one that
+        uses it; its table has lower bounds of seconds until a move is planned.
 
         Writes into the table of seconds, which edges with the same layouts share: a move is planned
         once for all of them.
@@ -125,7 +128,11 @@ class Edge:
         return float(added)
 
     def weighted(self, weights: Floats, source_options: Ints, user_options: Ints) -> Floats:
-        """Weigh and add up all parts of the cost of moves between some options of both nodes.
+        """Compute the weighted cost of moving an array, for all pairs of options of both ends.
+
+        A move costs seconds and bytes, several parts of a step's cost; weights make one number of
+        them. Options are ways to shard the operation that makes the array, the source, and the one
+        that uses it.
 
         A hot path: every bound of a search calls it for every edge. So it works on distinct
         layouts, rows and columns, and spreads over options at the end.
@@ -151,15 +158,18 @@ class Edge:
 
 
 def edges_of(setup: StepSetup, nodes: Sequence[Node]) -> list[Edge]:
-    """Make an edge for every operand of every operation: the prices of moves to its uses.
+    """Make an edge, which prices the moves of an array, for each operand of each operation.
 
-    The carry of a repeated block has two edges for its one operand: the first run of the block
-    takes it from elsewhere, all other runs from the run before (`Op.again`).
+    `y = matmul(x, w)` has two edges, from x and from w, to y.
+
+    An operation of equal layers, written once with `times` 12, may have a carry: what one layer
+    hands on to the next. A carry has two edges for its one operand: the first layer takes the array
+    from elsewhere, the 11 others take what the layer before made, whose name is `Op.again`.
     """
     numbers = {node.name: number for number, node in enumerate(nodes)}
     edges = list[Edge]()
     for op in setup.step.ops:
-        # With 12 runs of the block, 1/12 of them take the operand, and 11/12 what comes again.
+        # Of 12 layers, 1/12 take the operand, and 11/12 the result of the layer before.
         first_share = 1 / op.times if op.again else 1.0
         for operand, name in enumerate(op.operands):
             edges.append(_edge(setup, nodes, numbers, name, op, operand, first_share))
@@ -177,7 +187,11 @@ def _edge(
     operand: int,
     share: float,
 ) -> Edge:
-    """Make the edge of an array to an operation that takes it as operand number `operand`.
+    """Make the edge that prices the moves of one array to one operation that takes it.
+
+    An edge is between two nodes, each a parameter, an input or an operation with its options.
+    Many options have one layout of this array: the edge keeps distinct layouts only, and for each
+    option of the source the number of its layout (`rows`), of the user likewise (`columns`).
 
     Args:
         setup: The step on its mesh.
@@ -203,8 +217,9 @@ def _edge(
     bytes_by_part = _bytes_by_part(setup, source, op, made_layouts, used_layouts)
     is_linear = name in step.differentiable
     if name in step.by_name and not is_linear and not enters:
-        # Without a gradient a copy is a replica. After the bytes, which tell copies apart; rules
-        # on the way into a module do, too.
+        # A copy is a replica whose gradients are partial sums: without a gradient both are one.
+        # This comes after `_bytes_by_part`, which needs to tell them apart. So do rules on the way
+        # into a module, hence not where `enters`.
         used_layouts = without_copies(used_layouts)
     return Edge(
         source=numbers[name],
@@ -229,11 +244,14 @@ def _edge(
 
 
 def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
-    """Count how often a move and its adjoint run in each pass: [passes, move or adjoint, rows].
+    """Count how often a move and its adjoint run in the forward and in the backward pass.
 
-    The forward pass has the move, the backward pass its adjoint. It has the move again where
-    activations are computed again, and for a parameter that is gathered for each use. Counts are
-    for one micro-batch: what moves once per step counts a fraction in each.
+    The forward pass has the move, the backward pass its adjoint, which moves the gradient back. The
+    backward pass has the move again where activations are recomputed, and for a parameter that is
+    gathered for each use. Counts are for one micro-batch: of 4, a parameter that is gathered once
+    per step counts 1/4 in each.
+
+    Returns [2 passes, move or adjoint, n_rows]; rows are layouts of the source.
     """
     if source.gathering is None:
         per_pass = np.ones(n_rows)
@@ -248,13 +266,15 @@ def _runs(setup: StepSetup, source: Node, op: Op, n_rows: int) -> Floats:
 
 
 def _place(setup: StepSetup, name: str, op: Op, *, is_first: bool) -> tuple[str, bool]:
-    """Find what has the rule that can move an operand: a module or the array, "" for nothing.
+    """Find the name under which a user's rule can move an operand: of a module, or of the array.
 
-    In order: the module that the operation begins, if this is its first operand; the module whose
-    result the array is; the array itself, if it is a parameter, or if arrays move anywhere.
+    `parallelize` moves arrays only where modules begin and end, and parameters: an operand inside a
+    module has no such place, "". In order: the module that the operation begins, if this is its
+    first operand; the module whose result the array is; the array itself, if it is a parameter, or
+    if arrays move anywhere.
 
-    Returns also whether the array moves on the way into that module. name: of the array. is_first:
-    it is operand 0.
+    Returns also True if the array moves on the way into that module (a rule of inputs), and False
+    on the way out, and for arrays. name: of the array. is_first: it is operand 0.
     """
     step = setup.step
     is_parameter = name in step.parameters
@@ -280,15 +300,18 @@ def _bytes_by_part(
     made_layouts: Placements,
     used_layouts: Placements,
 ) -> dict[int, Floats]:
-    """Return the bytes that a move adds to parts of the cost: [rows, columns] for each part.
+    """Compute the bytes that a move holds in memory, for all pairs of layouts.
 
-    Rows are layouts in which the array is made or stored, columns those in which it is used. Only
-    parameters and the logits are held beside what nodes count.
+    Returns, by the number of a part of the cost, arrays [rows, columns]: rows are layouts in which
+    the array is made or stored, columns those in which it is used. Most moves add nothing, {}, for
+    the operations at both ends count their operands and results already. Only a parameter that is
+    gathered, and the gradient of a loss's logits, are held beside these.
     """
     if source.gathering is not None:
         return _bytes_of_parameter(setup, source, op, used_layouts)
     if op.kind == "loss":
-        # The gradient of the logits is there a second time, as it arrives.
+        # If the logits move to the loss, their gradient is there twice in the backward pass: as
+        # the loss makes it, and as it arrives in the layout of the operation before.
         arriving = setup.block_bytes(made_layouts, setup.shape(source.name), setup.item_bytes)
         moves = (made_layouts[:, None] != used_layouts).any(-1)
         return {setup.part_index(op, BlockPart.RUNNING_BYTES): arriving[:, None] * moves}
@@ -298,7 +321,7 @@ def _bytes_by_part(
 def _bytes_of_parameter(
     setup: StepSetup, source: Node, op: Op, used: Placements
 ) -> dict[int, Floats]:
-    """Return the bytes of a parameter while it is gathered and used, and of its gradients then.
+    """Compute the bytes that a device holds to gather a parameter and to sum its gradients.
 
     A parameter stored as `f/dp c` and used whole is gathered, for each use or once per step, and
     its gradient is summed and scattered back. A device holds the messages beside the blocks.
@@ -318,11 +341,13 @@ def _bytes_of_parameter(
     is_gathered = (stored != without_copies(used)).any(-1)
     is_first_use = setup.step.consumers(source.name)[0] is op
     per_use = source.is_gathered(Gathering.PER_USE)[:, None] & is_gathered
-    # What is gathered once counts once, whatever uses it.
+    # A parameter that is gathered once per step is held once, however many operations use it:
+    # it is counted at the first.
     per_step = source.is_gathered(Gathering.PER_STEP)[:, None] & is_first_use
     used_bytes = setup.block_bytes(used, shape, setup.item_bytes)
-    # Gathers take the slow links first: halfway, axes over slow links are as in use, all others as
-    # in storage. A gather in two messages holds the first one, too.
+    # A gather over links between and within nodes takes two messages, the slow links first. After
+    # the first one, axes over slow links have the layout in use, all others that in storage. The
+    # result of the first message is held, too, while the second one runs.
     halfway = np.where(setup.moves.slow_axes, used, stored)
     halfway_bytes = setup.block_bytes(halfway, shape, setup.item_bytes)
     has_two_gathers = (halfway != stored).any(-1) & (halfway != used).any(-1)

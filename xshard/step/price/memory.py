@@ -9,11 +9,14 @@ from xshard.step.price.parts import BlockPart, Parts, StepPart
 
 
 def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Floats:
-    """Return rows that count the bytes of a device at each moment: [moments, parts].
+    """List the moments of a step when memory may be fullest, each as a row of factors.
 
-    `row @ v` is what a device holds at a moment if the parts of the cost are v. Only moments are
-    listed at which it may hold the most. A block is some layers that are alike and run one after
-    another, backward from the last to the first. It has three moments:
+    The cost of a plan is a vector v of parts: seconds, and bytes of each kind, such as parameters
+    or activations of one layer. `row @ v` is the bytes that a device holds at the row's moment: the
+    largest of them is the peak. With 12 layers, all activations of 1 MB saved are 12 * 1 MB.
+
+    A block is some layers that are alike and run one after another, backward from the last to the
+    first. It has three moments, all in the backward pass:
 
     - its first layer to run backward begins: all its activations are there, and the layer's
       parameters are received;
@@ -26,6 +29,9 @@ def bytes_at_moments(parts: Parts, block_times: Ints, micro_batches: int) -> Flo
         parts: Where each part is in v. Parts of blocks are for one layer.
         block_times: How many layers each block has: [blocks].
         micro_batches: Parts of the batch that run one after another.
+
+    Returns:
+        [moments, parts].
     """
     # A unit vector for each part, times the layers: sums of them are rows of the result.
     in_all_layers = parts.of_blocks * block_times[:, None, None]  # [blocks, block parts, parts]

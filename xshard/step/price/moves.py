@@ -98,10 +98,11 @@ class MovePrices:
     def price(
         self, src: Iterable[int], dst: Iterable[int], lengths: Sequence[int], share: float = 1.0
     ) -> float:
-        """Return the seconds that the planner's plan takes to move one array between two layouts.
+        """Price moving an array between two layouts: seconds of the plan that the planner finds.
 
-        It is not the plan of this very array. Moves that are alike, of arrays of other sizes, have
-        one plan, whose seconds are read off a line over the number of elements.
+        To plan each size of array would take too long. So a move is planned once for all sizes
+        within a factor of 2**3, and the seconds are read off a line over the number of elements:
+        latency plus elements over bandwidth.
 
         Args:
             src: Placements before, one per mesh axis: the number of the dim that the axis shards,
@@ -122,8 +123,9 @@ class MovePrices:
         n_blocks = math.prod(self.mesh.sizes[a] for a in still if moves[a].src >= 0)
         elements = math.prod(lengths) / share / n_blocks  # of the whole collective, per group
         moves = self._taking_part([move for move in moves if move.axis not in still])
-        # Small moves are latency, large ones bandwidth: a line is good within a few octaves. So
-        # sizes are rounded down to 2**0, 2**3, 2**6, ..., each with a line up to the next one.
+        # Small moves are latency, large ones bandwidth, and the best plan may be another: a line is
+        # good only within a few octaves (powers of two). So the size is rounded down to 2**0, 2**3,
+        # 2**6, ..., each with a line up to the next one.
         log_elements = int(math.log2(max(elements, 1)))
         octave = max(0, log_elements // OCTAVES * OCTAVES)
         # Several arrays in one collective are packed: their blocks are many runs in memory.
@@ -149,10 +151,11 @@ class MovePrices:
         is_linear: bool,
         share: float,
     ) -> MoveTable:
-        """Return the seconds of all moves of an array between some layouts: one table for all uses.
+        """Look up or make the table of seconds of an array's moves between all pairs of layouts.
 
-        A new table has lower bounds. Callers write prices into it (`Edge.plan`), which all others
-        with the same layouts, shape and share then see, in other problems, too.
+        A new table has lower bounds, [2 passes, src layouts, dst layouts]. Callers write the
+        planner's prices into it (`Edge.plan`). All callers with the same layouts, shape and share
+        have one table, so that each move is planned once, in other problems, too.
 
         Args:
             src: Layouts before: [src layouts, axes].
@@ -174,18 +177,20 @@ class MovePrices:
         return self._tables[key]
 
     def bounds(self, src: Placements, dst: Placements) -> tuple[Floats, Floats]:
-        """Bound the seconds of moves between all pairs of layouts from below.
+        """Bound the seconds of moves between all pairs of layouts from below, without planning.
 
-        A device receives what it needs and lacks, or all addends but one in the mean. A part of
-        that comes from other nodes, through the links of all devices of its node. Bytes over the
-        bandwidth of the fastest such link, and one launch, are what no plan beats.
+        No plan takes less than one launch of a collective, and the bytes that a device has to
+        receive over the bandwidth of the fastest link. A device receives at least what it needs and
+        lacks; where partial sums are added up, at least the mean over devices of all addends but
+        one. What has to come from other nodes is shared by the links of all devices of its node.
 
         Args:
             src: Layouts before: [src layouts, axes].
             dst: Layouts after: [dst layouts, axes].
 
         Returns:
-            Seconds of a launch, and seconds for each element of the global array: [src, dst] each.
+            Seconds of a launch, 0 where nothing is received, and seconds for each element of the
+            global array: [src layouts, dst layouts] each.
         """
         # An axis that spans nodes has two levels: its placement is repeated for both.
         axes, sizes, links, is_far = self._levels
@@ -229,9 +234,14 @@ class MovePrices:
 def _received_from_other_nodes(
     src: Placements, dst: Placements, sizes: Floats, is_far: Flags
 ) -> Floats:
-    """Bound the share of an array that a device's links to other nodes carry: [src, dst].
+    """Bound the share of an array that a device's link to other nodes has to carry.
 
-    A node is like one device of a mesh of the far axes alone, and has the links of all its devices.
+    A node is taken for one device of a mesh that has only the far axes, those between nodes. What
+    it receives, the links of all its devices share: 3/4 of an array over a node of 8 devices is
+    3/32 for each.
+
+    src, dst: [layouts, axes]. is_far: the axes between nodes. Returns [src layouts, dst layouts],
+    all 0 on a single node.
     """
     if not is_far.any():
         return np.zeros((len(src), len(dst)))
@@ -245,10 +255,14 @@ def _received_from_other_nodes(
 
 
 def _still_axes(moves: Sequence[AxisMove], ndim: int) -> set[int]:
-    """Find the axes along which nothing moves: groups of devices move their blocks apart.
+    """Find the mesh axes along which nothing moves, so that each index has a move of its own.
 
-    They sum at both ends, or are the outermost ones of a dim that shard it at both ends: in
-    `b/dp/tp -> b/dp` dp, and in `b/dp/tp -> b/tp` none.
+    In `b/dp/tp -> b/dp` nothing crosses dp: each of its groups gathers over tp by itself. In
+    `b/dp/tp -> b/tp` dp and tp both move, for blocks of tp are others once dp is gone. So an axis
+    is still if it has partial sums before and after, or if it shards the same dim before and after
+    and all axes further out on that dim are still, too.
+
+    moves: what each axis does before (src) and after (dst). Returns numbers of axes.
     """
     still = {move.axis for move in moves if move.src == move.dst == SUM}
     for dim in range(ndim):
@@ -256,7 +270,7 @@ def _still_axes(moves: Sequence[AxisMove], ndim: int) -> set[int]:
             if dim not in (move.src, move.dst):
                 continue
             if (move.src, move.dst) != (dim, dim):
-                break  # axes that shard the dim further inside meet other blocks
+                break  # this axis moves, so that all axes further inside have other blocks
             still.add(move.axis)
     return still
 
@@ -276,7 +290,7 @@ def _line(
     is_contiguous: bool,
     octave: int,
 ) -> Line:
-    """Plan a move on the mesh of the axes that take part in it, and price it at two sizes.
+    """Plan one move, and price the plan at two sizes: the ends of a line of seconds over elements.
 
     Args:
         mesh: The whole mesh.
@@ -300,23 +314,29 @@ def _line(
     large = _with_rows(shape, 2 ** (octave + OCTAVES), submesh)
     request = Request.on_mesh(submesh, src, dst, middle, dtype, profile.for_axes(axes, mesh))
     plan = find_plan(request)
-    # The plan of the middle serves both ends: it is the best near them, too.
+    # The plan that is best for the middle size is priced at both ends, for one line has one plan.
     small_s = replace(plan, shape=small).cost
     large_s = replace(plan, shape=large).cost
     elements = math.prod(small)
-    # A large shape may be no larger, as lengths are multiples of the devices: a line needs two ends.
+    # Lengths are rounded to multiples of the devices, so that both shapes may be the same. A line
+    # needs two different numbers of elements, hence one more.
     return Line(elements, small_s, max(math.prod(large), elements + 1), large_s)
 
 
 def _small_array(
     mesh: Mesh, moves: Sequence[AxisMove], is_contiguous: bool
 ) -> tuple[list[int], dict[int, int]]:
-    """Return the shape of the smallest array that moves so, and each placement's number in it.
+    """Make up the smallest array with the same move, so that one plan serves all alike.
 
-    It has the dims that are sharded before or after the move, each as long as its axes are. An axis
-    of size 4 that moves from dim 1 to dim 3: the shape (4, 4), where dim 1 is 0 and dim 3 is 1.
+    It has only the dims that are sharded before or after the move, each as long as the axes that
+    shard it have devices. An axis of size 4 moves from dim 1 to dim 3 of some large array: the
+    shape is (4, 4), where dim 1 has become 0 and dim 3 has become 1.
+
+    Returns the shape; and for each placement of the large array (a dim, or a negative tag for
+    replicas and sums) the one in the small array: {1: 0, 3: 1} and the tags as they are.
     """
-    # Blocks of inner dims are many runs in memory, which a dim before them stands for.
+    # If longer dims come before those that move, a block is many runs in memory, which take longer
+    # to copy. One dim of length LEADING stands for all of them.
     shape = [] if is_contiguous else [LEADING]
     placement_in_array = {REPLICAS: REPLICAS, SUM: SUM}  # tags are the same in every array
     for dim in _sharded_dims(moves):
@@ -343,7 +363,7 @@ def _with_rows(shape: Sequence[int], elements: int, mesh: Mesh) -> tuple[int, ..
 
 
 def _received(src: Placements, dst: Placements, sizes: Floats) -> Floats:
-    """Bound the share of an array that the busiest device receives, for all pairs of layouts.
+    """Bound from below the share of an array that the busiest device has to receive.
 
     Over 4 devices, from sharded to whole: 3/4 of the array. From partial sums to sharded (a
     reduce-scatter): 3/4, and to whole (an all-reduce): 6/4.
@@ -364,7 +384,8 @@ def _received(src: Placements, dst: Placements, sizes: Floats) -> Floats:
     # All devices together receive every addend of every element but one, and every copy but one:
     # the busiest at least the mean of that.
     by_sums = n_sums_left * (n_addends - 1 + n_copies - 1) / sizes.prod()
-    # A sum that begins can spread what a device has over its addends.
+    # An axis may end in partial sums though it had none: then each device needs only some addend of
+    # its block, so that the values can be spread over the devices that will be summed.
     n_addends_begun = product_over(is_sum_after & ~is_sum_before, sizes)
     needed = 1 / product_over(dst >= 0, sizes)[None]
     held = 1 / product_over(src >= 0, sizes)[:, None]
@@ -375,12 +396,13 @@ def _received(src: Placements, dst: Placements, sizes: Floats) -> Floats:
 
 
 def _overlap(src: Placements, dst: Placements, sizes: Floats) -> Floats:
-    """Return the share of an array that the busiest device keeps: what it holds at both ends.
+    """Compute the share of an array that a device holds before and after a move, at the least.
 
-    The busiest one keeps least. For a dim it holds the finer of both blocks, if one is inside the
-    other on every device: `b/dp -> b/dp/tp` keeps all of the new block. Else some device has
-    blocks that do not meet, and keeps nothing: in `b/dp -> b/tp` device (0, 1) has the first half
-    before, and the second half after.
+    It is the share of the device that keeps least, for that one receives most. For each dim there
+    are two cases. If one block is inside the other on every device, the smaller one is kept: in
+    `b/dp -> b/dp/tp` on 2x2 devices each keeps its new quarter. Otherwise some device has blocks
+    that do not meet, and keeps nothing: in `b/dp -> b/tp` device (0, 1) has the first half before,
+    and the second half after. Shares of the dims multiply.
 
     src, dst: [layouts, axes], without copies. Returns [src layouts, dst layouts].
     """
@@ -392,8 +414,9 @@ def _overlap(src: Placements, dst: Placements, sizes: Floats) -> Floats:
         n_blocks = np.maximum(product_over(before, sizes), product_over(after, sizes))
         only_before = before & ~after
         only_after = after & ~before
-        # Axes are from outer to inner. Inside an axis that shards the dim at one end only, an axis
-        # that shards it at both ends counts smaller blocks at that end: they are elsewhere.
+        # Axes go from outer to inner. In `b/dp/tp -> b/tp` tp shards the dim at both ends, but
+        # inside dp it counts quarters, without dp halves: its blocks are elsewhere, so that some
+        # device keeps nothing.
         differs_so_far = np.logical_or.accumulate(only_before | only_after, -1)
         is_apart = (before & after & differs_so_far).any(-1)
         is_apart |= only_before.any(-1) & only_after.any(-1)

@@ -56,10 +56,14 @@ def price_input(setup: StepSetup, name: str) -> Node:
 
 
 def price_parameter(setup: StepSetup, name: str) -> Node:
-    """Price every way to store a parameter, gathered for each use or once per step.
+    """Price every way to store a parameter: bytes held by a device, and seconds of the optimizer.
 
-    Its options are all layouts gathered for each use, then all layouts gathered once. A device
-    holds its block of the parameter, of the gradient and of the optimizer's state, and updates it.
+    A parameter that is stored in shards is gathered before each use (as FSDP does), or once per
+    step. So a parameter with 5 possible layouts has 10 options: 5 gathered for each use, then the
+    same 5 gathered once. A device holds its block of the parameter, of the gradient and of the
+    optimizer's state, and updates it.
+
+    Returns a node with costs [10 options, parts of the cost].
     """
     layouts = _storage_options(setup, name)
     gathering = np.repeat((Gathering.PER_USE, Gathering.PER_STEP), len(layouts))
@@ -70,14 +74,16 @@ def price_parameter(setup: StepSetup, name: str) -> Node:
     gradient_bytes = setup.gradient_bytes
     # Parts of blocks are for one layer, those of the step for all layers.
     layer_bytes = setup.block_bytes(placements[:, -1], setup.shape(name), gradient_bytes)
-    # With micro-batches, what is gathered once has its gradients summed while it is whole: its
-    # edges count these.
+    # Over several micro-batches, a parameter that is gathered once has its gradient added up in
+    # whole, not in shards. Those bytes depend on the layout in use, so that the edges to its uses
+    # count them, and nothing is counted here.
     has_sharded_gradient = (gathering == Gathering.PER_USE) | (setup.micro_batches == 1)
     costs[:, setup.part_index(first_use, BlockPart.GRADIENT_BYTES)] = (
         layer_bytes * has_sharded_gradient
     )
     elements = layer_bytes * first_use.times / gradient_bytes
-    n_states = 3 if item_bytes < FULL else 2  # two moments, and a copy in full precision
+    # Adam has two moments, and below 32 bits a copy of the parameter in full precision.
+    n_states = 3 if item_bytes < FULL else 2
     costs[:, StepPart.PARAMETER_BYTES] = item_bytes * elements
     costs[:, StepPart.STATE_BYTES] = gradient_bytes * n_states * elements
     # The rate of copies counts an element that is read and written once.
@@ -97,8 +103,11 @@ def _storage_options(setup: StepSetup, name: str) -> Placements:
 def price_operation(setup: StepSetup, op: Op) -> Node:
     """Price every way to shard one operation: seconds of computing, and bytes of activations.
 
-    Activations are saved from the forward to the backward pass, or made again in it (`recompute`),
-    where they are there only while their layer runs.
+    Activations are saved from the forward to the backward pass. With `recompute` they are made
+    again in the backward pass, which takes the seconds of the forward pass once more, and are held
+    only while their layer runs.
+
+    Returns a node with placements [options, arrays, axes] and costs [options, parts of the cost].
     """
     placements = options_of(op, setup.lengths, setup.mesh)  # [options, arrays, axes]
     block_bytes = _bytes_of_blocks(setup, op, placements)  # [options] for each array
@@ -109,7 +118,8 @@ def price_operation(setup: StepSetup, op: Op) -> Node:
     if setup.is_recomputed(op):
         backward_work += 1  # the forward pass once more
         running_bytes = running_bytes + saved_bytes
-        # Only the input of each layer is saved, which is the result of its carry.
+        # Only the input of each layer is saved. A carry, the operation that hands an array on from
+        # one layer to the next, has it as its result.
         is_input = op.kind == "carry"
         saved_bytes = block_bytes[-1] if is_input else np.zeros(len(placements))
     costs = np.zeros((len(placements), setup.parts.size))
@@ -156,9 +166,12 @@ def _seconds_of_computing(
 def _bytes_saved_for_gradient(
     setup: StepSetup, op: Op, placements: Placements, block_bytes: list[Floats]
 ) -> Floats:
-    """Return the bytes of activations that the backward pass of an operation needs, by option.
+    """Count the bytes of activations that an operation saves for its backward pass: [options].
 
-    Parameters, inputs and shares are there anyway.
+    A matrix product saves its operand x, and not the weight, which is there anyway. So are the
+    inputs of the step, and `share`s, which only hand on an array that was saved before.
+
+    block_bytes: bytes of each array's block, operands first, the result last: [options] each.
     """
     result = len(op.operands)  # the number of the result, after all operands
     saved_bytes = np.zeros(len(placements))
@@ -167,7 +180,7 @@ def _bytes_saved_for_gradient(
         maker = None if i == result else setup.step.by_name.get(op.operands[i])
         if i == result or (maker is not None and maker.kind != "share"):
             saved_bytes = saved_bytes + block_bytes[i]
-    # Arrays between the operations that are fused into this one.
+    # Where several operations were fused into this one, arrays between them are saved, too.
     inner_bytes = setup.item_bytes * op.inner * _space(setup, op)
     saved_bytes = saved_bytes + inner_bytes / _devices_that_split(setup, placements)
     if op.kind == "loss" and setup.item_bytes < FULL:
@@ -176,11 +189,13 @@ def _bytes_saved_for_gradient(
 
 
 def _bytes_of_gradients_on_the_way(setup: StepSetup, op: Op, block_bytes: list[Floats]) -> Floats:
-    """Return the bytes of gradients of activations that a block holds while it runs backward.
+    """Count the bytes of activations' gradients that are held while a layer runs backward.
 
-    Where a block takes the result of another, as a layer takes the stream, two gradients are there:
-    the one that arrives for its own result, and the one that it makes, of the same size. A loss has
-    the gradient of the logits. block_bytes: [options] for each array.
+    A layer that takes the residual stream, made outside it, holds two gradients of this size: the
+    one that arrives for its own result, and the one that it makes for its input. A loss holds the
+    gradient of the logits, its operand 0. Gradients between operations of one layer come and go.
+
+    block_bytes: bytes of each array's block, operands first: [options] each. Returns [options].
     """
     step = setup.step
     gradients = np.zeros(len(block_bytes[-1]))

@@ -23,7 +23,7 @@ Flags = NDArray[np.bool_]
 
 
 def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
-    """List all ways to shard an operation: placements as [options, arrays, axes].
+    """List all ways to shard an operation over the axes of a mesh: [options, arrays, axes].
 
     A placement is what one mesh axis does in one array: the number of the dim that it shards, or a
     negative tag. Arrays are the operands, then the result. On two axes, the three rules of
@@ -52,11 +52,14 @@ def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
 def _in_array(
     placements: Placements, array: Layout, lengths: Mapping[str, int], mesh: Mesh
 ) -> tuple[Placements, Flags]:
-    """Turn placements over single dims into placements over the dims of an array, such as `(g d)`.
+    """Number placements by the dims of an array in which single dims are merged, as in `b (g d)`.
 
-    In `b (g d)` the single dims are 0, 1, 2, and the dims of the array 0, 1, 1. Blocks of `(g d)`
-    are contiguous: axes shard d only after other axes, before them in the mesh, have sharded g down
-    to a length of 1. With g of length 4, axes of sizes 4 and 2 can shard (g, d), not (d, g).
+    `b (g d)` is a two-dim array whose last dim is g and d flattened. Its single dims b, g, d have
+    the numbers 0, 1, 2, and are in the array's dims 0, 1, 1: an axis that shards d (2) becomes one
+    that shards dim 1. Not all of this is possible as contiguous blocks of equal length. Blocks of
+    `(g d)` are contiguous: axes shard d only after other axes, before them in the mesh, have
+    sharded g down to a length of 1. With g of length 4, axes of sizes 4 and 2 can shard (g, d), not
+    (d, g).
 
     placements: [layouts, axes]. Returns the new ones, and which of the layouts are possible.
     """

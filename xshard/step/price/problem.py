@@ -64,10 +64,12 @@ class StepProblem(StepSetup):
         self.__dict__.pop("edges", None)  # where cached_property has them
 
     def vectors(self, assignment: Sequence[int], node: int | None = None) -> Floats:
-        """Return the parts of the cost of an assignment, or of many that differ at one node.
+        """Add up the cost of an assignment, or of many that differ at one node, part by part.
 
-        Moves cost what is known so far, a lower bound or the planner's price. All parts of an
-        assignment with a move that is not possible are infinite.
+        An assignment chooses for each node (a parameter, an input, an operation) one of its
+        options, the ways to shard it. Parts are seconds and bytes of each kind. Moves cost what is
+        known so far, a lower bound or the planner's price. All parts of an assignment with a move
+        that is not possible are infinite.
 
         Args:
             assignment: The number of an option for each node.
@@ -99,10 +101,11 @@ class StepProblem(StepSetup):
         return sum(edge.plan(assignment[edge.source], assignment[edge.user]) for edge in self.edges)
 
     def cost(self, limit: float, overlap: float | None = None) -> Cost:
-        """Return the seconds of a step as a function of a vector of parts, within the memory.
+        """Make the function from the parts of a plan's cost to the seconds of a training step.
 
-        A pass of a block takes max(computing + 0.2 * moving, moving) if 0.8 of moves overlap: the
-        moves, or computing and those moves that do not run beside it, whichever is longer.
+        Parts are seconds of computing and moving, and bytes, of one layer and micro-batch. A pass
+        of a block takes max(computing + 0.2 * moving, moving) if 0.8 of moves overlap: the moves,
+        or computing and those moves that do not run beside it, whichever is longer.
 
         limit: bytes that a device may hold. overlap: share of the seconds of moves that run beside
         computing; None for the problem's own.
@@ -142,10 +145,12 @@ class StepProblem(StepSetup):
         return by_kind, self._memory(vector)
 
     def _memory(self, vector: Floats) -> dict[str, int]:
-        """Return the bytes that a device holds at its fullest moment, by kind as users read them.
+        """Count the bytes that a device holds at its fullest moment, by kind as users read them.
 
-        The kinds add up to the most that it holds. Their own maxima are at other moments, and would
-        add up to more.
+        The kinds, such as "parameters" or "activations", add up to the peak. Each kind's own
+        maximum may be at another moment, and those would add up to more.
+
+        vector: the parts of a plan's cost, seconds and bytes.
         """
         fullest = (self.moments @ vector).argmax()
         bytes_by_part = self.moments[fullest] * vector  # [parts]
