@@ -57,10 +57,15 @@ class ReplicaCheck(NamedTuple):
     def fault(
         self, differences: ArrayLike, names: Sequence[object] | None = None
     ) -> ReplicaError | None:
-        """Return the error to raise, or None if replicas are equal.
+        """Judge measured differences between replicas: return the error to raise, None if they are equal.
 
-        differences: `[devices, axes, 2]`, for each of `axes` the largest difference in a device's group,
-        and the largest value there. names: of devices in errors, by default their numbers.
+        Devices along an axis of replicas should hold equal blocks. On 2 devices with the largest values
+        1.0 a difference of 0.5 is an error; one within the rounding of the dtype is none.
+
+        Args:
+            differences: `[devices, axes, 2]`: for each device and each of `self.axes` the largest
+                difference in the device's group along the axis, then the largest value there.
+            names: Of devices in errors, by default their numbers.
         """
         measured = np.asarray(differences, np.float64)
         difference = measured[..., 0]
@@ -68,7 +73,8 @@ class ReplicaCheck(NamedTuple):
         is_wrong = difference > tolerances.replicas(self.dtype) * largest
         if not is_wrong.any():
             return None
-        # Of the first axis along which replicas differ, the first group: all devices raise the same.
+        # Only the first group along the first wrong axis is reported. All devices have the findings of
+        # all groups, so that all of them raise the same error.
         axis_index = int(is_wrong.any(axis=0).argmax())
         device = int(is_wrong[:, axis_index].argmax())
         axis = self.axes[axis_index]
@@ -106,12 +112,20 @@ class ReplicaCheck(NamedTuple):
 def checks_of(
     plan: Any, mesh: Mesh | None, text: str, name: str = ""
 ) -> tuple[ReplicaCheck, ReplicaCheck | None]:
-    """Return the checks of a plan's blocks, and of its results' cotangents, which a max or min has not.
+    """Make the checks that replicas are equal: of a plan's input blocks, and of its results' gradients.
 
-    mesh: of all devices that call it; None: the mesh of either end.
+    The gradients (cotangents) that arrive for the results are laid out by the dual of the target layout.
+    A plan that takes a max or min is not linear and has no backward pass: its second check is None.
+
+    Args:
+        plan: The plan of a redistribution.
+        mesh: All devices that call it; None: the mesh of the source for blocks, of the target for
+            gradients.
+        text: The redistribution as the user wrote it, for errors.
+        name: The array's name in errors.
     """
     source = plan.source
-    # A move between two meshes has other devices at each end.
+    # The two ends of a plan may be on two meshes, with other devices.
     source_mesh = source.mesh if mesh is None else mesh
     target_mesh = plan.target.mesh if mesh is None else mesh
     check = ReplicaCheck(

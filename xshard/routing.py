@@ -26,7 +26,7 @@ class Groups:
 
     @classmethod
     def of(cls, groups: Any, n_parts: int) -> Groups:
-        """Return the groups that a caller describes.
+        """Read in which part, such as a device, each group of rows (an expert) lies.
 
         Args:
             groups: A number of groups, which lie as `g/axis` says; or the part of each; or None: one group
@@ -50,7 +50,8 @@ class Groups:
             parts = whole_numbers(groups)
         else:
             parts = _parts_in_turn(number, n_parts)
-        # No bools, and no other kinds of numbers: `whole_numbers` has made ints of all that are whole.
+        # `whole_numbers` makes ints of all numbers that are whole, so that anything else here, such as
+        # a bool or 1.5, is an error.
         if not parts or not all(type(part) is int and 0 <= part < n_parts for part in parts):
             hint = f"a number of groups, or for each its part, 0 to {n_parts - 1}"
             raise ShapeError(f"groups={short_repr(groups)} along {n_parts} parts", hint=hint)
@@ -82,10 +83,16 @@ def _parts_in_turn(n_groups: int, n_parts: int) -> tuple[int, ...]:
 
 
 def check_rows(rows: Sequence[int], to: Sequence[int], is_whole: bool, **limits: Any) -> None:
-    """Raise ShapeError unless rows can be routed by an array `to`.
+    """Raise ShapeError unless an array `to` can say to which group (expert) each row goes.
 
-    rows, to: the shapes of both. `to` has a group per row, or several; is_whole: its dtype is of whole
-    numbers. limits: options by name, each None or a whole number > 0.
+    `to` has one group for each row, shape (rows,), or several choices, shape (rows, choices): rows of
+    shape (16, 8) need (16,), or (16, 2) for two experts a row.
+
+    Args:
+        rows: The shape of the array of rows.
+        to: The shape of the array of groups.
+        is_whole: The dtype of `to` is of whole numbers.
+        limits: Options by name, such as a capacity: None for no limit, or a whole number > 0.
     """
     fits = len(rows) > 0 and len(to) in (1, 2) and to[0] == rows[0]
     if not is_whole or not fits:

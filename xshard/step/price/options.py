@@ -52,7 +52,7 @@ def options_of(op: Op, lengths: Mapping[str, int], mesh: Mesh) -> Placements:
 def _in_array(
     placements: Placements, array: Layout, lengths: Mapping[str, int], mesh: Mesh
 ) -> tuple[Placements, Flags]:
-    """Number placements by the dims of an array in which single dims are merged, as in `b (g d)`.
+    """Convert placements over single dims to those over an array's merged dims, as in `b (g d)`.
 
     `b (g d)` is a two-dim array whose last dim is g and d flattened. Its single dims b, g, d have
     the numbers 0, 1, 2, and are in the array's dims 0, 1, 1: an axis that shards d (2) becomes one

@@ -72,7 +72,7 @@ def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[st
 
 
 def placements_of(layout: Layout, axes: Sequence[str]) -> list[int]:
-    """Read a layout as placements, one per mesh axis: the inverse of `layout_of`.
+    """Convert a layout into one number per mesh axis, a placement: the inverse of `layout_of`.
 
     On the axes dp, tp and pp, `b/dp c | sum(tp)` is [0, SUM, REPLICAS]: the number of the dim that
     the axis shards, or a tag. Raises NotationError for layouts that the search does not know, such

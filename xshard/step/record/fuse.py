@@ -25,7 +25,7 @@ APART = ("carry", "share", "opaque")  # classes that join nothing
 
 
 def fuse_operations(step: TrainingStep) -> TrainingStep:
-    """Return the step with chains of operations fused into one operation each.
+    """Fuse chains of light operations of a training step, so that fewer have to be sharded.
 
     `x -> cast -> norm -> up` becomes `x -> norm -> up`: the view, cast or function of elements
     goes into the operation that uses its result, which keeps its name. So a search has fewer
@@ -36,7 +36,8 @@ def fuse_operations(step: TrainingStep) -> TrainingStep:
     result.
     """
     ops = {op.name: _with_needed_operands(op, step) for op in step.ops}
-    # One join may allow another: until a pass over all operations joins none.
+    # An operation that has joined its neighbour may make another join possible. So passes over
+    # all operations are repeated until one joins nothing.
     joined_any = True
     while joined_any:
         joined_any = False
@@ -55,9 +56,10 @@ def fuse_operations(step: TrainingStep) -> TrainingStep:
 def _join_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool:
     """Fuse into one operation those that make its operands, as far as possible; change `ops`.
 
-    The fused operation replaces `ops[name]`. An operation whose result nothing uses any more is
-    deleted: it comes before its users, so that a walk over the names in order has passed it.
-    Returns whether anything was fused.
+    With `x -> cast -> norm`, and the name norm, the result is `x -> norm`. `ops` has operations by
+    name, in the order in which they run. The fused operation replaces `ops[name]`. An operation
+    whose result nothing uses any more is deleted: it comes before its users, so that a walk over
+    the names in order has passed it. Returns whether anything was fused.
     """
     has_joined = False
     operand_index = 0
@@ -75,9 +77,11 @@ def _join_makers_into(ops: dict[str, Op], name: str, step: TrainingStep) -> bool
 
 
 def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
-    """Return the operation with only those saved operands in `keeps` that a gradient needs.
+    """Narrow the arrays that an operation saves for its backward pass to those a gradient needs.
 
-    `x * mask`, where only x has a gradient, saves the mask and not x.
+    `x * mask`, where only x has a gradient, saves the mask and not x: the gradient of x is that of
+    the result times the mask. Returns the operation with the numbers of these operands in `keeps`;
+    the number after the last operand stands for the result.
     """
     n_operands = len(op.operands)
     with_gradient = {i for i, name in enumerate(op.operands) if name in step.differentiable}
@@ -85,8 +89,8 @@ def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
     for i in op.saved_operands:  # the number after the last operand stands for the result
         if i == n_operands and step.is_saved(op.name):
             continue  # the result is saved by an operation that uses it
-        # The gradient of an operand is computed from the others; a function of one needs its
-        # operand.
+        # In a product the gradient of one operand is computed from the others, so that operand i
+        # is needed if another one has a gradient. A function of one operand needs that itself.
         others = with_gradient - {i} if n_operands > 1 else with_gradient
         if others:
             needed.append(i)
@@ -111,21 +115,24 @@ def _may_join(
     Views, casts and constants cost nothing ("free"): they may go into any neighbour, and be
     computed again for each use. Functions of elements go into one another, and into attention. All
     of this only where no rule of a module is lost, which could have moved the array between both.
+
+    first: the operation that makes the array. second: the one that takes it.
     """
     if first.times != second.times or first.kind in APART or second.kind in APART:
-        return False  # blocks, and what is moved between them, stay as they are
+        return False  # layers that run another number of times, and some kinds, stay apart
     is_only_use = _uses(ops, first) == 1
     is_movable = _is_movable_between(first, second, number, step)
     if _is_free(first):
-        # One that begins a module takes the operand that the module's rule moves. Repeated in
-        # several users, the rule would be for the operand of each.
+        # A user's rule for a module's input moves the operand of the operation that begins it. If
+        # that one were computed again in each of several users, one rule would have several arrays
+        # to move.
         may_be_repeated = step.moves_anywhere or not step.module(first, left=False)
         return not is_movable and (is_only_use or may_be_repeated)
     if not is_only_use:
         return False  # real work would be done twice
     if _is_free(second):
-        # A broadcast stays apart from what makes the small array, which is cheaper to move. It may
-        # join what follows.
+        # A broadcast, (8,) -> (4, 8), is not fused into what makes the small array: that is cheaper
+        # to move than the large one. It may join the operation that follows.
         elements_before = _elements(first.arrays[-1:], step.lengths)
         elements_after = _elements(second.arrays[-1:], step.lengths)
         return not is_movable and elements_after <= elements_before
@@ -318,11 +325,13 @@ class _Join:
 
     @cached_property
     def inside(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Hidden dims that restrict options: their text, and a placement in each of `rules`.
+        """Dims inside a fused operation that restrict how it can be sharded, though none sees them.
 
-        The array in between is `(g d)` in one operation and c in the other. Blocks of `(g d)` are
-        contiguous, so that axes shard g first. If only c is visible, the joined operation has to
-        remember `(g d)`, and which part of it (0 for g, 1 for d) each rule shards.
+        Each is a text, such as `(g d)`, and one placement for each rule in `rules`: which part of
+        that dim the mesh axis shards under the rule, or a negative tag. The array in between is `(g
+        d)` in one operation and c in the other. Blocks of `(g d)` are contiguous, so that axes
+        shard g first. If only c is visible, the joined operation has to remember `(g d)`, and which
+        part of it (0 for g, 1 for d) each rule shards.
 
         Hidden arrays of the two operations themselves, with one dim each, stay.
         """
@@ -331,7 +340,7 @@ class _Join:
             *range(self.result + 1, len(self.arrays)),  # after the second one's
         ]
         hidden_dims = [(i, 0) for i in hidden_arrays]  # array, dim
-        # A dim may be split on either side of a pair.
+        # Arrays of a pair are one array, named by both operations: either may split a dim in two.
         reversed_pairs = [(j, i) for i, j in self.equal_pairs]
         for i, j in (*self.equal_pairs, *reversed_pairs):
             for dim in range(len(self.arrays[i].dims)):
@@ -342,7 +351,8 @@ class _Join:
         restrictions = dict[tuple[str, tuple[int, ...]], None]()  # in order, each once
         for i, dim in hidden_dims:
             placements = self._placements_in(i, dim)
-            if max(placements) >= 0:  # a dim that no rule shards restricts nothing
+            # Placements >= 0 shard the dim: one that no rule shards restricts nothing.
+            if max(placements) >= 0:
                 restrictions[self.arrays[i].dims[dim].name, placements] = None
         return list(restrictions)
 
@@ -354,7 +364,11 @@ class _Join:
 
     @property
     def op(self) -> Op:
-        """The joined operation, with the name and the result of the second."""
+        """The two operations fused into one, with the name and the result of the second.
+
+        `x -> cast -> norm` is `x -> norm`: the operands are those of the first, in place of its
+        result, and the others of the second.
+        """
         operand_texts = [
             str(self.arrays[i]) if self.arrays[i].dims else "()" for i in self.operands
         ]
@@ -370,7 +384,7 @@ class _Join:
             enters=self._enters(),
             leaves=self.step.module(self.second, left=True),
             keeps=tuple(place for place, i in enumerate(self.visible) if i in self.saved),
-            flops=flops if flops else None,  # None: as the class says
+            flops=flops if flops else None,  # None: the number of the operation's class
             accesses=accesses,
             inside=tuple(text for text, _ in self.inside),
             inner=inner,
@@ -427,10 +441,13 @@ def _weight(op: Op) -> tuple[bool, bool, bool]:
 def _agreeing(
     rules: Sequence[AxisRule], i: int, j: int, spans: Sequence[Sequence[Span]]
 ) -> list[AxisRule]:
-    """Keep the rules that do the same in arrays i and j: shard parts that overlap, or have one tag.
+    """Keep the sharding rules that treat arrays i and j alike, for both are one array.
 
-    Array i is `(g d)` and array j is c, the same dim: sharding g in i agrees with sharding c in j,
-    and so does sharding d. spans: of the single dims of each array.
+    A rule has a placement for each array: the dim that a mesh axis shards, or a negative tag. Both
+    arrays need the same tag (replicas, sums, copies), or dims that overlap. Array i is `(g d)` and
+    array j is c, the same dim: sharding g in i agrees with sharding c in j, and so does sharding d.
+
+    spans: for each array the place of its single dims: which dim of the array, from where to where.
     """
     agreeing = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}  # pairs of placements
     for number_in_i, span in enumerate(spans[i]):

@@ -115,7 +115,7 @@ def describe_by_places(
     whole: Collection[str] = (),
     **work: Any,
 ) -> LetteredOp:
-    """Describe an operation in letters, by where each dim of its operands is in the result.
+    """Describe an operation as an einsum-like text, by where each operand's dim is in the result.
 
     A dim that is one of the result has the result's letter; any other has a letter of its own.
     A bias of shape (8,) added to (4, 8), with the places [(0, 1), (1,)], is `r0 r1, r1 -> r0 r1`.
@@ -168,7 +168,7 @@ def describe_along(
     sums: bool = False,
     **work: Any,
 ) -> LetteredOp:
-    """Describe an operation that works along some dims of its first operand, in letters.
+    """Describe a softmax, sum or the like, which works along some dims, in einsum-like letters.
 
     A softmax along the last dim keeps it: `r0 r1 -> r0 r1` with r1 whole, for every element of the
     result needs all of it. A sum over dim 0 has no such dim in the result: `u0_0 r0 -> r0`. With
@@ -184,7 +184,7 @@ def describe_along(
         work: As `Written.work`.
     """
     ndim = len(shapes[0])
-    # Scalars have no dim to count from the end of, but may be asked for one: hence `max`.
+    # torch allows dims 0 and -1 for a scalar, which has none: `max` avoids a division by 0.
     numbers = [dims] if isinstance(dims, int) else dims
     worked_along = {d % max(ndim, 1) for d in numbers}
     has_them_in_result = len(out) == ndim  # as in a softmax; in a reduction they are gone
@@ -194,9 +194,11 @@ def describe_along(
     for d in range(ndim):
         is_in_result = has_them_in_result or d not in worked_along
         places.append(next(next_place) if is_in_result else None)
-    # Operands with as many dims are like the first; others (a seed, an index) share no dim.
+    # Other operands with as many dims as the first have the same places; those with another number
+    # of dims, such as a seed or an index, share no dim with the result.
     places_by_shape = [places if len(shape) == ndim else [None] * len(shape) for shape in shapes]
-    # For a dim that is gone this is `rNone`, no letter of any array: `describe_by_places` leaves it out.
+    # For a dim that is gone this is `rNone`, no letter of any array: `describe_by_places` leaves it
+    # out.
     whole = {f"r{places[d]}" for d in worked_along}
     written = describe_by_places(shapes, out, places_by_shape, kind, whole, **work)
     if sums:
@@ -225,7 +227,7 @@ def view(before: Shape, after: Shape) -> LetteredOp:
 def convolution(
     shapes: Shapes, out: Shape, groups: int, orders: Sequence[Sequence[int]] = ()
 ) -> LetteredOp:
-    """Describe a convolution as a contraction in letters: `b c l0, o c k0 -> b o m0`.
+    """Describe a convolution as an einsum-like contraction: `b c l0, o c k0 -> b o m0`.
 
     Mesh axes may shard the batch b, the operand's channels c (results are partial sums) and the
     result's channels o. Spatial dims (l in the operand, k in the kernel, m in the result) are

@@ -141,7 +141,11 @@ class Op:
             self._check()
 
     def _check(self) -> None:
-        """Raise an error for an unknown class, a missing operand or an unknown whole dim."""
+        """Require a known class, a name for each operand, and whole dims that the text has.
+
+        `Op("up", "b c, f c -> b f", ("x",))` has two operands and one name: a NotationError.
+        `whole` are dims that no mesh axis may shard.
+        """
         if self.kind not in KINDS:
             hint = f"{did_you_mean(self.kind, KINDS)}there are: {', '.join(KINDS)}"
             raise PlanError(f"no class {self.kind!r} of operations", hint=hint)
@@ -212,7 +216,8 @@ class Op:
             if is_possible and dim not in self.whole:
                 rules.append(self._rule_that_shards(dim))
         for tag in kind.passes:
-            # A sum of sums is a sum, for example: the tag of all operands is the result's.
+            # A class lists the tags that pass through it. The sum of two arrays of partial sums is
+            # an array of partial sums, for example: the operands' tag is the result's.
             rules.append((tag,) * len(self.dims))
         return (*rules, idle)
 

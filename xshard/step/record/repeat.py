@@ -47,7 +47,8 @@ def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     """
     ops = list(step.ops)  # shrinks while it is walked: runs behind `start` are blocks already
     names = dict[str, str]()
-    kinds = [_kind_of(op) for op in ops]  # beside `ops`: equal where operations are equal
+    # For each operation a key without names: equal for operations that do the same.
+    kinds = [_kind_of(op) for op in ops]
     start = 0
     while start < len(ops):
         run = _longest_run_at(ops, kinds, step, start)
@@ -151,7 +152,13 @@ class _Run:
         ]
 
     def _source(self, i: int, name: str) -> Source:
-        """Say where operation i of the run has its operand `name` from."""
+        """Say where operation i of a run of layers has its operand `name` from.
+
+        It is said so that equal layers have equal sources. In layers of 2 operations, `1.up` takes
+        `0.down`, the second operation of the layer before: (BLOCK_BEFORE, 1). So does `2.up`, which
+        takes `1.down`. Other sources are the same layer, with the number of the operation there; a
+        parameter, with a star for the layer's number; and anything else, by name.
+        """
         if name in self.step.parameters:
             # Parameters of equal layers are equal but for the number of the layer.
             return Source(PARAMETER, NUMBER.sub("*", name))
@@ -161,6 +168,7 @@ class _Run:
         offset = self.numbers[name] - block_start
         if offset >= 0:
             return Source(SAME_BLOCK, offset)
+        # The first block has none before it; results of two blocks before count as elsewhere.
         is_first_block = i < self.size
         if is_first_block or offset < -self.size:
             return Source(ELSEWHERE, name)
@@ -179,10 +187,11 @@ class _Run:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether blocks take what the one before made, and others use only the last one.
+        """Whether this run of equal blocks is a chain of layers, so that one can stand for all.
 
-        Otherwise equal operations are no layers: branches side by side, or a residual connection
-        over more than one layer.
+        Each block has to take what the block before made, and operations outside the run may use
+        only results of the last block. Otherwise they are no layers but, for example, branches side
+        by side, or layers with a residual connection over more than one.
         """
         # The second block is the pattern, for the first one has none before it.
         first_block, second_block, *others = self._sources_by_block()
@@ -193,7 +202,7 @@ class _Run:
             return False
         if {source.kind for source in self.carried.values()} != {ELSEWHERE}:
             return False  # nothing is handed on, or the first block takes a parameter in its place
-        # Results inside the run have no name of their own once it is one block.
+        # Once the run is one block, only the last block's results can be named from outside.
         end = self.start + len(self.members)
         used_outside = set[str]()
         for op in (*self.ops[: self.start], *self.ops[end:]):
@@ -227,7 +236,7 @@ class _Run:
         return new_names
 
     def as_one_block(self) -> list[Op]:
-        """Write the run as one block, with a `carry` for each array from the block before.
+        """Write a run of equal layers as the operations of one layer, which runs several times.
 
         A carry is an operation without work: `b d -> b d`, whose operand is what the first block
         takes, and whose `again` is the block's own result, for all later runs of the block. The
@@ -240,8 +249,9 @@ class _Run:
             users = [op for op in block if carry.name in op.operands]
             is_copied_once = len(users) == 1 and users[0].text == carry.text
             if is_copied_once and users[0].accesses == 0:
-                # A module begins with such a copy of its input: it is made the carry itself, so
-                # that the module's rule is for what comes from the block before.
+                # A module may begin with an operation that only copies its input (no accesses to
+                # memory). It becomes the carry itself. So the carry begins the module, and a user's
+                # rule for the module's input moves what comes from the layer before.
                 copy = users[0]
                 block[block.index(copy)] = replace(
                     copy,
@@ -269,13 +279,16 @@ class _Run:
         )
 
     def _member(self, i: int, carries: dict[Source, Op]) -> Op:
-        """Make operation i of the one block: operation i of the run with names by patterns.
+        """Make operation i of the one layer that stands for a run of equal layers.
 
-        What comes from the block before is replaced by its carry.
+        `0.up` of 12 layers becomes `*.up` with times=12. An operand that comes from the layer
+        before is replaced by its carry, the operation that hands it on.
+
+        carries: by where the operand comes from.
         """
         op = self.members[i]
         operands = list[str]()
-        # The second block's sources, for only it and later ones have a block before them.
+        # Sources are read off the second layer: the first one has no layer before it.
         sources = self.sources[self.size + i]
         for source, name in zip(sources, op.operands, strict=True):
             if source in carries:
@@ -302,7 +315,9 @@ class _Run:
 def _starred(names: Sequence[str], taken: Collection[str]) -> str:
     """Write names that differ in one number as a pattern: `a.0.b`, `a.1.b` -> `a.*.b`.
 
-    `a.{0,1}.b` if the star would fit other names in `taken`; "" if the names differ elsewhere.
+    If `taken` has `a.2.b`, too, the star would fit a name that is not meant, and the result is
+    `a.{0,1}.b`. Equal names are their own pattern. Names that differ in several numbers, `a.0.b.0`
+    and `a.1.b.1`, have none: "".
     """
     pieces = [NUMBER.split(name) for name in names]  # `a.0.b` -> `a.`, `0`, `.b`
     columns = list(zip(*pieces, strict=True))  # piece i of every name

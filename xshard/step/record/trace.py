@@ -83,12 +83,12 @@ class Trace:
         shape: Sequence[int],
         **fields: Any,
     ) -> str:
-        """Record one operation: its result takes the names of dims from its operands.
+        """Record one operation of the step, with names for the dims of its result.
 
-        The letters of `op` say which dims are equal. Take the matrix product `a c, d c -> a d` of
-        an array with the dims `(b s512) s128` and of a new parameter with shape (256, 128): a is
-        `b s512`, c is `s128`, and d is new, hence `n256` by its length. What is recorded is
-        `(b s512) s128, n256 s128 -> (b s512) n256`.
+        Names are handed on from the operands. The letters of `op` say which dims are equal. Take
+        the matrix product `a c, d c -> a d` of an array with the dims `(b s512) s128` and of a new
+        parameter with shape (256, 128): a is `b s512`, c is `s128`, and d is new, hence `n256` by
+        its length. What is recorded is `(b s512) s128, n256 s128 -> (b s512) n256`.
 
         Args:
             name: The name of the operation, and of its result.
@@ -118,7 +118,7 @@ class Trace:
         return name
 
     def step(self, *last: str, moves_anywhere: bool = False) -> TrainingStep:
-        """Return the step that ends in the operations `last`, with all that they need.
+        """Make the training step of the recorded operations that `last`, such as a loss, needs.
 
         Operations on which none of them depends are left out, and so are arrays that only these
         use. moves_anywhere: as in `TrainingStep`.
@@ -143,8 +143,9 @@ class Trace:
     def _names_of_letters(
         self, arrays: Sequence[Names], operands: Sequence[str], lengths: Mapping[str, int]
     ) -> dict[str, list[str]]:
-        """Name the dims that each letter stands for: as the operands name them, or anew.
+        """Find names for the dims that each letter of an operation stands for.
 
+        Operands that have been recorded before have names for their dims; other dims get new ones.
         `a c, d c -> a d`, where the first operand has the dims `(b s512) s128` and the second one
         has no names yet: a is [b, s512], c is [s128], and d, of length 256, is [n256].
 
@@ -173,11 +174,12 @@ class Trace:
     def _factors(
         self, letters: Sequence[str], names: Sequence[str], lengths: Mapping[str, int]
     ) -> dict[str, list[Factor]]:
-        """Match the names and the letters of one dim of an operand: letter -> its named factors.
+        """Match the names of one dim of an operand to the letters that an operation gives it.
 
-        The dim `(b s512)` of lengths 64 and 512 is written in letters as `(a c)`. If a and c have
-        the lengths 64 and 512, a is b and c is s512. If they have 64 * 8 and 64, a is b and a
-        factor 8, c a factor 64: pieces of s512, which have no name ("").
+        A merged dim has several names, or several letters. Returns for each letter the factors of
+        its length, with names. The dim `(b s512)` of lengths 64 and 512 is written in letters as
+        `(a c)`. If a and c have the lengths 64 and 512, a is b and c is s512. If they have 64 * 8
+        and 64, a is b and a factor 8, c a factor 64: pieces of s512, which have no name ("").
         """
         name_lengths = [self.lengths[name] for name in names]
         if len(letters) == 1:
@@ -203,7 +205,10 @@ class Trace:
         names_of: Mapping[str, Sequence[str]],
         fields: Mapping[str, Any],
     ) -> Op:
-        """Write an operation with names in place of letters.
+        """Make an `Op` from an operation in letters: `a c, d c -> a d` with names in their place.
+
+        With a as [b, s512], c as [s128] and d as [n256] its text is
+        `(b s512) s128, n256 s128 -> (b s512) n256`.
 
         Args:
             name: The name of the operation, and of its result.
@@ -226,7 +231,8 @@ class Trace:
         op = Op(name, text, tuple(operands), written.kind, tuple(whole), **fields)
         if not written.links:
             return op
-        # Blocks are contiguous: an axis shards the first of several names of a letter.
+        # Links are operands of which only the length is read. If a letter has several names, as in
+        # `(b s512)`, an axis shards the first: blocks are contiguous.
         outermost = {names[0] for names in names_of.values()}
         return replace(op, rules=_rules_beside_links(op, written.links, outermost))
 
@@ -295,7 +301,7 @@ def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[Axis
         # Placements >= 0 are numbers of dims, tags are negative.
         sharded = {dims[place] for dims, place in zip(op.dims, rule, strict=True) if place >= 0}
         if not sharded <= computing_dims & outermost:
-            continue  # inner parts of a dim would need other lengths
+            continue  # only outermost dims: a device could not read the length of its block else
         choices = list[list[int]]()  # placements to choose from, for each link
         for dims, free_choice in zip(link_arrays, free_choices, strict=True):
             same_dim = _places_of(sharded, dims)

@@ -90,10 +90,15 @@ class TrainingStep:
                 known.append(op.name)
 
     def _check_operand(self, name: str, array: Layout, known: Collection[str]) -> None:
-        """Require that an operand exists, and has the lengths with which it was made.
+        """Require that an operand exists, and is used with the lengths with which it was made.
 
-        name, array: the operand, with its dims as the operation names them. known: names of arrays
-        that may be used there.
+        An array made as `b c` with lengths (8, 4) may be used as `t d` if t is 8 and d is 4. If d
+        is 5, that is a ShapeError; an unknown name is a PlanError.
+
+        Args:
+            name: The operand.
+            array: Its dims as the operation names them.
+            known: Names of arrays that may be used there: inputs, parameters, earlier results.
         """
         if name not in known:
             hint = f"{did_you_mean(name, known)}known here are: {listed_names(list(known))}"
