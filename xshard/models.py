@@ -59,7 +59,12 @@ def rule_of(text: Any, mesh: Mesh, routes: bool = False) -> ActivationRule:
 
 @layout_cache(maxsize=4096)
 def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
-    """Parse a rule; on its right `t/to(ep)` becomes `t/ep`, with ep in `routed_axes`."""
+    """Parse the text of a rule for an activation: "layout -> layout", or one layout for both sides.
+
+    `b s -> b s/tp` shards s over tp. `t/ep c -> t/to(ep) c` says that rows of t go to other devices of
+    ep, to experts that their values name. Its layout is the same on both sides, `t/ep c`, and ep is in
+    `routed_axes` of the result.
+    """
     if ARROW in text:
         src, dst = parse_expression(text)
     else:
@@ -67,7 +72,7 @@ def _rule_of(text: str, mesh: Mesh) -> ActivationRule:
     # Errors mark the axis in the rule's own text.
     for layout in (src, dst):
         check_axes(layout, mesh, text)
-    # Only rows of the first dim go where values say, and only on the right.
+    # `to` is allowed only on the right, in the first dim, and once.
     routed = _routed_shards(dst.dims[:1])
     routed_elsewhere = _routed_shards((*src.dims, *dst.dims[1:]))
     plain = replace(dst, dims=tuple(_without_routes(dim) for dim in dst.dims))
@@ -112,15 +117,18 @@ def varying_axes(outside: Iterable[str], rules: Sequence[ActivationRule]) -> fro
 
 
 def with_outer_axes(layout: Layout, named: Collection[str], outside: Layout) -> Layout:
-    """Complete a layout by a rule that names some axes: others do what they do `outside`.
+    """Add to a rule's layout what the axes that it does not name do around the module.
 
-    Dims are matched by name: `b s/tp` by a rule that names tp, outside `b/dp s` -> `b/dp s/tp`.
+    A rule is about some mesh axes only. With the layout `b s/tp` of a rule that names tp, and `b/dp s`
+    outside, the array is `b/dp s/tp` in full. Dims are matched by name.
+
+    named: the axes that the rule names. outside: the full layout around the module.
     """
-    # `outside` without the named axes.
+    # `outside` without the named axes: each axis is replaced by itself, or by nothing.
     factors: dict[str, tuple[str, ...]] = {}
     for axis in outside.axes:
         factors[axis] = (axis,)
-        if axis in named:  # a product of no factors: it does nothing
+        if axis in named:
             factors[axis] = ()
     others = factored(outside, factors)
     shards_outside = {dim.name: dim.shards for dim in others.dims}
@@ -162,19 +170,33 @@ def arriving_shape(
     local_shape: tuple[int, ...],
     known: Iterable[KnownDim],
 ) -> tuple[int, ...]:
-    """Return the global shape, along the axes of its rule, of a block that arrives.
+    """Infer the global shape of an activation from one device's block, as far as its rule's axes go.
 
-    Blocks of dims that are not in `known` are equally long. Raises ShapeError if this block cannot be one.
+    A block (2, 8) that arrives as `b/dp c`, with 4 devices along dp, is of an array (8, 8). Axes that the
+    rule does not name are ignored: along them the block counts as the whole.
+
+    Args:
+        rule: The rule; its left side is the layout on arrival.
+        mesh: The mesh.
+        device: The position of this device.
+        local_shape: The shape of its block.
+        known: Dims whose lengths are known, by name, for blocks that may be uneven. Blocks of all other
+            dims are taken to be equally long.
+
+    Raises:
+        ShapeError: No array has such a block on this device.
     """
     layout = rule.src.resolved(len(local_shape))
     named = set(rule.axes)
     lengths: dict[str, int] = {}
     for dim in known:
-        if not dim.axes & named:  # to the rule this block is the whole array
+        if (
+            not dim.axes & named
+        ):  # the rule's axes do not shard it: to the rule the block is the whole
             lengths[dim.name] = dim.local_length
         elif dim.axes <= named:
             lengths[dim.name] = dim.length
-    # The shape follows from this block; the block has to follow from the shape, too.
+    # A check in reverse: this device's block of an array of that shape has to be as long.
     shape = global_shape(layout, mesh, local_shape, rule.text, lengths)
     expected = Sharding(layout, mesh, shape).local_shape(device)
     if expected != local_shape:
@@ -191,7 +213,13 @@ def _misfit_hint(
     expected: Sequence[int],
     known: Iterable[KnownDim],
 ) -> str:
-    """Return the hint about the first dim that is longer or shorter than expected."""
+    """Explain which dim of a block has another length than expected, and where that came from.
+
+    "3 rows of 'b/dp', not 2 of 8 as by 'b/dp c' of the input: ..." for a block (3, 8) where (2, 8) is
+    expected of the array (8, 8). Only the first such dim is told.
+
+    layout: of the array on arrival. shape: of the whole array. known: dims that other rules have fixed.
+    """
     misfits = [d for d, rows in enumerate(local_shape) if rows != expected[d]]
     d = misfits[0]
     dim = layout.dims[d]
@@ -211,10 +239,18 @@ def known_inside(
     outside: Iterable[KnownDim],
     where: str,
 ) -> tuple[KnownDim, ...]:
-    """Return the dims with a name inside a module, where `...` has none that rules could share.
+    """Collect what is known about dims by name once a rule has moved a module's input.
 
-    shape: the global shape on arrival; rows: the shape of the block after the rule; outside: the dims known
-    outside the module; where: the tensor that the rule is for, in words.
+    Rules inside the module may use the same names: for each the mesh axes that shard it, its global length
+    and the length of this device's block. After `b s -> b s/tp` on 2 devices, with shape (8, 16), s is
+    sharded over tp, with length 16 and a block of 8. Dims of `...` have no names.
+
+    Args:
+        rule: The rule.
+        shape: The global shape on arrival.
+        rows: The shape of this device's block after the rule.
+        outside: What is known outside the module; the rule's dims replace those of the same name.
+        where: The tensor that the rule is for, in words, for errors.
     """
     dims = {dim.name: dim for dim in outside}
     lengths = dict(zip(rule.src.resolved(len(shape)).names, shape, strict=True))
@@ -278,16 +314,29 @@ class ParameterUse(NamedTuple):
 
 
 def use_of(text: str, ndim: int, mesh: Mesh, varying_axes: frozenset[str]) -> ParameterUse:
-    """Parse `"stored -> used"`, or one layout for both, for a parameter with `ndim` dims.
+    """Parse a parameter's rule: `"stored -> used"`, or one layout for both.
 
-    `copy` and `mean` on the right are about `varying_axes`: activations do not vary along an axis of `mean`.
-    Raises NotationError, and ShapeError for another number of dims.
+    `o/tp/dp i -> o/tp i` is stored in shards over tp and dp, and gathered over dp to be used (FSDP). Its
+    gradient is summed over `varying_axes`, along which devices have different activations. Tags on the
+    right correct that: with `| mean(dp)` activations are the same along dp, and nothing is summed there;
+    `| copy(dp)` only says that activations do differ along dp, which is checked.
+
+    Args:
+        text: The rule.
+        ndim: The number of dims of the parameter.
+        mesh: The mesh.
+        varying_axes: Axes along which activations around the module differ.
+
+    Raises:
+        NotationError: The rule is malformed, or its copies are along an axis that does not vary.
+        ShapeError: The parameter has another number of dims.
     """
     rule = rule_of(text, mesh)
     # Partial sums, and rows with halos, are no values that could be stored.
     _check_values(rule.src, (), text)
     _check_values(rule.dst, ("sum", "copy", "mean"), text)
-    # `copy` moves nothing here: it says that the user knows where each process uses the whole.
+    # `copy` moves nothing here: with it a user states that the parameter is whole on each process, and
+    # used with different activations.
     whole = frozenset(rule.dst.tagged("copy"))
     equal = whole - varying_axes
     if equal:

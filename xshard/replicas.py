@@ -115,7 +115,7 @@ def checks_of(
     """Make the checks that replicas are equal: of a plan's input blocks, and of its results' gradients.
 
     The gradients (cotangents) that arrive for the results are laid out by the dual of the target layout.
-    A plan that takes a max or min is not linear and has no backward pass: its second check is None.
+    A target layout with pending maxima or minima is not linear and has no dual: the second is None.
 
     Args:
         plan: The plan of a redistribution.

@@ -135,7 +135,9 @@ class Rules(Mapping[Pattern, Any]):
     def match(
         self, names: Collection[str], *, partial: bool = False, what: str = "name"
     ) -> dict[str, Any]:
-        """Return the layout or expression for each name, in the order of `names`.
+        """Find the rule for each name: its layout or expression, in the order of `names`.
+
+        The first pattern that fits a name decides.
 
         Args:
             names: Names of arrays or modules.
@@ -187,7 +189,15 @@ class Rules(Mapping[Pattern, Any]):
         return [Complaint(reason, [hint])]
 
     def _about_unused(self, decided: Mapping[str, Pattern | None], what: str) -> list[Complaint]:
-        """Return complaints about rules that decide about no name. decided: as above, for some names."""
+        """List what is wrong with rules that no name uses: they fit none, or come too late.
+
+        For the names `up.w` and `down.w` there is a complaint about `{up,gate}.w` (`gate.w` fits
+        nothing), and one about `down.w` after `*.w`, which has decided already. `**` may be unused.
+
+        Args:
+            decided: For each name the pattern that decides, None if no rule fits.
+            what: The word for a name in errors.
+        """
         names = list(decided)
         used = set(decided.values())
         complaints = []
@@ -199,7 +209,8 @@ class Rules(Mapping[Pattern, Any]):
             idle = _unused_alternatives(pattern, names)
             for alternative in idle:
                 complaints.append(_about_idle(alternative, pattern, names, what))
-            if not idle and pattern not in used and pattern != ALL:  # all of it fits
+            # All of it fits some name, and yet it is unused: rules before it decide about these names.
+            if not idle and pattern not in used and pattern != ALL:
                 complaints.append(self._about_late(pattern, decided))
         return complaints
 
@@ -243,11 +254,12 @@ def owned(
     *,
     cost: Callable[[tuple[int, ...]], float] = math.prod,
 ) -> Rules:
-    """Give each array whole to one device along an axis: layouts by name, as `o/sizes(fsdp,0,0,8,0) i`.
+    """Assign whole arrays to devices along a mesh axis, so that each device has about equal work.
 
-    The costliest first, each to the device with the least so far: no device has more than 4/3 of the best
-    possible load (Graham, 1969). For optimizers that need whole matrices, such as Muon or Shampoo, on sharded
-    weights: one `redistribute` of the tree moves all of them, and one brings the results back.
+    The layout `o/sizes(fsdp,0,0,8,0) i` gives all 8 rows of an array to device 2 of 4. The costliest first,
+    each to the device with the least so far: no device has more than 4/3 of the best possible load (Graham,
+    1969). For optimizers that need whole matrices, such as Muon or Shampoo, on sharded weights: one
+    `redistribute` of the tree moves all of them, and one brings the results back.
 
     Args:
         shapes: Shapes by name, each of one dim or more.
@@ -291,7 +303,12 @@ def _owned_by(owner: int, shape: Sequence[int], axis: str, n_devices: int) -> st
 
 
 def _unused_alternatives(pattern: Pattern, names: Sequence[str]) -> list[Pattern]:
-    """Return the alternatives of a pattern that fit none of these names; the pattern if none does."""
+    """List the alternatives of a pattern that fit none of some names.
+
+    `{up,gate}.w` is written out as `up.w` and `gate.w`: for the one name `up.w` the result is [`gate.w`].
+    If no alternative fits, the result is the pattern itself. A compiled regular expression is one
+    alternative, and `**` never counts as unused.
+    """
     alternatives: Sequence[Pattern] = [pattern]
     if isinstance(pattern, str):
         alternatives = spellings(pattern)
@@ -312,7 +329,10 @@ def _unused_alternatives(pattern: Pattern, names: Sequence[str]) -> list[Pattern
 
 
 def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
-    """Return a hint which part of a name may be meant by a pattern without alternatives; or "".
+    """Suggest a correction for a pattern that fits no name, by a name that is nearly fitted; or "".
+
+    Each part between dots is replaced by a star in turn: if names fit then, what they have in its place
+    is compared with the part.
 
     >>> nearest_hint("**.upp_proj.weight", ["layers.0.up_proj.weight"])
     "'**.upp_proj.weight': did you mean 'up_proj'?"
@@ -329,7 +349,8 @@ def nearest_hint(spelling: Pattern, names: Collection[str]) -> str:
         candidates = set[str]()
         for name in names:
             texts = match_stars(wide, name)
-            if texts:  # the star in place of this part is the one after the stars before it
+            # `texts` has what each star stands for: the new star comes after `star` earlier ones.
+            if texts:
                 candidates.add(texts[star])
         meant = did_you_mean(part, candidates)
         if meant:
@@ -419,10 +440,12 @@ class _Alternatives:
 def spellings(pattern: str) -> tuple[str, ...]:
     """Write the braces and bars of a pattern out: "{a,b}.w|c" -> ("a.w", "b.w", "c").
 
-    Raises NotationError.
+    Braces may be nested: "{a,{b,c}d}" -> ("a", "bd", "cd"). A comma outside braces is plain text. Raises
+    NotationError for unmatched braces, braces nested too deep, or too many spellings.
     """
     _check_number(1, pattern)
-    levels = [_Alternatives((0, 0))]  # of the pattern, then of each open brace
+    # What is written out so far: of the pattern as a whole, then of each brace that is open.
+    levels = [_Alternatives((0, 0))]
     for token in re.finditer(r"[{}|,]|[^{}|,]+", pattern):
         text = token[0]
         if text == "{":
@@ -455,26 +478,34 @@ def _check_number(n_spellings: int, pattern: str) -> None:
 
 
 def _regex(spelling: str, pattern: str) -> str:
-    """Return the regular expression of one spelling, with a group for each star.
+    """Translate one spelling of a pattern to a regular expression, with a group for each star.
 
-    Names come from files of others: atomic groups, `(?>...)`, keep the time of a match linear. They may,
-    since the first place where a section between two `**` fits is as good as any later one.
+    `*` is some text without dots, `**` any number of parts between dots, or none: `**.up.*` fits
+    `layers.0.up.weight`, with the groups `layers.0` and `weight`.
+
+    Names may come from files that others wrote, so that matching has to be fast for all names: atomic
+    groups, `(?>...)`, never try another place for a section once it has fitted. Nothing is missed, since
+    the first place where a section between two `**` fits is as good as any later one.
+
+    pattern: the whole text with its braces, for errors.
     """
-    sections: list[list[str]] = [[]]  # of parts, with a `**` between two sections
+    # Lists of parts: `a.**.b.c` has the sections [a] and [b, c], with a `**` between them.
+    sections: list[list[str]] = [[]]
     for part in spelling.split("."):
         if part == ALL:
             sections.append([])
         else:
             sections[-1].append(_part_regex(part, pattern))
     regex, *later = [r"\.".join(section) for section in sections]
-    dot = ""  # before the next part, if there is one before it
+    # The dot before the next part: none if the pattern begins with `**`, which may be no part at all.
+    dot = ""
     if regex:
         dot = r"\."
     for i, section in enumerate(later, 1):
         is_last = i == len(later)
         if section and is_last:
             regex += rf"{dot}(?:({_PARTS}*)\.)?{section}"
-        elif section:  # up to the first place where it fits
+        elif section:  # `**` takes as few parts as possible: up to the first place where it fits
             regex += rf"{dot}(?>(?:({_PARTS}*?)\.)??{section}(?![^.]))"
         elif not is_last:  # `**.**`: the second takes all
             regex += "()"

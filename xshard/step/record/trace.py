@@ -301,7 +301,7 @@ def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[Axis
         # Placements >= 0 are numbers of dims, tags are negative.
         sharded = {dims[place] for dims, place in zip(op.dims, rule, strict=True) if place >= 0}
         if not sharded <= computing_dims & outermost:
-            continue  # only outermost dims: a device could not read the length of its block else
+            continue  # blocks of an inner dim do not divide the length that is read
         choices = list[list[int]]()  # placements to choose from, for each link
         for dims, free_choice in zip(link_arrays, free_choices, strict=True):
             same_dim = _places_of(sharded, dims)
