@@ -128,6 +128,9 @@ def list_problems(
 ) -> list[StepProblem]:
     """List the problems to search: every number of micro-batches, with and without recomputing.
 
+    For a batch of 12 these are 1, 2 and 4 micro-batches, each with and without recomputing
+    activations in the backward pass: six problems. A problem is to choose all layouts of a step.
+
     Args:
         step: The operations.
         moves: The prices of moves on the mesh.
@@ -170,9 +173,18 @@ def _check_rates(moves: MovePrices) -> None:
 def _searches_of(
     candidates: Sequence[StepProblem], limit: float, fixed: RulesLike
 ) -> list[StepSearch]:
-    """Make a search for each problem in which everything can be as the user fixed it.
+    """Make a search for each problem in which arrays can have the layouts that a user fixed.
 
-    candidates: the fewest micro-batches first. Raises NotationError if the first of them cannot.
+    With 8 rows, `b/dp c` over 4 devices is possible for 1 or 2 micro-batches, not for 4 (2 rows
+    each): that problem is left out.
+
+    Args:
+        candidates: Problems, the fewest micro-batches first.
+        limit: Bytes that a device may hold.
+        fixed: Layouts by patterns over names of arrays.
+
+    Raises:
+        NotationError: The layouts are not possible in the first problem, hence in none.
     """
     searches = list[StepSearch]()
     for problem in candidates:
@@ -189,11 +201,12 @@ def _searches_of(
 
 
 def _plans_by_hand(searches: Sequence[StepSearch]) -> dict[str, StepPlan]:
-    """Find the best plan of each kind that people write, and offer all of them to the searches.
+    """Find the best plan of each kind that people write by hand, such as ZeRO-3.
 
-    A kind, such as ZeRO-3 or tensor parallel, leaves several assignments: a short search among
-    these finds a good one. Returns plans by the name of their kind; one that is not possible on the
-    mesh is left out.
+    Each kind leaves some layouts open, so that a short search finds a good plan of it. Every plan
+    found is offered to the searches of all problems (numbers of micro-batches, recomputing), which
+    so begin with something good. Returns plans by the name of their kind; one that is not possible
+    on the mesh is left out.
     """
     by_hand = dict[str, StepPlan]()
     for name, hand in HAND.items():
@@ -216,20 +229,27 @@ def _rank(plan: StepPlan) -> float:
 
 
 def _raise_bounds(searches: Sequence[StepSearch], progress: Progress) -> None:
-    """Raise the bound of every search until it passes the best seconds, or can be raised no more.
+    """Advance all searches until none can find a plan faster than the best one of all.
 
-    A search whose bound passes the best seconds of all cannot win, and ends. It is always the turn
-    of the lowest bound: most bounds pass the seconds of the best search soon.
+    Each search has the seconds of its best plan, and a lower bound for all of its plans. If the
+    best plan of all takes 90 ms, a search with a bound of 95 ms cannot win, and ends. It is always
+    the turn of the search with the lowest bound, for the best plan is most likely there. A search
+    also ends when it can raise its bound no more.
+
+    progress: called with the numbers of searches that have ended, and of all.
     """
     best_s = min(search.seconds for search in searches)
     running = list(searches)
     while running:
         search = min(running, key=lambda search: search.bound)
         search.cutoff = best_s  # it leaves out options that take longer
+        # `advance` does one step, and returns False if the bound can be raised no more.
         if search.bound >= best_s or not search.advance():
             progress(len(searches) - len(running), len(searches))
             running.remove(search)
-            if search.bound < best_s:  # weights can do no more, changes may
+            # It may still win, though its bound stays: changing its best plan step by step may find
+            # a faster one.
+            if search.bound < best_s:
                 search.improve()
         best_s = min(best_s, search.seconds)
         for other in searches:

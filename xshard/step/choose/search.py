@@ -72,11 +72,12 @@ class StepSearch:
     def __post_init__(self) -> None:
         self.cost = self.problem.cost(self.limit)
         n_maxima, n_rows, _ = self.cost.maxima.shape
-        # Begin with equal shares of the rows of every maximum, and with memory that is worth
-        # nothing.
+        # Seconds have maxima of several rows, such as max(computing, moving). Weights, which bound
+        # them from below, begin with an equal share for each row of a maximum, and with memory that
+        # is worth nothing.
         row_shares = np.full(n_maxima * n_rows, 1 / n_rows)
         limit_worths = np.zeros(len(self.cost.limit_shares))
-        # Of the best bound so far, as in `Cost.weights`.
+        # The shares and worths that gave the best bound so far, in the order of `Cost.weights`.
         self.multipliers = np.append(row_shares, limit_worths)
         if not self.options:
             self.options = [np.arange(len(node.placements)) for node in self.problem.nodes]

@@ -26,7 +26,10 @@ class RuleLimits(NamedTuple):
 
 
 def read_limits(problem: StepProblem, rules: StepRules, unused: Sequence[str]) -> RuleLimits:
-    """Turn rules of a person into what a search may still choose.
+    """Turn rules that a person wrote into what a search may still choose.
+
+    A search chooses for each node (a parameter, an input, an operation) one of its options, the
+    ways to shard it. An edge is an array on its way from one node to another, and may move there.
 
     Parameters are stored, gathered and used as their rules say, inputs arrive as theirs say, and an
     activation moves only at a module whose rule names the move. With no rule for it, it stays as it
@@ -73,7 +76,11 @@ class _Limits:
     def limit_parameter(self, edge: Edge) -> None:
         """Disallow options in which a parameter is not stored, gathered and used as its rule says.
 
-        They are options of the parameter, and of the operation that uses it.
+        The rule `o/tp/dp i -> o/tp i` leaves options of the parameter that store `o/tp/dp i`, and
+        options of the operation that use `o/tp i`. It is gathered before each use, or once per step
+        if its name is in `StepRules.once`.
+
+        edge: the parameter on its way to the operation that uses it.
         """
         source = self.problem.nodes[edge.source]
         axes = self.problem.mesh.axes
@@ -83,7 +90,8 @@ class _Limits:
             use = use_of(self.parameters[name], ndim, self.problem.mesh, frozenset(axes))
             stored = placements_of(use.stored, axes)
             used = placements_of(use.used, axes)
-        # What is not gathered costs the same in both ways: PER_STEP stands for both.
+        # A parameter that is used as it is stored is not gathered, and costs the same with both
+        # ways to gather: PER_STEP stands for both.
         gathering = Gathering.PER_STEP
         if stored != used and self.once.find(name) is None:
             gathering = Gathering.PER_USE
@@ -104,18 +112,20 @@ class _Limits:
             self.allowed[edge.source] &= (source.placements[:, -1] == arriving).all(-1)
 
     def excluded_moves(self, edge: Edge) -> Flags:
-        """Return the pairs of layouts between which an activation does not move by its rule.
+        """Flag the moves of an activation that no rule names: they are left out of the search.
 
         A rule `b/dp s -> b/dp s/tp` names dp and tp: along these, only its own move is left. Along
         all other axes, and along all axes without a rule, the layout has to stay as it is.
 
-        Returns flags [rows, columns]: the layouts in which the array is made, and is used.
+        Returns booleans [rows, columns], True to leave out: rows are layouts in which the array is
+        made, columns those in which it is used.
         """
         source = self.problem.nodes[edge.source].name
         is_input = source in self.problem.step.inputs
         used_layouts = edge.used_layouts
         if is_input:
-            used_layouts = without_copies(used_layouts)  # inputs need no gradient
+            # A copy is a replica whose gradients are partial sums: inputs have no gradient.
+            used_layouts = without_copies(used_layouts)
         is_allowed = edge.made_layouts[:, None] == used_layouts  # [rows, columns, axes]: it stays
         text = None
         if edge.place:  # "": no module or array has a rule that could move it
@@ -128,13 +138,14 @@ class _Limits:
                 dst = without_copies(dst)
             is_stated = (edge.made_layouts == src)[:, None] & (used_layouts == dst)
             is_allowed = np.where(is_named, is_stated, is_allowed)
-        # One axis that does something else is enough.
+        # A move is excluded if a single axis does something else than it may.
         return np.asarray(~is_allowed.all(-1))
 
 
 def fixed_options(problem: StepProblem, fixed: RulesLike) -> list[Ints]:
-    """Return for every node the numbers of the options that agree with layouts which a user fixed.
+    """List for each array the ways to shard it that agree with layouts which a user fixed.
 
+    The result has for every node (a parameter, an input, an operation) the numbers of its options.
     Axes that a layout does not name are free: `b/dp c` leaves all options in which dp shards b,
     whatever other axes do. Raises NotationError if a layout leaves no option.
 

@@ -39,11 +39,12 @@ class StepRules(NamedTuple):
 
 
 def written(problem: StepProblem, assignment: Sequence[int]) -> StepRules:
-    """Write an assignment as rules; names with the same layouts have one pattern.
+    """Write a plan that a search has found as rules for `parallelize`.
 
-    An assignment is the number of an option for each node: a way to shard it. The rules for
-    `xt.parallelize` say the same by names of parameters and modules, such as
-    `{"layers.*.{up,gate}.weight": "o/tp/dp i -> o/tp i"}`.
+    The plan, an assignment, is the number of an option for each node: a way to shard a parameter,
+    an input or an operation. Rules say the same by names of parameters and modules, such as
+    `{"layers.*.{up,gate}.weight": "o/tp/dp i -> o/tp i"}`; names with the same layouts have one
+    pattern.
     """
     # All activations first: rules of parameters depend on what is around their modules.
     activations = _ActivationRules(problem, assignment)
@@ -90,7 +91,11 @@ class _ActivationRules:
             self._add(edge, source, op, *ends_of(problem, edge, assignment))
 
     def _add(self, edge: Edge, source: str, op: Op, src: Layout, dst: Layout) -> None:
-        """Add what one move says: where inputs arrive, and rules of the modules around it.
+        """Write the rules that one array needs on its way to the operation that uses it.
+
+        If it moves from `b s` to `b s/tp` where it enters the module `up`, the rule of the inputs
+        of `up` is `b s -> b s/tp`; on the way out of a module it is a rule of outputs. An array
+        that does not move may still need a rule that says what a module gets.
 
         Args:
             edge: The move.
@@ -110,21 +115,26 @@ class _ActivationRules:
         else:
             if edge.place and src != dst:
                 self.outputs[edge.place] = _text(src, dst)
-            # It has moved already; the module may need a rule that only says what it gets.
+            # If the array moves, it has done so before this module, which may need a rule all the
+            # same: one that says only what it gets.
             module = self._module_that_varies_more(source, op, dst)
             self._enter(module, dst, dst)
         maker = self.step.by_name.get(source)
         if maker is not None and maker.kind == "lookup" and src.tagged("sum"):
-            # The module of a table asks where rows, of which each device has some, are added up.
+            # A lookup in a table whose rows are sharded gives partial sums. Its module needs a rule
+            # of its output that says so, also where they are added up later.
             self.outputs.setdefault(self.step.module(maker, left=True), _text(src, src))
 
     def _with_free_names(self, place: str, src: Layout, dst: Layout) -> tuple[Layout, Layout]:
-        """Return both layouts with new names for dims that a rule would shard by mistake.
+        """Rename dims of a rule that would otherwise stay sharded as they are around the module.
 
         In a rule, axes that it does not name stay as they are around the module, by names of dims.
         Around the module s is sharded over tp, and a rule `b s -> b/dp s` says nothing about tp: s
         would stay sharded. It is meant to be whole, so that it is another dim there:
         `b s_ -> b/dp s_`.
+
+        place: the module or array whose rule it is. src, dst: the layouts before and after the
+        move.
         """
         named_axes = {*src.axes, *dst.axes}
         staying = set[str]()
@@ -137,14 +147,14 @@ class _ActivationRules:
         return src.with_names(names), dst.with_names(dst_names)
 
     def _module_that_varies_more(self, source: str, op: Op, used: Layout) -> str:
-        """Name an operation's module if activations vary along more axes in it than around it.
+        """Name an operation's module if it needs a rule although nothing moves; else "".
 
-        Along an axis over which activations are sharded or sums, the devices' gradients of the
-        module's parameters differ. So it needs a rule that says so, though nothing moves. "" stands
-        for no such module.
+        It does if activations in it are sharded or sums along more axes than around it. Along an
+        axis over which activations are sharded or sums, the devices' gradients of the module's
+        parameters differ and have to be added up: the rule says so.
 
-        source: the array that the operation takes, which matters only as its first operand. used:
-        its layout there.
+        source: an array that the operation takes; only its first operand counts, for the module's
+        input. used: the layout of the array there.
         """
         if self.step.moves_anywhere or op.operands[0] != source:
             return ""
@@ -184,13 +194,16 @@ class _ActivationRules:
     def input_rules(self) -> Rules:
         """Write the rules for inputs of the model and of modules, special ones first.
 
-        A layer that runs often has a rule for the first run, `layers.0.up`, beside the rule for
-        all, `layers.*.up`. It is left out if both are the same, and else it is before the other.
+        Equal layers have one rule, `layers.*.up`. What the first of them takes comes from
+        elsewhere, so that it has a rule of its own, `layers.0.up`. That one is left out if both are
+        the same. Otherwise it is before the other, for the first pattern that fits decides. The
+        name "" is the model itself.
         """
         patterns = [name for name in self.entered if "*" in name or "{" in name]
         pattern_of = {in_first_block(name): name for name in patterns}
-        # `known` has the modules whose rules change something. A rule of the first block is needed,
-        # too, where only the rule for all does: else that one would be for the first block.
+        # `known` has the modules whose rules change something; other rules are not needed. But if
+        # the rule for all layers is needed, so is that of the first layer, even if it changes
+        # nothing: without it the rule for all would be applied to the first layer, too.
         needed = Texts()
         for name, text in self.entered.items():
             if name in self.known or pattern_of.get(name) in self.known:

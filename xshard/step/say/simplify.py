@@ -27,13 +27,17 @@ class Change(NamedTuple):
 
 
 def simplified(search: StepSearch, most: float) -> list[int]:
-    """Trade a few seconds for fewer rules: return an assignment that is easier to say.
+    """Simplify the best plan of a search: trade a few seconds for fewer rules.
 
-    It begins with the best assignment of the search. While there are any, it applies changes that
-    save rules: another layout of one array, or of a parameter together with the operation beside
-    it. Those that save most for their seconds are first.
+    It takes fewer rules to store all weights as `o/dp i` than to say something else about one of
+    them, which may save only 0.1 %. The plan is an assignment: the number of an option, a way to
+    shard it, for each parameter, input and operation.
 
-    most: seconds that the result may take. An assignment is the number of an option for each node.
+    A change is another layout of one array, or of a parameter together with the operation beside
+    it. Changes that save rules are applied until there are no more, those that save most for their
+    seconds first.
+
+    most: seconds that the result may take.
     """
     best = list(search.best) if search.best else []
     simple = best
@@ -42,17 +46,19 @@ def simplified(search: StepSearch, most: float) -> list[int]:
         simpler = _with_changes(search, simple, most)
         changed = simpler != simple
         simple = simpler
-    # Changes count names in rules (`_variety`), and fewer of these are not always fewer rules.
+    # Changes were chosen by an estimate of the rules (`_variety`). Where the patterns that are
+    # written in the end are no fewer, the simpler plan has gained nothing.
     if len(_patterns(search.problem, best)) <= len(_patterns(search.problem, simple)):
         return best
     return simple
 
 
 def _with_changes(search: StepSearch, assignment: list[int], most: float) -> list[int]:
-    """Return an assignment with all changes that save rules, as far as they do so together.
+    """Apply all single changes to a plan that save rules, as far as they do so together.
 
-    Each change is found for `assignment` by itself. It is applied to the result of those before it,
-    and stays if that has still fewer rules and takes at most `most` seconds.
+    A plan is the number of an option for each node, and a change is another option for some. Each
+    is found for `assignment` by itself. It is applied to the result of those before it, and stays
+    if that has still fewer rules and takes at most `most` seconds.
     """
     problem = search.problem
     variety = _variety(problem, assignment)
@@ -74,9 +80,15 @@ def _with_changes(search: StepSearch, assignment: list[int], most: float) -> lis
 def _best_first(
     search: StepSearch, assignment: list[int], variety: float, most: float
 ) -> list[list[int]]:
-    """List changed assignments with fewer rules, the one that saves most for its seconds first.
+    """List changed plans with fewer rules, the one that saves most for its seconds first.
 
-    variety: how much the rules of `assignment` say. most: seconds that a changed one may take.
+    A change that saves 2 rules for 1 ms comes before one that saves 3 for 10 ms.
+
+    Args:
+        search: The search with its problem.
+        assignment: The plan: the number of an option for each node.
+        variety: An estimate of the number of its rules.
+        most: Seconds that a changed plan may take.
     """
     problem = search.problem
     seconds = float(search.cost.rank(problem.vectors(assignment)[0]))
@@ -85,10 +97,11 @@ def _best_first(
     gains = list[tuple[float, list[int]]]()  # saved for each second, changed assignment
     for change in changes:
         if change.rank > most:
-            continue  # before its rules are written, which takes longest
+            continue  # too slow: counting its rules, which takes longest, is spared
         saved = variety - _variety(problem, change.assignment)
         if saved > LEAST:
-            # Changes that cost nothing, or less, are first, by what they save: no division by 0.
+            # A change may cost no seconds, or save some. All these count the same tiny cost, so
+            # that they come first, in the order of what they save, and nothing is divided by 0.
             added_s = max(change.rank - seconds, LEAST * seconds)
             gains.append((saved / added_s, change.assignment))
     gains.sort(key=lambda gain: -gain[0])
@@ -117,7 +130,7 @@ class Use(NamedTuple):
 
 
 def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[Change]:
-    """List assignments with one parameter stored and used like another one.
+    """List changed plans in which one parameter is stored and used like another one.
 
     Then both have one rule. The operation that uses it changes with it, and the neighbours of this
     operation take the options that are best for that; all other nodes stay as they are.
@@ -131,7 +144,7 @@ def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[C
         for other_use in dict.fromkeys(uses.values()):  # each once, in order
             if other_use.ndim != use.ndim or other_use == use:
                 continue  # rules are alike only for equally many dims
-            # Both entries are written anew for each other use.
+            # `flags` serves all other uses in turn: only these two entries depend on the use.
             flags[parameter] = _is_stored_so(search.problem.nodes[parameter], other_use)
             flags[edge.user] = (edge.used_placements == other_use.used).all(-1)
             for changed, vector in search.start_within(flags).vectors.items():
@@ -142,9 +155,13 @@ def _like_another_parameter(search: StepSearch, assignment: list[int]) -> list[C
 def _first_uses(
     problem: StepProblem, assignment: Sequence[int]
 ) -> Iterator[tuple[int, tuple[Edge, Use]]]:
-    """Yield for each use of each parameter: its node, the edge and the use; first uses come last.
+    """Yield how each parameter is stored and used, for each of its uses, the last use first.
 
-    Edges are in the order of operations, hence reversed.
+    `dict` of the result keeps the last pair for a parameter, which is its first use in the step: so
+    edges, which are in the order of operations, are gone through in reverse.
+
+    assignment: the number of an option for each node. Yields the number of the parameter's node,
+    and the edge to the operation that uses it, with the layouts of both ends (`Use`).
     """
     for edge in reversed(problem.edges):
         node = problem.nodes[edge.source]

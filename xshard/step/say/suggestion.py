@@ -102,6 +102,9 @@ class Suggestion(Pictured):
     def why(self, name: str) -> str:
         """Say what the next best layout of an array would cost.
 
+        The text has the form "NAME: its layout; next another layout, 1.2 ms (+3.4%) per step". It
+        says so if the array has no other layout, or none with which a plan fits the memory.
+
         Args:
             name: An input, a parameter, or an operation for its result, by the name that the plan
                 prints.
@@ -116,7 +119,8 @@ class Suggestion(Pictured):
             raise PlanError(f"no array {name!r} in the step", hint=hint)
         node = problem.node_numbers[name]
         assigned = f"{name}: {self._stated(node, self.assignment[node])}"
-        # A new search, for the best plan with another layout here may differ elsewhere, too.
+        # All other layouts are searched anew: with another one for this array, the best plan may
+        # differ elsewhere, too.
         search = self._search_for_another_layout(node)
         if search is None:
             return f"{assigned}, without another layout"
@@ -127,10 +131,13 @@ class Suggestion(Pictured):
         return f"{assigned}; next {self._stated(node, search.best[node])}, {added} per step"
 
     def _search_for_another_layout(self, node: int) -> StepSearch | None:
-        """Search among plans with another layout of a node's array; None if it has no other.
+        """Search for the best plan in which one array has another layout than now.
 
-        The search that is returned has ended: its `best` is proved to be the best of them, or no
-        weights can say more. It is None if none fits the memory.
+        Returns None if the array has no other layout. Otherwise the search has ended, and its
+        `best` is the plan: None if none fits the memory, and not always proved to be the best,
+        where the bound can be raised no more.
+
+        node: the number of a parameter, an input or an operation, for its result.
         """
         problem = self.search.problem
         placements = problem.nodes[node].placements[:, -1]  # the last array is the node's own
@@ -140,13 +147,14 @@ class Suggestion(Pictured):
         if not len(options[node]):
             return None
         search = StepSearch(problem, self.search.limit, options)
-        # Most often the next best plan differs in nothing else: good ones to begin with.
+        # Most often the next best plan differs from the present one in nothing else, so that these
+        # plans are good ones to begin with.
         for option in options[node]:
             changed = list(self.assignment)
             changed[node] = int(option)
             search.offer(changed)
         search.improve()
-        # Until the bound meets the best one; before that another plan may still be better.
+        # As long as the lower bound is below the best plan's seconds, another may be better.
         while search.advance():
             if search.bound >= search.seconds:
                 break
@@ -171,7 +179,7 @@ class Suggestion(Pictured):
     ) -> Suggestion:
         """Price rules of your own, with the same number of micro-batches.
 
-        Nothing moves that no rule names.
+        Arrays move only where a rule says so. The result is a suggestion with these rules.
 
         Args:
             parameters: Rules for parameters; None for the suggested ones, like all others.
@@ -203,13 +211,18 @@ class Suggestion(Pictured):
         return Suggestion(search, search.best, search.bound, {})
 
     def __str__(self) -> str:
-        """Write the rules, then what they cost, then how plans by hand compare."""
+        """Write the rules, the seconds and bytes they cost, and how plans by hand compare.
+
+        The lines after the rules: seconds per step by kind; how far from the optimum the plan can
+        be at most; bytes per device by kind; the table of plans by hand, such as ZeRO-3; operations
+        that are not sharded because nothing is known of them.
+        """
         lines = [self._headline(), *self._rules_as_lines()]
         seconds = [f"{kind} {format_seconds(seconds)}" for kind, seconds in self.parts.items()]
         memory = [f"{kind} {format_bytes(n_bytes)}" for kind, n_bytes in self.memory.items()]
         total_bytes = sum(self.memory.values())  # all kinds are for the same moment
         lines.append(f"{format_seconds(self.seconds)} per step: {', '.join(seconds)}")
-        # A bound is rounded: it may be above the seconds by a hair.
+        # By rounding, the lower bound may be above the seconds by a hair: `max` avoids "-0.00%".
         lines.append(f"no plan is more than {max(self.gap, 0):.2%} faster")
         lines.append(f"{format_bytes(total_bytes)} per device: {', '.join(memory)}")
         lines += self._comparison()
@@ -241,10 +254,13 @@ class Suggestion(Pictured):
         )
 
     def _comparison(self) -> list[str]:
-        """Write a table of this plan and of plans by hand, then remarks where these are as good.
+        """Compare this plan with plans by hand, such as ZeRO-3: a table, then remarks.
 
-        Seconds are for several shares of moves that run beside computing (the overlap): it is the
-        number that is known least, so that both ends are shown, too.
+        A row has the plan's seconds for several overlaps, its bytes, and whether it fits. The
+        overlap is the share of communication that runs beside computing. No one knows it well in
+        advance, so that both ends, 0 and 1, are shown beside the one that was searched with.
+
+        Returns texts: the table, then a line for each remark.
         """
         vector = self.search.problem.vectors(self.assignment)[0]
         plans = {"suggested": StepPlan(self.search, vector)}
@@ -262,11 +278,14 @@ class Suggestion(Pictured):
     def _remarks(self, fitting: Mapping[str, StepPlan], overlaps: Sequence[float]) -> list[str]:
         """Say which plan by hand takes about the same seconds, or fewer at another overlap.
 
+        Returns lines such as "ZeRO-3 is within 0.5%: little to gain".
+
         fitting: plans that fit the memory by name, "suggested" and then the others, the fastest
-        first.
+        first. overlaps: shares of communication that runs beside computing.
         """
         lines = list[str]()
-        if len(fitting) > 1:  # the first one is the suggested plan itself
+        # The first one is the suggested plan itself, the second one the best by hand.
+        if len(fitting) > 1:
             _, best_by_hand, *_ = fitting
             slower = fitting[best_by_hand].seconds() / self.seconds - 1
             if slower <= SAME:
