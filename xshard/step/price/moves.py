@@ -255,7 +255,7 @@ def _received_from_other_nodes(
 
 
 def _still_axes(moves: Sequence[AxisMove], ndim: int) -> set[int]:
-    """Find the mesh axes along which nothing moves, so that each index has a move of its own.
+    """Find the mesh axes along which nothing moves: groups of devices move their blocks apart.
 
     In `b/dp/tp -> b/dp` nothing crosses dp: each of its groups gathers over tp by itself. In
     `b/dp/tp -> b/tp` dp and tp both move, for blocks of tp are others once dp is gone. So an axis

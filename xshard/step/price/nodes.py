@@ -169,7 +169,7 @@ def _bytes_saved_for_gradient(
     """Count the bytes of activations that an operation saves for its backward pass: [options].
 
     A matrix product saves its operand x, and not the weight, which is there anyway. So are the
-    inputs of the step, and `share`s, which only hand on an array that was saved before.
+    inputs of the step, and results of a `share`, which hands one array on to several operations.
 
     block_bytes: bytes of each array's block, operands first, the result last: [options] each.
     """

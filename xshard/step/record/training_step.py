@@ -169,7 +169,7 @@ class TrainingStep:
 
     @cached_property
     def with_shares(self) -> TrainingStep:
-        """This step, in which an activation that several operations save is moved to them only once.
+        """This step with activations that several operations save moved to them only once.
 
         A share is an operation without work that hands one array on. `norm -> q, k, v` becomes
         `norm -> norm (shared) -> q, k, v`: the activation moves once, to the share, and not in

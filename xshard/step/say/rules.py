@@ -242,11 +242,12 @@ class _ActivationRules:
             stored: Its layout in storage.
             used: Its layout in the operation that uses it.
         """
-        varying = set[str]()  # axes
+        varying = set[str]()  # axes over which activations around the module are sharded or sums
         for tied_name in name.split("|"):
             for layout in self._around(tied_name):
                 varying.update(layout.axes)
-        same_work = varying - {*used.axes}  # not sharded, no sum, no copy along them
+        # The parameter is a plain replica along these: not sharded, no sum, no copy.
+        same_work = varying - {*used.axes}
         # Copies are not said: `parallelize` derives them from where activations vary.
         tags = [("sum", used.tagged("sum")), ("mean", tuple(sorted(same_work)))]
         said_tags = tuple((kind, axes) for kind, axes in tags if axes)
