@@ -158,12 +158,12 @@ class Trace:
             # A parameter has no names before its first use.
             for letters, names in zip(dims, self.dims.get(operand, ()), strict=False):
                 for letter, candidate in self._factors(letters, names, lengths).items():
-                    # Several operands may name one dim; the best names are the result's, too.
+                    # Several operands may name one dim. The best names, by `_preference`, are kept,
+                    # and are those of the result.
                     factors[letter] = max(factors[letter], candidate, key=_preference)
         names_of = dict[str, list[str]]()
-        taken = list[
-            str
-        ]()  # of other letters: dims of one operation differ in name, as s8 and s8_2
+        # Two letters of one operation cannot have one name: the second s8 becomes s8_2.
+        taken = list[str]()
         for letter in dict.fromkeys(chain.from_iterable(chain(*arrays))):
             names_of[letter] = []
             for inherited_name, length in factors[letter]:
