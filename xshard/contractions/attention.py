@@ -149,7 +149,7 @@ class AttentionCall:
         return numbers.reshape(-1, numbers.shape[-1])
 
     def _move_and_compute(self, q: Any, k: Any, v: Any, is_plain: bool) -> list[Any]:
-        """Redistribute q, k and v for the method, call the kernel, and redistribute the results back.
+        """Redistribute q, k and v for the method, call the kernel, and redistribute the results.
 
         "gather", for example, all-gathers keys and values first; "ulysses" shards heads instead of
         the sequence, and changes that back at the end.
@@ -210,7 +210,8 @@ class AttentionCall:
             self.move_any_width(self.in_score_dtype(lse), maxima, whole), xp.finfo(lse.dtype).min
         )
         weight = xp.exp(lse - greatest)
-        # The numerator and the denominator lie side by side along the width: one reduction for both.
+        # The numerator and the denominator lie side by side along the width: one reduction for
+        # both.
         sums = self.move_any_width(xp.concat((y * weight, weight), axis=-1), result, target)
         total = sums[..., :-1]
         total_weight = sums[..., -1:]
@@ -298,18 +299,18 @@ class AttentionCall:
     def dropout_factors(self, rows: Any, keys: Any) -> Any:
         """Return what dropout multiplies each attention weight by: 0, or 1 / (1 - dropout).
 
-        dropout=0.5 gives 0 or 2, so that the expected sum stays. Which weights are dropped depends on
-        the seed and on a weight's position in the whole array (batch, head, query, key), so that any
-        number of devices drops the same ones.
+        dropout=0.5 gives 0 or 2, so that the expected sum stays. Which weights are dropped depends
+        on the seed and on a weight's position in the whole array (batch, head, query, key), so that
+        any number of devices drops the same ones.
 
         rows, keys: the numbers of the queries and keys in the whole arrays. Returns
         `[batch, heads, rows, keys]`, or the number 1.0 without dropout.
         """
         if not self.dropout:
             return 1.0  # a number: no array of ones is made
-        # Number each pair of a batch and a head in the whole array, row-major: with 8 heads, batch 2
-        # and head 3 is 2 * 8 + 3. Each turn of the loop adds one dim to the number: `cells` becomes
-        # cells * length + this device's indices in the dim.
+        # Number each pair of a batch and a head in the whole array, row-major: with 8 heads, batch
+        # 2 and head 3 is 2 * 8 + 3. Each turn of the loop adds one dim to the number: `cells`
+        # becomes cells * length + this device's indices in the dim.
         cells: Any = self.as_integers(0)
         for dim, length in enumerate(self.attn.q.shape[:SEQUENCE]):
             cells = cells[..., None] * length + self.as_integers(self.global_positions(dim))

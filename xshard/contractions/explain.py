@@ -144,8 +144,8 @@ def _role(part: Part, axis: str) -> str:
         return "idle: replicas repeat the work"
     if sharded in part.result.src.names:
         return f"cuts {sharded!r}, which is kept: {_kept_scheme(part, axis, sharded)}"
-    # The axis shards a dim that is summed, so that each device has an addend of the result. What the
-    # axis does in the wanted result says how they end.
+    # The axis shards a dim that is summed, so that each device has an addend of the result. What
+    # the axis does in the wanted result says how they end.
     role = part.result.dst.role(axis)
     if not role:
         result = "reduced"

@@ -145,10 +145,10 @@ class EinsumShardings:
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
         """Iterate over the placements that differ from this one in what one mesh axis does.
 
-        A placement says what each axis does while blocks are contracted. From "dp shards b, tp idle"
-        for example: dp idle, dp shards c, tp shards b or c. An axis that shares a shard with others,
-        as in `b/(dp tp)`, changes together with them. Placements whose blocks cannot be cut so, since
-        a dim is too short or not divisible, are left out.
+        A placement says what each axis does while blocks are contracted. From "dp shards b, tp
+        idle" for example: dp idle, dp shards c, tp shards b or c. An axis that shares a shard with
+        others, as in `b/(dp tp)`, changes together with them. Placements whose blocks cannot be cut
+        so, since a dim is too short or not divisible, are left out.
         """
         for axis in self.axes:
             # Take the axis out of all that it does, and let it do everything else that it can.
@@ -186,11 +186,12 @@ class EinsumShardings:
     def _with_axis(self, placement: Placement, axis: str, free: Axes) -> Iterator[Placement]:
         """Iterate over all that one mesh axis, idle so far, may do in a placement.
 
-        It stays idle; or it shards a dim; or partial sums of one operand along it stay unreduced; or
-        each device along it uses its own copy of all operands. For tp and `b s, s f` all unsharded:
-        idle, b/tp, s/tp, f/tp.
+        It stays idle; or it shards a dim; or partial sums of one operand along it stay unreduced;
+        or each device along it uses its own copy of all operands. For tp and `b s, s f` all
+        unsharded: idle, b/tp, s/tp, f/tp.
 
-        free: the axes that do nothing yet. A shard over several axes, as (dp tp), needs all of them.
+        free: the axes that do nothing yet. A shard over several axes, as (dp tp), needs all of
+        them.
         """
         yield placement  # the axis stays idle
         dims, sums, copies, busy = placement
@@ -213,11 +214,11 @@ class EinsumShardings:
     def _finer_shardings(
         self, d: int, dim: DimSharding, axis: str
     ) -> list[tuple[DimSharding, Axes]]:
-        """Shard a dim once more, over one mesh axis, in all ways: `b/dp` by tp -> `b/tp/dp`, `b/dp/tp`.
+        """Shard a dim once more over one mesh axis, in all ways: `b/dp` -> `b/tp/dp`, `b/dp/tp`.
 
-        d: the number of the dim in the contraction. dim: how it is sharded so far. Returns each finer
-        sharding with the mesh axes that were added: {tp}, or more for a shard over several axes.
-        Results are cached, since many placements have the same shardings of dims.
+        d: the number of the dim in the contraction. dim: how it is sharded so far. Returns each
+        finer sharding with the mesh axes that were added: {tp}, or more for a shard over several
+        axes. Results are cached, since many placements have the same shardings of dims.
         """
         finer = list[tuple[DimSharding, Axes]]()
         length = self._all_lengths[d]
@@ -259,9 +260,10 @@ class EinsumShardings:
 
     @cached_property
     def _shards(self) -> tuple[Shards, ...]:
-        """The shards to try for each dim: those that an array has, and blocks over one mesh axis each.
+        """The shards to try for each dim: those that an array has, and blocks over each mesh axis.
 
-        For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp and tp for d.
+        For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp and tp for
+        d.
         """
         # By name of the dim; the inner dicts are ordered sets.
         options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
@@ -269,9 +271,9 @@ class EinsumShardings:
             for dim in array.normal_layout.dims:
                 options[dim.name] |= dict.fromkeys(dim.shards)
         for shards in options.values():
-            # If an array shards this dim over an axis in another order than blocks (zigzag, cyclic), or
-            # over several axes in one shard, then the axis is tried in just that way, and not in
-            # contiguous blocks as well. That keeps placements few.
+            # If an array shards this dim over an axis in another order than blocks (zigzag,
+            # cyclic), or over several axes in one shard, then the axis is tried in just that way,
+            # and not in contiguous blocks as well. That keeps placements few.
             special = set[str]()
             for shard in shards:
                 if shard.order != "block" or len(shard.axes) > 1:
@@ -329,12 +331,12 @@ class EinsumShardings:
 
         An operand `d f/tp` that is contracted whole: `d f/tp -> d f | copy(tp)`.
 
-        place: which array it is, and the placement in which devices contract. local: how the array is
-        sharded in that placement (`self.local(place)`). A result that another contraction takes
+        place: which array it is, and the placement in which devices contract. local: how the array
+        is sharded in that placement (`self.local(place)`). A result that another contraction takes
         (`stays`) moves nowhere: both ends are the same.
         """
-        # Axes whose partial sums are the addends of a mean in some operand: the result is then a mean
-        # along them, too.
+        # Axes whose partial sums are the addends of a mean in some operand: the result is then a
+        # mean along them, too.
         means = set[str]()
         for axis, operand in place.placement.sums:
             if axis in self.operands[operand].layout.tagged("mean"):
@@ -395,7 +397,7 @@ def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int
 
 
 def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Count how often a contraction reads or writes each array: 1, or 3 if it has to be transposed first.
+    """Count how often a contraction reads or writes each array: 1, or 3 if it is transposed first.
 
     arrays: the names of the dims of each operand, then of the result. A batched product of matrices
     takes an array as it is, if dims that occur in the same arrays lie side by side, and the dims of

@@ -135,16 +135,17 @@ class ContractionPlan(Pictured):
     objective: str = BOTH
 
     def __post_init__(self) -> None:
-        # Follow the layouts through all local contractions, as if the plan ran: each must begin where
-        # the one before ended. `left` has the layouts of the operands that are not contracted yet.
+        # Follow the layouts through all local contractions, as if the plan ran: each must begin
+        # where the one before ended. `left` has the layouts of the operands that are not contracted
+        # yet.
         left = list(self.contraction.operands)
         for part in self.parts:
             for i, move in zip(part.operand_indices, part.moves, strict=True):
                 if move.src != left[i]:
                     what = f"an operand is under '{left[i]}', its plan is for '{move.src}'"
                     raise PlanError(what)
-            # The layout of a local contraction's result follows from those of its operands. The plan
-            # stores it as well, and must store the same.
+            # The layout of a local contraction's result follows from those of its operands. The
+            # plan stores it as well, and must store the same.
             operands = [move.dst for move in part.moves]
             result = local_type(operands, part.result.src.names, part.local)
             if result != part.result.src:
@@ -256,17 +257,17 @@ class ContractionPlan(Pictured):
     def peak_bytes(self) -> int:
         """Bytes that the busiest device holds at the worst moment of the forward pass.
 
-        A plan of several operands is a series of local contractions (`parts`). Operands, moved operands
-        and results of all of them are counted as held until the end, as the backward pass, or the
-        caller, may need them.
+        A plan of several operands is a series of local contractions (`parts`). Operands, moved
+        operands and results of all of them are counted as held until the end, as the backward pass,
+        or the caller, may need them.
         """
         itemsize = self.itemsize
         held_bytes = itemsize * sum(array.max_local_size for array in self.arrays[:-1])
         peak = held_bytes
         for part in self.parts:
             for move in part.moves:
-                # Moves run one after the other, and all their results stay. A move's own peak counts
-                # its input, which `held_bytes` has already: so it is subtracted once.
+                # Moves run one after the other, and all their results stay. A move's own peak
+                # counts its input, which `held_bytes` has already: so it is subtracted once.
                 input_bytes = itemsize * move.source.max_local_size
                 peak = max(peak, held_bytes - input_bytes + move.peak_bytes)
                 # A move that sends nothing is counted as a view of its input: no memory of its own.
@@ -318,13 +319,13 @@ class ContractionPlan(Pictured):
         with reading_plan():
             data = json.loads(text)
             machine = load_profile(data["profile"] if profile is None else profile)
-            # Maps of rows (`Owners`, `Needs`) that layouts below may name. A text finds them as long
-            # as something refers to them, so the variable has to live until the plan is built.
+            # Maps of rows (`Owners`, `Needs`) that layouts below may name. A text finds them as
+            # long as something refers to them, so the variable has to live until the plan is built.
             _maps = maps_in(data)
             call = contraction(data["contraction"])
             shapes = from_plain(Shapes, data["shapes"])
-            # Replace `...` by as many dims as the shapes have. They have a length for each name: for
-            # `(b d)` two, so that dims are counted by names, not as the text writes them.
+            # Replace `...` by as many dims as the shapes have. They have a length for each name:
+            # for `(b d)` two, so that dims are counted by names, not as the text writes them.
             call = call.resolved(map(len, shapes), call.operands)
             return ContractionPlan(
                 contraction=call,

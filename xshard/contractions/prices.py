@@ -80,9 +80,9 @@ class Prices:
         """Return the estimate of a redistribution: a cached one, or a new one with a lower bound.
 
         src, dst: how each dim is sharded before and after, and the axes with partial sums. shape:
-        global. scaling: None, or what tells moves apart that have the same ends, but multiply by other
-        constants, as a mean does. make: a function that makes the move for its price; None if both
-        ends suffice.
+        global. scaling: None, or what tells moves apart that have the same ends, but multiply by
+        other constants, as a mean does. make: a function that makes the move for its price; None if
+        both ends suffice.
         """
         key = (src, dst, shape, scaling)  # hot: most calls find the move here
         move = self._moves.get(key)
@@ -95,9 +95,9 @@ class Prices:
     def refine(self, move: MoveEstimate) -> None:
         """Make the predicted seconds of a redistribution one step more exact.
 
-        The first call replaces its lower bound by an estimate, and the second that by the price of the
-        cheapest plan, which takes most time to compute. `move` is changed in place: all candidates
-        with an equal move share the object, and see the better number.
+        The first call replaces its lower bound by an estimate, and the second that by the price of
+        the cheapest plan, which takes most time to compute. `move` is changed in place: all
+        candidates with an equal move share the object, and see the better number.
         """
         src = self._state(move.shape, move.src)
         dst = self._state(move.shape, move.dst)
@@ -156,8 +156,8 @@ class Prices:
         `n/dp -> n` of 8 on 4 devices: each needs 8 and has 2, so 6. With partial sums that are
         reduced, the mean over all devices is the bound.
 
-        src, dst: how each dim is sharded, and the mesh axes with partial sums. elements: of the whole
-        array.
+        src, dst: how each dim is sharded, and the mesh axes with partial sums. elements: of the
+        whole array.
         """
         src_dims, src_sums = src
         dst_dims, dst_sums = dst
@@ -174,8 +174,8 @@ class Prices:
         # that perhaps nothing is sent.
         if dst_sums - src_sums:
             return 0
-        # A device needs its new block, and has at most as much of it as fits into its old one: in each
-        # dim the smaller number of rows.
+        # A device needs its new block, and has at most as much of it as fits into its old one: in
+        # each dim the smaller number of rows.
         needed_rows = [dim.block_rows for dim in dst_dims]
         held_rows = [dim.block_rows for dim in src_dims]
         return math.prod(needed_rows) - math.prod(map(min, needed_rows, held_rows))
@@ -198,9 +198,9 @@ def fastest_attention(
 def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
     """Predict the seconds of attention's forward and backward pass on the busiest device.
 
-    With "gather", "ulysses" and "reduce" that is the sum of all redistributions and of the work. With
-    "ring", blocks of keys and values go from device to device during the work, so that in each round
-    only the longer of both counts. `attn` has its method chosen; it is not "auto".
+    With "gather", "ulysses" and "reduce" that is the sum of all redistributions and of the work.
+    With "ring", blocks of keys and values go from device to device during the work, so that in each
+    round only the longer of both counts. `attn` has its method chosen; it is not "auto".
     """
     prices = Prices(attn.q.mesh, dtype, profile, find_plan)
     moving = 0.0
@@ -216,9 +216,9 @@ def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
     move_seconds = _rotation_seconds(attn, prices)
     round_work = work / attn.rounds
     forward = round_work + (attn.rounds - 1) * max(round_work, move_seconds)
-    # In the backward pass blocks travel again, and beside them their gradients. These are in float32
-    # or wider: for bfloat16 twice the bytes of the block. After the last round gradients travel once
-    # more, to the devices that own the keys and values.
+    # In the backward pass blocks travel again, and beside them their gradients. These are in
+    # float32 or wider: for bfloat16 twice the bytes of the block. After the last round gradients
+    # travel once more, to the devices that own the keys and values.
     widening = max(1.0, 4 / itemsize(dtype))
     backward_move_seconds = move_seconds * (1 + widening)
     backward = BACKWARD * round_work
@@ -261,6 +261,6 @@ def _operations(attn: Attention) -> float:
     n_shares = 1
     if attn.method == REDUCE:
         n_shares = len(attn.devices)
-    # 2: a multiplication and an addition. The width of `attn.kv` is that of keys plus that of values,
-    # and so covers both products.
+    # 2: a multiplication and an addition. The width of `attn.kv` is that of keys plus that of
+    # values, and so covers both products.
     return 2.0 * batch * heads * most_scores * attn.kv.shape[WIDTH] / n_shares

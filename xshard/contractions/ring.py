@@ -72,8 +72,8 @@ class ContractionRing:
         device: its index along the axis, a number or a scalar of JAX.
         """
         first = device  # its own part is at hand, and is contracted while the next one arrives
-        # The sum for a part is passed from device to device, and the last to add is the one that keeps
-        # it: so each device computes its own part last.
+        # The sum for a part is passed from device to device, and the last to add is the one that
+        # keeps it: so each device computes its own part last.
         if self.operand is None:
             first = device + 1
         pieces = []
@@ -85,9 +85,9 @@ class ContractionRing:
     def seconds(self, part: Part) -> float:
         """Predict the seconds of a local contraction that runs in this ring, with all its moves.
 
-        The first product overlaps with nothing; then products and messages run at the same time, and
-        the longer of both counts. 4 parts in one piece, 4 s of products and messages of 2 s:
-        1 + max(3, 3 * 2) = 7 s, and the other moves.
+        The first product overlaps with nothing; then products and messages run at the same time,
+        and the longer of both counts. 4 parts in one piece, 4 s of products and messages of 2 s: 1
+        + max(3, 3 * 2) = 7 s, and the other moves.
         """
         moves = [*part.moves, part.result]
         # The ring replaces one move: that of the result (None), or of one operand.
@@ -129,8 +129,8 @@ def _gathered_dim(part: Part, i: int, move: Plan) -> TravellingDim | None:
     blocks to copies: as in `s/tp d -> s d | copy(tp)`.
     """
     gather = _only_step(move)
-    # The gathered array has to be copies, whose gradients are summed. With replicas each device would
-    # have the whole gradient, and a ring does not compute that.
+    # The gathered array has to be copies, whose gradients are summed. With replicas each device
+    # would have the whole gradient, and a ring does not compute that.
     if not isinstance(gather, AllGather) or gather.shards != (Shard(gather.copies[:1]),):
         return None
     result = part.result.src
@@ -146,8 +146,8 @@ def _gathered_dim(part: Part, i: int, move: Plan) -> TravellingDim | None:
 def _scattered_dim(result: Plan) -> TravellingDim | None:
     """Return what a ring would pass on instead of the result's reduce-scatter; None if it cannot.
 
-    It can if the move is one reduce-scatter of sums over one mesh axis, into contiguous blocks: as in
-    `s f | sum(tp) -> s/tp f`.
+    It can if the move is one reduce-scatter of sums over one mesh axis, into contiguous blocks: as
+    in `s f | sum(tp) -> s/tp f`.
     """
     scatter = _only_step(result)
     if not isinstance(scatter, ReduceScatter) or scatter.op != "sum":
@@ -170,19 +170,19 @@ def _only_step(move: Plan) -> Step | None:
 
 
 def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
-    """Iterate over the rings that may replace a move, with a device's block sent in 1, 2 or 4 pieces.
+    """Iterate over the rings that may replace a move, with blocks sent in 1, 2 or 4 pieces.
 
     A part is the block of one device along the axis. In each of n rounds every device contracts a
-    part, and passes it (or the sum for it) on to the device before: on 4 devices 3 sends to 2, and 0
-    sends to 3.
+    part, and passes it (or the sum for it) on to the device before: on 4 devices 3 sends to 2, and
+    0 sends to 3.
 
     travelling: the dim that is passed on. move: the all-gather or reduce-scatter that is replaced.
     """
     src = travelling.src
     mesh = src.mesh
     dims = src.normal_layout.dims  # groups as nested shards
-    # Messages have the tags (partial sums or copies along other axes) of the block that is passed on:
-    # of an operand just before its gather, of a result just after its reduction.
+    # Messages have the tags (partial sums or copies along other axes) of the block that is passed
+    # on: of an operand just before its gather, of a result just after its reduction.
     tags = travelling.rest_dst.tags
     if travelling.operand is None:
         tags = src.layout.tags
@@ -205,8 +205,8 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
         next_part = rotated((axis,), n_devices, rows // pieces, -1)
         next_dim = replace(dims[d], shards=(*dims[d].shards[:-1], next_part))
         rotated_dims = (*dims[:d], next_dim, *dims[d + 1 :])
-        # One round as a redistribution: an array of one piece of every device, whose blocks all go to
-        # the device before.
+        # One round as a redistribution: an array of one piece of every device, whose blocks all go
+        # to the device before.
         shape = (*src.shape[:d], src.shape[d] // pieces, *src.shape[d + 1 :])
         rotation = plan(Layout(dims, tags), Layout(rotated_dims, tags), shape)
         yield ContractionRing(travelling.operand, travelling.dim, axis, pieces, rotation, rest)

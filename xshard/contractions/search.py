@@ -105,11 +105,13 @@ class CandidateSearch:
     def best(self, flops_limit: int | None = None, level: int = PRICE) -> Iterator[Candidate]:
         """Iterate over the ways to shard a contraction, the fewest predicted seconds first.
 
-        flops_limit: operations that no device may exceed, or None. level: `ESTIMATE` sorts by estimated
-        seconds of the moves; `PRICE` plans the moves of the first few and sorts these by that.
+        flops_limit: operations that no device may exceed, or None. level: `ESTIMATE` sorts by
+        estimated seconds of the moves; `PRICE` plans the moves of the first few and sorts these by
+        that.
         """
         placements = self.shardings.placements
-        # With so many the list was cut off, and may lack the best one: search from good starts instead.
+        # With so many the list was cut off, and may lack the best one: search from good starts
+        # instead.
         if len(placements) > MAX_PLACEMENTS:
             placements = self.hill_climb()
         if flops_limit is not None:
@@ -122,9 +124,10 @@ class CandidateSearch:
     def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
         """Iterate over candidates, the best by estimated seconds first, but estimate few of them.
 
-        All begin in a heap with lower bounds of their seconds, which are cheap. The first of the heap
-        gets better estimates of its moves, and is sorted in again. If it is still the first, then no
-        other can be better: {A: 3, B: 5} -> A is estimated at 4 -> A is yielded, and B never estimated.
+        All begin in a heap with lower bounds of their seconds, which are cheap. The first of the
+        heap gets better estimates of its moves, and is sorted in again. If it is still the first,
+        then no other can be better: {A: 3, B: 5} -> A is estimated at 4 -> A is yielded, and B
+        never estimated.
         Equal seconds: fewer operations first, then fewer elements.
 
         placements: what each mesh axis does while blocks are contracted, one for each candidate.
@@ -141,13 +144,14 @@ class CandidateSearch:
             candidate = best.candidate
             seconds = candidate.seconds
             if seconds > best.seconds:
-                # Its seconds have risen since it was sorted in: here, or with a move that it shares.
+                # Its seconds have risen since it was sorted in: here, or with a move that it
+                # shares.
                 heapq.heapreplace(queue, Ranked.of(candidate, seconds, best.number))
                 continue
             bounds = [move for move in candidate.estimates if move.level < ESTIMATE]
             if bounds:
-                # Some moves have only lower bounds, so that it may be slower than it looks. The most
-                # expensive one is estimated first, since it changes the sum most.
+                # Some moves have only lower bounds, so that it may be slower than it looks. The
+                # most expensive one is estimated first, since it changes the sum most.
                 self.prices.refine(max(bounds, key=attrgetter("seconds")))
             else:  # fully estimated, and all others are at least as slow by their lower bounds
                 heapq.heappop(queue)
@@ -188,9 +192,9 @@ class CandidateSearch:
     def candidate(self, placement: Placement) -> Candidate:
         """Predict what a contraction costs in a placement: operations, memory traffic, and moves.
 
-        A placement says what each mesh axis does while blocks are contracted. Moves have lower bounds
-        of their seconds at first; a move that another candidate has, too, is the same object, and may
-        have a better estimate already.
+        A placement says what each mesh axis does while blocks are contracted. Moves have lower
+        bounds of their seconds at first; a move that another candidate has, too, is the same
+        object, and may have a better estimate already.
         """
         shardings = self.shardings
         estimates: list[MoveEstimate] = []
@@ -209,10 +213,10 @@ class CandidateSearch:
     def _moves_of(self, place: ArrayPlace) -> list[MoveEstimate]:
         """Return the redistribution of one array, and the one of its gradient if that counts.
 
-        An operand moves from its given sharding to the one in which it is contracted, the result from
-        the one that devices compute to the wanted one. `d f/tp` contracted whole: an all-gather, and a
-        reduce-scatter of the gradient. The list has 1 item, or 2 with the objective
-        "forward+backward".
+        An operand moves from its given sharding to the one in which it is contracted, the result
+        from the one that devices compute to the wanted one. `d f/tp` contracted whole: an
+        all-gather, and a reduce-scatter of the gradient. The list has 1 item, or 2 with the
+        objective "forward+backward".
         """
         shardings = self.shardings  # hot: called for each array of each placement
         number = place.number
@@ -227,8 +231,8 @@ class CandidateSearch:
         make = None  # in most cases the price follows from the shardings at both ends alone
         scaling = None
         if shardings.has_means:
-            # A mean multiplies by a constant, which the shardings at both ends do not show: then the
-            # whole move is made when it is priced, and the key of the cache says more.
+            # A mean multiplies by a constant, which the shardings at both ends do not show: then
+            # the whole move is made when it is priced, and the key of the cache says more.
             make = partial(shardings.move, place, local)
             scaling = (number, place.placement.sums)
         shape = shardings.arrays[number].shape
@@ -236,8 +240,8 @@ class CandidateSearch:
         forward = prices.move((src.dims, src.sums), (dst.dims, dst.sums), shape, scaling, make)
         if self.objective != BOTH:
             return [forward]
-        # A gradient goes the other way, and along axes where the value is copied, the gradients of the
-        # copies are addends: so its partial sums are the value's copies.
+        # A gradient goes the other way, and along axes where the value is copied, the gradients of
+        # the copies are addends: so its partial sums are the value's copies.
         make_dual = None if make is None else _dual_of(make)
         src_end = (src.dims, src.copies)
         dst_end = (dst.dims, dst.copies)

@@ -20,7 +20,7 @@ Sizes = tuple[tuple[str, int], ...]  # lengths by name
 
 
 def checked_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None]:
-    """Check the `sizes` and `shape` that a user passes, and return both as tuples, which can be hashed.
+    """Check the `sizes` and `shape` that a user passes, and return both as tuples of ints.
 
     sizes {"b": 8} -> (("b", 8),). shape [(8, 4), (4,)] -> ((8, 4), (4,)), and one shape (8, 4) ->
     ((8, 4),). None, for not given, stays None. Raises ShapeError for anything else.
@@ -80,11 +80,11 @@ def shapes_of(
     """Find the length of every dim of a contraction, from lengths by name or from shapes.
 
     `b d, d f -> b f` with sizes b=8, d=4, f=2, or with shapes (8, 4), (4, 2) -> ((8, 4), (4, 2)). A
-    composed dim is one number in shapes and one for each name in the result: `(b d)` of 32 -> (8, 4).
-    `...` in the text is replaced by names of dims, as many as the shapes have.
+    composed dim is one number in shapes and one for each name in the result: `(b d)` of 32 -> (8,
+    4). `...` in the text is replaced by names of dims, as many as the shapes have.
 
-    sizes: lengths by name. shapes: the global shape of each operand. Exactly one of both is given, the
-    other is None. Raises ShapeError if they do not fit the text, or each other.
+    sizes: lengths by name. shapes: the global shape of each operand. Exactly one of both is given,
+    the other is None. Raises ShapeError if they do not fit the text, or each other.
     """
     if (sizes is None) == (shapes is None):
         raise _not_one_of_both(call, has_sizes=sizes is not None)
@@ -179,8 +179,8 @@ def _no_length(call: Contraction, operand: int, name: str, sizes: Mapping[str, i
 def _dim_span(call: Contraction, operand: int, name: str) -> tuple[int, int]:
     """Find the characters (start, stop) of an operand's dim in the text, for the caret of an error.
 
-    d of operand 1 in `b d, d f -> b f` -> (5, 6). Dims that `...` stands for are called `_0`, `_1`, ...
-    and not in the text: their place is that of `...`.
+    d of operand 1 in `b d, d f -> b f` -> (5, 6). Dims that `...` stands for are called `_0`, `_1`,
+    ... and not in the text: their place is that of `...`.
     """
     spans = text_spans(call.text)
     start, end = spans.layouts[operand]
@@ -216,9 +216,9 @@ def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
 def global_lengths(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
     """Infer the global lengths of all dims from the shapes of this device's blocks.
 
-    `b d/tp, d f -> b f` on 4 devices with blocks (8, 3) and (12, 2): d is whole in the second operand,
-    so it is 12 long. A dim that no operand holds whole is taken to have equal blocks: a block of 3
-    rows on 4 devices gives 12. Returns for every operand a length for each of its names.
+    `b d/tp, d f -> b f` on 4 devices with blocks (8, 3) and (12, 2): d is whole in the second
+    operand, so it is 12 long. A dim that no operand holds whole is taken to have equal blocks: a
+    block of 3 rows on 4 devices gives 12. Returns for every operand a length for each of its names.
 
     blocks: the local shape of each operand. Raises ShapeError if they do not fit.
     """
@@ -270,8 +270,8 @@ def _check_composed(dim: Dim, lengths: Mapping[str, int], mesh: Mesh) -> None:
     for shard in dim.shards:
         if shard.order == "zigzag":  # two pieces for each device
             n_blocks *= 2
-    # Orders that deal out single rows of the composed dim (cyclic, or listed numbers): blocks do not
-    # consist of whole rows of the first name.
+    # Orders that deal out single rows of the composed dim (cyclic, or listed numbers): blocks do
+    # not consist of whole rows of the first name.
     is_special = any(shard.numbers or shard.order == "cyclic" for shard in dim.shards)
     if is_special or lengths[first] % n_blocks:
         what = f"blocks may end within a row of {first!r}, which is {lengths[first]} long"
@@ -308,8 +308,8 @@ def named_block(
     names = dims.names
     if layout.names != tuple(names):
         x = x.reshape(dims.lengths)
-    # In `i/tp i` the name i is sharded in one dim and whole in the other. Of the whole one, only the
-    # rows that this device has in the sharded one are on its part of the diagonal.
+    # In `i/tp i` the name i is sharded in one dim and whole in the other. Of the whole one, only
+    # the rows that this device has in the sharded one are on its part of the diagonal.
     for d in dims.picked:
         x = x[(slice(None),) * d + (rows(names[d]),)]
     for name in named.layout.names:
@@ -325,11 +325,12 @@ def named_block(
 def _split_dims(layout: Layout, named: Sharding, block: Sequence[int]) -> BlockDims:
     """List the names and local lengths of a block's dims after composed dims are split into names.
 
-    `(b d)/tp` of b = 8, d = 3 on 4 devices: names b, d and lengths 2, 3. `picked` has the numbers of
-    dims that the block holds whole although their name is sharded elsewhere, as the second of `i/tp i`.
+    `(b d)/tp` of b = 8, d = 3 on 4 devices: names b, d and lengths 2, 3. `picked` has the numbers
+    of dims that the block holds whole although their name is sharded elsewhere, as the second of
+    `i/tp i`.
 
-    layout: of the array as the text writes it. named: its sharding with one dim per name. block: the
-    local shape under `named`.
+    layout: of the array as the text writes it. named: its sharding with one dim per name. block:
+    the local shape under `named`.
     """
     local_lengths = dict(zip(named.layout.names, block, strict=True))
     global_lengths = dict(zip(named.layout.names, named.shape, strict=True))
