@@ -502,8 +502,8 @@ def tiles(attn: Attention, device: int, round_index: int = 0) -> tuple[Tile, ...
     """Cut a device's scores [queries, keys] into rectangles that a kernel computes one by one.
 
     Each has a kind: all scores count, the causal mask applies, or some other mask. What the causal
-    mask or the window hides altogether is left out: for a causal ring with zigzag blocks, half of
-    the tiles. They come in the order of the queries.
+    mask or the window hides altogether is left out. A causal mask, queries of rows 4-7, keys of
+    rows 0-3: one rectangle, in which all scores count. They come in the order of the queries.
 
     round_index: the round of a ring, which decides whose keys the device has.
     """

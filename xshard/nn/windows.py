@@ -229,7 +229,7 @@ def _intervals(parts: tuple[Runs, ...]) -> list[Interval]:
 
 
 def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
-    """Return the window of a pool; with `ceil`, with more padding at the end, as torch's `ceil_mode`.
+    """Return the window of a pool; with `ceil`, padded further at its end, as torch's `ceil_mode`.
 
     5 rows, 2 taps, stride 2: two windows, and a third over row 4 and one row of padding with
     `ceil`.
