@@ -254,7 +254,10 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
 
 
 def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
-    """Turn the plan that a model of transformers declares into the arguments of `parallelize`.
+    """Turn the tensor-parallel plan of a Hugging Face model into the arguments of `parallelize`.
+
+    `model.tp_plan` {"layers.*.mlp.up_proj": "colwise"} on axis "tp" shards the output features of
+    that weight over tp, {"layers.*.mlp.up_proj.weight": "d0/tp d1"}, and uses its inputs as copies.
 
     Args:
         model: A model with a `tp_plan`: names of modules and parameters with their styles.
@@ -282,6 +285,7 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
         "outputs": {},
     }
     local_modules = _modules_with_local_parts(plan)
+    # Each name once, with stars for the numbers of layers, as the model's plan has them.
     module_paths = dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name)
     for path in module_paths:
         style = styles[plan.get(path, "replicate")]

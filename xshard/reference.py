@@ -239,10 +239,12 @@ def run(plan: Plan | ContractionPlan, *operands: Arrays) -> list[Block]:
 
 @api_boundary
 def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arrays) -> list[Any]:
-    """Pull cotangents back through a plan: of the outputs of `run(plan, given)` -> of the blocks `given`.
+    """Compute the gradients of a plan's inputs from the gradients of its outputs, on numpy blocks.
 
-    A linear plan runs its backward plan. A max or min sends the cotangent to the winners in equal shares,
-    which a plan between two meshes cannot. Complex numbers are not conjugated.
+    This is the vector-Jacobian product of `run(plan, given)`. The gradient of an all-gather, for
+    example, is a reduce-scatter. A max or min shares the gradient equally among all devices that
+    hold the greatest or least value, which a plan between two meshes cannot. Complex numbers are
+    not conjugated.
 
     Args:
         plan: The plan of a move, or of a contraction.
@@ -261,7 +263,9 @@ def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arr
         return run(plan.backward, cotangents)
     plans = max_min_plans(plan)
     xs = checked_blocks(given, plan.source)
-    # The maximum, back where the blocks are, to be compared with them.
+    # Bring the maximum (or minimum) back to where the input blocks are, to be compared with them.
+    # If the plan ends it, the result of the plan is what moves; else the blocks are reduced for
+    # this.
     if plans.result.src.is_linear:
         best = run(plans.result, run(plan, xs))
     else:
@@ -386,7 +390,10 @@ def _gradients(part: Part, used: list[Operand], cotangent: Operand) -> Iterator[
 def contract_gradient(
     operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...], like: Operand
 ) -> Operand:
-    """Contract the cotangent and the other operands to the cotangent of an operand.
+    """Compute one operand's gradient (cotangent) in a local contraction: another contraction.
+
+    For `b d, d f -> b f`, the gradient of the first operand is `b f, d f -> b d` of the result's
+    gradient and the second operand. Nothing moves between devices.
 
     Args:
         operands: The dims and the blocks of the cotangent and of each other operand.
@@ -413,7 +420,7 @@ def contract_gradient(
 def contract(
     operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]
 ) -> Operand:
-    """Contract blocks device by device; nothing moves between devices.
+    """Run an einsum on the blocks of every device by itself; nothing moves between devices.
 
         contract([(("b", "d"), x), (("d", "f"), w)], ("b", "f"))    # [b, d], [d, f] -> [b, f] on each
 

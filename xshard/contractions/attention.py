@@ -438,7 +438,7 @@ class Verb(Generic[A, M]):
         classes: str = "v",
         profile: ProfileLike = "auto",
     ) -> A:
-        """Compute the cross entropy of the whole batch from blocks, without gathering logits.
+        """Compute the cross entropy loss from sharded logits and labels, without gathering logits.
 
             loss = cross_entropy(logits, labels, "b/dp s v/tp", mesh)   # labels: [b/dp, s] -> []
 

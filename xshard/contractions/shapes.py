@@ -241,10 +241,12 @@ def global_lengths(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
 def written_shardings(
     call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]
 ) -> tuple[Sharding, ...]:
-    """Return the shardings of operands and result as the text writes them.
+    """Return how operands and result are sharded, with composed dims as the text writes them.
 
-    shapes: for every operand, the lengths of its names. Raises ShapeError if blocks of a composed dim end
-    within a row of its first name.
+    An operand `(b d)/tp` with b = 8 and d = 3 has one dim of 24 rows.
+
+    shapes: for every operand, a length for each name, as (8, 3). Raises ShapeError if blocks of a
+    composed dim end within a row of its first name.
     """
     lengths = dim_lengths(call.operands, shapes)
     arrays = list[Sharding]()
@@ -290,9 +292,10 @@ class BlockDims(NamedTuple):
 def named_block(
     x: Any, layout: Layout, named: Sharding, block: Sequence[int], rows: Callable[[str], Any]
 ) -> Any:
-    """Bring a block (numpy, torch or JAX) from the dims of the text into one dim per name.
+    """Reshape a local block so that it has one dim for each name of a contraction.
 
-    `(b d)` is split into b and d; of `i i` the diagonal is taken.
+    `(b d)` is split into b and d: [24] -> [8, 3]. Of `i i` the diagonal is taken: [4, 4] -> [4].
+    The block may be numpy's, torch's or JAX's.
 
     Args:
         x: The block, under `layout`.

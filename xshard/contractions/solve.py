@@ -374,7 +374,7 @@ class _Solver:
 def restrict_to_pair(
     shardings: EinsumShardings, placement: Placement, pair: EinsumShardings, numbers: Sequence[int]
 ) -> Placement:
-    """Return what a placement of all operands means for a pair of them.
+    """Restrict a placement of all operands of a contraction to a pair of them.
 
     A placement is what every mesh axis does while blocks are contracted: shard a dim, hold partial
     sums of one operand, or hold copies. Of `a b, b c, c d -> a d` with tp on d, the pair `a b, b c`

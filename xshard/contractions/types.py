@@ -121,6 +121,7 @@ def _axis_role(
         return AxisRole(None, misfits, f"cuts {first!r} and {second!r}")
     if cut_names:
         [name] = cut_names
+        # Operands without that dim have to be copies: each device uses them for other results.
         misfits = []
         for i, layout in enumerate(operands):
             if name not in layout.names and kinds[i] != "copy":

@@ -204,12 +204,14 @@ def _needed_rows(src: Sharding, dst: Sharding, d: int) -> NeededRows:
 
 
 def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: int) -> NeededRows:
-    """Return the rows wanted from blocks whose contributions are added, and those that are complete.
+    """Find which rows must be received, and which need no more addends, if overlaps are added up.
 
-    A row in no block is zero: nobody sends it. A row in just one block is complete there. Blocks of
-    rows 0-4 and 3-7: 3 and 4 are sums of two contributions, all others are complete.
+    Under `fold`, rows that several blocks hold are contributions to be added. A row in no block is
+    zero: nobody sends it. A row in just one block is complete there. Blocks of rows 0-4 and 3-7: 3
+    and 4 are sums of two contributions, all others are complete.
 
-    wanted, blocks: the rows at every place along the dim. length: of the dim.
+    wanted: the rows of the new blocks. blocks: the rows of the old ones; for each place along the
+    dim. length: of the dim.
     """
     # `Rows` are row numbers as an array: many that no few runs describe. They are counted one by one.
     if any(isinstance(rows, Rows) for rows in (*blocks, *wanted)):

@@ -390,14 +390,20 @@ def attention(
     window: Any = None,
     offset: int = 0,
 ) -> Attention:
-    """Describe the attention of queries, keys and values, all of them in `dim_order`.
+    """Describe an attention by the shardings of its arrays and its options; nothing is computed.
 
+    The result says how queries and keys are sharded while scores are computed, and which scores
+    count.
+
+    q, k, v: shardings with dims (*batch, heads, sequence, width). how: the method; AUTO leaves it
+    open. window: as in the bridges' `attention`. offset: query i stands at row i + offset of the
+    keys.
     Raises XshardError for an unknown method or a wrong window, and ShapeError if arrays do not fit.
     """
     if how not in (AUTO, *METHODS):
         raise XshardError(f"unknown how={how!r}", hint=f"there are: {', '.join((AUTO, *METHODS))}")
     left, right = _visible_range(window)
-    if causal:  # with a window, too, whatever that says about later rows
+    if causal:  # no later rows, also if the window allows some
         right = 0
     _check_shapes(q, k, v)
     # Keys and values travel side by side, along the width.
