@@ -263,9 +263,8 @@ def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arr
         return run(plan.backward, cotangents)
     plans = max_min_plans(plan)
     xs = checked_blocks(given, plan.source)
-    # Bring the maximum (or minimum) back to where the input blocks are, to be compared with them.
-    # If the plan ends it, the result of the plan is what moves; else the blocks are reduced for
-    # this.
+    # Bring the maximum (or minimum) to where the input blocks are, to be compared with them. If the
+    # plan's result lacks rows of the array, `plans.result` starts from the input blocks instead.
     if plans.result.src.is_linear:
         best = run(plans.result, run(plan, xs))
     else:

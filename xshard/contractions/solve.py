@@ -246,8 +246,8 @@ class _Solver:
             taken = [numbers[i] for i in takes]
             of_pair = restrict_to_pair(self.shardings, placement, pair, taken)
             candidate = self._search_in(pair).candidate(of_pair)
-            # Its seconds are lower bounds, which other paths' estimates hardly beat: so it is among
-            # the few paths whose exact prices are compared.
+            # Lower bounds of its seconds, instead of estimates: that puts it among the few paths
+            # whose exact prices are compared.
             seconds = path.seconds + candidate.least_seconds
             path = path.with_step(takes, candidate)._replace(seconds=seconds)
             numbers = [*remaining(numbers, takes), -1]
