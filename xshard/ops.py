@@ -81,8 +81,7 @@ class Operations(Generic[A, M]):
     ) -> A:
         """Reduce the blocks of a mesh axis, and keep this device's part: `n | sum(axis) -> n/axis`.
 
-        Blocks of 8 rows on 4 devices -> rows 0-1 of their sum on device 0, rows 2-3 on device 1,
-        ...
+        Blocks of 8 rows on 4 devices -> rows 0-1 of their sum on device 0, rows 2-3 on device 1.
         The backward pass all-gathers.
 
         Args:
@@ -156,8 +155,8 @@ class Operations(Generic[A, M]):
     def shard(self, x: A, dim: int, axis: Axes, mesh: M | None = None, *, grad: Grad) -> A:
         """Keep this device's part of a block that all devices of a mesh axis have: `n -> n/axis`.
 
-        8 rows on each of 4 devices -> rows 0-1 on device 0, rows 2-3 on device 1, ... Nothing is
-        sent.
+        8 rows on each of 4 devices -> rows 0-1 on device 0, rows 2-3 on device 1.
+        Nothing is sent.
 
         Args:
             x: The block, equal on all devices along the axis, [n, ...].
@@ -273,8 +272,8 @@ def _side(shape: Sequence[int], side: Side) -> str:
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
     """Write a layout with dims d0, d1, ...: shape (4, 6), shards {1: "tp"} -> `d0 d1/tp`.
 
-    shards: what is written behind some dims, by their number, also counted from the end; None for
-    nothing.
+    shards: what is written behind some dims, by their number, also counted from the
+    end; None for nothing.
 
     Raises:
         ShapeError: The block has no such dim.

@@ -210,8 +210,8 @@ class AttentionCall:
             self.move_any_width(self.in_score_dtype(lse), maxima, whole), xp.finfo(lse.dtype).min
         )
         weight = xp.exp(lse - greatest)
-        # The numerator and the denominator lie side by side along the width: one reduction for
-        # both.
+        # The numerator and the denominator lie side by side along the width:
+        # one reduction for both.
         sums = self.move_any_width(xp.concat((y * weight, weight), axis=-1), result, target)
         total = sums[..., :-1]
         total_weight = sums[..., -1:]

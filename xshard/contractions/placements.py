@@ -190,8 +190,8 @@ class EinsumShardings:
         or each device along it uses its own copy of all operands. For tp and `b s, s f` all
         unsharded: idle, b/tp, s/tp, f/tp.
 
-        free: the axes that do nothing yet. A shard over several axes, as (dp tp), needs all of
-        them.
+        free: the axes that do nothing yet. A shard over several axes, as (dp tp),
+        needs all of them.
         """
         yield placement  # the axis stays idle
         dims, sums, copies, busy = placement
@@ -262,8 +262,8 @@ class EinsumShardings:
     def _shards(self) -> tuple[Shards, ...]:
         """The shards to try for each dim: those that an array has, and blocks over each mesh axis.
 
-        For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp and tp for
-        d.
+        For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp
+        and tp for d.
         """
         # By name of the dim; the inner dicts are ordered sets.
         options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}

@@ -136,8 +136,8 @@ class ContractionPlan(Pictured):
 
     def __post_init__(self) -> None:
         # Follow the layouts through all local contractions, as if the plan ran: each must begin
-        # where the one before ended. `left` has the layouts of the operands that are not contracted
-        # yet.
+        # where the one before ended. `left` has the layouts of the operands that
+        # are not contracted yet.
         left = list(self.contraction.operands)
         for part in self.parts:
             for i, move in zip(part.operand_indices, part.moves, strict=True):

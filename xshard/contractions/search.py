@@ -106,12 +106,12 @@ class CandidateSearch:
         """Iterate over the ways to shard a contraction, the fewest predicted seconds first.
 
         flops_limit: operations that no device may exceed, or None. level: `ESTIMATE` sorts by
-        estimated seconds of the moves; `PRICE` plans the moves of the first few and sorts these by
-        that.
+        estimated seconds of the moves; `PRICE` plans the moves of the first few and
+        sorts these by that.
         """
         placements = self.shardings.placements
-        # With so many the list was cut off, and may lack the best one: search from good starts
-        # instead.
+        # With so many the list was cut off, and may lack the best one: search
+        # from good starts instead.
         if len(placements) > MAX_PLACEMENTS:
             placements = self.hill_climb()
         if flops_limit is not None:
@@ -144,8 +144,8 @@ class CandidateSearch:
             candidate = best.candidate
             seconds = candidate.seconds
             if seconds > best.seconds:
-                # Its seconds have risen since it was sorted in: here, or with a move that it
-                # shares.
+                # Its seconds have risen since it was sorted in: here, or with a
+                # move that it shares.
                 heapq.heapreplace(queue, Ranked.of(candidate, seconds, best.number))
                 continue
             bounds = [move for move in candidate.estimates if move.level < ESTIMATE]

@@ -261,8 +261,8 @@ class _Solver:
         The seconds of complete paths are added to `self.best`, so that later calls can leave out
         what takes longer.
 
-        takes: the indices of the pair among the operands that are left. order: the whole order of
-        pairs.
+        takes: the indices of the pair among the operands that are left. order: the
+        whole order of pairs.
         """
         is_last = len(path.remaining) == len(takes)
         limit = self.request.flops_limit
@@ -390,8 +390,8 @@ def restrict_to_pair(
     dims = tuple(all_dims[name] for name in pair.lengths)
     sharding_axes = Axes().union(*[dim.axes for dim in dims])
     # Axes that do something in the whole contraction but shard no dim of the pair: they hold
-    # partial sums or copies here. As a list in mesh order, so that results do not depend on a set's
-    # order.
+    # partial sums or copies here. As a list in mesh order, so that results do not depend
+    # on a set's order.
     busy = [axis for axis in shardings.axes if axis in placement.busy - sharding_axes]
     sums: list[tuple[str, int]] = []  # axis, index in the pair
     for i, (number, operand) in enumerate(zip(numbers, pair.operands, strict=True)):
@@ -420,8 +420,8 @@ def _greedy_order(shardings: EinsumShardings) -> Order:
     """Ask numpy's greedy algorithm in which order to contract pairs of operands.
 
     Returns a tuple of pairs of indices among the operands that are left; the result of each pair
-    goes
-    behind the others: ((0, 1), (0, 1)) contracts operands 0 and 1, then operand 2 and their result.
+    goes behind the others: ((0, 1), (0, 1)) contracts operands 0 and 1, then operand 2 and their
+    result.
     """
     numbers = {name: number for number, name in enumerate(shardings.lengths)}
     arguments: list[Any] = []
@@ -434,8 +434,8 @@ def _greedy_order(shardings: EinsumShardings) -> Order:
     order: list[Takes] = []
     for takes in path:
         # numpy puts a pair's result behind the others, as this module does. If pairs save no
-        # operations, numpy takes all operands that are left at once: then any order of pairs will
-        # do.
+        # operations, numpy takes all operands that are left at once: then any order
+        # of pairs will do.
         if len(takes) == 2:
             order.append(tuple(takes))
         else:

@@ -68,8 +68,8 @@ def einsum_type(expression: str, mesh: Mesh) -> Layout:
 def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> Layout:
     """Return the layout of a contraction's result if each device contracts its own blocks.
 
-    Operands `b s/tp` and `s/tp f` with names (b, f): `b f | sum(tp)`, since each device has an
-    addend.
+    Operands `b s/tp` and `s/tp f` with names (b, f): `b f | sum(tp)`, since each
+    device has an addend.
 
     names: the dims of the result; others are summed. text: the expression that errors mark. Raises
     PlanError if blocks do not fit together, as `b s` and `s/tp f` do not.
@@ -139,8 +139,8 @@ def _axis_role(
                     misfits.append(i)
             return AxisRole(kind, misfits, "holds addends of another operand")
     # No operand is cut or a sum, so that at least one holds copies, each of which gets a gradient
-    # of its own. Another operand with replicas, which must have equal gradients, would get unequal
-    # ones.
+    # of its own. Another operand with replicas, which must have equal gradients,
+    # would get unequal ones.
     misfits = [i for i, kind in enumerate(kinds) if kind is None]
     return AxisRole("copy", misfits, "holds copies of another operand, of this one replicas")
 

@@ -58,8 +58,8 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     begun = begun_axes(src.layout, dst.layout)
     if not begun:
         return Exchange(dst.layout).traffic(src).received
-    # `_lacking_elements` has a dim for each mesh axis. Add up the devices that hold addends of one
-    # sum.
+    # `_lacking_elements` has a dim for each mesh axis. Add up the devices that hold
+    # addends of one sum.
     total = _lacking_elements(src, dst).sum(axis=tuple(mesh.position(axis) for axis in begun))
     return _mean_rounded_up(int(total.max()), mesh.size(*begun))
 
@@ -191,8 +191,8 @@ def _needed_rows(src: Sharding, dst: Sharding, d: int) -> NeededRows:
     src_dim = src.layout.dims[d]
     dst_dim = dst.layout.dims[d]
     length = src.shape[d]
-    # The dim is not changed: all rows stay where they are, also contributions that are not added
-    # yet.
+    # The dim is not changed: all rows stay where they are, also contributions that
+    # are not added yet.
     if src_dim == dst_dim and src_dim.overlap is not None:
         held = distinct_rows(src.held_by_position(d))
         return NeededRows(held, held)
@@ -227,8 +227,8 @@ def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: 
 
     held_pieces = interval_table(blocks)
     # The same with runs of rows. All are cut at the edges of all others, so that any two pieces are
-    # equal or disjoint; equal ones have the same number in `interval`. 0-4, 3-7 -> 0-2, 3-4, 3-4,
-    # 5-7.
+    # equal or disjoint; equal ones have the same number in `interval`. 0-4, 3-7 ->
+    # 0-2, 3-4, 3-4, 5-7.
     parts, interval, source = cut_at_edges(concatenate_tables(held_pieces, interval_table(wanted)))
     # `source` has, for each piece, the number of the run that it was cut from. Runs of blocks come
     # first, then the wanted ones.
@@ -264,8 +264,8 @@ def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
     """Count the elements that each source block and each target block have in common.
 
     `n/a` and `n/b` of 4 rows on meshes of 2 and 4 devices: [[1, 1, 0, 0], [0, 0, 1, 1]]. Returns
-    `[devices of source, devices of target]`. The shardings are in normal form, and may be on two
-    meshes.
+    `[devices of source, devices of target]`. The shardings are in normal form, and may
+    be on two meshes.
     """
     shared = np.ones((source.mesh.n_devices, target.mesh.n_devices), np.int64)
     for d in range(len(source.shape)):

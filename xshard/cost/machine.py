@@ -130,8 +130,8 @@ def _load(name: str, _changed_ns: int) -> Profile:
 def _with_nodes_of(base: str, nodes: str) -> Profile:
     """Return a shipped profile with nodes of another size: "h100" and "4" -> nodes of 4 devices.
 
-    Raises ProfileError if `nodes` is no number above 0, or if the machine has no link between
-    nodes.
+    Raises ProfileError if `nodes` is no number above 0, or if the machine has
+    no link between nodes.
     """
     name = f"{base}:{nodes}"
     machine = _load(base, 0)

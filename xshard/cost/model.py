@@ -138,8 +138,8 @@ class Profile:
         """Return the profile for a mesh of only some axes of this mesh.
 
         On nodes of 4, axis a of Mesh(a=2, b=4) reaches over two nodes. Of Mesh(a=2) alone nobody
-        would see that: devices 0 and 1 would be in one node. So the result names the link of every
-        axis.
+        would see that: devices 0 and 1 would be in one node. So the result names the
+        link of every axis.
         """
         if set(axes) == set(mesh.axes):
             return self
@@ -190,8 +190,8 @@ class Profile:
             later = [a for a in mesh.axes[position + 1 :] if mesh.origin(a) == origin]
             stride = math.prod(mesh.sizes_of(later))
         else:
-            # There are no nodes, or the profile names one link for the whole axis: as if in one
-            # node.
+            # There are no nodes, or the profile names one link for the whole axis: as
+            # if in one node.
             if self.across is None or self.node_devices is None or origin in dict(self.axes):
                 return size
             if mesh.n_devices <= self.node_devices:

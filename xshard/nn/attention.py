@@ -98,8 +98,8 @@ class Attention:
         `b s/cp h k` for both: (cp,).
         """
         of_queries = self.q.layout.dims[SEQUENCE].axes
-        # An axis that shards batches or heads of queries must shard those of keys, too, and not
-        # rows.
+        # An axis that shards batches or heads of queries must shard those of keys,
+        # too, and not rows.
         taken = _sharding_axes(self.q.layout.dims[:SEQUENCE])
         of_keys = tuple(a for a in self.kv.layout.dims[SEQUENCE].axes if a not in taken)
         if self.method == REDUCE and of_keys:  # keys stay where they are, and queries move
@@ -305,8 +305,8 @@ class Attention:
             if is_last:  # nobody needs this block any more
                 yield turn, kv
                 return
-            # Before the caller gets its turn, so that messages and computing happen at the same
-            # time.
+            # Before the caller gets its turn, so that messages and computing happen
+            # at the same time.
             wait = send(kv)
             yield turn, kv
             kv = wait()
@@ -392,12 +392,12 @@ def attention(
 ) -> Attention:
     """Describe an attention by the shardings of its arrays and its options; nothing is computed.
 
-    The result says how queries and keys are sharded while scores are computed, and which scores
-    count.
+    The result says how queries and keys are sharded while scores are computed,
+    and which scores count.
 
     q, k, v: shardings with dims (*batch, heads, sequence, width). how: the method; AUTO leaves it
-    open. window: as in the bridges' `attention`. offset: query i stands at row i + offset of the
-    keys.
+    open. window: as in the bridges' `attention`. offset: query i stands at row i +
+    offset of the keys.
     Raises XshardError for an unknown method or a wrong window, and ShapeError if arrays do not fit.
     """
     if how not in (AUTO, *METHODS):
@@ -409,8 +409,8 @@ def attention(
     # Keys and values travel side by side, along the width.
     kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
     attn = Attention(q, kv, v.shape[WIDTH], how, left, right, offset)
-    # The sequence is not sharded, so that all methods are the same: "gather" without anything to
-    # send.
+    # The sequence is not sharded, so that all methods are the same: "gather"
+    # without anything to send.
     if q.mesh.size(*attn.axes) == 1:
         return replace(attn, method=GATHER)
     return attn

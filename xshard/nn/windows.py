@@ -165,8 +165,8 @@ def interval_frame(
             first = min(max(first, 0), length)
             last = min(max(last, 0), length)
         last = max(first, last)  # an empty interval, where all rows are beyond an end
-        # Rows to receive before and after the device's own. Negative: own rows that it does not
-        # read.
+        # Rows to receive before and after the device's own. Negative: own rows that
+        # it does not read.
         halo_before.append(own_first - first)
         halo_after.append(last - own_last)
         if start < stop:
@@ -199,8 +199,8 @@ def _result_dim(
 
     rule: "balanced": in blocks that differ by one at most. "aligned": each device has the same
     share of outputs as of rows: rows 4 + 2 and 3 outputs -> outputs 2 + 1. "": with the shards of
-    the rows, or as "aligned" if these have given sizes, which add up to the number of rows and no
-    other.
+    the rows, or as "aligned" if these have given sizes, which add up to the number of
+    rows and no other.
 
     row_intervals: the rows [start, stop) of each device.
     """
@@ -231,8 +231,8 @@ def _intervals(parts: tuple[Runs, ...]) -> list[Interval]:
 def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
     """Return the window of a pool; with `ceil`, padded further at its end, as torch's `ceil_mode`.
 
-    5 rows, 2 taps, stride 2: two windows, and a third over row 4 and one row of padding with
-    `ceil`.
+    5 rows, 2 taps, stride 2: two windows, and a third over row 4 and one row
+    of padding with `ceil`.
     """
     if not ceil:
         return window
