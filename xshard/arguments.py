@@ -38,9 +38,10 @@ def as_whole_number(value: Any) -> int | None:
 
 
 def whole_numbers(values: Any) -> tuple[Any, ...] | None:
-    """Return a sequence as a tuple, whole numbers of any kind in it as ints: [np.int64(3), "a"] -> (3, "a").
+    """Return a sequence as a tuple, with plain ints for numpy's and torch's whole numbers.
 
-    None for what is no sequence, and for text.
+    [np.int64(3), 4, "a"] -> (3, 4, "a"): other items stay as they are. None for what is no
+    sequence, and for text.
     """
     if isinstance(values, str):
         return None
@@ -122,9 +123,12 @@ def limit_of(given: Any, what: str = "memory_limit") -> int | None:
 
 
 def explained(**others: str) -> Callable[[_F], _F]:
-    """Make a decorator: unknown and missing arguments raise XshardError, with what may be meant.
+    """Make a decorator under which wrong names of arguments raise XshardError with a suggestion.
 
-    others: names of arguments in other systems, with their names here.
+    A call with `device_mesh=` then raises: unexpected argument 'device_mesh', did you mean 'mesh'?
+    Without it, it would be Python's TypeError.
+
+    others: names of arguments in other systems, with their names here: {"device_mesh": "mesh"}.
     """
 
     def decorated(function: _F) -> _F:
@@ -137,7 +141,7 @@ def explained(**others: str) -> Callable[[_F], _F]:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 parameters = signature.parameters
-                reason = f"{name}: {error}"
+                reason = f"{name}: {error}"  # of a missing argument, in Python's words
                 meant = ""
                 unknown = [word for word in kwargs if word not in parameters]
                 if unknown:

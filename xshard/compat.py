@@ -29,7 +29,10 @@ def all_to_all_single(
     sequence_dim: int = 2,
     even: bool = True,
 ) -> str:
-    """Write NvSubquadratic's `all_to_all_single_fn`: "split_to_full" is `c l/axis -> c/axis l`.
+    """Translate NvSubquadratic's `all_to_all_single_fn` into the text of a redistribution.
+
+    "split_to_full" makes the sequence whole, and shards channels instead: `c l/axis -> c/axis l`.
+    "full_to_split" is the way back.
 
     Args:
         direction: "split_to_full" makes the sequence whole, "full_to_split" the channels.
@@ -63,8 +66,8 @@ def all_to_all_single(
         hint = "pass shape= (the global shape): blocks may then differ in size"
         length = shape[sequence_dim]
         if gathers_sequence:
-            length *= n  # the block has a part of it
-        n_chunks = 2 * n if zigzag else n
+            length *= n  # `shape` is of a block, which has one n-th of the sequence
+        n_chunks = 2 * n if zigzag else n  # zigzag gives each device two chunks
         sequence_index = sequence_dim % len(shape)
         _check_divides("sequence length", length, n_chunks, text, sequence_index, hint)
         if gathers_sequence:
@@ -108,10 +111,12 @@ def shard_whole(shape: Sequence[int], dim: int, n: int, axis: Axes, *, uneven: b
 
 @lru_cache(maxsize=1024)
 def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Axes) -> str | None:
-    """Write spmd_types' `redistribute` from one type to another; None if nothing changes.
+    """Translate a `redistribute` of spmd_types into the text of a redistribution of this package.
 
-    With "V", device i has element i of a new leading dim, which is in the expression. V and a cut
-    are the same blocks.
+    Their types are "R" (replicated, gradients are addends), "I" (invariant: replicated, gradients
+    too), "P" (partial sums), "S(0)" (dim 0 is sharded) and "V" (varying). With "V", device i has
+    element i of a new leading dim, which is in the text. From V to S, or back, blocks stay as they
+    are: then, as for equal types, the result is None.
 
     Args:
         src: The type before: "R", "I", "P", "V", or a cut as "S(0)".
@@ -136,7 +141,7 @@ def spmd_transition(src: str, dst: str, shape: tuple[int, ...], n: int, axis: Ax
     if dst == "V" and shape[:1] != (n,):
         reason = f"a block of shape {shape} lacks an element for each of {n} devices"
         raise ShapeError(reason, hint="V takes the leading dim apart; S(0) cuts it")
-    # A block of type V is one element of a dim over the devices.
+    # A block of type V becomes one element of a leading dim that is sharded over the devices.
     stacked_shape = (1, *shape) if src == "V" else shape
     src_side = _spmd_side(src, src_dim, stacked_shape, axis)
     dst_side = _spmd_side(dst, dst_dim, stacked_shape, axis)
@@ -155,7 +160,9 @@ def _spmd_side(kind: str, cut_dim: int | None, shape: Sequence[int], axis: Axes)
 
 
 def spmd_cut(kind: str) -> int | None:
-    """Return the dim that a type of spmd_types cuts: `S(1)` -> 1, V -> 0; None for R, I and P.
+    """Return the dim that is sharded under a type of spmd_types: "S(1)" -> 1; None for R, I and P.
+
+    0 for "V", under which devices hold the elements of a leading dim.
 
     Raises:
         XshardError: There is no such type.
@@ -208,8 +215,13 @@ class Style(NamedTuple):
 
 
 def styles_of_transformers(axis: str) -> dict[str, Style]:
-    """Return the styles of transformers by name, as rules over a mesh axis."""
-    # What goes in or comes out, by its use along the axis.
+    """Translate the tensor-parallel styles of Hugging Face transformers into rules of this package.
+
+    "colwise" on axis tp: the weight's output features (dim -2) are sharded, and inputs are used as
+    copies: `... -> ... | copy(tp)`. "rowwise": its input features (dim -1) are sharded, and outputs
+    are all-reduced: `... | sum(tp) -> ...`.
+    """
+    # Rules for inputs and outputs of modules: redistributions, or layouts that they have already.
     copied = f"... -> ... | copy({axis})"
     summed = f"... | sum({axis}) -> ..."
     gathered = f"... o/{axis} -> ... o"
@@ -242,7 +254,10 @@ def styles_of_transformers(axis: str) -> dict[str, Style]:
 
 
 def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
-    """Turn the plan that a model of transformers declares into the arguments of `parallelize`.
+    """Turn the tensor-parallel plan of a Hugging Face model into the arguments of `parallelize`.
+
+    `model.tp_plan` {"layers.*.mlp.up_proj": "colwise"} on axis "tp" shards the output features of
+    that weight over tp, {"layers.*.mlp.up_proj.weight": "d0/tp d1"}, and uses its inputs as copies.
 
     Args:
         model: A model with a `tp_plan`: names of modules and parameters with their styles.
@@ -270,6 +285,7 @@ def plan_of_transformers(model: Any, axis: str) -> dict[str, dict[Any, Any]]:
         "outputs": {},
     }
     local_modules = _modules_with_local_parts(plan)
+    # Each name once, with stars for the numbers of layers, as the model's plan has them.
     module_paths = dict.fromkeys(_starred(name) for name, _ in model.named_modules() if name)
     for path in module_paths:
         style = styles[plan.get(path, "replicate")]
@@ -287,7 +303,15 @@ def _parameter_rules(
     styles: Mapping[str, Style],
     axis: str,
 ) -> dict[Any, Any]:
-    """Return the rules for parameters, by name with stars for numbers where all layers agree."""
+    """Return the sharding rule of each parameter that a plan of transformers shards.
+
+    One rule is for all layers where they agree: {"layers.*.weight": "d0/tp d1", "**": "..."}. "**",
+    which comes last, leaves all other parameters whole.
+
+    parameters: (name, array) of each. plan: the name of a style by the name of a module or
+    parameter, with "*" for numbers. styles: what the names of styles mean.
+    """
+    # The name with stars -> the full name -> the rule.
     rules_by_path: dict[str, dict[str, str]] = {}
     for name, x in parameters:
         path = _starred(name)
@@ -301,8 +325,8 @@ def _parameter_rules(
     rules: dict[Any, Any] = {}
     for path, rule_by_name in rules_by_path.items():
         different_rules = set(rule_by_name.values())
-        if len(different_rules) == 1:  # one pattern for all layers, which reads better
-            rules[path] = min(different_rules)
+        if len(different_rules) == 1:  # all layers agree
+            rules[path] = min(different_rules)  # the only one
         else:
             rules.update(rule_by_name)
     rules["**"] = "..."
@@ -310,14 +334,21 @@ def _parameter_rules(
 
 
 def _parameter_rule(style: Style, shape: tuple[int, ...], name: str, axis: str) -> str:
-    """Return how a parameter is stored and used."""
+    """Return the layout of one parameter under a style, as text: a weight (8, 4) -> `d0/tp d1`.
+
+    name: the last part of the parameter's name, as "weight" or "bias".
+    """
     if style.dim == -1 and name == "bias":
-        # A bias of partial products is added once.
+        # A row-parallel layer's outputs are partial sums. If each device added the bias, the
+        # reduction would add it n times: so it is used as a sum, with the value on one device and
+        # zeros elsewhere.
         return f"{dims(shape)} -> {dims(shape)}{tag('sum', axis)}"
     assert style.dim is not None
-    dim = max(len(shape) + style.dim, 0)  # a bias has one dim
+    # Column parallel is dim -2 of a weight, and the only dim of its bias.
+    dim = max(len(shape) + style.dim, 0)
     if style.parts == 1:
         return dims(shape, {dim: sharded(axis)})
+    # Fused weights, as gate and up in one: each of `parts` equal lengths is sharded by itself.
     part_lengths = f",{shape[dim] // style.parts}" * style.parts
     return dims(shape, {dim: f"block({axis}{part_lengths})"})
 
@@ -335,12 +366,17 @@ def _modules_with_local_parts(plan: Mapping[str, str]) -> list[str]:
 def _input_rule(
     path: str, style: Style, styles: Mapping[str, Style], local_modules: Collection[str]
 ) -> Any:
-    """Return the rule for the inputs of a module; None for none."""
+    """Return the redistribution of a module's inputs; None to leave them as they are.
+
+    path: the module's name, with "*" for numbers. local_modules: modules whose parameters each
+    device uses for its own heads.
+    """
     copied = styles["colwise"].inputs
     inputs = copied if path in local_modules else style.inputs
     is_inside = any(path.startswith(f"{module}.") for module in local_modules)
     if inputs == copied and is_inside:
-        return styles["mla_kv_a_proj"].inputs  # it is copied where the outer module begins
+        # The outer module has made copies of its inputs already: here they only keep that layout.
+        return styles["mla_kv_a_proj"].inputs
     return inputs
 
 

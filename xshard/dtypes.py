@@ -55,14 +55,14 @@ def name_of(dtype: object) -> str:
     Raises:
         DtypeError: There is no such dtype.
     """
-    if isinstance(dtype, type):
+    if isinstance(dtype, type):  # a class, as `np.float32` is
         name = dtype.__name__
     elif isinstance(dtype, str):
         name = dtype
     else:
         name = str(getattr(dtype, "name", dtype))
-    name = name.rpartition(".")[2]  # `torch.float32`
-    itemsize(name)
+    name = name.rpartition(".")[2]  # `torch.float32` -> `float32`
+    itemsize(name)  # raises if there is no such dtype
     return name if name in _EXTENDED else np.dtype(name).name
 
 
@@ -75,7 +75,7 @@ def itemsize(name: str) -> int:
     """
     if name in _EXTENDED:
         return _EXTENDED[name]
-    dtype = np.dtype(object)  # for names that are none
+    dtype = np.dtype(object)  # stays so for a name that is no dtype, and is refused below
     if name not in _ELSEWHERE and _NAME.fullmatch(name):
         # numpy would read other texts as records or Python expressions.
         with contextlib.suppress(TypeError):
@@ -108,7 +108,11 @@ def precision(name: str) -> float:
 
 
 def check_reduction(name: str, op: str) -> None:
-    """Raise DtypeError if the dtype does not allow the reduction `op`: sum, mean, max or min."""
+    """Raise DtypeError if values of a dtype cannot be reduced by `op`: sum, mean, max or min.
+
+    Refused are any reduction of 8-bit and 4-bit formats, a sum or mean of bool, a mean of integers,
+    and max or min of complex numbers.
+    """
     if name in _ONLY_MOVED:
         hint = "it can only be moved: cast before the reduction"
         raise DtypeError(f"dtype {name} cannot be reduced", hint=hint)
@@ -124,7 +128,10 @@ def check_reduction(name: str, op: str) -> None:
 
 
 def check_value(name: str, value: float) -> None:
-    """Raise DtypeError if the dtype cannot represent the value."""
+    """Raise DtypeError if a dtype cannot hold a constant to be written: -1 or 0.5 in uint8.
+
+    Floats and complex numbers take any value, rounded; of 4-bit dtypes only 0 is written.
+    """
     if name in _FOUR_BITS and value:
         hint = "only zeros are written in 4 bits: cast"
         raise DtypeError(f"dtype {name} cannot hold {value}", hint=hint)

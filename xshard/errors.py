@@ -61,7 +61,10 @@ class XshardError(ValueError):
         return make, (self.reason,)
 
     def _render(self) -> str:
-        """Return the message: the reason, the text with a caret, and the hint."""
+        """Return the message: the reason, the user's text with a caret below it, and the hint.
+
+        Each is in lines of its own; text, caret and hint only if they are given.
+        """
         if self.text is None:
             lines = [self.reason]
         elif self.span is None:
@@ -94,7 +97,9 @@ _E = TypeVar("_E", bound="XshardError")
 
 
 def with_path(error: _E, path: str) -> _E:
-    """Return the same error with the place where it arose before its reason: `layers.0: ...`.
+    """Return an error like this one, whose message begins with the place where it arose.
+
+    "2 rows" with path "layers.0" -> "layers.0: 2 rows".
 
     Args:
         error: The error, which stays as it is.
@@ -106,7 +111,9 @@ def with_path(error: _E, path: str) -> _E:
 
 @contextmanager
 def located(path: str) -> Iterator[None]:
-    """Begin the errors that are raised inside with a place, once.
+    """Put a place before the message of every XshardError that is raised inside a `with` block.
+
+    An error that begins with this place already stays as it is.
 
         with located("layers.0"):
             raise ShapeError("2 rows")    # ShapeError: layers.0: 2 rows
@@ -169,10 +176,11 @@ def api_boundary(api: _Api) -> _Api:
 
 
 def end_at_user(error: XshardError) -> None:
-    """Cut off the frames of libraries below the last frame of a user, for a bare `raise` after it.
+    """Shorten an error's traceback, so that it ends at the last line of the user's own code.
 
-    A bare `raise` does not add its own frame again, so that only the frames of callers follow. A
-    function of the user that a library has called keeps its frame, and the frames above it.
+    The frames below that line are in this package, torch, JAX or numpy, and tell a user nothing. A
+    bare `raise` afterwards adds no frame for itself. A function of the user that a library has
+    called keeps its frame, and the frames above it.
 
         try:  # costs nothing until something is raised
             return run(x)
@@ -192,7 +200,7 @@ def end_at_user(error: XshardError) -> None:
         if package not in _LIBRARIES:
             last_of_user = entry
         entry = entry.tb_next
-    if last_of_user is None:
+    if last_of_user is None:  # all frames so far are of libraries; those of callers are added later
         error.__traceback__ = None
     else:
         last_of_user.tb_next = None

@@ -50,7 +50,9 @@ class Operations(Generic[A, M]):
     def all_gather(
         self, x: A, dim: int, axis: Axes, mesh: M | None = None, *, grad: Grad, shape: Shape = None
     ) -> A:
-        """Concatenate the blocks along `axis`, along `dim`: `n/axis -> n`.
+        """Concatenate the blocks of the devices of a mesh axis along one dim: `n/axis -> n`.
+
+        Blocks of 2 rows on 4 devices -> 8 rows on each.
 
         Args:
             x: This device's block, [n/devices, ...].
@@ -77,8 +79,9 @@ class Operations(Generic[A, M]):
         op: str = "sum",
         shape: Shape = None,
     ) -> A:
-        """Reduce the blocks along `axis`, and shard the result along `dim`: `n | sum(axis) -> n/axis`.
+        """Reduce the blocks of a mesh axis, and keep this device's part: `n | sum(axis) -> n/axis`.
 
+        Blocks of 8 rows on 4 devices -> rows 0-1 of their sum on device 0, rows 2-3 on device 1.
         The backward pass all-gathers.
 
         Args:
@@ -98,7 +101,7 @@ class Operations(Generic[A, M]):
     def all_reduce(
         self, x: A, axis: Axes, mesh: M | None = None, *, op: str = "sum", grad: Grad
     ) -> A:
-        """Reduce the blocks along `axis`; every device has the result: `n | sum(axis) -> n`.
+        """Reduce the blocks of a mesh axis; each device has the whole result: `n | sum(axis) -> n`.
 
         Args:
             x: This device's addend, [n, ...].
@@ -126,7 +129,10 @@ class Operations(Generic[A, M]):
         concat_order: str = "block",
         shape: Shape = None,
     ) -> A:
-        """Shard `split_dim` instead of `concat_dim`, which becomes whole: `s/axis c -> s c/axis`.
+        """Shard one dim instead of another, which becomes whole: `s/axis c -> s c/axis`.
+
+        split_dim=1, concat_dim=0, blocks [2, 8] on 4 devices -> [8, 2]. Each device sends every
+        other one its part; the backward pass does the same with the dims swapped.
 
         Args:
             x: This device's block, [s/devices, c].
@@ -147,7 +153,10 @@ class Operations(Generic[A, M]):
 
     @api_boundary
     def shard(self, x: A, dim: int, axis: Axes, mesh: M | None = None, *, grad: Grad) -> A:
-        """Keep this device's part, along `dim`, of a block replicated along `axis`: `n -> n/axis`.
+        """Keep this device's part of a block that all devices of a mesh axis have: `n -> n/axis`.
+
+        8 rows on each of 4 devices -> rows 0-1 on device 0, rows 2-3 on device 1.
+        Nothing is sent.
 
         Args:
             x: The block, equal on all devices along the axis, [n, ...].
@@ -165,9 +174,10 @@ class Operations(Generic[A, M]):
 
     @api_boundary
     def copy_to(self, x: A, axis: Axes, mesh: M | None = None) -> A:
-        """Return the same block, as a separate copy on every device along `axis`: `n -> n | copy(axis)`.
+        """Use an equal block separately on each device of a mesh axis: `n -> n | copy(axis)`.
 
-        It sends nothing; the backward pass all-reduces.
+        The block is returned as it is. Only gradients change: each device computes one for its own
+        use, and the backward pass all-reduces them. Megatron's f operator.
 
         Args:
             x: The block, equal on all devices along the axis, [n, ...].
@@ -191,10 +201,11 @@ class Operations(Generic[A, M]):
         boundary: str = "zero",
         shape: Shape = None,
     ) -> A:
-        """Widen a block by rows of its neighbours along `axis`: `n/axis -> n/axis:halo(lo,hi)`.
+        """Widen a block by rows of its neighbours on a mesh axis: `n/axis -> n/axis:halo(lo,hi)`.
 
-        Rows may come from several blocks. The backward pass adds the gradients of copied rows at
-        their owner.
+        8 rows on 2 devices with a width of 1: rows -1 to 4 and rows 3 to 8, where rows -1 and 8
+        hold what `boundary` says. A wide halo has rows of several blocks. The backward pass adds
+        the gradients of copied rows at their owner.
 
         Args:
             x: This device's block, [n/devices, ...].
@@ -225,6 +236,8 @@ class Operations(Generic[A, M]):
         shape: Shape = None,
     ) -> A:
         """Drop the rows that `halo_exchange` added: `n/axis:halo(lo,hi) -> n/axis`.
+
+        With a width of (1, 2): [7, ...] -> [4, ...].
 
         Args:
             x: The wider block, [lo + n/devices + hi, ...].
@@ -257,7 +270,10 @@ def _side(shape: Sequence[int], side: Side) -> str:
 
 
 def dims(shape: Sequence[int], shards: Mapping[int, str] | None = None) -> str:
-    """Write the dims of a block, some of them sharded: 2 dims, {1: "tp"} -> `d0 d1/tp`.
+    """Write a layout with dims d0, d1, ...: shape (4, 6), shards {1: "tp"} -> `d0 d1/tp`.
+
+    shards: what is written behind some dims, by their number, also counted from the
+    end; None for nothing.
 
     Raises:
         ShapeError: The block has no such dim.
@@ -281,7 +297,11 @@ def sharded(axis: Axes, order: str = "block") -> str:
 
 
 def halo(axis: Axes, width: HaloWidth, boundary: str) -> str:
-    """Write a shard with blocks widened at both ends: "sp", (1, 2), "edge" -> `sp:halo(1,2,edge)`.
+    """Write a shard with a halo in the notation of layouts: `sp:halo(1,2,edge)`.
+
+    axis "sp", width (1, 2), boundary "edge": blocks over mesh axis sp, with 1 row more before and 2
+    after, which beyond the ends of the array repeat its edge. A width of 1 is (1, 1); ([1, 0], [0,
+    1]) has a number for each block.
 
     Raises:
         ShapeError: The width is neither a number of rows nor a pair.

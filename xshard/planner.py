@@ -229,10 +229,12 @@ def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its argument
     objective: str | None,
     overlap: str,
 ) -> ContractionPlan:
-    """Find the cheapest plan of a contraction without `...`, with checked options.
+    """Find the cheapest plan of a contraction, from arguments that `plan` or a bridge has prepared.
 
-    shapes: for every operand, a length for each name. objective: None plans the backward pass, too, if the
-    dtype has gradients. The rest, and what it raises, is as in `plan`.
+    call: the parsed text, with `...` replaced by named dims. shapes: for every operand, a length
+    for each name: `b d, d f -> b f` -> ((8, 4), (4, 2)). memory_limit: in bytes, or None.
+    objective: as in `plan`; None means "forward+backward" if the dtype has gradients, as floats do,
+    else "forward". The rest, and what it raises, is as in `plan`. Results are cached.
     """
     dtype_name = name_of(dtype)
     if not objective:
@@ -254,7 +256,9 @@ def plan_contraction(  # noqa: PLR0913, PLR0917  a cached function: its argument
         objective=objective,
         overlap=overlap,
     )
-    with mark_errors(call.text):  # of shapes; they come before the cache of plans is asked
+    # Both raise for shapes that do not fit the layouts. `find_contraction` would raise as well, but
+    # without the user's text.
+    with mark_errors(call.text):
         _ = request.shardings
         written_shardings(call, mesh, shapes)
     return find_contraction(request)
@@ -271,9 +275,10 @@ def _plan_on_mesh(
     memory_limit: int | None,
     objective: str,
 ) -> Plan:
-    """Find the plan of a move on one mesh.
+    """Find the plan of a redistribution on one mesh, cached by the values of all arguments.
 
-    The types of the lengths are a part of the cache's key, which tell 4 from 4.0: that is an error.
+    _types: the types of the lengths in `shape`. They are only a part of the cache's key: 4 and 4.0
+    are equal keys, and a shape with 4.0 has to raise instead of finding the plan for 4.
     """
     end = End(mesh)
     options = MoveOptions(dtype, profile, memory_limit, objective)
@@ -283,12 +288,19 @@ def _plan_on_mesh(
 def _plan_between(
     move: LayoutPair, src: End, dst: End, shape: Shape, options: MoveOptions, *, relabel: bool
 ) -> Plan:
-    """Find the plan of a move between two ends, on one mesh or on two."""
+    """Find the plan of a redistribution from one mesh to another, or on one mesh that is both.
+
+    move: "layout -> layout", or a pair of layouts. src, dst: the mesh on each side, with the
+    numbers of its devices. relabel: whether the devices may change places in `dst.mesh`, so that
+    less moves.
+    """
     src_layout, dst_layout, text = sides(move)
     check_axes(src_layout, src.mesh, text)
     if src.mesh == dst.mesh:
         check_axes(dst_layout, dst.mesh, text)
-    else:  # the axis may be right on the left: the error marks it where it comes last
+    else:
+        # In `n/dp -> n/dp` dp may be an axis of the source's mesh only. -1: the caret of the error
+        # then marks the last dp in the text, which is the one on the right.
         check_axes(dst_layout, dst.mesh, text, "the destination's mesh", -1)
     # Without numbers both meshes are over devices 0, 1, 2, ..., and so share them.
     src_numbers = device_numbers("source", src.mesh, src.devices)
@@ -309,7 +321,8 @@ def _plan_between(
         memory_limit=options.memory_limit,
         relabel=relabel,
     )
-    with mark_errors(text):  # of a wrong shape; they come before the cache of plans is asked
+    # Both raise for a shape that does not fit its layout: here, where the user's text is known.
+    with mark_errors(text):
         _ = request.source
         _ = request.target
     try:
@@ -322,7 +335,11 @@ def _plan_between(
 def _two_meshes(
     mesh: Mesh | None, src_mesh: Mesh | None, dst_mesh: Mesh | None
 ) -> tuple[Mesh, Mesh]:
-    """Return both meshes of a move between two. Raises MeshError for one too few or too many."""
+    """Return (src_mesh, dst_mesh) for a redistribution between two meshes, if both are given.
+
+    Raises MeshError if one is missing, or if `mesh`, which is for both sides, is given as well.
+    """
+    # `mesh` alone comes here if another option, such as relabel=True, asks for two meshes.
     if mesh is not None and src_mesh is None and dst_mesh is None:
         hint = "pass src_mesh= and dst_mesh=, which may be equal, instead of the mesh"
         raise MeshError("src_devices, dst_devices and relabel are for two meshes", hint=hint)

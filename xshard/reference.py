@@ -69,18 +69,24 @@ def scatter(
 
 
 def _fill(block: Block, x: Block, sharding: Sharding, device: int) -> None:
-    """Write a device's part of a global array into its block."""
-    # Rows outside the array first: where dims overlap, rows of the array are written over them.
+    """Write a device's part of a global array into its block, with the rows of halos.
+
+    block: zeros in the shape of the device's block, which is changed. x: the global array.
+    """
+    # Rows beyond the ends of the array first, as of a zero or constant boundary; rows of the array
+    # are written over them where both are.
     for d, start, stop, value in boundary_fills(sharding, device):
         block[(slice(None),) * d + (slice(start, stop),)] = value
+    # One view is the array itself. Others are its images beyond an end: with a periodic, mirrored
+    # or polar boundary, halos read rows of the array there.
     for view in views(sharding):
-        rows = []
+        rows = []  # for every dim, the global row of each place in the block
         for d in range(len(x.shape)):
             end = dim_end(sharding, d, view.sides[d], view.shifts[d])
             rows.append(wanted_rows(*end)[sharding.dim_device(d, device)])
         index = _indices(rows)
         values = x[index.whole]
-        if view.sign < 0:  # beyond a pole, as components of vectors do
+        if view.sign < 0:  # components of vectors change their sign across a pole
             values = view.sign * values
         block[index.block] = values
 
@@ -153,7 +159,13 @@ def _reduction(layout: Layout) -> str:
 
 
 def _offers(sharding: Sharding, view: View, device: int) -> Iterator[tuple[Runs, ...]]:
-    """Iterate over boxes of a device's block that have each row once: rows for every dim."""
+    """List the parts of a device's block to read into the global array, each element once.
+
+    A block that has a row twice, as with some halos, offers it once. Each part is a tuple with the
+    global rows of every dim; parts of several dims are all combinations of theirs.
+
+    view: the array itself, or its image beyond an end, as with a periodic boundary.
+    """
     offers = []
     for d in range(len(sharding.shape)):
         end = dim_end(sharding, d, view.sides[d], view.shifts[d])
@@ -169,7 +181,11 @@ class Indices(NamedTuple):
 
 
 def _indices(rows: Sequence[Runs]) -> Indices:
-    """Return where rows, for every dim, are; rows that only fill the block are left out."""
+    """Turn rows for every dim into numpy indices of a block, and of the global array.
+
+    Rows (4, FILL, 5) of one dim: places 0 and 2 of the block are rows 4 and 5 of the array, and
+    place 1 holds no row of it.
+    """
     places = []
     numbers = []
     for runs in rows:
@@ -223,10 +239,12 @@ def run(plan: Plan | ContractionPlan, *operands: Arrays) -> list[Block]:
 
 @api_boundary
 def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arrays) -> list[Any]:
-    """Pull cotangents back through a plan: of the outputs of `run(plan, given)` -> of the blocks `given`.
+    """Compute the gradients of a plan's inputs from the gradients of its outputs, on numpy blocks.
 
-    A linear plan runs its backward plan. A max or min sends the cotangent to the winners in equal shares,
-    which a plan between two meshes cannot. Complex numbers are not conjugated.
+    This is the vector-Jacobian product of `run(plan, given)`. The gradient of an all-gather, for
+    example, is a reduce-scatter. A max or min shares the gradient equally among all devices that
+    hold the greatest or least value, which a plan between two meshes cannot. Complex numbers are
+    not conjugated.
 
     Args:
         plan: The plan of a move, or of a contraction.
@@ -245,7 +263,8 @@ def pullback(plan: Plan | ContractionPlan, given: Sequence[Any], cotangents: Arr
         return run(plan.backward, cotangents)
     plans = max_min_plans(plan)
     xs = checked_blocks(given, plan.source)
-    # The maximum, back where the blocks are, to be compared with them.
+    # Bring the maximum (or minimum) to where the input blocks are, to be compared with them. If the
+    # plan's result lacks rows of the array, `plans.result` starts from the input blocks instead.
     if plans.result.src.is_linear:
         best = run(plans.result, run(plan, xs))
     else:
@@ -268,11 +287,15 @@ class Contracted(NamedTuple):
 
 
 def _run_contraction(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contracted:
-    """Run a contraction part by part."""
+    """Run a contraction on numpy blocks, one local contraction (part of the plan) after the other.
+
+    operands: for each operand its blocks, one per device. The result also has the operands of each
+    part as they were contracted, for gradients.
+    """
     if len(operands) != len(plan.shapes):
         raise ShapeError(f"{len(operands)} operands for the {len(plan.shapes)} of '{plan.text}'")
     *arrays, target = plan.arrays
-    left = []
+    left = []  # operands that are not contracted yet; the result of each part goes to the end
     for x, array, move in zip(operands, arrays, plan.moves, strict=True):
         left.append(blocks_by_name(checked_blocks(x, array), array, move.source))
     used_by_part = []
@@ -291,16 +314,23 @@ def _run_contraction(plan: ContractionPlan, operands: Sequence[Arrays]) -> Contr
 def _pull_back_contraction(
     plan: ContractionPlan, operands: Sequence[Arrays], cotangents: Arrays
 ) -> list[Operand]:
-    """Return the cotangents of all operands, computed part by part, the last part first."""
+    """Return the gradients (cotangents) of all operands, from the gradient of the result.
+
+    The forward pass runs again, for the moved operands. Then its local contractions (parts) are
+    undone, the last one first.
+    """
     used_by_part = _run_contraction(plan, operands).used
     cotangent_blocks = [np.asarray(block) for block in cotangents]
-    # Cotangents of the operands that are left at this point of the forward pass.
+    # The gradient of each operand that the forward pass has left at this point, at the end only of
+    # the result. Undoing a part replaces the gradient of its result by those of its operands.
     left = [blocks_by_name(cotangent_blocks, plan.arrays[-1], plan.result.target)]
     for part, used in zip(reversed(plan.parts), reversed(used_by_part), strict=True):
         of_result = left.pop()
         of_taken = zip(part.operand_indices, _gradients(part, used, of_result), strict=True)
         for i, operand in sorted(of_taken, key=itemgetter(0)):
-            left.insert(i, operand)  # in the order of places, so that each goes back to its own
+            # Put back where the part took the operand from: lowest index first, since each
+            # insertion moves the places behind it.
+            left.insert(i, operand)
     described = zip(left, plan.arrays, plan.moves, strict=False)
     return [_to_written_dims(x, array, move.source) for x, array, move in described]
 
@@ -359,7 +389,10 @@ def _gradients(part: Part, used: list[Operand], cotangent: Operand) -> Iterator[
 def contract_gradient(
     operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...], like: Operand
 ) -> Operand:
-    """Contract the cotangent and the other operands to the cotangent of an operand.
+    """Compute one operand's gradient (cotangent) in a local contraction: another contraction.
+
+    For `b d, d f -> b f`, the gradient of the first operand is `b f, d f -> b d` of the result's
+    gradient and the second operand. Nothing moves between devices.
 
     Args:
         operands: The dims and the blocks of the cotangent and of each other operand.
@@ -372,7 +405,8 @@ def contract_gradient(
     other_names = set[str]()
     for dims, _ in operands:
         other_names.update(dims)
-    # Dims that this operand alone has are summed in it: its cotangent is the rest, repeated along them.
+    # Of `n d, d -> d`, the first operand alone has n, which is summed: all rows along n have the
+    # same gradient. A factor of ones with that dim repeats it.
     repeated = [d for d, name in enumerate(names) if name not in other_names]
     ones = []
     for block in like:
@@ -385,7 +419,7 @@ def contract_gradient(
 def contract(
     operands: Sequence[tuple[tuple[str, ...], Operand]], names: tuple[str, ...]
 ) -> Operand:
-    """Contract blocks device by device; nothing moves between devices.
+    """Run an einsum on the blocks of every device by itself; nothing moves between devices.
 
         contract([(("b", "d"), x), (("d", "f"), w)], ("b", "f"))    # [b, d], [d, f] -> [b, f] on each
 

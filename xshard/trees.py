@@ -73,7 +73,10 @@ def leaves_with_values(
     named_leaves: Callable[[Any], Iterable[tuple[str, Any]]],
     takes_value: Test | None = None,
 ) -> list[Leaf]:
-    """Give every leaf of a tree its value.
+    """List every leaf of a tree with the value given for it, such as its layout.
+
+    Of {"a": {"w": x, "b": y}} with one value v for branch a: leaves "a.w" and "a.b", both with v. A
+    branch with `Rules` instead, patterns over names, has the value of the pattern that fits.
 
     Args:
         branches: The name, the value or `Rules`, and the tree of each branch: `prefix_branches`.
@@ -122,10 +125,11 @@ def prefix_branches(
     name: str = "",
     error: type[XshardError] = PlanError,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, the value or `Rules`, and the tree of each branch that is given one.
+    """Find which value is given for which branch of a tree: yields (name, value, branch).
 
-    `given` is a value, or nested like the upper part of the tree. A dict is rules for a module or
-    a state, unless it has a value for each of its parts.
+    Of the tree {"a": {"w": x, "b": y}, "c": z}, given {"a": 1, "c": 2}: ("a", 1, {"w": x, "b": y})
+    and ("c", 2, z). Given 3: ("", 3, the tree). For a module or another object with named parts, a
+    dict that is not nested like it is taken for patterns over names: then the value is a `Rules`.
 
     Args:
         given: The values.
@@ -137,7 +141,7 @@ def prefix_branches(
         error: The class of errors.
     """
     parts = children(tree)
-    # Before anything else: a value may be a tuple itself, as a pair of layouts is.
+    # Asked before `given` is looked into: a value may be a tuple itself, as a pair of layouts is.
     if isinstance(given, Rules) or is_value(given):
         yield name, given, tree
         return
@@ -149,7 +153,8 @@ def prefix_branches(
         raise error(reason, hint=f"one of the {values_kind} for each array")
     are_alike = isinstance(tree, Mapping) == isinstance(given, Mapping)
     if not are_alike or parts.keys() != values.keys():
-        # Of a module or a state, whose parts have names: patterns over them.
+        # The tree is a module or another object whose parts have names, and the dict is not nested
+        # like it: its keys are patterns over these names.
         if isinstance(given, dict) and not isinstance(tree, dict | list | tuple):
             yield name, Rules(given), tree
             return
@@ -177,9 +182,10 @@ def _described(tree: Any, parts: Mapping[Any, Any]) -> str:
 def group_by_bytes(
     sizes: Sequence[int | Counter[int]], limit: int | None, keys: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Group items of one key, in order, by at most `limit` bytes per device: sizes 3 3 9, limit 6 -> 0 1, 2.
+    """Split items into groups of at most `limit` bytes on any device, for one message each.
 
-    An item that is larger than the limit is alone.
+    Sizes 3, 3, 9 with a limit of 6 -> [[0, 1], [2]]: an item that is larger than the limit is
+    alone. Items stay in order, and only those with equal keys, such as a dtype, share a group.
 
     Args:
         sizes: The bytes of each item, or its bytes by device.

@@ -68,9 +68,11 @@ class AttentionCall:
         def __getattr__(self, name: str) -> Any: ...
 
     def run(self, q: Any, k: Any, v: Any, layout: Layout | str) -> list[Any]:
-        """Compute attention: blocks of queries, keys and values -> `[result]`, in the dims of `layout`.
+        """Compute attention from this device's blocks of queries, keys and values.
 
-        With `return_lse` the list also has the log-sum-exps, as an array that is 1 wide.
+        q, k, v: blocks with the dims of `layout`, in its order; keys and values with those of
+        `kv_layout` if that is given. Returns `[y]`, or `[y, lse]` with `return_lse`: blocks under
+        `layout`, where the last dim of lse (log of the sum of exponentials of scores) is 1 long.
         """
         q_layout = Layout.parse(layout)
         kv_layout = q_layout
@@ -97,7 +99,7 @@ class AttentionCall:
         self._check(attn)
         is_plain = self._is_plain(attn)
         attn = self.choose(attn, is_plain)
-        # From here on the method is known, and with it where blocks are used.
+        # The method decides which rows each device uses, so document numbers move only now.
         documents = self._gather_documents(attn, q_layout, kv_layout)
         scale = query.block.shape[-1] ** -0.5 if self.scale is None else self.scale
         call = replace(self, attn=attn, documents=documents, scale=scale)
@@ -147,10 +149,14 @@ class AttentionCall:
         return numbers.reshape(-1, numbers.shape[-1])
 
     def _move_and_compute(self, q: Any, k: Any, v: Any, is_plain: bool) -> list[Any]:
-        """Move blocks to where they are used, compute, and move the results to the queries' layout.
+        """Redistribute q, k and v for the method, call the kernel, and redistribute the results.
+
+        "gather", for example, all-gathers keys and values first; "ulysses" shards heads instead of
+        the sequence, and changes that back at the end.
 
         q, k, v: blocks `[*batch, heads, sequence, width]`. is_plain: every query sees a key, and no
-        option needs the scores. Returns `[y]`, or `[y, lse]` with `return_lse`.
+        option needs the scores, so that a fused kernel will do. Returns `[y]`, or `[y, lse]` with
+        `return_lse`, both sharded as the queries are: `[*batch, heads, sequence, width or 1]`.
         """
         attn = self.attn
         batch_shape = q.shape[:HEADS]
@@ -169,10 +175,10 @@ class AttentionCall:
         if attn.method == REDUCE:  # each device has seen its own keys only
             y, lse = self._merge_over_keys(y, lse)
         results = [y]
-        if self.return_lse:  # else log-sum-exps are not computed by all kernels
+        if self.return_lse:  # without it some kernels return no lse, but a placeholder
             results.append(lse)
         if attn.method == REDUCE:
-            return results  # merging has moved them
+            return results  # merging reduced them into the queries' layout already
         return [self.move_any_width(x, attn.result, attn.target) for x in results]
 
     def move_any_width(self, x: Any, src: Sharding, dst: Sharding) -> Any:
@@ -183,9 +189,13 @@ class AttentionCall:
         return self.move(x, (src.layout, dst.layout), (*src.shape[:-1], x.shape[-1]))
 
     def _merge_over_keys(self, y: Any, lse: Any) -> tuple[Any, Any]:
-        """Merge results and log-sum-exps, each over one device's keys, into those over all keys.
+        """Combine attention over each device's own keys into attention over all keys.
 
-        With m = max(lse), y = sum(exp(lse - m) * y) / sum(exp(lse - m)), and lse = m + log of that sum.
+        y: `[*batch, heads, sequence, width]`, lse: the same with a width of 1, as every device got
+        them from its part of the keys. Returns both over all keys, sharded as the queries are.
+
+        Sums are over the devices, and m = max(lse) over them:
+        y = sum(exp(lse - m) * y) / sum(exp(lse - m)), and lse = m + log(sum(exp(lse - m))).
         """
         xp = self.xp
         result = self.attn.result
@@ -200,7 +210,8 @@ class AttentionCall:
             self.move_any_width(self.in_score_dtype(lse), maxima, whole), xp.finfo(lse.dtype).min
         )
         weight = xp.exp(lse - greatest)
-        # Side by side again: one reduction for both sums.
+        # The numerator and the denominator lie side by side along the width:
+        # one reduction for both.
         sums = self.move_any_width(xp.concat((y * weight, weight), axis=-1), result, target)
         total = sums[..., :-1]
         total_weight = sums[..., -1:]
@@ -210,7 +221,10 @@ class AttentionCall:
         return total / divisor, xp.where(sees_nothing, -math.inf, log_sum)
 
     def _check(self, attn: Attention) -> None:
-        """Raise XshardError for options that make no sense."""
+        """Raise XshardError for values of softcap, alibi, dropout or documents that make no sense.
+
+        Layouts, shapes, the method and the window were checked when `attn` was made.
+        """
 
         def wrong(what: str, hint: str) -> XshardError:
             return XshardError(what, text=str(attn.kv.layout), hint=hint)
@@ -263,10 +277,14 @@ class AttentionCall:
         return -slopes * abs(rows[:, None] + self.attn.offset - keys)
 
     def scores(self, q: Any, k: Any, rows: Any, keys: Any) -> tuple[Any, Any]:
-        """Return the scores, and their derivative by the products of queries and keys.
+        """Return the masked scores of queries and keys, and the slope d(score) / d(q @ k).
 
-        q, k: blocks. rows, keys: the global numbers of their rows, `[rows]` and `[keys]`. Scores are
-        `[batch, heads, rows, keys]`, and `masked_score` where the query does not see the key.
+        Without softcap and alibi: scores = scale * q @ k, and the slope is the number `scale`. A
+        backward pass written by hand multiplies by the slope.
+
+        q, k: blocks `[batch, heads, rows or keys, width]`. rows, keys: the numbers of these rows in
+        the whole arrays, `[rows]` and `[keys]`, for masks. Scores are `[batch, heads, rows, keys]`,
+        and `masked_score` where the query does not see the key.
         """
         slope: Any = self.scale
         scores = self.product(q, k) * slope
@@ -279,15 +297,20 @@ class AttentionCall:
         return self.xp.where(self.visible(rows, keys), scores, self.masked_score), slope
 
     def dropout_factors(self, rows: Any, keys: Any) -> Any:
-        """Return the factors of weights under dropout, `[batch, heads, rows, keys]`: 0 if dropped.
+        """Return what dropout multiplies each attention weight by: 0, or 1 / (1 - dropout).
 
-        The others are larger by as much as is dropped, so that the expected sum stays. A weight is
-        dropped by its position in the whole array, and so the same ones are on any number of devices.
+        dropout=0.5 gives 0 or 2, so that the expected sum stays. Which weights are dropped depends
+        on the seed and on a weight's position in the whole array (batch, head, query, key), so that
+        any number of devices drops the same ones.
+
+        rows, keys: the numbers of the queries and keys in the whole arrays. Returns
+        `[batch, heads, rows, keys]`, or the number 1.0 without dropout.
         """
         if not self.dropout:
             return 1.0  # a number: no array of ones is made
-        # One number for each batch and head, counted in the whole array in row-major order: dim by
-        # dim, the number so far times the length of the next dim, plus this device's indices in it.
+        # Number each pair of a batch and a head in the whole array, row-major: with 8 heads, batch
+        # 2 and head 3 is 2 * 8 + 3. Each turn of the loop adds one dim to the number: `cells`
+        # becomes cells * length + this device's indices in the dim.
         cells: Any = self.as_integers(0)
         for dim, length in enumerate(self.attn.q.shape[:SEQUENCE]):
             cells = cells[..., None] * length + self.as_integers(self.global_positions(dim))
@@ -415,7 +438,7 @@ class Verb(Generic[A, M]):
         classes: str = "v",
         profile: ProfileLike = "auto",
     ) -> A:
-        """Compute the cross entropy of the whole batch from blocks, without gathering logits.
+        """Compute the cross entropy loss from sharded logits and labels, without gathering logits.
 
             loss = cross_entropy(logits, labels, "b/dp s v/tp", mesh)   # labels: [b/dp, s] -> []
 

@@ -42,10 +42,14 @@ def rows(plan: ContractionPlan) -> tuple[Row, ...]:
 
 
 def _result_rows(part: Part, itemsize: int) -> list[Row]:
-    """Return the row of a local contraction, and those of the move of its result."""
+    """Return the table rows of one local contraction, and of the steps that move its result.
+
+    itemsize: bytes of an element, for the column of peak memory.
+    """
+    # The first row of a move is where it starts, which is the layout that the contraction gives.
     start, *steps = move_rows(part.result)
     step = f"contract {part.dims}"
-    if part.ring:
+    if part.ring:  # moves run in rounds, at the same time as products
         step += f", {part.ring}"
     # While it runs, a device holds its operands and its result.
     elements = sum(
@@ -89,14 +93,17 @@ def explain(plan: ContractionPlan) -> str:
 
 
 def alternatives(plan: ContractionPlan) -> list[tuple[str, ContractionPlan]]:
-    """Return the plan and, for one or two operands, plans in other placements, each with its name.
+    """List the plan and some plans to compare it with, each with a name for the table.
 
-    The others are those in which all arrays are whole, or lie as one of them does. Equal plans are left out.
+    A placement is how operands are sharded while they are contracted. The others are: all arrays
+    whole on every device, and each of the given layouts imposed on all arrays: for
+    `b d, d f/tp -> b f/tp` the operands as they are sharded in `b d`, in `d f/tp`, in `b f/tp`.
+    Equal plans are listed once. With three or more operands there is only the plan itself.
     """
     plans = [("the plan", plan)]
     if len(plan.parts) > 1:  # another placement of one part would change the next ones
         return plans
-    [part] = plan.parts
+    [part] = plan.parts  # the only contraction, of one or two operands
     shardings = EinsumShardings(tuple(move.source for move in part.moves), part.result.target)
     prices = Prices(plan.mesh, plan.dtype, plan.profile)
     search = CandidateSearch(shardings, prices, plan.objective)
@@ -126,7 +133,10 @@ def _costs_row(name: str, plan: ContractionPlan) -> tuple[str, ...]:
 
 
 def _role(part: Part, axis: str) -> str:
-    """Return what an axis does in a part, by the names of well-known schemes."""
+    """Say in words what a mesh axis does in one local contraction, by the names of known schemes.
+
+    `b s d, d f/tp -> b s f/tp`, axis tp: "cuts 'f', which is kept: column parallel (Megatron)".
+    """
     sharded = _sharded_dim(part, axis)
     if sharded is None:
         if any(axis in operand.layout.axes for operand in part.contracted_shardings):
@@ -134,7 +144,8 @@ def _role(part: Part, axis: str) -> str:
         return "idle: replicas repeat the work"
     if sharded in part.result.src.names:
         return f"cuts {sharded!r}, which is kept: {_kept_scheme(part, axis, sharded)}"
-    # Addends of a summed dim end in one of three ways.
+    # The axis shards a dim that is summed, so that each device has an addend of the result. What
+    # the axis does in the wanted result says how they end.
     role = part.result.dst.role(axis)
     if not role:
         result = "reduced"
@@ -155,7 +166,13 @@ def _sharded_dim(part: Part, axis: str) -> str | None:
 
 
 def _kept_scheme(part: Part, axis: str, sharded: str) -> str:
-    """Return the name of the scheme of an axis that shards a dim of the result."""
+    """Name the scheme of a mesh axis that shards a dim of the result, such as "data parallel".
+
+    It depends on which operands have the dim, and on which of them are moved along the axis first:
+    a dim of operand 0 alone (activations), with the weight gathered, is ZeRO-3.
+
+    sharded: the name of the dim.
+    """
     owners = [
         i for i, operand in enumerate(part.contracted_shardings) if sharded in operand.layout.names
     ]

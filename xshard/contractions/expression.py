@@ -45,14 +45,16 @@ class Contraction:
     def resolved(
         self, ndims: Iterable[int], layouts: Sequence[Layout] | None = None
     ) -> Contraction:
-        """Return the contraction with dims `_0`, `_1`, ... instead of `...`.
+        """Replace `...` by named dims, as many as the operands' arrays have.
 
-        `... c, c d -> ... d` of arrays with 3 and 2 dims is `_0 _1 c, c d -> _0 _1 d`.
+        `... c, c d -> ... d` of arrays with 3 and 2 dims becomes `_0 _1 c, c d -> _0 _1 d`.
 
-        ndims: the number of dims of each operand's array, or of an array under each of `layouts`. Raises
-        ShapeError if `...` would stand for other dims in one operand than in another.
+        ndims: the number of dims of each operand's array. layouts: the layouts of these arrays, if
+        they are not as the text writes them but have, for example, composed dims split; None: as
+        written. Raises ShapeError if `...` would stand for 2 dims in one operand and 1 in another.
         """
-        # How many dims `...` stands for -> the last operand that says so.
+        # Each number of dims that `...` would have to stand for, with the last operand that implies
+        # it. There should be one: 3 dims for `... c` imply 2.
         operand_of_count: dict[int, int] = {}
         if not layouts:
             layouts = self.arrays
@@ -62,7 +64,7 @@ class Contraction:
                 operand_of_count[ndim - len(layout.dims) + 1] = i
         if not operand_of_count:
             return self
-        # Below 0: an array has fewer dims than the others that the text names.
+        # Below 0: an array has fewer dims than the text names beside `...`.
         if len(operand_of_count) > 1 or min(operand_of_count) < 0:
             what = f"'...' stands for {' and for '.join(map(str, operand_of_count))} dims"
             *_, last = operand_of_count.values()
@@ -91,10 +93,11 @@ def is_contraction(expression: Any, *, named: bool) -> bool:
 @lru_cache(maxsize=4096)
 def _is_contraction(text: str, named: bool) -> bool:
     if _has_outer_comma(text):
-        return True  # or meant as one, so that errors speak of operands
-    if not named:  # a result that lacks dims of its one operand is a mistake in a move
+        return True  # right or wrong, it is meant as a contraction: errors should speak of operands
+    # Without sizes, `b d -> b` is a mistake in a move, not a sum over d.
+    if not named:
         return False
-    try:  # malformed text is no contraction: parsing it as a move raises
+    try:  # malformed text is no contraction: the caller parses it as a move, which raises
         operands, results, _ = parser.parse_sides(text, "contraction")
         [(result_dims, _)] = results
     except NotationError:
@@ -102,7 +105,8 @@ def _is_contraction(text: str, named: bool) -> bool:
     operand_dims, _ = operands[0]
     result_names = {dim.name for dim in result_dims}
     is_plain = all(names_of_dim(dim) == [dim.name] for dim in (*operand_dims, *result_dims))
-    # Composed dims and names that repeat are for contractions only.
+    # `b d -> b` sums d. Composed dims, as `(b d)`, and names that repeat, as `i i`, are for
+    # contractions only.
     sums_a_dim = result_names < {dim.name for dim in operand_dims}
     return sums_a_dim or not is_plain
 
@@ -128,7 +132,11 @@ def contraction(text: str) -> Contraction:
 
 @layout_cache(maxsize=4096)
 def _parsed(text: str) -> Contraction:
-    """Parse a contraction, and refuse what no contraction of blocks can compute."""
+    """Parse a contraction, and raise NotationError for what a product of local blocks cannot give.
+
+    That is a dim with a halo, a max or min of an operand or result, and a dim of the result that no
+    operand has.
+    """
     operands, results = parse_layouts(text, "contraction")
     call = Contraction.of((*operands, *results), text)
     spans = parser.text_spans(text)
@@ -156,8 +164,8 @@ def _parsed(text: str) -> Contraction:
 def _by_name(layout: Layout) -> Layout:
     """Return the layout with one dim for every name: `(b d)/tp` -> `b/tp d`, `i/tp i` -> `i/tp`.
 
-    Names of several dims come last, where taking the diagonal puts them. Raises NotationError if two dims
-    of one name are sharded.
+    A name that two dims have stands for their diagonal. It comes last, as numpy's and torch's
+    `diagonal` put it: `i i b` -> `b i`. Raises NotationError if two dims of one name are sharded.
     """
     shards: dict[str, tuple[Shard, ...]] = {}
     n_dims = Counter[str]()

@@ -143,10 +143,12 @@ class EinsumShardings:
         return list(islice(self._extensions(self.idle, Axes(self.axes)), MAX_PLACEMENTS + 1))
 
     def neighbors(self, placement: Placement) -> Iterator[Placement]:
-        """Iterate over placements in which one mesh axis does something else.
+        """Iterate over the placements that differ from this one in what one mesh axis does.
 
-        From "dp shards b, tp idle" for example: dp idle, dp shards c, tp shards b or c. An axis that
-        shares a shard with others, as in `b/(dp tp)`, changes together with them.
+        A placement says what each axis does while blocks are contracted. From "dp shards b, tp
+        idle" for example: dp idle, dp shards c, tp shards b or c. An axis that shares a shard with
+        others, as in `b/(dp tp)`, changes together with them. Placements whose blocks cannot be cut
+        so, since a dim is too short or not divisible, are left out.
         """
         for axis in self.axes:
             # Take the axis out of all that it does, and let it do everything else that it can.
@@ -182,20 +184,26 @@ class EinsumShardings:
             yield placement
 
     def _with_axis(self, placement: Placement, axis: str, free: Axes) -> Iterator[Placement]:
-        """Iterate over all roles of one idle axis: idle, shard a dim, partial sums, copies.
+        """Iterate over all that one mesh axis, idle so far, may do in a placement.
 
-        free: the axes without a role, which a shard over several axes may take along.
+        It stays idle; or it shards a dim; or partial sums of one operand along it stay unreduced;
+        or each device along it uses its own copy of all operands. For tp and `b s, s f` all
+        unsharded: idle, b/tp, s/tp, f/tp.
+
+        free: the axes that do nothing yet. A shard over several axes, as (dp tp),
+        needs all of them.
         """
         yield placement  # the axis stays idle
         dims, sums, copies, busy = placement
         for d, dim in enumerate(dims):
-            # A shard over several axes takes all of them at once: they have to be free.
+            # `axes` are those of the shard: this axis and any that it shares the shard with.
             for finer, axes in self._finer_shardings(d, dim, axis):
                 if axes <= free:
                     yield Placement((*dims[:d], finer, *dims[d + 1 :]), sums, copies, busy | axes)
         *operands, result = self.endpoints
         for i, operand in enumerate(operands):
-            # Addends may stay addends: a contraction is linear in each operand.
+            # An operand given as partial sums need not be reduced first: a contraction is linear in
+            # each operand, so that its results are partial sums, too.
             if axis in operand.sums:
                 yield Placement(dims, (*sums, (axis, i)), copies, busy | {axis})
         # Copies of all operands give copies of the result, not replicas: only if that is wanted.
@@ -206,9 +214,11 @@ class EinsumShardings:
     def _finer_shardings(
         self, d: int, dim: DimSharding, axis: str
     ) -> list[tuple[DimSharding, Axes]]:
-        """Shard dim number `d` once more by an axis, in all ways; each with the axes that it takes.
+        """Shard a dim once more over one mesh axis, in all ways: `b/dp` -> `b/tp/dp`, `b/dp/tp`.
 
-        `b/dp` by tp: `b/tp/dp` and `b/dp/tp`. Remembered, for placements share their dims.
+        d: the number of the dim in the contraction. dim: how it is sharded so far. Returns each
+        finer sharding with the mesh axes that were added: {tp}, or more for a shard over several
+        axes. Results are cached, since many placements have the same shardings of dims.
         """
         finer = list[tuple[DimSharding, Axes]]()
         length = self._all_lengths[d]
@@ -225,9 +235,12 @@ class EinsumShardings:
         return finer
 
     def _dim(self, d: int, shards: Shards) -> DimSharding:
-        """Return the sharding of dim number `d` by these shards, made once.
+        """Return the sharding of a dim by some shards, with its longest block and whether it fits.
 
+        A dim of 10 rows by (dp,) on 4 devices: blocks of 3, 3, 3 and 1 rows, so `block_rows` is 3.
         Equal lengths and shards give the same object: placements are compared by identity.
+
+        d: the number of the dim, whose length is looked up. shards: outermost first; () for none.
         """
         length = self._all_lengths[d]
         sharding = self.dim_shardings.get((length, shards))
@@ -247,15 +260,20 @@ class EinsumShardings:
 
     @cached_property
     def _shards(self) -> tuple[Shards, ...]:
-        """The shards that each dim may have: those of the arrays, and contiguous blocks over one axis."""
+        """The shards to try for each dim: those that an array has, and blocks over each mesh axis.
+
+        For the operand `b/zigzag(cp) d` on axes cp and tp: zigzag(cp) and tp for b, cp
+        and tp for d.
+        """
         # By name of the dim; the inner dicts are ordered sets.
         options: dict[str, dict[Shard, None]] = {name: {} for name in self.lengths}
         for array in self.arrays:
             for dim in array.normal_layout.dims:
                 options[dim.name] |= dict.fromkeys(dim.shards)
         for shards in options.values():
-            # An axis that shards this dim in an order of its own in some array, or beside other axes in
-            # one shard, is tried as there and not in contiguous blocks, too: fewer placements.
+            # If an array shards this dim over an axis in another order than blocks (zigzag,
+            # cyclic), or over several axes in one shard, then the axis is tried in just that way,
+            # and not in contiguous blocks as well. That keeps placements few.
             special = set[str]()
             for shard in shards:
                 if shard.order != "block" or len(shard.axes) > 1:
@@ -309,13 +327,17 @@ class EinsumShardings:
         return OperandSharding(dims, sums, others - sums)
 
     def move(self, place: ArrayPlace, local: OperandSharding) -> ArrayMove:
-        """Return the move of an operand to where it is contracted, or of the result from there.
+        """Return the redistribution of an operand before a contraction, or of the result after it.
 
-        local: how the array is sharded there (`self.local(place)`). A result that another
-        contraction takes (`stays`) moves nowhere: both ends are the same.
+        An operand `d f/tp` that is contracted whole: `d f/tp -> d f | copy(tp)`.
+
+        place: which array it is, and the placement in which devices contract. local: how the array
+        is sharded in that placement (`self.local(place)`). A result that another contraction takes
+        (`stays`) moves nowhere: both ends are the same.
         """
-        means = set[str]()  # axes
-        # Along an axis with the addends of a mean, the result is a mean, too.
+        # Axes whose partial sums are the addends of a mean in some operand: the result is then a
+        # mean along them, too.
+        means = set[str]()
         for axis, operand in place.placement.sums:
             if axis in self.operands[operand].layout.tagged("mean"):
                 means.add(axis)
@@ -375,11 +397,13 @@ def operations(lengths: Iterable[int], n_operands: int, *, has_sum: bool) -> int
 
 
 def accesses(arrays: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Return how often each array is read or written: operands by the names of their dims, then the result.
+    """Count how often a contraction reads or writes each array: 1, or 3 if it is transposed first.
 
-    A product of matrices reads or writes an array once, if dims that the same arrays have lie side by side
-    in it, and dims of all arrays (the batch) are not its last. Other arrays are copied first, which reads and
-    writes them once more: 3. For a gradient it is the same, since its product has the same arrays.
+    arrays: the names of the dims of each operand, then of the result. A batched product of matrices
+    takes an array as it is, if dims that occur in the same arrays lie side by side, and the dims of
+    all arrays (the batch) are not its last. `b s d, d f -> b s f` gives (1, 1, 1). In `b d s` with
+    `d f -> b s f`, b and s are apart: that operand is copied first, which reads and writes it once
+    more, and the counts are (3, 1, 1). For a gradient they are the same: it has the same arrays.
     """
 
     def users_of(name: str) -> tuple[bool, ...]:

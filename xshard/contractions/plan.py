@@ -135,14 +135,17 @@ class ContractionPlan(Pictured):
     objective: str = BOTH
 
     def __post_init__(self) -> None:
-        # Follow the operands through all parts, as if the plan ran.
+        # Follow the layouts through all local contractions, as if the plan ran: each must begin
+        # where the one before ended. `left` has the layouts of the operands that
+        # are not contracted yet.
         left = list(self.contraction.operands)
         for part in self.parts:
             for i, move in zip(part.operand_indices, part.moves, strict=True):
                 if move.src != left[i]:
                     what = f"an operand is under '{left[i]}', its plan is for '{move.src}'"
                     raise PlanError(what)
-            # What devices get follows from the layouts; the plan has to say the same.
+            # The layout of a local contraction's result follows from those of its operands. The
+            # plan stores it as well, and must store the same.
             operands = [move.dst for move in part.moves]
             result = local_type(operands, part.result.src.names, part.local)
             if result != part.result.src:
@@ -254,19 +257,21 @@ class ContractionPlan(Pictured):
     def peak_bytes(self) -> int:
         """Bytes that the busiest device holds at the worst moment of the forward pass.
 
-        It counts all operands and results of parts as held until the end, as the backward pass, or
-        the caller, may need them.
+        A plan of several operands is a series of local contractions (`parts`). Operands, moved
+        operands and results of all of them are counted as held until the end, as the backward pass,
+        or the caller, may need them.
         """
         itemsize = self.itemsize
         held_bytes = itemsize * sum(array.max_local_size for array in self.arrays[:-1])
         peak = held_bytes
         for part in self.parts:
             for move in part.moves:
-                # Moves run one after the other, and all their results are held. A move's own peak
-                # counts its input, which is among what is held.
+                # Moves run one after the other, and all their results stay. A move's own peak
+                # counts its input, which `held_bytes` has already: so it is subtracted once.
                 input_bytes = itemsize * move.source.max_local_size
                 peak = max(peak, held_bytes - input_bytes + move.peak_bytes)
-                if move.bytes_received:  # else the target is the input, or a view of it
+                # A move that sends nothing is counted as a view of its input: no memory of its own.
+                if move.bytes_received:
                     held_bytes += itemsize * move.target.max_local_size
             peak = max(peak, held_bytes + part.result.peak_bytes)
             held_bytes += itemsize * part.result.target.max_local_size
@@ -314,11 +319,13 @@ class ContractionPlan(Pictured):
         with reading_plan():
             data = json.loads(text)
             machine = load_profile(data["profile"] if profile is None else profile)
-            # While this lives, the texts below may name these maps.
+            # Maps of rows (`Owners`, `Needs`) that layouts below may name. A text finds them as
+            # long as something refers to them, so the variable has to live until the plan is built.
             _maps = maps_in(data)
             call = contraction(data["contraction"])
             shapes = from_plain(Shapes, data["shapes"])
-            # `shapes` has a length for each name, so they are counted by names, not by dims as written.
+            # Replace `...` by as many dims as the shapes have. They have a length for each name:
+            # for `(b d)` two, so that dims are counted by names, not as the text writes them.
             call = call.resolved(map(len, shapes), call.operands)
             return ContractionPlan(
                 contraction=call,

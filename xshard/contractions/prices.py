@@ -77,9 +77,12 @@ class Prices:
     def move(
         self, src: End, dst: End, shape: Shape, scaling: object, make: Make | None
     ) -> MoveEstimate:
-        """Return the move of an array, with its seconds as far as they are known.
+        """Return the estimate of a redistribution: a cached one, or a new one with a lower bound.
 
-        scaling: tells moves apart that have the same ends, but multiply by other constants.
+        src, dst: how each dim is sharded before and after, and the axes with partial sums. shape:
+        global. scaling: None, or what tells moves apart that have the same ends, but multiply by
+        other constants, as a mean does. make: a function that makes the move for its price; None if
+        both ends suffice.
         """
         key = (src, dst, shape, scaling)  # hot: most calls find the move here
         move = self._moves.get(key)
@@ -90,9 +93,11 @@ class Prices:
         return move
 
     def refine(self, move: MoveEstimate) -> None:
-        """Make the seconds of a move one step more exact: bound -> estimate -> price of a plan.
+        """Make the predicted seconds of a redistribution one step more exact.
 
-        Changes `move` in place, which all candidates with the same move share.
+        The first call replaces its lower bound by an estimate, and the second that by the price of
+        the cheapest plan, which takes most time to compute. `move` is changed in place: all
+        candidates with an equal move share the object, and see the better number.
         """
         src = self._state(move.shape, move.src)
         dst = self._state(move.shape, move.dst)
@@ -103,10 +108,12 @@ class Prices:
             move.seconds = max(move.seconds, estimated)
             return
         if move.make is None:
-            # Both ends tell the price: a `Plan` would be made only to read its seconds.
+            # Seconds follow from both ends; making a `Plan` would cost more, and only its seconds
+            # would be read.
             price = self._price(move.shape, src, dst)
         else:
-            price = self.plan(move.make()).cost  # a move that may scale, as a mean does
+            # A move that may multiply by a constant, as for a mean: both ends do not show that.
+            price = self.plan(move.make()).cost
         move.level = PRICE
         move.seconds = price
 
@@ -144,23 +151,31 @@ class Prices:
         return elements * (grid.itemsize / grid.fastest_bytes_per_s) + start
 
     def _fewest_received(self, src: End, dst: End, elements: int) -> int:
-        """Return the fewest elements that the busiest device must receive: a lower bound.
+        """Return a lower bound of the elements that the busiest device must receive in a move.
 
-        src, dst: how each dim is sharded, and the axes with partial sums. elements: of the array.
+        `n/dp -> n` of 8 on 4 devices: each needs 8 and has 2, so 6. With partial sums that are
+        reduced, the mean over all devices is the bound.
+
+        src, dst: how each dim is sharded, and the mesh axes with partial sums. elements: of the
+        whole array.
         """
         src_dims, src_sums = src
         dst_dims, dst_sums = dst
         reduced_axes = src_sums - dst_sums
         if reduced_axes:
-            # Addends of one element are on so many devices, and its sum will be on `copies`.
+            # Each element of the result is a sum of `addends` numbers, each on another device, and
+            # ends on `copies` devices.
             mesh = self.mesh
             addends = mesh.size(*reduced_axes)
             copies = mesh.n_devices // mesh.size(*dst_sums.union(*[dim.axes for dim in dst_dims]))
             staying = mesh.size(*(dst_sums & src_sums))  # sums along these stay as they are
             return least_received(elements, mesh.n_devices, addends, copies, staying)
-        if dst_sums - src_sums:  # a device that lacks an element may begin a sum with a zero
+        # A value becomes partial sums: a device that lacks an element may take 0 as its addend, so
+        # that perhaps nothing is sent.
+        if dst_sums - src_sums:
             return 0
-        # At best, in each dim, the smaller of the block held and the block needed is inside the other.
+        # A device needs its new block, and has at most as much of it as fits into its old one: in
+        # each dim the smaller number of rows.
         needed_rows = [dim.block_rows for dim in dst_dims]
         held_rows = [dim.block_rows for dim in src_dims]
         return math.prod(needed_rows) - math.prod(map(min, needed_rows, held_rows))
@@ -183,11 +198,13 @@ def fastest_attention(
 def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
     """Predict the seconds of attention's forward and backward pass on the busiest device.
 
-    Blocks move to where scores are computed and back, in all methods but a ring before or after the
-    work. In a ring keys and values travel meanwhile.
+    With "gather", "ulysses" and "reduce" that is the sum of all redistributions and of the work.
+    With "ring", blocks of keys and values go from device to device during the work, so that in each
+    round only the longer of both counts. `attn` has its method chosen; it is not "auto".
     """
     prices = Prices(attn.q.mesh, dtype, profile, find_plan)
     moving = 0.0
+    # From the given shardings to those of the method, and of the result back; with the gradients'.
     for src, dst in ((attn.q, attn.queries), (attn.kv, attn.keys), (attn.result, attn.target)):
         move = ArrayMove(src.layout, dst.layout, src.shape)
         moving += prices.plan(move).cost + prices.plan(move.dual).cost
@@ -199,8 +216,9 @@ def attention_seconds(attn: Attention, dtype: str, profile: Profile) -> float:
     move_seconds = _rotation_seconds(attn, prices)
     round_work = work / attn.rounds
     forward = round_work + (attn.rounds - 1) * max(round_work, move_seconds)
-    # In the backward pass blocks travel again, and beside them their gradients in the dtype of sums,
-    # float32 or wider; at the end gradients go home.
+    # In the backward pass blocks travel again, and beside them their gradients. These are in
+    # float32 or wider: for bfloat16 twice the bytes of the block. After the last round gradients
+    # travel once more, to the devices that own the keys and values.
     widening = max(1.0, 4 / itemsize(dtype))
     backward_move_seconds = move_seconds * (1 + widening)
     backward = BACKWARD * round_work
@@ -217,10 +235,10 @@ def _rotation_seconds(attn: Attention, prices: Prices) -> float:
 
 
 def _operations(attn: Attention) -> float:
-    """Return the forward operations of the busiest device: two products over the scores that count.
+    """Return the floating point operations of attention's forward pass on the busiest device.
 
-    A score counts if the mask lets the query see the key. With a causal mask, a device with late
-    queries has more of them than one with early ones.
+    They are 2 * width for each score in q @ k, and again in weights @ v, for scores that the mask
+    leaves: with a causal mask and contiguous blocks, the device with the last queries has most.
     """
     shape = attn.queries.max_local_shape
     batch = math.prod(shape[:HEADS])
@@ -238,9 +256,11 @@ def _operations(attn: Attention) -> float:
             stop = query_row + attn.right + 1
         keys_seen = stop.clip(max=n_keys) - first.clip(min=0)
         most_scores = max(most_scores, int(keys_seen.clip(min=0).sum()))
-    # In "reduce" every device computes all queries with its share of the keys.
+    # In "reduce" every device computes all queries with its part of the keys: of the scores counted
+    # above, over all keys, it has one n-th.
     n_shares = 1
     if attn.method == REDUCE:
         n_shares = len(attn.devices)
-    # An operation is a product and a sum; keys and values lie side by side along the width.
+    # 2: a multiplication and an addition. The width of `attn.kv` is that of keys plus that of
+    # values, and so covers both products.
     return 2.0 * batch * heads * most_scores * attn.kv.shape[WIDTH] / n_shares

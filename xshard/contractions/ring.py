@@ -63,13 +63,18 @@ class ContractionRing:
         return f"in {self.rounds} rounds{pieces} along {self.axis}"
 
     def order(self, device: Any) -> list[Any]:
-        """Return the pieces in the order in which a device contracts them.
+        """Return the numbers of the pieces of the sharded dim in the order a device contracts them.
 
-        On device 1 of 3 with one piece a part: 1, 2, 0; if sums travel 2, 0, 1, its own part last.
-        device: its place along the axis, a number or a scalar of JAX.
+        A part is one device's block, and may be cut into pieces. On device 1 of 3, with one piece a
+        part: 1, 2, 0 if an operand is passed on (instead of an all-gather), and 2, 0, 1 if sums are
+        (instead of a reduce-scatter).
+
+        device: its index along the axis, a number or a scalar of JAX.
         """
-        first = device  # its own part is there, while the next one arrives
-        if self.operand is None:  # the sum for a part ends on the device that keeps it
+        first = device  # its own part is at hand, and is contracted while the next one arrives
+        # The sum for a part is passed from device to device, and the last to add is the one that
+        # keeps it: so each device computes its own part last.
+        if self.operand is None:
             first = device + 1
         pieces = []
         for turn in range(self.rounds):
@@ -78,9 +83,14 @@ class ContractionRing:
         return pieces
 
     def seconds(self, part: Part) -> float:
-        """Predict the seconds of a part: one product, then the longer of other products and messages."""
+        """Predict the seconds of a local contraction that runs in this ring, with all its moves.
+
+        The first product overlaps with nothing; then products and messages run at the same time,
+        and the longer of both counts. 4 parts in one piece, 4 s of products and messages of 2 s: 1
+        + max(3, 3 * 2) = 7 s, and the other moves.
+        """
         moves = [*part.moves, part.result]
-        # Without the move that rounds replace.
+        # The ring replaces one move: that of the result (None), or of one operand.
         if self.operand is None:
             moves.pop()
         else:
@@ -113,21 +123,32 @@ def rings(part: Part) -> Iterator[ContractionRing]:
 
 
 def _gathered_dim(part: Part, i: int, move: Plan) -> TravellingDim | None:
-    """Return the dim that an operand's move gathers, if it does just that along one axis."""
+    """Return what a ring would pass on instead of an operand's all-gather; None if it cannot.
+
+    It can if the move of operand `i` is one all-gather of a dim over one mesh axis, from contiguous
+    blocks to copies: as in `s/tp d -> s d | copy(tp)`.
+    """
     gather = _only_step(move)
-    # A gather to copies, not to replicas, each of which would give the whole gradient.
+    # The gathered array has to be copies, whose gradients are summed. With replicas each device
+    # would have the whole gradient, and a ring does not compute that.
     if not isinstance(gather, AllGather) or gather.shards != (Shard(gather.copies[:1]),):
         return None
     result = part.result.src
     is_summed = gather.dim not in result.names
+    # Each device begins with another part. If the dim is summed and the result is the same on all
+    # devices, they would add in different orders, and round differently.
     if is_summed and gather.copies[0] in result.tagged("copy"):
-        return None  # each copy of the result would be added in another order
+        return None
     tags = without_tags(move.dst, gather.copies).tags
     return TravellingDim(i, gather.dim, move.source, Layout(move.src.dims, tags))
 
 
 def _scattered_dim(result: Plan) -> TravellingDim | None:
-    """Return the dim that the result's move scatters, if it does just that along one axis."""
+    """Return what a ring would pass on instead of the result's reduce-scatter; None if it cannot.
+
+    It can if the move is one reduce-scatter of sums over one mesh axis, into contiguous blocks: as
+    in `s f | sum(tp) -> s/tp f`.
+    """
     scatter = _only_step(result)
     if not isinstance(scatter, ReduceScatter) or scatter.op != "sum":
         return None
@@ -149,15 +170,19 @@ def _only_step(move: Plan) -> Step | None:
 
 
 def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
-    """Iterate over the rings that replace a move, with parts in one piece or in several.
+    """Iterate over the rings that may replace a move, with blocks sent in 1, 2 or 4 pieces.
 
     A part is the block of one device along the axis. In each of n rounds every device contracts a
-    part, and passes it (or the sum for it) on to the device before.
+    part, and passes it (or the sum for it) on to the device before: on 4 devices 3 sends to 2, and
+    0 sends to 3.
+
+    travelling: the dim that is passed on. move: the all-gather or reduce-scatter that is replaced.
     """
     src = travelling.src
     mesh = src.mesh
     dims = src.normal_layout.dims  # groups as nested shards
-    # Sums travel as they are after the reduction, parts of an operand as they are before the gather.
+    # Messages have the tags (partial sums or copies along other axes) of the block that is passed
+    # on: of an operand just before its gather, of a result just after its reduction.
     tags = travelling.rest_dst.tags
     if travelling.operand is None:
         tags = src.layout.tags
@@ -180,7 +205,8 @@ def _rings(travelling: TravellingDim, move: Plan) -> Iterator[ContractionRing]:
         next_part = rotated((axis,), n_devices, rows // pieces, -1)
         next_dim = replace(dims[d], shards=(*dims[d].shards[:-1], next_part))
         rotated_dims = (*dims[:d], next_dim, *dims[d + 1 :])
-        # One piece of every device, as an array: each block goes to the device before.
+        # One round as a redistribution: an array of one piece of every device, whose blocks all go
+        # to the device before.
         shape = (*src.shape[:d], src.shape[d] // pieces, *src.shape[d + 1 :])
         rotation = plan(Layout(dims, tags), Layout(rotated_dims, tags), shape)
         yield ContractionRing(travelling.operand, travelling.dim, axis, pieces, rotation, rest)

@@ -103,13 +103,15 @@ class CandidateSearch:
     below: float = math.inf
 
     def best(self, flops_limit: int | None = None, level: int = PRICE) -> Iterator[Candidate]:
-        """Iterate over candidates, the best first.
+        """Iterate over the ways to shard a contraction, the fewest predicted seconds first.
 
-        flops_limit: the operations that no device may exceed; level: how well the cost of moves is known,
-        `ESTIMATE` or `PRICE`.
+        flops_limit: operations that no device may exceed, or None. level: `ESTIMATE` sorts by
+        estimated seconds of the moves; `PRICE` plans the moves of the first few and
+        sorts these by that.
         """
         placements = self.shardings.placements
-        # `placements` is then cut off, and may lack the best.
+        # With so many the list was cut off, and may lack the best one: search
+        # from good starts instead.
         if len(placements) > MAX_PLACEMENTS:
             placements = self.hill_climb()
         if flops_limit is not None:
@@ -120,11 +122,15 @@ class CandidateSearch:
         yield from candidates
 
     def by_estimates(self, placements: Iterable[Placement]) -> Iterator[Candidate]:
-        """Iterate over candidates, the best by estimated seconds first, refining few of them.
+        """Iterate over candidates, the best by estimated seconds first, but estimate few of them.
 
-        All begin with lower bounds of the seconds of their moves, in a heap. The first of the heap is
-        refined until its seconds are estimates; if it is still the first, no other can be better.
+        All begin in a heap with lower bounds of their seconds, which are cheap. The first of the
+        heap gets better estimates of its moves, and is sorted in again. If it is still the first,
+        then no other can be better: {A: 3, B: 5} -> A is estimated at 4 -> A is yielded, and B
+        never estimated.
         Equal seconds: fewer operations first, then fewer elements.
+
+        placements: what each mesh axis does while blocks are contracted, one for each candidate.
         """
         queue: list[Ranked] = []
         for number, placement in enumerate(placements):
@@ -138,13 +144,16 @@ class CandidateSearch:
             candidate = best.candidate
             seconds = candidate.seconds
             if seconds > best.seconds:
-                # Moves that it shares with others were refined since it was put here.
+                # Its seconds have risen since it was sorted in: here, or with a
+                # move that it shares.
                 heapq.heapreplace(queue, Ranked.of(candidate, seconds, best.number))
                 continue
             bounds = [move for move in candidate.estimates if move.level < ESTIMATE]
-            if bounds:  # it may be worse than it looks: the move that costs most tells most
+            if bounds:
+                # Some moves have only lower bounds, so that it may be slower than it looks. The
+                # most expensive one is estimated first, since it changes the sum most.
                 self.prices.refine(max(bounds, key=attrgetter("seconds")))
-            else:  # all others are at least as slow, by their bounds alone
+            else:  # fully estimated, and all others are at least as slow by their lower bounds
                 heapq.heappop(queue)
                 yield candidate
 
@@ -181,15 +190,17 @@ class CandidateSearch:
         return candidate.seconds, candidate.flops
 
     def candidate(self, placement: Placement) -> Candidate:
-        """Return a placement with its work and its moves, whose seconds are lower bounds at first.
+        """Predict what a contraction costs in a placement: operations, memory traffic, and moves.
 
-        Moves that other candidates have, too, come as far refined as they are.
+        A placement says what each mesh axis does while blocks are contracted. Moves have lower
+        bounds of their seconds at first; a move that another candidate has, too, is the same
+        object, and may have a better estimate already.
         """
         shardings = self.shardings
         estimates: list[MoveEstimate] = []
         touched = 0
         for place in shardings.array_places(placement):
-            # Of the block that the busiest device has where arrays are contracted.
+            # The largest block of this array on any device.
             block_elements = math.prod([dim.block_rows for dim in place.dims])
             touched += shardings.accesses[place.number] * block_elements
             estimates += self._moves_of(place)
@@ -200,10 +211,12 @@ class CandidateSearch:
         return Candidate(shardings, placement, flops, touched, work, tuple(estimates))
 
     def _moves_of(self, place: ArrayPlace) -> list[MoveEstimate]:
-        """Return the move of one array in a placement, and of its gradient if that counts.
+        """Return the redistribution of one array, and the one of its gradient if that counts.
 
-        An operand moves from where it is given to where it is contracted, the result from where
-        devices compute it to where it is wanted.
+        An operand moves from its given sharding to the one in which it is contracted, the result
+        from the one that devices compute to the wanted one. `d f/tp` contracted whole: an
+        all-gather, and a reduce-scatter of the gradient. The list has 1 item, or 2 with the
+        objective "forward+backward".
         """
         shardings = self.shardings  # hot: called for each array of each placement
         number = place.number
@@ -215,10 +228,11 @@ class CandidateSearch:
         else:
             src = given
             dst = local
-        make = None  # both ends tell the price
+        make = None  # in most cases the price follows from the shardings at both ends alone
         scaling = None
         if shardings.has_means:
-            # A move that may scale depends on more than both ends, and is made to be priced.
+            # A mean multiplies by a constant, which the shardings at both ends do not show: then
+            # the whole move is made when it is priced, and the key of the cache says more.
             make = partial(shardings.move, place, local)
             scaling = (number, place.placement.sums)
         shape = shardings.arrays[number].shape
@@ -226,9 +240,9 @@ class CandidateSearch:
         forward = prices.move((src.dims, src.sums), (dst.dims, dst.sums), shape, scaling, make)
         if self.objective != BOTH:
             return [forward]
-        # A gradient goes the other way, and copies of the value are partial sums of the gradient.
+        # A gradient goes the other way, and along axes where the value is copied, the gradients of
+        # the copies are addends: so its partial sums are the value's copies.
         make_dual = None if make is None else _dual_of(make)
-        # The same objects come back for equal moves of other placements, by the cache of prices.
         src_end = (src.dims, src.copies)
         dst_end = (dst.dims, dst.copies)
         return [forward, prices.move(dst_end, src_end, shape, scaling, make_dual)]

@@ -20,9 +20,10 @@ Sizes = tuple[tuple[str, int], ...]  # lengths by name
 
 
 def checked_lengths(sizes: Any, shape: Any) -> tuple[Sizes | None, Shapes | None]:
-    """Check lengths by name, and shapes, as users write them, and return them as tuples of ints.
+    """Check the `sizes` and `shape` that a user passes, and return both as tuples of ints.
 
-    {"b": 8} -> (("b", 8),); [(8, 4), (4,)] or one shape (8, 4) -> ((8, 4), ...). Raises ShapeError.
+    sizes {"b": 8} -> (("b", 8),). shape [(8, 4), (4,)] -> ((8, 4), (4,)), and one shape (8, 4) ->
+    ((8, 4),). None, for not given, stays None. Raises ShapeError for anything else.
     """
     if sizes is not None:
         if not isinstance(sizes, Mapping):
@@ -76,10 +77,14 @@ def _number_of_names(given: GivenDim) -> int:
 def shapes_of(
     call: Contraction, sizes: Sizes | None, shapes: Shapes | None
 ) -> tuple[Contraction, Shapes]:
-    """Return the contraction without `...`, and for every operand a length for each name.
+    """Find the length of every dim of a contraction, from lengths by name or from shapes.
 
-    sizes: lengths by name; shapes: all global shapes, of arrays as the text writes them. One of both is
-    given. Raises ShapeError if they do not fit the text, or each other.
+    `b d, d f -> b f` with sizes b=8, d=4, f=2, or with shapes (8, 4), (4, 2) -> ((8, 4), (4, 2)). A
+    composed dim is one number in shapes and one for each name in the result: `(b d)` of 32 -> (8,
+    4). `...` in the text is replaced by names of dims, as many as the shapes have.
+
+    sizes: lengths by name. shapes: the global shape of each operand. Exactly one of both is given,
+    the other is None. Raises ShapeError if they do not fit the text, or each other.
     """
     if (sizes is None) == (shapes is None):
         raise _not_one_of_both(call, has_sizes=sizes is not None)
@@ -87,7 +92,7 @@ def shapes_of(
         return call, _shapes_from_sizes(call, dict(sizes or ()))
     call = for_operands(call, shapes)
     lengths: dict[str, int] = {}
-    # Dims of one name first: they tell the parts of composed dims, as b and d in `(b d)`.
+    # Dims of one name first: with the length of b known, `(b d)` gives that of d.
     for given in sorted(_given_dims(call, shapes), key=_number_of_names):
         _learn_length(given, lengths, call)
     return call, _lengths_by_name(call, lengths)
@@ -122,14 +127,15 @@ def _given_dims(call: Contraction, shapes: Shapes) -> list[GivenDim]:
 
 
 def _learn_length(given: GivenDim, lengths: dict[str, int], call: Contraction) -> None:
-    """Add the length of a name to `lengths` that a dim tells, or check it against the known ones.
+    """Add to `lengths` the length that one dim of an operand gives a name, or check the known ones.
 
-    A composed dim tells the last unknown part: `(b d)` of 12 with b = 3 gives d = 4. Raises ShapeError.
+    A dim `b` of 3 gives b = 3. A composed dim gives its one unknown name: `(b d)` of 12 with b = 3
+    gives d = 4. Raises ShapeError if lengths differ, or if more than one name is unknown.
     """
     names = given.names
     unknown = set(names) - lengths.keys()  # of a name that repeats, as in `(i i)`, once
-    known_length = math.prod(lengths.get(name, 1) for name in names)  # of the parts that are known
-    # A dim of 0 rows tells nothing about the other parts.
+    known_length = math.prod(lengths.get(name, 1) for name in names)  # of the names that are known
+    # If a known name is 0 long, the product is 0 whatever the unknown one is.
     if len(unknown) == 1 and known_length and given.length % known_length == 0:
         lengths[unknown.pop()] = given.length // known_length
         return
@@ -171,7 +177,11 @@ def _no_length(call: Contraction, operand: int, name: str, sizes: Mapping[str, i
 
 
 def _dim_span(call: Contraction, operand: int, name: str) -> tuple[int, int]:
-    """Return the place of an operand's dim in the text: of `...` for the dims that it stands for."""
+    """Find the characters (start, stop) of an operand's dim in the text, for the caret of an error.
+
+    d of operand 1 in `b d, d f -> b f` -> (5, 6). Dims that `...` stands for are called `_0`, `_1`,
+    ... and not in the text: their place is that of `...`.
+    """
     spans = text_spans(call.text)
     start, end = spans.layouts[operand]
     places: dict[str, tuple[int, int]] = {}
@@ -184,9 +194,11 @@ def _dim_span(call: Contraction, operand: int, name: str) -> tuple[int, int]:
 
 
 def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
-    """Return the contraction of arrays of these shapes: `...` becomes so many dims.
+    """Replace `...` in a contraction by as many dims as these shapes need, and check their numbers.
 
-    Raises ShapeError unless each operand has a shape, with its dims.
+    `... c, c d -> ... d` with shapes of 3 and 2 dims becomes `_0 _1 c, c d -> _0 _1 d`.
+
+    Raises ShapeError unless there is one shape for each operand, with one length for each dim.
     """
     if len(shapes) != len(call.operands):
         what = f"{len(shapes)} arrays for {len(call.operands)} operands"
@@ -202,10 +214,13 @@ def for_operands(call: Contraction, shapes: Shapes) -> Contraction:
 
 
 def global_lengths(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
-    """Return the global lengths of every operand's names, by the shapes of this device's blocks.
+    """Infer the global lengths of all dims from the shapes of this device's blocks.
 
-    A dim is as long as in an operand that holds it unsharded; else its blocks are taken to be equal.
-    Raises ShapeError.
+    `b d/tp, d f -> b f` on 4 devices with blocks (8, 3) and (12, 2): d is whole in the second
+    operand, so it is 12 long. A dim that no operand holds whole is taken to have equal blocks: a
+    block of 3 rows on 4 devices gives 12. Returns for every operand a length for each of its names.
+
+    blocks: the local shape of each operand. Raises ShapeError if they do not fit.
     """
     operands = list(zip(call.arrays, blocks, strict=False))
     unsharded: dict[str, int] = {}
@@ -226,10 +241,12 @@ def global_lengths(call: Contraction, mesh: Mesh, blocks: Shapes) -> Shapes:
 def written_shardings(
     call: Contraction, mesh: Mesh, shapes: Sequence[Sequence[int]]
 ) -> tuple[Sharding, ...]:
-    """Return the shardings of operands and result as the text writes them.
+    """Return how operands and result are sharded, with composed dims as the text writes them.
 
-    shapes: for every operand, the lengths of its names. Raises ShapeError if blocks of a composed dim end
-    within a row of its first name.
+    An operand `(b d)/tp` with b = 8 and d = 3 has one dim of 24 rows.
+
+    shapes: for every operand, a length for each name, as (8, 3). Raises ShapeError if blocks of a
+    composed dim end within a row of its first name.
     """
     lengths = dim_lengths(call.operands, shapes)
     arrays = list[Sharding]()
@@ -243,15 +260,20 @@ def written_shardings(
 
 
 def _check_composed(dim: Dim, lengths: Mapping[str, int], mesh: Mesh) -> None:
-    """Raise ShapeError unless blocks of a composed dim hold whole rows of its first name."""
+    """Raise ShapeError unless the blocks of a composed dim end between rows of its first name.
+
+    `(b d)/tp` on 4 devices: b = 8 is right, 2 rows of b on each. b = 6 is not: blocks would end in
+    the middle of a row. Local contractions split the dim into b and d, with b sharded.
+    """
     first, *others = names_of_dim(dim)
-    if not others:
+    if not others:  # a dim of one name
         return
     n_blocks = mesh.size(*dim.axes)
     for shard in dim.shards:
         if shard.order == "zigzag":  # two pieces for each device
             n_blocks *= 2
-    # Rows by numbers, or in turn, are rows of the composed dim, and end anywhere.
+    # Orders that deal out single rows of the composed dim (cyclic, or listed numbers): blocks do
+    # not consist of whole rows of the first name.
     is_special = any(shard.numbers or shard.order == "cyclic" for shard in dim.shards)
     if is_special or lengths[first] % n_blocks:
         what = f"blocks may end within a row of {first!r}, which is {lengths[first]} long"
@@ -270,9 +292,10 @@ class BlockDims(NamedTuple):
 def named_block(
     x: Any, layout: Layout, named: Sharding, block: Sequence[int], rows: Callable[[str], Any]
 ) -> Any:
-    """Bring a block (numpy, torch or JAX) from the dims of the text into one dim per name.
+    """Reshape a local block so that it has one dim for each name of a contraction.
 
-    `(b d)` is split into b and d; of `i i` the diagonal is taken.
+    `(b d)` is split into b and d: [24] -> [8, 3]. Of `i i` the diagonal is taken: [4, 4] -> [4].
+    The block may be numpy's, torch's or JAX's.
 
     Args:
         x: The block, under `layout`.
@@ -288,7 +311,8 @@ def named_block(
     names = dims.names
     if layout.names != tuple(names):
         x = x.reshape(dims.lengths)
-    # A name that is sharded in one dim and whole in another: only the rows of both count.
+    # In `i/tp i` the name i is sharded in one dim and whole in the other. Of the whole one, only
+    # the rows that this device has in the sharded one are on its part of the diagonal.
     for d in dims.picked:
         x = x[(slice(None),) * d + (rows(names[d]),)]
     for name in named.layout.names:
@@ -302,7 +326,15 @@ def named_block(
 
 
 def _split_dims(layout: Layout, named: Sharding, block: Sequence[int]) -> BlockDims:
-    """Return the dims of a block under `layout` once composed dims are split; arguments as above."""
+    """List the names and local lengths of a block's dims after composed dims are split into names.
+
+    `(b d)/tp` of b = 8, d = 3 on 4 devices: names b, d and lengths 2, 3. `picked` has the numbers
+    of dims that the block holds whole although their name is sharded elsewhere, as the second of
+    `i/tp i`.
+
+    layout: of the array as the text writes it. named: its sharding with one dim per name. block:
+    the local shape under `named`.
+    """
     local_lengths = dict(zip(named.layout.names, block, strict=True))
     global_lengths = dict(zip(named.layout.names, named.shape, strict=True))
     dims = BlockDims([], [], [])

@@ -72,16 +72,19 @@ def find_contraction(request: ContractionRequest) -> ContractionPlan:
 
 
 def _search(request: ContractionRequest) -> ContractionPlan:
-    """Return the first plan within the memory limit, of all plans from the cheapest on."""
+    """Return the cheapest plan that stays within the memory limit.
+
+    Raises PlanError, with the least memory that any plan takes, if there is none.
+    """
     limit = request.memory_limit
     least_bytes = None
     for plan in _Solver(request).plans():
         if limit is None or plan.peak_bytes <= limit:
             return replace(plan, memory_limit=limit)
-        # For the error: what the user would have to allow.
+        # The error says how much memory the user would have to allow.
         if least_bytes is None or plan.peak_bytes < least_bytes:
             least_bytes = plan.peak_bytes
-    if least_bytes is None:
+    if least_bytes is None:  # no plan at all: `flops_limit` ruled all of them out
         what = f"every way takes more than {request.flops_limit} operations"
         raise PlanError(what, hint="raise flops_limit=")
     raise too_large(limit, least_bytes)
@@ -154,7 +157,10 @@ class _Solver:
             yield self._plan(path)
 
     def _paths_at_once(self) -> Iterator[ContractionPath]:
-        """Iterate over paths of one contraction, of all operands at once, the best placement first."""
+        """Iterate over the ways to contract all operands (one or two) at once, the best first.
+
+        Each way is a path of one step: a placement, which says what every mesh axis does meanwhile.
+        """
         limit = self.request.flops_limit
         search = self._search_in(self.shardings)
         candidates = search.best(limit)
@@ -162,8 +168,9 @@ class _Solver:
             first = next(candidates, None)
             if first is None:
                 return
-            # Candidates are ranked with the seconds in which devices wait for each other, plans
-            # without: the placement that is best for the forward pass alone may cost less as a plan.
+            # The search adds some seconds to each move, in which devices wait for each other, and
+            # the cost of a plan has none. So the placement that is best for the forward pass alone
+            # may cost less as a plan, also with its backward pass: the cheaper of both comes first.
             forward = CandidateSearch(self.shardings, self.prices, FORWARD)
             best_forward = next(forward.best(limit)).placement
             best = min(first, search.candidate(best_forward), key=self._plan_seconds)
@@ -187,13 +194,15 @@ class _Solver:
         return self.start.with_step(tuple(range(len(self.start.remaining))), candidate)
 
     def _paths_of_pairs(self) -> list[ContractionPath]:
-        """Return the best paths of pairs, the fastest first.
+        """Return the best ways to contract three or more operands pair by pair, the fastest first.
 
-        A path is an order of pairs with a placement for each. All orders are searched by estimates
-        of the seconds of moves, and only the best few paths have their moves planned.
+        `a b, b c, c d -> a d` may contract the first two operands and then the third, or the last
+        two first, and so on; each pair may be sharded in many ways (its placement). All orders are
+        searched by estimates of the seconds of moves, and only the best few paths get exact prices.
         """
         limit = self.request.flops_limit
-        # The best placement of all operands, as if they were contracted at once, is one more start.
+        # In each order, one more path is tried: the best placement of all operands, as if they were
+        # contracted at once, for every pair.
         at_once = next(self._search_in(self.shardings).best(level=ESTIMATE)).placement
         paths = []
         for order in _orders(self.shardings):
@@ -201,10 +210,11 @@ class _Solver:
                 if limit is None or path.flops <= limit:
                     paths.append(path)
         paths.sort(key=attrgetter("seconds"))
-        # Prices are computed for the best by estimates, as in `CandidateSearch.by_prices`.
         finalists: list[PricedPath] = []
         for number, path in enumerate(paths[:WIDTH]):
             least = finalists[0].seconds if finalists else math.inf
+            # Pricing stops once a path is clearly slower than the best one so far. Estimates of
+            # moves without a price yet may be too high by the factor SLACK.
             seconds = path.priced(self.prices, SLACK * least)
             insort(finalists, PricedPath(seconds, number, path))
         return [finalist.path for finalist in finalists]
@@ -220,19 +230,24 @@ class _Solver:
         return paths
 
     def _path_in_placement(self, order: Order, placement: Placement) -> ContractionPath:
-        """Return the path on which every pair has the placement that was best for all operands at once.
+        """Return the path on which every pair is sharded as was best for all operands at once.
 
-        A pair's best placement may be a bad start for the next pair. This path never moves between pairs.
+        A pair's best placement may be a bad start for the next pair. On this path a pair's result
+        is already sharded as the next pair needs it, so that nothing moves between pairs.
+
+        order: the operands of each pair, among those left. placement: of all operands at once.
         """
         path = self.start
-        # Of the operands left, among all operands; -1 for the result of a pair.
+        # For each operand left, its number among all operands; -1 for the result of a pair. After
+        # operands 0 and 1 of three are contracted: [2, -1].
         numbers = list(range(len(self.shardings.operands)))
         for takes in order:
             pair = self._pair(path, takes)
             taken = [numbers[i] for i in takes]
             of_pair = restrict_to_pair(self.shardings, placement, pair, taken)
             candidate = self._search_in(pair).candidate(of_pair)
-            # By lower bounds, so that it becomes a finalist: prices decide about it, not estimates.
+            # Lower bounds of its seconds, instead of estimates: that puts it among the few paths
+            # whose exact prices are compared.
             seconds = path.seconds + candidate.least_seconds
             path = path.with_step(takes, candidate)._replace(seconds=seconds)
             numbers = [*remaining(numbers, takes), -1]
@@ -241,21 +256,26 @@ class _Solver:
     def _extend(
         self, path: ContractionPath, takes: Takes, order: Order
     ) -> Iterator[ContractionPath]:
-        """Iterate over a path with one more contraction, in each of its best placements.
+        """Yield a path with one more pair contracted, in each of the best ways to shard the pair.
 
         The seconds of complete paths are added to `self.best`, so that later calls can leave out
-        what takes longer. takes: the operands of the contraction, among those left. order: the
+        what takes longer.
+
+        takes: the indices of the pair among the operands that are left. order: the
         whole order of pairs.
         """
         is_last = len(path.remaining) == len(takes)
         limit = self.request.flops_limit
-        if limit is not None:  # leave enough for the contractions that follow
+        # The pairs that follow need some operations of the limit, too: at least `_least_flops`.
+        if limit is not None:
             contracted = len(path.steps) + 1
             limit -= path.flops + sum(self._least_flops(order)[contracted:])
         below = math.inf
-        if len(self.best) >= WIDTH:  # a complete path has to be among the best of all orders
+        # Only the `WIDTH` fastest complete paths are priced in the end: what is slower than all of
+        # `WIDTH` known ones is not looked at.
+        if len(self.best) >= WIDTH:
             below = self.best[WIDTH - 1] - path.seconds
-        if below <= 0:  # the path takes too long already
+        if below <= 0:
             return
         search = self._search_in(self._pair(path, takes), below)
         n_candidates = WIDTH
@@ -268,9 +288,10 @@ class _Solver:
             yield longer
 
     def _least_flops(self, order: Order) -> list[int]:
-        """Return the fewest operations of a device for each contraction in an order.
+        """Return a lower bound of the operations on each device, for each pair of an order.
 
-        That is all operations over the number of devices: no device repeats another's work.
+        The bound is the operations of the pair over the number of devices, as if the work were
+        shared equally. `a b, b c -> a c` of 8, 4 and 2 on 4 devices: 2 * 8 * 4 * 2 / 4 = 32.
         """
         lengths = self.shardings.lengths
         result_names = set(self.shardings.result.layout.names)
@@ -278,7 +299,7 @@ class _Solver:
         left = [set(operand.layout.names) for operand in self.shardings.operands]
         for takes in order:
             others = remaining(left, takes)
-            # A dim is summed as soon as nobody else needs it.
+            # A dim is summed as soon as neither another operand nor the result has it.
             names = set[str]().union(*[left[i] for i in takes])
             kept_names = names & result_names.union(*others)
             total = operations(
@@ -289,10 +310,13 @@ class _Solver:
         return flops
 
     def _pair(self, path: ContractionPath, takes: Takes) -> EinsumShardings:
-        """Return the operands that a contraction takes, and its result.
+        """Describe the contraction of a pair of the operands left: its operands and its result.
 
-        The last result is the one that the request wants. An earlier one keeps the dims that others need,
-        and stays as devices compute it.
+        The last pair gives the result that the request wants. The result of an earlier pair keeps
+        the dims that other operands or the result need, and is not moved: `a b, b c, c d -> a d`,
+        first pair: `a b, b c -> a c`.
+
+        takes: the indices of the pair among the operands left.
         """
         operands = tuple(path.remaining[i] for i in takes)
         dim_shardings = self.shardings.dim_shardings
@@ -324,20 +348,24 @@ class _Solver:
         )
 
     def _part(self, takes: Takes, candidate: Candidate) -> Part:
-        """Return one contraction of a plan: its moves, or a ring in place of one of them.
+        """Build one local contraction of a plan, with the plans of its moves.
 
-        In a ring, blocks travel while others are contracted. takes: the operands, among those left.
+        `overlap` of the request says whether one move, a gather or a reduce-scatter, becomes a
+        ring, in which blocks go from device to device while others are contracted: "never";
+        "always", if the moves allow it; "auto", if that is predicted to be clearly faster.
+
+        takes: the indices of its operands among those left.
         """
         *moves, result = [self.prices.plan(move) for move in candidate.moves]
         part = Part(takes, tuple(moves), result)
         overlap = self.request.overlap
         if overlap == NEVER:
             return part
-        # "auto" takes rounds if they save enough: many small products may be slower than predicted.
         in_rounds = [replace(part, ring=ring) for ring in rings(part)]
         if not in_rounds:
             return part
         fastest = min(in_rounds, key=attrgetter("seconds"))
+        # A margin, since the many small products of a ring may be slower than predicted.
         if overlap == ALWAYS or fastest.seconds < RING_SHARE * part.seconds:
             return fastest
         return part
@@ -346,7 +374,7 @@ class _Solver:
 def restrict_to_pair(
     shardings: EinsumShardings, placement: Placement, pair: EinsumShardings, numbers: Sequence[int]
 ) -> Placement:
-    """Return what a placement of all operands means for a pair of them.
+    """Restrict a placement of all operands of a contraction to a pair of them.
 
     A placement is what every mesh axis does while blocks are contracted: shard a dim, hold partial
     sums of one operand, or hold copies. Of `a b, b c, c d -> a d` with tp on d, the pair `a b, b c`
@@ -361,8 +389,9 @@ def restrict_to_pair(
     all_dims = dict(zip(shardings.lengths, placement.dims, strict=True))
     dims = tuple(all_dims[name] for name in pair.lengths)
     sharding_axes = Axes().union(*[dim.axes for dim in dims])
-    # Axes that shard a dim of another operand are busy in this pair, too. In mesh order, for
-    # sets have none.
+    # Axes that do something in the whole contraction but shard no dim of the pair: they hold
+    # partial sums or copies here. As a list in mesh order, so that results do not depend
+    # on a set's order.
     busy = [axis for axis in shardings.axes if axis in placement.busy - sharding_axes]
     sums: list[tuple[str, int]] = []  # axis, index in the pair
     for i, (number, operand) in enumerate(zip(numbers, pair.operands, strict=True)):
@@ -388,10 +417,11 @@ def _orders(shardings: EinsumShardings) -> Iterator[Order]:
 
 
 def _greedy_order(shardings: EinsumShardings) -> Order:
-    """Return the order of pairs that numpy's greedy algorithm finds.
+    """Ask numpy's greedy algorithm in which order to contract pairs of operands.
 
-    As a tuple of pairs of indices among the operands that are left; the result of each pair goes
-    behind the others: ((0, 1), (0, 1)) contracts operands 0 and 1, then operand 2 and their result.
+    Returns a tuple of pairs of indices among the operands that are left; the result of each pair
+    goes behind the others: ((0, 1), (0, 1)) contracts operands 0 and 1, then operand 2 and their
+    result.
     """
     numbers = {name: number for number, name in enumerate(shardings.lengths)}
     arguments: list[Any] = []
@@ -403,8 +433,9 @@ def _greedy_order(shardings: EinsumShardings) -> Order:
     _, *path = np.einsum_path(*arguments, optimize="greedy")[0]  # begins with its own name
     order: list[Takes] = []
     for takes in path:
-        # The result goes behind the others, as here. If pairs save no operations, numpy takes all
-        # operands that are left at once: then any order of pairs will do.
+        # numpy puts a pair's result behind the others, as this module does. If pairs save no
+        # operations, numpy takes all operands that are left at once: then any order
+        # of pairs will do.
         if len(takes) == 2:
             order.append(tuple(takes))
         else:

@@ -66,9 +66,13 @@ def einsum_type(expression: str, mesh: Mesh) -> Layout:
 
 
 def local_type(operands: Sequence[Layout], names: Sequence[str], text: str) -> Layout:
-    """Return the layout of the result, by the layouts of the operands and the result's dims `names`.
+    """Return the layout of a contraction's result if each device contracts its own blocks.
 
-    text: the expression that errors mark. Raises PlanError for an axis that does not fit the table.
+    Operands `b s/tp` and `s/tp f` with names (b, f): `b f | sum(tp)`, since each
+    device has an addend.
+
+    names: the dims of the result; others are summed. text: the expression that errors mark. Raises
+    PlanError if blocks do not fit together, as `b s` and `s/tp f` do not.
     """
     dims = _common_dims(operands, text)
     # In the order in which the text names them, so that errors are about the first.
@@ -110,12 +114,14 @@ def _axis_role(
     """
     kinds = [_role_in(layout, axis) for layout in operands]  # "cut", the kind of a tag, or None
     cut_names = [dim.name for dim in dims.values() if axis in dim.axes]
-    if len(cut_names) > 1:  # devices would contract blocks that do not meet
+    # `b/tp d, d f/tp`: each device would get only the blocks of the result on a diagonal.
+    if len(cut_names) > 1:
         first, second = cut_names[:2]
         misfits = [i for i, layout in enumerate(operands) if second in layout.names]
         return AxisRole(None, misfits, f"cuts {first!r} and {second!r}")
     if cut_names:
         [name] = cut_names
+        # Operands without that dim have to be copies: each device uses them for other results.
         misfits = []
         for i, layout in enumerate(operands):
             if name not in layout.names and kinds[i] != "copy":
@@ -132,7 +138,9 @@ def _axis_role(
                 if i != first_index and other != "copy":
                     misfits.append(i)
             return AxisRole(kind, misfits, "holds addends of another operand")
-    # Else some operand holds copies: a replica beside them would get one device's gradient.
+    # No operand is cut or a sum, so that at least one holds copies, each of which gets a gradient
+    # of its own. Another operand with replicas, which must have equal gradients,
+    # would get unequal ones.
     misfits = [i for i, kind in enumerate(kinds) if kind is None]
     return AxisRole("copy", misfits, "holds copies of another operand, of this one replicas")
 
@@ -160,12 +168,15 @@ def _role_in(layout: Layout, axis: str) -> str | None:
 def _illegal(
     what: str, operands: Sequence[Layout], index: int, wanted: Dim | str, text: str
 ) -> PlanError:
-    """Return the error about one operand, which proposes a move that makes it legal.
+    """Return the error about one operand, with a redistribution that makes it legal as its hint.
 
-    wanted: the dim as it has to be, or the axis along which the operand has to be a copy.
+    Operand `b s` where tp shards f of the other one: "move it first: b s -> b s | copy(tp)".
+
+    index: of the operand that does not fit. wanted: the dim as it has to be sharded, or the mesh
+    axis along which the operand has to hold copies.
     """
     layout = operands[index]
-    # The axes in question leave whatever they do in this operand.
+    # In the proposed layout these axes first lose their dim or tag, and then get the wanted one.
     moved_axes = wanted.axes if isinstance(wanted, Dim) else (wanted,)
     dims = []
     for dim in layout.dims:

@@ -39,14 +39,16 @@ from xshard.steps.permute import block_keys
 
 
 def received_elements(src: Sharding, dst: Sharding) -> int:
-    """Return the fewest elements that the busiest device must receive, whatever the plan.
+    """Return a lower bound of the elements that the busiest device receives in a redistribution.
 
-    Both shardings are in normal form, on one mesh. The bound is
+    `n/dp -> n` of 8 on 4 devices: a device has 2 of 8, and lacks 6. Both shardings are in normal
+    form, on one mesh. The bound is
 
-    - if a reduction ends: the mean over all devices of what all of them must receive together;
-    - if a sum begins: the elements that a block lacks, as the mean over the devices of a sum, since any
-      of them may contribute an element;
-    - else: the elements that a device's block needs and that it does not have.
+    - if partial sums are reduced: what all devices must receive together, over their number;
+    - if blocks may repeat rows (halos): what a device lacks, with each row counted once;
+    - if a value becomes partial sums: what the devices of one sum lack together, over their number,
+      since any of them may hold an element as its addend, and the others zeros;
+    - else: the elements of a device's new block that it does not have.
     """
     mesh = dst.mesh
     if ended_axes(src.layout, dst.layout):
@@ -56,7 +58,8 @@ def received_elements(src: Sharding, dst: Sharding) -> int:
     begun = begun_axes(src.layout, dst.layout)
     if not begun:
         return Exchange(dst.layout).traffic(src).received
-    # `_lacking_elements` has an axis for each mesh axis: its sum over a group of the sum that begins.
+    # `_lacking_elements` has a dim for each mesh axis. Add up the devices that hold
+    # addends of one sum.
     total = _lacking_elements(src, dst).sum(axis=tuple(mesh.position(axis) for axis in begun))
     return _mean_rounded_up(int(total.max()), mesh.size(*begun))
 
@@ -67,16 +70,18 @@ def _mean_rounded_up(elements: int, n: int) -> int:
 
 
 def total_elements(src: Sharding, dst: Sharding) -> int:
-    """Return the fewest elements that all devices together must receive, whatever the plan.
+    """Return a lower bound of the elements that all devices together receive in a redistribution.
 
-    Both shardings are in normal form, on one mesh. The bound is
+    Both shardings are in normal form, on one mesh. An owner of an element is a device whose new
+    block has it. The bound is
 
-    - if no reduction ends: the elements that blocks need and that their devices do not have;
-    - if reductions of n addends end in m copies: n-1 + m-1 messages for each element, n-1 until some
-      device has all addends, and one to every other owner of the element;
-    - one message more for an element if no owner holds an addend: the first device to have all is then not
-      an owner, or it received all n;
-    - all of that for every sum that stays.
+    - without a reduction: the elements of all new blocks that their devices do not have;
+    - with one, of n addends to m owners: n-1 + m-1 for each element, since n-1 messages bring the
+      addends together on some device, and m-1 go to the other owners. 100 elements that are
+      all-reduced on 4 devices: 100 * (3 + 3) = 600;
+    - one more for an element if no owner holds an addend: an owner then receives all n addends, or
+      the sum from a device that is no owner;
+    - all of that times the number of partial sums that remain along other mesh axes.
     """
     mesh = dst.mesh
     ended = ended_axes(src.layout, dst.layout)
@@ -86,14 +91,17 @@ def total_elements(src: Sharding, dst: Sharding) -> int:
     sums = dst.layout.tagged("sum", "max", "min")
     # How many devices own each element of the result.
     copies = mesh.n_devices // mesh.size(*dst.layout.sharding_axes, *sums)
+    # With halos of negative width, some elements of the array may be in no block.
     if src.layout.has_overlap or dst.layout.has_overlap:
         elements = _reached_elements(src, dst)
     else:
         elements = math.prod(dst.shape)
     messages = reduction_messages(elements, mesh.size(*ended), copies)
-    if not begun:  # a sum that begins may have an addend anywhere, so that owners hold some
+    # `_met_elements`: those of which an owner holds an addend. If a value also becomes partial sums
+    # along other axes, any device may hold the addend, and nothing more is certain.
+    if not begun:
         messages += max(0, elements - _met_elements(src, dst))
-    staying = [axis for axis in sums if axis not in begun]
+    staying = [axis for axis in sums if axis not in begun]  # partial sums before and after
     return messages * mesh.size(*staying)
 
 
@@ -108,9 +116,13 @@ def reduction_messages(elements: int, addends: int, copies: int) -> int:
 def least_received(
     elements: int, n_devices: int, addends: int, copies: int, staying_sums: int = 1
 ) -> int:
-    """Return the fewest elements that the mean device receives in a reduction: the busiest has no fewer.
+    """Return the mean number of elements that a device receives in a reduction: a lower bound.
 
-    staying_sums: how many such reductions there are side by side, under sums that stay.
+    100 elements on 4 devices, 4 addends to 1 copy each (a reduce-scatter): 300 / 4 = 75.
+
+    elements: of the whole array. addends: how many devices hold an addend of an element. copies:
+    how many devices get the sum. staying_sums: how many such reductions run side by side, if
+    partial sums along other mesh axes stay unreduced.
     """
     # Hot: in searches, called for each pair of states.
     return -(-reduction_messages(elements, addends, copies) * staying_sums // n_devices)
@@ -125,13 +137,14 @@ def _lacking_elements(src: Sharding, dst: Sharding) -> NDArray[np.int64]:
 
 
 def _received_with_overlaps(src: Sharding, dst: Sharding) -> int:
-    """Return `received_elements`, if blocks may repeat rows: an element counts once for a device.
+    """Return the most elements that any device lacks of its new block, where blocks have halos.
 
-    It is the most of any device: elements of the blocks it wants, less those it has complete.
+    Rows that a block holds twice count once. A row whose contributions are still to be added up
+    (`fold`) is not complete, and does not count as held.
     """
     mesh = dst.mesh
     if begun_axes(src.layout, dst.layout):
-        return 0  # the least that is true: no better bound is known
+        return 0  # a lower bound, if a poor one: with halos no better one is known
     # Products over dims, for each device.
     needed = np.ones(mesh.n_devices, np.int64)
     at_hand = np.ones(mesh.n_devices, np.int64)
@@ -170,11 +183,17 @@ class NeededRows(NamedTuple):
 
 
 def _needed_rows(src: Sharding, dst: Sharding, d: int) -> NeededRows:
-    """Return which rows of a dim devices want, and which they have complete."""
+    """Find for every place along dim number `d` which rows its device wants, and which it has.
+
+    `n/sp -> n/sp:halo(1,1)` of 4 rows on 2 devices: rows 0-2 and 1-3 are wanted, 0-1 and 2-3 are
+    there. Each row is listed once, though a block may repeat it.
+    """
     src_dim = src.layout.dims[d]
     dst_dim = dst.layout.dims[d]
     length = src.shape[d]
-    if src_dim == dst_dim and src_dim.overlap is not None:  # all rows stay on their device
+    # The dim is not changed: all rows stay where they are, also contributions that
+    # are not added yet.
+    if src_dim == dst_dim and src_dim.overlap is not None:
         held = distinct_rows(src.held_by_position(d))
         return NeededRows(held, held)
     wanted = distinct_rows(wanted_rows(dst_dim, length, src.mesh.sizes_of(dst_dim.axes)))
@@ -185,12 +204,14 @@ def _needed_rows(src: Sharding, dst: Sharding, d: int) -> NeededRows:
 
 
 def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: int) -> NeededRows:
-    """Return the rows wanted from blocks whose contributions are added, and those that are complete.
+    """Find which rows must be received, and which need no more addends, if overlaps are added up.
 
-    A row in no block is zero: nobody sends it. A row in just one block is complete there. Blocks of
-    rows 0-4 and 3-7: 3 and 4 are sums of two contributions, all others are complete.
+    Under `fold`, rows that several blocks hold are contributions to be added. A row in no block is
+    zero: nobody sends it. A row in just one block is complete there. Blocks of rows 0-4 and 3-7: 3
+    and 4 are sums of two contributions, all others are complete.
 
-    wanted, blocks: the rows at every place along the dim. length: of the dim.
+    wanted: the rows of the new blocks. blocks: the rows of the old ones; for each place along the
+    dim. length: of the dim.
     """
     # `Rows` are row numbers as an array: many that no few runs describe. They are counted one by one.
     if any(isinstance(rows, Rows) for rows in (*blocks, *wanted)):
@@ -205,10 +226,12 @@ def _needed_of_fold(wanted: tuple[Runs, ...], blocks: tuple[Runs, ...], length: 
         return NeededRows(tuple(nonzero), tuple(complete))
 
     held_pieces = interval_table(blocks)
-    # The same count with runs. All are divided at the edges of all others, so that two parts are
-    # equal or disjoint; equal ones have the same `interval`.
+    # The same with runs of rows. All are cut at the edges of all others, so that any two pieces are
+    # equal or disjoint; equal ones have the same number in `interval`. 0-4, 3-7 ->
+    # 0-2, 3-4, 3-4, 5-7.
     parts, interval, source = cut_at_edges(concatenate_tables(held_pieces, interval_table(wanted)))
-    # `source` numbers the piece that each part is of: first the pieces of blocks, then the wanted ones.
+    # `source` has, for each piece, the number of the run that it was cut from. Runs of blocks come
+    # first, then the wanted ones.
     is_held = source < len(held_pieces.start)
     n_blocks = np.bincount(interval[is_held], minlength=len(interval))[interval]
     return NeededRows(
@@ -238,9 +261,11 @@ def _met_elements(src: Sharding, dst: Sharding) -> int:
 
 
 def shared_elements(source: Sharding, target: Sharding) -> NDArray[np.int64]:
-    """Return how many elements two blocks have in common: `[devices of source, devices of target]`.
+    """Count the elements that each source block and each target block have in common.
 
-    The shardings are in normal form, and may be on two meshes.
+    `n/a` and `n/b` of 4 rows on meshes of 2 and 4 devices: [[1, 1, 0, 0], [0, 0, 1, 1]]. Returns
+    `[devices of source, devices of target]`. The shardings are in normal form, and may
+    be on two meshes.
     """
     shared = np.ones((source.mesh.n_devices, target.mesh.n_devices), np.int64)
     for d in range(len(source.shape)):
@@ -272,16 +297,20 @@ def _reductions(sharding: Sharding) -> list[str]:
 def received_elements_between(
     source: Sharding, target: Sharding, src_devices: Sequence[int], dst_devices: Sequence[int]
 ) -> int:
-    """Return the fewest elements that the busiest device must receive between two meshes.
+    """Return a lower bound of the elements that the busiest device receives between two meshes.
 
-    The higher of two bounds: what a device lacks of its block, and, where sums end,
-    the messages that all devices together need, over the number of devices.
+    It is the most that a device of the target lacks of its block; or, if partial sums are reduced,
+    the elements that all devices receive together, over the number of devices, if that is more.
+
+    src_devices, dst_devices: the number of each device of the two meshes, in their order. A device
+    may be in both.
     """
     addends = source.mesh.size(*source.layout.tagged(*REDUCERS))
     sums = target.layout.tagged(*REDUCERS)
     are_disjoint = set(src_devices).isdisjoint(dst_devices)
     if addends > 1 and sums and not are_disjoint:
-        return 0  # an addend may stay where it is and be one of the new sum
+        # Partial sums on both sides: an addend may stay where it is, as one of the new sum.
+        return 0
     lacking = lacking_elements(source, target, src_devices, dst_devices)
     fewest = _mean_rounded_up(int(lacking.max()), target.mesh.size(*sums))
     if addends == 1:
@@ -289,7 +318,8 @@ def received_elements_between(
     copies = target.mesh.n_devices // target.mesh.size(*target.layout.sharding_axes, *sums)
     elements = math.prod(source.shape)
     messages = reduction_messages(elements, addends, copies)
-    if are_disjoint:  # no owner holds an addend: one message more for each element
+    # No device of the target holds an addend, so that each element is received once more.
+    if are_disjoint:
         messages += elements
     n_devices = len({*src_devices, *dst_devices})
     return max(fewest, _mean_rounded_up(messages, n_devices))
@@ -299,20 +329,24 @@ def received_elements_between(
 def lacking_elements(
     source: Sharding, target: Sharding, src_devices: tuple[int, ...], dst_devices: tuple[int, ...]
 ) -> NDArray[np.int64]:
-    """Return how many elements every device of the target lacks: `[devices of target]`.
+    """Count the elements that every device of the target must receive: `[devices of target]`.
 
-    Along a new sum only the first device needs any: the others may begin with zeros.
+    Those are the elements of its block that it does not hold under `source`. If the target is
+    partial sums, one device of each sum receives them, and the others may hold zeros.
+
+    src_devices, dst_devices: the number of each device of the two meshes.
     """
     shared = shared_elements(source, target)
     needed = target.block_sizes
     at_hand = np.zeros(len(dst_devices), np.int64)
-    # An addend is no element: under a reduction nothing is at hand.
+    # If the source is partial sums, a device holds an addend of an element and not the element.
     if source.mesh.size(*source.layout.tagged(*REDUCERS)) == 1:
         src_places = {device: i for i, device in enumerate(src_devices)}
         for i, device in enumerate(dst_devices):
             if device in src_places:
                 at_hand[i] = shared[src_places[device], i]
     lacking = np.zeros_like(needed)
+    # The devices of a group hold addends of one sum; without new sums each is a group of its own.
     for group in target.mesh.groups(target.layout.tagged(*REDUCERS)):
         first = group[0]
         lacking[first] = max(needed[first] - at_hand[list(group)].sum(), 0)

@@ -106,8 +106,12 @@ def _shipped_folder() -> Any:
 
 @lru_cache(maxsize=64)
 def _load(name: str, _changed_ns: int) -> Profile:
-    """Read a profile. The time of its last change is a part of the cache's key."""
-    # Only shipped names may say the size of nodes: a path may have a colon in it.
+    """Load a profile by a shipped name ("h100", or "h100:4" with nodes of 4) or from a file's path.
+
+    _changed_ns: when the file was last changed. It is not used, but as a part of the cache's key it
+    makes a file that was rewritten be read again. Raises ProfileError.
+    """
+    # A path may have a colon in it: "h100:4" counts as a size of nodes after shipped names only.
     base, colon, nodes = name.rpartition(":")
     if colon and base in shipped():
         return _with_nodes_of(base, nodes)
@@ -124,7 +128,11 @@ def _load(name: str, _changed_ns: int) -> Profile:
 
 
 def _with_nodes_of(base: str, nodes: str) -> Profile:
-    """Return a shipped profile with nodes of another size: `h100` with "4". Raises ProfileError."""
+    """Return a shipped profile with nodes of another size: "h100" and "4" -> nodes of 4 devices.
+
+    Raises ProfileError if `nodes` is no number above 0, or if the machine has
+    no link between nodes.
+    """
     name = f"{base}:{nodes}"
     machine = _load(base, 0)
     if machine.across is None or not parse_number(nodes):
@@ -137,7 +145,10 @@ def _with_nodes_of(base: str, nodes: str) -> Profile:
 
 
 def profile_of(name: str, text: str) -> Profile:
-    """Read the text of `Profile.to_json`. name: its name in errors. Raises ProfileError."""
+    """Parse the JSON text of a profile, as `Profile.to_json` writes it.
+
+    name: what errors call the profile. Raises ProfileError, whatever is wrong with the text.
+    """
     try:
         data: dict[str, Any] = json.loads(text)
         if not data.get("default"):
@@ -147,16 +158,20 @@ def profile_of(name: str, text: str) -> Profile:
         return _profile_of_values(data)
     except ProfileError:
         raise
-    except Exception as error:  # a file may have any value in any place
+    except Exception as error:  # a value of a wrong type may raise anything: a user sees one error
         raise ProfileError(f"profile {name!r} is malformed: {error}") from None
 
 
 def _profile_of_values(data: dict[str, Any]) -> Profile:
-    """Build a profile from the values of its file. It may raise anything, for values of wrong types."""
+    """Build a profile from the dict of its JSON file.
+
+    A missing key raises KeyError, and a value of a wrong type may raise anything: the caller turns
+    that into one error.
+    """
     copy_bytes_per_s = data["copy_bytes_per_s"]
     if not copy_bytes_per_s:  # null: JSON has no number for infinity
         copy_bytes_per_s = math.inf
-    # Keys that came later have defaults, so that old files stay good.
+    # Keys that older versions did not write have defaults, so that old files can still be read.
     return Profile(
         name=data["name"],
         source=data["source"],
@@ -213,9 +228,11 @@ def use_profile(profile: ProfileLike) -> Iterator[Profile]:
 
 
 def resolve_profile(profile: ProfileLike) -> ProfileLike:
-    """Return the profile that a call asks for; for "auto" the one of `use_profile` or XSHARD_PROFILE.
+    """Find which machine a call's `profile=` means.
 
-    "auto" if neither says one, a shipped name as it is, and a file as the Profile that it has.
+    "auto" becomes what `use_profile` says, else what the variable XSHARD_PROFILE says, and stays
+    "auto" if neither says anything: the caller then looks at the devices. The name of a shipped
+    profile is returned as it is, and of a file the Profile that is in it.
     """
     asked = profile
     if profile == AUTO:
@@ -232,23 +249,25 @@ def resolve_profile(profile: ProfileLike) -> ProfileLike:
 
 
 def node_processes(n: int) -> int | None:
-    """Return how many of `n` processes share a node, by the launcher's environment variables.
+    """Find out how many of `n` processes run on each node, from environment variables of launchers.
 
-    If nodes differ, a number that divides all of theirs: 4, 4 and 6 processes -> 2. None if it is
-    not known.
+    LOCAL_WORLD_SIZE=4, as torchrun sets it, and 8 processes -> 4. If nodes differ, it is a number
+    that divides all of theirs, so that no group of that many consecutive processes leaves a node:
+    4, 4 and 6 processes -> 2. None if no variable says it.
     """
     for variable in LAUNCHERS:
         value = os.environ.get(variable, "")
         if value.isdecimal():
-            # Usually the number itself. A divisor keeps nodes whole if this one has fewer or more.
+            # The variable is about this node only; n = 14 with 4 on this one means that others
+            # differ. The common divisor, 2, is then the best guess.
             return math.gcd(int(value), n)
-    # Slurm lists all nodes, as in `4(x2),3`. Else this may be a pod of a PyTorchJob, where "auto" is one
-    # process: the pods are written like Slurm's nodes.
+    # Slurm lists the processes of all nodes, as in `4(x2),3`. Without that this may be a pod of a
+    # PyTorchJob: its two variables are put into the same form. There "auto" means one process.
     listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
     if listed is None:
         per_pod = os.environ.get("PET_NPROC_PER_NODE", "").replace("auto", "1")
         listed = f"{per_pod}(x{os.environ.get('PET_NNODES')})"
-    divisor = 0  # gcd(0, n) is n
+    divisor = 0  # as the start of a common divisor: gcd(0, 4) is 4
     total = 0
     for item in listed.split(","):
         # `4(x2)` is 4 processes on each of 2 nodes, `3` is 3 on one.
@@ -260,15 +279,16 @@ def node_processes(n: int) -> int | None:
                 n_nodes = int(match[2])
             divisor = math.gcd(divisor, processes)
             total += processes * n_nodes
-    # Another total: the variables are of another job, or of a part of it.
+    # If the total is not n, the variables describe another job, or only a part of this one.
     return divisor if total == n else None
 
 
 @lru_cache(maxsize=64)
 def machine_of(kind: str, node_devices: int | None) -> Profile:
-    """Return the profile for a kind of devices as `TPU v5 lite`; DEFAULT, with a warning, for others.
+    """Return the shipped profile for a kind of devices: "NVIDIA H100 80GB HBM3" -> h100.
 
-    node_devices: how many devices share a node, if that is known.
+    kind: the name that torch or JAX gives the device. An unknown one gets the profile of an H100,
+    with a warning. node_devices: how many devices share a node; None if that is not known.
     """
     name = _profile_name(kind)
     if name is None:
@@ -277,7 +297,8 @@ def machine_of(kind: str, node_devices: int | None) -> Profile:
         warnings.warn(reason + hint, stacklevel=2)
         name = DEFAULT
     profile = load_profile(name)
-    # A rack is one domain of NVLink, over several hosts: the launcher's number is no limit of it.
+    # In a rack (GB200) NVLink connects the devices of several hosts. The number that a launcher
+    # tells is of one host, and says nothing about where the slower links begin.
     is_as_shipped = node_devices in (None, profile.node_devices)
     if is_as_shipped or profile.across is None or name in RACKS:
         return profile
@@ -309,9 +330,14 @@ def are_on_two_nodes(
 
 
 def profile_of_devices(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> Profile:
-    """Return the profile for a mesh of these devices: an axis that leaves a node anywhere is across nodes.
+    """Adapt a profile to a mesh whose devices are not numbered 0, 1, 2, ... on the machine.
 
-    devices: the machine's number of each device of the mesh. Profiles take them to be 0, 1, 2, ...
+    A profile finds out which mesh axes stay in a node from positions in the mesh, as if these were
+    the numbers of devices. With nodes of 4, mesh axis a of devices (0, 4) reaches over two nodes,
+    though its positions 0 and 1 do not: it gets the link across nodes, by name. An axis does so as
+    soon as one group of devices along it is on two nodes.
+
+    devices: the machine's number of each device of the mesh, in the mesh's order.
     """
     node_size = profile.node_devices
     if profile.across is None or node_size is None or isinstance(devices, range):
@@ -324,7 +350,7 @@ def profile_of_devices(profile: Profile, mesh: Mesh, devices: Sequence[int]) -> 
         if are_on_two_nodes(profile, groups[:, :1], groups).any():
             links[axis] = profile.across
     links |= dict(profile.axes)  # what the profile says of an axis wins
-    # The same profile, if it says the same: caches then know it.
+    # If nothing would change, return the same profile, so that caches find plans made for it.
     has_these_links = all(profile.link(axis, mesh) == links[axis] for axis in mesh.axes)
     if has_these_links and _begin_nodes_alike(devices, node_size):
         return profile
@@ -338,10 +364,13 @@ def _begin_nodes_alike(devices: Sequence[int], nodes: int) -> bool:
 
 
 def profile_of_factors(profile: Profile, refinement: Refinement) -> Profile:
-    """Return the profile with the link of every axis given to its factors; of two links the slower.
+    """Rename the links of a profile for a mesh that refines two others.
 
-    refinement: the axes of two meshes, each divided into factors that both meshes have. An axis x of
-    8 that is y and z on the other mesh has two factors, which get the link of x, or that of y or z.
+    Axis x of 8 on one mesh may be y of 2 and z of 4 on the other: then the common mesh has two
+    axes, factors of 2 and 4. Each gets the link that the profile names for x, or for y or z; the
+    slower one, if it names both.
+
+    refinement: the axes of two meshes, each divided into factors that both meshes have.
     """
     if not profile.axes:
         return profile

@@ -135,26 +135,37 @@ class Profile:
         return hash(self.name)
 
     def for_axes(self, axes: Sequence[str], mesh: Mesh) -> Profile:
-        """Return the profile for some axes of a mesh as a mesh of their own, with its own device numbers."""
+        """Return the profile for a mesh of only some axes of this mesh.
+
+        On nodes of 4, axis a of Mesh(a=2, b=4) reaches over two nodes. Of Mesh(a=2) alone nobody
+        would see that: devices 0 and 1 would be in one node. So the result names the
+        link of every axis.
+        """
         if set(axes) == set(mesh.axes):
             return self
-        # By name, since device numbers of the part do not show which of its devices share a node.
         links = []
         inside = []
         for axis in axes:
             links.append((axis, self.link(axis, mesh)))
             in_node = self._positions_in_node(axis, mesh)
+            # Partly inside nodes: `link` is then the one across nodes, and `inside` says how far
+            # the faster one reaches.
             if 1 < in_node < mesh.size(axis):
                 inside.append((axis, in_node))
         return replace(self, axes=tuple(links), inside=tuple(inside))
 
     def link(self, axis: str, mesh: Mesh) -> Link:
-        """Return the link of all devices along an axis: the one across nodes if they are in several."""
+        """Return the slowest link between devices along a mesh axis.
+
+        That is the link across nodes if the devices along the axis are in several, else the one in
+        a node. A link that the profile names for the axis wins over both.
+        """
         origin = mesh.origin(axis)  # the axis that this one is a part of, or itself
         is_in_node = self._positions_in_node(axis, mesh) == mesh.size(axis)
         named = dict(self.axes).get(origin)
         if named is not None:
-            # Of an axis that is partly inside nodes, a part that does not leave one has the node's link.
+            # The named link of an axis that is partly inside nodes is the one across them. A
+            # sub-axis that does not leave a node has the link of a node.
             is_partly_inside = origin in dict(self.inside)
             return self.default if is_partly_inside and is_in_node else named
         if self.across is None or self.node_devices is None or is_in_node:
@@ -162,21 +173,25 @@ class Profile:
         return self.across
 
     def _positions_in_node(self, axis: str, mesh: Mesh) -> int:
-        """Return how many consecutive positions along an axis are in one node, wherever they begin.
+        """Return how many consecutive positions along a mesh axis are always in one node.
 
-        1 if none are. Nodes of 4, and a mesh of a=2, b=8: 4 along b, 1 along a.
+        Nodes of 4, and Mesh(a=2, b=8): 4 along b, since positions 0-3 and 4-7 share a node, and 1
+        along a, whose two positions are 8 devices apart. If nodes end at different positions for
+        different groups of devices, it is 1 as well.
         """
         position = mesh.position(axis)
         origin = mesh.origin(axis)  # the axis that this one is a part of, or itself
         size = mesh.sizes[position]
         if origin in dict(self.inside):
-            # The profile says it for the axis: so many of its positions are in one node. Counted
-            # within the axis' own positions: only the sub-axes of it that lie further in matter.
+            # The profile says how many positions of the original axis are in one node. This axis
+            # may be a sub-axis of it: then one step along it passes over all sub-axes that are
+            # further in.
             node_devices = dict(self.inside)[origin]
             later = [a for a in mesh.axes[position + 1 :] if mesh.origin(a) == origin]
             stride = math.prod(mesh.sizes_of(later))
         else:
-            # One kind of link for the whole axis: nothing to tell apart.
+            # There are no nodes, or the profile names one link for the whole axis: as
+            # if in one node.
             if self.across is None or self.node_devices is None or origin in dict(self.axes):
                 return size
             if mesh.n_devices <= self.node_devices:
@@ -233,15 +248,17 @@ class Profile:
         return rates.get(dtype, rates.get("float32", math.inf))
 
     def work(self, flops: int, touched: int, dtype: str) -> float:
-        """Return the seconds of a contraction: of its operations, or of its memory, if that takes longer.
+        """Predict the seconds of a local contraction: of its operations, or of its memory traffic.
+
+        The longer of both counts (a roofline). 1e12 operations at 1e15 a second: 1 ms.
 
         Args:
             flops: Floating point operations.
             touched: The elements that it reads and writes.
             dtype: The name of the dtype of its operands.
         """
-        # Hot: called for each placement that is weighed. A copy reads and writes each byte, so memory has
-        # twice the bandwidth.
+        # Hot: called for each placement that is weighed. `copy_bytes_per_s` counts a copied byte
+        # once, though it is read and written: so memory itself is twice as fast.
         memory_seconds = touched * itemsize(dtype) / (2 * self.copy_bytes_per_s)
         return max(flops / self.flops(dtype), memory_seconds)
 
@@ -283,17 +300,26 @@ class Fabric:
     spans: LinkSpans
 
     def seconds(self, kind: str, traffic: Traffic, itemsize: int) -> float:
-        """Predict the time of a step of a kind on the busiest device."""
+        """Predict the seconds that a step, such as an all-gather, takes on the busiest device.
+
+        They are the sum of local copies, of starting the collective, and of messages over each
+        level of links.
+
+        kind: the step's kind, as "all_gather". traffic: the elements that it copies and sends.
+        itemsize: bytes of an element.
+        """
         profile = self.profile  # hot: called for each step that a search weighs
         total = profile.copied_elements(traffic) * itemsize / profile.copy_bytes_per_s
         if kind not in LOCAL:
             total += profile.launch(kind) * profile.count_collectives(kind, traffic)
             total += profile.rings.get(kind, 0.0) * traffic.ring_rounds
-        for hop in traffic.hops:
+        for hop in traffic.hops:  # a hop: all messages over one level of links
             link = self.link(hop)
             way = 1.0
+            # On a ring, a message between any two devices passes over several links: on average a
+            # quarter of the ring, as it takes the shorter way round.
             if link.topology == "ring" and kind in DIRECT:
-                way = max(1.0, self.mesh.size(hop.axis) / 4)  # the mean distance, both ways round
+                way = max(1.0, self.mesh.size(hop.axis) / 4)
             total += link.seconds(hop, itemsize, way)
         return total
 
@@ -309,26 +335,31 @@ class Fabric:
         return sum(hop.received for hop in traffic.hops if self.link(hop) == self.profile.across)
 
     def has_phases(self, axes: Sequence[str]) -> bool:
-        """Return whether a gather over axes is faster as a collective for each kind of link.
+        """Return whether an all-gather is faster in phases: across nodes first, then inside them.
 
-        The other way is one ring through all devices, in which each link carries all but one block. Both
-        are compared in seconds for each byte of a block, without latencies.
+        The other way is one ring through all devices, in which each link carries all but one block.
+        For 2 nodes of 4 devices, phases send 1 block between nodes and then 3 * 2 inside. Both are
+        compared in seconds for each byte of a block, without latencies.
+
+        axes: the mesh axes of the gather.
         """
+        # A span is a stretch of an axis with one kind of link.
         spans = [span for span in self.spans if span.axis in axes and span.size > 1]
-        if len({span.level for span in spans}) < 2:
+        if len({span.level for span in spans}) < 2:  # links of one kind only: there are no phases
             return False
         n_devices = math.prod(span.size for span in spans)
         ring_seconds = 0.0
         phase_seconds = 0.0
         n_gathered = 1  # blocks that a device has after the phases so far
-        group_devices = n_devices  # within one position of the spans so far
+        group_devices = n_devices  # the devices that have the same position along the spans so far
         for span in spans:  # the slowest link first
             byte_seconds = 1 / self.links[span.level].bytes_per_s
             group_devices = group_devices // span.size
-            # The devices of a group share the links out of it; the slowest link decides.
+            # All devices of a group have links out of it, which share what leaves the group. The
+            # ring is as fast as its slowest link.
             ring_seconds = max(ring_seconds, (n_devices - 1) * byte_seconds / group_devices)
             phase_seconds += (span.size - 1) * n_gathered * byte_seconds
-            # So slow links carry few blocks, and fast ones all that these brought.
+            # The next phase, over faster links, passes on all blocks that this one brought.
             n_gathered *= span.size
         return phase_seconds < ring_seconds
 
@@ -344,10 +375,11 @@ class Stretch(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
-    """Find the links of a mesh, and which stretch of each axis has which.
+    """Find which links a mesh has, and which stretch of each mesh axis runs over which link.
 
     Nodes of 4, and an axis of 8: a stretch of 2 positions, each 4 from the next, over the link
-    between nodes, and a stretch of 4, each 1 from the next, over the link in a node.
+    between nodes, and a stretch of 4, each 1 from the next, over the link in a node. Links are
+    sorted, the slowest first; the index of a link is its level.
     """
     stretches = []
     for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
@@ -360,13 +392,15 @@ def _fabric(profile: Profile, mesh: Mesh) -> Fabric:
             stretches.append(Stretch(profile.default, axis, in_node, 1))
     links = [stretch.link for stretch in stretches]
     if profile.splits_groups(mesh):
-        # Between devices of a node is the link of a node, even where no axis runs inside nodes only.
+        # Nodes end in the middle of an axis, so that no stretch is inside nodes. Yet some devices
+        # share a node, and messages between them take its link.
         links.append(profile.default)
     ordered = sorted(dict.fromkeys(links), key=_slowest_first)  # each once, in one order
     spans = []
     for stretch in stretches:
         origin = mesh.origin(stretch.axis)
-        whole_axis = "" if origin == stretch.axis else origin  # "": it is no part of another axis
+        # The axis that this one is a part of; "" if it is an axis of its own.
+        whole_axis = "" if origin == stretch.axis else origin
         level = ordered.index(stretch.link)
         spans.append(LinkSpan(stretch.axis, stretch.size, level, stretch.step, whole_axis))
     spans.sort(key=_level_of)
@@ -391,16 +425,17 @@ class Price:
 
 
 def price(step: Step, before: Sharding, after: Sharding, itemsize: int, profile: Profile) -> Price:
-    """Return the price of a step between two shardings.
+    """Predict the seconds, received bytes and peak memory of one step, such as an all-gather.
 
-    The peak counts the input, the output, and for collectives a packing buffer.
+    before, after: the array's sharding before and after the step. itemsize: bytes of an element.
+    The peak counts the input, the output, and a buffer for what is packed into messages.
     """
     fabric = profile.fabric(before.mesh)
     traffic = step.traffic(before, fabric.spans)
     held_elements = before.max_local_size
     if step.kind not in VIEW_KINDS:  # else the result is the input, or a view of it
         held_elements += after.max_local_size
-    if traffic.hops:
+    if traffic.hops:  # messages are sent, from and into buffers
         held_elements += traffic.copied
     seconds = fabric.seconds(step.kind, traffic, itemsize)
     return Price(seconds, traffic.received * itemsize, held_elements * itemsize)

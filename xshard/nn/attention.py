@@ -92,12 +92,14 @@ class Attention:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that share the sequence out.
+        """The mesh axes over which the sequence is sharded while attention is computed.
 
         Those that shard the rows of queries, or else the rows of keys; for "reduce" the other way round.
+        `b s/cp h k` for both: (cp,).
         """
         of_queries = self.q.layout.dims[SEQUENCE].axes
-        # Along an axis that shards batches or heads, keys follow the queries.
+        # An axis that shards batches or heads of queries must shard those of keys,
+        # too, and not rows.
         taken = _sharding_axes(self.q.layout.dims[:SEQUENCE])
         of_keys = tuple(a for a in self.kv.layout.dims[SEQUENCE].axes if a not in taken)
         if self.method == REDUCE and of_keys:  # keys stay where they are, and queries move
@@ -108,7 +110,10 @@ class Attention:
 
     @cached_property
     def queries(self) -> Sharding:
-        """The sharding under which queries are used."""
+        """The sharding that queries are redistributed to before scores are computed.
+
+        For `b h s/cp k`: the same with "gather" and "ring"; `b h/balanced(cp) s k` with "ulysses".
+        """
         dims = list(self.q.layout.dims)
         tags = self.q.layout.tags
         heads = dims[HEADS]
@@ -119,6 +124,7 @@ class Attention:
         elif self.method == RING and not rows.axes:  # only keys are sharded: queries follow them
             dims[SEQUENCE] = Dim(rows.name, (Shard(self.axes),))
         elif self.method == REDUCE:
+            # Each device needs all queries that any device along these axes has.
             if set(rows.axes) & set(self.axes):
                 dims[SEQUENCE] = Dim(rows.name)
             tags = (("copy", self.axes),)  # each device uses them for its own keys
@@ -176,16 +182,19 @@ class Attention:
         return Dim(of_keys.name, (Shard(self.axes),))
 
     def _key_heads(self) -> Dim:
-        """Return the heads of keys that each device's heads of queries read, as an overlap.
+        """Return how key heads are sharded, so that each device has those that its queries read.
 
-        6 heads of queries over 2 devices, 2 to a head of keys: heads 0, 1 and heads 1, 2 of keys.
+        With grouped queries, devices may need the same head of keys: 6 heads of queries on 2
+        devices, 2 to a head of keys: the devices read heads 0, 1 and heads 1, 2 of keys. The shared
+        ones are written as an overlap (halo) of blocks.
         """
         queries = self.queries
         group = self.query_heads_per_key_head
         dim = queries.layout.dims[HEADS]
         if group == 1 or not dim.axes:
             return dim
-        # Heads by numbers may lie apart: then a device's heads of keys are no interval.
+        # A shard that lists the numbers of heads may give a device heads 0 and 5: its heads of keys
+        # are then not consecutive, and no overlap describes them.
         if any(shard.numbers for shard in dim.shards):
             hint = f"as in {dim.name}/balanced({','.join(dim.axes)})"
             what = "heads in groups, sharded by numbers"
@@ -227,13 +236,18 @@ class Attention:
 
     @cached_property
     def rounds(self) -> int:
-        """The number of blocks of keys that a device uses; no window reaches later ones."""
+        """The number of blocks of keys that each device uses in turn: 1 unless in a ring.
+
+        With a ring of 8 devices that is 8, or fewer if a window ends before: later blocks would be
+        masked for all queries.
+        """
         n_blocks = 1
         if self.method == RING:
             n_blocks = len(self.devices)
         if self.left is None:
             return n_blocks
-        # A later round may count where an earlier one does not: a block travels through all before it.
+        # The last round in which some device has scores that count. Earlier rounds without any have
+        # to run as well, since blocks reach later devices only through them.
         last = 0
         for turn in range(1, n_blocks):
             if any(tiles(self, device, turn) for device in self.devices):
@@ -259,8 +273,13 @@ class Attention:
         return self.keys.max_local_shape[SEQUENCE]
 
     def rotation(self, block: Sequence[int], by: int = 1) -> Rotation:
-        """Return the move of each device's block, of shape `block`, to the device `by` further on."""
-        # As an array of all devices' blocks, sharded by rows; the move changes which device has which.
+        """Describe "pass each block on to the device `by` places further on" as a redistribution.
+
+        All devices' blocks together are taken as one array that is sharded by rows. On 4 devices
+        with by=1, device 1 then has the rows that device 0 had.
+
+        block: the shape of one block, (batch, heads, rows, width).
+        """
         batch, heads, rows, width = block
         n_devices = len(self.devices)
 
@@ -274,17 +293,21 @@ class Attention:
     def blocks_by_round(
         self, kv: T, send: Callable[[T], Callable[[], T]]
     ) -> Iterator[tuple[int, T]]:
-        """Iterate over the rounds of a ring, with the block of keys that each uses.
+        """Yield (number of the round, block of keys and values) for each round of a ring.
 
-        send: begins to send a block to the next device, and returns a function that waits for the one
-        that arrives. The next block travels while the caller computes with this one.
+        The next block travels while the caller computes with this one.
+
+        kv: this device's own block, which round 0 uses. send: begins to send a block to the next
+        device, and returns a function that waits for the block that arrives and returns it.
         """
         for turn in range(self.rounds):
             is_last = turn + 1 == self.rounds
-            if is_last:
+            if is_last:  # nobody needs this block any more
                 yield turn, kv
                 return
-            wait = send(kv)  # before the caller computes, so that both happen at once
+            # Before the caller gets its turn, so that messages and computing happen
+            # at the same time.
+            wait = send(kv)
             yield turn, kv
             kv = wait()
 
@@ -302,9 +325,10 @@ def _sharding_axes(dims: Sequence[Dim]) -> set[str]:
 
 
 def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
-    """Return the names of dims in the order (*batch, heads, sequence, width).
+    """Return the names of a layout's dims in the order (*batch, heads, sequence, width).
 
-    Raises NotationError unless the dims are there, and the last is not sharded.
+    `b s/cp h k` with sequence "s" and heads "h" -> (b, h, s, k). The width is the last dim of the
+    layout. Raises NotationError unless the dims are there, and the width is not sharded.
     """
     for name, option in ((sequence, "sequence"), (heads, "heads")):
         if name not in layout.names[:-1]:
@@ -337,16 +361,20 @@ def key_order(kv_layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:
 def key_lengths(
     q: Sharding, kv_layout: Layout, heads: str, kv_heads: int | None, kv_length: int | None
 ) -> list[int | None]:
-    """Return the global lengths of dims of keys and values, as far as queries and options tell.
+    """Return the global length of each dim of keys, as far as queries and options tell it.
 
-    None: the length follows from blocks, as the width does.
+    Batches are as many as of queries. None stands for a length that is inferred from the blocks:
+    the width, and heads and rows unless `kv_heads` and `kv_length` give them.
+
+    heads: the name of the dim of heads.
     """
     lengths: dict[str, int | None] = dict(zip(q.layout.names[:-1], q.shape[:-1], strict=True))
     rows = [name for name in kv_layout.names[:-1] if name not in lengths]
     if kv_length is not None and not rows:
         hint = "rows of keys that are others than the queries' rows have another name, as in b t/cp h k"
         raise XshardError(f"kv_length={kv_length}", text=str(kv_layout), hint=hint)
-    # Rows of a name of their own are not as many as the queries', and heads may be fewer.
+    # Keys whose rows have a name of their own, as t beside s, have their own number of rows. Heads
+    # of keys may be fewer than of queries.
     lengths |= dict.fromkeys(rows, kv_length)
     lengths[heads] = kv_heads
     return [lengths.get(name) for name in kv_layout.names]
@@ -362,20 +390,28 @@ def attention(
     window: Any = None,
     offset: int = 0,
 ) -> Attention:
-    """Describe the attention of queries, keys and values, all of them in `dim_order`.
+    """Describe an attention by the shardings of its arrays and its options; nothing is computed.
 
+    The result says how queries and keys are sharded while scores are computed,
+    and which scores count.
+
+    q, k, v: shardings with dims (*batch, heads, sequence, width). how: the method; AUTO leaves it
+    open. window: as in the bridges' `attention`. offset: query i stands at row i +
+    offset of the keys.
     Raises XshardError for an unknown method or a wrong window, and ShapeError if arrays do not fit.
     """
     if how not in (AUTO, *METHODS):
         raise XshardError(f"unknown how={how!r}", hint=f"there are: {', '.join((AUTO, *METHODS))}")
     left, right = _visible_range(window)
-    if causal:  # with a window, too, whatever that says about later rows
+    if causal:  # no later rows, also if the window allows some
         right = 0
     _check_shapes(q, k, v)
     # Keys and values travel side by side, along the width.
     kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
     attn = Attention(q, kv, v.shape[WIDTH], how, left, right, offset)
-    if q.mesh.size(*attn.axes) == 1:  # no axis shares the sequence out: there is nothing to move
+    # The sequence is not sharded, so that all methods are the same: "gather"
+    # without anything to send.
+    if q.mesh.size(*attn.axes) == 1:
         return replace(attn, method=GATHER)
     return attn
 
@@ -397,9 +433,10 @@ def _check_shapes(q: Sharding, k: Sharding, v: Sharding) -> None:
 
 
 def _visible_range(window: Any) -> tuple[int | None, int | None]:
-    """Return how many rows a query sees before its place and after it; None: all.
+    """Turn the option `window` into (rows seen before the query's own, rows seen after it).
 
-    3 -> (2, 2); (2, 0) -> (2, 0); None -> (None, None). Raises XshardError.
+    3 -> (2, 2), as the number counts the query's own row. (2, 0) -> (2, 0). None, for no limit ->
+    (None, None). Raises XshardError for other values.
     """
     is_pair = isinstance(window, tuple | list) and len(window) == 2
     sides = window if is_pair else (window, window)
@@ -419,10 +456,14 @@ def _visible_range(window: Any) -> tuple[int | None, int | None]:
 
 
 def dropped(seed: Any, position: Sequence[Any], *, share: float) -> Any:
-    """Return whether the weights at positions are dropped: the same in any framework, on any devices.
+    """Decide by a hash of the seed and a weight's position whether dropout drops it.
 
-    position: the numbers that name a weight, arrays of int64 or uint32 that broadcast; share: the part of
-    weights that is dropped.
+    No random generator is used: the answer is the same in torch, JAX and numpy, and on any number
+    of devices.
+
+    position: the numbers that name a weight (batch and head, query, key), arrays of int64 or uint32
+    that broadcast. share: the part of weights that is dropped, as 0.1. Returns booleans of the
+    broadcast shape.
     """
     bits = seed & BITS
     # The seed is mixed alone first, with a 0: seeds that are near each other share no masks.
@@ -438,10 +479,14 @@ def dropped(seed: Any, position: Sequence[Any], *, share: float) -> Any:
 def document_move(
     attn: Attention, layout: Layout, ndim: int, of_keys: bool = False
 ) -> DocumentMove:
-    """Return the move that gathers document numbers along the sequence.
+    """Return the redistribution that gathers document numbers along the sequence.
 
-    layout: of the queries or the keys, whichever the numbers are for; ndim: 1 for `[sequence]`, else
-    `[*batch, sequence]`. Batches stay sharded as the queries' are.
+    For queries `b/dp h s/cp k`: `b/dp s/cp -> b/dp s`. Masks need the numbers of all rows, and only
+    of this device's batches.
+
+    layout: of the queries or the keys, whichever the numbers are for, in the caller's order of
+    dims. ndim: of the numbers; 1 for `[sequence]`, else `[*batch, sequence]`. of_keys: whether they
+    are for keys.
     """
     array = attn.kv if of_keys else attn.q
     names = array.layout.names  # in `dim_order`
@@ -460,9 +505,13 @@ def document_move(
 
 @layout_cache(maxsize=4096)
 def tiles(attn: Attention, device: int, round_index: int = 0) -> tuple[Tile, ...]:
-    """Return the tiles of a device's scores that count, in the order of its queries.
+    """Cut a device's scores [queries, keys] into rectangles that a kernel computes one by one.
 
-    Rows and keys that are masked everywhere are left out.
+    Each has a kind: all scores count, the causal mask applies, or some other mask. What the causal
+    mask or the window hides altogether is left out. A causal mask, queries of rows 4-7, keys of
+    rows 0-3: one rectangle, in which all scores count. They come in the order of the queries.
+
+    round_index: the round of a ring, which decides whose keys the device has.
     """
     q = attn.query_rows(device)
     k = attn.key_rows(device, round_index)
@@ -476,9 +525,11 @@ def tiles(attn: Attention, device: int, round_index: int = 0) -> tuple[Tile, ...
 
 
 def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
-    """Return where runs of consecutive rows start in an array's blocks, if that is equal on all devices.
+    """Return the local rows at which runs of consecutive global rows start in all devices' blocks.
 
-    Else, or if there are many runs, `(0,)`: the block is one run.
+    8 rows in zigzag order on 2 devices, (0, 1, 6, 7) and (2, 3, 4, 5): the starts differ, (0, 2)
+    and (0,). Then, or if blocks differ in size or have many runs, the result is `(0,)`: the whole
+    block is treated as one run.
     """
     dim = len(array.shape) + SEQUENCE
     starts = set[tuple[int, ...]]()
@@ -502,8 +553,16 @@ def _runs(rows: Rows) -> list[slice]:
 
 
 def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile | None:
-    """Return the part of the scores between a run of queries and a run of keys that counts, or None."""
-    # All numbers below are places among the keys. A query at place p sees keys p - left ... p + right.
+    """Find the smallest rectangle with all scores that count between some queries and some keys.
+
+    A causal mask, queries of global rows 4-7 and keys of rows 0-3: all scores. Queries 0-3 and keys
+    4-7: None, since all are masked.
+
+    q, k: the global rows of a device's queries and keys. q_run, k_run: the local rows to look at,
+    which are consecutive rows of the whole array, or all rows of a block with gaps.
+    """
+    # Below, a query's place is its row plus the offset: that is a row of the keys. A query at place
+    # p sees keys p - left ... p + right.
     q_start, q_stop = _spanned_interval(q[q_run] + attn.offset)
     k_start, k_stop = _spanned_interval(k[k_run])
     farther_than_any = int(k.max()) + int(q.max()) + abs(attn.offset) + 1
@@ -521,7 +580,8 @@ def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile
         return None
     has_gaps = q_stop - q_start != q_run.stop - q_run.start
     if has_gaps or k_stop - k_start != k_run.stop - k_run.start:
-        return Tile(q_run, k_run, SOME)  # places do not tell the local rows
+        # With gaps between rows, a place cannot be turned into a local row by subtraction.
+        return Tile(q_run, k_run, SOME)
 
     # The queries that see some of these keys.
     first_query = max(q_start, first_key - right)

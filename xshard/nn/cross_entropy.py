@@ -27,10 +27,13 @@ class ClassDim(NamedTuple):
 def class_dim(
     sharding: Sharding, name: str, block: Sequence[int], labels: Sequence[int], reduction: str
 ) -> ClassDim:
-    """Return which dim of logits is the one of classes, and which axes shard it and the tokens.
+    """Find the dim of classes in sharded logits, and the mesh axes that shard classes and tokens.
 
-    name: of the dim; block, labels: the shapes of this device's logits and labels. Raises XshardError for
-    an unknown reduction, ShapeError unless each token has one label.
+    Logits `b/dp s v/tp` with the name "v": dim 2, axes (tp,), token axes (dp,).
+
+    name: of the dim of classes. block, labels: the shapes of this device's logits, [b, s, v], and
+    labels, [b, s]. Raises XshardError for an unknown reduction, and ShapeError unless each token
+    has one label.
     """
     if reduction not in REDUCTIONS:
         hint = f"one of {', '.join(REDUCTIONS)}"

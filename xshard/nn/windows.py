@@ -48,16 +48,21 @@ class Frame:
 
 @layout_cache(maxsize=4096)
 def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int = 1) -> Frame:
-    """Return the frame of a convolution or a pool along a sharded dim.
+    """Plan a convolution or a pool along a sharded dim: which rows each device reads and computes.
 
-    base: the dilation of rows; between rows lies the boundary's value.
+    3 taps with padding 1 over 8 rows on 2 devices: outputs 0-3 read rows -1 to 4, and outputs 4-7
+    read rows 3 to 8, where -1 and 8 are padding.
+
+    sizes: of the mesh axes that shard the dim. base: the dilation of the input: 2 puts one place
+    between neighbouring rows, which holds the boundary's value.
     """
     padding_before, padding_after = window.padding
     stride = window.s
     span = _span(window)
     if base > 1 or min(padding_before, padding_after) < 0:
-        # No overlap says this: each part's outputs read one interval, and it gets just those rows.
-        dilated = 0  # rows, and the places between them
+        # The notation of windows in layouts cannot say this. So each device gets a halo of just the
+        # rows that its outputs read.
+        dilated = 0  # the number of rows with the places between them
         if length:
             dilated = (length - 1) * base + 1
         outputs = max(0, (dilated + padding_before + padding_after - span) // stride + 1)
@@ -72,7 +77,8 @@ def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int 
         runs = []
         for run in unrolled(window_outputs(source, window, length, sizes, coords)):
             if run.length:
-                # Consecutive outputs read overlapping windows: one interval of rows.
+                # The windows of consecutive outputs follow each other: together one interval of
+                # rows, from the start of the first to the end of the last.
                 first_row = run.start * stride - padding_before
                 rows = (run.length - 1) * stride + span
                 runs.append(OutputRun(first_row, rows, run.start, run.length))
@@ -97,7 +103,12 @@ def transposed_frame(
     p: int = 0,
     extra: int = 0,
 ) -> Frame:
-    """Return the frame of a transposed convolution: tap j adds row i to output `i * s - p + d * j`."""
+    """Plan a transposed convolution along a sharded dim: which rows each device reads and computes.
+
+    Tap j adds row i to output `i * s - p + d * j`, as in torch.
+
+    k: number of taps. s: stride. d: dilation. p: padding. extra: torch's `output_padding`.
+    """
     span = d * (k - 1) + 1
     outputs = 0
     if length:
@@ -116,7 +127,9 @@ def interval_frame(
     rule: str = "",
     beyond: Boundary = EMPTY,
 ) -> Frame:
-    """Return the frame of an op in which the outputs of every part read one interval of rows.
+    """Plan an op along a sharded dim in which each device's outputs read one interval of rows.
+
+    The result has the halo of each block that brings those rows, and how the outputs are sharded.
 
     Args:
         dim: The dim of the rows, without an overlap.
@@ -152,7 +165,8 @@ def interval_frame(
             first = min(max(first, 0), length)
             last = min(max(last, 0), length)
         last = max(first, last)  # an empty interval, where all rows are beyond an end
-        # Negative where a part does not read all of its own rows.
+        # Rows to receive before and after the device's own. Negative: own rows that
+        # it does not read.
         halo_before.append(own_first - first)
         halo_after.append(last - own_last)
         if start < stop:
@@ -181,7 +195,15 @@ def _tap_rows(span: int, stride: int, base: int, padding: int) -> Reads:
 def _result_dim(
     dim: Dim, length: int, outputs: int, row_intervals: list[Interval], rule: str
 ) -> Dim:
-    """Return how outputs are sharded, by the rule of `interval_frame`."""
+    """Return how the outputs of an op are sharded along a dim.
+
+    rule: "balanced": in blocks that differ by one at most. "aligned": each device has the same
+    share of outputs as of rows: rows 4 + 2 and 3 outputs -> outputs 2 + 1. "": with the shards of
+    the rows, or as "aligned" if these have given sizes, which add up to the number of
+    rows and no other.
+
+    row_intervals: the rows [start, stop) of each device.
+    """
     if not dim.axes:
         return Dim(dim.name, dim.shards)
     if rule == "balanced":
@@ -189,7 +211,7 @@ def _result_dim(
     has_sizes = any(shard.order == SIZES for shard in dim.shards)
     if rule != "aligned" and not has_sizes:
         return Dim(dim.name, dim.shards)
-    # The parts' shares of the rows, rounded up, so that no output is left over.
+    # Scale the ends of the rows' blocks to outputs; the last end gives the number of outputs.
     edges = [0]
     for _, stop in row_intervals:
         edges.append(math.ceil(stop * outputs / max(length, 1)))
@@ -207,14 +229,18 @@ def _intervals(parts: tuple[Runs, ...]) -> list[Interval]:
 
 
 def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
-    """Return the window of a pool; with `ceil`, padded at its end by what torch's `ceil_mode` reads."""
+    """Return the window of a pool; with `ceil`, padded further at its end, as torch's `ceil_mode`.
+
+    5 rows, 2 taps, stride 2: two windows, and a third over row 4 and one row
+    of padding with `ceil`.
+    """
     if not ceil:
         return window
     padding_before, padding_after = window.padding
     span = _span(window)
     padded = length + padding_before + padding_after
     last_start = -(-(padded - span) // window.s) * window.s
-    # The last window counts if it begins in the array or in the padding before it.
+    # A last window that would begin in the padding after the array does not count.
     if last_start >= length + padding_before:
         return window
     return replace(window, p=(padding_before, padding_after + last_start + span - padded))
@@ -225,7 +251,10 @@ def pool_counts(
 ) -> NDArray[np.int64]:
     """Return the number of rows by which an average pool divides each output, as in torch.
 
-    padding: rows after the array that count, unless `include_pad` is false.
+    3 taps with padding 1 over 4 rows: 3 for each output with `include_pad`; without it 2, 3, 3, 2.
+
+    length: number of rows. outputs: the numbers of the outputs to count for. padding: how many rows
+    after the array count as padding. include_pad: torch's `count_include_pad`.
     """
     first = np.asarray(outputs, np.int64) * window.s - window.padding[0]
     last = np.minimum(first + window.k, length + padding)
@@ -245,14 +274,18 @@ class Taps(NamedTuple):
 def taps(
     mode: str, length: int, outputs: int, *, align_corners: bool = False, scale: float | None = None
 ) -> Taps:
-    """Return which of `length` rows each of `outputs` rows of an interpolation reads, with weights.
+    """Return which rows each output of an interpolation reads, and with which weights, as in torch.
 
-    scale: outputs per input, by default by the lengths. Raises XshardError for a mode not in `MODES`.
+    "linear", 2 rows to 4 outputs: output 1 reads rows 0 and 1 with weights 0.75 and 0.25. Arrays
+    are (outputs, taps): 1 tap for nearest, 2 for linear, 4 for cubic.
+
+    length, outputs: the numbers of rows and of outputs. scale: outputs per row; None: outputs /
+    length. Raises XshardError for a mode not in `MODES`.
     """
     if mode not in MODES:
         raise XshardError(f"no interpolation {mode!r}", hint=f"modes are: {', '.join(MODES)}")
     output = np.arange(outputs, dtype=np.float64)
-    # With a scale torch takes its inverse, not the ratio of lengths, which may be rounded.
+    # 5 rows with a scale of 1.5 are 7 outputs: torch then steps by 1 / 1.5, not by 5 / 7.
     step = length / outputs if scale is None else 1 / scale
     if mode.startswith("nearest"):
         shift = 0.0
@@ -262,7 +295,7 @@ def taps(
         nearest = np.minimum(nearest, length - 1)
         return Taps(nearest[:, None], np.ones((outputs, 1)))
 
-    # Where each output lies among the rows.
+    # Where the center of each output lies among the rows, as a number of rows.
     if align_corners:
         # The first and the last output lie on the first and the last row.
         center = np.zeros_like(output)
@@ -270,7 +303,8 @@ def taps(
             center = output * ((length - 1) / (outputs - 1))
     else:
         center = (output + 0.5) * step - 0.5
-    if mode == "linear":  # not cubic, which goes on beyond the first row
+    # As torch does: linear clamps positions before the first row, cubic does not.
+    if mode == "linear":
         center = np.maximum(center, 0.0)
     first = np.floor(center).astype(np.int64)
     part = center - first
