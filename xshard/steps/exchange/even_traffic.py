@@ -366,8 +366,8 @@ def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     needed = math.prod(shape) // n_nodes  # by each node
     at_hand = needed
     for digit in digits:
-        # A digit of the row number that is no coordinate of the node before, or the same one after:
-        # the rows that the node needs differ in nothing from those that it has.
+        # This digit is no coordinate of a node before, or is the same coordinate after: a node has
+        # every value of it that it needs.
         if digit.src is None or digit.src.span.level != 0 or digit.src == digit.dst:
             continue
         if digit.dst is not None and digit.dst.span.level == 0:
