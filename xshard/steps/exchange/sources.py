@@ -392,8 +392,9 @@ def _row_pairs(
 
     The result is three arrays `[pairs]`: receiver, sender, rows. "n/x" -> "n" with 4 rows on x=2:
     receivers 0 1, 0 0 1 1, senders 0 1, 0 1 0 1, rows 0 0, 2 2 2 2. The first pair of each receiver
-    is with itself: what its halo has already, here nothing. Receiver i has index `src_indices[i]` along the axes that shard
-    the dim before, and `dst_indices[i]` after; senders are numbered as the former.
+    is with itself: what its halo has already, here nothing. Receiver i has index `src_indices[i]`
+    along the axes that shard the dim before, and `dst_indices[i]` along those after; senders are
+    numbered along the former.
     """
     receivers = np.arange(len(src_indices))
     if dst.side == CARRIED:  # all rows come from the receiver itself
