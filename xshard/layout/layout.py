@@ -212,14 +212,14 @@ class Layout(Pictured):
         return replace(self, dims=tuple(renamed))
 
     def resolved(self, ndim: int) -> Layout:
-        """Replace `...` by dims `_0`, `_1`, ... for an array of `ndim` dims.
+        """Write `...` out as unsharded dims `_0`, `_1`, ..., so that the layout has `ndim` dims.
 
         `b ... c` for 4 dims -> `b _0 _1 c`, for 2 dims -> `b c`.
 
         Raises:
             ShapeError: An array of `ndim` dims cannot have this layout.
         """
-        missing = ndim - len(self.dims)  # -1 if `...` stands for no dim
+        missing = ndim - len(self.dims)  # `...` counts as a dim: -1 if it stands for none
         if ELLIPSIS not in self.names:
             if missing:
                 reason = f"'{self}' has {len(self.dims)} dims, the array has {ndim}"

@@ -319,16 +319,17 @@ def check_pieces(count: int, most: int = MOST_PIECES) -> None:
 
 
 def intersections(a: IntervalTable, b: IntervalTable) -> Overlaps:
-    """Find the rows that the intervals of two tables share, in the order of `b`.
+    """Intersect two lists of row intervals: find each pair that overlaps, and the rows they share.
 
-    a [0, 4) [4, 8), b [2, 6) -> [2, 4) of interval 0 of a, and [4, 6) of interval 1.
+    Intervals [0, 4) and [4, 8) of `a`, and [2, 6) of `b` -> [2, 4), of intervals 0 of a and 0 of b,
+    and [4, 6), of intervals 1 of a and 0 of b. The result is four arrays `[pairs]`, ordered as `b`.
 
     Args:
         a: Intervals in ascending order, of which no two have a row in common.
         b: Intervals in any order.
 
     Raises:
-        ShapeError: More than MOST_PIECES pairs meet.
+        ShapeError: More than MOST_PIECES pairs overlap.
     """
     a_stop = a.start + a.length
     b_stop = b.start + b.length

@@ -209,7 +209,7 @@ class Owners(RowMap):
 
     @api_boundary
     def moved(self, rows: ArrayLike, to: ArrayLike) -> Owners:
-        """Return the map after some rows have moved to other parts.
+        """Return a new map in which some rows are owned by other parts, as when particles migrate.
 
         A row that moves comes after the rows that stay, in the order of `rows`. Migration is a
         redistribution between both maps: `"n/by(gp,before) d -> n/by(gp,after) d"`.
@@ -304,9 +304,9 @@ class Needs(RowMap):
     def of_edges(
         cls, owners: Owners, senders: ArrayLike, receivers: ArrayLike, hops: int = 1
     ) -> tuple[Needs, list[Edges]]:
-        """Find the rows that each part reads along directed edges, and its edges in local rows.
+        """Find which rows each part of a graph reads from others, and its edges in local numbers.
 
-        A part has the edges into its own rows; with `hops`, also the edges into rows one hop away,
+        Rows are the nodes of the graph. A part has the edges into its own rows; with `hops`, also the edges into rows one hop away,
         two, ..., so that as many layers need no exchange in between. It reads the nearest rows
         first, in ascending order; local rows are a part's own, then these. With one hop each edge
         belongs to one part, its receiver's: `Owners.of_rows([e.number for e in edges])` cuts
@@ -320,7 +320,8 @@ class Needs(RowMap):
             hops: How many layers run between two exchanges.
 
         Returns:
-            The needs, and the edges of each part.
+            The rows that each part reads from others, and the edges of each part: their numbers, and
+            their senders and receivers as rows of its block.
 
         Raises:
             ShapeError: An edge lacks an end, or has a row that does not exist.

@@ -250,7 +250,7 @@ def _window(scanner: Scanner) -> Window:
 
 
 def _window_option(scanner: Scanner, name: str) -> Width | str:
-    """Parse the value after `name=` in a window: `p=1` or `p=(1,2)`, `out=balanced`, `s=2`.
+    """Parse the value after `name=` in a window: `p=1` or `p=[1,2]`, `out=balanced`, `s=2`.
 
     Returns a word for `out`, one number or two for the padding `p`, and a number for all others.
     """
