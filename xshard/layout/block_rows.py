@@ -253,8 +253,9 @@ def _halo_intervals(
 ) -> list[tuple[int, int]]:
     """List the row intervals (start, stop) that a device owns, each widened by its halo.
 
-    Rows 4 to 7 with a halo of 1 row before and 2 after -> (3, 10). A halo has one width on each side
-    for all devices, or a list of one per device; then each device owns one contiguous interval.
+    Rows 4 to 7 with a halo of 1 row before and 2 after -> (3, 10). A halo has one width on each
+    side for all devices, or a list of one per device; then each device owns one contiguous
+    interval.
     """
     part = row_major(sizes, coords)
     rows_before, rows_after = halo.widths(part)

@@ -98,9 +98,9 @@ def _ambiguity(dim: Dim, rows: int, blocks: Mapping[int, int], fitting: Sequence
 def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
     """Infer the global length of a dim from the rows of one block; None if they do not say it.
 
-    A block of 3 rows under "n/x" with x=4 -> 12, as all blocks are taken as equally long. With a halo
-    of 1 on both sides 3 rows -> 4, since two belong to neighbours. Where the layout lists sizes, as
-    in `n/sizes(x,3,1)`, their sum is the length.
+    A block of 3 rows under "n/x" with x=4 -> 12, as all blocks are taken as equally long. With a
+    halo of 1 on both sides 3 rows -> 4, since two belong to neighbours. Where the layout lists
+    sizes, as in `n/sizes(x,3,1)`, their sum is the length.
 
     Args:
         dim: The dim.

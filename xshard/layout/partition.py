@@ -215,8 +215,8 @@ def cut_by_shards(length: int, shards: Sequence[Shard], sizes: Ints, coords: Int
 def _inner(length: int, runs: Runs, positions: Runs) -> Runs:
     """Translate positions in a block into rows of the array.
 
-    A block of rows 4 to 7 at positions 0 and 2 -> rows 4 and 6. `runs` are the rows of the block, of
-    an array of `length` rows; `positions` count from its first row.
+    A block of rows 4 to 7 at positions 0 and 2 -> rows 4 and 6. `runs` are the rows of the block,
+    of an array of `length` rows; `positions` count from its first row.
     """
     if runs == interval(0, length):
         return positions  # all rows: a position is its row

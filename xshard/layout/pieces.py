@@ -75,7 +75,8 @@ def cut_at_edges(table: IntervalTable) -> CutPieces:
     """
     stop = table.start + table.length
     edges = unique_rows(np.concatenate([table.start, stop]))  # ascending
-    # Interval i lies between edges i and i + 1. Each piece consists of one or more of them in a row.
+    # Interval i lies between edges i and i + 1. Each piece consists of one or more of them in a
+    # row.
     first_interval = np.searchsorted(edges, table.start)
     intervals_of_piece = np.searchsorted(edges, stop) - first_interval
     runs.check_pieces(int(intervals_of_piece.sum()))
@@ -208,7 +209,8 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
     `dst` shares 2 rows with block 1 of `src`. Pairs of blocks without common rows are left out.
     """
     if any(isinstance(block, Rows) for block in (*src, *dst)):
-        # Some rows are listed one by one: a lookup table by row is quickest, if it is not too large.
+        # Some rows are listed one by one: a lookup table by row is quickest, if it is not too
+        # large.
         shared = _shared_by_table(list(map(row_numbers, src)), list(map(row_numbers, dst)))
         if shared is not None:
             return shared
@@ -219,8 +221,8 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
         dst_pieces = expanded(dst_table)
         once = np.ones(len(dst_pieces.start), np.int64)
         return _shared_by_intervals(expanded(src_table), dst_pieces, once, len(src))
-    # Too many pieces to list, as of a long cyclic sharding. Their pattern repeats: the pieces of one
-    # period are listed, each with the number of times that it counts.
+    # Too many pieces to list, as of a long cyclic sharding. Their pattern repeats: the pieces of
+    # one period are listed, each with the number of times that it counts.
     src_period, dst_period = _one_period(src_table, dst_table)
     return _shared_by_intervals(src_period.pieces, dst_period.pieces, dst_period.times, len(src))
 
@@ -332,8 +334,8 @@ def _one_period(src: Numbers, dst: Numbers) -> tuple[_Period, _Period]:
     low = edges[:-1]
     high = edges[1:]
     times = np.maximum((high - low) // period, 1)
-    # Two windows for each stretch [low, high): its first period, which counts `times` times, and the
-    # rows after the last whole period, which count once.
+    # Two windows for each stretch [low, high): its first period, which counts `times` times, and
+    # the rows after the last whole period, which count once.
     window_starts = np.stack([low, low + times * period], axis=1).reshape(-1)
     window_stops = np.stack([np.minimum(low + period, high), high], axis=1).reshape(-1)
     window_times = np.stack([times, np.ones_like(times)], axis=1).reshape(-1)
@@ -365,8 +367,8 @@ def _inside(table: Numbers, windows: IntervalTable, times: Numbers) -> _Period:
     stretches = IntervalTable(block, local, start, _period_ends(table) - start)
     window, run, low, high = runs.intersections(windows, stretches)
     step = np.maximum(stride, 1)[run]  # the stride of a single interval is 0
-    # The repetitions [first, stop) of a run have rows in [low, high): from the first that ends after
-    # `low` to the last that begins before `high`. -(-a // b) is a / b rounded up.
+    # The repetitions [first, stop) of a run have rows in [low, high): from the first that ends
+    # after `low` to the last that begins before `high`. -(-a // b) is a / b rounded up.
     first = np.clip((low - start[run] - length[run]) // step + 1, 0, repeats[run])
     stop = np.clip(-((start[run] - high) // step), first, repeats[run])
     counts = stop - first

@@ -49,9 +49,9 @@ def wanted_rows(
 ) -> AllRuns:
     """List, for each block of a dim, the rows that it must receive in a redistribution.
 
-    "n/x" with 8 rows on x=2 -> rows 0-3, rows 4-7. A halo's rows are wanted too. Under a Fold, where
-    rows in several blocks are contributions to be added up, only one block wants each row, and FILL
-    is in place of the others.
+    "n/x" with 8 rows on x=2 -> rows 0-3, rows 4-7. A halo's rows are wanted too. Under a Fold,
+    where rows in several blocks are contributions to be added up, only one block wants each row,
+    and FILL is in place of the others.
 
     Args:
         dim: A dim of the layout of the result.
@@ -79,8 +79,8 @@ def offered_rows(
     """List, for each block of a dim, the rows that others may take from it.
 
     One tuple of lists per block. "n/x:halo(1,1)" with 8 rows on x=2: block 0 offers rows 0-3, and
-    not row 4 of its halo, as each row is offered once. Under a Fold, where rows in several blocks are
-    contributions to be added up, all are offered: in several lists if a block has a row several
+    not row 4 of its halo, as each row is offered once. Under a Fold, where rows in several blocks
+    are contributions to be added up, all are offered: in several lists if a block has a row several
     times, since the rows of a list are distinct. The arguments are those of `wanted_rows`.
     """
     # One block offers each row. Copies beyond a pole (`side` is not STRAIGHT) are never offered.
@@ -116,8 +116,8 @@ def provided_rows(dim: Dim, length: int, sizes: Sizes) -> AllRuns:
     """Choose one block to provide each row that several blocks hold, as with a halo.
 
     "n/x:halo(1,1)" with 4 rows on x=2: blocks hold 0 1 2 and 1 2 3 (and padding); block 0 provides
-    0 1, block 1 provides 2 3, and FILL stands in place of all else. The owner of a row provides it; if
-    it does not hold it, a block that has the row as a neighbour's, then one that copies it from
+    0 1, block 1 provides 2 3, and FILL stands in place of all else. The owner of a row provides it;
+    if it does not hold it, a block that has the row as a neighbour's, then one that copies it from
     beyond an end of the array.
     """
     if dim.overlap is None:

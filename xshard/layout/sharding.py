@@ -260,8 +260,8 @@ class Sharding(Pictured):
     def agrees_with(self, other: Sharding, dim: int) -> bool:
         """Compare one dim of two shardings: whether all devices have the same rows of it.
 
-        What boundaries do to rows beyond the ends of the array (fill or negate) must agree too. Both
-        shardings have one mesh and one shape. `n/zigzag(x)` agrees with `n` if x has size 1.
+        What boundaries do to rows beyond the ends of the array (fill or negate) must agree too.
+        Both shardings have one mesh and one shape. `n/zigzag(x)` agrees with `n` if x has size 1.
 
         Args:
             other: The other sharding.
@@ -310,8 +310,8 @@ def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
     """
     overlap = _normal_overlap(dim)
     if overlap is not None and isinstance(unfolded(overlap), Window):
-        # The outputs of a convolution are sharded like the dim, but there are fewer of them: what is
-        # the same for the rows may differ for them, so shards keep their orders and groups.
+        # The outputs of a convolution are sharded like the dim, but there are fewer of them: what
+        # is the same for the rows may differ for them, so shards keep their orders and groups.
         return Dim(dim.name, _without_short_axes(dim.shards, mesh), overlap)
     shards: list[Shard] = []
     block_rows: int | None = length  # of every block so far; None once blocks differ
@@ -371,8 +371,8 @@ def _is_plain(shard: Shard, length: int | None, n_parts: int) -> bool:
 def _normal_overlap(dim: Dim) -> Overlap | None:
     """Write the overlap of a dim (halo, window, ...) in the simplest way; None if it adds no rows.
 
-    `halo(0,0)` -> None, `halo(1,0)` stays. A window, what a convolution reads, stays even if it adds
-    no rows, since it also says where outputs are computed.
+    `halo(0,0)` -> None, `halo(1,0)` stays. A window, what a convolution reads, stays even if it
+    adds no rows, since it also says where outputs are computed.
     """
     if dim.overlap is None:
         return None

@@ -164,8 +164,9 @@ def _check_boundaries(
 def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
     """Find the dim of longitudes that belongs to a pole at the end of dim `at`, the latitudes.
 
-    Beyond the pole of a sphere the latitudes come again, with longitudes rolled by half their number.
-    `pole(w)` names the dim w; without a name it is the dim after `at`, and None if that is the last.
+    Beyond the pole of a sphere the latitudes come again, with longitudes rolled by half their
+    number. `pole(w)` names the dim w; without a name it is the dim after `at`, and None if that is
+    the last.
 
     Raises:
         NotationError: There is no such dim, or it is the dim that has the pole.
@@ -242,8 +243,8 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     rows_beyond = rows_before + rows_after
     if isinstance(overlap, Halo):
         return most_owned + max(n_pieces, 1) * rows_beyond
-    # Each contiguous run of outputs reads its rows, a kernel's width more, and up to a stride of rows
-    # at both ends; none reads more than the whole array with its padding.
+    # Each contiguous run of outputs reads its rows, a kernel's width more, and up to a stride of
+    # rows at both ends; none reads more than the whole array with its padding.
     window_rows = overlap.d * (overlap.k - 1) + 1
     rows_around = 0
     for rows in (window_rows, overlap.s, overlap.s):
@@ -295,8 +296,8 @@ def _widest(width: Width) -> int:
 def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
     """Check that both sides of a redistribution have the same dims, in any order.
 
-    "b s -> s b" is fine, "b s -> b c" is not: NotationError marks `c` in the user's `text`. Where the
-    order changes, boundaries whose meaning depends on the order are refused too.
+    "b s -> s b" is fine, "b s -> b c" is not: NotationError marks `c` in the user's `text`. Where
+    the order changes, boundaries whose meaning depends on the order are refused too.
     """
     left = [dim.name for dim in src]
     right = [dim.name for dim in dst]

@@ -58,8 +58,8 @@ class RowMap:
         if first is self:
             self._count_new_rows()
         else:
-            # Equal maps share the arrays of the first one. A reference to it keeps it in `_KNOWN` as
-            # long as any of them lives.
+            # Equal maps share the arrays of the first one. A reference to it keeps it in `_KNOWN`
+            # as long as any of them lives.
             self._first = first
             self.rows = first.rows
             self.starts = first.starts
@@ -75,8 +75,8 @@ class RowMap:
     def of_rows(cls, rows: Any) -> Self:
         """Make a map from a list of rows for each part: `Owners.of_rows([[1], [0, 2, 3]])`.
 
-        Here part 0 has row 1, and part 1 has rows 0, 2, 3. They are kept as one array of rows, 1 0 2 3,
-        and the position at which each part begins, 0 1 4.
+        Here part 0 has row 1, and part 1 has rows 0, 2, 3. They are kept as one array of rows, 1 0
+        2 3, and the position at which each part begins, 0 1 4.
 
         Args:
             rows: The rows of each part, in their local order.
@@ -306,11 +306,11 @@ class Needs(RowMap):
     ) -> tuple[Needs, list[Edges]]:
         """Find which rows each part of a graph reads from others, and its edges in local numbers.
 
-        Rows are the nodes of the graph. A part has the edges into its own rows; with `hops`, also the edges into rows one hop away,
-        two, ..., so that as many layers need no exchange in between. It reads the nearest rows
-        first, in ascending order; local rows are a part's own, then these. With one hop each edge
-        belongs to one part, its receiver's: `Owners.of_rows([e.number for e in edges])` cuts
-        arrays of edges.
+        Rows are the nodes of the graph. A part has the edges into its own rows; with `hops`, also
+        the edges into rows one hop away, two, ..., so that as many layers need no exchange in
+        between. It reads the nearest rows first, in ascending order; local rows are a part's own,
+        then these. With one hop each edge belongs to one part, its receiver's:
+        `Owners.of_rows([e.number for e in edges])` cuts arrays of edges.
 
         Args:
             owners: The part that owns each row.
@@ -320,8 +320,8 @@ class Needs(RowMap):
             hops: How many layers run between two exchanges.
 
         Returns:
-            The rows that each part reads from others, and the edges of each part: their numbers, and
-            their senders and receivers as rows of its block.
+            The rows that each part reads from others, and the edges of each part: their numbers,
+            and their senders and receivers as rows of its block.
 
         Raises:
             ShapeError: An edge lacks an end, or has a row that does not exist.
@@ -410,7 +410,8 @@ def _read_by_part(graph: _Graph, part: int, hops: int, local_row: Numbers) -> tu
         n_local += len(ring)
         rings.append(ring)
 
-    # Edges keep the order of the graph, so that sums over them add in one order on any number of parts.
+    # Edges keep the order of the graph, so that sums over them add in one order on any number of
+    # parts.
     number = np.sort(np.concatenate(edges_of_rings))
     sender = local_row[graph.sender[number]]
     receiver = local_row[graph.receiver[number]]
@@ -456,14 +457,15 @@ def named_maps(maps: Any) -> tuple[tuple[str, RowMap], ...]:
 
 
 def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
-    """Find the map (rows listed for each part) that a layout text names, as `cells` in `n/by(x,cells)`.
+    """Find the map of rows that a layout text names, as `cells` in `n/by(x,cells)`.
 
-    A name alone is looked up in the user's `maps`. With a digest, `cells@0123456789abcdef`, as layouts
-    print, it is looked up among all maps that are alive in this process.
+    A map lists the rows of each part. A name alone is looked up in the user's `maps`. With a
+    digest, `cells@0123456789abcdef`, as layouts print, it is looked up among all maps that are
+    alive in this process.
 
     Raises:
-        NotationError: There is no such map, or it is of another kind than `kind`. The caller adds the
-            user's text to the error.
+        NotationError: There is no such map, or it is of another kind than `kind`. The caller adds
+            the user's text to the error.
     """
     name, _, digest = text.partition("@")
     if digest:
@@ -503,8 +505,8 @@ def with_values(data: dict[str, Any]) -> dict[str, Any]:
 def maps_in(data: Mapping[str, Any]) -> list[RowMap]:
     """Read the maps that `with_values` wrote into the data of a plan, under the key "maps".
 
-    Layout texts name maps by digest, so keep the list while such texts are parsed: a map that no one
-    refers to is forgotten.
+    Layout texts name maps by digest, so keep the list while such texts are parsed: a map that no
+    one refers to is forgotten.
 
     Raises:
         NotationError: The values of a map differ from its digest.

@@ -111,8 +111,8 @@ class Scanner:
     def map(self, kind: type[RowMap]) -> Any:
         """Read the name of a map, as `cells` in `n/by(x,cells)`, and return the map itself.
 
-        The name may have a digest behind it, `cells@0123456789abcdef`. If `maps` is None, the text is
-        parsed only for the places of its words: then the name is returned.
+        The name may have a digest behind it, `cells@0123456789abcdef`. If `maps` is None, the text
+        is parsed only for the places of its words: then the name is returned.
         """
         span = self.span
         text = self.value
@@ -200,8 +200,8 @@ def parse_overlap(scanner: Scanner) -> Overlap:
 def _halo(scanner: Scanner) -> Halo:
     """Parse what follows `halo`: `(1,2)`, or with boundaries `(1,2,periodic)`.
 
-    The widths are rows before and after a block: one number for all parts of the dim, or a list with
-    one for each part. Without boundaries there is nothing beyond the ends of the array.
+    The widths are rows before and after a block: one number for all parts of the dim, or a list
+    with one for each part. Without boundaries there is nothing beyond the ends of the array.
     """
     scanner.expect("(")
     lo = parse_width(scanner)
@@ -320,8 +320,8 @@ def _next_boundary(scanner: Scanner) -> Boundary:
 def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
     """Parse what lies beyond an end of the array: `periodic`, `constant(1.5)`, `pole(w,-1)`, ...
 
-    The name has been read already: it is `kind`, and `span` is its place in the text, for errors. What
-    is left is the argument in brackets, which only `constant` and `pole` have.
+    The name has been read already: it is `kind`, and `span` is its place in the text, for errors.
+    What is left is the argument in brackets, which only `constant` and `pole` have.
     """
     if kind not in BOUNDARIES:
         meant = did_you_mean(kind, BOUNDARIES, _BOUNDARIES_ELSEWHERE)

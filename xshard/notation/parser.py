@@ -296,8 +296,8 @@ class _Parser(Scanner):
     def layout(self) -> Parsed:
         """Parse one layout, `b/dp s | sum(tp)`: dims, then tags after a bar; `()` is a scalar.
 
-        Returns the dims, and the tags as (kind, axes): here ("sum", ("tp",)). The place of the layout
-        in the text is added to `spans`.
+        Returns the dims, and the tags as (kind, axes): here ("sum", ("tp",)). The place of the
+        layout in the text is added to `spans`.
         """
         start = self.span[0]
         self._count_of_name = Counter()  # names are told apart within one layout
@@ -369,15 +369,16 @@ class _Parser(Scanner):
     def shard(self) -> Shard:
         """Parse one sharding of a dim, after its `/`: `cp`, `(dp,cp)` or `zigzag(cp)`.
 
-        That is one mesh axis, several, or the order in which devices take rows, with axes in brackets.
+        That is one mesh axis, several, or the order in which devices take rows, with axes in
+        brackets.
         """
         if self.kind == "(":
             return Shard(tuple(self.listed(self.axis)))
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
         is_order = name in (*_WRITTEN_ORDERS, ROUTED)
-        # A word with a bracket directly behind it is an order. In a contraction a bracket after a space
-        # begins a composed dim, as in `n/tp (h d)`, and the word before it is an axis.
+        # A word with a bracket directly behind it is an order. In a contraction a bracket after a
+        # space begins a composed dim, as in `n/tp (h d)`, and the word before it is an axis.
         has_bracket = self.kind == "(" and (not self.may_compose or self.span[0] == self.end)
         if self.kind != "(" or not (is_order or has_bracket):
             self.spans.axes.append((name, span))
@@ -392,8 +393,8 @@ class _Parser(Scanner):
         """Parse the brackets after an order: `(cp)` of zigzag, `(x,3,1)` of `sizes(x,3,1)`.
 
         First mesh axes, then numbers, of which each order takes its own count: `sizes` one for each
-        part, `cyclic` at most one, the rows of a group. `order_span` is the place of the order in the
-        text, for errors.
+        part, `cyclic` at most one, the rows of a group. `order_span` is the place of the order in
+        the text, for errors.
         """
         self.expect("(")
         axes = [self.axis()]

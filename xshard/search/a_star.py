@@ -113,9 +113,9 @@ class Search:
     def _explored(self, best: Path | None, *, nearest: bool) -> Path | None:
         """Run the A* search once, and return the best path that it finds.
 
-        A path is a sequence of moves (all-gather, slice, ...) from the start layout to the goal. The
-        result is `best` itself if the run finds no better one; None if there is no `best` and no
-        path fits the memory limit.
+        A path is a sequence of moves (all-gather, slice, ...) from the start layout to the goal.
+        The result is `best` itself if the run finds no better one; None if there is no `best` and
+        no path fits the memory limit.
 
         Args:
             best: The best path of an earlier run, which bounds this one; None if there is none.
@@ -153,8 +153,8 @@ class Search:
 
         An exchange is a general step: each device takes from any others what it lacks. The exchange
         straight to the goal comes first, since its price bounds all that follow. Then come the
-        collectives, then exchanges to other layouts. These last are many: they come only if they may
-        lead to a path that is cheaper than `best` (None: no path is known yet), and never if
+        collectives, then exchanges to other layouts. These last are many: they come only if they
+        may lead to a path that is cheaper than `best` (None: no path is known yet), and never if
         `nearest`, where the search only wants some path soon.
         """
         if self.exchanges:
@@ -163,9 +163,9 @@ class Search:
         if nearest or not self.exchanges:
             return
         # After an exchange to another layout at least one more step must communicate: were all that
-        # follow local, the exchange straight to the goal would have included them. So the path takes
-        # at least one launch and one message, and the bound for what remains. That bound is left
-        # out if a sum begins, since it may begin locally after the exchange.
+        # follow local, the exchange straight to the goal would have included them. So the path
+        # takes at least one launch and one message, and the bound for what remains. That bound is
+        # left out if a sum begins, since it may begin locally after the exchange.
         launch_s = self.grid.profile.launch("exchange")
         least = path.seconds + launch_s + self.grid.least_latency_s
         if not set(self.route.goal.sums) - set(state.sums):
@@ -294,8 +294,9 @@ class Exploration:
         block = search.grid.block
         while self.queue:
             bound, _, state, path = heapq.heappop(self.queue)
-            # The queue is ordered by a lower bound on the whole path, so nothing left in it can beat
-            # `best`. In a run for the nearest state the order is an estimate, and says no such thing.
+            # The queue is ordered by a lower bound on the whole path, so nothing left in it can
+            # beat `best`. In a run for the nearest state the order is an estimate, and says no such
+            # thing.
             if not self.nearest and bound >= self.best_rank:
                 return
             # A state is queued again when a better path reaches it; this is the older, worse entry.
@@ -327,7 +328,8 @@ class Exploration:
         """
         search = self.search
         best_there = self.reached.get(move.after, WORST)
-        # First a lower bound that is quick to compute, since the traffic of a move is slow to count.
+        # First a lower bound that is quick to compute, since the traffic of a move is slow to
+        # count.
         soonest = round(path.seconds + search.least_seconds_of(state, move), DIGITS)
         if soonest > best_there.seconds or self._is_too_late(soonest, move.after):
             return

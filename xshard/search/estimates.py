@@ -61,8 +61,8 @@ def _has_equal_lengths(grid: Grid, state: State, goal: State) -> bool:
 def _with_exchange(grid: Grid, first: Leg, goal: State, least: float) -> float:
     """Price the paths that go on with an exchange, and return the fewest seconds known.
 
-    An exchange is a general step: each device takes from any others what it lacks. It leads from the
-    layout of `first` to the goal, or to a layout from which one all-gather leads to the goal.
+    An exchange is a general step: each device takes from any others what it lacks. It leads from
+    the layout of `first` to the goal, or to a layout from which one all-gather leads to the goal.
 
     Args:
         grid: The grid of the states.
@@ -93,10 +93,10 @@ def _exchange_seconds(grid: Grid, state: State, goal: State, below: float) -> fl
 def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     """Yield layouts from which one all-gather leads to the goal, with the seconds that it takes.
 
-    They are the goal, further sharded over mesh axes along which it has replicas: over all of these,
-    then over those that shard something at the start, so at most two. Mesh axes have numbers. If
-    the goal is "b c" on axes 0 and 1, and the start is sharded over axis 1: "b/0/1 c", then "b/1 c".
-    The first dim that the axes divide evenly is sharded.
+    They are the goal, further sharded over mesh axes along which it has replicas: over all of
+    these, then over those that shard something at the start, so at most two. Mesh axes have
+    numbers. If the goal is "b c" on axes 0 and 1, and the start is sharded over axis 1: "b/0/1 c",
+    then "b/1 c". The first dim that the axes divide evenly is sharded.
     """
     free = grid.replica_axes(goal)
     sharding_at_start = tuple(a for a in free if a in grid.roles(state))
@@ -115,10 +115,11 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
 def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
     """Yield ways to begin a path: do nothing, or reduce-scatter partial sums; with their seconds.
 
-    A sum ends along axes where the start has partial sums and the goal has none. The scatter is over
-    all such axes, and shards the first dim that they divide evenly: "b c | sum(0)" -> "b/0 c". If
-    the goal shards a dim over the first of the axes, that dim is tried first, since the shards may
-    then stay where they are. Without a sum that ends, or an even dim, only "do nothing" is yielded.
+    A sum ends along axes where the start has partial sums and the goal has none. The scatter is
+    over all such axes, and shards the first dim that they divide evenly: "b c | sum(0)" -> "b/0 c".
+    If the goal shards a dim over the first of the axes, that dim is tried first, since the shards
+    may then stay where they are. Without a sum that ends, or an even dim, only "do nothing" is
+    yielded.
     """
     yield Leg(state, 0.0)
     ended = grid.ended(state, goal)
@@ -151,8 +152,8 @@ def _axis_changes(grid: Grid, state: State, goal: State) -> AxisChanges:
     """Sort the mesh axes by what has to happen to them between two layouts.
 
     "b/0 s/1 c" -> "b s/2 c/1" on mesh axes 0, 1, 2: axis 2 held replicas and now shards, so blocks
-    are sliced along it; axis 1 moves to another dim; axis 0 is gathered. Axes of sums that end, as 0
-    in "b | sum(0)" -> "b", are a fourth group.
+    are sliced along it; axis 1 moves to another dim; axis 0 is gathered. Axes of sums that end, as
+    0 in "b | sum(0)" -> "b", are a fourth group.
     """
     old_roles = grid.roles(state)
     new_roles = grid.roles(goal)
@@ -194,8 +195,8 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
     if changes.ended:
         ended = changes.ended
         new_roles = grid.roles(goal)
-        # A reduce-scatter in place of an all-reduce pays if the goal shards over these axes, or if a
-        # gather follows in any case, which can gather these shards too.
+        # A reduce-scatter in place of an all-reduce pays if the goal shards over these axes, or if
+        # a gather follows in any case, which can gather these shards too.
         if spare or gathered or any(a in new_roles for a in ended):
             seconds += _scatter_seconds(grid, block, ended, goal)
             block = max(1, block // grid.count_parts(ended))
@@ -233,7 +234,8 @@ def _moving_seconds(
 ) -> float:
     """Price the cheapest way to move shards from dim to dim, as in "s/x c" -> "s c/x".
 
-    The ways are an all-to-all, a gather and a slice, or a permutation of whole blocks among devices.
+    The ways are an all-to-all, a gather and a slice, or a permutation of whole blocks among
+    devices.
 
     Args:
         grid: The grid of the states.

@@ -78,7 +78,8 @@ class Grid(LinkedStates):
         """Bound from below the elements that a device must receive, on average, to reduce sums.
 
         The bound is for partial sums along mesh axes that the goal no longer has: whatever the
-        steps, all addends of an element have to meet. 0 if no sum ends. See `bounds` for the formula.
+        steps, all addends of an element have to meet. 0 if no sum ends. See `bounds` for the
+        formula.
 
         level: count only what comes over links of this speed, 0 for the slowest, as if devices
             that other links connect were one device. None: count everything.
@@ -143,9 +144,9 @@ class Grid(LinkedStates):
     def least_reducing(self, state: State, goal: State) -> float:
         """Return a lower bound on the seconds to reduce partial sums, closer than `least_seconds`.
 
-        A reduce-scatter over n devices takes n - 1 messages, one after the other. An all-reduce goes
-        up and down a tree, with log2(n) messages each way. The fewer of the two count: for 8 devices
-        min(7, 6) = 6 latencies. 0.0 if no element has to move.
+        A reduce-scatter over n devices takes n - 1 messages, one after the other. An all-reduce
+        goes up and down a tree, with log2(n) messages each way. The fewer of the two count: for 8
+        devices min(7, 6) = 6 latencies. 0.0 if no element has to move.
         """
         received = self.least_received(state, goal)
         if not received:
@@ -176,8 +177,8 @@ class Grid(LinkedStates):
         """
         demand = self._exchange_demand(state, after)
         slowest = self.fabric.links[0]
-        # If replicas in the receiver's node send first (`nodes` is not None), far elements would have
-        # to be counted. 0 is a bound.
+        # If replicas in the receiver's node send first (`nodes` is not None), far elements would
+        # have to be counted. 0 is a bound.
         far_elements = 0
         if self.nodes is None or self.ended(state, after):
             far_elements = max(0, demand.wanted - demand.in_node)
@@ -210,7 +211,7 @@ class Grid(LinkedStates):
         return waits_s
 
     def _exchange_demand(self, state: State, after: State) -> ExchangeDemand:
-        """Bound what the busiest device takes in an exchange: elements, senders, and how much is near.
+        """Bound what the busiest device takes in an exchange: elements, senders, and what is near.
 
         Each number is a product of bounds for the dims. A partial sum over n devices that ends
         multiplies it, as a device needs each element from all n: a block of 4 x 3 elements with a
@@ -239,8 +240,8 @@ class Grid(LinkedStates):
     def _dim_demand(self, d: int, cut: Cut, cut_after: Cut, is_regular: bool) -> ExchangeDemand:
         """Bound the rows of one dim that the busiest device takes in an exchange between layouts.
 
-        8 rows, "n/x" -> "n" with x=4: 8 rows are wanted, from at least 4 senders with at most 2 rows
-        each. At most 2 are on the device already, and with 2 devices in a node, 4 in the node.
+        8 rows, "n/x" -> "n" with x=4: 8 rows are wanted, from at least 4 senders with at most 2
+        rows each. At most 2 are on the device already, and with 2 devices in a node, 4 in the node.
 
         Args:
             d: The index of the dim.

@@ -81,7 +81,8 @@ class LinkedStates(States):
         block, and all gather the shares afterwards. Unless a sum ends, this pays only if the gather
         runs over faster links than the slowest ones along `changing`, the axes whose use changes.
         """
-        # Levels number the links by speed, 0 for the slowest, which is also taken if no axis changes.
+        # Levels number the links by speed, 0 for the slowest, which is also taken if no axis
+        # changes.
         slowest = min((min(self.levels(a)) for a in changing), default=0)
         free_at_goal = set(self.replica_axes(goal))
         is_sum_ending = bool(self.ended(state, goal))
@@ -127,10 +128,11 @@ class LinkedStates(States):
     def exchange_traffic(self, state: State, after: State) -> Traffic:
         """Count what devices receive in an exchange between two layouts, on the busiest device.
 
-        In an exchange each device takes from any others what it lacks. There are four ways to count,
-        all exact; the quickest that applies is taken: a formula for even contiguous shards; pairs of
-        devices, if replicas in the receiver's node send first (`nodes` is not None); cached tables
-        for each dim; and, for a new partial sum or numbers beyond 64 bits, a count device by device.
+        In an exchange each device takes from any others what it lacks. There are four ways to
+        count, all exact; the quickest that applies is taken: a formula for even contiguous shards;
+        pairs of devices, if replicas in the receiver's node send first (`nodes` is not None);
+        cached tables for each dim; and, for a new partial sum or numbers beyond 64 bits, a count
+        device by device.
         """
         even = self.even_received(state, after)
         if even is not None:
@@ -182,7 +184,8 @@ class LinkedStates(States):
         """Count the traffic of an exchange as a product of cached tables, one table for each dim.
 
         A search counts thousands of pairs of layouts, but the shards of one dim before and after
-        are of few kinds, so the tables are shared. `counted_traffic` counts the same without tables.
+        are of few kinds, so the tables are shared. `counted_traffic` counts the same without
+        tables.
         """
         mesh = self._span_axes.mesh
         ended = self._sub_axes(self.ended(state, after))

@@ -201,9 +201,9 @@ def _leaving_cut(move: Move, state: State) -> Cut:
 def _step(space: NamedRoute, move: Move, state: State) -> steps.Step:
     """Turn a move of the search into the step that a plan executes.
 
-    Moves name axes and shards by number, steps by name: on a mesh dp=2, cp=4 the move ("all_gather",
-    (1, 1), ...) from "b s/cp" gathers the one innermost shard of dim 1, `AllGather("s", cp)`. The
-    data of each kind of move are listed in `Move`.
+    Moves name axes and shards by number, steps by name: on a mesh dp=2, cp=4 the move
+    ("all_gather", (1, 1), ...) from "b s/cp" gathers the one innermost shard of dim 1,
+    `AllGather("s", cp)`. The data of each kind of move are listed in `Move`.
     """
     match move.kind:
         case "permute":

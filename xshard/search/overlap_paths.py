@@ -43,12 +43,13 @@ def best_path(
 ) -> Steps:
     """Find the cheapest steps between two shardings whose blocks overlap, as with a halo.
 
-    A few paths of a fixed form are priced, and the cheapest is returned: () if both sides are equal.
+    A few paths of a fixed form are priced, and the cheapest is returned: () if both sides are
+    equal.
 
     Raises PlanError if no path fits `limit`, the bytes that a device may hold (None: no limit).
     """
-    # With wide halos every block may hold all rows, so that sharding over x and over y mean the same.
-    # A step is still needed then, since the layouts after it name other axes.
+    # With wide halos every block may hold all rows, so that sharding over x and over y mean the
+    # same. A step is still needed then, since the layouts after it name other axes.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
     candidates: list[Candidate] = []
@@ -127,8 +128,8 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
     """Raise PlanError if the destination needs a row of dim `d` that no device holds.
 
     The blocks under a window are what a convolution reads, and it may skip rows: a kernel of 2 with
-    stride 3 reads rows 0 1, 3 4, ..., and row 2 is on no device. A halo of negative width drops rows
-    too.
+    stride 3 reads rows 0 1, 3 4, ..., and row 2 is on no device. A halo of negative width drops
+    rows too.
     """
     src = dim_end(source, d)
     dst = dim_end(target, d)
@@ -138,8 +139,8 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
         return
     wanted: list[Runs] = []
     for view in views(target):
-        # A dim that stays as it is needs nothing from others, unless a pole (rows mirrored beyond the
-        # end of a sphere's latitude) rolls it: then its rows come from elsewhere.
+        # A dim that stays as it is needs nothing from others, unless a pole (rows mirrored beyond
+        # the end of a sphere's latitude) rolls it: then its rows come from elsewhere.
         if src.dim != dst.dim or view.shifts[d]:
             part = dim_end(target, d, view.sides[d], view.shifts[d])
             wanted += part.wanted_rows()
@@ -153,9 +154,9 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
 def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None:
     """Raise PlanError if rows of dim `d` would be lost under a fold at the destination.
 
-    A fold is the adjoint of a halo or window: blocks overlap, and what several devices hold of a row
-    is to be added up. A row that no block of the window reads is in no block of the fold either: for
-    a kernel of 2 with stride 3, row 2.
+    A fold is the adjoint of a halo or window: blocks overlap, and what several devices hold of a
+    row is to be added up. A row that no block of the window reads is in no block of the fold
+    either: for a kernel of 2 with stride 3, row 2.
     """
     src = dim_end(source, d)
     dst = dim_end(target, d)
@@ -196,9 +197,10 @@ def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -
     kept_dims = carried_dims(start, goal)
     bare_start = _without_overlaps(start, kept_dims)
     bare_goal = _without_overlaps(goal, kept_dims)
-    # Exchanges drop the overlaps one after the other, in the reverse of the order in which they would
-    # be added: [bare, ..., start] is walked backwards from the layout before `start`. The layouts
-    # of the other side are [bare goal, ..., goal], without the first, where the plain steps arrive.
+    # Exchanges drop the overlaps one after the other, in the reverse of the order in which they
+    # would be added: [bare, ..., start] is walked backwards from the layout before `start`. The
+    # layouts of the other side are [bare goal, ..., goal], without the first, where the plain steps
+    # arrive.
     growing = _layouts(bare_start, start, one_by_one=(Fold,))
     dropping = growing[-2::-1]
     rebuilding = _layouts(bare_goal, goal, one_by_one=(Halo, Window, Reads))[1:]
@@ -242,9 +244,9 @@ def _layouts(
 def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
     """Yield the dims in an order in which their overlaps can be added, in groups.
 
-    Some dims have to wait for others. Beyond the pole of a sphere the rows of a latitude come again,
-    rolled by half the longitudes: latitude first, then longitude, [[lat], [lon]]. Groups are single
-    dims, but for dims that wait for each other, which come as one group.
+    Some dims have to wait for others. Beyond the pole of a sphere the rows of a latitude come
+    again, rolled by half the longitudes: latitude first, then longitude, [[lat], [lon]]. Groups are
+    single dims, but for dims that wait for each other, which come as one group.
     """
     left = dims
     while left:
@@ -330,8 +332,8 @@ def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> S
     """Find the cheapest steps between shardings whose overlaps are equal.
 
     The search does not know overlaps, so a dim that has one is shown to it as an unsharded dim, on
-    a mesh without the axes of that dim. If its path shards such a dim on the way, which the real dim
-    cannot be, the result is one direct exchange instead. () if both sides are equal.
+    a mesh without the axes of that dim. If its path shards such a dim on the way, which the real
+    dim cannot be, the result is one direct exchange instead. () if both sides are equal.
     """
     if start.layout == goal.layout:
         return ()

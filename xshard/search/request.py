@@ -196,8 +196,8 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
     Raises:
         MeshError: They are not whole numbers >= 0, too few, too many, or not all different.
     """
-    # Most meshes have 0, 1, 2, ... A range of these is quick to compare and to hash, as the key of a
-    # cache, and equal requests must not differ in form.
+    # Most meshes have 0, 1, 2, ... A range of these is quick to compare and to hash, as the key of
+    # a cache, and equal requests must not differ in form.
     whole = range(mesh.n_devices)
     if devices is None or (isinstance(devices, range) and devices == whole):
         return whole

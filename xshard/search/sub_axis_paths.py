@@ -92,9 +92,9 @@ def best_sub_axis_path(
 def _needs(route: SearchRoute) -> Needs | None:
     """Find how much further both sides must shard each dim so that their blocks match.
 
-    If both sides cut each dim into the same number of parts, devices can just swap whole blocks. The
-    fewest parts are the least common multiple: 4 and 6 parts -> 12, so the start is sharded 3 times
-    further and the goal 2 times: factors (3,) and (2,), one per dim.
+    If both sides cut each dim into the same number of parts, devices can just swap whole blocks.
+    The fewest parts are the least common multiple: 4 and 6 parts -> 12, so the start is sharded 3
+    times further and the goal 2 times: factors (3,) and (2,), one per dim.
 
     None if a sum begins or ends, shards are uneven or not contiguous, rows do not divide by the
     common number of parts, or there are too few axes with replicas to shard further.
@@ -235,9 +235,9 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> 
     """Yield the ways to shard every dim `needs` times further over axes that hold replicas.
 
     One tuple of axis numbers per dim. Free axes 0, 1, 2 of 2 devices each, needs (2, 2) ->
-    ((2,), (1,)), ((2,), (0,)), ...: dim 0 over axis 2 and dim 1 over axis 1, and so on. Parts of one
-    mesh axis on equal links are alike: of these only the innermost are used. Goes dim by dim, by
-    recursion.
+    ((2,), (1,)), ((2,), (0,)), ...: dim 0 over axis 2 and dim 1 over axis 1, and so on. Parts of
+    one mesh axis on equal links are alike: of these only the innermost are used. Goes dim by dim,
+    by recursion.
 
     Args:
         route: The route, whose grid has the axes.
@@ -253,8 +253,8 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> 
         for cut in reversed(list(combinations(free, n))):  # the innermost axes first
             if grid.count_parts(cut) != needs[0]:
                 continue
-            # Axes that come from one mesh axis and have equal links are equally good: only the first
-            # cut of each kind is tried.
+            # Axes that come from one mesh axis and have equal links are equally good: only the
+            # first cut of each kind is tried.
             kind = tuple((grid.mesh.origin(grid.axes[a]), grid.levels(a)) for a in cut)
             if kind in tried:
                 continue

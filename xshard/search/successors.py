@@ -113,8 +113,8 @@ class Successors:
         prefixes = [_prefixes(cut) for cut in wanted]
         yield from product(*prefixes)
         for n in range(1, len(free) + 1):
-            # Each ordering of n axes is cut into one part per dim. `divisions` lists where to cut: a
-            # dim between two equal edges gets no axis.
+            # Each ordering of n axes is cut into one part per dim. `divisions` lists where to cut:
+            # a dim between two equal edges gets no axis.
             divisions = list(combinations_with_replacement(range(n + 1), len(wanted) - 1))
             for order, inner_edges in product(permutations(free, n), divisions):
                 edges = (0, *inner_edges, n)
@@ -142,8 +142,9 @@ class Successors:
     def _all_to_alls(self, state: State) -> Iterator[Move]:
         """Yield all-to-alls: shards move from the inside of one dim to the inside of another.
 
-        "b s/cp c" -> "b s c/cp". The data of a move are (1, 1, 2, (cp,)): from dim 1 its 1 innermost
-        shard leaves, and dim 2 gets these new shards (axes and shards have numbers, here cp's).
+        "b s/cp c" -> "b s c/cp". The data of a move are (1, 1, 2, (cp,)): from dim 1 its 1
+        innermost shard leaves, and dim 2 gets these new shards (axes and shards have numbers, here
+        cp's).
         """
         for src, cut in enumerate(state.cuts):
             for n in range(1, self._n_movable(src, cut) + 1):
@@ -161,7 +162,7 @@ class Successors:
                             yield Move("all_to_all", (src, n, dst, new_cut), after)
 
     def _arrivals(self, src: int, dst: int, dst_cut: Cut, moving: Cut) -> Iterator[Cut]:
-        """Yield the new shards that an all-to-all may give to dim `dst` for those it takes from `src`.
+        """Yield the new shards that an all-to-all may give to dim `dst` for those taken from `src`.
 
         On a small mesh these are all orders of the moving shards: (0, 1) -> (0, 1), then (1, 0). On
         a large one only those that lead towards the goal.
@@ -220,7 +221,8 @@ class Successors:
         array: "n/x" -> "n | sum(x)". Mask: the first device along some axes keeps its values, and
         the others set theirs to zero: "n" -> "n | sum(x)".
         """
-        # Axes with partial sums at the goal, but not here: from the goal back, these sums would end.
+        # Axes with partial sums at the goal, but not here: from the goal back, these sums would
+        # end.
         begun = self.grid.ended(self.goal, state)
         for d, cut in enumerate(state.cuts):
             for n in range(1, len(cut) + 1):
@@ -243,8 +245,8 @@ class Successors:
         if not self.grid.is_regular(state):
             return
         usable = tuple(a for a in self.usable if a not in state.sums)
-        # For each dim, into how many parts it is cut by the shards other than those pinned outermost,
-        # which stay throughout.
+        # For each dim, into how many parts it is cut by the shards other than those pinned
+        # outermost, which stay throughout.
         parts: list[int] = []
         for cut, pinned in zip(state.cuts, self.pinned, strict=True):
             parts.append(self.grid.count_parts(cut[len(pinned) :]))
@@ -332,9 +334,10 @@ class Successors:
     def _towards_goal(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
         """Yield ways to cut one dim into `parts` parts that begin like the goal's shards.
 
-        If the goal has "n/0/1", axes 0 to 3 are of size 2, and 4 parts are wanted: (0, 1); then (0, 1),
-        (0, 2), (0, 3), which begin with axis 0; then all pairs. The longest common beginning comes
-        first, and a cut may come twice. Outermost shards that always stay (`pinned`) are left out.
+        If the goal has "n/0/1", axes 0 to 3 are of size 2, and 4 parts are wanted: (0, 1); then (0,
+        1), (0, 2), (0, 3), which begin with axis 0; then all pairs. The longest common beginning
+        comes first, and a cut may come twice. Outermost shards that always stay (`pinned`) are left
+        out.
         """
         goal_cut = self.goal.cuts[d][len(self.pinned[d]) :]
         for leading in _prefixes(goal_cut):

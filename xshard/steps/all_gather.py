@@ -82,7 +82,8 @@ def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
 
     Args:
         block: Elements of each device's block before.
-        group: The spans (parts of mesh axes over links of one speed) of the axes, the slowest first.
+        group: The spans (parts of mesh axes over links of one speed) of the axes, the slowest
+            first.
         in_place: Whether the result is just the blocks one after the other, with nothing to copy.
     """
     gathered = block

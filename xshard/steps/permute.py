@@ -101,9 +101,9 @@ def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
 def sender_of_each_device(before: Sharding, after: Sharding) -> tuple[int, ...]:
     """Find, for each device, the device that sends it its block if whole blocks change places.
 
-    From "n/x/y" to "n/y/x" with x=2, y=2: (0, 2, 1, 3), so devices 1 and 2 swap. Sender and receiver
-    differ only along mesh axes that are used in another way afterwards. A block that is already on
-    its device stays there.
+    From "n/x/y" to "n/y/x" with x=2, y=2: (0, 2, 1, 3), so devices 1 and 2 swap. Sender and
+    receiver differ only along mesh axes that are used in another way afterwards. A block that is
+    already on its device stays there.
 
     Raises:
         PlanError: The shardings have different blocks.

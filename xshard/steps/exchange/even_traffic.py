@@ -76,9 +76,9 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
     """Write row numbers in digits (mixed radix) that are coordinates of devices before and after.
 
     Under even contiguous shards each digit of a row number is a coordinate of the device that has
-    the row. "n/x" -> "n/y" with x=2, y=4: a digit of 2 values is the x of the device before, and the
-    leading half of its y after; another digit of 2 is no coordinate before, and the rest of y after.
-    Of two digits that come from one axis, either both are the same, or they do not overlap.
+    the row. "n/x" -> "n/y" with x=2, y=4: a digit of 2 values is the x of the device before, and
+    the leading half of its y after; another digit of 2 is no coordinate before, and the rest of y
+    after. Of two digits that come from one axis, either both are the same, or they do not overlap.
 
     Args:
         src: For each dim, the spans that shard it before, outermost first. A span is a part of a
@@ -109,7 +109,7 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
 
 @lru_cache(maxsize=16384)
 def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
-    """Find the common digits of the row numbers of one dim, sharded in one way before and one after.
+    """Find common digits of the row numbers of one dim, which is sharded before and after.
 
     Shards of sizes (2, 4) before and (8,) after -> digits of 2 and 4: both sides are read from the
     outermost shard on; the smaller size at hand becomes a digit, and what is left of the larger one
@@ -288,8 +288,8 @@ def digit_traffic(
         return None
     moves = _digit_moves(digits, addends)
     wanted = _wanted_elements(shape, dst, addends)
-    # `farther` is what comes from senders at the receiver's own coordinates on all slower levels: at
-    # first from all senders. What comes over the links of each level is subtracted in turn.
+    # `farther` is what comes from senders at the receiver's own coordinates on all slower levels:
+    # at first from all senders. What comes over the links of each level is subtracted in turn.
     farther = Taken(wanted, math.prod(moves.n_senders.values()))
     equal = Equal()
     has_own_rows = True
@@ -352,8 +352,8 @@ def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
 
     A node needs the blocks of all its devices, and has what these held before. 16 rows from
     "n/node/x" to "n/x/node" on 2 nodes of 2: some node needs rows 0 to 3 and 8 to 11, has 0 to 7,
-    and lacks 4 rows. `src` and `dst` list, for each dim, the spans that shard it: parts of mesh axes,
-    of level 0 if they connect nodes.
+    and lacks 4 rows. `src` and `dst` list, for each dim, the spans that shard it: parts of mesh
+    axes, of level 0 if they connect nodes.
     """
     digits = row_digits(src, dst)
     if digits is None:
@@ -394,8 +394,8 @@ def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
     if digits is None:
         return None
     # A device has a row on both sides only if all its coordinates fit both times. A coordinate that
-    # is digit i of the row number before and digit j after asks that both digits are equal: true for
-    # one row in `size`, unless it follows from earlier conditions.
+    # is digit i of the row number before and digit j after asks that both digits are equal: true
+    # for one row in `size`, unless it follows from earlier conditions.
     src_number = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
     met = math.prod(shape)
     equal = Equal()

@@ -101,7 +101,8 @@ class Exchange(Step):
             for dim, start, stop, value in boundary_fills(after, device):
                 rows = (slice(None),) * dim + (slice(start, stop),)
                 out[rows] = value
-            # The first box for an element replaces the zero in `out`: a max must not compare with it.
+            # The first box for an element replaces the zero in `out`: a max must not compare with
+            # it.
             is_written = np.zeros(out.shape, bool)
             for message in messages_to(before, after, device, self.node_devices):
                 _write_box(out, is_written, message, blocks[message.src], op)

@@ -53,9 +53,10 @@ class BlockHolders(NamedTuple):
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
     """Find the distinct blocks of a sharding, numbered, and which devices and nodes hold them.
 
-    Replicas are one block: "n/x" on x=2, y=3 has 2 blocks, each on 3 devices. Different addends of a
-    partial sum are different blocks. A node is `node_devices` consecutive devices. The result has
-    the coordinates of each block, the block of each device, and whether a device's node has a block.
+    Replicas are one block: "n/x" on x=2, y=3 has 2 blocks, each on 3 devices. Different addends of
+    a partial sum are different blocks. A node is `node_devices` consecutive devices. The result has
+    the coordinates of each block, the block of each device, and whether a device's node has a
+    block.
     """
     mesh = sharding.mesh
     layout = sharding.layout
@@ -86,11 +87,11 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDA
 
 
 def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
-    """Count what the busiest device receives in an exchange in which replicas in its node send first.
+    """Count what the busiest device receives if replicas in its own node send first.
 
     Each device takes from others what it lacks: from its own node if any device there holds the
-    block, else from another node. A node is `node_devices` consecutive devices. The result has a hop
-    for the links between nodes (level 0) and one for those inside (level 1), if they are used.
+    block, else from another node. A node is `node_devices` consecutive devices. The result has a
+    hop for the links between nodes (level 0) and one for those inside (level 1), if they are used.
     """
     elements = needed_elements(before, after, node_devices)  # [blocks, devices]: a fresh array
     holders = block_holders(before, node_devices)
@@ -140,8 +141,8 @@ def node_local_senders(
 ) -> dict[tuple[int, int], int]:
     """Choose which device sends a block to a receiver if several in the receiver's node hold it.
 
-    It is the one with the least to send so far. If devices 0 and 1 both hold a block that 2 and 3 of
-    the same node want, 0 sends to 2, and 1 sends to 3. Receivers choose in the order of their
+    It is the one with the least to send so far. If devices 0 and 1 both hold a block that 2 and 3
+    of the same node want, 0 sends to 2, and 1 sends to 3. Receivers choose in the order of their
     numbers. Every process computes the choice for all, so that sender and receiver agree.
 
     Returns:
@@ -283,7 +284,8 @@ def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | N
     sender: list only the messages of this device, and perhaps of others with the same coordinates
         along the axes that shard dims (replicas, other addends); None: of all devices.
     """
-    # Hot: each rank of a large mesh asks this of all others; `sender` keeps the product below small.
+    # Hot: each rank of a large mesh asks this of all others; `sender` keeps the product below
+    # small.
     receiver = _Receiver(before, after, device, sender)
     if not receiver.takes_any:
         return ()
@@ -348,9 +350,9 @@ class _Receiver:
     def dim_sources(self, d: int, src: DimEnd, dst: DimEnd) -> list[DimSource]:
         """Find which rows of one dim the receiver takes from which senders.
 
-        "n/x" -> "n" with 4 rows on x=2: rows 0-1 from x=0 and rows 2-3 from x=1. A sender is given by
-        its coordinates along the axes that shard the dim before. Where partial sums begin along such
-        an axis, a device takes only its own shard: the addends are to have it once.
+        "n/x" -> "n" with 4 rows on x=2: rows 0-1 from x=0 and rows 2-3 from x=1. A sender is given
+        by its coordinates along the axes that shard the dim before. Where partial sums begin along
+        such an axis, a device takes only its own shard: the addends are to have it once.
 
         Args:
             d: The index of the dim.

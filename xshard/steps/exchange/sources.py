@@ -63,8 +63,8 @@ class Pole(NamedTuple):
 def views(sharding: Sharding, unsplit_dims: tuple[int, ...] = ()) -> tuple[View, ...]:
     """List the parts into which poles divide a block; a block without poles is one part.
 
-    Beyond a pole (as of a latitude) the rows inside come again, mirrored, with another dim rolled and
-    perhaps the sign changed. So a block has rows inside the array, and rows beyond the pole at
+    Beyond a pole (as of a latitude) the rows inside come again, mirrored, with another dim rolled
+    and perhaps the sign changed. So a block has rows inside the array, and rows beyond the pole at
     either end: 3 sides of a dim with two poles. A view is one choice of side for each dim; two such
     dims have 9 views.
 
@@ -92,8 +92,8 @@ def _view(
 ) -> View:
     """Describe the part of a block on one side of the poles of each dim: its rolls and its sign.
 
-    Each pole that the part lies beyond rolls another dim by half its length and may change the sign;
-    two poles that roll one dim add up, so that it is not rolled in effect.
+    Each pole that the part lies beyond rolls another dim by half its length and may change the
+    sign; two poles that roll one dim add up, so that it is not rolled in effect.
 
     poles: which dim a pole rolls and its sign, by the index of the pole's dim and the side.
     """
@@ -267,8 +267,8 @@ def sources(
     """Find which rows of one dim a receiver takes from which senders.
 
     From "n/x" to "n" with 4 rows on x=2, device 0 takes rows 0 and 1 from itself, 2 and 3 from
-    device 1. Each entry has the sender and its segments: from which local position to which, and how
-    many rows. Senders are numbered along the axes that shard the dim before.
+    device 1. Each entry has the sender and its segments: from which local position to which, and
+    how many rows. Senders are numbered along the axes that shard the dim before.
 
     Args:
         src: The dim before.

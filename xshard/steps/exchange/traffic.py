@@ -77,7 +77,7 @@ def traffic_by_level(
     may_differ: Sequence[str],
     levels: Sequence[SpanLevel],
 ) -> Traffic:
-    """Split what devices receive in an exchange by the speed (level) of the links that it comes over.
+    """Split what devices receive in an exchange by the speed (level) of the links it comes over.
 
     With 2 nodes of 4, a device takes 70 elements from all senders, 30 of them from senders in its
     node, and 10 of these from itself: 40 come over the links between nodes, 20 over those inside.
@@ -151,9 +151,9 @@ class SpanAxes(NamedTuple):
 def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
     """Split the axes of a mesh so that each new axis runs over links of one speed.
 
-    x=8 over 2 nodes of 4 -> an axis of 2 between nodes and an axis of 4 inside. The result has the new
-    mesh, the new axes of each old one, and the new axes by speed, the slowest first. If no axis has
-    to be split, it is the mesh itself.
+    x=8 over 2 nodes of 4 -> an axis of 2 between nodes and an axis of 4 inside. The result has the
+    new mesh, the new axes of each old one, and the new axes by speed, the slowest first. If no axis
+    has to be split, it is the mesh itself.
     """
     spans = slowest_first(mesh, mesh.axes, spans)
     spans_of_axis = spans_by_axis(mesh, spans)
@@ -248,10 +248,10 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
 def received_from(before: Sharding, after: Sharding, shared_axes: tuple[str, ...]) -> Received:
     """Count what each device takes in an exchange from senders at its coordinates along some axes.
 
-    `shared_axes` are these axes: () counts all senders; the axis of nodes counts only senders in the
-    same node. "n/x" -> "n" with 8 rows on x=2: 8 elements from 2 senders, or with ("x",) 4 from 1.
-    For each device the count is a product: of the rows in each dim, and of the addends of partial
-    sums that end.
+    `shared_axes` are these axes: () counts all senders; the axis of nodes counts only senders in
+    the same node. "n/x" -> "n" with 8 rows on x=2: 8 elements from 2 senders, or with ("x",) 4 from
+    1. For each device the count is a product: of the rows in each dim, and of the addends of
+    partial sums that end.
 
     Returns:
         Elements and senders, as arrays over the mesh; of size 1 along axes where all are equal.
@@ -272,8 +272,8 @@ def received_from(before: Sharding, after: Sharding, shared_axes: tuple[str, ...
         view = _received_in_view(ends, np.full(shape, addends, dtype), mesh, begun, shared_axes)
         elements = elements + view.elements
         senders = senders + view.senders
-    # A partial sum that begins out of replicas: only the first device along the axis has the values,
-    # and the others have zeros and take nothing.
+    # A partial sum that begins out of replicas: only the first device along the axis has the
+    # values, and the others have zeros and take nothing.
     for axis in begun:
         if axis not in before.layout.sharding_axes:
             is_first = _is_first_along(mesh, axis)
@@ -291,9 +291,9 @@ def _received_in_view(
 ) -> Received:
     """Count what devices take in an exchange, as a product of the rows of each dim and of addends.
 
-    4 rows from 2 senders in one dim, 3 rows from 1 sender in the other, and 2 addends -> 24 elements
-    from 4 senders. A view is one of the parts into which poles of a sphere divide blocks; the count
-    is for one part before and one after.
+    4 rows from 2 senders in one dim, 3 rows from 1 sender in the other, and 2 addends -> 24
+    elements from 4 senders. A view is one of the parts into which poles of a sphere divide blocks;
+    the count is for one part before and one after.
 
     Args:
         ends: For each dim, its source and its destination.
@@ -363,8 +363,9 @@ def received_of_dim(
     coords: dict[str, NDArray[np.int64]] = {}  # of receivers, along all axes that tell them apart
     for axis, coord in zip(src.dim.axes, coords_of(pairs.senders, src.sizes), strict=True):
         if axis in fixed:
-            # Only pairs in which the receiver has the sender's coordinate count. If the axis does not
-            # shard the dim afterwards, such a receiver exists for every pair, and none is dropped.
+            # Only pairs in which the receiver has the sender's coordinate count. If the axis does
+            # not shard the dim afterwards, such a receiver exists for every pair, and none is
+            # dropped.
             is_taken &= coord == receiver_coords.get(axis, coord)
             coords[axis] = coord
     coords.update(receiver_coords)
