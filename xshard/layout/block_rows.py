@@ -55,9 +55,11 @@ def held_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
 
 
 def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan, ...]:
-    """Return the rows of `held_rows` with their origins, in local order.
+    """List the rows of a device's block in local order, each with where it comes from.
 
-    `h/sp:halo(1,1)`, 6 rows on 2 devices, device 0 -> FILL "before", 0 1 2 "own", 3 "near"
+    6 rows on 2 devices with a halo of 1 row on each side, `h/sp:halo(1,1)`: device 0 holds a row of
+    padding, FILL, from "before" the array, its "own" rows 0 1 2, and row 3 of the device "near" it.
+    What lies beyond the last row comes from "after" the array.
     """
     owned = owned_rows(dim, length, sizes, coords)
     spans = [RowSpan(run, "own") for run in owned]
@@ -65,6 +67,7 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
         return tuple(spans)
     overlap = unfolded(dim.overlap)
     if isinstance(overlap, Reads):
+        # The layout lists the rows that each device reads from others: they come after its own.
         for run in as_runs(_rows_read(overlap, sizes, coords)):
             spans.append(RowSpan(run, "near"))
         return tuple(spans)
@@ -91,13 +94,15 @@ def _rows_read(reads: Reads, sizes: Ints, coords: Ints) -> Numbers:
 
 
 def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: Ints) -> Runs:
-    """Return the outputs of a window op over `length` rows that the device computes.
+    """Return which outputs of a convolution or pooling one device computes.
 
-    `h/sp:window(k=3)` over 8 rows on 2 devices has 6 outputs: 0 to 2 on device 0, 3 to 5 on 1.
+    A kernel of 3 over 8 rows on 2 devices, `h/sp:window(k=3)`, has 6 outputs: device 0 computes 0
+    to 2, device 1 computes 3 to 5.
 
     Args:
         dim: The dim with the window.
-        window: The window; its `out` says how outputs are sharded ("": like the rows).
+        window: The kernel, stride and padding. Its `out` says how outputs are sharded: "" as the
+            rows are, "balanced" as evenly as possible, "aligned" where their first rows are.
         length: The rows of the dim.
         sizes: The size of each axis of the dim.
         coords: The device's coordinate along each of them.
@@ -105,17 +110,17 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
     n_outputs = window.output_length(length)
     sharded_as = window.out
     if sharded_as == "" and any(shard.order == SIZES for shard in dim.shards):
-        sharded_as = "aligned"  # the sizes are those of the rows, and need not add up to outputs
+        sharded_as = "aligned"  # listed sizes add up to the rows, and not to the outputs
     if sharded_as == "balanced":
         return cut_by_shards(n_outputs, (Shard(dim.axes, "balanced"),), sizes, coords)
     if sharded_as != "aligned":
         return cut_by_shards(n_outputs, dim.shards, sizes, coords)
 
-    # Output i is computed where row i * stride is.
+    # "aligned": output i is computed on the device that owns row i * stride.
     runs = []
     for run in unrolled(owned_rows(dim, length, sizes, coords)):
         run_stop = run.start + run.length
-        first = -(-run.start // window.s)  # rounded up
+        first = -(-run.start // window.s)  # rounded up: -(-a // b) is a / b rounded up
         stop = min(-(-run_stop // window.s), n_outputs)
         if run_stop == length:
             stop = n_outputs  # the last owner also computes outputs that start beyond the array
@@ -125,9 +130,10 @@ def window_outputs(dim: Dim, window: Window, length: int, sizes: Ints, coords: I
 
 
 def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
-    """Return the dim of a window's outputs as it is sharded, and the number of outputs.
+    """Find how the outputs of a convolution or pooling are sharded, and how many there are.
 
-    `h/sp:window(k=3)` over 8 rows on 2 devices -> `h/sp`, 6
+    A kernel of 3 over 8 rows on 2 devices, `h/sp:window(k=3)` -> `h/sp`, 6. A few candidates are
+    tried; the first under which every device owns just the outputs that it computes is returned.
 
     Raises:
         ShapeError: The dim has no window, or no layout can say how the outputs are cut.
@@ -142,7 +148,7 @@ def output_dim(dim: Dim, length: int, sizes: Sizes) -> tuple[Dim, int]:
     for shards in _shards_of_outputs(dim, outputs):
         candidate = Dim(dim.name, shards)
         if find_misfit(candidate, n_outputs, sizes) is not None:
-            continue
+            continue  # its sizes or intervals do not add up to the number of outputs
         if all_owned_rows(candidate, n_outputs, sizes) == tuple(outputs):
             return candidate, n_outputs
     reason = f"no layout can express how the {n_outputs} outputs of '{dim}' are cut"
@@ -164,11 +170,13 @@ def _shards_of_outputs(dim: Dim, outputs: Sequence[Runs]) -> list[tuple[Shard, .
 def block_fills(
     dim: Dim, length: int, sizes: Sizes, index: int
 ) -> tuple[tuple[int, int, float], ...]:
-    """List the rows of a block that lie outside the array: (start, stop, value that fills them).
+    """List the padding of a block: (start, stop, value) for each range of local positions.
 
-    The rows are local positions. A halo of 1 with zeros around a block of 3 rows at the beginning of
-    the array -> (0, 1, 0.0). A fold has none: contributions outside the array are dropped.
+    A halo of 1 row of zeros around the first 3 rows of the array: position 0 lies before the array
+    -> ((0, 1, 0.0),). `index` is the number of the block.
     """
+    # A Fold adds overlapping rows up, and drops those outside the array. Reads are rows of the
+    # array. Neither has padding.
     if dim.overlap is None or isinstance(dim.overlap, Fold | Reads):
         return ()
     overlap = unfolded(dim.overlap)
@@ -183,10 +191,11 @@ def block_fills(
 
 
 def meaning(dim: Dim, length: int, sizes: Sizes, coords: Sequence[int]) -> tuple[Runs, object]:
-    """Return the rows of a block, and what is done to those from beyond the ends of the array.
+    """Describe what a device's block contains, so that two layouts of a dim can be compared.
 
-    Two dims mean the same on a device if both values are equal. The second lists each run that a
-    boundary fills or negates, with the boundary: row numbers alone would not tell them apart.
+    Two dims mean the same on a device if both results are equal: the rows of the block, and a list
+    of (rows, boundary) for those that the boundary fills with a value or negates. Zeros and ones
+    beyond the edge, for example, are both FILL among the rows, and only differ in the list.
     """
     rows = held_rows(dim, length, sizes, coords)
     if dim.overlap is None:
@@ -221,10 +230,11 @@ def is_flipped(span: RowSpan, dim: Dim) -> bool:
 def _widened_intervals(
     dim: Dim, overlap: Halo | Window, length: int, sizes: Ints, coords: Ints
 ) -> list[tuple[int, int]]:
-    """List the intervals (start, stop) that a block holds; they may begin or end beyond the array.
+    """List the row intervals (start, stop) that a device needs under a halo or a window.
 
-    A halo of 1 around rows 0 to 3 -> (-1, 5). A window of k=3 with stride 2 and outputs 1 and 2:
-    they read rows 2 to 4 and 4 to 6 -> (2, 7).
+    A halo of 1 around its rows 0 to 3 -> (-1, 5): both ends may lie outside the array. A window is
+    what a convolution reads: with a kernel of 3 and stride 2, outputs 1 and 2 read rows 2 to 4 and
+    4 to 6 -> (2, 7).
     """
     if isinstance(overlap, Halo):
         return _halo_intervals(dim, overlap, length, sizes, coords)
@@ -241,9 +251,11 @@ def _widened_intervals(
 def _halo_intervals(
     dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints
 ) -> list[tuple[int, int]]:
-    """List the intervals (start, stop) that a device owns, each widened by its halo.
+    """List the row intervals (start, stop) that a device owns, each widened by its halo.
 
-    A halo has one width on each side for all parts, or one per part, of parts that are contiguous.
+    Rows 4 to 7 with a halo of 1 row before and 2 after -> (3, 10). A halo has one width on each
+    side for all devices, or a list of one per device; then each device owns one contiguous
+    interval.
     """
     part = row_major(sizes, coords)
     rows_before, rows_after = halo.widths(part)
@@ -252,7 +264,8 @@ def _halo_intervals(
         for run in unrolled(owned_rows(dim, length, sizes, coords)):
             intervals.append((run.start - rows_before, run.start + run.length + rows_after))
         return intervals
-    # With a width per part even an empty part has a position: after the parts before it.
+    # With a width per device, even a device without rows may have a halo. Its position is counted
+    # from the rows of the devices before it.
     plain_dim = replace(dim, overlap=None)
     blocks = all_owned_rows(plain_dim, length, tuple(sizes))
     start = sum(map(count_rows, blocks[:part]))
@@ -263,10 +276,11 @@ def _halo_intervals(
 def _spans_between(
     start: int, stop: int, owned: Sequence[Run], length: int, overlap: Halo | Window
 ) -> Iterator[RowSpan]:
-    """Yield the rows [start, stop) by origin, in order.
+    """Yield the rows [start, stop) in order, split by where a device gets them from.
 
-    Rows [-1, 5) of 8, of which the device owns 0 to 3: -1 comes from "before" the array, as its
-    boundary says, 0 to 3 are its "own", 4 is "near", on another device.
+    Rows [-1, 5) of 8, of which the device owns 0 to 3: -1 is "before" the array, where the boundary
+    says what stands for it; 0 to 3 are its "own"; 4 is "near", on another device. Rows beyond the
+    last one of the array would be "after".
 
     Args:
         start: The first position; negative if it lies before the array.
@@ -303,10 +317,10 @@ def _stop_of(run: Run) -> int:
 
 
 def _rows_beyond(start: int, stop: int, length: int, boundary: Boundary) -> Sequence[Run]:
-    """Return the rows that stand for positions [start, stop) before or after the array.
+    """Return the rows that stand for positions outside the array, as the boundary says.
 
-    Positions -2 and -1 of an array of 4: 2 3 if periodic, 2 1 if reflected, 1 0 beyond a pole, 0 0
-    at an edge, FILL FILL for a constant.
+    Positions -2 and -1 of an array of 4 rows: 2 3 if periodic, 2 1 if reflected, 1 0 beyond a pole,
+    0 0 if the edge is repeated, FILL FILL for a constant, and nothing if there is no boundary.
     """
     count = stop - start
     if count <= 0 or boundary.kind == "none":
@@ -339,10 +353,11 @@ def _walk_around(start: int, count: int, length: int) -> Sequence[Run]:
 
 
 def _walk_up_and_down(start: int, stop: int, length: int, period: int) -> Sequence[Run]:
-    """Return positions [start, stop) of a walk up the array and down again.
+    """Mirror an array at both ends, again and again, and return the rows at [start, stop).
 
-    4 rows: 0 1 2 3 3 2 1 0 0 1 ... with a period of 8, 0 1 2 3 2 1 0 1 ... with a period of 6.
-    Position 0 is row 0; negative positions count back from there.
+    An array of 4 rows goes on as 0 1 2 3 3 2 1 0 0 1 ... with a period of 8, or as 0 1 2 3 2 1 0 1
+    ... with a period of 6. Position 0 is row 0; negative positions count back from there: -2 and -1
+    are 1 0 with a period of 8, and 2 1 with a period of 6.
 
     Args:
         start: The first position.
@@ -351,7 +366,7 @@ def _walk_up_and_down(start: int, stop: int, length: int, period: int) -> Sequen
         period: After how many positions the walk is at row 0 again, going up: 2 * length, where it
             turns on the last row, or 2 * length - 2, where it turns below it.
     """
-    if period == length:  # of the shortest arrays, which have no way down
+    if period == length:  # 1 or 2 rows without their end rows repeated: there is no way down
         return _walk_around(start, stop - start, length)
     first_row_down = length - 1 if period == 2 * length else length - 2
     runs = []
@@ -362,6 +377,7 @@ def _walk_up_and_down(start: int, stop: int, length: int, period: int) -> Sequen
             count = min(stop - position, length - phase)
             runs.append(Run(phase, count))
         else:
+            # On the way down: a run of single rows with stride -1.
             count = min(stop - position, period - phase)
             runs.append(Run(first_row_down - (phase - length), 1, count, -1))
         position += count

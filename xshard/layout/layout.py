@@ -145,7 +145,9 @@ class Layout(Pictured):
         return tuple(chain.from_iterable(axes for kind, axes in self.tags if kind in kinds))
 
     def role(self, axis: str) -> tuple[object, ...]:
-        """Return what the layout uses an axis for; equal roles mean equal use.
+        """Return what the layout uses a mesh axis for; two layouts use it alike if these are equal.
+
+        In "n/x/y d | sum(z)" y shards n inside of x, z holds addends, and any other axis replicas.
 
         Returns:
             `(dim, shards down to the axis, overlap)` for a sharding axis, `(tag,)` for a tagged
@@ -210,14 +212,14 @@ class Layout(Pictured):
         return replace(self, dims=tuple(renamed))
 
     def resolved(self, ndim: int) -> Layout:
-        """Replace `...` by dims `_0`, `_1`, ... for an array of `ndim` dims.
+        """Write `...` out as unsharded dims `_0`, `_1`, ..., so that the layout has `ndim` dims.
 
         `b ... c` for 4 dims -> `b _0 _1 c`, for 2 dims -> `b c`.
 
         Raises:
             ShapeError: An array of `ndim` dims cannot have this layout.
         """
-        missing = ndim - len(self.dims)  # -1 if `...` stands for no dim
+        missing = ndim - len(self.dims)  # `...` counts as a dim: -1 if it stands for none
         if ELLIPSIS not in self.names:
             if missing:
                 reason = f"'{self}' has {len(self.dims)} dims, the array has {ndim}"
@@ -396,15 +398,18 @@ def _parse_expression(text: str) -> tuple[Layout, Layout]:
 def check_form(
     dims: tuple[Dim, ...], tags: Tags, text: str | None = None, side: slice = slice(None)
 ) -> None:
-    """Raise NotationError for an axis or a dim used twice, or max or min beside another reduction.
+    """Check that a layout uses each mesh axis and dim name once, and reductions that go together.
+
+    "n/x d/x" uses x twice; "n | sum(x) max(y)" mixes reductions whose order matters. Raises
+    NotationError.
 
     Args:
         dims: The dims of a layout.
         tags: Its tags.
         text: The user's text, which errors show; by default the layout's own.
-        side: The part of the text that has this layout: an axis may be in others too.
+        side: The part of the text that is this layout, in an expression of several.
     """
-    # Layouts are made by the thousand in planning: spans of texts are found only for an error.
+    # Planning makes layouts by the thousand, so places in the text are looked up only for an error.
     axes = list(chain.from_iterable(dim.axes for dim in dims))
     for _, tagged_axes in tags:
         axes.extend(tagged_axes)
@@ -431,7 +436,7 @@ def check_form(
 def check_axes(
     layout: Layout, mesh: Mesh, text: str | None = None, where: str = "the mesh", at: int = 0
 ) -> None:
-    """Raise NotationError for an axis that the mesh lacks.
+    """Check that the mesh has all axes that a layout names; raise NotationError otherwise.
 
     Args:
         layout: The layout whose axes are checked.
@@ -460,9 +465,10 @@ def _axis_spans(text: str, axis: str, side: slice = slice(None)) -> list[Span]:
 
 
 def factored(layout: Layout, factors: Mapping[str, tuple[str, ...]]) -> Layout:
-    """Replace every axis by its factors, the slowest first: `n/x` -> `n/(x_0,x_1)`.
+    """Rewrite a layout for a mesh whose axes are split: `n/x` -> `n/(x_0,x_1)`.
 
-    An axis without factors is left out.
+    `factors` lists the new axes of each old one, the slowest first. An old axis with none, (), as
+    one of size 1 has, is left out.
     """
     dims = []
     for dim in layout.dims:

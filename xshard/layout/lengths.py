@@ -26,9 +26,10 @@ def global_shape(
     known: Lengths | None = None,
     hint: str = HINT,
 ) -> tuple[int, ...]:
-    """Find the global shape from the shape of a block: [s/4, c] on 4 devices -> [s, c].
+    """Find the global shape of an array from the shape of one device's block.
 
-    A length comes from `known`, else from numbers in the layout, else from equal blocks.
+    A block [2, 3] under "s/x c" with x=4 -> [8, 3]. The length of a dim is `known`, or follows from
+    sizes that the layout lists, as in `s/sizes(x,3,1)`, or all blocks are taken as equally long.
 
     Args:
         layout: The layout of the array.
@@ -52,7 +53,7 @@ def global_shape(
 
 
 def _length(dim: Dim, rows: int, mesh: Mesh, known: int | Collection[int] | None, hint: str) -> int:
-    """Return the length of a dim of which a block has `rows` rows.
+    """Find the global length of a dim from the rows of one device's block, or from a known length.
 
     Args:
         dim: The dim.
@@ -95,17 +96,18 @@ def _ambiguity(dim: Dim, rows: int, blocks: Mapping[int, int], fitting: Sequence
 
 
 def _inferred_length(dim: Dim, rows: int, sizes: tuple[int, ...]) -> int | None:
-    """Return the length of a dim by numbers of its shards, else by equal blocks; None if unknown.
+    """Infer the global length of a dim from the rows of one block; None if they do not say it.
 
-    A block of 3 rows under "n/x" on x=4 -> 12. With a halo of 1 at both ends, 3 rows -> 4, since
-    two are the neighbours'.
+    A block of 3 rows under "n/x" with x=4 -> 12, as all blocks are taken as equally long. With a
+    halo of 1 on both sides 3 rows -> 4, since two belong to neighbours. Where the layout lists
+    sizes, as in `n/sizes(x,3,1)`, their sum is the length.
 
     Args:
         dim: The dim.
         rows: The rows of one device's block, with overlaps.
         sizes: The size of each axis of the dim.
     """
-    n_blocks = 1  # into which the shards so far cut
+    n_blocks = 1  # number of blocks into which the shards so far cut the dim
     first_axis = 0
     for shard in dim.shards:
         rows_in_block = rows_in_numbers(shard)  # of the block that this shard cuts

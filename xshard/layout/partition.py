@@ -35,27 +35,29 @@ R = TypeVar("R")
 
 
 def cut_by_shard(length: int, shard: Shard, n_parts: int, index: int) -> Runs:
-    """Cut `length` rows by one shard: the rows of part `index` of `n_parts`, in local order.
+    """Return the rows that one of `n_parts` devices owns if `length` rows are sharded over them.
 
-    8 rows, zigzag over 2 parts, part 0 -> rows 0 1 6 7
+    Part 0 of 8 rows over 2 parts: rows 0 1 2 3 in the plain order, 0 2 4 6 cyclic, 0 1 6 7 zigzag.
+    Rows come in the order in which the device stores them.
 
     Args:
         length: The number of rows that are cut.
-        shard: The order in which parts take rows, and its numbers; its axes do not matter here.
-        n_parts: The number of parts, the product of the sizes of its axes.
-        index: The number of the part.
+        shard: One sharding of a dim, as `zigzag(cp)`: the order in which parts take rows, with
+            numbers such as sizes. Its mesh axes do not matter here.
+        n_parts: The number of parts, the product of the sizes of the axes.
+        index: Which of the parts, from 0.
     """
     order = shard.order
     if n_parts == 1:
-        # One part is one interval in every order, so that an overlap widens it only once.
+        # All rows as one interval, whatever the order: as several, a halo would widen each of them.
         return interval(0, length)
     if order == SIZES:
         sizes = whole_numbers_of(shard)
         start = sum(sizes[:index])
         return interval(start, start + sizes[index])
-    if order == INTERVALS:
+    if order == INTERVALS:  # listed for each part
         return _intervals(shard, index)
-    if order == BY:
+    if order == BY:  # a map, as an array, says which part has each row
         return as_runs(map_of(shard).part(index))
     if order == "balanced":
         return _balanced(length, n_parts, index)
@@ -122,11 +124,13 @@ def _segmented(
     index: int,
     cut_segment: Callable[[int, int, int], tuple[Run, ...]],
 ) -> tuple[Run, ...]:
-    """Cut each segment (or document) that the shard lists alone; without a list, all rows as one.
+    """Return a part's rows if each segment, such as a packed document, is sharded by itself.
 
     Segments of 4 and 2 rows over 2 parts: part 0 has rows 0 1 of the first and row 4 of the second.
+    If the shard lists no segments, all rows are one.
 
-    cut_segment: cuts a segment of some length into parts, and returns one part, as `_chunk` does.
+    cut_segment: called with the length of a segment, the number of parts, and the number of one
+        part; returns the rows of that part, counted from the beginning of the segment.
     """
     segment_lengths = whole_numbers_of(shard)
     if not segment_lengths:
@@ -186,19 +190,19 @@ def rotated(axes: tuple[str, ...], n_parts: int, rows: int, by: int = 1) -> Shar
 
 
 def cut_by_shards(length: int, shards: Sequence[Shard], sizes: Ints, coords: Ints) -> Runs:
-    """Cut `length` rows by shards, outermost first: the rows of the device at `coords`.
+    """Return the rows that one device owns of a dim that is sharded several times.
 
-    Each shard cuts the block that those before it have left: 8 rows under "n/x/y" on x=2, y=2, the
-    device (1, 0) -> rows 4 to 7, then 4 and 5.
+    Each shard cuts the block that those before it have left. 8 rows under "n/x/y" with x=2, y=2:
+    the device at x=1, y=0 has rows 4 to 7 after the first, and owns rows 4 and 5 after the second.
 
     Args:
         length: The number of rows.
-        shards: The shards of a dim.
-        sizes: The size of each axis of the shards, in their order.
+        shards: The shards of the dim, outermost first; each is over one mesh axis or several.
+        sizes: The size of each axis of all shards, in their order.
         coords: The device's coordinate along each of these axes.
     """
     runs: Runs = interval(0, length)
-    first_axis = 0  # of the next shard, among `sizes` and `coords`
+    first_axis = 0  # where the axes of the next shard begin in `sizes` and `coords`
     for shard in shards:
         axes = slice(first_axis, first_axis + len(shard.axes))
         first_axis = axes.stop
@@ -209,16 +213,18 @@ def cut_by_shards(length: int, shards: Sequence[Shard], sizes: Ints, coords: Int
 
 
 def _inner(length: int, runs: Runs, positions: Runs) -> Runs:
-    """Return the rows at some positions of a block that has `runs` of an array of `length` rows.
+    """Translate positions in a block into rows of the array.
 
-    A block of rows 4 to 7 at positions 0 and 2 -> rows 4 and 6
+    A block of rows 4 to 7 at positions 0 and 2 -> rows 4 and 6. `runs` are the rows of the block,
+    of an array of `length` rows; `positions` count from its first row.
     """
     if runs == interval(0, length):
         return positions  # all rows: a position is its row
     if isinstance(runs, Rows) or isinstance(positions, Rows):
         numbers = row_numbers(runs)
         position_numbers = row_numbers(positions)
-        # Positions beyond the block are left out here, and `find_misfit` reports them.
+        # A map for another length may name positions beyond the block. They are left out here, so
+        # that no lookup fails, and `find_misfit` reports them.
         return as_runs(numbers[position_numbers[position_numbers < len(numbers)]])
     selected: list[Run] = []
     for run in positions:
@@ -260,9 +266,11 @@ def for_every_block(
 
 @layout_cache(maxsize=4096)
 def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
-    """Return `owned_rows` of every block, row-major along the axes of the dim.
+    """List the rows of every block of a dim, one entry per block, row-major along its axes.
 
-    The blocks of all shards but the innermost come from the cache, and each is cut by the innermost.
+    8 rows under "n/x/y" with x=2, y=2 -> rows 0-1, 2-3, 4-5, 6-7, for (x, y) = (0, 0), (0, 1), (1,
+    0), (1, 1). Found by recursion: the blocks of "n/x", 0-3 and 4-7, are each cut by y. Results are
+    cached, so that many dims share the work on their outer shards.
     """
     if not dim.shards:
         return (interval(0, length),)
@@ -272,7 +280,7 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
     outer_blocks = all_owned_rows(outer_dim, length, sizes[:-n_inner_axes])
     n_parts = math.prod(sizes[-n_inner_axes:])
 
-    # Blocks of one length are cut at the same positions.
+    # Blocks of equal length are cut at the same positions: each length is cut only once.
     positions_by_length: dict[int, list[Runs]] = {}
     inner_blocks: list[Runs] = []
     for outer_rows in outer_blocks:
@@ -288,11 +296,11 @@ def all_owned_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
 
 @layout_cache(maxsize=4096)
 def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
-    """Return the number of the block that owns each row of a dim, `[length]`.
+    """Return, for each row of a dim, the number of the block that owns it: an array `[length]`.
 
-    4 rows under "n/x" on x=2 -> 0 0 1 1
+    4 rows under "n/x" with x=2 -> 0 0 1 1
     """
-    blocks = [np.arange(length)]  # the rows of every block, shard by shard
+    blocks = [np.arange(length)]  # the rows of every block, cut further by one shard after another
     for shard, n_parts in _shards_with_parts(dim, sizes):
         inner_blocks: list[Numbers] = []
         for rows in blocks:
@@ -313,15 +321,15 @@ def owner_of_rows(dim: Dim, length: int, sizes: Sizes) -> Numbers:
 def block_length(dim: Dim, length: int, sizes: tuple[int, ...]) -> tuple[int, bool]:
     """Return the most rows that any device owns, and whether all own equally many.
 
-    10 rows under "n/x" on x=4 -> 3, False. Hot in planning: lengths follow from formulas, and parts
-    are listed only where orders need it.
+    10 rows under "n/x" with x=4 -> (3, False). Planning calls this very often: lengths follow from
+    formulas where they can, and the rows of all devices are listed only where they must.
     """
-    longest = length  # of the blocks that the shards so far leave
+    longest = length  # of the longest block after the shards so far
     is_even = True
     for shard, n_parts in _shards_with_parts(dim, sizes):
         is_uneven_zigzag = shard.order == "zigzag" and longest % (2 * n_parts) != 0
         if shard.numbers or is_uneven_zigzag:
-            # Parts differ in ways that no formula knows: all of them are looked at.
+            # Listed sizes, or a zigzag that does not divide the rows: no formula is simple.
             lengths = block_lengths(dim, length, sizes)
             return max(lengths), len(lengths) == 1
         is_even = is_even and longest % n_parts == 0
@@ -349,10 +357,12 @@ def block_lengths(dim: Dim, length: int, sizes: Sizes) -> frozenset[int]:
 
 
 def find_misfit(dim: Dim, length: int, sizes: Ints) -> tuple[Shard, str] | None:
-    """Find the first shard whose numbers do not fit its rows, and the reason; None if all fit.
+    """Check that sizes, intervals, documents and maps written in a dim fit the number of rows.
 
-    Numbers are sizes, intervals, documents or a map. They have to fit each block that the shards
-    outside of them leave: `n/x/sizes(y,3,1)` needs blocks of 4 rows.
+    They have to fit every block that the shards before them leave. `n/x/sizes(y,3,1)` with x=2
+    needs blocks of 4 rows, so 8 rows fit, and 10 do not.
+
+    Returns the first shard that does not fit, with the reason for an error; None if all fit.
     """
     for i, (shard, n_parts) in enumerate(_shards_with_parts(dim, sizes)):
         if not shard.numbers or shard.order == "cyclic":  # groups of rows fit any length
@@ -390,9 +400,11 @@ def _wrong_rows(shard: Shard, n_parts: int, rows: int) -> str | None:
 
 
 def _wrong_intervals(shard: Shard, n_parts: int, rows: int) -> str | None:
-    """Say why the intervals of a shard do not cut a block of `rows` rows; None if they do.
+    """Check that the intervals listed for all parts hold each of `rows` rows exactly once.
 
-    They have to hold each row once, in any order, but in ascending order if there is one part.
+    0-3 and 3-4 fit 4 rows; 0-2 and 3-4 leave out row 2. Returns the reason for an error, or None if
+    they fit. The order is free, but with one part it must ascend: `cut_by_shard` takes a single
+    part as all rows in order.
     """
     pairs = _all_interval_pairs(shard)
     ascending = sorted(pairs)

@@ -67,13 +67,16 @@ def concatenate_tables(*tables: IntervalTable) -> IntervalTable:
 
 
 def cut_at_edges(table: IntervalTable) -> CutPieces:
-    """Cut pieces wherever one of them begins or ends.
+    """Cut row intervals at each other's ends, so that any two parts are equal or disjoint.
 
-    Rows [0, 4) and [2, 6) -> [0, 2) [2, 4) and [2, 4) [4, 6), of the intervals 0 1 and 1 2.
+    [0, 4) and [2, 6) begin and end at 0, 2, 4, 6 -> [0, 2), [2, 4) of the first and [2, 4), [4, 6)
+    of the second. The result holds the parts, which of the intervals between neighbouring ends each
+    one is (0 1 1 2), and which piece of the input it is from (0 0 1 1).
     """
     stop = table.start + table.length
     edges = unique_rows(np.concatenate([table.start, stop]))  # ascending
-    # Intervals lie between neighbouring edges; a piece has one or several in a row.
+    # Interval i lies between edges i and i + 1. Each piece consists of one or more of them in a
+    # row.
     first_interval = np.searchsorted(edges, table.start)
     intervals_of_piece = np.searchsorted(edges, stop) - first_interval
     runs.check_pieces(int(intervals_of_piece.sum()))
@@ -199,11 +202,15 @@ def distinct_rows(blocks: Sequence[Runs]) -> tuple[Runs, ...]:
 
 
 def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
-    """Count the rows that each block of `dst` shares with each block of `src`.
+    """Count the rows that each block of `dst` has in common with each block of `src`.
 
-    src (0-3) (4-7), dst (0-5) (6-7) -> dst 0 0 1, src 0 1 1, rows 4 2 2
+    src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> dst 0 0 1, src 0 1 1, rows
+    4 2 2: block 0 of `dst` shares 4 rows with block 0 of `src` and 2 rows with block 1; block 1 of
+    `dst` shares 2 rows with block 1 of `src`. Pairs of blocks without common rows are left out.
     """
     if any(isinstance(block, Rows) for block in (*src, *dst)):
+        # Some rows are listed one by one: a lookup table by row is quickest, if it is not too
+        # large.
         shared = _shared_by_table(list(map(row_numbers, src)), list(map(row_numbers, dst)))
         if shared is not None:
             return shared
@@ -214,7 +221,8 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
         dst_pieces = expanded(dst_table)
         once = np.ones(len(dst_pieces.start), np.int64)
         return _shared_by_intervals(expanded(src_table), dst_pieces, once, len(src))
-    # Long cyclic cuts repeat: one period of them is counted, and multiplied.
+    # Too many pieces to list, as of a long cyclic sharding. Their pattern repeats: the pieces of
+    # one period are listed, each with the number of times that it counts.
     src_period, dst_period = _one_period(src_table, dst_table)
     return _shared_by_intervals(src_period.pieces, dst_period.pieces, dst_period.times, len(src))
 
@@ -222,22 +230,28 @@ def shared_rows(src: Sequence[Runs], dst: Sequence[Runs]) -> SharedRows:
 def _shared_by_intervals(
     src: IntervalTable, dst: IntervalTable, dst_times: Numbers, n_src_blocks: int
 ) -> SharedRows:
-    """Do the work of `shared_rows` by intervals of rows.
+    """Count the rows that each pair of a source and a destination block share, from row intervals.
+
+    src blocks of rows 0-3 and 4-7, dst blocks of rows 0-5 and 6-7 -> dst 0 0 1, src 0 1 1, rows
+    4 2 2: one entry for each pair of blocks with common rows.
 
     Args:
-        src: The pieces of the blocks that have rows.
-        dst: The pieces of the blocks that want rows.
-        dst_times: How often each piece of `dst` counts.
+        src: The row intervals of the source blocks.
+        dst: The row intervals of the destination blocks.
+        dst_times: `[pieces of dst]`, how often each counts: more than once where one interval
+            stands for a pattern that repeats.
         n_src_blocks: The number of blocks of `src`.
     """
-    # Cut together: two parts then share all their rows or none, and equal intervals are equal rows.
+    # Cut all intervals at each other's ends: two parts then share all rows or none, and share all
+    # exactly if they have the same number in `interval`.
     parts, interval, piece = cut_at_edges(concatenate_tables(src, dst))
     is_src = piece < len(src.start)  # the pieces of `src` come first in the joined table
     src_parts = np.flatnonzero(is_src)
     src_parts = src_parts[np.argsort(interval[is_src], kind="stable")]
     dst_parts = np.flatnonzero(~is_src)
 
-    # Each part of `dst` meets the parts of `src` that have the same interval: neighbours here.
+    # `src_parts` is sorted by interval, so the parts of `src` with the interval of a part of `dst`
+    # are neighbours: `counts` of them from position `first`.
     src_intervals = interval[src_parts]
     dst_intervals = interval[dst_parts]
     first = np.searchsorted(src_intervals, dst_intervals, side="left")
@@ -246,13 +260,13 @@ def _shared_by_intervals(
     of_src = src_parts[count_up(counts, first)]
     of_dst = np.repeat(dst_parts, counts)
 
-    # Add up by pair of blocks, which is one number: the block of `src` is its remainder.
+    # Add up rows by pair of blocks. A pair is one number: dst block * n_src_blocks + src block.
     pair_of_blocks = parts.block[of_dst] * n_src_blocks + parts.block[of_src]
     pairs, pair = np.unique(pair_of_blocks, return_inverse=True)
-    rows = np.zeros(len(pairs), np.int64)  # exact: bincount would add floats
+    rows = np.zeros(len(pairs), np.int64)  # exact integers: np.bincount with weights adds floats
     times = dst_times[piece[of_dst] - len(src.start)]
     np.add.at(rows, pair.reshape(-1), parts.length[of_dst] * times)
-    divisor = max(n_src_blocks, 1)  # without blocks there are no pairs
+    divisor = max(n_src_blocks, 1)  # avoids 0 / 0: without blocks there are no pairs
     return SharedRows(dst=pairs // divisor, src=pairs % divisor, rows=rows)
 
 
@@ -299,14 +313,15 @@ class _Period(NamedTuple):
 
 
 def _one_period(src: Numbers, dst: Numbers) -> tuple[_Period, _Period]:
-    """List the pieces of two run tables in one period of each stretch in which all runs repeat.
+    """List the row intervals of two shardings for one period of their pattern, with a multiplicity.
 
-    Cyclic cuts of 10^9 rows have as many pieces, but they repeat: the pieces of one period are
-    listed, with the number of periods. The period is the least common multiple of all strides.
+    A cyclic sharding of 10^9 rows has up to 10^9 intervals, but its pattern repeats. If `src` has
+    every 2nd row and `dst` every 3rd, both repeat after 6 rows, the least common multiple: the
+    intervals in rows 0-5 are listed and count as often as 6 fits, then those of the rows left over.
 
     Args:
-        src: A table of runs: see `runs.run_table`.
-        dst: The other one, which is cut into the same windows of rows.
+        src: Row ranges `[runs, 6]`, as from `runs.run_table`.
+        dst: The other sharding's row ranges, in the same form.
     """
     src = _ascending_runs(src)
     dst = _ascending_runs(dst)
@@ -314,15 +329,17 @@ def _one_period(src: Numbers, dst: Numbers) -> tuple[_Period, _Period]:
     strides = np.unique(stride[repeats > 1]).tolist()
     period = min(math.lcm(*strides), LONGEST_PERIOD)
 
-    # Between two neighbouring edges the same runs repeat.
+    # Where a run begins or ends, the pattern changes. Between neighbouring edges it stays the same.
     edges = np.unique(np.concatenate([start, _period_ends(src), _period_ends(dst)]))
     low = edges[:-1]
     high = edges[1:]
     times = np.maximum((high - low) // period, 1)
-    # Two windows for each stretch: its first period, and the rows after the last whole one.
+    # Two windows for each stretch [low, high): its first period, which counts `times` times, and
+    # the rows after the last whole period, which count once.
     window_starts = np.stack([low, low + times * period], axis=1).reshape(-1)
     window_stops = np.stack([np.minimum(low + period, high), high], axis=1).reshape(-1)
     window_times = np.stack([times, np.ones_like(times)], axis=1).reshape(-1)
+    # Windows without rows are dropped.
     windows = np.flatnonzero(window_stops > window_starts)
     starts = window_starts[windows]
     lengths = window_stops[windows] - starts
@@ -334,20 +351,24 @@ def _one_period(src: Numbers, dst: Numbers) -> tuple[_Period, _Period]:
 
 
 def _inside(table: Numbers, windows: IntervalTable, times: Numbers) -> _Period:
-    """List the pieces of a run table that lie inside windows, cut at their ends.
+    """List the row intervals of repeated ranges inside some windows, cut at the windows' ends.
+
+    The range of 2 rows, repeated every 4 (0 1, 4 5, 8 9, ...), in the window [1, 6) -> [1, 2) and
+    [4, 6). Repetitions outside of the windows are never listed, however many there are.
 
     Args:
-        table: A table of runs: see `runs.run_table`.
-        windows: Intervals of rows, ascending and distinct.
-        times: How often each window counts.
+        table: Row ranges `[runs, 6]`, as from `runs.run_table`.
+        windows: Intervals of rows, in ascending order and disjoint.
+        times: `[windows]`, how often each window counts; returned for each of the intervals.
     """
     block, local, start, length, repeats, stride = table.T
-    # From its first row to the end of its last period, a run repeats.
+    # Each run as one interval, from its first row to the end of its last period: where it meets the
+    # windows is found without listing its repetitions.
     stretches = IntervalTable(block, local, start, _period_ends(table) - start)
     window, run, low, high = runs.intersections(windows, stretches)
-    step = np.maximum(stride, 1)[run]  # single intervals have no stride
-    # The repetitions of a run that have rows in [low, high): from the first that ends after `low`
-    # to the last that begins before `high`. A division of negative numbers, negated, rounds up.
+    step = np.maximum(stride, 1)[run]  # the stride of a single interval is 0
+    # The repetitions [first, stop) of a run have rows in [low, high): from the first that ends
+    # after `low` to the last that begins before `high`. -(-a // b) is a / b rounded up.
     first = np.clip((low - start[run] - length[run]) // step + 1, 0, repeats[run])
     stop = np.clip(-((start[run] - high) // step), first, repeats[run])
     counts = stop - first

@@ -47,7 +47,11 @@ STRAIGHT = "straight"
 def wanted_rows(
     dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
 ) -> AllRuns:
-    """List the rows that each block must receive; in a fold, the rows that it provides.
+    """List, for each block of a dim, the rows that it must receive in a redistribution.
+
+    "n/x" with 8 rows on x=2 -> rows 0-3, rows 4-7. A halo's rows are wanted too. Under a Fold,
+    where rows in several blocks are contributions to be added up, only one block wants each row,
+    and FILL is in place of the others.
 
     Args:
         dim: A dim of the layout of the result.
@@ -72,12 +76,14 @@ def wanted_rows(
 def offered_rows(
     dim: Dim, length: int, sizes: Sizes, side: str = STRAIGHT, shift: int = 0
 ) -> tuple[AllRuns, ...]:
-    """List the rows that each block offers, as lists of distinct rows.
+    """List, for each block of a dim, the rows that others may take from it.
 
-    Each row is offered once; in a fold every contribution to it is offered, in several lists if a
-    block has several for one row. The arguments are those of `wanted_rows`.
+    One tuple of lists per block. "n/x:halo(1,1)" with 8 rows on x=2: block 0 offers rows 0-3, and
+    not row 4 of its halo, as each row is offered once. Under a Fold, where rows in several blocks
+    are contributions to be added up, all are offered: in several lists if a block has a row several
+    times, since the rows of a list are distinct. The arguments are those of `wanted_rows`.
     """
-    # Only the provider of a row offers it, and none of the copies that lie beyond a pole.
+    # One block offers each row. Copies beyond a pole (`side` is not STRAIGHT) are never offered.
     if not isinstance(dim.overlap, Fold):
         provided = shifted(provided_rows(dim, length, sizes), shift, length)
         if side == STRAIGHT:
@@ -107,16 +113,18 @@ def distinct_held_rows(dim: Dim, length: int, sizes: Sizes, shift: int = 0) -> A
 
 @layout_cache(maxsize=4096)
 def provided_rows(dim: Dim, length: int, sizes: Sizes) -> AllRuns:
-    """List the rows that each block provides, so that every row that any device holds comes once.
+    """Choose one block to provide each row that several blocks hold, as with a halo.
 
-    Its owner provides a row; if no owner holds it, a block that has it as a neighbour's, then one
-    that copies it from beyond an end. FILL stands in place of rows that others provide.
+    "n/x:halo(1,1)" with 4 rows on x=2: blocks hold 0 1 2 and 1 2 3 (and padding); block 0 provides
+    0 1, block 1 provides 2 3, and FILL stands in place of all else. The owner of a row provides it;
+    if it does not hold it, a block that has the row as a neighbour's, then one that copies it from
+    beyond an end of the array.
     """
     if dim.overlap is None:
         return all_owned_rows(dim, length, sizes)
     if not _are_distinct(dim):
         return _rows_by_rank(dim, length, sizes, alone=False)
-    # Every row is there at its owner, whose block begins with the rows that it owns.
+    # A simple case: every owner holds its rows, and its block begins with them.
     owned = all_owned_rows(dim, length, sizes)
     held = all_held_rows(dim, length, sizes)
     blocks = []
@@ -152,9 +160,10 @@ def rows_without(runs: Runs, others: Runs) -> Runs:
 
 
 def shifted(blocks: AllRuns, shift: int, length: int) -> AllRuns:
-    """Add `shift` to the rows, modulo `length`: an interval over the end becomes two.
+    """Add `shift` to the row numbers of all blocks, modulo `length`.
 
-    Rows 2 to 5 of 8, shifted by 4 -> 6 7 0 1. FILL stays.
+    Rows 2 to 5 of 8, shifted by 4 -> 6 7 0 1: an interval that reaches over the end becomes two.
+    Positions of FILL, which is no row, stay as they are.
     """
     if not shift:
         return blocks

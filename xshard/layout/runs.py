@@ -250,10 +250,17 @@ def interval_table(blocks: Iterable[Iterable[Run]]) -> IntervalTable:
 
 
 def run_table(blocks: Iterable[Iterable[Run]]) -> Numbers:
-    """List the runs of all blocks as rows of a table, `[runs, 6]`; without FILL.
+    """Put the row ranges of all blocks into one integer array `[runs, 6]`.
 
-    The columns are: block, local position, start, length, repeats, stride. The last four are the
-    fields of `Run`. FILL has no row in the table, but counts in the positions after it.
+    A `Run` is a range of rows, `length` rows from `start`, repeated `repeats` times, `stride` rows
+    apart. The columns are: number of the block, position of the run in its block, and the four
+    fields of the run. Block 0 with rows 0-3 and block 1 with rows 4-5 and 8-9 ->
+
+        0 0  0 4 1 0
+        1 0  4 2 1 0
+        1 2  8 2 1 0      # its rows come after two others of block 1
+
+    Runs of FILL (padding, which is no row of the array) are not listed, but take up positions.
     """
     table: list[tuple[int, ...]] = []
     tables_of_rows: list[Numbers] = []
@@ -283,16 +290,18 @@ def _run_table_of_rows(block: int, runs: Rows) -> Numbers:
 
 
 def expanded(table: Numbers) -> IntervalTable:
-    """List every repetition of the runs of a `run_table` as an interval of its own.
+    """Unroll repeated row ranges: list every repetition as an interval of its own.
 
-    A run of length 2, 3 times, 10 apart, from row 1 -> [1, 3), [11, 13), [21, 23)
+    The input is an array `[runs, 6]` from `run_table`; the result has one array `[pieces]` for each
+    of block, position in the block, first row, and number of rows. A run of 2 rows from row 1,
+    repeated 3 times at a distance of 10, -> rows [1, 3), [11, 13), [21, 23) at positions 0, 2, 4.
 
     Raises:
-        ShapeError: They are more than MOST_PIECES.
+        ShapeError: There are more than MOST_PIECES intervals.
     """
     block, local, start, length, repeats, stride = table.T
-    check_pieces(int(repeats.sum()))  # before the arrays, which would take gigabytes
-    run = np.repeat(np.arange(len(table)), repeats)  # [pieces]: the run of each
+    check_pieces(int(repeats.sum()))  # first, since the arrays below might take gigabytes
+    run = np.repeat(np.arange(len(table)), repeats)  # [pieces]: which run it is from
     repetition = count_up(repeats)
     return IntervalTable(
         block=block[run],
@@ -310,22 +319,23 @@ def check_pieces(count: int, most: int = MOST_PIECES) -> None:
 
 
 def intersections(a: IntervalTable, b: IntervalTable) -> Overlaps:
-    """Find the rows that the intervals of two tables share, in the order of `b`.
+    """Intersect two lists of row intervals: find each pair that overlaps, and the rows they share.
 
-    a [0, 4) [4, 8), b [2, 6) -> [2, 4) of interval 0 of a, and [4, 6) of interval 1.
+    Intervals [0, 4) and [4, 8) of `a`, and [2, 6) of `b` -> [2, 4), of intervals 0 of a and 0 of b,
+    and [4, 6), of intervals 1 of a and 0 of b. The result is four arrays `[pairs]`, ordered as `b`.
 
     Args:
         a: Intervals in ascending order, of which no two have a row in common.
         b: Intervals in any order.
 
     Raises:
-        ShapeError: More than MOST_PIECES pairs meet.
+        ShapeError: More than MOST_PIECES pairs overlap.
     """
     a_stop = a.start + a.length
     b_stop = b.start + b.length
-    # `a` is sorted, so that the intervals that meet one of `b` are neighbours: `counts` of them
-    # from `first` on, the first that ends after it begins, up to the last that begins before it
-    # ends. No pair that shares nothing is ever listed.
+    # `a` is sorted, so the intervals of `a` that overlap one interval of `b` are neighbours. They
+    # are `counts` intervals from number `first`: from the first that ends after the interval of `b`
+    # begins, to the last that begins before it ends. Bisection finds both ends for all of `b`.
     first = np.searchsorted(a_stop, b.start, side="right")
     counts = np.maximum(np.searchsorted(a.start, b_stop, side="left") - first, 0)
     check_pieces(int(counts.sum()))
@@ -344,14 +354,13 @@ def intersections(a: IntervalTable, b: IntervalTable) -> Overlaps:
 
 @layout_cache(maxsize=65536)
 def common_segments(src: Runs, dst: Runs) -> tuple[Segment, ...]:
-    """Find the rows that two blocks share, as segments in the order of `dst`, merged.
+    """Find what to copy from one block to another: the rows that both hold, by local position.
 
     Rows 0-3 and rows 2-5 -> `(Segment(src=2, dst=0, length=2),)`: the rows at positions 2 and 3 of
-    the first block are those at positions 0 and 1 of the second.
-
-    The rows of `src` are distinct; `dst` may have a row several times.
+    the first block are those at positions 0 and 1 of the second. Segments come in the order of
+    `dst`, neighbours merged into one. The rows of `src` are distinct; `dst` may have a row twice.
     """
-    # The quickest of four ways: by arrays of rows, two intervals, a few, or tables of intervals.
+    # All four ways find the same; the quickest one that the form of the rows allows is taken.
     if isinstance(src, Rows) or isinstance(dst, Rows):
         return matched_rows(row_numbers(src), row_numbers(dst))
     if len(src) == len(dst) == 1 and src[0].repeats == dst[0].repeats == 1:
@@ -376,10 +385,11 @@ def _segment_of_intervals(src: Run, dst: Run) -> tuple[Segment, ...]:
 
 
 def _segments_of_few(src: Iterable[Run], dst: Iterable[Run]) -> tuple[Segment, ...]:
-    """Return `common_segments` of a few intervals, pair by pair.
+    """Find the rows that two blocks share, by comparing each pair of their intervals.
 
-    For each interval of `dst`, those of `src` are gone through in ascending order of rows, so that
-    segments come in the order of `dst`.
+    Rows 0-3 and rows 2-5 -> `(Segment(src=2, dst=0, length=2),)`: positions 2 and 3 of the first
+    block are positions 0 and 1 of the second. For each interval of `dst`, the intervals of `src`
+    are taken by ascending rows, so that segments come in the order of `dst`.
     """
     src_by_row: list[tuple[int, int, int]] = []  # first row, position, length; ascending
     src_position = 0
@@ -495,11 +505,11 @@ def unrolled(runs: Runs) -> Iterator[Run]:
 
 
 def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
-    """Return the rows of a block at some local positions.
+    """Translate local positions in a block into the rows of the array that lie there.
 
-    The block `Run(10, 8)` at positions `Run(1, 2)` -> `(Run(11, 2),)`
-
-    Positions that repeat at equal distances stay one run if they can, however often they repeat.
+    The block of rows 10-17, `Run(10, 8)`, at positions 1 and 2, `Run(1, 2)` -> rows 11 and 12,
+    `(Run(11, 2),)`. A `Run` is a range of rows, which may repeat at equal distances. Positions that
+    repeat give one repeating run where possible, so that a million repetitions cost no more than 2.
     """
     if positions.repeats == 1:
         return _slice(runs, positions.start, positions.start + positions.length)
@@ -515,7 +525,7 @@ def select(runs: Runs, positions: Run) -> tuple[Run, ...]:
             start = block.start + group * block.stride + offset
             stride = positions.stride // block.length * block.stride
             return (positions._replace(start=start, stride=stride),)
-    # Positions over the edges of groups: each repetition takes other rows.
+    # Some positions reach over the end of a group, so each repetition is translated by itself.
     check_pieces(positions.repeats, MOST_LISTED)
     selected: list[Run] = []
     for part in unrolled((positions,)):
@@ -538,22 +548,22 @@ def _slice(runs: Runs, start: int, stop: int) -> tuple[Run, ...]:
 
 
 def _slice_of_run(run: Run, start: int, stop: int) -> list[Run]:
-    """Return the rows of one run at local positions [start, stop), which are not empty.
+    """Take the rows of one repeated range at local positions [start, stop), where start < stop.
 
-    Rows 0 1 2, 10 11 12, 20 21 22 at positions [1, 8) -> 1 2, then 10 11 12, then 20 21: the tail
-    of a group, whole groups as one run, and the head of a group.
+    The run of rows 0 1 2, 10 11 12, 20 21 22 at positions [1, 8) -> runs 1 2, then 10 11 12, then
+    20 21: the end of its first group, whole groups as one run, and the beginning of the last group.
     """
     taken: list[Run] = []
-    group, head = divmod(start, run.length)  # the first repetition, and the rows of it left out
-    last_group, tail = divmod(stop, run.length)  # of the last repetition only `tail` rows
-    if head:  # the first repetition in part
+    group, head = divmod(start, run.length)  # `head` rows of the first group are skipped
+    last_group, tail = divmod(stop, run.length)  # only `tail` rows of the last are taken
+    if head:  # the first group is taken in part; it may be the last group too
         end = run.length if last_group > group else tail
         taken.append(Run(run.start + group * run.stride + head, end - head))
         group += 1
     whole_groups = last_group - group
     if whole_groups > 0:
-        stride = run.stride if whole_groups > 1 else 0  # equal rows are equal runs
+        stride = run.stride if whole_groups > 1 else 0  # so that equal rows compare equal
         taken.append(Run(run.start + group * run.stride, run.length, whole_groups, stride))
-    if tail and last_group >= group:  # unless head and tail are in one repetition
+    if tail and last_group >= group:  # unless it was the first group, taken above
         taken.append(Run(run.start + last_group * run.stride, tail))
     return taken

@@ -127,9 +127,11 @@ class Sharding(Pictured):
         return all_held_rows(sharded_dim, self.shape[dim], self.mesh.sizes_of(sharded_dim.axes))
 
     def cut_block(self, dim: int, shards: Sequence[Shard], device: int) -> tuple[Runs, ...]:
-        """Cut a device's block by `shards`: the local positions of each part, row-major.
+        """Cut a device's block of a dim further: list the local positions of each part, row-major.
 
-        If the dim ends with these shards, its block without them is cut.
+        8 rows under "n/x" with x=2, cut by `Shard(("y",))` with y=2: each block of 4 rows has the
+        parts 0-1 and 2-3. If the dim ends with these shards already, as "n/x/y" does, the block
+        before they were applied is cut.
 
         Args:
             dim: The index of the dim.
@@ -218,10 +220,11 @@ class Sharding(Pictured):
 
     @cached_property
     def normal_layout(self) -> Layout:
-        """The simplest layout with the same blocks.
+        """The simplest layout under which every device has the same block.
 
-        It has no axes of size 1 and no order that changes nothing. Even groups of axes are nested
-        shards. `mean` is `sum`: `scale` has the factor between both.
+        Axes of size 1 are left out, and orders that change nothing are plain. A group of axes
+        `n/(a,b)` is nested, `n/a/b`, if it divides evenly. `mean` becomes `sum`, and the property
+        `scale` has the factor between both.
 
         Examples:
             >>> str(
@@ -255,9 +258,10 @@ class Sharding(Pictured):
         return all(normal.agrees_with(other_normal, dim) for dim in range(len(self.shape)))
 
     def agrees_with(self, other: Sharding, dim: int) -> bool:
-        """Return whether a dim means the same under both, which have one mesh and one shape.
+        """Compare one dim of two shardings: whether all devices have the same rows of it.
 
-        It does if the blocks of all devices have the same rows, and boundaries do the same to them.
+        What boundaries do to rows beyond the ends of the array (fill or negate) must agree too.
+        Both shardings have one mesh and one shape. `n/zigzag(x)` agrees with `n` if x has size 1.
 
         Args:
             other: The other sharding.
@@ -269,7 +273,7 @@ class Sharding(Pictured):
             return True
         if isinstance(a.overlap, Fold) != isinstance(b.overlap, Fold):
             return False
-        # Devices that differ along other axes have equal blocks under both.
+        # Only the axes of this dim matter: along others its blocks are equal.
         axes = tuple(dict.fromkeys(a.axes + b.axes))
         for coords in itertools.product(*map(range, self.mesh.sizes_of(axes))):
             coord_of = dict(zip(axes, coords, strict=True))
@@ -299,15 +303,15 @@ def _check_shape(shape: tuple[int, ...]) -> None:
 
 @layout_cache(maxsize=65536)
 def normal_dim(dim: Dim, length: int, mesh: Mesh) -> Dim:
-    """Return the simplest dim with the same blocks: see `Sharding.normal_layout`.
+    """Write the sharding of one dim in the simplest way that gives every device the same block.
 
     On a=2, b=2, c=1 and 8 rows: `n/(a,b)` -> `n/a/b`, `n/zigzag(c)` -> `n`, `n/sizes(a,4,4)` ->
     `n/a`. Layouts that mean the same become equal, so that a plan has no steps for them.
     """
     overlap = _normal_overlap(dim)
     if overlap is not None and isinstance(unfolded(overlap), Window):
-        # Outputs of a window are sharded like the dim, but need not be divisible when its rows
-        # are: shards keep their orders and groups.
+        # The outputs of a convolution are sharded like the dim, but there are fewer of them: what
+        # is the same for the rows may differ for them, so shards keep their orders and groups.
         return Dim(dim.name, _without_short_axes(dim.shards, mesh), overlap)
     shards: list[Shard] = []
     block_rows: int | None = length  # of every block so far; None once blocks differ
@@ -345,16 +349,18 @@ def _even_block_rows(shard: Shard, block_rows: int | None, n_parts: int) -> int 
 
 
 def _is_plain(shard: Shard, length: int | None, n_parts: int) -> bool:
-    """Return whether a shard of `length` rows into parts equals the plain contiguous one.
+    """Return whether a shard cuts `length` rows just as the plain contiguous order does.
 
-    length: None if blocks differ in length; then only the order itself tells.
+    8 rows in 2 parts: `sizes(x,4,4)` does, `sizes(x,3,5)` does not.
+
+    length: None if the blocks that it cuts differ in length; then only a plain order is plain.
     """
     if shard.order == SEGMENTS and len(shard.numbers) == 1:
         return True  # one segment is all rows
     if length is None or shard.order not in ("balanced", SIZES):
         return shard.order == "block"
     plain = Shard(shard.axes)
-    # The parts of both are contiguous and in order: equal lengths are equal parts.
+    # Both orders give contiguous parts, one after the other: parts are equal if their lengths are.
     for index in range(n_parts):
         rows = count_rows(cut_by_shard(length, shard, n_parts, index))
         if rows != count_rows(cut_by_shard(length, plain, n_parts, index)):
@@ -363,9 +369,10 @@ def _is_plain(shard: Shard, length: int | None, n_parts: int) -> bool:
 
 
 def _normal_overlap(dim: Dim) -> Overlap | None:
-    """Return the overlap of a dim in normal form; None for a halo or a map that adds no rows.
+    """Write the overlap of a dim (halo, window, ...) in the simplest way; None if it adds no rows.
 
-    A window stays even if it adds none, since it says where outputs are computed.
+    `halo(0,0)` -> None, `halo(1,0)` stays. A window, what a convolution reads, stays even if it
+    adds no rows, since it also says where outputs are computed.
     """
     if dim.overlap is None:
         return None
@@ -373,7 +380,8 @@ def _normal_overlap(dim: Dim) -> Overlap | None:
     if isinstance(overlap, Window):
         if overlap.out or all(shard.order != SIZES for shard in dim.shards):
             return dim.overlap
-        # Written out, because the normal form may drop the sizes, which imply it.
+        # With listed sizes, outputs are "aligned" with rows. That is written out here, because the
+        # normal form may replace the sizes by the plain order, which does not imply it.
         aligned = replace(overlap, out="aligned")
         return Fold(aligned) if isinstance(dim.overlap, Fold) else aligned
     if isinstance(overlap, Reads):

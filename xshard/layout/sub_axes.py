@@ -127,10 +127,11 @@ class _AxisRange(NamedTuple):
 
 
 def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
-    """Find the coarsest mesh that splits the axes of both; None if there is none.
+    """Find one mesh in which the axes of two meshes over the same devices can both be written.
 
-    `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`, where dp of the first is (dp, dp_tp). A new axis that
-    lies in axes of two names is named after both.
+    `dp=8` and `dp=2,tp=4` -> `dp=2,dp_tp=4`: dp of the first is (dp, dp_tp), and dp and tp of the
+    second are one axis each. It is the coarsest such mesh. An axis that is a part of two axes with
+    different names is named after both. None if there is no such mesh, as for 2 x 3 and 3 x 2.
     """
     if src_mesh == dst_mesh:
         same = tuple((axis, (axis,)) for axis in src_mesh.axes)
@@ -139,8 +140,9 @@ def refine(src_mesh: Mesh, dst_mesh: Mesh) -> Refinement | None:
         return None
     src_ranges = _axis_ranges(src_mesh)
     dst_ranges = _axis_ranges(dst_mesh)
-    # Device numbers are row-major: an axis is a range of products of sizes. The coarsest mesh
-    # that refines both has an axis between each two neighbouring bounds of either.
+    # Device numbers are row-major, so an axis is a range of products of sizes: in `dp=2,tp=4` dp is
+    # [1, 2) and tp is [2, 8); in `dp=8` dp is [1, 8). The common mesh has an axis between each two
+    # neighbouring bounds of either: 1, 2, 8.
     bounds = sorted({axis_range.stop for axis_range in src_ranges + dst_ranges} | {1})
     if any(stop % start for start, stop in itertools.pairwise(bounds)):
         return None  # 2 x 3 and 3 x 2 devices: no axis splits into both

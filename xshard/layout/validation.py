@@ -46,7 +46,9 @@ _SCATTERED_ORDERS = ("zigzag", "cyclic", SEGMENTS, INTERVALS, BY)  # parts need 
 
 
 def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
-    """Raise ShapeError or NotationError if a dim of this length cannot have its shards or overlap.
+    """Check that dims of these lengths can be sharded, and can have halos or windows, as written.
+
+    `n/sizes(x,3,1)` needs 4 rows, for example. Raises ShapeError or NotationError.
 
     Args:
         dims: The dims of a layout.
@@ -60,7 +62,7 @@ def check_fit(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> None:
         overlap = unfolded(dim.overlap)
         if isinstance(overlap, Reads):
             _check_reads(dim, overlap, length, mesh)
-            continue
+            continue  # a map of rows has no widths and no boundaries
         if isinstance(overlap, Halo):
             _check_widths(dim, overlap, mesh)
         else:
@@ -86,7 +88,10 @@ def _check_shards(dim: Dim, length: int, mesh: Mesh) -> None:
 
 @layout_cache(maxsize=4096)
 def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
-    """Raise ShapeError unless a map lists, for each part of a dim, rows that other parts own.
+    """Check a map that lists, for each part of a dim, the rows that it reads from other parts.
+
+    Raises ShapeError if the map is for another number of parts, reads rows that do not exist, or
+    lists rows for a part that owns them.
 
     Args:
         dim: The dim.
@@ -105,7 +110,7 @@ def _check_reads(dim: Dim, reads: Reads, length: int, mesh: Mesh) -> None:
     if last_row >= length:
         reason = f"'{reads.rows}' reads row {last_row} of {length}"
         raise ShapeError(reason, text=str(dim), hint=hint)
-    # `needs.rows` and `needs.part_of_row` are columns: a row, and the part that reads it.
+    # Entry i of the map: part `needs.part_of_row[i]` reads row `needs.rows[i]`.
     owner_of_row = owner_of_rows(Dim(dim.name, dim.shards), length, sizes)
     own_reads = np.flatnonzero(owner_of_row[needs.rows] == needs.part_of_row)
     if len(own_reads):
@@ -157,9 +162,11 @@ def _check_boundaries(
 
 
 def rolled_dim(dims: Sequence[Dim], at: int, pole: Boundary, shape: Sequence[int]) -> int | None:
-    """Return the index of the dim that a pole rolls by half its length, as longitudes.
+    """Find the dim of longitudes that belongs to a pole at the end of dim `at`, the latitudes.
 
-    It is the dim that the pole names, else the next one after dim `at`; None if there is none.
+    Beyond the pole of a sphere the latitudes come again, with longitudes rolled by half their
+    number. `pole(w)` names the dim w; without a name it is the dim after `at`, and None if that is
+    the last.
 
     Raises:
         NotationError: There is no such dim, or it is the dim that has the pole.
@@ -205,9 +212,10 @@ def _check_block_size(dims: Sequence[Dim], shape: Sequence[int], mesh: Mesh) -> 
 
 
 def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
-    """Return a bound on the rows that a block holds, without listing them.
+    """Bound the rows that a block holds with its halo or window, without listing them.
 
-    It is checked before rows are listed, since a layout that you write may ask for 10^12 of them.
+    10 rows per device and a halo of 1 on both sides -> 12. The bound is checked before rows are
+    listed, since a layout that a user writes may ask for 10^12 of them.
 
     Raises:
         ShapeError: The block has more pieces, or more copied rows, than can be listed.
@@ -220,6 +228,7 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     if isinstance(overlap, Reads):
         return most_owned + int(max(overlap.rows.map.sizes))
 
+    # A halo is around each contiguous piece of a block, of which cyclic shards have many.
     n_pieces = _count_pieces(dim, overlap, length, sizes)
     if n_pieces > MOST_WIDENED:
         reason = f"{n_pieces} pieces of a block, each with an overlap"
@@ -234,8 +243,8 @@ def _most_held(dim: Dim, length: int, mesh: Mesh) -> int:
     rows_beyond = rows_before + rows_after
     if isinstance(overlap, Halo):
         return most_owned + max(n_pieces, 1) * rows_beyond
-    # Each run of outputs reads one window, and up to a stride of rows at both of its ends; none
-    # reads more than the whole array with what lies beyond it.
+    # Each contiguous run of outputs reads its rows, a kernel's width more, and up to a stride of
+    # rows at both ends; none reads more than the whole array with its padding.
     window_rows = overlap.d * (overlap.k - 1) + 1
     rows_around = 0
     for rows in (window_rows, overlap.s, overlap.s):
@@ -285,7 +294,11 @@ def _widest(width: Width) -> int:
 
 
 def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
-    """Raise NotationError unless both sides of `text` have the same dims; their order may differ."""
+    """Check that both sides of a redistribution have the same dims, in any order.
+
+    "b s -> s b" is fine, "b s -> b c" is not: NotationError marks `c` in the user's `text`. Where
+    the order changes, boundaries whose meaning depends on the order are refused too.
+    """
     left = [dim.name for dim in src]
     right = [dim.name for dim in dst]
     if left == right:
@@ -306,7 +319,10 @@ def check_dims(src: Sequence[Dim], dst: Sequence[Dim], text: str) -> None:
 def _check_new_order(
     dst: Sequence[Dim], left: list[str], right: list[str], text: str, spans: TextSpans
 ) -> None:
-    """Raise NotationError for a boundary that means another thing once the order of dims changes.
+    """Refuse boundaries beyond the array that would mean something else in another order of dims.
+
+    These are poles without a named dim, as they roll the next one, and different constants in two
+    dims, as in a corner the later dim's counts. Raises NotationError.
 
     Args:
         dst: The dims of the destination.

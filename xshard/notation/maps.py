@@ -47,10 +47,10 @@ class RowMap:
         self.rows = rows
         self.starts = starts
         for array in (rows, starts):
-            array.setflags(write=False)  # a changed map would no longer have its digest
+            array.setflags(write=False)  # the digest is of these values, so they must not change
         content = blake2b(type(self).__name__.encode(), digest_size=8)
         for array in (starts, rows):
-            # Little-endian on every machine: ranks compare digests.
+            # As little-endian bytes on every machine, because ranks compare digests.
             content.update(np.ascontiguousarray(array, "<i8").data)
         self.digest = content.hexdigest()
         self._first: RowMap | None = None
@@ -58,7 +58,8 @@ class RowMap:
         if first is self:
             self._count_new_rows()
         else:
-            # Equal maps share their arrays; the first one stays known as long as either lives.
+            # Equal maps share the arrays of the first one. A reference to it keeps it in `_KNOWN`
+            # as long as any of them lives.
             self._first = first
             self.rows = first.rows
             self.starts = first.starts
@@ -72,7 +73,10 @@ class RowMap:
     @classmethod
     @api_boundary
     def of_rows(cls, rows: Any) -> Self:
-        """Make a map of a list of rows per part: `Owners.of_rows([[1], [0, 2, 3]])`.
+        """Make a map from a list of rows for each part: `Owners.of_rows([[1], [0, 2, 3]])`.
+
+        Here part 0 has row 1, and part 1 has rows 0, 2, 3. They are kept as one array of rows, 1 0
+        2 3, and the position at which each part begins, 0 1 4.
 
         Args:
             rows: The rows of each part, in their local order.
@@ -81,7 +85,7 @@ class RowMap:
             The map.
 
         Raises:
-            ShapeError: The rows are not what the class promises.
+            ShapeError: The rows are not what the class needs: in `Owners` each row comes once.
         """
         lists = [_whole_rows(part_rows) for part_rows in rows]
         starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
@@ -205,7 +209,7 @@ class Owners(RowMap):
 
     @api_boundary
     def moved(self, rows: ArrayLike, to: ArrayLike) -> Owners:
-        """Return the map after some rows have moved to other parts.
+        """Return a new map in which some rows are owned by other parts, as when particles migrate.
 
         A row that moves comes after the rows that stay, in the order of `rows`. Migration is a
         redistribution between both maps: `"n/by(gp,before) d -> n/by(gp,after) d"`.
@@ -234,7 +238,7 @@ class Owners(RowMap):
         leaving_rows = moving_rows[is_leaving]
         stays = np.ones(len(self.rows), bool)  # [rows], by number
         stays[leaving_rows] = False
-        is_staying = stays[self.rows]  # the same in the order of this map
+        is_staying = stays[self.rows]  # in the order of this map, part by part
 
         # Grouping is stable: in each part the rows that stay come first.
         all_rows = np.concatenate([self.rows[is_staying], leaving_rows])
@@ -300,13 +304,13 @@ class Needs(RowMap):
     def of_edges(
         cls, owners: Owners, senders: ArrayLike, receivers: ArrayLike, hops: int = 1
     ) -> tuple[Needs, list[Edges]]:
-        """Find the rows that each part reads along directed edges, and its edges in local rows.
+        """Find which rows each part of a graph reads from others, and its edges in local numbers.
 
-        A part has the edges into its own rows; with `hops`, also the edges into rows one hop away,
-        two, ..., so that as many layers need no exchange in between. It reads the nearest rows
-        first, in ascending order; local rows are a part's own, then these. With one hop each edge
-        belongs to one part, its receiver's: `Owners.of_rows([e.number for e in edges])` cuts
-        arrays of edges.
+        Rows are the nodes of the graph. A part has the edges into its own rows; with `hops`, also
+        the edges into rows one hop away, two, ..., so that as many layers need no exchange in
+        between. It reads the nearest rows first, in ascending order; local rows are a part's own,
+        then these. With one hop each edge belongs to one part, its receiver's:
+        `Owners.of_rows([e.number for e in edges])` cuts arrays of edges.
 
         Args:
             owners: The part that owns each row.
@@ -316,7 +320,8 @@ class Needs(RowMap):
             hops: How many layers run between two exchanges.
 
         Returns:
-            The needs, and the edges of each part.
+            The rows that each part reads from others, and the edges of each part: their numbers,
+            and their senders and receivers as rows of its block.
 
         Raises:
             ShapeError: An edge lacks an end, or has a row that does not exist.
@@ -378,18 +383,24 @@ class _Graph(NamedTuple):
 
 
 def _read_by_part(graph: _Graph, part: int, hops: int, local_row: Numbers) -> tuple[Numbers, Edges]:
-    """Return the rows that a part reads within some hops, the nearest first, and its edges.
+    """Find the rows of other parts that one part of a graph needs, and its edges in local numbers.
 
-    `local_row`, `[rows]`, is -1 for all rows before and after: one array serves all parts, because
-    a new one for each would take parts x rows of time.
+    A part owns rows (nodes of the graph) and needs the senders of all edges into its own rows. With
+    2 hops it also needs the senders of edges into those rows, and so on. Rows 0 1 on part 0, 2 3 on
+    part 1, an edge from row 2 to row 0: part 0 reads row 2, which is row 2 of its block after its
+    own rows 0 and 1, and the edge is 2 -> 0 in these numbers. Nearest rows come first.
+
+    `local_row`, `[rows]`, is scratch space, -1 for all rows before and after the call: one array
+    serves all parts, because a new one for each would take parts x rows of time.
     """
     own_rows = graph.owners.part(part)
     local_row[own_rows] = np.arange(len(own_rows))
     n_local = len(own_rows)
     edges = graph.into_part.of_key(part)
-    rings: list[Numbers] = []  # new rows one hop away, two, ...
+    rings: list[Numbers] = []  # the rows first reached after one hop, after two, ...
     edges_of_rings = [edges]
     for hop in range(hops):
+        # The first hop takes the edges into own rows, the next ones those into the last rows found.
         if hop > 0 and graph.into_row is not None:
             edges = graph.into_row.of_keys(rings[-1])
             edges_of_rings.append(edges)
@@ -399,7 +410,8 @@ def _read_by_part(graph: _Graph, part: int, hops: int, local_row: Numbers) -> tu
         n_local += len(ring)
         rings.append(ring)
 
-    # In the order of the graph, so that sums over edges have one order on any number of parts.
+    # Edges keep the order of the graph, so that sums over them add in one order on any number of
+    # parts.
     number = np.sort(np.concatenate(edges_of_rings))
     sender = local_row[graph.sender[number]]
     receiver = local_row[graph.receiver[number]]
@@ -445,10 +457,15 @@ def named_maps(maps: Any) -> tuple[tuple[str, RowMap], ...]:
 
 
 def find_map(text: str, maps: Maps, kind: type[RowMap]) -> NamedMap:
-    """Find the map that a text names: `cells` in `maps`, or `cells@0123456789abcdef` by its digest.
+    """Find the map of rows that a layout text names, as `cells` in `n/by(x,cells)`.
+
+    A map lists the rows of each part. A name alone is looked up in the user's `maps`. With a
+    digest, `cells@0123456789abcdef`, as layouts print, it is looked up among all maps that are
+    alive in this process.
 
     Raises:
-        NotationError: There is no such map, or it is of another kind. It lacks the user's text.
+        NotationError: There is no such map, or it is of another kind than `kind`. The caller adds
+            the user's text to the error.
     """
     name, _, digest = text.partition("@")
     if digest:
@@ -486,7 +503,10 @@ def with_values(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def maps_in(data: Mapping[str, Any]) -> list[RowMap]:
-    """Make the maps that `with_values` has added; texts may name them while the list lives.
+    """Read the maps that `with_values` wrote into the data of a plan, under the key "maps".
+
+    Layout texts name maps by digest, so keep the list while such texts are parsed: a map that no
+    one refers to is forgotten.
 
     Raises:
         NotationError: The values of a map differ from its digest.

@@ -59,8 +59,13 @@ class Scanner:
         self.advance()
 
     def advance(self) -> None:
-        """Take the next token, and read the one after it."""
-        self.end = self.span[1]  # before it is overwritten
+        """Move on to the next token: read it into `kind`, `value` and `span`.
+
+        In "n/tp" after "n" comes kind "/", value "/", span (1, 2). `end` is where the token before
+        it ended. After the last token the kind is "end", with a span just behind the text, where
+        errors put their caret. A character that begins no token raises NotationError.
+        """
+        self.end = self.span[1]
         match = _TOKEN.match(self.text, self.at)
         if match is not None:
             group = str(match.lastgroup)
@@ -104,19 +109,23 @@ class Scanner:
         return value
 
     def map(self, kind: type[RowMap]) -> Any:
-        """Take the name of a map, perhaps with its digest, and return the map."""
+        """Read the name of a map, as `cells` in `n/by(x,cells)`, and return the map itself.
+
+        The name may have a digest behind it, `cells@0123456789abcdef`. If `maps` is None, the text
+        is parsed only for the places of its words: then the name is returned.
+        """
         span = self.span
         text = self.value
         if self.kind not in ("name", "map"):
             self.expect("name", hint=f"the name of {kind.__name__} in maps=")
         self.advance()
         self.map_spans.append(span)
-        if self.maps is None:  # a text that is parsed for its places alone
+        if self.maps is None:
             return text.partition("@")[0]
         try:
             return find_map(text, self.maps, kind)
         except NotationError as error:
-            # `find_map` does not know the text around the name.
+            # `find_map` does not know the whole text, which the error shows with a caret.
             raise self.error(error.reason, span, error.hint) from None
 
     def integer(self, hint: str | None = None) -> int:
@@ -160,7 +169,12 @@ _OVERLAPS = "overlaps are: halo, window, reads, fold"
 
 
 def parse_overlap(scanner: Scanner) -> Overlap:
-    """Parse `halo(...)`, `window(...)`, `reads(...)` or `fold(...)`."""
+    """Parse which rows a block holds beyond its own: the text after the colon of a dim.
+
+    That is `halo(1,1)`, `window(k=3)` (what a convolution reads), `reads(needs)` (rows that a map
+    lists), or `fold(...)` around one of these (its adjoint: overlapping rows are added up). The
+    scanner stands at the first word, and is moved behind the closing bracket.
+    """
     span = scanner.span
     kind = scanner.expect("name", hint=_OVERLAPS)
     if kind == "halo":
@@ -174,9 +188,9 @@ def parse_overlap(scanner: Scanner) -> Overlap:
         return Reads(rows)
     if kind == "fold":
         scanner.expect("(")
-        if scanner.value == "fold":  # refused before it is read: a text may nest thousands
+        if scanner.value == "fold":  # refused before recursion: a text may nest thousands
             raise scanner.error("a fold of a fold", span, "fold(fold(x)) is x: write x")
-        inner = parse_overlap(scanner)  # no fold: see above
+        inner = parse_overlap(scanner)
         assert not isinstance(inner, Fold)
         scanner.expect(")")
         return Fold(inner)
@@ -184,7 +198,11 @@ def parse_overlap(scanner: Scanner) -> Overlap:
 
 
 def _halo(scanner: Scanner) -> Halo:
-    """Parse `( width , width , boundaries )`; the boundaries may be left out."""
+    """Parse what follows `halo`: `(1,2)`, or with boundaries `(1,2,periodic)`.
+
+    The widths are rows before and after a block: one number for all parts of the dim, or a list
+    with one for each part. Without boundaries there is nothing beyond the ends of the array.
+    """
     scanner.expect("(")
     lo = parse_width(scanner)
     scanner.expect(",", hint="as in halo(1,1)")
@@ -202,14 +220,18 @@ def _halo(scanner: Scanner) -> Halo:
 
 
 def _window(scanner: Scanner) -> Window:
-    """Parse `( k=3 , option=value ... , boundaries )`; the boundaries come last."""
+    """Parse what follows `window`: `(k=3,s=2,p=1,reflect)`, options first, then boundaries.
+
+    `k` is the width of a kernel and must be given; `s` is its stride, `d` its dilation, `p` its
+    padding, and `out` says how outputs are sharded. One boundary counts for both ends of the array.
+    """
     start_span = scanner.span
     options = dict[str, Any]()
     scanner.expect("(")
     while True:
         name_span = scanner.span
         name = scanner.expect("name", hint="as in window(k=3,s=2,p=1)")
-        if not scanner.take("="):  # no option: the first boundary
+        if not scanner.take("="):  # a word without `=` is a boundary, and ends the options
             before = _boundary(scanner, name, name_span)
             after = _next_boundary(scanner) if scanner.take(",") else before
             options["before"] = before
@@ -228,7 +250,10 @@ def _window(scanner: Scanner) -> Window:
 
 
 def _window_option(scanner: Scanner, name: str) -> Width | str:
-    """Parse the value of one option of a window."""
+    """Parse the value after `name=` in a window: `p=1` or `p=[1,2]`, `out=balanced`, `s=2`.
+
+    Returns a word for `out`, one number or two for the padding `p`, and a number for all others.
+    """
     span = scanner.span
     if name == "out":
         rule = scanner.expect("name")
@@ -293,7 +318,11 @@ def _next_boundary(scanner: Scanner) -> Boundary:
 
 
 def _boundary(scanner: Scanner, kind: str, span: Span) -> Boundary:
-    """Parse the rest of a boundary after its name, which stands at `span`."""
+    """Parse what lies beyond an end of the array: `periodic`, `constant(1.5)`, `pole(w,-1)`, ...
+
+    The name has been read already: it is `kind`, and `span` is its place in the text, for errors.
+    What is left is the argument in brackets, which only `constant` and `pole` have.
+    """
     if kind not in BOUNDARIES:
         meant = did_you_mean(kind, BOUNDARIES, _BOUNDARIES_ELSEWHERE)
         hint = f"{meant}boundaries are: {', '.join(BOUNDARIES)}"

@@ -127,10 +127,12 @@ _FORM_OF_KIND = {
 
 
 def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed, ...], TextSpans]:
-    """Parse both sides of an arrow: `i/x k, k j -> i/x j` -> two layouts, one, and their places.
+    """Parse a text with an arrow: the layouts to its left, those to its right, and their places.
 
-    In a contraction a dim may be composed, `(h d)/tp`, and the second of a name in an operand is
-    named `i'1`.
+    "n/x d -> n d/x" (an expression) has one layout on each side, "i/x k, k j -> i/x j" (a
+    contraction) several operands and one result, and a signature several on both sides. In a
+    contraction a dim may be composed, `(h d)/tp`. A name that an operand has twice, as in "i i", is
+    told apart by a suffix: the second is named `i'1`.
 
     Args:
         text: The text.
@@ -145,7 +147,8 @@ def parse_sides(text: str, kind: str) -> tuple[tuple[Parsed, ...], tuple[Parsed,
     parser = _Parser(text, {}, is_contraction=kind == "contraction")
     left = (parser.layout(),) if kind == "expression" else parser.layouts()
     parser.expect(ARROW, hint=_FORM_OF_KIND[kind])
-    parser.may_repeat = False  # a result has each dim once
+    parser.may_repeat = False  # only operands may have a dim twice
+    # Nothing after the arrow of a contraction, as in "i, i ->": the result is a scalar.
     if kind == "contraction" and parser.kind == "end":
         scalar: Parsed = ((), ())
         return left, (scalar,), parser.spans
@@ -291,7 +294,11 @@ class _Parser(Scanner):
         return tuple(layouts)
 
     def layout(self) -> Parsed:
-        """Parse `dim dim ... | tag tag ...`, or `()` for a scalar."""
+        """Parse one layout, `b/dp s | sum(tp)`: dims, then tags after a bar; `()` is a scalar.
+
+        Returns the dims, and the tags as (kind, axes): here ("sum", ("tp",)). The place of the
+        layout in the text is added to `spans`.
+        """
         start = self.span[0]
         self._count_of_name = Counter()  # names are told apart within one layout
         dims: list[Dim] = []
@@ -307,7 +314,7 @@ class _Parser(Scanner):
                 tags.append(self.tag())
         elif (
             not dims and not is_scalar and self.kind in ("end", ARROW, ",")
-        ):  # else: a better error
+        ):  # at any other token the caller's error says what was expected
             raise self.error("an empty layout", hint="a scalar is written ()")
         self.spans.layouts.append((start, self.end))
         return tuple(dims), tuple(tags)
@@ -360,13 +367,18 @@ class _Parser(Scanner):
         return name
 
     def shard(self) -> Shard:
-        """Parse `axis`, `( axis , axis ... )` or `order( axis , ... )`."""
+        """Parse one sharding of a dim, after its `/`: `cp`, `(dp,cp)` or `zigzag(cp)`.
+
+        That is one mesh axis, several, or the order in which devices take rows, with axes in
+        brackets.
+        """
         if self.kind == "(":
             return Shard(tuple(self.listed(self.axis)))
         span = self.span
         name = self.expect("name", hint="a mesh axis follows '/', as in s/cp or s/zigzag(cp)")
         is_order = name in (*_WRITTEN_ORDERS, ROUTED)
-        # In `n/tp (h d)` a composed dim follows an axis; an order has its bracket without a space.
+        # A word with a bracket directly behind it is an order. In a contraction a bracket after a
+        # space begins a composed dim, as in `n/tp (h d)`, and the word before it is an axis.
         has_bracket = self.kind == "(" and (not self.may_compose or self.span[0] == self.end)
         if self.kind != "(" or not (is_order or has_bracket):
             self.spans.axes.append((name, span))
@@ -378,24 +390,30 @@ class _Parser(Scanner):
         return self.by_map() if name == BY else self.ordered(name, span)
 
     def ordered(self, order: str, order_span: Span) -> Shard:
-        """Parse `( axis , ... , number , ... )`: axes, then the numbers of the order."""
+        """Parse the brackets after an order: `(cp)` of zigzag, `(x,3,1)` of `sizes(x,3,1)`.
+
+        First mesh axes, then numbers, of which each order takes its own count: `sizes` one for each
+        part, `cyclic` at most one, the rows of a group. `order_span` is the place of the order in
+        the text, for errors.
+        """
         self.expect("(")
         axes = [self.axis()]
         numbers = list[Width]()
         while self.take(","):
-            if self.kind == "name" and not numbers:  # no axis comes after a number
+            if self.kind == "name" and not numbers:  # a name after a number is an error
                 axes.append(self.axis())
             else:
                 numbers.append(self.number_of(order))
         self.expect(")")
         is_too_few = len(numbers) < _LEAST_NUMBERS.get(order, 0)
         is_too_many = order in _MOST_NUMBERS and len(numbers) > _MOST_NUMBERS[order]
-        is_endless = order == "cyclic" and 0 in numbers  # groups of no rows
+        is_endless = order == "cyclic" and 0 in numbers  # groups of 0 rows would never deal any out
         if is_too_few or is_too_many or is_endless:
             count = len(numbers) if numbers else "no"
             plural = "" if len(numbers) == 1 else "s"
             reason = f"{count} number{plural} in {order}"
             raise self.error(reason, order_span, _NUMBER_HINTS[order])
+        # `block(x,4,2)` cuts each segment of 4 and 2 rows by itself.
         if order == "block" and numbers:
             order = SEGMENTS
         return Shard(tuple(axes), order, tuple(numbers))

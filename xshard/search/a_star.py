@@ -111,20 +111,26 @@ class Search:
         return self._explored(best, nearest=False)
 
     def _explored(self, best: Path | None, *, nearest: bool) -> Path | None:
-        """Find a path as good as `best` or better, in one run of the search; None if none fits.
+        """Run the A* search once, and return the best path that it finds.
+
+        A path is a sequence of moves (all-gather, slice, ...) from the start layout to the goal.
+        The result is `best` itself if the run finds no better one; None if there is no `best` and
+        no path fits the memory limit.
 
         Args:
             best: The best path of an earlier run, which bounds this one; None if there is none.
-            nearest: The order of the run: see `Exploration`.
+            nearest: Take the state with the least left to do first, to find some path soon; False:
+                take the cheapest path first, which finds the best one.
         """
         start = self.route.start
         goal = self.route.goal
-        # The peak of the scaling step counts from the start, wherever the step comes.
+        # A mean multiplies the block by a factor in a step of its own, added after the search. What
+        # that step holds, `scaled` elements, counts from the start, wherever the step comes.
         held = max(self.grid.block(start), self.scaled)
         if self.exceeds_limit(held):
             return None
-        # Memory breaks ties between paths, but not below what they hold in any case: both blocks.
-        # If a sum ends, memory breaks no ties at all.
+        # Of equally fast paths the one that holds least wins. Every path holds the blocks of both
+        # ends, so to hold less than these is no gain. If a sum ends, memory does not count at all.
         free_of_cost: float = self.grid.block(start) + self.grid.block(goal)
         if self.grid.ended(start, goal):
             free_of_cost = math.inf
@@ -143,20 +149,23 @@ class Search:
     def moves_from(
         self, state: State, path: Path, best: Path | None, nearest: bool
     ) -> Iterator[Move]:
-        """Yield the moves to try from a state at the end of `path`.
+        """Yield the steps that a search tries next, after the layout `state` is reached by `path`.
 
-        The exchange that leads straight to the goal comes first, since its price bounds all others;
-        then collectives, then exchanges to other states. The last are many: they come only if they
-        may lead to a path that is cheaper than `best`, and never in a run for the nearest state.
+        An exchange is a general step: each device takes from any others what it lacks. The exchange
+        straight to the goal comes first, since its price bounds all that follow. Then come the
+        collectives, then exchanges to other layouts. These last are many: they come only if they
+        may lead to a path that is cheaper than `best` (None: no path is known yet), and never if
+        `nearest`, where the search only wants some path soon.
         """
         if self.exchanges:
             yield Move("exchange", (), self.route.goal)
         yield from self.successors.collectives(state)
         if nearest or not self.exchanges:
             return
-        # An exchange to another state costs a launch, and at least one message, more: if only local
-        # steps followed, the direct exchange would have included them. A sum that begins is the
-        # exception: it may begin locally after the exchange, so what remains does not count.
+        # After an exchange to another layout at least one more step must communicate: were all that
+        # follow local, the exchange straight to the goal would have included them. So the path
+        # takes at least one launch and one message, and the bound for what remains. That bound is
+        # left out if a sum begins, since it may begin locally after the exchange.
         launch_s = self.grid.profile.launch("exchange")
         least = path.seconds + launch_s + self.grid.least_latency_s
         if not set(self.route.goal.sums) - set(state.sums):
@@ -200,10 +209,11 @@ class Search:
         return max(self.remaining(state), n_axes * self._least_step)
 
     def extended(self, path: Path, state: State, move: Move) -> Path | None:
-        """Return `path`, which ends at `state`, with one more move and its price.
+        """Return `path`, which ends at `state`, with one more move, and add the move's price.
 
-        None if a device would hold more than the memory limit, or if the move is a permutation of
-        blocks that differ before and after.
+        The result has the seconds of both and the larger of their memory peaks. None if a device
+        would hold more than the memory limit, or if the move permutes whole blocks, and the blocks
+        before and after are not the same.
         """
         if move.kind == "permute" and not self._has_same_blocks(state, move.after):
             return None
@@ -274,18 +284,22 @@ class Exploration:
         self.n_pushed += 1
 
     def run(self) -> None:
-        """Settle states until none can lead to a better path; leaves the result in `best`.
+        """Run the main loop of A*: take the next layout off the queue, and try all steps from it.
 
-        To settle a state is to take it off the queue and try all moves from it.
+        Ends when nothing in the queue can lead to a path better than `best`, which is the result
+        (None if no path was found), or after `MAX_SETTLED` states, unless it has to go on. A state
+        is a layout; it is settled once all moves from it have been tried.
         """
         search = self.search
         block = search.grid.block
         while self.queue:
             bound, _, state, path = heapq.heappop(self.queue)
-            # Cheapest first, all that is queued is bounded by this. Estimates bound nothing.
+            # The queue is ordered by a lower bound on the whole path, so nothing left in it can
+            # beat `best`. In a run for the nearest state the order is an estimate, and says no such
+            # thing.
             if not self.nearest and bound >= self.best_rank:
                 return
-            # A state is queued again when a better path reaches it; the worse entry is left over.
+            # A state is queued again when a better path reaches it; this is the older, worse entry.
             if state in self.settled:
                 continue
             self.settled.add(state)
@@ -296,8 +310,8 @@ class Exploration:
                 seconds = path.seconds + search.remaining(state)
                 if round(seconds, DIGITS) > self.best_rank.seconds:
                     continue
-            # Hot: most moves lead to states that are settled. No path is worth blocks that are
-            # larger than those of both ends.
+            # Hot: most moves lead to states that are settled. A state is skipped if its blocks are
+            # larger than `largest`, that of the two ends: no path is worth them.
             for move in search.moves_from(state, path, self.best, self.nearest):
                 if move.after not in self.settled and block(move.after) <= self.largest:
                     self._try(path, state, move)
@@ -307,13 +321,15 @@ class Exploration:
         return not self.search.successors.complete and (self.nearest or self.best is not None)
 
     def _try(self, path: Path, state: State, move: Move) -> None:
-        """Extend a path by a move, and queue the state that it reaches or keep a finished path.
+        """Extend a path by one move, and queue the layout that it reaches.
 
-        Nothing happens if a path as good is known, to that state or to the goal.
+        If the layout is the goal, the path is kept as `best` when it is the best so far. Nothing
+        happens if a path at least as good is known, to that layout or to the goal.
         """
         search = self.search
         best_there = self.reached.get(move.after, WORST)
-        # First with bounds that are quick to compute: to count the traffic of a move is slow.
+        # First a lower bound that is quick to compute, since the traffic of a move is slow to
+        # count.
         soonest = round(path.seconds + search.least_seconds_of(state, move), DIGITS)
         if soonest > best_there.seconds or self._is_too_late(soonest, move.after):
             return

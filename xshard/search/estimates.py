@@ -24,23 +24,24 @@ class Leg(NamedTuple):
 
 
 def estimate(grid: Grid, state: State, goal: State) -> float:
-    """Estimate the seconds between two states: the price of the cheapest of a few paths.
+    """Estimate the seconds to redistribute from one layout to another, without a search.
 
-    The paths tried are:
+    A state is a layout. The estimate is the price of the cheapest of a few paths:
 
     - one collective for each kind of change, in a fixed order;
-    - the same, with shares of what moves on axes that hold replicas on both sides (`spare`);
+    - the same, where devices with equal blocks on both sides each move a share (`spare` axes);
     - one exchange, also with a reduce-scatter before it or an all-gather after it;
     - one permutation of whole blocks.
     """
     if state == goal:
         return 0.0
-    # Spare replicas may take shares of what moves: with them, less crosses slow links.
+    # Axes along which devices hold equal blocks on both sides: each device may move a share of its
+    # block and gather the shares afterwards, so that less crosses slow links.
     spare = grid.spare(state, goal, grid.changing(state, goal))
     least = _collectives_in_turn(grid, state, goal, ())
     if spare:
         least = min(least, _collectives_in_turn(grid, state, goal, spare))
-    # An exchange that begins a sum is not priced: it would have to be counted per device.
+    # An exchange that begins a sum is not tried: its traffic would have to be counted per device.
     if not set(goal.sums) - set(state.sums):
         for reduced in _reduced_first(grid, state, goal):
             least = _with_exchange(grid, reduced, goal, least)
@@ -58,14 +59,15 @@ def _has_equal_lengths(grid: Grid, state: State, goal: State) -> bool:
 
 
 def _with_exchange(grid: Grid, first: Leg, goal: State, least: float) -> float:
-    """Return the fewest seconds of the paths with an exchange that begin with `first`.
+    """Price the paths that go on with an exchange, and return the fewest seconds known.
 
-    They lead from `first` to the goal directly, or to a state from which gathers lead there.
+    An exchange is a general step: each device takes from any others what it lacks. It leads from
+    the layout of `first` to the goal, or to a layout from which one all-gather leads to the goal.
 
     Args:
         grid: The grid of the states.
-        first: The state from which the exchange starts, and the seconds to get there.
-        goal: The state at the end.
+        first: The layout from which the exchange starts, and the seconds to get there.
+        goal: The layout at the end.
         least: The seconds of the best path so far: the result if none here takes fewer.
     """
     exchange_s = _exchange_seconds(grid, first.state, goal, least - first.seconds)
@@ -73,7 +75,7 @@ def _with_exchange(grid: Grid, first: Leg, goal: State, least: float) -> float:
     for last in _before_gathers(grid, first.state, goal):
         below = least - first.seconds - last.seconds  # what is left for the middle of the path
         if below <= 0:
-            continue
+            continue  # the first and last legs alone take as long as the best path
         by_exchange = _exchange_seconds(grid, first.state, last.state, below)
         by_collectives = _collectives_in_turn(grid, first.state, last.state, ())
         seconds = min(by_exchange, by_collectives)
@@ -89,11 +91,12 @@ def _exchange_seconds(grid: Grid, state: State, goal: State, below: float) -> fl
 
 
 def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
-    """Yield the goal sharded over axes that are to hold replicas, and the seconds to gather them.
+    """Yield layouts from which one all-gather leads to the goal, with the seconds that it takes.
 
-    First over all such axes, then over those that also shard at the start: at most two legs. With
-    axes (0, 1) free at the goal "b c" and axis 1 sharding at the start: "b/0/1 c", then "b/1 c".
-    The first dim that the axes cut evenly is sharded.
+    They are the goal, further sharded over mesh axes along which it has replicas: over all of
+    these, then over those that shard something at the start, so at most two. Mesh axes have
+    numbers. If the goal is "b c" on axes 0 and 1, and the start is sharded over axis 1: "b/0/1 c",
+    then "b/1 c". The first dim that the axes divide evenly is sharded.
     """
     free = grid.replica_axes(goal)
     sharding_at_start = tuple(a for a in free if a in grid.roles(state))
@@ -110,10 +113,13 @@ def _before_gathers(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
 
 
 def _reduced_first(grid: Grid, state: State, goal: State) -> Iterator[Leg]:
-    """Yield the ways to begin a path: with nothing, and with a reduce-scatter of all sums that end.
+    """Yield ways to begin a path: do nothing, or reduce-scatter partial sums; with their seconds.
 
-    The scatter shards the first dim that its axes cut evenly. The dim that the goal shards over the
-    first of these axes is tried before the others, since the shards may then stay there.
+    A sum ends along axes where the start has partial sums and the goal has none. The scatter is
+    over all such axes, and shards the first dim that they divide evenly: "b c | sum(0)" -> "b/0 c".
+    If the goal shards a dim over the first of the axes, that dim is tried first, since the shards
+    may then stay where they are. Without a sum that ends, or an even dim, only "do nothing" is
+    yielded.
     """
     yield Leg(state, 0.0)
     ended = grid.ended(state, goal)
@@ -143,15 +149,18 @@ class AxisChanges(NamedTuple):
 
 
 def _axis_changes(grid: Grid, state: State, goal: State) -> AxisChanges:
-    """Sort the axes by what happens to them between two states.
+    """Sort the mesh axes by what has to happen to them between two layouts.
 
-    "b/0 s/1 c" -> "b s/2 c/1": axis 2 is sliced (it held replicas), 1 is moved, 0 is gathered.
+    "b/0 s/1 c" -> "b s/2 c/1" on mesh axes 0, 1, 2: axis 2 held replicas and now shards, so blocks
+    are sliced along it; axis 1 moves to another dim; axis 0 is gathered. Axes of sums that end, as
+    0 in "b | sum(0)" -> "b", are a fourth group.
     """
     old_roles = grid.roles(state)
     new_roles = grid.roles(goal)
     sliced = [a for a in new_roles if a not in old_roles and a not in state.sums]
     moved = [a for a in new_roles if a in old_roles and old_roles[a] != new_roles[a]]
-    # A slice adds shards inside of all that the dim has; the goal may have them further out.
+    # A slice adds an innermost shard: "s/1" -> "s/1/2". If the goal has the axis further out, as in
+    # "s/2/1", or the dim keeps less, it has to move after the slice.
     for axis in sliced:
         d = new_roles[axis].dim
         n_shards = len(state.cuts[d])
@@ -162,17 +171,18 @@ def _axis_changes(grid: Grid, state: State, goal: State) -> AxisChanges:
 
 
 def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[int]) -> float:
-    """Price a path of one slice, one reduction, one move of shards and one gather, in this order.
+    """Price a fixed path: one slice, one reduction, one move of shards and one all-gather.
 
-    Each is for all axes that need it, and is left out if none does. The order keeps blocks small:
-    a slice and a reduce-scatter make them smaller for what follows, a gather comes last.
+    Each step is for all axes that need it, and is left out if none does. The order keeps blocks
+    small: a slice and a reduce-scatter make them smaller for what follows, a gather comes last.
+    "b/0 s/1 c" -> "b s/2 c/1" is a slice over axis 2, an all-to-all over 1, and a gather over 0.
 
     Args:
         grid: The grid of the states.
         state: The state at the start.
         goal: The state at the end.
-        spare: Axes with replicas that are sliced at first and gathered at last, so that each device
-            moves only a share of its block in between.
+        spare: Axes with replicas on both sides, which are sliced first and gathered last, so that
+            each device moves only a share of its block in between; may be empty.
     """
     changes = _axis_changes(grid, state, goal)
     gathered = [*changes.gathered]
@@ -185,14 +195,17 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
     if changes.ended:
         ended = changes.ended
         new_roles = grid.roles(goal)
-        # To scatter pays if shards are wanted, or if a gather follows in any case.
+        # A reduce-scatter in place of an all-reduce pays if the goal shards over these axes, or if
+        # a gather follows in any case, which can gather these shards too.
         if spare or gathered or any(a in new_roles for a in ended):
             seconds += _scatter_seconds(grid, block, ended, goal)
             block = max(1, block // grid.count_parts(ended))
-            gathered += [a for a in ended if a not in new_roles]  # scattered only for the while
+            gathered += [a for a in ended if a not in new_roles]  # scattered only in between
         else:
             seconds += grid.collective_seconds("all_reduce", block, ended, False)
     if changes.moved_axes:
+        # The slice, scatter and gather of this path may make all blocks equally long; then whole
+        # blocks can change places.
         slices = grid.count_parts([*changes.sliced, *spare, *changes.ended])
         gathers = grid.count_parts([*gathered, *spare])
         can_permute = _can_match_by_slices(grid, state, goal, slices, gathers)
@@ -200,6 +213,7 @@ def _collectives_in_turn(grid: Grid, state: State, goal: State, spare: Sequence[
         seconds += _moving_seconds(grid, tuple(changes.moved_axes), block, largest, can_permute)
     if gathered or spare:
         old_roles = grid.roles(state)
+        # Shards of dim 0 lie one after the other in the gathered block, and need no copy.
         in_place = all(a not in old_roles or old_roles[a].dim == 0 for a in gathered)
         axes = (*gathered, *spare)
         seconds += grid.collective_seconds("all_gather", block, axes, in_place)
@@ -218,19 +232,21 @@ def _scatter_seconds(grid: Grid, block: int, axes: Cut, goal: State) -> float:
 def _moving_seconds(
     grid: Grid, axes: tuple[int, ...], block: int, largest: int, can_permute: bool
 ) -> float:
-    """Price the cheapest way to move shards: an all-to-all, a gather and a slice, or a permutation.
+    """Price the cheapest way to move shards from dim to dim, as in "s/x c" -> "s c/x".
+
+    The ways are an all-to-all, a gather and a slice, or a permutation of whole blocks among
+    devices.
 
     Args:
         grid: The grid of the states.
         axes: The axes that move.
-        block: Elements of a block at this moment.
-        largest: Elements that a block may have meanwhile.
-        can_permute: Whole blocks may change places.
+        block: Elements of each device's block before the move.
+        largest: The most elements that a gathered block may have.
+        can_permute: Whether whole blocks may just change places: all have the same shape.
     """
     least = grid.collective_seconds("all_to_all", block, axes, False)
-    if (
-        block * grid.count_parts(axes) <= largest
-    ):  # the gathered block is `count_parts` times as large
+    # The gathered block has the blocks of all devices along the axes.
+    if block * grid.count_parts(axes) <= largest:
         gather = grid.collective_seconds("all_gather", block, axes, False)
         least = min(least, gather + _copy_seconds(grid, block))
     if can_permute:
@@ -244,10 +260,11 @@ def _copy_seconds(grid: Grid, block: int) -> float:
 
 
 def _can_match_by_slices(grid: Grid, state: State, goal: State, slices: int, gathers: int) -> bool:
-    """Check whether slices and gathers can make all blocks of both sides equally long.
+    """Check whether a slice before and a gather after let whole blocks just change places.
 
-    Blocks can be permuted if each dim is cut into the same number of parts on both sides, at least
-    the least common multiple of the two numbers: 2 and 3 parts -> 6, by 3 slices and 2 gathers.
+    Blocks can be permuted among devices if each dim is cut into the same number of parts on both
+    sides. The least is the common multiple: 2 parts before and 3 after -> 6, if the start is sliced
+    into 3 times as many parts, and the goal is gathered from 2 times as many.
 
     Args:
         grid: The grid of the states.

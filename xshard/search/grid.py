@@ -75,18 +75,21 @@ class Grid(LinkedStates):
         return max(0, self.block(goal) - self.block(state))
 
     def _least_reduced(self, state: State, goal: State, level: int | None = None) -> int:
-        """Bound the elements that devices must receive on average if a sum ends: see `bounds`.
+        """Bound from below the elements that a device must receive, on average, to reduce sums.
 
-        level: count only what comes over links of this level, as if devices that other links
-            connect were one. None: count all.
+        The bound is for partial sums along mesh axes that the goal no longer has: whatever the
+        steps, all addends of an element have to meet. 0 if no sum ends. See `bounds` for the
+        formula.
+
+        level: count only what comes over links of this speed, 0 for the slowest, as if devices
+            that other links connect were one device. None: count everything.
         """
         n_addends = self._span_product(self.ended(state, goal), level)
         if n_addends == 1:
             return 0
-        n_copies = self._span_product(
-            self.replica_axes(goal), level
-        )  # of each element of the result
-        # A sum that stays has several addends: each is an array of its own, to be reduced.
+        # On how many devices each element of the result has to be.
+        n_copies = self._span_product(self.replica_axes(goal), level)
+        # Partial sums along other axes may stay: each addend of these is an array to be reduced.
         n_kept = self.count_parts([a for a in goal.sums if a in state.sums])
         n_elements = math.prod(self.shape)
         return least_received(n_elements, self.mesh.n_devices, n_addends, n_copies, n_kept)
@@ -112,10 +115,11 @@ class Grid(LinkedStates):
 
     @cached_method
     def least_seconds(self, state: State, goal: State) -> float:
-        """Bound the seconds of any path from a state to a goal from below.
+        """Return a lower bound on the seconds to redistribute from one layout to another.
 
-        At least one step is launched, one message is waited for, and the elements that must arrive
-        come over the slowest links, where nodes lack them, or over the fastest.
+        Whatever the steps, at least one is launched and one message is waited for. Elements that a
+        whole node lacks come over the slowest links, between nodes; all others may come over the
+        fastest. 0.0 if no element has to move. A* needs a bound that is never too high.
         """
         received = self.least_received(state, goal)
         crossing = self.least_crossing(state, goal)
@@ -124,12 +128,13 @@ class Grid(LinkedStates):
         slowest = self.fabric.links[0]
         latency_s = self.least_latency_s
         if crossing:
-            # The slowest links may be busiest at another device than the others: steps wait for
-            # both.
+            # A message between nodes cannot be avoided.
             latency_s = slowest.latency_s
         far_s = crossing / slowest.bytes_per_s  # if elements had one byte
         if self._has_ports:
-            # The device that receives most need not be at the busiest port: the longer time counts.
+            # The devices of a node share a port, and the one that receives most need not be at the
+            # busiest port. So the two times are not added: together with `far_s` below, the longer
+            # one counts.
             near_s = max(0.0, received / self.fastest_bytes_per_s - far_s)
         else:
             near_s = max(0.0, received - crossing) / self.fastest_bytes_per_s
@@ -137,11 +142,11 @@ class Grid(LinkedStates):
 
     @cached_method
     def least_reducing(self, state: State, goal: State) -> float:
-        """Bound the seconds of any path more closely than `least_seconds`, if sums end.
+        """Return a lower bound on the seconds to reduce partial sums, closer than `least_seconds`.
 
-        A reduce-scatter over n devices takes n - 1 messages in turn, one from each other addend. An
-        all-reduce goes up and down a tree, log2(n) messages each way. The fewer count: of 8 devices
-        min(7, 6) = 6.
+        A reduce-scatter over n devices takes n - 1 messages, one after the other. An all-reduce
+        goes up and down a tree, with log2(n) messages each way. The fewer of the two count: for 8
+        devices min(7, 6) = 6 latencies. 0.0 if no element has to move.
         """
         received = self.least_received(state, goal)
         if not received:
@@ -164,53 +169,59 @@ class Grid(LinkedStates):
 
     @cached_method
     def least_exchange(self, state: State, after: State) -> float:
-        """Bound the seconds of an exchange from below, without counting its traffic.
+        """Return a lower bound on the seconds of an exchange between two layouts.
 
-        They are a launch, a latency per message, and the time to copy and send the elements that
-        one device takes. Elements are far if only the slowest links lead to them, else near.
+        In an exchange each device takes from any others what it lacks. To count that exactly is
+        slow; this bound adds a launch, a latency per message, and the time to copy and send the
+        elements that one device takes. Elements in the device's node are near, all others are far.
         """
         demand = self._exchange_demand(state, after)
         slowest = self.fabric.links[0]
-        # With node-local senders, which elements cross nodes is not known without counting: none.
+        # If replicas in the receiver's node send first (`nodes` is not None), far elements would
+        # have to be counted. 0 is a bound.
         far_elements = 0
         if self.nodes is None or self.ended(state, after):
             far_elements = max(0, demand.wanted - demand.in_node)
-        # Each element is packed by its sender and unpacked by its receiver. In rounds, what stays
-        # on its device is copied once, and that may be all.
+        # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime
+        # that sends in rounds copies what stays on its device only once, and that may be all.
         n_copies = 1 if self.profile.rounds else 2
         seconds = demand.wanted * n_copies / self.profile.copy_bytes_per_s  # of one-byte elements
-        if not self._has_ports:  # a port may carry less than its devices receive
+        # Where the devices of a node share a port, it may carry less than they receive: no bound.
+        if not self._has_ports:
             near_elements = max(0, demand.wanted - far_elements - demand.already_local)
             seconds += far_elements / slowest.bytes_per_s + near_elements / self.fastest_bytes_per_s
         waits_s = self._least_waits(demand, far_elements)
         return self.profile.launch("exchange") + waits_s + seconds * self.itemsize
 
     def _least_waits(self, demand: ExchangeDemand, far_elements: int) -> float:
-        """Bound the seconds in which a device waits for messages of an exchange, from below.
+        """Return a lower bound on the seconds for which a device waits for messages.
 
-        There are at least as many messages as blocks to take from. Far elements fill the fewest
-        messages, rounded up, if each sender gives the most that it can.
+        Each message costs a latency. There is one from each sender, and at least `min_senders` of
+        these. Of the elements from other nodes a sender gives at most `max_per_sender`: 10 far
+        elements, 4 per sender -> 3 messages between nodes; all others may be inside the node.
         """
         far_messages = -(-far_elements // max(1, demand.max_per_sender))
         near_messages = demand.min_senders - far_messages
         if demand.already_local:
             near_messages -= 1  # the device itself is one of the senders, without a message
         if not far_messages:
-            near_messages = max(1, near_messages)  # no exchange is without any message
+            near_messages = max(1, near_messages)  # an exchange has at least one message
         waits_s = far_messages * self.fabric.links[0].latency_s  # of the slowest links
         waits_s += max(0, near_messages) * self.least_latency_s
         return waits_s
 
     def _exchange_demand(self, state: State, after: State) -> ExchangeDemand:
-        """Bound the elements that a device takes in an exchange: products over the dims.
+        """Bound what the busiest device takes in an exchange: elements, senders, and what is near.
 
-        A device takes each element of its block as often as a sum that ends has addends. Under
-        bounds for rows of (4, 3) in two dims and a sum over 2 devices: 2 * 4 * 3 elements.
+        Each number is a product of bounds for the dims. A partial sum over n devices that ends
+        multiplies it, as a device needs each element from all n: a block of 4 x 3 elements with a
+        sum over 2 devices -> 2 * 4 * 3 elements.
         """
         ended = self.ended(state, after)
         begins = set(after.sums) - set(state.sums)
         is_regular = self.is_regular(after)
-        # If a sum begins, only some devices receive: the others fill with zeros.
+        # If the goal holds partial sums that the start does not, one device has the values, and the
+        # others have zeros. Some devices then receive nothing, so 0 is the only bound.
         wanted = 0 if begins else self.count_parts(ended)
         min_senders = wanted
         max_per_sender = 1
@@ -227,10 +238,10 @@ class Grid(LinkedStates):
 
     @cached_method
     def _dim_demand(self, d: int, cut: Cut, cut_after: Cut, is_regular: bool) -> ExchangeDemand:
-        """Bound the rows of one dim that the busiest device takes in an exchange.
+        """Bound the rows of one dim that the busiest device takes in an exchange between layouts.
 
-        8 rows, "n/x" on x=4 -> "n" on all devices: 8 wanted, from 4 senders or more, of which each
-        has 2; 2 are already local, and with 2 of the devices in a node, 4 are in the node.
+        8 rows, "n/x" -> "n" with x=4: 8 rows are wanted, from at least 4 senders with at most 2
+        rows each. At most 2 are on the device already, and with 2 devices in a node, 4 in the node.
 
         Args:
             d: The index of the dim.
@@ -242,7 +253,7 @@ class Grid(LinkedStates):
         rows = self.length(d, cut_after).longest
         max_per_sender = min(rows_before, rows)
         already_local = max_per_sender
-        # The devices of a node hold at most as many blocks as faster links connect along the dim.
+        # A node holds at most as many different blocks as it has devices along the axes of the dim.
         in_node = min(rows, rows_before * self._parts_near(self.axes_in(cut)))
         first_changed = None
         if is_regular and self.is_plain(cut):

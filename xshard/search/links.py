@@ -75,13 +75,14 @@ class LinkedStates(States):
         return tuple(span.level for span in self.group((axis,)))
 
     def spare(self, state: State, goal: State, changing: Iterable[int]) -> list[int]:
-        """List the axes with replicas on both sides that can take shares of what has to move.
+        """List the mesh axes whose replicas can divide the work of a redistribution among them.
 
-        Devices with equal blocks may each move a share, and gather the shares afterwards. Unless a
-        sum ends, this pays only if the gather has links that are faster than the slowest along
-        `changing`.
+        Along such an axis devices hold equal blocks before and after. Each may move a share of its
+        block, and all gather the shares afterwards. Unless a sum ends, this pays only if the gather
+        runs over faster links than the slowest ones along `changing`, the axes whose use changes.
         """
-        # Level 0 is the slowest. With nothing to change, it stands for the links of what moves.
+        # Levels number the links by speed, 0 for the slowest, which is also taken if no axis
+        # changes.
         slowest = min((min(self.levels(a)) for a in changing), default=0)
         free_at_goal = set(self.replica_axes(goal))
         is_sum_ending = bool(self.ended(state, goal))
@@ -94,7 +95,9 @@ class LinkedStates(States):
     def collective_traffic(
         self, kind: str, block: int, axes: tuple[int, ...], in_place: bool
     ) -> Traffic:
-        """Count the traffic of a collective along some axes.
+        """Count what a collective sends: elements and messages by speed of link, and copies.
+
+        All-gather of a block of 3 elements over 4 devices: the busiest receives 9, in 3 messages.
 
         Args:
             kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "permute".
@@ -123,10 +126,13 @@ class LinkedStates(States):
         return self.fabric.seconds(kind, traffic, self.itemsize)
 
     def exchange_traffic(self, state: State, after: State) -> Traffic:
-        """Count the traffic of an exchange between two states, by the quickest way that is exact.
+        """Count what devices receive in an exchange between two layouts, on the busiest device.
 
-        That is a closed form for even shards; pairs of devices for node-local senders; tables by
-        dim; and for a new sum, or too many elements for 64 bits, a count for this pair alone.
+        In an exchange each device takes from any others what it lacks. There are four ways to
+        count, all exact; the quickest that applies is taken: a formula for even contiguous shards;
+        pairs of devices, if replicas in the receiver's node send first (`nodes` is not None);
+        cached tables for each dim; and, for a new partial sum or numbers beyond 64 bits, a count
+        device by device.
         """
         even = self.even_received(state, after)
         if even is not None:
@@ -134,7 +140,8 @@ class LinkedStates(States):
         if self.nodes is not None and state.sums == after.sums:
             return node_local_traffic(self.sharding(state), self.sharding(after), self.nodes)
         # Tables by dim know of no new sums, and hold 64-bit integers. All devices together take at
-        # most the whole array once for each pair of a device and an addend.
+        # most the whole array for each pair of a device and an addend, of which there are at most
+        # as many as devices.
         begins = set(after.sums) - set(state.sums)
         most_elements = math.prod(self.shape) * self.mesh.n_devices**2
         if begins or most_elements >= MOST_COUNTED:
@@ -174,22 +181,24 @@ class LinkedStates(States):
         return tuple(spans)
 
     def _counted(self, state: State, after: State) -> Traffic:
-        """Count the traffic of an exchange from tables by dim, for thousands of pairs of states.
+        """Count the traffic of an exchange as a product of cached tables, one table for each dim.
 
-        The tables are cached by the shards of one dim before and after, of which there are few
-        kinds. `counted_traffic` counts the same for one pair of shardings.
+        A search counts thousands of pairs of layouts, but the shards of one dim before and after
+        are of few kinds, so the tables are shared. `counted_traffic` counts the same without
+        tables.
         """
         mesh = self._span_axes.mesh
         ended = self._sub_axes(self.ended(state, after))
         moved = self._sub_axes(self.changing(state, after))
 
         def received_from(agree: tuple[str, ...]) -> Received:
-            """Count what devices take from senders with their coordinates along the axes `agree`.
+            """Count what each device takes from senders at its own coordinates along some axes.
 
-            The counts are products over the dims, times the addends from devices that may differ.
+            `agree` are these axes: () counts all senders, the axis of nodes only those in its node.
+            The counts are products over the dims, and over the addends of sums that end.
             """
             addends = mesh.size(*(axis for axis in ended if axis not in agree))
-            # [elements and senders, *mesh], of size 1 along each axis: it broadcasts.
+            # Two arrays over the mesh, elements and senders: [2, 1, 1, ...], to be broadcast.
             received = np.full((2, *[1] * len(mesh.axes)), addends)
             for d, (cut, cut_after) in enumerate(zip(state.cuts, after.cuts, strict=True)):
                 axes = self._dim_end(d, cut).dim.axes

@@ -135,11 +135,12 @@ class MoveCost(NamedTuple):
 
 
 def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
-    """Price a move from a state: its seconds, and the elements received and held per device.
+    """Price one step of a search: its seconds, and the elements that a device receives and holds.
 
-    Each price is computed once for all searches on the grid.
+    `state` is the layout before the move; `move.after` is the one after it. Each price is computed
+    once for all searches on the grid.
     """
-    # Hot. The data of a move follow from the two states, and need not be in the key.
+    # Hot. The details of a move follow from the two states, and need not be in the key.
     key = move.kind, state, move.after
     cached: MoveCost | None = grid.costs.get(key)
     if cached is not None:
@@ -147,7 +148,7 @@ def move_cost(grid: Grid, move: Move, state: State) -> MoveCost:
     traffic = _traffic(grid, move, state)
     # The input, the result, and for a collective the buffer in which it packs.
     held = grid.block(state) + grid.block(move.after)
-    if traffic.hops:
+    if traffic.hops:  # it communicates
         held += traffic.copied
     seconds = grid.fabric.seconds(move.kind, traffic, grid.itemsize)
     cost = MoveCost(seconds, traffic.received, held)
@@ -198,9 +199,11 @@ def _leaving_cut(move: Move, state: State) -> Cut:
 
 
 def _step(space: NamedRoute, move: Move, state: State) -> steps.Step:
-    """Build the step that a move from `state` stands for.
+    """Turn a move of the search into the step that a plan executes.
 
-    For what the data of each kind are, see `Move`.
+    Moves name axes and shards by number, steps by name: on a mesh dp=2, cp=4 the move
+    ("all_gather", (1, 1), ...) from "b s/cp" gathers the one innermost shard of dim 1,
+    `AllGather("s", cp)`. The data of each kind of move are listed in `Move`.
     """
     match move.kind:
         case "permute":
@@ -221,7 +224,7 @@ def _step(space: NamedRoute, move: Move, state: State) -> steps.Step:
             dim, shards = space.dim_cut(d, new_cut)
             return steps.ReduceScatter(dim, shards, space.op)
 
-    # In the other three (gather, embed, all-to-all), innermost shards leave a dim.
+    # The other three kinds take innermost shards away from a dim, which is the first of the data.
     dim, shards = space.dim_cut(move.data[0], _leaving_cut(move, state))
     if move.kind == "all_gather":
         return steps.AllGather(dim, shards)

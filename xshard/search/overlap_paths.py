@@ -41,12 +41,15 @@ class Candidate(NamedTuple):
 def best_path(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, limit: int | None
 ) -> Steps:
-    """Find the cheapest path between shardings with overlaps, as steps; none if they are equal.
+    """Find the cheapest steps between two shardings whose blocks overlap, as with a halo.
 
-    Raises PlanError if none fits the limit of bytes per device (None: no limit).
+    A few paths of a fixed form are priced, and the cheapest is returned: () if both sides are
+    equal.
+
+    Raises PlanError if no path fits `limit`, the bytes that a device may hold (None: no limit).
     """
-    # If every block holds everything, sharding changes nothing, but a step must still rename the
-    # axis.
+    # With wide halos every block may hold all rows, so that sharding over x and over y mean the
+    # same. A step is still needed then, since the layouts after it name other axes.
     if start.means_the_same_as(goal) and set(start.layout.axes) == set(goal.layout.axes):
         return ()
     candidates: list[Candidate] = []
@@ -61,9 +64,10 @@ def best_path(
 def _candidate(
     number: int, steps: Steps, start: Sharding, goal: Sharding, dtype: str, profile: Profile
 ) -> Candidate:
-    """Price a path step by step: add up seconds, and find the peak and the largest block.
+    """Price a path of steps: its seconds, the peak of memory, and the largest block on the way.
 
-    number: the place of the path among all: of paths that cost the same, the lowest is taken.
+    number: the place of the path among all that are compared. Of those that cost the same, the one
+        with the lowest number is taken.
     """
     before = start
     seconds = 0.0
@@ -76,7 +80,8 @@ def _candidate(
         peak_bytes = max(peak_bytes, cost.peak_bytes)
         largest = max(largest, after.max_local_size)
         before = after
-    # A path through blocks larger than both ends is taken only if there is no other.
+    # Candidates are compared field by field, this one first: a path through blocks larger than
+    # those of both ends is taken only if there is no other.
     is_larger = largest > max(start.max_local_size, goal.max_local_size)
     return Candidate(is_larger, seconds, number, peak_bytes, steps)
 
@@ -120,19 +125,22 @@ def _check_boundaries(dim: Dim, layout: Layout, dtype: str) -> None:
 
 
 def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
-    """Raise PlanError for a row of dim `d` that the destination needs and no source block holds.
+    """Raise PlanError if the destination needs a row of dim `d` that no device holds.
 
-    Blocks may lack rows under a window whose outputs skip some (of width 2 and stride 3: every
-    third row), and under a halo of negative width.
+    The blocks under a window are what a convolution reads, and it may skip rows: a kernel of 2 with
+    stride 3 reads rows 0 1, 3 4, ..., and row 2 is on no device. A halo of negative width drops
+    rows too.
     """
     src = dim_end(source, d)
     dst = dim_end(target, d)
-    # Without an overlap the blocks hold all rows. In a fold, a row without contributions is zero.
+    # Without an overlap the blocks hold all rows. Under a Fold, where the rows that several blocks
+    # hold are to be added up, a row in no block is simply zero.
     if src.dim.overlap is None or isinstance(src.dim.overlap, Fold):
         return
     wanted: list[Runs] = []
     for view in views(target):
-        # A block keeps what it holds, but what another dim's pole rolls comes from elsewhere.
+        # A dim that stays as it is needs nothing from others, unless a pole (rows mirrored beyond
+        # the end of a sphere's latitude) rolls it: then its rows come from elsewhere.
         if src.dim != dst.dim or view.shifts[d]:
             part = dim_end(target, d, view.sides[d], view.shifts[d])
             wanted += part.wanted_rows()
@@ -144,15 +152,16 @@ def _check_rows_exist(source: Sharding, target: Sharding, d: int) -> None:
 
 
 def _check_contributions_fit(source: Sharding, target: Sharding, d: int) -> None:
-    """Raise PlanError for contributions to dim `d` that a fold at the destination would lose.
+    """Raise PlanError if rows of dim `d` would be lost under a fold at the destination.
 
-    Blocks of a fold overlap, and the overlapping rows are contributions to be added. A fold is the
-    adjoint of a window: rows that no block reads have no place in it.
+    A fold is the adjoint of a halo or window: blocks overlap, and what several devices hold of a
+    row is to be added up. A row that no block of the window reads is in no block of the fold
+    either: for a kernel of 2 with stride 3, row 2.
     """
     src = dim_end(source, d)
     dst = dim_end(target, d)
     if not isinstance(dst.dim.overlap, Fold) or src.dim == dst.dim:
-        return  # only a fold that begins has to find a place for each row
+        return  # rows are lost only in a fold that the source does not have
     offered: list[Runs] = []
     for view in views(source):
         part = dim_end(source, d, view.sides[d], view.shifts[d])
@@ -178,17 +187,20 @@ def _first_common(rows: Runs, blocks: Iterable[Runs]) -> int | None:
 
 
 def _one_by_one(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Steps:
-    """Take overlaps away, move plain shards, and build overlaps up again.
+    """Build a path in three parts: take overlaps away, move plain shards, build overlaps up again.
 
-    Overlaps that are equal on both sides stay throughout. Local steps run while blocks are small:
-    overlaps are trimmed first, folds begin last. An overlap that communicates (a fold that ends, a
-    halo that begins) takes an exchange for each dim; all others are local, and share one.
+    "n/x:halo(1,1)" -> "n/y:halo(1,1)" is an exchange to "n/x", the cheapest steps to "n/y", and an
+    exchange to "n/y:halo(1,1)". Overlaps that are equal on both sides stay throughout. A fold that
+    ends, and a halo that begins, communicate, and take an exchange for each dim; all other changes
+    are local, and share one exchange.
     """
     kept_dims = carried_dims(start, goal)
     bare_start = _without_overlaps(start, kept_dims)
     bare_goal = _without_overlaps(goal, kept_dims)
-    # The layouts are listed from the bare one up to `start`, and walked backwards: all but the
-    # last, which is `start` itself. On the other side the first is where the search arrives.
+    # Exchanges drop the overlaps one after the other, in the reverse of the order in which they
+    # would be added: [bare, ..., start] is walked backwards from the layout before `start`. The
+    # layouts of the other side are [bare goal, ..., goal], without the first, where the plain steps
+    # arrive.
     growing = _layouts(bare_start, start, one_by_one=(Fold,))
     dropping = growing[-2::-1]
     rebuilding = _layouts(bare_goal, goal, one_by_one=(Halo, Window, Reads))[1:]
@@ -209,13 +221,11 @@ def _without_overlaps(sharding: Sharding, kept_dims: Sequence[int]) -> Sharding:
 def _layouts(
     start: Sharding, goal: Sharding, one_by_one: tuple[type[Overlap], ...]
 ) -> list[Layout]:
-    """List the layouts on the way from `start` to `goal`, both included.
+    """List the layouts in which overlaps are added dim by dim, from `start` to `goal` inclusive.
 
-    Dims with overlaps of the kinds `one_by_one` change one after the other, then the rest at once:
-    from "y/a x/b" to "y/a:halo(1,1) x/b:halo(1,1)" by way of "y/a:halo(1,1) x/b", if halos change
-    one by one.
-
-    The two have the same dims, shards and tags; only overlaps differ.
+    Halos one by one: "y/a x/b", then "y/a:halo(1,1) x/b", then "y/a:halo(1,1) x/b:halo(1,1)".
+    Dims whose overlaps at the goal are of the kinds `one_by_one` change one after the other, then
+    all others at once. Both shardings have the same dims and shards; only overlaps differ.
     """
     goal_dims = goal.layout.dims
     dims = list(start.layout.dims)  # as in the layout listed last
@@ -232,10 +242,11 @@ def _layouts(
 
 
 def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
-    """Yield dims in groups to change one after the other: dims that others wait for come first.
+    """Yield the dims in an order in which their overlaps can be added, in groups.
 
-    A latitude with poles comes before the longitude that the poles roll: [[lat], [lon]]. Dims that
-    wait for each other come as one group.
+    Some dims have to wait for others. Beyond the pole of a sphere the rows of a latitude come
+    again, rolled by half the longitudes: latitude first, then longitude, [[lat], [lon]]. Groups are
+    single dims, but for dims that wait for each other, which come as one group.
     """
     left = dims
     while left:
@@ -243,7 +254,8 @@ def _in_turn(goal: Sharding, dims: list[int]) -> Iterator[list[int]]:
         for d in left:
             waiting.update(other for other in _waiting(goal, d) if other != d)
         ready = [d for d in left if d not in waiting]
-        # One at a time, since fewer dims may wait after it. If all wait in a circle, all go.
+        # One at a time, since fewer dims may be waiting after it. If all wait in a circle, none is
+        # ready, and all change together.
         group = ready[:1] if ready else left
         yield group
         left = [d for d in left if d not in group]
@@ -317,10 +329,11 @@ class _Disguise:
 
 
 def _between(start: Sharding, goal: Sharding, dtype: str, profile: Profile) -> Sequence[Step]:
-    """Find the cheapest steps between shardings with equal overlaps.
+    """Find the cheapest steps between shardings whose overlaps are equal.
 
-    The search knows no overlaps: it is shown dims with overlaps as if they were not sharded. If its
-    path shards such a dim meanwhile, one direct exchange takes the place of the path.
+    The search does not know overlaps, so a dim that has one is shown to it as an unsharded dim, on
+    a mesh without the axes of that dim. If its path shards such a dim on the way, which the real
+    dim cannot be, the result is one direct exchange instead. () if both sides are equal.
     """
     if start.layout == goal.layout:
         return ()

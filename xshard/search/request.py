@@ -89,7 +89,11 @@ class Request:
 
     @property
     def adjoint(self) -> Request:
-        """The move of cotangents: between the dual layouts, from the destination back.
+        """The request that redistributes gradients: backwards, between the dual layouts.
+
+        The dual of a layout says how the gradient of an array with this layout is laid out. The
+        adjoint of "s/x" -> "s | copy(x)", a gather to replicas whose gradients differ, is
+        "s | sum(x)" -> "s/x", a reduce-scatter. Meshes and devices swap sides too.
 
         Raises LinearityError for a max or min.
         """
@@ -142,10 +146,12 @@ class Request:
 
     @property
     def on_one_mesh(self) -> Request | None:
-        """The same request on the coarsest mesh that splits the axes of both meshes.
+        """The same request with both layouts written on one mesh, so that one search can plan it.
 
-        From dp=8 to dp=2,tp=4: both layouts are written over a=2, b=4, where a/b stands for dp=8.
-        None if the devices differ, or no mesh splits the axes of both.
+        The mesh is the coarsest that splits the axes of both. From dp=8 to dp=2,tp=4 it has axes of
+        2 and of 4 devices: the first layout uses both in place of dp=8, the second one each.
+        None if the devices or their order differ, or if no mesh splits the axes of both, as for 2 x
+        3 and 3 x 2 devices.
         """
         if self.src_devices != self.dst_devices:
             return None
@@ -175,7 +181,9 @@ def target_sharding(source: Sharding, dst: Layout, mesh: Mesh) -> Sharding:
 
 
 def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devices:
-    """Check that each device of a mesh has one number of its own; None stands for 0, 1, 2, ...
+    """Check the device numbers that a user gives for a mesh: one per device, all different.
+
+    None stands for 0, 1, 2, ...; (4, 5) places the 2 devices of a mesh on devices 4 and 5.
 
     Args:
         end: "source" or "destination", for errors.
@@ -183,12 +191,13 @@ def device_numbers(end: str, mesh: Mesh, devices: Sequence[int] | None) -> Devic
         devices: The number of each device, in the order of the mesh.
 
     Returns:
-        The numbers; a range for 0, 1, 2, ...
+        The numbers as a tuple; for 0, 1, 2, ..., as a range.
 
     Raises:
-        MeshError: They are no numbers >= 0, too few, too many, or not all different.
+        MeshError: They are not whole numbers >= 0, too few, too many, or not all different.
     """
-    # A range is short for what most meshes have, and quick to compare and hash.
+    # Most meshes have 0, 1, 2, ... A range of these is quick to compare and to hash, as the key of
+    # a cache, and equal requests must not differ in form.
     whole = range(mesh.n_devices)
     if devices is None or (isinstance(devices, range) and devices == whole):
         return whole

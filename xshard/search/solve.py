@@ -68,15 +68,22 @@ def solve(request: Request) -> Solution:
 
 
 def _cheapest_path(request: Request) -> _FoundPath:
-    """Find the cheapest path between the normal forms of both ends, with replicas for copies."""
+    """Find the cheapest steps between the two layouts of a request, before copies are tagged.
+
+    The search sees simplified layouts: each in its normal form, the plainest with the same blocks,
+    and `copy` tags (replicas whose gradients differ) left out. There are three cases: with overlaps
+    such as halos, a few fixed paths are compared; else A* searches, on the mesh itself, or on the
+    finer mesh that splits some axes, if that is cheaper. The result also holds both normal
+    shardings, and how axes were split: () if none was.
+    """
     source = request.source
     target = request.target
     profile = request.machine
     start = source.with_layout(source.normal_layout)
     goal = target.with_layout(target.normal_layout)
-    # Copies are equal to replicas; only the last steps need to know which they leave.
+    # Copies hold the same values as replicas: their tags are added to the steps afterwards.
     bare_start = without_copies(start)
-    # Dims that only look different are written alike: they need no step.
+    # A dim whose blocks are the same on both sides is written as at the start: it needs no step.
     bare_goal = without_copies(with_dims_of_start(goal, start))
     if start.layout.has_overlap or goal.layout.has_overlap:
         steps = overlap_paths.best_path(
@@ -88,7 +95,7 @@ def _cheapest_path(request: Request) -> _FoundPath:
     best = best_path(space.route, request.memory_limit, _scaled_elements(request, start, goal))
     if not isinstance(best, SubAxisPath) or not best.split:
         return _FoundPath(space.steps(best.moves), start, goal, ())
-    # Its moves are between the states of a finer mesh.
+    # The best path splits axes of the mesh: layouts and steps are written on the finer mesh.
     fine = SubAxisMesh(source.mesh, best.split)
     start = _normal_on(fine, source)
     goal = _normal_on(fine, target)
@@ -134,8 +141,9 @@ def with_dims_of_start(goal: Sharding, start: Sharding) -> Sharding:
 def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
     """Raise PlanError or DtypeError if no redistribution between these layouts is defined.
 
-    A reduction that ends needs a dtype that can be reduced. A max or min may be kept or reduced,
-    but not begun, and none ends while a sum begins: which would come first is not said.
+    Layouts may hold partial results, to be reduced by sum, mean, max or min. A reduction that ends,
+    as in "n | sum(x)" -> "n", needs a dtype that can be reduced. A max or min may be kept or
+    reduced, but not begun; and it may not end while a sum begins, since the order is not said.
     """
     src = source.layout
     dst = target.layout
@@ -145,7 +153,7 @@ def check_moves(source: Sharding, target: Sharding, dtype: str) -> None:
         if kind != "copy" and is_ending:
             check_reduction(dtype, kind)
     for kind in ("max", "min"):
-        # A block of replicas is no candidate among others: no local step makes it one.
+        # A sum begins locally, with zeros on all devices but one. There is no such step for a max.
         new = [a for a in dst.tagged(kind) if a not in src.tagged(kind)]
         if new:
             hint = f"a {kind} can be kept or reduced, not begun: write copy({','.join(new)})"
@@ -174,10 +182,11 @@ def without_copies(sharding: Sharding) -> Sharding:
 
 
 def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple[Step, ...]:
-    """Return the steps marked with the copies that they leave, and a final retag if needed.
+    """Add `copy` tags to steps that were planned without them.
 
-    Copies are replicas whose gradients add up; only the tag tells them apart. A step that leaves
-    replicas can tag them itself. What no step tags, or untags, is left to one `Retag` at the end.
+    Copies are replicas whose gradients differ and are added up; their values are those of replicas,
+    and only the tag in the layout tells them apart. A step that leaves replicas, such as an
+    all-gather, can tag them. Tags that no step adds or removes are left to one `Retag` at the end.
 
     Args:
         steps: Steps between the shardings without copies.
@@ -190,7 +199,7 @@ def with_copies(steps: Sequence[Step], start: Sharding, goal: Sharding) -> tuple
     sharding = start  # after the steps so far
     result: list[Step] = []
     for i, step in enumerate(steps):
-        # An axis that a later step shards, or uses for a sum, is no copy yet.
+        # If a later step shards over an axis, or makes partial sums along it, no tag is set yet.
         consumed_later: set[str] = set()
         for later_step in steps[i + 1 :]:
             consumed_later.update(_consumed(later_step))

@@ -57,10 +57,12 @@ class SubAxisPath:
 def best_sub_axis_path(
     route: SearchRoute, path: Path, memory_limit: int | None
 ) -> SubAxisPath | None:
-    """Find the cheapest slice, permutation and gathers over sub-axes.
+    """Look for a cheaper path that splits mesh axes: a slice, a permutation of blocks, and gathers.
 
-    None if none is cheaper than `path`, the best on whole axes, or none fits the limit of bytes.
-    The checks come in the order of their costs; most routes end at one of them.
+    From "n/x" to "n/y" with x=4 and y=2, half of x may stand for y, and only the other half is
+    gathered. Returns None if no such path beats `path`, the best one on whole axes, or fits
+    `memory_limit`, the bytes that a device may hold (None: no limit). Cheap checks come first: most
+    searches end at one of them.
     """
     grid = route.grid
     sent = [move.kind for _, move in path.moves if move.kind not in LOCAL]
@@ -68,9 +70,9 @@ def best_sub_axis_path(
         return None  # one collective: there is nothing to save
     needs = _needs(route)
     if needs is None or not (needs.are_any or route.spare):
-        return None  # equal parts are permuted without sub-axes
+        return None  # impossible, or both sides cut alike, where whole axes can be permuted
     if grid.least_seconds(route.start, route.goal) >= path.seconds:
-        return None  # no path at all is cheaper
+        return None  # `path` meets the lower bound: no path at all is cheaper
     # Search on the finest sub-axes; the path that is found is written with as few as possible.
     split = tuple(_finest_split(route))
     if not split:
@@ -90,11 +92,12 @@ def best_sub_axis_path(
 def _needs(route: SearchRoute) -> Needs | None:
     """Find how much further both sides must shard each dim so that their blocks match.
 
-    Blocks can be permuted if both sides cut each dim into the same number of parts. The fewest are
-    the least common multiple: 4 and 6 parts -> 12, which need factors of 3 and 2.
+    If both sides cut each dim into the same number of parts, devices can just swap whole blocks.
+    The fewest parts are the least common multiple: 4 and 6 parts -> 12, so the start is sharded 3
+    times further and the goal 2 times: factors (3,) and (2,), one per dim.
 
-    None if a sum begins or ends, shards are not regular, rows are too few to be cut evenly, or
-    there are too few axes to do so.
+    None if a sum begins or ends, shards are uneven or not contiguous, rows do not divide by the
+    common number of parts, or there are too few axes with replicas to shard further.
     """
     grid = route.grid
     start = route.start
@@ -104,7 +107,7 @@ def _needs(route: SearchRoute) -> Needs | None:
     start_parts = [grid.count_parts(cut) for cut in start.cuts]
     goal_parts = [grid.count_parts(cut) for cut in goal.cuts]
     common = list(map(math.lcm, start_parts, goal_parts))
-    # Uneven blocks have several lengths: they cannot take each other's places.
+    # Uneven blocks have several lengths, and cannot take each other's places.
     if any(length % parts for length, parts in zip(grid.shape, common, strict=True)):
         return None
     needs = Needs(_quotients(common, start_parts), _quotients(common, goal_parts))
@@ -124,17 +127,17 @@ def _can_shard_by(route: SearchRoute, state: State, factors: Sequence[int]) -> b
 
 
 def _finest_split(route: SearchRoute) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the axes that may be split, and the sizes of their sub-axes.
+    """Yield each mesh axis that may be split, with the sizes of its sub-axes, outermost first.
 
-    Changing axes are split into prime factors, others at the boundary of nodes: x=8 in nodes of 4
-    -> ("x", (2, 2, 2)) if it changes, else ("x", (2, 4)).
+    Axes whose use changes are split into prime factors, spare ones (replicas on both sides) only at
+    the boundary of nodes: x=8 in nodes of 4 -> ("x", (2, 2, 2)) if it changes, else ("x", (2, 4)).
     """
     grid = route.grid
     for axis in (*route.changing, *route.spare):
-        # Sub-axes are given from the outermost, which has the longest strides.
+        # A span is a part of an axis over links of one speed. Outermost first: by longest stride.
         spans = sorted(grid.group((axis,)), key=lambda span: -span.stride)
         if any(grid.fabric.links[span.level].topology == "ring" for span in spans):
-            continue  # a part of a ring is no ring
+            continue  # collectives over a part of a ring would not have the links of a ring
         sizes: list[int] = []
         for span in spans:
             sizes += _prime_factors(span.size) if axis in route.changing else [span.size]
@@ -166,18 +169,19 @@ def _divided(route: SearchRoute, split: Split) -> SearchRoute:
 
 
 def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int]]]:
-    """Yield needs, each with the axes to meet them.
+    """Yield the factors by which to shard both sides further, each with the axes that may do so.
 
-    Beside the plain ones, those with a dim also sharded over spare replicas: less crosses nodes,
-    since each device moves only a share of its block, and the shares are gathered afterwards.
+    First `needs` themselves, the least factors for which blocks match. Then, dim by dim, factors
+    that include spare axes, along which there are replicas on both sides: each device then moves
+    only a share of its block between nodes, and the shares are gathered afterwards.
 
-    Needs (3, 1) and (2, 1) of two dims, and 4 spare replicas -> the same, then (12, 1) and (8, 1),
-    then (3, 4) and (2, 4).
+    Start (3, 1) and goal (2, 1) for two dims, and 4 spare replicas -> the same; then (12, 1) and
+    (8, 1); then (3, 4) and (2, 4).
     """
     grid = route.grid
     if needs.are_any:
         yield needs, route.changing
-    # An axis over links of two speeds would gather over the slow ones again.
+    # Only axes with links of one speed: others would gather the shares over slow links again.
     near_axes = [a for a in route.spare if len(grid.levels(a)) == 1]
     n_shares = grid.count_parts(near_axes)
     if n_shares == 1:
@@ -194,12 +198,15 @@ def _options(route: SearchRoute, needs: Needs) -> Iterator[tuple[Needs, list[int
 def _cheapest(
     route: SearchRoute, needs: Needs, axes: list[int], limit: float, below: float
 ) -> SubAxisPath | None:
-    """Find the cheapest slice, permutation and gathers over some axes.
+    """Find the cheapest path of one slice, one permutation of blocks, and gathers, over some axes.
+
+    Every way to choose the axes of the slice is combined with every way to choose those of the
+    gathers, up to MAX_WAYS of each. Returns None if no path takes less than `below` seconds.
 
     Args:
-        route: The route, on sub-axes.
-        needs: The factors by which both sides are sharded further.
-        axes: The axes that may do so.
+        route: The start and the goal, on a mesh with axes split into sub-axes.
+        needs: For each dim, the factors by which the start and the goal are sharded further.
+        axes: The axes that may shard them.
         limit: The most elements that a device may hold.
         below: The seconds that the path has to beat.
     """
@@ -208,7 +215,7 @@ def _cheapest(
     goal_axes = [a for a in route.grid.replica_axes(goal) if a in axes]
     slices = list(islice(_new_cuts(route, start_axes, needs.start), MAX_WAYS))
     best: SubAxisPath | None = None
-    # The permutation leads to `arrival`: the goal with extra shards, which are then gathered.
+    # start -> slice -> permutation -> `arrival`, the goal with extra shards -> gathers -> goal.
     for gathered in islice(_new_cuts(route, goal_axes, needs.goal), MAX_WAYS):
         arrival = State(add_inner_cuts(goal.cuts, gathered), goal.sums)
         gathers = _best_gathers(route, arrival, gathered, limit)
@@ -216,7 +223,7 @@ def _cheapest(
             first_moves = _slice_and_permute(route, sliced, arrival)
             if first_moves is None or gathers.seconds >= below:
                 continue
-            # Infinite if any move holds more than the limit: then it is never cheaper.
+            # The price is infinite if any move holds more than the limit: such a path never wins.
             seconds = _priced(route, first_moves, limit) + gathers.seconds
             if seconds < below * (1 - LEAST_GAIN):
                 best = SubAxisPath(seconds, route, (*first_moves, *gathers.moves))
@@ -225,11 +232,12 @@ def _cheapest(
 
 
 def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> Iterator[Cuts]:
-    """Yield ways in which free axes may shard each dim into `needs` times as many parts.
+    """Yield the ways to shard every dim `needs` times further over axes that hold replicas.
 
-    Free axes 0, 1, 2 of 2 devices each, needs (2, 2) -> ((2,), (1,)), ((2,), (0,)), ... : the new
-    shards of dim 0, then of dim 1. Sub-axes of one axis on equal links are alike: of these only the
-    innermost are used.
+    One tuple of axis numbers per dim. Free axes 0, 1, 2 of 2 devices each, needs (2, 2) ->
+    ((2,), (1,)), ((2,), (0,)), ...: dim 0 over axis 2 and dim 1 over axis 1, and so on. Parts of
+    one mesh axis on equal links are alike: of these only the innermost are used. Goes dim by dim,
+    by recursion.
 
     Args:
         route: The route, whose grid has the axes.
@@ -245,7 +253,8 @@ def _new_cuts(route: SearchRoute, free: Sequence[int], needs: Sequence[int]) -> 
         for cut in reversed(list(combinations(free, n))):  # the innermost axes first
             if grid.count_parts(cut) != needs[0]:
                 continue
-            # Cuts by like axes are equally good: the first of a kind stands for all.
+            # Axes that come from one mesh axis and have equal links are equally good: only the
+            # first cut of each kind is tried.
             kind = tuple((grid.mesh.origin(grid.axes[a]), grid.levels(a)) for a in cut)
             if kind in tried:
                 continue
@@ -307,13 +316,13 @@ def _priced(route: SearchRoute, moves: Moves, limit: float) -> float:
 
 
 def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
-    """Write a path with as few sub-axes as possible: merge those that stay side by side.
+    """Rewrite a path with as few sub-axes as possible: merge those that are never separated.
 
-    A path on x_0, x_1, x_2 of 2 devices each that never parts x_1 from x_2 becomes one on sub-axes
-    of 2 and of 4 devices.
+    The search split mesh axes as finely as possible. If x=8 was split into x_0, x_1, x_2 of 2
+    devices each, and no layout on the path separates x_1 from x_2, sub-axes of 2 and 4 devices do.
 
     Args:
-        route: The route on whole axes.
+        route: The start and the goal, on whole axes.
         path: A path on sub-axes.
 
     Returns:
@@ -326,8 +335,8 @@ def _in_few_parts(route: SearchRoute, path: SubAxisPath) -> SubAxisPath:
         if len(groups[axis]) > 1:
             split.append((axis, tuple(fine.count_parts(group) for group in groups[axis])))
     coarse_route = _divided(route, tuple(split)) if split else route
-    # The first of the merged sub-axes stands for all; both meshes have the axes in the same order,
-    # so the numbers on the new mesh are given in the order of the groups. The others are dropped.
+    # Layouts name axes by number. The first sub-axis of each group gets the group's number on the
+    # merged mesh, which has its axes in the same order; the others of the group are dropped.
     number_of: dict[int, int] = {}  # number on the fine mesh -> number on the merged one
     for axis_groups in groups.values():
         for group in axis_groups:
@@ -361,10 +370,11 @@ def _stay_together(outer: int, inner: int, moves: Moves) -> bool:
 
 
 def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[State, Move]:
-    """Return a move, with the state before it, between states with merged sub-axes.
+    """Rewrite one move, and the layout before it, after some sub-axes were merged into one.
 
-    The data of a move count or list shards, and these are fewer now: they follow from the states.
-    A permutation has none.
+    `number_of` gives the new number of each axis that is kept. If axes 1 and 2 are merged into 1, a
+    gather of the two shards (1, 2) becomes a gather of one. The details of a move list or count
+    shards, so they are read off the new layouts; a permutation has none.
     """
     before = _merged(state, number_of)
     after = _merged(move.after, number_of)
@@ -375,7 +385,7 @@ def _merged_move(state: State, move: Move, number_of: dict[int, int]) -> tuple[S
             n_kept = len(old_cut)
             new_cuts.append(cut[n_kept:])
         data = tuple(new_cuts)
-    elif move.kind == "all_gather":  # of fewer shards, now that some are one
+    elif move.kind == "all_gather":  # how many innermost shards leave dim `d`
         d, _ = move.data
         n_shards = len(before.cuts[d]) - len(after.cuts[d])
         data = (d, n_shards)

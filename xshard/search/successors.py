@@ -68,10 +68,10 @@ class Successors:
                     yield Move("all_gather", (d, n), state.with_cut(d, outer))
 
     def _slices(self, state: State) -> Iterator[Move]:
-        """Yield slices: each device keeps a part of its block, along axes that held replicas.
+        """Yield the local steps in which each device keeps a part of its block: "b s" -> "b s/cp".
 
-        The data of the move are the new innermost shards of every dim: ((), (1,)) shards dim 1 over
-        axis 1.
+        Only mesh axes along which devices hold equal blocks can shard further. The data of a move
+        are the new innermost shards for every dim, by number: ((), (1,)) shards dim 1 over axis 1.
         """
         free = self._usable_replicas(state)
         if not free or not state.cuts:  # a scalar has no dims to shard
@@ -81,7 +81,7 @@ class Successors:
         for new_cuts in dict.fromkeys(options(state, free)):
             new_shards = tuple(chain.from_iterable(new_cuts))
             axes = self.grid.axes_in(new_shards)
-            # An axis shards once at most, and only if it holds replicas.
+            # Something has to be sharded, no axis twice, and only axes that hold replicas.
             if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(free):
                 continue
             if self._may_cut(state, new_cuts):
@@ -103,18 +103,18 @@ class Successors:
         return True
 
     def _all_new_cuts(self, state: State, free: tuple[int, ...]) -> Iterator[Cuts]:
-        """Yield shards that slices may add: the goal's first, then any free axes in any order.
+        """Yield every choice of new innermost shards for the dims, those of the goal first.
 
-        2 dims and free axes 0, 1: after the goal's, ((), (0,)), ((0,), ()), ..., ((), (0, 1)),
-        ((0,), (1,)), ((0, 1), ()), ...
+        One tuple of axis numbers per dim. For 2 dims and free axes 0 and 1, after the goal's own:
+        ((), (0,)), ((0,), ()), ..., ((), (0, 1)), ((0,), (1,)), ((0, 1), ()), ...
         """
-        # The goal's shards may be of any order, or uneven; others are whole axes.
+        # The goal's own shards may be zigzag or uneven. All other choices are plain, whole axes.
         wanted = [self._wanted(d, cut) for d, cut in enumerate(state.cuts)]
         prefixes = [_prefixes(cut) for cut in wanted]
         yield from product(*prefixes)
         for n in range(1, len(free) + 1):
-            # Each list of n axes is divided between the dims at edges, which may be equal: then a
-            # dim between them gets no axis.
+            # Each ordering of n axes is cut into one part per dim. `divisions` lists where to cut:
+            # a dim between two equal edges gets no axis.
             divisions = list(combinations_with_replacement(range(n + 1), len(wanted) - 1))
             for order, inner_edges in product(permutations(free, n), divisions):
                 edges = (0, *inner_edges, n)
@@ -140,9 +140,11 @@ class Successors:
                 yield (axis,)
 
     def _all_to_alls(self, state: State) -> Iterator[Move]:
-        """Yield all-to-alls: innermost shards of one dim become innermost shards of another.
+        """Yield all-to-alls: shards move from the inside of one dim to the inside of another.
 
-        "b s/cp c" -> "b s c/cp": the data are dim 1, one shard that leaves it, dim 2, its new shards.
+        "b s/cp c" -> "b s c/cp". The data of a move are (1, 1, 2, (cp,)): from dim 1 its 1
+        innermost shard leaves, and dim 2 gets these new shards (axes and shards have numbers, here
+        cp's).
         """
         for src, cut in enumerate(state.cuts):
             for n in range(1, self._n_movable(src, cut) + 1):
@@ -160,7 +162,10 @@ class Successors:
                             yield Move("all_to_all", (src, n, dst, new_cut), after)
 
     def _arrivals(self, src: int, dst: int, dst_cut: Cut, moving: Cut) -> Iterator[Cut]:
-        """Yield the ways in which shards taken from dim `src` may shard dim `dst`.
+        """Yield the new shards that an all-to-all may give to dim `dst` for those taken from `src`.
+
+        On a small mesh these are all orders of the moving shards: (0, 1) -> (0, 1), then (1, 0). On
+        a large one only those that lead towards the goal.
 
         Args:
             src: The index of the dim that they leave.
@@ -177,7 +182,8 @@ class Successors:
         if self.complete:
             yield from permutations(moving)
         elif self.grid.is_plain(moving):
-            # To the goal's dim; or out of the way of a gather, to come back later.
+            # Either the goal shards `dst` over these axes. Or it shards `src` over them, and they
+            # leave it for a while, so that shards inside of which they were can be gathered.
             for goal_cut in (self.goal.cuts[dst], self.goal.cuts[src]):
                 if set(axes) <= set(self.grid.axes_in(goal_cut)):
                     yield moving
@@ -209,12 +215,15 @@ class Successors:
             yield axes
 
     def _into_sums(self, state: State) -> Iterator[Move]:
-        """Yield moves that begin a sum, out of shards or out of replicas. Both are local.
+        """Yield the two local steps that turn shards or replicas into partial sums.
 
-        To embed is to write a shard into a block of zeros, so that the blocks add up to the array.
-        To mask is to keep the values on the first device along some axes, and have zeros elsewhere.
+        Embed: each device writes its shard into a block of zeros, so that the blocks add up to the
+        array: "n/x" -> "n | sum(x)". Mask: the first device along some axes keeps its values, and
+        the others set theirs to zero: "n" -> "n | sum(x)".
         """
-        begun = self.grid.ended(self.goal, state)  # sums that end from the goal back begin here
+        # Axes with partial sums at the goal, but not here: from the goal back, these sums would
+        # end.
+        begun = self.grid.ended(self.goal, state)
         for d, cut in enumerate(state.cuts):
             for n in range(1, len(cut) + 1):
                 axes = self.grid.axes_in(cut[-n:])
@@ -226,16 +235,19 @@ class Successors:
             yield Move("mask", (axes,), State(state.cuts, tuple(sorted((*state.sums, *axes)))))
 
     def _permutes(self, state: State) -> Iterator[Move]:
-        """Yield permutations: whole blocks change places, so that each dim has as many parts.
+        """Yield permutations: devices swap whole blocks, so each dim keeps its number of parts.
 
-        The goal itself comes first, if it has blocks of these lengths.
+        "n/x/y" -> "n/y/x", for example. The goal itself comes first, if its blocks have the same
+        lengths. On a large mesh at most MAX_PERMUTES others follow.
         """
         if state.sums == self.goal.sums and self._has_goals_lengths(state):
             yield Move("permute", (), self.goal)
         if not self.grid.is_regular(state):
             return
         usable = tuple(a for a in self.usable if a not in state.sums)
-        parts: list[int] = []  # for each dim, how many its shards beside the pinned ones make
+        # For each dim, into how many parts it is cut by the shards other than those pinned
+        # outermost, which stay throughout.
+        parts: list[int] = []
         for cut, pinned in zip(state.cuts, self.pinned, strict=True):
             parts.append(self.grid.count_parts(cut[len(pinned) :]))
         n_found = 0
@@ -278,10 +290,11 @@ class Successors:
 
     @cached_method
     def _all_cuts(self, sums: tuple[int, ...]) -> list[Cuts]:
-        """List every way to shard the dims evenly by axes that hold no addends.
+        """List every way to shard the dims evenly over the mesh axes without partial sums.
 
-        Each way gives every usable axis a dim or none, and orders the axes of each dim, inside of
-        the shards that always stay. For small spaces only: they are (dims + 1)^axes and more.
+        `sums` are the axes with partial sums. For 1 dim and axes 0 and 1: (), (1,), (0,), (0, 1),
+        (1, 0), each inside of the shards that always stay (`pinned`). Each axis shards one dim or
+        none, so there are at least (dims + 1)^axes ways: for small meshes only.
         """
         all_cuts: list[Cuts] = []
         usable = [a for a in self.usable if a not in sums]
@@ -319,19 +332,22 @@ class Successors:
                     yield cut
 
     def _towards_goal(self, d: int, usable: tuple[int, ...], parts: int) -> Iterator[Cut]:
-        """Yield cuts of one dim into `count_parts` parts that begin as the goal's, then have other axes.
+        """Yield ways to cut one dim into `parts` parts that begin like the goal's shards.
 
-        The longest beginning comes first. Shards that always stay are left out throughout.
+        If the goal has "n/0/1", axes 0 to 3 are of size 2, and 4 parts are wanted: (0, 1); then (0,
+        1), (0, 2), (0, 3), which begin with axis 0; then all pairs. The longest common beginning
+        comes first, and a cut may come twice. Outermost shards that always stay (`pinned`) are left
+        out.
         """
         goal_cut = self.goal.cuts[d][len(self.pinned[d]) :]
         for leading in _prefixes(goal_cut):
             if not self.grid.is_plain(leading) or not set(leading) <= set(usable):
                 continue
             if parts % self.grid.count_parts(leading):
-                continue  # no other axes make the number whole
+                continue  # whatever axes follow, the number of parts is a multiple of these
             others = [a for a in usable if a not in leading]
             for n in range(len(others) + 1):
-                # The order of axes that the goal does not have there does not matter.
+                # The order of the axes that follow does not matter, as the goal has others there.
                 for axes in combinations(others, n):
                     if self.grid.count_parts(leading + axes) == parts:
                         yield leading + axes

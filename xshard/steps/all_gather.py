@@ -75,15 +75,16 @@ class AllGather(Step):
 
 
 def gather_traffic(block: int, group: LinkSpans, in_place: bool) -> Traffic:
-    """Count the traffic of an all-gather of blocks of `block` elements.
+    """Count what one device receives in an all-gather, in one hop for each speed of links.
 
-    The slowest links come first, while blocks are small: 3 elements over spans of 2, then 4, take
-    hops of 3 and 18 elements, and leave 24.
+    The slowest links come first, while blocks are small. Blocks of 3 elements on 2 nodes of 4: the
+    hop between nodes brings 1 x 3 elements, the hop inside brings 3 x 6, and 24 are there at last.
 
     Args:
-        block: Elements of each block before.
-        group: The spans of the group's axes, the slowest first.
-        in_place: Blocks one after the other are the result, which then needs no unpacking.
+        block: Elements of each device's block before.
+        group: The spans (parts of mesh axes over links of one speed) of the axes, the slowest
+            first.
+        in_place: Whether the result is just the blocks one after the other, with nothing to copy.
     """
     gathered = block
     hops = []

@@ -62,14 +62,17 @@ class AllReduce(Step):
 
 
 def all_reduce_traffic(block: int, group: LinkSpans) -> Traffic:
-    """Count the traffic of an all-reduce of blocks of `block` elements.
+    """Count what one device receives in an all-reduce, in one hop for each speed of links.
 
-    It is a reduce-scatter, fastest links first, and an all-gather back: the slowest links carry the
-    smallest shares. Messages are counted for trees, 2 log2(n) among n devices.
+    It is a reduce-scatter, fastest links first, and an all-gather back, so that the slowest links
+    carry the smallest shares. 8 elements on 2 nodes of 4: 2 x 6 elements inside a node, then 2 x 1
+    of the 2 that are left to each device between nodes. Messages are those of trees, 2 log2(n)
+    among n.
 
     Args:
-        block: Elements of each block.
-        group: The spans of the group's axes, the slowest first.
+        block: Elements of each device's block.
+        group: The spans (parts of mesh axes over links of one speed) of the axes, the slowest
+            first.
     """
     hops = []
     n_shares = 1  # parts of the block over which faster links have spread the reduction

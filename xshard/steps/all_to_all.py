@@ -57,7 +57,12 @@ class AllToAll(Step):
         return pairs_in_groups(before.mesh, axes, before.max_local_size // before.mesh.size(*axes))
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        """Take own part of `dst_dim` from each member; put it where its shard of `src_dim` lay."""
+        """Run the all-to-all in numpy: one block per device in, one per device out.
+
+        From each member of its group a device takes its own part of `dst_dim`, and puts it where
+        that member's shard of `src_dim` lies. "s/x c" -> "s c/x" on x=2, [2, 4] -> [4, 2]: device 1
+        takes columns 2-3 of both members, those of device 0 as rows 0-1, its own as rows 2-3.
+        """
         mesh = before.mesh
         after = self.after(before)
         src_dim = before.dim_index(self.src_dim)
@@ -82,11 +87,11 @@ class AllToAll(Step):
 
 
 def all_to_all_traffic(block: int, group: LinkSpans) -> Traffic:
-    """Count the traffic of an all-to-all of blocks of `block` elements.
+    """Count what one device receives in an all-to-all, in one hop for each speed of links.
 
-    Each pair of devices is joined by the slowest link along which they differ. Of 8 devices in
-    spans of 2 (slow) and 4, a device receives from 4 over the slow links, and from 3 over the fast
-    ones.
+    Each of n devices sends 1/n of its block of `block` elements to each other device. 16 elements
+    on 2 nodes of 4: pieces of 2 elements from 4 devices of the other node, and from 3 in its own.
+    `group` has the spans (parts of mesh axes over links of one speed), the slowest first.
     """
     n_near = math.prod(span.size for span in group)  # devices not told apart by slower spans
     piece = block // n_near

@@ -77,30 +77,33 @@ def _no_permutation(before: Sharding, after: Sharding) -> PlanError:
 
 
 def permute_traffic(block: int, moved: LinkSpans) -> Traffic:
-    """Count the traffic of a permutation of blocks of `block` elements.
+    """Count what one device receives if devices swap whole blocks of `block` elements.
 
-    One message, priced over the slowest link that any device may use.
+    It is one message with one block, priced over the slowest link that any device may use.
 
     Args:
         block: Elements of each block.
-        moved: The spans of the axes with another role afterwards, the slowest first.
+        moved: The spans (parts of mesh axes over links of one speed) of the axes whose use changes,
+            the slowest first.
     """
     if not moved:
         return Traffic()
     slowest = moved[0]
     n_far = math.prod(span.size for span in moved if span.level == slowest.level)
     n_near = math.prod(span.size for span in moved if span.level != slowest.level)
-    # If the sizes divide, one device in `n_far` finds its block without the slowest links.
+    # If sizes divide, one device in `n_far` gets its block without the slowest links. `slack` is by
+    # how much the average over a node is below the busiest device, for links that nodes share.
     slack = 0 if n_near % n_far else block // n_far
     return Traffic(block, 0, (Hop(slowest.axis, block, 1, slowest.level, slack),))
 
 
 @layout_cache(maxsize=1024)
 def sender_of_each_device(before: Sharding, after: Sharding) -> tuple[int, ...]:
-    """Find, for each device, the device that sends it its block.
+    """Find, for each device, the device that sends it its block if whole blocks change places.
 
-    From "n/x/y" to "n/y/x" on x=2, y=2: (0, 2, 1, 3). Sender and receiver differ only along axes
-    that change roles, and a block that is already on its device stays there.
+    From "n/x/y" to "n/y/x" with x=2, y=2: (0, 2, 1, 3), so devices 1 and 2 swap. Sender and
+    receiver differ only along mesh axes that are used in another way afterwards. A block that is
+    already on its device stays there.
 
     Raises:
         PlanError: The shardings have different blocks.
@@ -110,6 +113,7 @@ def sender_of_each_device(before: Sharding, after: Sharding) -> tuple[int, ...]:
     holders = _devices_by_block(before, unchanged_axes)
     receivers = _devices_by_block(after, unchanged_axes)
     result = [-1] * mesh.n_devices
+    # A key is a block together with the coordinates along unchanged axes.
     for key, block_receivers in receivers.items():
         block_holders = holders.get(key, [])
         if len(block_holders) != len(block_receivers):

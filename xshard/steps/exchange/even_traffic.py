@@ -73,13 +73,16 @@ class DimDigits(NamedTuple):
 
 
 def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
-    """Divide the row numbers of all dims into digits; digits of a span are equal or disjoint.
+    """Write row numbers in digits (mixed radix) that are coordinates of devices before and after.
 
-    "n/x" -> "n/y" with x=2, y=4: one digit of 2 values, x before and the leading half of y after;
-    one of 2, nothing before and the other half of y after.
+    Under even contiguous shards each digit of a row number is a coordinate of the device that has
+    the row. "n/x" -> "n/y" with x=2, y=4: a digit of 2 values is the x of the device before, and
+    the leading half of its y after; another digit of 2 is no coordinate before, and the rest of y
+    after. Of two digits that come from one axis, either both are the same, or they do not overlap.
 
     Args:
-        src: For each dim, the spans of links that shard it before, outermost first.
+        src: For each dim, the spans that shard it before, outermost first. A span is a part of a
+            mesh axis over links of one speed.
         dst: The spans that shard it after.
 
     Returns:
@@ -94,8 +97,8 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
             return None
         digits += dim_digits.digits
         split_spans |= dim_digits.split_spans
-    # A span that cuts on one side only has each digit once, and one that is a single digit on both
-    # sides is equal: only the others may overlap in part.
+    # Two digits can overlap in part only if their span shards on both sides, and is split into
+    # several digits on one of them.
     src_spans = {digit.src.span for digit in digits if digit.src}
     dst_spans = {digit.dst.span for digit in digits if digit.dst}
     may_overlap = src_spans & dst_spans & split_spans
@@ -106,12 +109,11 @@ def row_digits(src: LinkCuts, dst: LinkCuts) -> tuple[Digit, ...] | None:
 
 @lru_cache(maxsize=16384)
 def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
-    """Divide the row numbers of one dim into digits that are coordinates' digits on both sides.
+    """Find common digits of the row numbers of one dim, which is sharded before and after.
 
-    Both sides are read from the outermost digit. The shorter of the two digits at hand becomes one
-    of the result, and what is left of the longer meets the next: sizes (2, 4) and (8,) -> (2, 4).
-
-    None if neither of two digits divides the other.
+    Shards of sizes (2, 4) before and (8,) after -> digits of 2 and 4: both sides are read from the
+    outermost shard on; the smaller size at hand becomes a digit, and what is left of the larger one
+    is compared with the next. None if neither size divides the other, as for 2 and 3.
     """
     digits: list[Digit] = []
     split_spans: set[LinkSpan] = set()
@@ -122,18 +124,18 @@ def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
         src_digit = src_left.pop()
         dst_digit = dst_left.pop()
         size = min(src_digit.size, dst_digit.size)
-        # Sizes 2 and 3 have no digit in common: such shards are counted per device.
+        # Sizes 2 and 3 have no digit in common. The caller then counts device by device.
         if src_digit.size % size or dst_digit.size % size:
             return None
         digits.append(Digit(size, src_digit.leading(size), dst_digit.leading(size)))
-        # The rest of the longer digit meets the other side's next.
+        # What is left of the larger one is compared with the other side's next shard.
         if src_digit.size > size:
             src_left.append(src_digit.without_leading(size))
             split_spans.add(src_digit.span)
         if dst_digit.size > size:
             dst_left.append(dst_digit.without_leading(size))
             split_spans.add(dst_digit.span)
-    # At most one side has digits left. The other side's blocks have all values of these.
+    # At most one side has shards left. Each block of the other side has all values of these digits.
     for digit in reversed(src_left):
         digits.append(Digit(digit.size, digit, None))
     for digit in reversed(dst_left):
@@ -142,9 +144,10 @@ def _dim_digits(src: LinkSpans, dst: LinkSpans) -> DimDigits | None:
 
 
 def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[Digit, ...] | None:
-    """Split digits until those of these spans are equal or disjoint; None if they cannot be.
+    """Split digits further, until any two from one of these axes are the same or do not overlap.
 
-    A span of 8 that has digits (2, 4) before and (4, 2) after -> (2, 2, 2) on both sides.
+    An axis of 8 with digits of sizes (2, 4) before and (4, 2) after -> (2, 2, 2) on both sides. A
+    span is a part of a mesh axis over links of one speed. None if the sizes do not divide.
     """
     while True:
         edges = _edges(digits, spans)
@@ -154,7 +157,7 @@ def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[D
             for link_digit in (digit.src, digit.dst):
                 if link_digit is not None and link_digit.span in spans:
                     size = min(size, _size_to_first_edge(link_digit, edges[link_digit.span]))
-            if size == 0 or digit.size % size:  # 0: an edge that divides no coordinate
+            if size == 0 or digit.size % size:  # 0: the edge of another digit lies inside
                 return None
             if size < digit.size:
                 finer += digit.split(size)
@@ -162,7 +165,7 @@ def _equal_or_disjoint(digits: Sequence[Digit], spans: set[LinkSpan]) -> tuple[D
                 finer.append(digit)
         if len(finer) == len(digits):
             return tuple(finer)
-        digits = finer  # a split on one side makes new edges for the other
+        digits = finer  # a split on one side makes new edges for the other: go on until none is new
 
 
 def _edges(digits: Sequence[Digit], spans: set[LinkSpan]) -> dict[LinkSpan, set[int]]:
@@ -222,11 +225,17 @@ class DigitMoves(NamedTuple):
 
 
 def _digit_moves(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> DigitMoves:
-    """Sort the digits by what they ask of a sender.
+    """Count from how many senders a device takes rows, and list conditions on who they are.
 
-    A digit of a row asks that a coordinate of its sender has this value. If the same digit of the
-    same span is a coordinate of the receiver, the sender has the receiver's value. If another is,
-    the two must be equal. If none is, the receiver wants all values: each from another sender.
+    Each digit of a row number is a coordinate of the device that has the row before (`src`), of the
+    one that has it after (`dst`), or of both. There are four cases:
+
+    - the same coordinate on both sides: sender and receiver agree, and nothing moves along it;
+    - different coordinates: the sender's one must equal the receiver's other one, a pair;
+    - only a coordinate before: the receiver wants all values, each from another sender;
+    - only a coordinate after: every sender has all values, which asks for nothing.
+
+    `addends` are the parts of axes along which a sum ends: each addend comes from another sender.
     """
     moves = DigitMoves(set(addends), {}, {})
     n_senders = moves.n_senders
@@ -238,7 +247,7 @@ def _digit_moves(digits: Sequence[Digit], addends: Sequence[LinkSpan]) -> DigitM
         if dst is not None:
             moves.spans.add(dst.span)
         if src is None:
-            continue  # every sender has all values of this digit
+            continue  # each sender has all values of this digit
         moves.spans.add(src.span)
         level = src.span.level
         if dst is not None:
@@ -258,26 +267,29 @@ class Taken(NamedTuple):
 def digit_traffic(
     shape: Ints, src: LinkCuts, dst: LinkCuts, addends: Sequence[LinkSpan]
 ) -> Traffic | None:
-    """Count the traffic of an exchange between even contiguous shards, by level of links.
+    """Count what the busiest device receives in an exchange between even shards, by a formula.
 
-    Hot: a search asks for each pair of states.
+    In an exchange each device takes from any others what it lacks. "n/x" -> "n", 8 rows on x=4: 8
+    rows are wanted, 2 are its own, and 6 come from 3 senders. Hot: a search asks for each pair of
+    layouts that it tries. The result has one hop for each speed (level) of links.
 
     Args:
         shape: The lengths of the dims.
-        src: The spans that shard each dim before, outermost first.
+        src: The spans that shard each dim before, outermost first. A span is a part of a mesh axis
+            over links of one speed.
         dst: The spans that shard each dim after.
         addends: The spans along which a sum ends.
 
     Returns:
-        The traffic; None if shards do not divide each other.
+        The traffic; None if the shards of both sides do not divide each other, as 2 and 3 parts.
     """
     digits = row_digits(src, dst)
     if digits is None:
         return None
     moves = _digit_moves(digits, addends)
     wanted = _wanted_elements(shape, dst, addends)
-    # What a device takes from the senders that share its coordinates on slower levels: at first
-    # from all senders. Level by level, what comes over its links is taken off.
+    # `farther` is what comes from senders at the receiver's own coordinates on all slower levels:
+    # at first from all senders. What comes over the links of each level is subtracted in turn.
     farther = Taken(wanted, math.prod(moves.n_senders.values()))
     equal = Equal()
     has_own_rows = True
@@ -287,10 +299,11 @@ def digit_traffic(
         # of this level; what it sends comes over faster links.
         n_alike = moves.n_senders.get(level, 1)
         nearer = Taken(farther.elements // n_alike, farther.senders // n_alike)
-        # Equalities that hold on some receivers only. `_join` adds each to `equal` on the way.
+        # Pairs of coordinates that are equal on some receivers only, and do not follow from earlier
+        # pairs. `_join` returns whether a pair is new, and adds it to `equal`.
         unmet = [pair.dst for pair in moves.pairs.get(level, ()) if _join(equal, *pair)]
         if unmet:
-            # The busiest device has other digits than all its senders: all comes over these links.
+            # On the busiest device they are not equal: all that it takes comes over these links.
             has_own_rows = False
             received = farther
         else:
@@ -301,7 +314,7 @@ def digit_traffic(
             hops.append(Hop(axis, received.elements, received.senders, level, slack))
         farther = nearer
     own = farther.elements if has_own_rows else 0
-    # Each box is packed by its sender and unpacked by its receiver.
+    # Each element is packed by its sender and unpacked by its receiver: two copies.
     return Traffic(wanted - own, 2 * wanted, tuple(hops), own)
 
 
@@ -335,11 +348,12 @@ def _slack(level: int, unmet: Sequence[LinkDigit], nearer_elements: int) -> int:
 
 
 def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
-    """Return the fewest elements that must enter some node; 0 if unknown.
+    """Bound from below the elements that must enter the node that lacks most; 0 if unknown.
 
-    Spans of level 0 connect nodes. All others are inside them. A node of n devices needs all their
-    blocks, and has what the same devices held before: 16 rows "n/node/x" -> "n/x/node" on 2 nodes
-    of 2: some node needs rows 0 to 3 and 8 to 11, and has 0 to 7. It lacks 4.
+    A node needs the blocks of all its devices, and has what these held before. 16 rows from
+    "n/node/x" to "n/x/node" on 2 nodes of 2: some node needs rows 0 to 3 and 8 to 11, has 0 to 7,
+    and lacks 4 rows. `src` and `dst` list, for each dim, the spans that shard it: parts of mesh
+    axes, of level 0 if they connect nodes.
     """
     digits = row_digits(src, dst)
     if digits is None:
@@ -352,23 +366,25 @@ def node_lack(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int:
     needed = math.prod(shape) // n_nodes  # by each node
     at_hand = needed
     for digit in digits:
-        # Digits inside nodes, and digits that stay, keep all their rows in the node.
+        # This digit is no coordinate of a node before, or is the same coordinate after: a node has
+        # every value of it that it needs.
         if digit.src is None or digit.src.span.level != 0 or digit.src == digit.dst:
             continue
         if digit.dst is not None and digit.dst.span.level == 0:
             return needed  # some nodes have only other values of this digit than they need
-        at_hand //= digit.size  # the node has one value of the digit, and needs all
+        at_hand //= digit.size  # the node had one value of this digit, and needs all
     return needed - at_hand
 
 
 def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
-    """Count the elements that some device holds on both sides: each element once.
+    """Count the elements that need not move: those that some device holds before and after.
 
-    8 rows on x=2, y=4: "n/x/y" -> "n/y/x" keeps rows 0 and 7 on their devices, 2 elements.
+    8 rows on x=2, y=4: from "n/x/y" to "n/y/x" rows 0 and 7 stay on their devices, 2 elements. Each
+    element is counted once, on however many devices it stays.
 
     Args:
         shape: The lengths of the dims.
-        src: The spans that shard each dim before, outermost first.
+        src: The spans (parts of mesh axes) that shard each dim before, outermost first.
         dst: The spans that shard each dim after.
 
     Returns:
@@ -377,8 +393,9 @@ def met_elements(shape: Ints, src: LinkCuts, dst: LinkCuts) -> int | None:
     digits = row_digits(src, dst)
     if digits is None:
         return None
-    # A coordinate that is digit i of the row before, and digit j after, keeps only rows in which
-    # both digits are equal: one in `size`, unless earlier conditions imply it.
+    # A device has a row on both sides only if all its coordinates fit both times. A coordinate that
+    # is digit i of the row number before and digit j after asks that both digits are equal: true
+    # for one row in `size`, unless it follows from earlier conditions.
     src_number = {digit.src: i for i, digit in enumerate(digits) if digit.src is not None}
     met = math.prod(shape)
     equal = Equal()

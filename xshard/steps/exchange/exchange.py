@@ -86,9 +86,12 @@ class Exchange(Step):
         return tuple(pairs)
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        """Write, for each device, the values of its boundary, then the boxes that it takes.
+        """Run the exchange in numpy: one block per device in, one per device out.
 
-        Elements that no box brings stay zero: those of addends that are not the first.
+        Each device fills the padding of its new block with the values of the boundary, then writes
+        the boxes (slices of other devices' blocks, or of its own) that it receives. Where boxes
+        overlap, as partial sums that end do, they are combined by `op`. Elements that no box brings
+        stay zero: if a sum begins, only the first device along its axes has the values.
         """
         after = before.with_layout(self.to)
         op = self.op(before)
@@ -98,7 +101,8 @@ class Exchange(Step):
             for dim, start, stop, value in boundary_fills(after, device):
                 rows = (slice(None),) * dim + (slice(start, stop),)
                 out[rows] = value
-            # The first box for an element replaces the zero, which is no operand of a max.
+            # The first box for an element replaces the zero in `out`: a max must not compare with
+            # it.
             is_written = np.zeros(out.shape, bool)
             for message in messages_to(before, after, device, self.node_devices):
                 _write_box(out, is_written, message, blocks[message.src], op)

@@ -51,10 +51,12 @@ class BlockHolders(NamedTuple):
 
 @layout_cache(maxsize=1024)
 def block_holders(sharding: Sharding, node_devices: int) -> BlockHolders:
-    """Find the distinct blocks of a sharding and the devices that hold them.
+    """Find the distinct blocks of a sharding, numbered, and which devices and nodes hold them.
 
-    Blocks with equal shards and addend numbers are one: "n/x" on x=2, y=3 has 2 blocks, each on 3
-    devices. A node is `node_devices` consecutive devices.
+    Replicas are one block: "n/x" on x=2, y=3 has 2 blocks, each on 3 devices. Different addends of
+    a partial sum are different blocks. A node is `node_devices` consecutive devices. The result has
+    the coordinates of each block, the block of each device, and whether a device's node has a
+    block.
     """
     mesh = sharding.mesh
     layout = sharding.layout
@@ -85,15 +87,16 @@ def needed_elements(before: Sharding, after: Sharding, node_devices: int) -> NDA
 
 
 def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> Traffic:
-    """Count the traffic of an exchange with node-local senders.
+    """Count what the busiest device receives if replicas in its own node send first.
 
-    A device takes a block from its own node if any device there holds it, else from another node.
-    Links of level 0 are between nodes, of level 1 inside.
+    Each device takes from others what it lacks: from its own node if any device there holds the
+    block, else from another node. A node is `node_devices` consecutive devices. The result has a
+    hop for the links between nodes (level 0) and one for those inside (level 1), if they are used.
     """
     elements = needed_elements(before, after, node_devices)  # [blocks, devices]: a fresh array
     holders = block_holders(before, node_devices)
     wanted = elements.sum(axis=0)  # [devices]
-    # From here on without what stays on its device: each device's own block.
+    # Set what a device takes from its own block to 0: the rest has to be sent.
     elements[holders.block_of, np.arange(before.mesh.n_devices)] = 0
     arriving = elements.sum(axis=0)  # [devices]
 
@@ -103,15 +106,18 @@ def node_local_traffic(before: Sharding, after: Sharding, node_devices: int) -> 
     for level, level_elements in enumerate((between_nodes, inside_nodes)):
         if level_elements.any():
             hops.append(_node_hop(before.mesh.axes[0], level, level_elements, node_devices))
-    # Each box is packed by its sender and unpacked by its receiver. A runtime that puts a device's
-    # own rows into place directly copies these once.
+    # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime that
+    # puts a device's own rows into place directly copies these once, and saves `saved` copies.
     copied = 2 * int(wanted.max())
     saved = copied - int((wanted + arriving).max())
     return Traffic(int(arriving.max()), copied, tuple(hops), saved)
 
 
 def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: int) -> Hop:
-    """Make the hop over links of one level.
+    """Sum up what goes over the links between nodes, or over those inside nodes.
+
+    The result, a `Hop`, has the elements that the busiest device receives, the most messages that
+    any device receives, and how far the average over the busiest node is below the busiest device.
 
     Args:
         axis: Any axis of the mesh, which names the hop: nodes have no axis of their own.
@@ -124,7 +130,7 @@ def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: 
     nodes = np.arange(len(by_device)) // node_devices
     busiest_node = np.bincount(nodes, by_device).max()
     messages = (elements > 0).sum(axis=0).max()
-    # How much less than the busiest device the mean one of the busiest node receives.
+    # Devices of a node may share a port, which carries their average.
     slack = received - int(busiest_node / node_devices)
     return Hop(axis, received, int(messages), level, slack)
 
@@ -133,14 +139,15 @@ def _node_hop(axis: str, level: int, elements: NDArray[np.int64], node_devices: 
 def node_local_senders(
     before: Sharding, after: Sharding, node_devices: int
 ) -> dict[tuple[int, int], int]:
-    """Choose, of the replicas of a block in the receiver's node, the one with the least to send.
+    """Choose which device sends a block to a receiver if several in the receiver's node hold it.
 
-    Receivers choose one after the other, in the order of their numbers, and count what earlier ones
-    have asked for. All processes compute the whole choice, so that they agree on it.
+    It is the one with the least to send so far. If devices 0 and 1 both hold a block that 2 and 3
+    of the same node want, 0 sends to 2, and 1 sends to 3. Receivers choose in the order of their
+    numbers. Every process computes the choice for all, so that sender and receiver agree.
 
     Returns:
-        (block, receiver) -> sender, only where the node has the block, and another device than the
-        receiver holds it.
+        (block, receiver) -> sender. A pair is left out if the receiver needs nothing of the block,
+        holds it itself, or nobody in its node does.
     """
     elements = needed_elements(before, after, node_devices)
     block_of = block_holders(before, node_devices).block_of
@@ -153,7 +160,7 @@ def node_local_senders(
     for receiver in range(before.mesh.n_devices):
         for block in np.flatnonzero(elements[:, receiver]).tolist():
             candidates = in_node.get((block, receiver // node_devices), [])
-            # Another node has to send, or the receiver has the block itself.
+            # Nobody in the node has the block, or the receiver has it itself.
             if not candidates or receiver in candidates:
                 continue
             # The number of the device breaks ties: every process has to choose the same sender.
@@ -205,10 +212,12 @@ def rows_at(segments: tuple[Segment, ...], end: int) -> NDArray[np.int64]:
 def messages_to(
     before: Sharding, after: Sharding, device: int, node_devices: int | None = None
 ) -> Messages:
-    """List the messages that a device receives, its own rows among them, by sender.
+    """List the messages that a device receives in an exchange, in the order of senders.
 
-    With `node_devices`, the number of devices of a node, replicas in the receiver's node send in
-    place of others.
+    A message says which box of the sender's block goes where in the receiver's. What the device
+    already has is a message from itself. From "n/x" to "n" with x=2 device 0 receives its own rows,
+    then those of device 1. With `node_devices`, the number of devices of a node, replicas in the
+    receiver's node send in place of devices farther away; None if nodes do not matter.
     """
     messages = _messages_to(before, after, device, None)
     if node_devices is None:
@@ -218,7 +227,8 @@ def messages_to(
     from_node: list[Message] = []
     for message in messages:
         block = int(block_of[message.src])
-        # The box is at the same place in every replica. Without a choice the sender stays.
+        # The box is at the same place in every replica, so only the sender changes; it stays if no
+        # other was chosen.
         from_node.append(message._replace(src=senders.get((block, device), message.src)))
     return tuple(sorted(from_node, key=lambda message: message.src))
 
@@ -264,15 +274,18 @@ def boundary_fills(after: Sharding, device: int) -> tuple[tuple[int, int, int, f
 
 @layout_cache(maxsize=8192)
 def _messages_to(before: Sharding, after: Sharding, device: int, sender: int | None) -> Messages:
-    """List the messages to a device, by sender.
+    """List the boxes that a device receives in an exchange, in the order of senders.
 
-    A message is a box: one source of rows per dim. They are all products of such sources, for each
-    addend of a sum that ends, and for each pair of views of blocks that poles divide.
+    Who has the wanted rows is found dim by dim; a box takes one answer for each dim, and all
+    combinations are listed. Rows 0-3 from 2 devices and columns 0-3 from 2 -> 4 boxes. They are
+    repeated for each addend of a partial sum that ends, and for each part (view) of blocks that
+    reach beyond a pole of a sphere, where rows are mirrored.
 
-    sender: a device; only senders with its place along the shards of every dim count, which is all
-        that the device itself sends, and perhaps more. None: all do.
+    sender: list only the messages of this device, and perhaps of others with the same coordinates
+        along the axes that shard dims (replicas, other addends); None: of all devices.
     """
-    # Hot where all ranks of a large mesh lower a plan; `sender` keeps the product below small.
+    # Hot: each rank of a large mesh asks this of all others; `sender` keeps the product below
+    # small.
     receiver = _Receiver(before, after, device, sender)
     if not receiver.takes_any:
         return ()
@@ -335,9 +348,11 @@ class _Receiver:
         return self.coords[self.before.mesh.position(axis)]
 
     def dim_sources(self, d: int, src: DimEnd, dst: DimEnd) -> list[DimSource]:
-        """Find the rows of one dim that the receiver takes, by sender.
+        """Find which rows of one dim the receiver takes from which senders.
 
-        Along an axis of a new sum each device contributes its own shard and takes no other.
+        "n/x" -> "n" with 4 rows on x=2: rows 0-1 from x=0 and rows 2-3 from x=1. A sender is given
+        by its coordinates along the axes that shard the dim before. Where partial sums begin along
+        such an axis, a device takes only its own shard: the addends are to have it once.
 
         Args:
             d: The index of the dim.
@@ -349,7 +364,7 @@ class _Receiver:
         sender = None if self.sender is None else self.before.dim_device(d, self.sender)
         begins = any(axis in self.begun for axis in src.dim.axes)
         all_coords = list(_all_coords(src.sizes))
-        # Positional arguments: `sources` is cached by them.
+        # `sources` is cached by its positional arguments, so it gets no keywords.
         result: list[DimSource] = []
         for source in sources(src, dst, src_index, dst_index, begins, sender):
             coords = all_coords[source.sender]
@@ -367,7 +382,10 @@ class _Receiver:
     def message(
         self, addend: tuple[int, ...], box_sources: tuple[DimSource, ...], sign: int
     ) -> Message:
-        """Make the message of one source per dim, from the holder of one addend.
+        """Make one message: find the sending device, and the box of rows of all dims.
+
+        The sender has the coordinates of `addend` and `box_sources` along their axes, and those of
+        the receiver along all other axes.
 
         Args:
             addend: The sender's coordinates along the axes with sums that end.
@@ -375,7 +393,7 @@ class _Receiver:
             sign: A factor of the values: see `Message`.
         """
         mesh = self.before.mesh
-        # The sender's coordinates: along all other axes it is where the receiver is.
+        # The receiver's coordinates, to be replaced along the axes where the sender is elsewhere.
         coords = list(self.coords)
         for axis, coordinate in zip(self.ended, addend, strict=True):
             coords[mesh.position(axis)] = coordinate

@@ -61,10 +61,12 @@ class Pole(NamedTuple):
 
 @layout_cache(maxsize=8192)
 def views(sharding: Sharding, unsplit_dims: tuple[int, ...] = ()) -> tuple[View, ...]:
-    """List all views of a block: each choice of a side per dim; one view if no dim has a pole.
+    """List the parts into which poles divide a block; a block without poles is one part.
 
-    A view is the part of a block whose rows lie on these sides of the poles. A dim with poles at
-    both ends has 3 sides, and two such dims 9 views.
+    Beyond a pole (as of a latitude) the rows inside come again, mirrored, with another dim rolled
+    and perhaps the sign changed. So a block has rows inside the array, and rows beyond the pole at
+    either end: 3 sides of a dim with two poles. A view is one choice of side for each dim; two such
+    dims have 9 views.
 
     Args:
         sharding: The sharding of the block.
@@ -75,7 +77,7 @@ def views(sharding: Sharding, unsplit_dims: tuple[int, ...] = ()) -> tuple[View,
     for d, dim in enumerate(sharding.layout.dims):
         sides = [STRAIGHT]
         if d not in unsplit_dims:
-            # Dims without ends to fill have no boundaries at all: then there is nothing to zip.
+            # `ends_of` is empty for a dim without boundaries, so the lengths may differ.
             for side, boundary in zip(POLE_SIDES, ends_of(dim.overlap), strict=False):
                 if boundary.kind == "pole":
                     rolled = rolled_dim(sharding.layout.dims, d, boundary, sharding.shape)
@@ -88,9 +90,12 @@ def views(sharding: Sharding, unsplit_dims: tuple[int, ...] = ()) -> tuple[View,
 def _view(
     sides: tuple[str, ...], poles: dict[tuple[int, str], Pole], shape: tuple[int, ...]
 ) -> View:
-    """Make the view of one side per dim: poles that roll the same dim roll it twice.
+    """Describe the part of a block on one side of the poles of each dim: its rolls and its sign.
 
-    poles: what the pole of a dim does to the rows beyond it, by the index of the dim and its side.
+    Each pole that the part lies beyond rolls another dim by half its length and may change the
+    sign; two poles that roll one dim add up, so that it is not rolled in effect.
+
+    poles: which dim a pole rolls and its sign, by the index of the pole's dim and the side.
     """
     shifts = [0] * len(shape)
     sign = 1
@@ -165,7 +170,10 @@ def dim_end(sharding: Sharding, d: int, side: str = STRAIGHT, shift: int = 0) ->
 def dim_ends(
     before: Sharding, after: Sharding, dst_view: View, src_view: View
 ) -> Iterator[tuple[DimEnd, DimEnd]]:
-    """Yield, for each dim, its source and its destination in one pair of views.
+    """Yield, for each dim, how it is sharded before and after, as a pair of `DimEnd`.
+
+    A view is a part of a block, as divided by the poles of a sphere. A dim that stays as it is gets
+    the side CARRIED on both ends: all its rows stay on their devices.
 
     Args:
         before: The sharding before.
@@ -179,7 +187,7 @@ def dim_ends(
         dst_side = dst_view.sides[d]
         src_shift = src_view.shifts[d]
         dst_shift = dst_view.shifts[d]
-        # A pole of another dim may roll a carried dim: then its rows do travel.
+        # If a pole of another dim rolls this one, its rows do travel, even if its shards stay.
         if d in carried and src_shift == 0 and dst_shift == 0:
             src_side = CARRIED
             dst_side = CARRIED
@@ -209,26 +217,28 @@ class RowRequest(NamedTuple):
 def _request(
     src: DimEnd, dst: DimEnd, src_index: int, dst_index: int, from_providers: bool
 ) -> RowRequest:
-    """Divide the rows of one dim that a receiver wants into its own and those of others.
+    """Divide the rows of one dim that a receiver wants into those it has and those it lacks.
 
-    A block with a halo that has rows 0 to 4, and wants 0 to 5: own 0 to 4, from others 5.
+    A block with a halo that has rows 0 to 4, and wants 0 to 5: own rows 0 to 4, from others row 5.
 
     Args:
         src: The dim before.
         dst: The dim after.
         src_index: The receiver's index along the axes of `src`.
         dst_index: The receiver's index along the axes of `dst`.
-        from_providers: Each row comes from the one device that provides it, as a new sum requires,
-            even if the receiver has a copy.
+        from_providers: Each row is taken from the one device that provides it, even if the receiver
+            has a copy. A new partial sum requires it, so that each row counts once.
 
     Returns:
-        The rows; those of others have FILL in place of rows that are at hand.
+        The rows. Those from others keep their positions: FILL is in place of rows that it has.
     """
     rows = dst.wanted_rows()[dst_index]
     if src.is_plain or isinstance(src.dim.overlap, Fold):
-        return RowRequest((), rows)  # each row, or contribution to it, is on one device only
+        # Without an overlap each row is on one device, the receiver or another. Under a Fold, which
+        # adds up what several blocks hold of a row, all of these have to be taken.
+        return RowRequest((), rows)
     if src.side != STRAIGHT:
-        return RowRequest((), ())  # rows beyond a pole are copies of rows inside the array
+        return RowRequest((), ())  # rows beyond a pole are copies: nothing is taken from them
     if from_providers:
         return RowRequest((), rows)
     at_hand = src.distinct_held_rows()[src_index]
@@ -254,18 +264,19 @@ def sources(
     from_providers: bool,
     sender: int | None,
 ) -> tuple[Source, ...]:
-    """Find the rows of a dim that one receiver takes, by sender.
+    """Find which rows of one dim a receiver takes from which senders.
 
     From "n/x" to "n" with 4 rows on x=2, device 0 takes rows 0 and 1 from itself, 2 and 3 from
-    device 1. Senders are numbered along the axes that shard the dim before.
+    device 1. Each entry has the sender and its segments: from which local position to which, and
+    how many rows. Senders are numbered along the axes that shard the dim before.
 
     Args:
         src: The dim before.
         dst: The dim after.
         src_index: The receiver's index along the axes of `src`.
         dst_index: The receiver's index along the axes of `dst`.
-        from_providers: Each row comes from the one device that provides it, as a new sum requires,
-            even if the receiver has a copy.
+        from_providers: Each row is taken from the one device that provides it, even if the receiver
+            has a copy. A new partial sum requires it, so that each row counts once.
         sender: The index of the only sender of interest; None for all.
 
     Returns:
@@ -274,7 +285,7 @@ def sources(
     """
     senders = np.arange(src.n_shards) if sender is None else np.array([sender])
     if dst.side == CARRIED:
-        # The whole block stays on its device, with its overlaps.
+        # The dim stays as it is: all rows of the block, with its halo, stay on their device.
         held = count_rows(src.held_rows()[src_index])
         if held == 0 or src_index not in senders:
             return ()
@@ -291,10 +302,10 @@ def sources(
 
 
 def _senders_in_reach(src: DimEnd, senders: NDArray[np.int64], rows: Runs) -> list[int]:
-    """Select the senders that may offer some of the rows, by their first row and their last.
+    """Select the senders that may have some of the rows, by the first and last row of each.
 
-    Senders 0, 1, 2 with rows 0-3, 4-7, 8-11, and rows 3-5 -> [0, 1]. Only these few are compared run
-    by run.
+    Senders 0, 1, 2 with rows 0-3, 4-7, 8-11, and wanted rows 3-5 -> [0, 1]. It is a quick filter: a
+    cyclic sender of rows 0, 4, 8 is selected for row 5 too. Only the selected are compared exactly.
     """
     if isinstance(rows, Rows):
         wanted = as_intervals(rows)
@@ -338,6 +349,7 @@ def count_sources(
 ) -> Received:
     """Count how many rows of a dim each device takes, and from how many senders.
 
+    Works for halos and folds too, by listing who sends what.
     "n/x" -> "n" with 8 rows on x=2, y=3: 8 rows from 2 senders, as arrays of shape [2, 1].
 
     Args:
@@ -358,13 +370,13 @@ def count_sources(
 
     elements = np.zeros(len(receivers), np.int64)
     np.add.at(elements, pairs.receivers, pairs.rows)
-    # A sender that gives several layers of a fold is one sender.
-    # Each pair is one number: the sender is its remainder.
+    # Under a fold a sender may come several times for one receiver, and counts once. Each pair is
+    # one number: receiver * number of senders + sender.
     distinct_pairs = np.unique(pairs.receivers * src.n_shards + pairs.senders)
     senders = np.zeros(len(receivers), np.int64)
     np.add.at(senders, distinct_pairs // src.n_shards, 1)
 
-    # Arrays over the axes of both dims, which broadcast over the mesh.
+    # Arrays over the mesh, of size 1 along axes that shard neither side: they broadcast.
     shape = [size if a in axes else 1 for a, size in zip(mesh.axes, mesh.sizes, strict=True)]
     return Received(elements.reshape(shape), senders.reshape(shape))
 
@@ -376,10 +388,13 @@ def _row_pairs(
     dst_indices: Sequence[int],
     from_providers: bool,
 ) -> RowPairs:
-    """Count the rows that each receiver takes from each sender, itself first.
+    """Count how many rows of one dim each receiver takes from each sender.
 
-    Receivers are numbered as in `src_indices` and `dst_indices`, which place them along both dims;
-    senders by their index along the axes of `src`.
+    The result is three arrays `[pairs]`: receiver, sender, rows. "n/x" -> "n" with 4 rows on x=2:
+    receivers 0 1, 0 0 1 1, senders 0 1, 0 1 0 1, rows 0 0, 2 2 2 2. The first pair of each receiver
+    is with itself: what its halo has already, here nothing. Receiver i has index `src_indices[i]`
+    along the axes that shard the dim before, and `dst_indices[i]` along those after; senders are
+    numbered along the former.
     """
     receivers = np.arange(len(src_indices))
     if dst.side == CARRIED:  # all rows come from the receiver itself
@@ -407,7 +422,7 @@ def _row_pairs(
 def _with_fixed_coordinates(
     pairs: RowPairs, src: DimEnd, src_indices: Sequence[int], fixed: tuple[str, ...]
 ) -> RowPairs:
-    """Keep the pairs that have rows, and equal coordinates along the `fixed` axes.
+    """Keep the pairs of receiver and sender that agree along the `fixed` axes and share rows.
 
     Args:
         pairs: Receivers as places in `src_indices`, senders as indices along the axes of `src`.

@@ -77,15 +77,16 @@ def traffic_by_level(
     may_differ: Sequence[str],
     levels: Sequence[SpanLevel],
 ) -> Traffic:
-    """Divide what devices receive by the speed of the links that it comes over.
+    """Split what devices receive in an exchange by the speed (level) of the links it comes over.
 
-    2 nodes of 4, a device takes 70 elements from all senders, 30 from senders in its node, 10 from
-    itself: 40 come over the links between nodes, 20 over those inside.
+    With 2 nodes of 4, a device takes 70 elements from all senders, 30 of them from senders in its
+    node, and 10 of these from itself: 40 come over the links between nodes, 20 over those inside.
+    The result has one hop for each level that is used, with the numbers of the busiest device.
 
     Args:
         received_from: Counts what devices take from senders that agree with them: that have the
             same coordinates along the given axes.
-        mesh: A mesh with the spans of links as axes.
+        mesh: A mesh each of whose axes runs over links of one speed.
         may_differ: The axes along which a sender and its receiver may differ.
         levels: The axes by the speed of their links, the slowest first.
     """
@@ -107,26 +108,29 @@ def traffic_by_level(
             nearer_dims = tuple(i for i, a in enumerate(mesh.axes) if a not in shared_axes)
             hops.append(_level_hop(received, level.level, level.axes[longest], nearer_dims))
         farther = nearer
-    # Each box is packed by its sender and unpacked by its receiver. A runtime that puts a device's
-    # own rows into place directly copies these once.
+    # Each element is packed by its sender and unpacked by its receiver: two copies. A runtime that
+    # puts a device's own rows into place directly copies these once, and saves `saved` copies.
     copied = 2 * int(wanted.elements.max())
     saved = copied - int((wanted.elements + total).max())
     return Traffic(int(total.max()), copied, tuple(hops), saved)
 
 
 def _level_hop(received: Received, level: int, axis: str, nearer_dims: tuple[int, ...]) -> Hop:
-    """Make the hop of what devices receive over links of one level: the demand of the busiest one.
+    """Sum up what devices receive over links of one speed, as a `Hop`.
+
+    It has the elements and messages of the busiest device, and how far the average over the devices
+    of its group (those that faster links connect, as in a node) is below it.
 
     Args:
         received: The elements and senders of every device, as arrays over the mesh.
-        level: The speed of the links.
+        level: The speed of the links, 0 for the slowest.
         axis: The longest axis along them, which names the hop.
         nearer_dims: The dims of the arrays along which faster links connect devices.
     """
     elements = received.elements
     busiest = elements.max()
     n_neighbors = math.prod(elements.shape[i] for i in nearer_dims)
-    # The mean over those neighbors that together receive most.
+    # The devices of a group may share a port, which carries their average: take the busiest group.
     slack = int(busiest - elements.sum(axis=nearer_dims).max() / n_neighbors)
     return Hop(axis, int(busiest), int(received.senders.max()), level, slack)
 
@@ -145,9 +149,11 @@ class SpanAxes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def span_axes(mesh: Mesh, spans: LinkSpans) -> SpanAxes:
-    """Divide the axes of a mesh where links of one speed end and others begin.
+    """Split the axes of a mesh so that each new axis runs over links of one speed.
 
-    The result has the mesh itself if each axis runs over links of one speed.
+    x=8 over 2 nodes of 4 -> an axis of 2 between nodes and an axis of 4 inside. The result has the
+    new mesh, the new axes of each old one, and the new axes by speed, the slowest first. If no axis
+    has to be split, it is the mesh itself.
     """
     spans = slowest_first(mesh, mesh.axes, spans)
     spans_of_axis = spans_by_axis(mesh, spans)
@@ -221,10 +227,10 @@ def even_traffic(before: Sharding, after: Sharding, spans: LinkSpans) -> Traffic
 
 
 def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
-    """List, for each dim, the spans of links that shard it, outermost first.
+    """List, for each dim, what shards it as parts of mesh axes over links of one speed ("spans").
 
-    "n/x" with x=8 over 2 nodes of 4 -> the span of 2 nodes, then that of 4 devices. None unless all
-    shards are contiguous and even.
+    "n/x" with x=8 over 2 nodes of 4 -> for n the span of 2 nodes, then that of 4 devices: outermost
+    first. None if any shard is uneven or not contiguous.
     """
     if sharding.even_cuts is None:
         return None
@@ -240,10 +246,12 @@ def link_cuts(sharding: Sharding, spans: LinkSpans) -> LinkCuts | None:
 
 @layout_cache(maxsize=4096)
 def received_from(before: Sharding, after: Sharding, shared_axes: tuple[str, ...]) -> Received:
-    """Count what each device takes from senders with its coordinates along the axes `shared_axes`.
+    """Count what each device takes in an exchange from senders at its coordinates along some axes.
 
-    Per device and view, the count is a product: of the rows in each dim, and of the addends of
-    sums that end.
+    `shared_axes` are these axes: () counts all senders; the axis of nodes counts only senders in
+    the same node. "n/x" -> "n" with 8 rows on x=2: 8 elements from 2 senders, or with ("x",) 4 from
+    1. For each device the count is a product: of the rows in each dim, and of the addends of
+    partial sums that end.
 
     Returns:
         Elements and senders, as arrays over the mesh; of size 1 along axes where all are equal.
@@ -252,7 +260,7 @@ def received_from(before: Sharding, after: Sharding, shared_axes: tuple[str, ...
     begun = begun_axes(before.layout, after.layout)
     ended = ended_axes(before.layout, after.layout)
     addends = mesh.size(*(a for a in ended if a not in shared_axes))
-    # The elements of all devices together have to fit into 64 bits, or are numbers of Python.
+    # Python's own integers are used if the elements of all devices might not fit into 64 bits.
     most = max(before.max_local_size, after.max_local_size) * mesh.n_devices * addends
     dtype: Any = np.int64 if most < MOST_COUNTED else object
 
@@ -264,6 +272,8 @@ def received_from(before: Sharding, after: Sharding, shared_axes: tuple[str, ...
         view = _received_in_view(ends, np.full(shape, addends, dtype), mesh, begun, shared_axes)
         elements = elements + view.elements
         senders = senders + view.senders
+    # A partial sum that begins out of replicas: only the first device along the axis has the
+    # values, and the others have zeros and take nothing.
     for axis in begun:
         if axis not in before.layout.sharding_axes:
             is_first = _is_first_along(mesh, axis)
@@ -279,7 +289,11 @@ def _received_in_view(
     begun: Axes,
     shared_axes: Axes,
 ) -> Received:
-    """Multiply what devices take of each dim, in one pair of views, by the number of addends.
+    """Count what devices take in an exchange, as a product of the rows of each dim and of addends.
+
+    4 rows from 2 senders in one dim, 3 rows from 1 sender in the other, and 2 addends -> 24
+    elements from 4 senders. A view is one of the parts into which poles of a sphere divide blocks;
+    the count is for one part before and one after.
 
     Args:
         ends: For each dim, its source and its destination.
@@ -291,7 +305,7 @@ def _received_in_view(
     elements = addends
     senders = addends
     for src, dst in ends:
-        # Along an axis of a new sum each device contributes its own shard and takes no other.
+        # Where a partial sum begins out of shards, each device takes only its own shard.
         fixed = tuple(a for a in src.dim.axes if a in begun or a in shared_axes)
         begins = any(a in begun for a in src.dim.axes)
         factor = received_of_dim(src, dst, fixed, mesh, begins)
@@ -324,14 +338,18 @@ def _all_dim_ends(
 def received_of_dim(
     src: DimEnd, dst: DimEnd, fixed: Axes, mesh: Mesh, from_providers: bool
 ) -> Received:
-    """Count the rows of one dim that devices take: a factor of `received_from`.
+    """Count how many rows of one dim each device takes in an exchange, and from how many senders.
+
+    "n/x" -> "n" with 8 rows on x=2, y=3: 8 rows from 2 senders on all devices. With x in `fixed`, 4
+    rows from 1 sender: those that the device has itself.
 
     Args:
         src: The dim before.
         dst: The dim after.
         fixed: Axes along which only senders with the receiver's coordinate count.
         mesh: The mesh; the result has its axes, of size 1 where the count is the same.
-        from_providers: Each row comes from the one device that provides it, as a new sum requires.
+        from_providers: Each row is taken from the one device that provides it, even if the receiver
+            has a copy in its halo. A new partial sum requires it, so that each row counts once.
 
     Returns:
         Rows and senders, as arrays over the mesh.
@@ -345,8 +363,9 @@ def received_of_dim(
     coords: dict[str, NDArray[np.int64]] = {}  # of receivers, along all axes that tell them apart
     for axis, coord in zip(src.dim.axes, coords_of(pairs.senders, src.sizes), strict=True):
         if axis in fixed:
-            # The receiver must have the sender's coordinate. If the axis does not shard after, some
-            # receiver has it: the default compares the coordinate with itself.
+            # Only pairs in which the receiver has the sender's coordinate count. If the axis does
+            # not shard the dim afterwards, such a receiver exists for every pair, and none is
+            # dropped.
             is_taken &= coord == receiver_coords.get(axis, coord)
             coords[axis] = coord
     coords.update(receiver_coords)
@@ -359,12 +378,14 @@ def _counts_of_receivers(
     is_taken: NDArray[np.bool_],
     mesh: Mesh,
 ) -> Received:
-    """Add up rows, and count senders, for each receiver.
+    """Add up the rows that each receiver takes, and count its senders, from a list of pairs.
+
+    Pairs with receivers at x=0, 0, 1 and rows 4, 2, 6 -> rows [6, 6] and senders [2, 1] along x.
 
     Args:
         rows: The rows of each pair that counts.
         coords: The coordinates of the receiver of each pair, along the axes that tell them apart.
-        is_taken: Which pairs of `coords` count.
+        is_taken: Which pairs of `coords` count; `rows` has only these.
         mesh: The mesh; the result has its axes, of size 1 where `coords` has none.
     """
     shape = [n if a in coords else 1 for a, n in zip(mesh.axes, mesh.sizes, strict=True)]
@@ -380,10 +401,10 @@ def _counts_of_receivers(
 
 @layout_cache(maxsize=16384)
 def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
-    """Count the rows that each shard of a dim before has in common with each after.
+    """Count the rows that each shard of a dim before has in common with each shard after.
 
-    8 rows "n/x" -> "n/y" on x=2, y=4: receivers (0, 1, 2, 3), senders (0, 0, 1, 1), 2 rows each. A
-    short dim is compared row by row, a long one by runs of rows.
+    8 rows, "n/x" -> "n/y" with x=2, y=4: receivers (0, 1, 2, 3), senders (0, 0, 1, 1), 2 rows each.
+    A short dim is compared row by row, a long one by ranges of rows, which takes less memory.
     """
     if src.length * max(src.n_shards, dst.n_shards) > MOST_COMPARED:
         src_rows = all_owned_rows(src.dim, src.length, src.sizes)
@@ -392,7 +413,7 @@ def shared_rows_of(src: DimEnd, dst: DimEnd) -> RowPairs:
         return RowPairs(receivers, senders, rows)
     sender_of_row = owner_of_rows(src.dim, src.length, src.sizes)
     receiver_of_row = owner_of_rows(dst.dim, dst.length, dst.sizes)
-    # Each pair of receiver and sender as one number, counted over the rows.
+    # Each row gives a pair, written as one number: receiver * number of senders + sender.
     rows = np.bincount(receiver_of_row * src.n_shards + sender_of_row)
     pairs = np.flatnonzero(rows)
     return RowPairs(pairs // src.n_shards, pairs % src.n_shards, rows[pairs])
