@@ -438,7 +438,12 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
 
 @layout_cache(maxsize=4096)
 def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
-    """Search the cheapest plan, without plans of earlier runs: for searches that compare many."""
+    """Search the cheapest plan from one layout to another, without reading plans of earlier runs.
+
+    Devices keep their places on the destination's mesh, unless `request.relabel` allows others: then
+    the plan with devices in other places is returned if it is faster and receives no more bytes.
+    `by_transfer` plans a move between two meshes as such, even if they are one mesh.
+    """
     if request.dst.names != request.src.names:
         # No price depends on the order of dims: move in the source's order, and transpose at the end.
         inner = search_plan(request.in_order, objective, by_transfer=by_transfer)
@@ -473,7 +478,10 @@ def _with_objective(plan: Plan, objective: str) -> Plan:
 
 
 def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
-    """Return the cheapest plan in which devices keep their places.
+    """Return the cheapest plan in which every device keeps its place on the destination's mesh.
+
+    On one mesh the steps are collectives. Between two meshes, or with `by_transfer`, one of the steps
+    sends pieces of blocks from the devices of the source to those of the destination.
 
     Raises:
         PlanError: No plan fits the memory limit; it names the smallest peak.
@@ -486,6 +494,8 @@ def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
         plan = cheapest(request, _make_plan, relabel=False)
     if request.factor != 1:  # also for a mean that begins: scaling needs the same dtypes
         check_reduction(request.dtype, "sum")
+    # Only a transfer returns None for a limit that is too small: the search on one mesh raises.
+    # Only a transfer returns None for a limit that is too small: the search on one mesh raises.
     if plan is None:
         unlimited = replace(request, memory_limit=None)
         paths = transfer_paths(unlimited)
