@@ -46,8 +46,8 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     """List a plan and the other ways between its layouts, all priced for the same machine.
 
     Returns:
-        The plan itself first, then one entry per way, such as "collectives alone". A way that is not
-        possible has None for its plan, and the reason.
+        The plan itself first, then one entry per way, such as "collectives alone". A way that is
+        not possible has None for its plan, and the reason.
 
     Raises:
         PlanError: The plan leads from one mesh to another.
@@ -56,7 +56,8 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
         reason = f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}"
         raise PlanError(reason, hint="they are ways on one mesh")
     # As the search does: both layouts in normal form, with the dims in the source's order. A
-    # transposition of the dims is then the plan's last step, and every alternative ends with it too.
+    # transposition of the dims is then the plan's last step, and every alternative ends with it
+    # too.
     target = plan.target.in_order(plan.source.layout.names)
     start = plan.source.with_layout(plan.source.normal_layout)
     goal = target.with_layout(target.normal_layout)
@@ -132,9 +133,10 @@ def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
     """Build the simplest way between two layouts: all-reduce, all-gather, then slice locally.
 
     Sums that the goal no longer has are all-reduced. Each dim keeps the outer shards that both
-    layouts have, is gathered over the others, and is sliced as the goal says: from n/dp/tp to n/dp/cp,
-    dim n is gathered over tp and then sliced over cp. Sums that begin leave the values on the first
-    device along their axes and zeros on the others (Mask). Both layouts are in normal form.
+    layouts have, is gathered over the others, and is sliced as the goal says: from n/dp/tp to
+    n/dp/cp, dim n is gathered over tp and then sliced over cp. Sums that begin leave the values on
+    the first device along their axes and zeros on the others (Mask). Both layouts are in normal
+    form.
     """
     src = start.layout
     dst = goal.layout
@@ -209,7 +211,8 @@ def _verdict(plan: Plan, options: Sequence[Alternative]) -> str:
 def _against_best(plan: Plan, others: Mapping[str, Plan]) -> str:
     """Say in a sentence how much faster the plan is than the fastest of the others, and why.
 
-    Such as "2 us faster than direct exchange, the best of the others, under 'h100': 6 fewer messages."
+    Such as "2 us faster than direct exchange, the best of the others, under 'h100': 6 fewer
+    messages."
     """
     if not others:
         return "Every other way within the memory of both ends is the same plan or not possible."

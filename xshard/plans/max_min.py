@@ -33,9 +33,9 @@ class MaxMinPlans:
 def max_min_plans(plan: Plan) -> MaxMinPlans:
     """Plan what the gradient of a redistribution with a max or min over devices needs.
 
-    With y = max over the devices of x, the gradient goes to the devices where x equals y, divided by
-    their number where several are equal. So y is brought to every device that has an x, the equal
-    ones are counted by a sum, and the gradients move as those of a sum do.
+    With y = max over the devices of x, the gradient goes to the devices where x equals y, divided
+    by their number where several are equal. So y is brought to every device that has an x, the
+    equal ones are counted by a sum, and the gradients move as those of a sum do.
 
     Raises:
         LinearityError: The destination holds a max or min too, so the gradient is not defined.

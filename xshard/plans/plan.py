@@ -440,9 +440,9 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
 def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
     """Search the cheapest plan from one layout to another, without reading plans of earlier runs.
 
-    Devices keep their places on the destination's mesh, unless `request.relabel` allows others: then
-    the plan with devices in other places is returned if it is faster and receives no more bytes.
-    `by_transfer` plans a move between two meshes as such, even if they are one mesh.
+    Devices keep their places on the destination's mesh, unless `request.relabel` allows others:
+    then the plan with devices in other places is returned if it is faster and receives no more
+    bytes. `by_transfer` plans a move between two meshes as such, even if they are one mesh.
     """
     if request.dst.names != request.src.names:
         # No price depends on the order of dims: move in the source's order, and transpose at the end.
@@ -480,8 +480,8 @@ def _with_objective(plan: Plan, objective: str) -> Plan:
 def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
     """Return the cheapest plan in which every device keeps its place on the destination's mesh.
 
-    On one mesh the steps are collectives. Between two meshes, or with `by_transfer`, one of the steps
-    sends pieces of blocks from the devices of the source to those of the destination.
+    On one mesh the steps are collectives. Between two meshes, or with `by_transfer`, one of the
+    steps sends pieces of blocks from the devices of the source to those of the destination.
 
     Raises:
         PlanError: No plan fits the memory limit; it names the smallest peak.

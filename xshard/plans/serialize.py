@@ -54,7 +54,8 @@ def to_plain(value: Any) -> Any:
 def from_plain(declared_type: Any, value: Any) -> Any:
     """Convert a value of parsed JSON back to the type that a dataclass declares for the field.
 
-    `tuple[int, ...]` and [2, 4] -> (2, 4); `int | None` and null -> None. The inverse of `to_plain`.
+    `tuple[int, ...]` and [2, 4] -> (2, 4); `int | None` and null -> None. The inverse of
+    `to_plain`.
 
     Args:
         declared_type: The field's type: a class, `tuple[int, ...]`, `tuple[str, int]` or `X | None`.

@@ -59,8 +59,9 @@ def _with_meshes(plan: Plan, table: Sequence[tuple[str, ...]]) -> list[tuple[str
 def rows(plan: Plan) -> tuple[Row, ...]:
     """Return the rows of a plan's printed table: the source's layout, then one row per step.
 
-    A row has texts: the step, the layout after it, the block's shape, bytes received, time and peak.
-    A collective that runs in phases, inside nodes and between them, has a row for each phase below.
+    A row has texts: the step, the layout after it, the block's shape, bytes received, time and
+    peak. A collective that runs in phases, inside nodes and between them, has a row for each phase
+    below.
     """
     table = [Row("", str(plan.src), _shape_text(plan.source), "", "", "")]
     last = len(plan.stages) - 1

@@ -145,8 +145,8 @@ class Transfer(Step):
         """Compute in numpy what each device of the destination's mesh holds after the transfer.
 
         One block per device of the source -> one block per device of the destination. Each message
-        copies a box (a range of rows in every dim) of one block to a place in another. Where several
-        messages reach the same place, they hold addends, and are reduced.
+        copies a box (a range of rows in every dim) of one block to a place in another. Where
+        several messages reach the same place, they hold addends, and are reduced.
         """
         # Nothing moves: every device has the block that it needs.
         # Nothing moves: every device has the block that it needs.

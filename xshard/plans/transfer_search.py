@@ -62,12 +62,13 @@ def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
     """Choose which device takes which place on the destination's mesh, so that little is received.
 
     The elements received in all are the fewest with which no device receives more than the busiest
-    one would if all devices stayed in their places. Of such orders, one with the smallest load of the
-    busiest device wins, then one in which few devices change places. With `lacking` ((4, 0), (0, 4)),
-    device 0 has all that place 1 needs: the result is (1, 0), and nothing is sent.
+    one would if all devices stayed in their places. Of such orders, one with the smallest load of
+    the busiest device wins, then one in which few devices change places. With `lacking` ((4, 0),
+    (0, 4)), device 0 has all that place 1 needs: the result is (1, 0), and nothing is sent.
 
     Args:
-        lacking: Elements that each device lacks at each place, [devices, places]. On the diagonal, devices stay.
+        lacking: Elements that each device lacks at each place, [devices, places]. On the diagonal,
+            devices stay.
 
     Returns:
         For each place its device, [places].
@@ -224,10 +225,9 @@ def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
         longest = max(lengths)
         if longest < n_parts:
             continue
-        # Equal blocks that divide evenly are cut axis by axis; others into parts whose lengths differ
-        # by one row at most.
-        # Equal blocks that divide evenly are cut axis by axis; others into parts whose lengths differ
-        # by one row at most.
+        # Equal blocks that divide evenly are cut axis by axis; others into parts whose lengths
+        # differ by one row at most. Equal blocks that divide evenly are cut axis by axis; others
+        # into parts whose lengths differ by one row at most.
         if len(lengths) == 1 and longest % n_parts == 0:
             shards = tuple(Shard((axis,)) for axis in axes)
         else:

@@ -88,8 +88,8 @@ def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
     """Choose which holder sends each piece of a batch: the one that would be done with it first.
 
     All pieces of a batch have the same size and the same holders (devices with a replica of them).
-    Returns the senders' positions on the source's mesh, [pieces], and adds the seconds of sending to
-    `busy_s`, [devices], in place.
+    Returns the senders' positions on the source's mesh, [pieces], and adds the seconds of sending
+    to `busy_s`, [devices], in place.
     """
     profile = transfer.profile
     pieces = transfer._pieces
@@ -126,13 +126,14 @@ class EvenFilling(NamedTuple):
 def _fill_evenly(busy_s: Floats, piece_s: float, n_pieces: int) -> EvenFilling:
     """Give equal pieces, one after another, to the holder that would be done with it first.
 
-    `busy_s` is until when each holder is busy, [holders]. With (0, 5) and two pieces of 3 s, both go
-    to holder 0, which would be done at 3 and at 6 s, where holder 1 would be done at 8 s.
+    `busy_s` is until when each holder is busy, [holders]. With (0, 5) and two pieces of 3 s, both
+    go to holder 0, which would be done at 3 and at 6 s, where holder 1 would be done at 8 s.
 
     The result is that of a loop over the pieces, without the loop: each holder offers the times at
     which it would be done with its first, second, ... piece, and the earliest offers are taken.
     """
-    # If the k holders that are free first shared all pieces evenly, they would end at `levels[k - 1]`.
+    # If the k holders that are free first shared all pieces evenly, they would end at `levels[k -
+    # 1]`.
     n_sharing = np.arange(1, len(busy_s) + 1)
     levels = (n_pieces * piece_s + np.sort(busy_s).cumsum()) / n_sharing
     # No holder works more than one piece beyond the lowest level, so later offers are not needed.

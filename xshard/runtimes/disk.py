@@ -62,7 +62,8 @@ def _reading_s(
 ) -> float:
     """Return the seconds that reads of `n_bytes` at each place of a file take together.
 
-    The system is told first to forget what it keeps of the file in memory, so that the disk is read.
+    The system is told first to forget what it keeps of the file in memory, so that the disk is
+    read.
 
     Args:
         apply: `map`, for one read after another; or `map` of a pool of threads, for many at once.

@@ -70,9 +70,9 @@ def fit(
         samples: The measurements: plans and their seconds.
         name: The name of the profile.
         rounds: Whether collectives pay an overhead for each round of a ring, see `Profile`.
-        node_devices: Devices of a node: one link is fitted inside nodes, and one between them. None:
-            all axes share one link, unless a link for each axis makes the error smaller by a tenth
-            or more.
+        node_devices: Devices of a node: one link is fitted inside nodes, and one between them.
+            None: all axes share one link, unless a link for each axis makes the error smaller by a
+            tenth or more.
 
     Raises:
         CalibrationError: No sample sends anything, a time is not positive, or scipy is not installed.
@@ -172,10 +172,11 @@ def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
 def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """Find non-negative constants x whose predicted times, A x, are nearest to the measured seconds.
 
-    `A` is [samples, constants], how often each sample pays each constant; `seconds` is [samples]. The
-    error is |log(A x / seconds)|, so a prediction of twice the time counts like one of half the time. Large errors count in
-    proportion, not squared (Huber's loss), since a busy machine makes single times several times too
-    long. Solved by weighted least squares, with weights that give the same gradient.
+    `A` is [samples, constants], how often each sample pays each constant; `seconds` is [samples].
+    The error is |log(A x / seconds)|, so a prediction of twice the time counts like one of half the
+    time. Large errors count in proportion, not squared (Huber's loss), since a busy machine makes
+    single times several times too long. Solved by weighted least squares, with weights that give
+    the same gradient.
     """
     try:
         from scipy.optimize import nnls
@@ -200,9 +201,9 @@ def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.f
 def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
     """Make a profile of fitted constants.
 
-    `constants` maps what was fitted to seconds, such as ("latency", "dp"), ("byte", "dp"), ("launch",
-    "all_gather"), ("round", "all_gather") and ("copy", ""). Seconds per byte become bytes per second.
-    `start` gives the fields that were not fitted.
+    `constants` maps what was fitted to seconds, such as ("latency", "dp"), ("byte", "dp"),
+    ("launch", "all_gather"), ("round", "all_gather") and ("copy", ""). Seconds per byte become
+    bytes per second. `start` gives the fields that were not fitted.
     """
     links = {}
     launch_s = {}

@@ -63,8 +63,8 @@ class Process:
         Args:
             function: The function's name with its module.
             *arguments: Its arguments, which are pickled.
-            timeout_s: The longest time without progress, see `Watch`. Then the process is ended, with
-                all its forks.
+            timeout_s: The longest time without progress, see `Watch`. Then the process is ended,
+                with all its forks.
             quiet: Do not show on standard error what the function printed.
 
         Returns:
@@ -116,8 +116,9 @@ class Process:
     def _receive(self, timeout_s: float) -> Any:
         """Wait for the other process's answer and unpickle it.
 
-        Raises EOFError if the process ends, and TimeoutError if it makes no progress for `timeout_s`.
-        Progress is processor time that it uses, so slow work goes on and a deadlock does not.
+        Raises EOFError if the process ends, and TimeoutError if it makes no progress for
+        `timeout_s`. Progress is processor time that it uses, so slow work goes on and a deadlock
+        does not.
         """
         assert self._child.stdout is not None
 
@@ -199,8 +200,9 @@ class Watch:
     def why_over(self) -> str | None:
         """Return why the watched processes should be ended, as text; None while they may go on.
 
-        Such as "it stood still for 60 s": they used hardly any processor time for that long. Using very
-        much of it in all is a reason, too. Where processor time is not known, elapsed time counts.
+        Such as "it stood still for 60 s": they used hardly any processor time for that long. Using
+        very much of it in all is a reason, too. Where processor time is not known, elapsed time
+        counts.
         """
         now_s = time.monotonic()
         spent_s = self._spent_s()

@@ -44,8 +44,8 @@ class OneStep(NamedTuple):
 def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
     """Make the plans whose measured times a machine's constants are fitted to.
 
-    Each has one step, such as an all-gather. There are all kinds of steps, over each axis of the mesh
-    and over all axes together, in every size.
+    Each has one step, such as an all-gather. There are all kinds of steps, over each axis of the
+    mesh and over all axes together, in every size.
 
     Args:
         mesh: The mesh.

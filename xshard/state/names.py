@@ -212,7 +212,8 @@ class Names:
     ) -> dict[str, TargetArray]:
         """Find which arrays these source arrays become, with the origin of each of their parts.
 
-        `rename("w", "kernel", "o i -> i o")` makes of w [4, 2] an array kernel [2, 4]. No data is needed.
+        `rename("w", "kernel", "o i -> i o")` makes of w [4, 2] an array kernel [2, 4]. No data is
+        needed.
 
         Args:
             shapes: The shapes of the source arrays by name.
@@ -296,9 +297,9 @@ def _take(
 ) -> list[Shape]:
     """Remove the arrays that one relation uses from `remaining`, and return their shapes.
 
-    A relation maps some source arrays to target arrays, as q, k and v to a fused qkv. Each source is
-    used once: XshardError is raised for a name that an earlier relation has used, or that is not in
-    `shapes`, which holds all sources.
+    A relation maps some source arrays to target arrays, as q, k and v to a fused qkv. Each source
+    is used once: XshardError is raised for a name that an earlier relation has used, or that is not
+    in `shapes`, which holds all sources.
     """
     taken = []
     for name in names:

@@ -219,9 +219,9 @@ def _split(
 ) -> Iterator[MadeArray]:
     """Yield the arrays into which one array of `shape` is split: name, shape, and where it comes from.
 
-    [8, 2] into two equal parts along dim 0 -> two arrays [4, 2]. `order` permutes their dims. If the
-    relation does not say how long the parts are, they are as long as when they were joined before:
-    `joined` has the rows of each part, by the name and shape of the whole.
+    [8, 2] into two equal parts along dim 0 -> two arrays [4, 2]. `order` permutes their dims. If
+    the relation does not say how long the parts are, they are as long as when they were joined
+    before: `joined` has the rows of each part, by the name and shape of the whole.
     """
     d = relation.dim
     says_rows = relation.stacks or relation.rows or relation.equal or len(use.targets) == 1

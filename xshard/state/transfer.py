@@ -184,8 +184,8 @@ def _plan_move(
 ) -> PartMove:
     """Plan how a part of a source array travels to its place in a target array on another mesh.
 
-    Such as q, which becomes the first rows of a fused qkv. It is cast before it travels if the target's
-    dtype is the smaller one, else afterwards.
+    Such as q, which becomes the first rows of a fused qkv. It is cast before it travels if the
+    target's dtype is the smaller one, else afterwards.
 
     Args:
         piece: Which part of which source becomes which part of the target.
@@ -196,7 +196,8 @@ def _plan_move(
         profile: The machine, by whose speeds plans are compared.
     """
     source, src_dtype = sources[piece.src.name]
-    src = part_of(source, piece.src._replace(name=""))  # nameless: equal parts of other arrays hit the cache
+    # Without names, so that equal parts of other arrays are found in the cache.
+    src = part_of(source, piece.src._replace(name=""))
     dst = part_of(target, piece.dst._replace(name=""))
     src_names = src.sharding.layout.names
     _check_same_dims(piece, source, target, src_names, dst.sharding.layout.names)
@@ -226,9 +227,9 @@ def _check_same_dims(
 ) -> None:
     """Raise NotationError if source and target layouts use one dim's name for different dims.
 
-    "o/tp i" to "i o/tp" looks like a transposition, but only `names=` transposes arrays: without it,
-    the first dim stays the first, so "o" would become "i". Names that are in one layout alone are
-    right: each of the two programs may have names of its own.
+    "o/tp i" to "i o/tp" looks like a transposition, but only `names=` transposes arrays: without
+    it, the first dim stays the first, so "o" would become "i". Names that are in one layout alone
+    are right: each of the two programs may have names of its own.
     """
     for i, name in enumerate(dst_names):
         src_name = src_names[piece.order[i]]

@@ -95,8 +95,8 @@ def _sharded_as(
 ) -> Dim:
     """Describe by the simplest notation a dim whose blocks have the given rows.
 
-    Tried in turn: the order of the whole array's shards, plain consecutive blocks, and at last a list
-    of the rows of each block.
+    Tried in turn: the order of the whole array's shards, plain consecutive blocks, and at last a
+    list of the rows of each block.
 
     Args:
         dim: The dim of the whole array, with its shards.
@@ -234,8 +234,9 @@ class ArrayPlan:
 def _messages_of(plan: Plan) -> Iterator[NDArray[np.int64]]:
     """Yield, for each step of a plan, an array [3, messages]: sender, receiver and bytes of each message.
 
-    Messages of a device to itself are left out. Steps name devices by their position on a mesh: on the
-    source's before the transfer, on the destination's after it. Here they are the devices' numbers.
+    Messages of a device to itself are left out. Steps name devices by their position on a mesh: on
+    the source's before the transfer, on the destination's after it. Here they are the devices'
+    numbers.
     """
     devices = np.array(plan.src_devices)
     for stage in plan.stages:

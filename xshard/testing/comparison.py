@@ -149,8 +149,9 @@ class _Comparison:
                 slope.by_differences,
                 Sharding(directions, self.truth.mesh, slope.of_gradient[0].shape),
                 tolerance=max(DERIVATIVE, rounding([dtype])),
-                # `find_mismatch` allows for rounding relative to a hundredth of `largest`: here that
-                # is the slope's own size, or a hundredth of the largest slope, if that is more.
+                # `find_mismatch` allows for rounding relative to a hundredth of `largest`: here
+                # that is the slope's own size, or a hundredth of the largest slope, if that is
+                # more.
                 largest=max(100 * slope.size, largest_size),
                 arguments={},
             )

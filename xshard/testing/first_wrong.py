@@ -41,8 +41,8 @@ class FirstWrong(NamedTuple):
 def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> list[Mismatch]:
     """Add to mismatches where in the function they begin, and causes that follow from it.
 
-    Functions call `redistribute` in several places. What each call is given on a mesh is compared with
-    what it is given on one device, and the first call whose input is wrong is named.
+    Functions call `redistribute` in several places. What each call is given on a mesh is compared
+    with what it is given on one device, and the first call whose input is wrong is named.
 
     A mismatch without a certain cause takes that call's. Else it takes the cause of the same array
     on an earlier mesh, or one that follows from how the error grows with the number of devices.
@@ -122,8 +122,8 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
     """Find the first call of `redistribute` that is given other values on a mesh than on one device.
 
     If only gradients are wrong, the gradients that come back to each call are compared instead, in
-    the order of the backward. Returns a text such as "what <call 2> is given; right is what <call 1> is
-    given", and the cause where it is known; "" if nothing could be compared.
+    the order of the backward. Returns a text such as "what <call 2> is given; right is what <call
+    1> is given", and the cause where it is known; "" if nothing could be compared.
     """
     runtime = side_of(subject)
     mesh = subject.mesh
@@ -158,8 +158,8 @@ def _law_of_growth(subject: Subject, runs: Runs, truth: Truth) -> Cause | None:
     """Guess a cause from how the error grows along one mesh axis, by runs on 2 and on 3 devices.
 
     A part that is counted on each of n devices makes the error (n - 1) times that part: twice as
-    large on 3 devices as on 2. A part that is divided by n makes it (1 - 1/n) times the part: 4/3 times
-    as large. Returns None if neither holds along any axis.
+    large on 3 devices as on 2. A part that is divided by n makes it (1 - 1/n) times the part: 4/3
+    times as large. Returns None if neither holds along any axis.
     """
     for axis in subject.mesh.long_axes:
         try:

@@ -71,7 +71,8 @@ def numbered(tree: Tree) -> Tree:
 def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
     """List the entry of `prefix` that belongs to each leaf of `tree`, as with `in_specs` of JAX.
 
-    An entry of `prefix` that stands in the place of a whole branch is for all leaves of that branch.
+    An entry of `prefix` that stands in the place of a whole branch is for all leaves of that
+    branch.
 
     Raises:
         StructureError: The prefix is another tree; the message has `name`.
@@ -138,8 +139,8 @@ def named_outputs(
 ) -> dict[str, Any]:
     """Name the arrays that a function returned: one array is "output", others have their keys behind it.
 
-    A tuple of two arrays -> {"output[0]": ..., "output[1]": ...}. All runs must return the same names
-    as the reference.
+    A tuple of two arrays -> {"output[0]": ..., "output[1]": ...}. All runs must return the same
+    names as the reference.
 
     Args:
         returned: One array or a tree of them.

@@ -108,14 +108,16 @@ def find_mismatch(
         got: The blocks as they are, one per device.
         want: The right blocks, one per device.
         sharding: The layout of both, on its mesh.
-        tolerance: The largest error that is still rounding, relative to the largest value. None: by the
-            dtypes.
-        largest: The largest value among all arrays of this kind. Errors are compared with a hundredth
-            of it at least, so that rounding in an array that is nearly zero counts as such.
+        tolerance: The largest error that is still rounding, relative to the largest value. None: by
+            the dtypes.
+        largest: The largest value among all arrays of this kind. Errors are compared with a
+            hundredth of it at least, so that rounding in an array that is nearly zero counts as
+            such.
         arguments: The function's whole arguments by name, which help to find the cause.
 
     Returns:
-        The first device and element that differ most, with a likely cause; None if all blocks agree.
+        The first device and element that differ most, with a likely cause; None if all blocks
+        agree.
     """
     # First, since blocks of other shapes have no elements to compare.
     for device, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -158,9 +160,9 @@ class _LargestError(NamedTuple):
 def located(subject: Subject, case: Case) -> Mismatch:
     """Describe how wrong and right blocks differ, for an error message.
 
-    The result names the largest error with its device, its index in the block and in the global array,
-    and both values; how many elements are wrong, on which devices; which rows of each dim are right;
-    and the likely cause.
+    The result names the largest error with its device, its index in the block and in the global
+    array, and both values; how many elements are wrong, on which devices; which rows of each dim
+    are right; and the likely cause.
     """
     largest = _find_largest_error(case)
     device = largest.device
@@ -284,8 +286,8 @@ def _cause_in_table(mismatch: Mismatch) -> str:
 def mismatch_text(mismatch: Mismatch) -> str:
     """Write a mismatch in a few lines: how much is wrong, the largest error, and the likely cause.
 
-    The first line names the array. A mismatch of shapes or dtypes, which has no index of an element, is
-    one further line.
+    The first line names the array. A mismatch of shapes or dtypes, which has no index of an
+    element, is one further line.
     """
     lines = [str(mismatch.subject)]
     if mismatch.index is None:

@@ -113,9 +113,9 @@ def find_wrong_input(
 ) -> Mismatch | None:
     """Compare the blocks that a call of `redistribute` is given on a mesh with its input on one device.
 
-    Its source layout says how the blocks make up an array. The array should be the one that the same
-    call is given on one device. Where the layout does not mention an axis of the mesh, blocks may be
-    replicas, addends or shards along it: all of these are tried.
+    Its source layout says how the blocks make up an array. The array should be the one that the
+    same call is given on one device. Where the layout does not mention an axis of the mesh, blocks
+    may be replicas, addends or shards along it: all of these are tried.
 
     Args:
         one: The call on one device.
@@ -228,8 +228,8 @@ def _without_padding(block: Block, shape: tuple[int, ...]) -> Block:
 def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
     """Yield the layouts that blocks may really have, if the given one leaves out some mesh axes.
 
-    Along each of `axes`, blocks may be replicas, addends of a sum, or shards of a dim: "n" with axis "a" -> "n | copy(a)",
-    "n | sum(a)", "n/a", "n/zigzag(a)".
+    Along each of `axes`, blocks may be replicas, addends of a sum, or shards of a dim:
+    "n" with axis "a" -> "n | copy(a)", "n | sum(a)", "n/a", "n/zigzag(a)".
     """
     cuts = itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
     meanings = [("copy", 0), ("sum", 0), *cuts]  # the 0 is not used: only cuts are of a dim

@@ -52,8 +52,8 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
     """Draw random input blocks and output gradients to test a plan with, on any runtime.
 
     All values are whole numbers, so that results can be compared exactly. Under means, they are
-    multiples of the number of devices, so that means are whole, too. Replicas are equal; addends of a
-    sum are arbitrary.
+    multiples of the number of devices, so that means are whole, too. Replicas are equal; addends of
+    a sum are arbitrary.
 
     Args:
         plan: A plan, or a contraction's plan.
@@ -161,8 +161,8 @@ _NamedArray = tuple[tuple[str, ...], list[Block]]
 def audit(question: Question, answer: Answer) -> Verdict:
     """Compare what a runtime computed for a plan with numpy's einsum of the whole arrays.
 
-    The steps of the plan are not used, so that mistakes in them are found. Returns the largest error
-    of the results and that of the gradients, or None for gradients of a max, which go to the
+    The steps of the plan are not used, so that mistakes in them are found. Returns the largest
+    error of the results and that of the gradients, or None for gradients of a max, which go to the
     elements that are largest and which an einsum does not give.
     """
     plan = question.plan
@@ -237,8 +237,8 @@ def random_blocks(
 ) -> list[Block]:
     """Draw random blocks for a layout, one per device: [local shape] each, of multiples of `unit`.
 
-    Rows that several devices hold, as replicas or in halos, are equal. Addends of a sum are not. The
-    values are small, so that sums of them are exact in `dtype`.
+    Rows that several devices hold, as replicas or in halos, are equal. Addends of a sum are not.
+    The values are small, so that sums of them are exact in `dtype`.
     """
     without_halos = []
     for dim in layout.dims:

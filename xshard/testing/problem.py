@@ -112,8 +112,8 @@ def check_problem(
 def _checked_pair(layouts: Any, n_arguments: int) -> tuple[Sequence[Tree], Tree]:
     """Split `layouts=` into those of the arguments, one for each, and those of the outputs.
 
-    (("b s/sp d", "d f/tp"), "b s/sp f/tp") is right for two arguments and one output. A layout may be
-    a tree of layouts. Raises StructureError for another form.
+    (("b s/sp d", "d f/tp"), "b s/sp f/tp") is right for two arguments and one output. A layout may
+    be a tree of layouts. Raises StructureError for another form.
     """
     if not isinstance(layouts, tuple | list) or len(layouts) != 2:
         raise StructureError(
@@ -271,8 +271,8 @@ def updates_of(
         numbers += leaves(problem.arguments[position]).values()
     for i in numbers:
         layout = problem.layouts[i]
-        # With replicas or halos, a device's gradient is only an addend of the right one: an optimiser
-        # that runs on each device would take a wrong step.
+        # With replicas or halos, a device's gradient is only an addend of the right one: an
+        # optimiser that runs on each device would take a wrong step.
         if layout.dual != layout:
             why = f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up"
             hint = "no tags and no overlaps: the function itself redistributes to copies"

@@ -93,8 +93,8 @@ class Runs:
         Args:
             runtime: The framework that runs it.
             function: The function, pickled.
-            mesh: A mesh with all axes of size 1, for a function that names axes; a mesh without axes
-                for a reference function of whole arrays.
+            mesh: A mesh with all axes of size 1, for a function that names axes; a mesh without
+                axes for a reference function of whole arrays.
 
         Raises:
             StructureError: The arguments do not fit a mesh of ones, or outputs are another tree.

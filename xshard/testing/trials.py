@@ -28,7 +28,8 @@ def explain_by_trials(
     """Find causes of mismatches by experiments: run the function again with something changed.
 
     Where outputs are wrong, square arguments are transposed: if that makes outputs right, it is the
-    cause. Where only gradients are wrong, replicas that devices use in different ways are looked for.
+    cause. Where only gradients are wrong, replicas that devices use in different ways are looked
+    for.
 
     Args:
         found: The mismatches of all runs.
@@ -87,8 +88,8 @@ def _find_transposition(
 ) -> Cause | None:
     """Run the function with square arguments transposed, and see whether that makes its outputs right.
 
-    A weight of shape [in, out] in one framework is [out, in] in another. If in = out, no shape tells.
-    Returns the cause with the names of these arguments, or None.
+    A weight of shape [in, out] in one framework is [out, in] in another. If in = out, no shape
+    tells. Returns the cause with the names of these arguments, or None.
     """
     problem = runs.problem
     for transposed in _transposable(problem):

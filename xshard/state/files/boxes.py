@@ -98,8 +98,8 @@ def _dim_slices(
 ) -> Iterator[SlicePair]:
     """Yield, along one dim, the slices of a stored array and the slices of a block that they fill.
 
-    The block holds rows 4-7 of a dim, and the piece is rows 0-5 of it: stored rows 4-5 go to rows 0-1
-    of the block.
+    The block holds rows 4-7 of a dim, and the piece is rows 0-5 of it: stored rows 4-5 go to rows
+    0-1 of the block.
 
     Args:
         piece: A part of a stored array that is a part of the array.
@@ -110,8 +110,8 @@ def _dim_slices(
     src, dst, order = piece
     j = order[i]  # the dim in the stored array
     stored_rows = src.rows if j == src.dim else None
-    # `adds` says that one side lacks the dim: an unstacked row of [experts, n] becomes an array [n].
-    # Here the array lacks it, so the piece is one row of the stored array.
+    # `adds` says that one side lacks the dim: an unstacked row of [experts, n] becomes an array
+    # [n]. Here the array lacks it, so the piece is one row of the stored array.
     if dst.adds and i == dst.dim:
         return _paired_slices((Segment(0, 0, 1),), stored_rows)
     # The array lacks that dim, so dims behind it have a number that is smaller by one there.
@@ -131,7 +131,8 @@ def _paired_slices(segments: Iterable[Segment], stored_rows: Runs | None) -> Ite
 
     Args:
         segments: Consecutive rows of a part, and where they are in the block.
-        stored_rows: The rows of the part in the stored array. None: they have the same numbers there.
+        stored_rows: The rows of the part in the stored array. None: they have the same numbers
+            there.
     """
     pairs = _row_pairs(segments, stored_rows)
     i = 0
@@ -168,8 +169,8 @@ def _row_pairs(segments: Iterable[Segment], stored_rows: Runs | None) -> list[Ro
 def _evenly_apart(pairs: list[RowPair], first: int) -> int:
     """Count how many pairs, from number `first` on, one slice with a step can stand for.
 
-    Single rows 0, 2, 4, 7 of the stored array that fill rows 0, 1, 2, 3 of a block: 3 pairs, since 7
-    breaks the step of 2. A pair of several consecutive rows stands alone: 1.
+    Single rows 0, 2, 4, 7 of the stored array that fill rows 0, 1, 2, 3 of a block: 3 pairs, since
+    7 breaks the step of 2. A pair of several consecutive rows stands alone: 1.
     """
     start = pairs[first]
     if start.length != 1 or first + 1 == len(pairs):

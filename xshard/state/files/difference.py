@@ -22,8 +22,8 @@ def diff_checkpoints(
     Args:
         a: The first checkpoint.
         b: The second checkpoint.
-        before: An older state of `b`, or None. An array of `b` that is as it was there is reported as
-            "not updated".
+        before: An older state of `b`, or None. An array of `b` that is as it was there is reported
+            as "not updated".
     """
     for name in dict.fromkeys((*a, *b)):
         if name not in a or name not in b:

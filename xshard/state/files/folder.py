@@ -73,7 +73,8 @@ class Mapped(NamedTuple):
         if not (part.flags.c_contiguous and out.flags.c_contiguous):
             self._check_end(self.start + self.whole.nbytes)
             # Copy from the mapped file: many small reads would take two to eight times as long. A
-            # file that has become shorter is refused first, since its missing pages end the process.
+            # file that has become shorter is refused first, since its missing pages end the
+            # process.
             out[...] = part
             return
         # Mapping the pages of a file takes as long as copying them; one contiguous read avoids it.
@@ -161,9 +162,9 @@ class Contents(NamedTuple):
 def _read_headers(path: Path, links: bool) -> Contents:
     """Read the headers of a safetensors file, or of all such files of a folder; no data is read.
 
-    Returns the arrays by name, the name of the file of each, and xshard's own notes in the metadata,
-    such as layouts. A folder's index has to name the same arrays in the same files. `links` allows
-    files that are links out of the folder.
+    Returns the arrays by name, the name of the file of each, and xshard's own notes in the
+    metadata, such as layouts. A folder's index has to name the same arrays in the same files.
+    `links` allows files that are links out of the folder.
     """
     is_folder = path.is_dir()
     files, index = _files_of_folder(path) if is_folder else ([path], None)
@@ -199,8 +200,8 @@ def _check_index(weight_map: Mapping[str, str], places: Mapping[str, str]) -> No
 def verify(checkpoint: Checkpoint, part: int = 0, of: int = 1) -> int:
     """Compare the stored values with the checksums that were saved beside them.
 
-    A checksum is of a box: the rows, columns, ... of an array that one process wrote. Several processes
-    can share the work: number 1 of 4 passes `part=1, of=4`, and checks boxes 1, 5, 9, ...
+    A checksum is of a box: the rows, columns, ... of an array that one process wrote. Several
+    processes can share the work: number 1 of 4 passes `part=1, of=4`, and checks boxes 1, 5, 9, ...
 
     Args:
         checkpoint: The checkpoint.
@@ -231,8 +232,8 @@ def checksum(array: NDArray[Any]) -> int:
 def read_index(path: Path) -> dict[str, Any]:
     """Read and check the index of a folder of safetensors files, which says where each array is.
 
-    Such as {"weight_map": {"w": "model-1.safetensors"}, "metadata": {...}}. Files have to be beside the
-    index, since an index from elsewhere could name any file of this machine.
+    Such as {"weight_map": {"w": "model-1.safetensors"}, "metadata": {...}}. Files have to be beside
+    the index, since an index from elsewhere could name any file of this machine.
 
     Raises:
         FileError: It is malformed, or names a file outside of the folder.
@@ -335,9 +336,9 @@ def _checkpoint_fields(
 ) -> dict[str, Any]:
     """Collect what xshard noted in the metadata of all files and of the index.
 
-    Returns arguments for `Checkpoint`: layouts by name, checksums of boxes by name, constants (values
-    that are no arrays), and the mesh and the renaming of the program that saved, where noted. All are
-    empty for files that another program wrote.
+    Returns arguments for `Checkpoint`: layouts by name, checksums of boxes by name, constants
+    (values that are no arrays), and the mesh and the renaming of the program that saved, where
+    noted. All are empty for files that another program wrote.
     """
     layouts: dict[str, Layout] = {}
     sums: dict[str, list[tuple[Box, int]]] = {}

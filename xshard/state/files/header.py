@@ -124,8 +124,8 @@ def write_header(
 ) -> bytes:
     """Make the first bytes of a safetensors file: the header's length in 8 bytes, and the header.
 
-    The header is JSON, such as {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, and is
-    filled up with spaces to a multiple of 8 bytes, so that the data behind it is aligned.
+    The header is JSON, such as {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, and
+    is filled up with spaces to a multiple of 8 bytes, so that the data behind it is aligned.
 
     Args:
         entries: Shape and dtype by name, in the order of the data.
@@ -178,8 +178,8 @@ def _entries(
 ) -> dict[str, Entry]:
     """Read the arrays of a parsed header, and check that they fill the data of the file exactly.
 
-    Gaps, overlaps and bytes that belong to no array are refused: the format forbids them, since they
-    could hide other content.
+    Gaps, overlaps and bytes that belong to no array are refused: the format forbids them, since
+    they could hide other content.
 
     Args:
         path: The file, for errors.

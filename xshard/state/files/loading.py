@@ -144,8 +144,8 @@ def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
     """Choose what each device reads from disk: its whole block, or a part that replicas exchange.
 
     For an array [8, c] that is replicated on 4 devices, every device reads 8 rows, or each reads 2
-    rows and an all-gather brings the others. The cheaper of both is returned, as a sharding. Sharing
-    is tried among replicas on one node, and among all replicas.
+    rows and an all-gather brings the others. The cheaper of both is returned, as a sharding.
+    Sharing is tried among replicas on one node, and among all replicas.
     """
     mesh = target.mesh
     replica_axes = [axis for axis in mesh.long_axes if axis not in target.layout.sharding_axes]
@@ -200,7 +200,8 @@ def in_both(
 
     Args:
         stored: The names in the checkpoint.
-        leaves: For each array of the tree its names. A shared array, as of tied weights, has several.
+        leaves: For each array of the tree its names. A shared array, as of tied weights, has
+            several.
         strict: Whether every array has to be in both places.
         places: The words for the two places in errors.
 

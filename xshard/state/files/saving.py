@@ -177,8 +177,9 @@ def _group_arrays(
 ) -> list[dict[str, TargetArray]]:
     """Divide the arrays into files of at most `limit_bytes`, in the order of their names as given.
 
-    Returns one dict of arrays for each file, in the order in which their data stands in the file. An
-    array that is larger than the limit has a file of its own. Without arrays, there is one empty file.
+    Returns one dict of arrays for each file, in the order in which their data stands in the file.
+    An array that is larger than the limit has a file of its own. Without arrays, there is one empty
+    file.
     """
     names = list(arrays)
     sizes = [dtypes.n_bytes(array.shape, array.dtype) for array in arrays.values()]
@@ -410,8 +411,8 @@ def write(
 def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> None:
     """Replace the folder's checkpoint by the files that were written, so that readers see old or new.
 
-    The files get names that no older save has. Then the index, which says what the checkpoint is, is
-    renamed over the old one, in one step of the file system. At last the old files are removed.
+    The files get names that no older save has. Then the index, which says what the checkpoint is,
+    is renamed over the old one, in one step of the file system. At last the old files are removed.
     `sums` holds the checksums of all processes, by stored name.
     """
     folder = path / f"{_UNFINISHED}{token}"

@@ -31,8 +31,8 @@ def moved_rows(case: Case) -> str | None:
     """Recognise an array that has the right rows in the wrong order, and say in which order.
 
     Such as rows that were stored in zigzag order and read as consecutive ones, blocks with swapped
-    halves, or all rows off by one. Returns a sentence for the report, or None if no dim has its rows
-    in another order.
+    halves, or all rows off by one. Returns a sentence for the report, or None if no dim has its
+    rows in another order.
     """
     if case.whole_got is None:  # replicas differ: the blocks are not one array
         return None
@@ -78,8 +78,9 @@ def _assumptions_that_explain(wrong: Mask, dim: Dim, mesh: Mesh) -> list[str]:
     """Find which wrong row numbers (positions) a function may have used, by the rows that are wrong.
 
     A device that takes the index in its own block for the global position is right on the first
-    block only. `wrong` says of each row whether it is wrong, [rows]. Returns the names of assumptions
-    that explain the wrong rows exactly; if there are none, of those that explain most of them.
+    block only. `wrong` says of each row whether it is wrong, [rows]. Returns the names of
+    assumptions that explain the wrong rows exactly; if there are none, of those that explain most
+    of them.
     """
     exact: list[str] = []
     partial: list[str] = []
@@ -106,9 +107,9 @@ def _explains(right: Mask, wrong: Mask) -> bool:
 def _assumed_positions(dim: Dim, n_rows: int, mesh: Mesh) -> Iterator[tuple[str, Mask]]:
     """Yield ways in which code may number the rows of a sharded dim, with the rows that it gets right.
 
-    Such as ("the index in the block", mask): for 4 rows on 2 devices, that numbers them 0, 1, 0, 1, so
-    the mask is (True, True, False, False). The mask, [rows], is in the order of the whole array. Ways
-    that get all rows right are left out.
+    Such as ("the index in the block", mask): for 4 rows on 2 devices, that numbers them 0, 1, 0, 1,
+    so the mask is (True, True, False, False). The mask, [rows], is in the order of the whole array.
+    Ways that get all rows right are left out.
     """
     blocks = list(_blocks(dim, n_rows, mesh))
     assumed = {"the index in the block": [np.arange(len(block)) for block in blocks]}
@@ -145,8 +146,8 @@ def rows_text(rows: Mask) -> str:
 def _find_origins(got: Block, want: Block, case: Case) -> Order:
     """Find for each row of `got` the number of the row of `want` that it equals, [rows].
 
-    Rows a, b, c that arrive as b, a, x -> (1, 0, -1): -1 stands for a row that equals none. A row that
-    equals several takes the one in its own place. Both arrays are [rows, ...].
+    Rows a, b, c that arrive as b, a, x -> (1, 0, -1): -1 stands for a row that equals none. A row
+    that equals several takes the one in its own place. Both arrays are [rows, ...].
     """
     n_rows = len(got)
     got_rows = got.reshape(n_rows, -1)
@@ -187,9 +188,9 @@ def _blocks(dim: Dim, length: int, mesh: Mesh) -> Iterator[Order]:
 def _named_order(origins: Order, dim: Dim, mesh: Mesh) -> str | None:
     """Say in a sentence which known mistake put rows in this order, or None if it is none of them.
 
-    Known are reversed rows, swapped halves of each block, and rows that are stored in one shard order
-    (consecutive, zigzag, cyclic) and read in another. `origins` says for each row of the array which
-    row it holds, [rows]: (3, 2, 1, 0) is the reverse of 4 rows.
+    Known are reversed rows, swapped halves of each block, and rows that are stored in one shard
+    order (consecutive, zigzag, cyclic) and read in another. `origins` says for each row of the
+    array which row it holds, [rows]: (3, 2, 1, 0) is the reverse of 4 rows.
     """
     n_rows = len(origins)
     if np.array_equal(origins, np.arange(n_rows)[::-1]):

@@ -126,7 +126,8 @@ def _seam_text(case: Case, dims: list[int], places: tuple[str, ...], reach: int)
     """Write a sentence on errors that are within `reach` rows of the borders of blocks.
 
     `places` says of which borders: the seams between blocks, the ends of the array, or both. `dims`
-    are numbers of dims. Such as "wrong only within 1 row of the seams between blocks along 's': ..."
+    are numbers of dims. Such as "wrong only within 1 row of the seams between blocks along 's':
+    ..."
     """
     names = " or ".join(repr(case.sharding.layout.names[d]) for d in dims)
     rows = "row" if reach == 1 else "rows"

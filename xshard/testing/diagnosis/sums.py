@@ -42,8 +42,8 @@ def zero(case: Case) -> str | None:
 def only_first(case: Case) -> str | None:
     """Recognise replicas of which only the first is right and the others are zeros.
 
-    Replicas should be equal on all devices along some axes: here the first one never sent its value.
-    Returns a sentence for the report, or None.
+    Replicas should be equal on all devices along some axes: here the first one never sent its
+    value. Returns a sentence for the report, or None.
     """
     mesh = case.sharding.mesh
 
@@ -72,7 +72,8 @@ def not_summed(case: Case) -> str | None:
     is_number = case.want[0].ndim == 0
     # Only along axes on which blocks should be equal: along the others they are different parts.
     for axes in subsets(case.free_axes):
-        # Equal blocks would add up to a multiple of themselves: a wrong factor, which is another cause.
+        # Equal blocks would add up to a multiple of themselves: a wrong factor, which is another
+        # cause.
         if case.all_near(_reduced(case, axes, np.mean), case.got):
             continue
         along = names_of(axes)
@@ -211,7 +212,8 @@ def counted_argument(case: Case) -> str | None:
             continue
         mean_error = error.mean(axis=row_dims)
         power = np.vdot(argument, argument).real
-        # Fit error = excess * argument by least squares. An argument that counts twice has excess 1.
+        # Fit error = excess * argument by least squares. An argument that counts twice has excess
+        # 1.
         excess = float(np.vdot(argument, mean_error).real / power)
         is_multiple = case.near(error, np.broadcast_to(excess * argument, error.shape))
         if abs(excess) < _CONSTANT or not is_multiple:
@@ -306,8 +308,9 @@ def rounded(case: Case) -> str | None:
 def one_addend(case: Case) -> str | None:
     """Recognise by statistics one of n addends where their sum was right, as a missing reduction leaves.
 
-    The other addends are not known, so this is a guess. Of n independent addends of equal size, one has slope 1 against their sum, when the sum is
-    regressed on it, and explains 1/n of the sum's variance. Returns a sentence for the report, or None.
+    The other addends are not known, so this is a guess. Of n independent addends of equal size, one
+    has slope 1 against their sum, when the sum is regressed on it, and explains 1/n of the sum's
+    variance. Returns a sentence for the report, or None.
     """
     got = _all_numbers(case.got)
     want = _all_numbers(case.want)

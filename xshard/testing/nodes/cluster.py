@@ -295,8 +295,8 @@ def _wait_until_over(
     """Wait until all nodes have answered, and do not hang if some of them fail.
 
     Once a node or a rank has failed, the others may wait for it for ever. So its process is ended,
-    which closes its connections, and the wait is over when every rank of the other nodes has reported
-    its result or its error.
+    which closes its connections, and the wait is over when every rank of the other nodes has
+    reported its result or its error.
 
     Args:
         calls: The call that runs on each node.
@@ -329,8 +329,8 @@ def nodes(n: int, ranks: int = 1, rate: str | None = None) -> Iterator[Cluster]:
         with nodes(2, ranks=2, rate="200mbit") as cluster:
 
     Each node is a set of Linux namespaces with a network of its own. Root can make them, and users
-    where the system lets them. Nothing outside of them changes. What runs there ends with the `with`
-    block, or with this process, however it ends.
+    where the system lets them. Nothing outside of them changes. What runs there ends with the
+    `with` block, or with this process, however it ends.
 
     Args:
         n: The number of nodes.

@@ -43,16 +43,18 @@ class Namespace:
 
         Args:
             new: More options of `unshare`, such as those for a user namespace.
-            inside: The words of a command such as `nsenter`, to make it inside of another namespace.
-            host: The host name of a node, which also gets processes of its own. "": a network alone.
+            inside: The words of a command such as `nsenter`, to make it inside of another
+                namespace.
+            host: The host name of a node, which also gets processes of its own. "": a network
+                alone.
 
         Raises:
             NoNodesError: The system does not let this user make one.
         """
         self._has_processes = bool(host)
         own_processes: tuple[str, ...] = ()
-        # The script prints an empty line when all is made. Then `cat` waits until its input is closed,
-        # which ends the namespace.
+        # The script prints an empty line when all is made. Then `cat` waits until its input is
+        # closed, which ends the namespace.
         script = "ip link set lo up && echo && exec cat"
         if host:
             own_processes = ("--uts", "--pid", "--fork")
