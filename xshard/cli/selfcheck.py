@@ -202,7 +202,7 @@ def _run(
 
 
 def print_sections(sections: Sequence[Section], out: Console) -> None:
-    """Print the report as a table: for each plan its expression and a row per runtime, then a summary."""
+    """Print the report: for each plan its expression and a row per runtime, then a summary."""
     heads = tuple(Text(head, style="bold") for head in _HEAD)
     rows_of_sections = [
         [_cells(section.question, row) for row in section.rows] for section in sections

@@ -83,7 +83,7 @@ def suggest_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
 
 
 def _model_of(path: Path, batch: int, sequence: int, dtype: str) -> tuple[Any, dict[str, Any]]:
-    """Build a model from its Hugging Face config, and example inputs, without memory for any values.
+    """Build a model from its Hugging Face config, and example inputs, without any values.
 
     Both are on torch's meta device, which has shapes only. Inputs are by name, such as
     {"input_ids": tensor [batch, sequence]}, or images for a vision model.

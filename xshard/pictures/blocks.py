@@ -192,8 +192,7 @@ def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Sh
     for group, (first, last) in zip(lane.groups, edges, strict=True):
         box = (place, first, place + LANE, last) if is_down else (first, place, last, place + LANE)
         fill = el.colour(group.owner) if group.owner else "none"
-        # Rows come from their owner into a halo (←); in a fold, they are added to their owner's
-        # (→).
+        # A halo receives rows from their owner (←); a fold adds its rows to the owner's (→).
         arrow = ""
         if group.owner and group.origin != "own":
             arrow = "→" if is_fold else "←"

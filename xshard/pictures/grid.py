@@ -249,7 +249,7 @@ def _strip(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Strip:
 def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
     """Write sentences on what each mesh axis does, to print below a drawing.
 
-    Such as "n is cut over dp, in blocks" and "along tp all devices hold the same values
+    Such as "n is cut over dp, in contiguous chunks" and "along tp all devices hold the same values
     (replicas)". `drawn` has the numbers of the dims that are drawn; other sharded dims are named.
     """
     layout = sharding.layout

@@ -186,7 +186,7 @@ def _row(option: Alternative) -> tuple[str, ...]:
 
 
 def _verdict(plan: Plan, options: Sequence[Alternative]) -> str:
-    """Say why the plan won, as text: a sentence on the best alternative, one per way that is too large.
+    """Say why the plan won: a sentence on the best alternative, and one per way that is too large.
 
     A way is too large if it holds a block larger than both the source's and the destination's, as
     gathering the whole array does between two sharded layouts.

@@ -176,7 +176,7 @@ def reading_plan() -> Iterator[None]:
 
 
 def plan_to_plain(plan: Plan) -> dict[str, Any]:
-    """Convert a plan to the dict that its JSON holds: layouts as text, steps as dicts of their fields.
+    """Convert a plan to the dict that its JSON holds: layouts as text, steps as dicts of fields.
 
     "after" has the layout after each step, which a reader compares with what the steps give.
     """

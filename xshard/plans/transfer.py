@@ -220,7 +220,7 @@ class Transfer(Step):
 
     @cached_property
     def flows(self) -> dict[Link, Flow]:
-        """What each device sends and receives, by link: the link inside nodes, and the one between nodes.
+        """What each device sends and receives, by link: inside nodes, and between nodes.
 
         A link's array is [2, devices, 2]: sent and received; per device; elements and messages.
         """
@@ -277,7 +277,7 @@ class Transfer(Step):
 
     @property
     def _rearranged(self) -> NDArray[np.int64]:
-        """Count the elements that each device copies from its own old block into its new one: [devices].
+        """Count the elements that each device copies from its old block into its new one: [devices].
 
         0 where the old block is the whole new block, since it is then used without a copy.
         """

@@ -29,7 +29,7 @@ class Batch(NamedTuple):
 
 
 def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> list[tuple[int, ...]]:
-    """Choose which device sends each piece of some transfers that run together, so that loads are even.
+    """Choose which device sends each piece of transfers that run together, so that loads are even.
 
     Replicated blocks have several holders, and any of them can send a piece. A receiver that holds
     a piece itself uses its own. The other pieces are given out greedily, the largest first, each to

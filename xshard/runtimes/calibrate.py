@@ -111,7 +111,7 @@ def _devices_of_a_node(backend: Backend, mesh: Mesh) -> int | None:
 def _product_rates(
     backend: Backend, mesh: Mesh, rounds: int, timeout_s: float
 ) -> tuple[tuple[str, float], ...]:
-    """Measure how fast each device multiplies square matrices: (dtype, operations per second) pairs.
+    """Measure how fast each device multiplies matrices: (dtype, operations per second) pairs.
 
     All devices multiply at once, since on one host they share its cores. Such as
     (("float32", 5.2e10), ("bfloat16", 1.3e10)).

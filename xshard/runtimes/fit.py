@@ -170,7 +170,7 @@ def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
 
 
 def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Find non-negative constants x whose predicted times, A x, are nearest to the measured seconds.
+    """Find non-negative constants x whose predicted times, A x, are nearest to those measured.
 
     `A` is [samples, constants], how often each sample pays each constant; `seconds` is [samples].
     The error is |log(A x / seconds)|, so a prediction of twice the time counts like one of half the

@@ -225,7 +225,7 @@ class Watch:
 
 
 def processor_time(pids: Iterable[int]) -> float | None:
-    """Return the seconds of processor time that processes and all their descendants have used together.
+    """Return the seconds of processor time that processes and their descendants have used in all.
 
     It tells whether they still work or only wait. None on systems without Linux's /proc.
     """

@@ -43,7 +43,7 @@ def to_fused(heads: int, kv_heads: int, head: int) -> Names:
 
 
 def to_megatron(heads: int, kv_heads: int, head: int) -> Names:
-    """Map the arrays of a Llama of Hugging Face to those of Megatron core, which fuses some of them.
+    """Map the arrays of a Hugging Face Llama to those of Megatron core, which fuses some of them.
 
     q, k and v become one `linear_qkv`, in which the rows of each group of query heads are followed
     by those of its key head and of its value head. gate and up become one `linear_fc1`.

@@ -136,7 +136,7 @@ class Relation:
 
 
 def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Use]:
-    """Match a relation's patterns against names, and yield the source and target names of each match.
+    """Match a relation's patterns against names, and yield each match's source and target names.
 
     For arrays a.q, a.k, b.q and b.k, `concat(["*.q", "*.k"], "*.qk")` yields (a.q, a.k -> a.qk) and
     (b.q, b.k -> b.qk). `shapes` has all source arrays by name; a split into members of a stack
@@ -217,7 +217,7 @@ def make_targets(
 def _split(
     relation: Relation, use: Use, shape: Shape, order: tuple[int, ...], joined: Joined
 ) -> Iterator[MadeArray]:
-    """Yield the arrays into which one array of `shape` is split: name, shape, and where it comes from.
+    """Yield the arrays into which one array of `shape` is split: name, shape, and origin.
 
     [8, 2] into two equal parts along dim 0 -> two arrays [4, 2]. `order` permutes their dims. If
     the relation does not say how long the parts are, they are as long as when they were joined

@@ -232,7 +232,7 @@ class ArrayPlan:
 
 
 def _messages_of(plan: Plan) -> Iterator[NDArray[np.int64]]:
-    """Yield, for each step of a plan, an array [3, messages]: sender, receiver and bytes of each message.
+    """Yield for each step of a plan an array [3, messages]: sender, receiver and bytes of each.
 
     Messages of a device to itself are left out. Steps name devices by their position on a mesh: on
     the source's before the transfer, on the destination's after it. Here they are the devices'

@@ -187,7 +187,7 @@ class _Comparison:
     def _compare(
         self, array: ComparedArray, want: Devices, runtime: str, against: str
     ) -> Mismatch | None:
-        """Compare one array's blocks with the right ones, and note a mismatch with its likely cause.
+        """Compare one array's blocks with the right ones, and note a mismatch with its cause.
 
         Args:
             array: An output, gradient or parameter of a run, with its block on each device.

@@ -119,7 +119,7 @@ def _cause_by_other_arrays(mismatch: Mismatch, sharded: Sequence[Mismatch]) -> C
 
 
 def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> FirstWrong:
-    """Find the first call of `redistribute` that is given other values on a mesh than on one device.
+    """Find the first call of `redistribute` whose input on a mesh is not that on one device.
 
     If only gradients are wrong, the gradients that come back to each call are compared instead, in
     the order of the backward. Returns a text such as "what <call 2> is given; right is what <call

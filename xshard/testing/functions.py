@@ -137,7 +137,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def named_outputs(
     returned: Tree, results: dict[str, Result] | None, runtime: str
 ) -> dict[str, Any]:
-    """Name the arrays that a function returned: one array is "output", others have their keys behind it.
+    """Name the arrays that a function returned: "output", with the keys of a tree behind it.
 
     A tuple of two arrays -> {"output[0]": ..., "output[1]": ...}. All runs must return the same
     names as the reference.
@@ -164,7 +164,7 @@ def _listed(names: Mapping[str, Any]) -> str:
 
 
 def derivatives(loss: Loss, inputs: Sequence[Block], gradients: Mapping[int, Devices]) -> Slopes:
-    """Measure the slopes of a loss along random directions, by its gradients and by finite differences.
+    """Measure slopes of a loss along random directions, by its gradients and by differences.
 
     Where the gradients are right, both agree. The caller compares them.
 

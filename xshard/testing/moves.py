@@ -111,7 +111,7 @@ def calls_in_order(seen: Iterable[Seen], n_devices: int, cotangents: bool) -> li
 def find_wrong_input(
     one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Arrays
 ) -> Mismatch | None:
-    """Compare the blocks that a call of `redistribute` is given on a mesh with its input on one device.
+    """Compare what a call of `redistribute` is given on a mesh with its input on one device.
 
     Its source layout says how the blocks make up an array. The array should be the one that the
     same call is given on one device. Where the layout does not mention an axis of the mesh, blocks

@@ -86,7 +86,7 @@ def _lacks_cause(mismatch: Mismatch) -> bool:
 def _find_transposition(
     runs: Runs, truth: Truth, tol: float | None, runtime: Side, mesh: Mesh
 ) -> Cause | None:
-    """Run the function with square arguments transposed, and see whether that makes its outputs right.
+    """Run the function with square arguments transposed, and see whether its outputs are right.
 
     A weight of shape [in, out] in one framework is [out, in] in another. If in = out, no shape
     tells. Returns the cause with the names of these arguments, or None.

@@ -85,8 +85,8 @@ def _programs_of_call(
         plan: The plan.
         arrays: The shardings of the operands, then of the result.
         names: The operands' names in the program, such as "x0".
-        call: The call without its last options and parenthesis, such as 'redistribute(x, "n/dp ->
-            n"'.
+        call: The call without its last options and parenthesis, such as
+            'redistribute(x, "n/dp -> n"'.
         shape: The value of `shape=`, which both bridges need if blocks differ in size.
     """
     is_even = all(array.is_even for array in arrays)
@@ -116,7 +116,7 @@ def _programs_of_call(
 
 
 def _signature(arrays: Sequence[Sharding], *, is_even: bool) -> str:
-    """Write, as Python code, the layouts that `xj.shard_map` is given for its inputs and its output.
+    """Write as Python code the layouts that `xj.shard_map` is given for its inputs and output.
 
     Such as '"n/dp, c -> n/dp c"', with quotes. JAX's arrays have equal blocks. So if some blocks
     are uneven, arrays are whole outside, and the code is a tuple of moves from whole arrays and to

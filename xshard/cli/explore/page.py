@@ -52,7 +52,7 @@ COPIED = ("torch", "JAX", "link")  # what a button copies
 
 @cache
 def live_page() -> str:
-    """Make the HTML of the page: input fields, notation, examples, and an empty place for the answer.
+    """Make the HTML of the page: input fields, notation, examples, and a place for the answer.
 
     Scripts of the page send the fields to the server as one types, and show its answer there.
     """

@@ -130,8 +130,8 @@ def lengths_for(expression: str, text: str) -> dict[str, Any]:
     """Parse the lengths of dims that a user typed into the argument of `plan` that takes them.
 
     "n/dp c" with "8,4" or "n=8,c=4" -> {"shape": (8, 4)}. A contraction, which has several arrays,
-    needs lengths by name: "n k, k m -> n m" with "n=8,k=4,m=2" -> {"sizes": {"n": 8, "k": 4, "m":
-    2}}.
+    needs lengths by name: "n k, k m -> n m" with "n=8,k=4,m=2" ->
+    {"sizes": {"n": 8, "k": 4, "m": 2}}.
     """
     is_named = "=" in text
     is_einsum = is_contraction(expression, named=is_named)

@@ -67,7 +67,7 @@ class Mapped(NamedTuple):
     place: str
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
-        """Read a region of the array, given as slices of its first dims, from the file into `out`."""
+        """Read a region of the array, as slices of its first dims, from the file into `out`."""
         index: Any = (*box, ...)
         part = self.whole[index]
         if not (part.flags.c_contiguous and out.flags.c_contiguous):

@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Read and check the header of a safetensors file: which arrays it has, and where their bytes are.
+    """Read and check the header of a safetensors file: its arrays, and where their bytes are.
 
     A file is 8 bytes with the header's length, the header as JSON, and the data of all arrays.
 

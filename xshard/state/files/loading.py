@@ -60,7 +60,7 @@ def plan_load(
     strict: bool = True,
     profile: ProfileLike = "h100",
 ) -> dict[str, Load]:
-    """Plan how the devices of a mesh load the arrays of a checkpoint, each with a layout of its own.
+    """Plan how the devices of a mesh load the arrays of a checkpoint, each with its own layout.
 
     For each array: its dtype, the sharding that it gets, and the sharding in which devices read it
     from disk, which may be finer, so that replicas share the reading. No data is read yet.

@@ -409,7 +409,7 @@ def write(
 
 
 def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> None:
-    """Replace the folder's checkpoint by the files that were written, so that readers see old or new.
+    """Replace the folder's checkpoint by the new files, so that readers see either old or new.
 
     The files get names that no older save has. Then the index, which says what the checkpoint is,
     is renamed over the old one, in one step of the file system. At last the old files are removed.

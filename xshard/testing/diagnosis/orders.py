@@ -75,7 +75,7 @@ def positions(case: Case) -> str | None:
 
 
 def _assumptions_that_explain(wrong: Mask, dim: Dim, mesh: Mesh) -> list[str]:
-    """Find which wrong row numbers (positions) a function may have used, by the rows that are wrong.
+    """Find which wrong positions (row numbers) a function may have used, by the wrong rows.
 
     A device that takes the index in its own block for the global position is right on the first
     block only. `wrong` says of each row whether it is wrong, [rows]. Returns the names of
@@ -105,7 +105,7 @@ def _explains(right: Mask, wrong: Mask) -> bool:
 
 
 def _assumed_positions(dim: Dim, n_rows: int, mesh: Mesh) -> Iterator[tuple[str, Mask]]:
-    """Yield ways in which code may number the rows of a sharded dim, with the rows that it gets right.
+    """Yield ways in which code may number the rows of a sharded dim, with the rows that are right.
 
     Such as ("the index in the block", mask): for 4 rows on 2 devices, that numbers them 0, 1, 0, 1,
     so the mask is (True, True, False, False). The mask, [rows], is in the order of the whole array.

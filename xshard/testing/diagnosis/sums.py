@@ -196,7 +196,7 @@ def scaled(case: Case) -> str | None:
 
 
 def counted_argument(case: Case) -> str | None:
-    """Recognise an argument that counts several times, as a bias that every device adds before a sum.
+    """Recognise an argument that counts several times, as a bias that each device adds before a sum.
 
     Then the error is a multiple of that argument: with a bias that 4 devices add, 3 times the bias.
     Returns a sentence for the report, or None.
@@ -232,7 +232,7 @@ def counted_argument(case: Case) -> str | None:
 
 
 def own_statistics(case: Case) -> str | None:
-    """Recognise statistics that each device took over its own part of the array, not over all of it.
+    """Recognise statistics that each device took over its part of the array, not over all of it.
 
     Batch normalisation over the rows of one device gives values that are right but for a factor and
     a shift, which differ between devices and channels. Returns a sentence for the report, or None.
@@ -306,7 +306,7 @@ def rounded(case: Case) -> str | None:
 
 
 def one_addend(case: Case) -> str | None:
-    """Recognise by statistics one of n addends where their sum was right, as a missing reduction leaves.
+    """Recognise by statistics one of n addends in place of their sum: a missing reduction.
 
     The other addends are not known, so this is a guess. Of n independent addends of equal size, one
     has slope 1 against their sum, when the sum is regressed on it, and explains 1/n of the sum's

@@ -251,7 +251,7 @@ class Cluster:
         timeout_s: float,
         reports: _RankReports | None = None,
     ) -> list[Any]:
-        """Call one function on all nodes at once, in the process that each node has for a framework.
+        """Call a function on all nodes at once, in the process that each node has for a framework.
 
         Args:
             framework: "torch" or "jax".
