@@ -104,6 +104,8 @@ class Plan(Pictured):
             raise PlanError(
                 f"no objective {self.objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}"
             )
+        # A plan verifies itself, so one from a search, a file or a user's hand is right or is
+        # refused.
         self._check_destination()
         self._check_sums_on_whole_axes()
         self._check_scale()
@@ -248,7 +250,11 @@ class Plan(Pictured):
 
     @cached_property
     def request(self) -> Request:
-        """The request for this plan."""
+        """The request that this plan answers: both layouts and meshes, shape, dtype and limits.
+
+        Searching for it gives a plan between the same layouts, perhaps with other steps. On one
+        mesh, both sides have the same devices.
+        """
         return Request(
             self.src,
             self.dst,
@@ -507,7 +513,11 @@ def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
 
 
 def _make_plan(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
-    """Put steps that a search found into a plan, which checks them."""
+    """Make a plan of the steps that a search found, with the layouts, mesh and limits of its request.
+
+    The plan checks itself when it is made: the steps have to lead from `src` to `dst`. `split` says
+    which mesh axes the steps divide into sub-axes, as dp=8 into 2 x 4; () if none.
+    """
     return Plan(
         src=request.src,
         dst=request.dst,

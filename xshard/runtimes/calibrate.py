@@ -57,7 +57,10 @@ def calibrate(
     progress: Progress = _say_nothing,
     timeout_s: float = 1800.0,
 ) -> Calibration:
-    """Time plans on the backend and fit a profile to them.
+    """Measure how fast this machine moves data, and fit a cost profile for the planner to that.
+
+    Plans of one step each are timed, and the profile's constants (latency and bandwidth of links,
+    overheads) are fitted to their times. Further plans are timed only to see how well it predicts.
 
     Called by all ranks that torchrun has started, it measures those; the mesh has as many devices.
     Over several nodes the profile has a link inside nodes and one between them.
@@ -68,7 +71,7 @@ def calibrate(
         name: The name of the profile.
         sizes: Bytes of a device's block.
         rounds: How often every plan is measured.
-        disk: The disk of this folder is measured too, by the first rank.
+        disk: A folder, whose disk is measured too, by the first rank. None: no disk.
         progress: Called with the numbers of plans done, and of all.
         timeout_s: The limit of one batch of plans, see `Process.ask`.
 

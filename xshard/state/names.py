@@ -33,7 +33,7 @@ def rename(
     dtype: str | None = None,
     optional: bool = False,
 ) -> Iterator[Relation]:
-    """Rename arrays, and permute their dims.
+    """Say that arrays of one program have other names, and perhaps other orders of dims, in another.
 
         rename("*.q", "*.query", "o i -> i o")     # a.q [4, 2] -> a.query [2, 4]
 
@@ -69,7 +69,9 @@ def rename(
 def concat(
     srcs: Sequence[str], dst: str, dim: int = 0, *, rows: Counts = None, order: str | None = None
 ) -> Iterator[Relation]:
-    """Join arrays along a dim: q, k and v in one weight, or gate and up.
+    """Say that several arrays of one program are one array in another, joined along a dim.
+
+    As q, k and v in one weight, or gate and up.
 
         concat(["*.gate", "*.up"], "*.gate_up")    # a.gate [4, 2], a.up [4, 2] -> a.gate_up [8, 2]
 
@@ -104,7 +106,7 @@ def concat(
 def split(
     src: str, dsts: Sequence[str], dim: int = 0, *, rows: Counts = None, order: str | None = None
 ) -> Iterator[Relation]:
-    """Split an array: the inverse of `concat(dsts, src, ...)`.
+    """Say that one array is several in another program: the inverse of `concat(dsts, src, ...)`.
 
         split("*.gate_up", ["*.gate", "*.up"])     # a.gate_up [8, 2] -> a.gate [4, 2], a.up [4, 2]
 
@@ -176,6 +178,8 @@ class Names:
     """
 
     def __init__(self, *relations: Iterable[Relation] | Relation) -> None:
+        # `rename`, `concat` and others yield relations, for one pattern may stand for several
+        # names.
         flat: list[Relation] = []
         for item in relations:
             if isinstance(item, Relation):
@@ -183,8 +187,8 @@ class Names:
             else:
                 flat.extend(item)
         self.relations = tuple(flat)
-        # How many rows each part of a joined array had: what a split without `rows=` goes by.
-        # () if two arrays of one name and shape had different parts.
+        # How many rows each part of a joined array had, by its name and shape. A split without
+        # `rows=` divides the array so. () if arrays of one name and shape had different parts.
         self._joined: dict[tuple[str, Shape], tuple[int, ...]] = {}
         for relation in self.relations:
             _check_patterns(relation)

@@ -118,13 +118,15 @@ class _Comparison:
         self.n_compared = 0
         self._draws_random_numbers = truth.draws or any(run.answer.draws for run in runs)
         self._arguments = dict(zip(problem.names, problem.values, strict=True))
-        # Beside a large array of the same kind, a small deviation from zero is only rounding.
+        # By kind of array. In an array that should be zero, an error is judged by the largest value
+        # of all arrays of its kind: beside that, it may be rounding.
         self._largest_values = {
             "output": largest_value(truth.outputs.values()),
             "gradient": largest_value(truth.gradients.values()),
             "parameter": largest_value(truth.updated.values()),
         }
-        # Whole arrays of functions that differ from the truth without any sharding.
+        # The whole arrays of functions that are wrong on one device already: their sharded runs are
+        # compared with these.
         self._wrong_on_one_device: dict[ArrayKey, Block] = {}
         self._right: dict[tuple[Mesh, ArrayKey], ComparedArray] = {}
 

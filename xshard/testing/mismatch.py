@@ -223,7 +223,8 @@ class EquivalenceError(AssertionError):
         paragraphs = [self._summary()]
         for mismatch in self.mismatches:
             subject = mismatch.subject
-            # Differences say that a gradient is wrong, not that two functions differ.
+            # A mismatch with finite differences says that a function's own gradient is wrong, and
+            # not that it differs from the other framework's function.
             if subject.mesh.n_devices == 1 and subject.against != DIFFERENCES:
                 paragraphs.append(
                     "they differ on one device already: the functions differ, not their sharding"
@@ -239,7 +240,7 @@ class EquivalenceError(AssertionError):
         return f"{len(self.mismatches)} of {self.compared} comparisons differ"
 
     def table(self) -> Group:
-        """Draw all mismatches with rich, a row each: array, place and both values.
+        """Make a table of all mismatches to print with rich, a row each: array, place, both values.
 
             Console().print(error.table())
 

@@ -144,7 +144,9 @@ def _argument_names(function: Function, count: int) -> list[str]:
 
 
 def _read_array(value: Any, name: str) -> Block:
-    """Read an argument as a numpy array.
+    """Convert an argument of a test to a numpy array: a numpy or JAX array, or a torch tensor.
+
+    `name` is its name in errors, such as "x['w']".
 
     Raises:
         StructureError: It is no array.

@@ -95,7 +95,7 @@ class Mapped(NamedTuple):
 
 
 def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
-    """Open a safetensors file, or a folder of them with or without an index; no data is read yet.
+    """Open a checkpoint: a safetensors file, or a folder of them. Only the headers are read yet.
 
     Folders of torch's DCP and of orbax are read by their own libraries.
 
@@ -124,7 +124,8 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
         extra = system.extra if system else error.name
         hint = f"pip install 'xshard[{extra}]'"
         raise FileError(f"{path} needs {extra}: {error}", hint=hint) from None
-    except (OSError, RuntimeError, ValueError) as error:  # of links in a loop, of a name with a NUL
+    # RuntimeError is raised for links in a loop, ValueError for a path with a NUL in it.
+    except (OSError, RuntimeError, ValueError) as error:
         place = getattr(error, "filename", None) or path
         why = getattr(error, "strerror", None) or error
         raise FileError(f"{place}: {why}") from error

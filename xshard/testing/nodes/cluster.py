@@ -136,7 +136,9 @@ class Cluster:
     def run_jax(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0
     ) -> list[Any]:
-        """Run a function in one JAX process per node, with a device per rank.
+        """Run a function on all nodes at once, as a JAX program over several hosts.
+
+        Each node has one JAX process, with a device for each rank.
 
             cluster.run_jax(train, config)      # on 2 nodes of 2 ranks -> 2 results, 4 devices
 
