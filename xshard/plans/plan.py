@@ -513,7 +513,7 @@ def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
 
 
 def _make_plan(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
-    """Make a plan of the steps that a search found, with the layouts, mesh and limits of its request.
+    """Make a plan of the steps that a search found, with the layouts and limits of its request.
 
     The plan checks itself when it is made: the steps have to lead from `src` to `dst`. `split` says
     which mesh axes the steps divide into sub-axes, as dp=8 into 2 x 4; () if none.

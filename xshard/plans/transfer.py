@@ -277,7 +277,7 @@ class Transfer(Step):
 
     @property
     def _rearranged(self) -> NDArray[np.int64]:
-        """Count the elements that each device copies from its old block into its new one: [devices].
+        """Count the elements that each device copies from its old block to its new one: [devices].
 
         0 where the old block is the whole new block, since it is then used without a copy.
         """

@@ -33,7 +33,7 @@ def rename(
     dtype: str | None = None,
     optional: bool = False,
 ) -> Iterator[Relation]:
-    """Say that arrays of one program have other names, and perhaps other orders of dims, in another.
+    """Say that arrays of one program have other names in another, and perhaps permuted dims.
 
         rename("*.q", "*.query", "o i -> i o")     # a.q [4, 2] -> a.query [2, 4]
 

@@ -196,7 +196,7 @@ def scaled(case: Case) -> str | None:
 
 
 def counted_argument(case: Case) -> str | None:
-    """Recognise an argument that counts several times, as a bias that each device adds before a sum.
+    """Recognise an argument that counts several times, as a bias that all devices add before a sum.
 
     Then the error is a multiple of that argument: with a bias that 4 devices add, 3 times the bias.
     Returns a sentence for the report, or None.
