@@ -72,7 +72,7 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
 
     *sources, target = arrays
     unit = plan.mesh.n_devices if any(array.scale != 1 for array in arrays) else 1
-    # The gradient of a result has the dual layout: replicas become addends, and addends replicas. A
+    # The gradient of a result has the dual layout: the tags sum and copy change places. A
     # result that keeps a max has none, and its own layout is used.
     cotangent = target.dual if target.layout.is_linear else target
     rng = np.random.default_rng(seed)

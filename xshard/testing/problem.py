@@ -273,7 +273,7 @@ def updates_of(
         numbers += leaves(problem.arguments[position]).values()
     for i in numbers:
         layout = problem.layouts[i]
-        # With replicas or halos, a device's gradient is only an addend of the right one: an
+        # Under a `copy` tag or a halo, a device's gradient is only an addend of the right one: an
         # optimiser that runs on each device would take a wrong step.
         if layout.dual != layout:
             why = f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up"
