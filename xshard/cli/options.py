@@ -50,7 +50,10 @@ def counting(what: str) -> Iterator[Callable[..., None]]:
 
 
 def lengths_of_arrays(expression: str, shape: str | None, sizes: str | None) -> dict[str, Any]:
-    """Return the option of `plan` for --shape or --sizes.
+    """Parse --shape or --sizes into the argument that `xshard.plan` takes for this expression.
+
+    A move or a layout with --shape 2,64 -> {"shape": (2, 64)}; a contraction with --sizes b=8,s=64
+    -> {"sizes": {"b": 8, "s": 64}}. An option that is not given is None.
 
     Raises:
         ShapeError: The other one is due: a contraction takes --sizes, a move --shape.
@@ -111,6 +114,7 @@ def parse_devices(text: str) -> tuple[int, ...]:
         MeshError: A part is no number and no range, marked with a caret.
     """
     devices: list[int] = []
+    # Empty text has no parts: an empty part takes the way to the error below.
     for part in _parts(text) or [Part("", (0, 1))]:
         ends = [parse_number(half.strip()) for half in part.text.split("-", 1)]
         first = ends[0]

@@ -147,7 +147,7 @@ def selfcheck(
 def _examples(
     expression: str, every: bool, mesh: str | None, shape: str | None, sizes: str | None
 ) -> tuple[Example, ...]:
-    """Return the expressions to check.
+    """Choose what to check: the built-in list of expressions with --all, else the user's own one.
 
     Raises:
         BadParameter: The options contradict or lack one another.
@@ -165,10 +165,13 @@ def _examples(
 def _run(
     runtimes: Sequence[Runtime], sections: Sequence[Section], timeout_s: float
 ) -> list[FunctionError]:
-    """Add a row per runtime to each section with a mesh that it takes.
+    """Run all plans on each runtime, and compare its results with those of numpy.
+
+    A section of the report is about one plan. Each runtime that can run on its mesh adds a row to
+    it, in place: its results and errors, or no answer if it failed.
 
     Returns:
-        The errors of runtimes that failed.
+        The errors of runtimes that failed; [] if all ran, even where results differ.
     """
     expected = [in_numpy(section.question) for section in sections]
     taken = {}  # by runtime: the numbers of the sections that it takes
@@ -199,7 +202,7 @@ def _run(
 
 
 def print_sections(sections: Sequence[Section], out: Console) -> None:
-    """Print a heading, every section under its expression, and a summary."""
+    """Print the report: for each plan its expression and a row per runtime, then a summary."""
     heads = tuple(Text(head, style="bold") for head in _HEAD)
     rows_of_sections = [
         [_cells(section.question, row) for row in section.rows] for section in sections
@@ -246,7 +249,10 @@ def _table(widths: Sequence[int], rows: Sequence[Sequence[Text]]) -> Table:
 
 
 def _cells(question: Question, row: RuntimeRow) -> tuple[Text, ...]:
-    """Return a cell for each column of `_HEAD`."""
+    """Make the cells of one runtime's row: its name, errors, bytes received, time, and the verdict.
+
+    A runtime that failed has dashes and "failed".
+    """
     name = Text(row.runtime)
     if row.answer is None or row.verdict is None:
         dashes = [Text("-", style="dim")] * len(_HEAD[2:])
@@ -276,7 +282,11 @@ def _bytes(measured: int | None, planned: int | None) -> Text:
 
 
 def _summary(sections: Sequence[Section]) -> Text:
-    """Say on a line how many runs differed and failed."""
+    """Write the last line of the report: how many runs differ or failed, or that all are equal.
+
+    Such as "3 expressions on numpy, torch (2 of them): all equal", where torch ran on the meshes of
+    two of the three.
+    """
     rows = [row for section in sections for row in section.rows]
     n_failed = sum(row.answer is None for row in rows)
     n_different = sum(not row.agrees for row in rows) - n_failed

@@ -83,7 +83,10 @@ def suggest_command(  # noqa: PLR0913, PLR0917  typer makes an option of each
 
 
 def _model_of(path: Path, batch: int, sequence: int, dtype: str) -> tuple[Any, dict[str, Any]]:
-    """Build a model and its inputs by name, on the meta device.
+    """Build a model from its Hugging Face config, and example inputs, without any values.
+
+    Both are on torch's meta device, which has shapes only. Inputs are by name, such as
+    {"input_ids": tensor [batch, sequence]}, or images for a vision model.
 
     Raises:
         PlanError: A package is missing, there is no config, or it names no model that takes text or images.

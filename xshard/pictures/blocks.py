@@ -54,14 +54,17 @@ class Side:
 
 
 def grid_drawing(drawn: Picture) -> Shape:
-    """Draw the cards of a picture to scale.
+    """Draw as SVG which device holds which block of an array, to scale.
 
-    Lanes for overlaps stand beside them, and below them what the marks mean.
+    One dim goes down, one across. If devices hold replicas or other dims are sharded, there are
+    several such drawings (cards), one behind the other. Dims whose blocks overlap have a strip
+    (lane) for each block beside the drawing. Sentences below say what each mesh axis does.
     """
     down, across = sides = _sides(drawn)
     n_cards = min(len(drawn.cards), MAX_CARDS)
     shapes: list[Shape] = []
-    for card in reversed(range(n_cards)):  # the first card covers the others
+    # From the last to the first: what is drawn later covers what was drawn before.
+    for card in reversed(range(n_cards)):
         shapes += _card(drawn, card, down, across)
     shapes += _side_texts(down, across)
     place = across.pixels + (n_cards - 1) * OFFSET + el.GAP
@@ -106,9 +109,12 @@ def _sides(drawn: Picture) -> tuple[Side, Side]:
 
 
 def _card(drawn: Picture, card: int, down: Side, across: Side) -> Iterator[Shape]:
-    """Draw the array on one card.
+    """Yield the blocks of one card: a rectangle with the device's number for each block.
 
-    Cards in front of it cover it, but for a strip above and one on the right.
+    A card is the array as the devices at one place along the axes that are not drawn hold it. Card
+    1 is moved up and to the right of card 0, which covers it but for its first rows and last
+    columns, so numbers are written there. `down` and `across` have the blocks of both dims in
+    pixels.
     """
     x = card * OFFSET
     y = -card * OFFSET
@@ -169,9 +175,16 @@ def _lanes(side: Side, first_place: float, *, is_down: bool) -> Iterator[Shape]:
 
 
 def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Shape]:
-    """Draw a block of an overlapping dim beside its own rows.
+    """Yield a strip that shows which rows one block holds, where blocks overlap (halos).
 
-    Rows of others have the colour of their owner.
+    A block of rows 4-7 with a halo of 1 has the groups 3, 4-7 and 8: each group is a rectangle with
+    the colour of the device that owns its rows. Rows outside of the array have a dashed border.
+
+    Args:
+        lane: The block's groups of rows, and the devices that hold it.
+        side: The dim, with its scale in pixels per row.
+        place: Where the strip stands, across the dim, in pixels.
+        is_down: Whether the dim goes down, and not across.
     """
     is_fold = isinstance(side.strip.dim.overlap, Fold)
     sizes = [max(group.rows * side.unit, NARROWEST) for group in lane.groups]
@@ -179,6 +192,7 @@ def _lane(lane: Lane, side: Side, place: float, *, is_down: bool) -> Iterator[Sh
     for group, (first, last) in zip(lane.groups, edges, strict=True):
         box = (place, first, place + LANE, last) if is_down else (first, place, last, place + LANE)
         fill = el.colour(group.owner) if group.owner else "none"
+        # A halo receives rows from their owner (←); a fold adds its rows to the owner's (→).
         arrow = ""
         if group.owner and group.origin != "own":
             arrow = "→" if is_fold else "←"

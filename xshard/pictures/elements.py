@@ -80,10 +80,10 @@ def stacked(parts: Sequence[Shape]) -> Shape:
 
 
 def element(framed: Shape, label: str) -> str:
-    """Return the `<svg>` of a framed shape.
+    """Wrap a drawing as a complete `<svg>` element, with the fill patterns that it uses.
 
     Args:
-        framed: The shape.
+        framed: The drawing, whose box begins at 0, 0.
         label: A description for readers who do not see it.
     """
     *_, width, height = framed.box
@@ -105,13 +105,13 @@ def line_of(text: str, *, bold: bool = False) -> Shape:
 
 
 def rectangle(box: Box, fill: str, said: str = "", more: str = "") -> Shape:
-    """Draw a rectangle.
+    """Make an SVG rectangle.
 
     Args:
-        box: Its place.
-        fill: A colour, "none", or a pattern.
-        said: Its text for a pointer.
-        more: Further attributes.
+        box: Its left, top, right and bottom edge, in pixels.
+        fill: A colour, "none", or a pattern such as "url(#xs-halo)".
+        said: The text that appears while the mouse points at it. "": none.
+        more: Further attributes, as text.
     """
     left, top, right, bottom = box
     place = f'x="{left:.2f}" y="{top:.2f}" width="{right - left:.2f}" height="{bottom - top:.2f}"'
@@ -151,16 +151,17 @@ def label(
     behind: str = "none",
     size: int = FONT_SIZE,
 ) -> Shape:
-    """Draw text at a place.
+    """Make an SVG text at a place, with an estimate of the box that it fills.
 
     Args:
-        x: Where the text begins, has its middle or ends, by `anchor`.
-        y: Its base line.
+        x: Where the text begins, has its middle or ends, by `anchor`, in pixels.
+        y: Its base line, in pixels.
         text: The text.
         anchor: "start", "middle" or "end".
         bold: Whether it is bold.
-        behind: The colour of its block, which is drawn around it, over patterns.
-        size: The size of the font.
+        behind: The colour of the block below, drawn as an outline of the letters, so that they can
+            be read over a pattern. "none": no outline.
+        size: The size of the font, in pixels.
     """
     style = ' font-weight="bold"' if bold else ""
     if size != FONT_SIZE:

@@ -120,7 +120,11 @@ class Picture:
 
 
 def picture(sharding: Sharding, dims: Sequence[str] = (), devices: Sequence[int] = ()) -> Picture:
-    """Make the picture of a sharding along one or two dims.
+    """Find out all that a drawing of a sharding shows: which device holds which block of the array.
+
+    The result has no colours and no pixels: it is drawn as SVG or printed as text. Its `cards`,
+    [cards, blocks down, blocks across], has the device of each block, with one card for each place
+    along the mesh axes that do not shard the two drawn dims.
 
     Args:
         sharding: The sharding.
@@ -200,7 +204,12 @@ def reading(drawn: Picture) -> list[str]:
 
 
 def _drawn_dims(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
-    """Choose the dims to draw. Raises ShapeError for dims that do not exist, and for more than two."""
+    """Choose which one or two dims of an array are drawn, as numbers in the array's order.
+
+    `dims` are the names that the user asks for. Without names, sharded dims come before others, and
+    of the others the last ones first. Raises ShapeError for dims that do not exist, and for more
+    than two.
+    """
     names = sharding.layout.names
     for name in dims:
         if name not in names:
@@ -217,12 +226,16 @@ def _drawn_dims(sharding: Sharding, dims: Sequence[str]) -> tuple[int, ...]:
 
 
 def _strip(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Strip:
-    """Find the blocks between all positions where rows of some device begin or end."""
+    """Divide a dim into runs of rows that one block owns.
+
+    8 rows under zigzag on 2 devices -> rows 0-1 of block 0, 2-3 of 1, 4-5 of 1, 6-7 of 0. With many
+    blocks, only the first are kept. `numbers` has the number of each device of the mesh, in order.
+    """
     length = sharding.shape[d]
     rows = rows_in_order(sharding, d)
     edges = np.unique(np.concatenate([rows.start, rows.start + rows.length, [0, length]]))
     edges = edges[: MAX_BLOCKS + 1]
-    # The last rows that begin at or before a block are those that contain it.
+    # For the row at which each run begins, find the interval of the block that has this row.
     owners = rows.block[np.searchsorted(rows.start, edges[:-1], side="right") - 1]
     return Strip(
         dim=sharding.layout.dims[d],
@@ -234,7 +247,11 @@ def _strip(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Strip:
 
 
 def _notes(sharding: Sharding, drawn: tuple[int, ...]) -> tuple[str, ...]:
-    """Say in words what every mesh axis does."""
+    """Write sentences on what each mesh axis does, to print below a drawing.
+
+    Such as "n is cut over dp, in contiguous chunks" and "along tp all devices hold the same values
+    (replicas)". `drawn` has the numbers of the dims that are drawn; other sharded dims are named.
+    """
     layout = sharding.layout
     notes = []
     for dim in layout.dims:

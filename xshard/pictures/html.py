@@ -115,7 +115,9 @@ def gradients_html(plan: ContractionPlan) -> str:
 
 
 def _bars(head: str, values: Mapping[str, float], text: Callable[[Any], str]) -> str:
-    """Draw values by name as bars of one scale.
+    """Make an HTML table with a row for each value: its name, the value as text, and a bar.
+
+    The largest value has the longest bar.
 
     Args:
         head: The caption.

@@ -104,12 +104,15 @@ def _origin_and_owner(owned: OwnedRun) -> tuple[str, int]:
 
 
 def lanes_of(sharding: Sharding, d: int, numbers: NDArray[np.int64]) -> Iterator[Lane]:
-    """Yield the block at every index along the axes of an overlapping dim.
+    """Yield, for each block of a dim with halos, which rows it holds and which device owns them.
+
+    8 rows on 2 devices with a halo of 1: block 0 holds 4 rows of its own and 1 of device 1. Rows
+    beyond the ends of the array have no owner. Without halos, nothing is yielded.
 
     Args:
         sharding: The sharding.
-        d: The dim.
-        numbers: The number of every device of the mesh.
+        d: The number of the dim.
+        numbers: The number of each device of the mesh, in order.
     """
     dim = sharding.layout.dims[d]
     if dim.overlap is None:
@@ -158,7 +161,12 @@ def _owned_runs(spans: Iterable[RowSpan], owners: IntervalTable) -> Iterator[Own
 
 
 def _divide_by_owner(run: Run, origin: str, owners: IntervalTable) -> Iterator[OwnedRun]:
-    """Divide consecutive rows where their owner changes."""
+    """Divide consecutive rows into runs that one block owns each.
+
+    Rows 2-5, where block 0 owns rows 0-3 and block 1 rows 4-7 -> rows 2-3 of 0, and 4-5 of 1.
+    `origin` says how these rows came into the block (its own, a halo, beyond an end), and is handed
+    on.
+    """
     owner_stops = owners.start + owners.length
     start = run.start
     stop = run.start + run.length
@@ -167,7 +175,7 @@ def _divide_by_owner(run: Run, origin: str, owners: IntervalTable) -> Iterator[O
         if i < len(owner_stops):
             owner = int(owners.block[i])
             end = min(stop, int(owner_stops[i]))
-        else:  # behind the rows that are drawn
+        else:  # `owners` has only the rows that are drawn
             owner = NO_OWNER
             end = stop
         yield OwnedRun(origin, owner, Run(start, end - start))
@@ -187,7 +195,12 @@ def _beyond_text(overlap: Overlap, origin: str, runs: Runs) -> str:
 
 
 def _run_texts(run: Run, most: int) -> list[str]:
-    """Write one run as text, a little more than `most` pieces if it has as many."""
+    """Write the row numbers of one run as texts, such as ["0-3", "8-11"].
+
+    A run is `length` consecutive rows, repeated every `stride` rows. Single rows 0, 2, 4 are
+    ["0-4 step 2"], row 0 three times is ["0 x3"]. At most `most` + 1 texts are returned, so that
+    the caller sees whether there are too many.
+    """
     if run.start == FILL:
         return [f"{run.length * run.repeats} fill"]
     if run.length == 1 and run.repeats > 1:

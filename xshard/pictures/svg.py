@@ -31,9 +31,10 @@ def sharding_svg(drawn: Picture) -> str:
 
 
 def plan_svg(plan: Plan) -> str:
-    """Draw an array's blocks before and after every step.
+    """Draw a plan as SVG: the array's blocks before and after each step, one below the other.
 
-    Between them are lines, thicker for more bytes.
+    Between them stand the step, its price, and a line for each message between two devices, thicker
+    for more bytes.
     """
     dims = _plan_dims(plan)
     devices = plan.src_devices
@@ -57,7 +58,10 @@ def plan_svg(plan: Plan) -> str:
 
 
 def mesh_svg(mesh: Mesh) -> str:
-    """Draw the devices of a mesh, a row for every place along all axes but the last."""
+    """Draw the devices of a mesh as SVG: the last axis goes across, and all others go down.
+
+    Mesh dp=2, cp=2, tp=4 has 4 rows of 4 devices, called "dp=0 cp=0", "dp=0 cp=1", ...
+    """
     n_columns = mesh.sizes[-1] if mesh.sizes else 1
     first_devices = range(0, mesh.n_devices, n_columns)[:MAX_DEVICES]
     heads = [""]  # a mesh without axes has one device
@@ -80,7 +84,10 @@ def mesh_svg(mesh: Mesh) -> str:
 def _messages(
     stage: Stage, itemsize: int, senders: Sequence[int], receivers: Sequence[int]
 ) -> Shape:
-    """Draw senders above, receivers below, and a line for what each sends each.
+    """Draw the messages of a step: senders above, receivers below, a line from each to each.
+
+    The line is thicker for more elements. With too many devices for a drawing, it is a line of
+    text.
 
     Args:
         stage: The step with the sharding before it.

@@ -94,7 +94,15 @@ class Fitted:
 def _steps_text(
     head: str, rows: Sequence[table.Row], total: str, width: int
 ) -> Iterator[RenderableType]:
-    """Print the steps of a plan between its title and its total: a table, or lines if it is too wide."""
+    """Yield what a terminal shows of a plan: its title, its steps, and its price in all.
+
+    Args:
+        head: The title.
+        rows: The texts of each step: step, layout after it, local shape, received, time, peak.
+        total: The line with the price of the whole plan.
+        width: The columns of the terminal. If a table is wider, each step is written on lines
+            instead.
+    """
     yield lines_of(head, width)
     column_widths = [max(map(len, column)) + 3 for column in zip(table.HEAD, *rows, strict=True)]
     if sum(column_widths) <= width:
@@ -146,7 +154,10 @@ def _grid_text(drawn: Picture, width: int) -> Iterator[RenderableType]:
 
 
 def _grids(drawn: Picture, width: int) -> Iterator[Table]:
-    """Print the grid, its columns split into bands that fit the width of the console."""
+    """Yield tables that show which device holds which block of an array: rows down, columns across.
+
+    One table if it fits the `width` of the terminal, else several, each with some of the columns.
+    """
     down, across = drawn.sides
     corner = " / ".join(strip.head for strip in drawn.strips) or "scalar"
     cells = [
@@ -198,7 +209,11 @@ class LegendColumn(NamedTuple):
 
 
 def _legend(drawn: Picture) -> Table:
-    """Print one line per device: coordinates, local shape, rows of each sharded or overlapping dim."""
+    """Make a table with a line for each device: its place on the mesh, and what it holds.
+
+    Such as device 3, dp=1, tp=1, local shape 4x2, rows 4-7 of n, rows 2-3 of c. Only dims that are
+    sharded or have halos have a column.
+    """
     sharding = drawn.sharding
     columns = _legend_columns(sharding)
     heads = [column.head for column in columns]

@@ -43,7 +43,11 @@ def explain(plan: Plan) -> str:
 
 
 def alternatives(plan: Plan) -> tuple[Alternative, ...]:
-    """Return the plan, then its alternatives for the same machine.
+    """List a plan and the other ways between its layouts, all priced for the same machine.
+
+    Returns:
+        The plan itself first, then one entry per way, such as "collectives alone". A way that is
+        not possible has None for its plan, and the reason.
 
     Raises:
         PlanError: The plan leads from one mesh to another.
@@ -51,7 +55,9 @@ def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     if plan.transfer:
         reason = f"no alternatives from {plan.mesh!r} to {plan.dst_mesh!r}"
         raise PlanError(reason, hint="they are ways on one mesh")
-    # As the search does: in the order of the source's dims, without copy tags, in normal form.
+    # As the search does: both layouts in normal form, with the dims in the source's order. A
+    # transposition of the dims is then the plan's last step, and every alternative ends with it
+    # too.
     target = plan.target.in_order(plan.source.layout.names)
     start = plan.source.with_layout(plan.source.normal_layout)
     goal = target.with_layout(target.normal_layout)
@@ -78,7 +84,14 @@ StepsFinder = Callable[[], Sequence[Step]]
 def _searches(
     start: Sharding, goal: Sharding, dtype: str, profile: Profile, split: Split
 ) -> dict[str, StepsFinder]:
-    """Return every alternative by name, as a function that finds its steps, or raises PlanError."""
+    """Return the other ways from one layout to another, by name, each as a function to call later.
+
+    Each function returns the collectives of that way in order, or raises PlanError where the way is
+    not possible, as in {"direct exchange": find_steps, "all-gather and slice": find_steps}.
+    `split` holds the mesh axes that the plan divides into sub-axes; () if it divides none.
+    """
+    # Blocks with halos (rows of their neighbours) move by a few fixed ways, without a search.
+    # Blocks with halos (rows of their neighbours) move by a few fixed ways, without a search.
     if start.layout.has_overlap or goal.layout.has_overlap:
         paths = overlap_paths.paths_by_name(start, goal, dtype, profile)
         return {name: _constant(steps) for name, steps in paths.items()}
@@ -98,7 +111,8 @@ def _searches(
         return _gather_and_slice(start, goal)
 
     searches: dict[str, StepsFinder] = {}
-    if split:  # otherwise the plan itself is on whole axes
+    # A plan that divides no axes is on whole axes itself, and would be its own alternative.
+    if split:
         searches["whole axes"] = on_whole_axes
     searches["direct exchange"] = by_exchange
     searches["collectives alone"] = by_collectives
@@ -116,9 +130,13 @@ def _constant(steps: Sequence[Step]) -> StepsFinder:
 
 
 def _gather_and_slice(start: Sharding, goal: Sharding) -> tuple[Step, ...]:
-    """Reduce sums that end, gather every dim to the shards that both have, slice to the goal.
+    """Build the simplest way between two layouts: all-reduce, all-gather, then slice locally.
 
-    Both are in normal form.
+    Sums that the goal no longer has are all-reduced. Each dim keeps the outer shards that both
+    layouts have, is gathered over the others, and is sliced as the goal says: from n/dp/tp to
+    n/dp/cp, dim n is gathered over tp and then sliced over cp. Sums that begin leave the values on
+    the first device along their axes and zeros on the others (Mask). Both layouts are in normal
+    form.
     """
     src = start.layout
     dst = goal.layout
@@ -168,12 +186,16 @@ def _row(option: Alternative) -> tuple[str, ...]:
 
 
 def _verdict(plan: Plan, options: Sequence[Alternative]) -> str:
-    """Say in a sentence why the plan won, and which faster ways hold too much memory."""
+    """Say why the plan won: a sentence on the best alternative, and one per way that is too large.
+
+    A way is too large if it holds a block larger than both the source's and the destination's, as
+    gathering the whole array does between two sharded layouts.
+    """
     if not plan.steps:
         return "The layouts mean the same: there is nothing to do."
     allowed = {}
     too_large = {}
-    for option in options[1:]:
+    for option in options[1:]:  # the first is the plan itself
         other = option.plan
         if other is None or other.steps == plan.steps:
             continue
@@ -187,7 +209,11 @@ def _verdict(plan: Plan, options: Sequence[Alternative]) -> str:
 
 
 def _against_best(plan: Plan, others: Mapping[str, Plan]) -> str:
-    """Compare the plan with the fastest of the others by bytes, messages and steps."""
+    """Say in a sentence how much faster the plan is than the fastest of the others, and why.
+
+    Such as "2 us faster than direct exchange, the best of the others, under 'h100': 6 fewer
+    messages."
+    """
     if not others:
         return "Every other way within the memory of both ends is the same plan or not possible."
     name = min(others, key=lambda name: others[name].cost)

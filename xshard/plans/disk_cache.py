@@ -38,10 +38,11 @@ def read_or_make(
     make: Callable[[], P],
     options: Mapping[str, Any] | None = None,
 ) -> P:
-    """Return the plan that an earlier run wrote for a request, or make one and write it.
+    """Return the plan that an earlier run wrote to disk for a request, or make one and write it.
 
-    A file counts only if the same code wrote it whole, for the same request and options, and its
-    plan passes all checks.
+    The file's name is a digest of the request, the options and the package's code, so that other
+    code never reads it. A file that is damaged, or whose plan fails its checks, is ignored and
+    written anew. Without a folder in XSHARD_CACHE, the plan is made and nothing is written.
 
     Args:
         request: A frozen dataclass with all that the plan depends on, its `profile` included.
@@ -49,7 +50,7 @@ def read_or_make(
         make: Makes the plan afresh.
         options: What the plan depends on beside the request.
     """
-    folder = os.environ.get(VARIABLE)
+    folder = os.environ.get(VARIABLE)  # XSHARD_CACHE
     if not folder:
         return make()
     values = {field.name: getattr(request, field.name) for field in fields(request)}
@@ -61,7 +62,8 @@ def read_or_make(
             plan = read(data["plan"], request.profile)
             os.utime(file)  # used now: `_remove_oldest` goes by this time
             return plan
-    except Exception:  # no file, or one with any value in any place: it is planned afresh
+    # The file may be missing or hold anything: whatever goes wrong, the plan is made afresh.
+    except Exception:
         pass
     plan = make()
     try:
@@ -85,9 +87,10 @@ def _write(file: Path, key: str, plan_text: str) -> None:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Remove the older half of the plans if there are too many; files of other names stay.
+    """Delete the half of the cached plans that was used least recently, if there are too many.
 
-    Unfinished files count once they are a day old: their writer has died.
+    Files that this cache did not write stay. A file that is still being written (its name ends with
+    the writer's process and thread) counts once it is a day old, since its writer has died.
     """
     yesterday = time.time() - DAY_S
     files: list[tuple[float, str]] = []  # when it was last used, its path

@@ -41,7 +41,11 @@ def as_expression(expression: Any) -> Any:
 
 
 def sides(expression: Expression) -> Sides:
-    """Parse an expression, unless it is parsed already: "n/a -> n" -> both layouts and the text.
+    """Parse what a user passed as "layout -> layout" into two layouts and a text for errors.
+
+    "n/dp -> n" gives the layouts n/dp (rows sharded over axis dp) and n (replicated), and the text
+    itself. A pair of layouts and a plan give their two layouts, and a text written from them. A
+    result of this function is returned as it is.
 
     Raises:
         NotationError: The text is wrong, marked with a caret.
@@ -74,7 +78,7 @@ def sides_or_one(layout: Layout | Expression) -> Sides:
 def check_given(
     what: str, plan: Any, dtype: str, shape: Any = None, mesh: Mesh | None = None, **about: Any
 ) -> None:
-    """Check that a plan that the user passed is for this array.
+    """Check that a plan that the user passed is for this array: its mesh, dtype and global shape.
 
     Args:
         what: The subject of the error on the dtype, as "the block is".
@@ -89,6 +93,8 @@ def check_given(
         DtypeError: The plan is for another dtype.
         ShapeError: The plan is for another shape.
     """
+    # The plan of a contraction has a shape for each operand.
+    # The plan of a contraction has a shape for each operand.
     planned = plan.shape if isinstance(plan, Plan) else plan.shapes
     if mesh not in (None, plan.mesh):
         raise MeshError(f"the plan is for {plan.mesh!r}, this is {mesh!r}", **about)
@@ -109,7 +115,10 @@ def check_block(
     inferred: bool,
     start: int = 0,
 ) -> None:
-    """Check that a block has the shape that its layout gives it.
+    """Check that one device's block has the local shape that its layout gives it.
+
+    Under n/dp, 8 rows on 4 devices are 2 rows on each: a block of 3 rows is refused, with a caret
+    below the dim n in the user's text.
 
     Args:
         what: The subject of the error, as "this process's block".
@@ -131,10 +140,13 @@ def check_block(
         for name, length, expected_length in zip(names, local_shape, expected, strict=False)
         if length != expected_length
     ]
-    # Reversed, so that of several occurrences the first one wins: a dim is marked where it comes first.
+    # A dim may occur on both sides of the arrow. Later entries of a dict replace earlier ones, so
+    # the reversed order leaves each dim's first occurrence.
     span_of = {name: span for name, span in reversed(text_spans(text).dims) if span[0] >= start}
     span = None
-    if wrong_dims:  # none if only the number of dims is wrong
+    # If only the number of dims is wrong, no single dim is marked.
+    if wrong_dims:
+        # A dim that the text does not name stands for the ellipsis.
         span = span_of.get(wrong_dims[0], span_of.get(ELLIPSIS))
     if inferred:
         hint += "; if blocks differ in size, pass shape= (the global shape)"

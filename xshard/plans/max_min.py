@@ -31,7 +31,11 @@ class MaxMinPlans:
 
 @layout_cache(maxsize=1024)
 def max_min_plans(plan: Plan) -> MaxMinPlans:
-    """Find the plans for the derivatives of a max or min.
+    """Plan what the gradient of a redistribution with a max or min over devices needs.
+
+    With y = max over the devices of x, the gradient goes to the devices where x equals y, divided
+    by their number where several are equal. So y is brought to every device that has an x, the
+    equal ones are counted by a sum, and the gradients move as those of a sum do.
 
     Raises:
         LinearityError: The destination holds a max or min too, so the gradient is not defined.
@@ -53,7 +57,8 @@ def max_min_plans(plan: Plan) -> MaxMinPlans:
     copies = with_kind(candidates, "copy")
     try:
         result = find(plan.dst, copies)
-    except PlanError:  # the output lacks rows
+    except PlanError:
+        # The output lacks rows of x, so y cannot be made from it: it is reduced again from x.
         result = find(candidates, copies)
     return MaxMinPlans(
         result=result,

@@ -104,6 +104,8 @@ class Plan(Pictured):
             raise PlanError(
                 f"no objective {self.objective!r}", hint=f"there are: {', '.join(OBJECTIVES)}"
             )
+        # A plan verifies itself, so one from a search, a file or a user's hand is right or is
+        # refused.
         self._check_destination()
         self._check_sums_on_whole_axes()
         self._check_scale()
@@ -248,7 +250,11 @@ class Plan(Pictured):
 
     @cached_property
     def request(self) -> Request:
-        """The request for this plan."""
+        """The request that this plan answers: both layouts and meshes, shape, dtype and limits.
+
+        Searching for it gives a plan between the same layouts, perhaps with other steps. On one
+        mesh, both sides have the same devices.
+        """
         return Request(
             self.src,
             self.dst,
@@ -438,7 +444,12 @@ def find_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool =
 
 @layout_cache(maxsize=4096)
 def search_plan(request: Request, objective: str = FORWARD, *, by_transfer: bool = False) -> Plan:
-    """Search the cheapest plan, without plans of earlier runs: for searches that compare many."""
+    """Search the cheapest plan from one layout to another, without reading plans of earlier runs.
+
+    Devices keep their places on the destination's mesh, unless `request.relabel` allows others:
+    then the plan with devices in other places is returned if it is faster and receives no more
+    bytes. `by_transfer` plans a move between two meshes as such, even if they are one mesh.
+    """
     if request.dst.names != request.src.names:
         # No price depends on the order of dims: move in the source's order, and transpose at the end.
         inner = search_plan(request.in_order, objective, by_transfer=by_transfer)
@@ -473,7 +484,10 @@ def _with_objective(plan: Plan, objective: str) -> Plan:
 
 
 def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
-    """Return the cheapest plan in which devices keep their places.
+    """Return the cheapest plan in which every device keeps its place on the destination's mesh.
+
+    On one mesh the steps are collectives. Between two meshes, or with `by_transfer`, one of the
+    steps sends pieces of blocks from the devices of the source to those of the destination.
 
     Raises:
         PlanError: No plan fits the memory limit; it names the smallest peak.
@@ -486,6 +500,8 @@ def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
         plan = cheapest(request, _make_plan, relabel=False)
     if request.factor != 1:  # also for a mean that begins: scaling needs the same dtypes
         check_reduction(request.dtype, "sum")
+    # Only a transfer returns None for a limit that is too small: the search on one mesh raises.
+    # Only a transfer returns None for a limit that is too small: the search on one mesh raises.
     if plan is None:
         unlimited = replace(request, memory_limit=None)
         paths = transfer_paths(unlimited)
@@ -497,7 +513,11 @@ def _cheapest_in_place(request: Request, by_transfer: bool) -> Plan:
 
 
 def _make_plan(request: Request, steps: tuple[Step, ...], split: Split) -> Plan:
-    """Put steps that a search found into a plan, which checks them."""
+    """Make a plan of the steps that a search found, with the layouts and limits of its request.
+
+    The plan checks itself when it is made: the steps have to lead from `src` to `dst`. `split` says
+    which mesh axes the steps divide into sub-axes, as dp=8 into 2 x 4; () if none.
+    """
     return Plan(
         src=request.src,
         dst=request.dst,

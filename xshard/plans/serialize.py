@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a field of a frozen value as text, numbers, lists and dicts."""
+    """Convert a value to what JSON can hold: text, numbers, lists and dicts.
+
+    A mesh of dp=2 and tp=4 becomes {"dp": 2, "tp": 4}, a layout its text "n/dp c", a tuple a list.
+    """
     if isinstance(value, tuple):
         return [to_plain(item) for item in value]
     if isinstance(value, Mesh):
@@ -49,7 +52,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(declared_type: Any, value: Any) -> Any:
-    """Read a field that `to_plain` wrote.
+    """Convert a value of parsed JSON back to the type that a dataclass declares for the field.
+
+    `tuple[int, ...]` and [2, 4] -> (2, 4); `int | None` and null -> None. The inverse of
+    `to_plain`.
 
     Args:
         declared_type: The field's type: a class, `tuple[int, ...]`, `tuple[str, int]` or `X | None`.
@@ -65,7 +71,7 @@ def from_plain(declared_type: Any, value: Any) -> Any:
         return _tuple_from_plain(arguments, value)
     if declared_type in _READERS:
         return _READERS[declared_type](value)
-    if type(value) is not declared_type:  # exactly: in JSON, true is no whole number
+    if type(value) is not declared_type:  # not isinstance: True is an int in Python
         expected = _NAMES.get(declared_type, declared_type.__name__)
         raise XshardError(f"{short_repr(value)} is not {expected}")
     return value
@@ -170,8 +176,11 @@ def reading_plan() -> Iterator[None]:
 
 
 def plan_to_plain(plan: Plan) -> dict[str, Any]:
-    """Return a plan as the dict that its JSON holds."""
-    # A range stands for 0, 1, 2, ...: a mesh of 10,000 devices needs no list of them.
+    """Convert a plan to the dict that its JSON holds: layouts as text, steps as dicts of fields.
+
+    "after" has the layout after each step, which a reader compares with what the steps give.
+    """
+    # Devices 0, 1, 2, ... are written as an empty list, so that 10,000 of them take no space.
     src_devices = [] if isinstance(plan.devices, range) else list(plan.devices)
     data = {
         "src": str(plan.src),
@@ -198,11 +207,13 @@ class ReadPlan(NamedTuple):
 
 
 def plan_from_plain(data: dict[str, Any], profile: Profile | str | None) -> ReadPlan:
-    """Read the dict that `plan_to_plain` wrote.
+    """Parse a plan's JSON into the arguments that make the plan, and the layouts after its steps.
+
+    The inverse of `plan_to_plain`. The caller makes the plan, which checks itself.
 
     Args:
         data: The parsed JSON, which may hold anything.
-        profile: The machine to price the plan for, in place of the one that the JSON names.
+        profile: The machine to price the plan for. None: the one that the JSON names.
     """
     machine = load_profile(data["profile"] if profile is None else profile)
     # Layouts name maps by their digests: while this value lives, the texts below can be parsed.

@@ -57,7 +57,12 @@ def _with_meshes(plan: Plan, table: Sequence[tuple[str, ...]]) -> list[tuple[str
 
 
 def rows(plan: Plan) -> tuple[Row, ...]:
-    """Return the source, then one row per step; below it a row per kind of link, if it runs in phases."""
+    """Return the rows of a plan's printed table: the source's layout, then one row per step.
+
+    A row has texts: the step, the layout after it, the block's shape, bytes received, time and
+    peak. A collective that runs in phases, inside nodes and between them, has a row for each phase
+    below.
+    """
     table = [Row("", str(plan.src), _shape_text(plan.source), "", "", "")]
     last = len(plan.stages) - 1
     for i, (stage, price) in enumerate(zip(plan.stages, plan.prices, strict=True)):
@@ -77,9 +82,10 @@ def rows(plan: Plan) -> tuple[Row, ...]:
 
 
 def _phase_rows(plan: Plan, stage: Stage) -> list[Row]:
-    """Return a row per kind of link over which a collective runs, in the order of its phases.
+    """Return a table row for each phase of a collective that runs over links of several speeds.
 
-    None for a step that runs over links of one kind.
+    An all-reduce over axes inside a node and between nodes has a row "  over tp=8" and a row
+    "  over dp=2", each with its bytes and time. A step over links of one kind has no such rows: [].
     """
     step = stage.step
     if not isinstance(step, AllGather | AllReduce | ReduceScatter):
@@ -132,7 +138,11 @@ def device_ranges(devices: Sequence[int]) -> str:
 
 
 def total(plan: Plan) -> str:
-    """Return the price of the whole plan beside the lower bound, on a line."""
+    """Return one line of text with the price of a whole plan: bytes, time and peak memory.
+
+    The bytes received stand beside the fewest that any plan between these layouts can receive, such
+    as "received 3.0 MiB (1.50x the bound of 2.0 MiB), 12 us, peak 8.0 MiB, priced for h100".
+    """
     received = format_bytes(plan.bytes_received)
     bound_bytes = plan.bytes_lower_bound
     bound = format_bytes(bound_bytes)

@@ -142,10 +142,14 @@ class Transfer(Step):
         return self.src_devices[message.src] == self.dst_devices[message.dst]
 
     def run(self, blocks: Blocks, before: Sharding) -> list[Block]:
-        """Compute the new blocks in numpy.
+        """Compute in numpy what each device of the destination's mesh holds after the transfer.
 
-        One block per device of the source -> one block per device of the destination.
+        One block per device of the source -> one block per device of the destination. Each message
+        copies a box (a range of rows in every dim) of one block to a place in another. Where
+        several messages reach the same place, they hold addends, and are reduced.
         """
+        # Nothing moves: every device has the block that it needs.
+        # Nothing moves: every device has the block that it needs.
         if self.is_in_place:
             return [blocks[self.src_devices.index(device)] for device in self.dst_devices]
         devices = range(self.target.mesh.n_devices)
@@ -216,7 +220,12 @@ class Transfer(Step):
 
     @cached_property
     def flows(self) -> dict[Link, Flow]:
-        """What crosses devices, by the link that it takes: inside a node, and between nodes."""
+        """What each device sends and receives, by link: inside nodes, and between nodes.
+
+        A link's array is [2, devices, 2]: sent and received; per device; elements and messages.
+        """
+        # Pairs of a device with itself are copies in its memory, and take no link.
+        # Pairs of a device with itself are copies in its memory, and take no link.
         senders, receivers, elements = self.pairs[:, self.pairs[0] != self.pairs[1]]
         across = are_on_two_nodes(self.profile, senders, receivers)
         flows: dict[Link, Flow] = {}
@@ -268,7 +277,10 @@ class Transfer(Step):
 
     @property
     def _rearranged(self) -> NDArray[np.int64]:
-        """Elements that every device copies from its old block to its new one, unless that is the same."""
+        """Count the elements that each device copies from its old block to its new one: [devices].
+
+        0 where the old block is the whole new block, since it is then used without a copy.
+        """
         copied = np.zeros(len(self._devices), np.int64)
         # A look at the pairs first: making messages takes much longer.
         if not (self.pairs[0] == self.pairs[1]).any():

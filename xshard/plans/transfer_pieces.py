@@ -56,15 +56,25 @@ class Holders(NamedTuple):
 
 @layout_cache(maxsize=4096)
 def find_pieces(source: Sharding, target: Sharding, sends: bool) -> SentPieces:
-    """Find the pieces, in order of receivers, of addends, and of boxes; none unless it `sends`."""
+    """Find which pieces of the array each device of the destination has to receive.
+
+    A piece is a box (a range of rows in every dim) that lies in one block of the source and in one
+    block of the target. 8 rows from 2 devices to 4: each of the 4 receives one piece of 2 rows. If
+    the source holds addends of a sum, each receiver has one such piece for each addend.
+
+    Pieces are in the order of receivers, then addends, then boxes. Without `sends`, there are none.
+    """
     dims = source.layout.dims
     n_addends = source.mesh.size(*source.layout.tagged(*REDUCERS))
-    # Begin with one piece for each receiver and addend; each dim cuts the pieces further.
-    # The first device along a new sum contributes, the others add nothing.
+    # If the target is a sum over devices, the first one along its axes receives the values, and the
+    # others keep zeros, so they receive nothing.
     is_receiver = target.mesh.indices(target.layout.tagged("sum")) == 0
     receivers = np.flatnonzero(sends & is_receiver)
+    # Begin with one piece for each receiver and addend; then each dim cuts the pieces further.
     dst = np.repeat(receivers, n_addends)
-    key = np.tile(np.arange(n_addends), len(receivers))  # as in `Holders.keys`
+    # One number for the addend and the block of the source in each dim, as in `Holders.keys`: it
+    # tells which devices hold the piece.
+    key = np.tile(np.arange(n_addends), len(receivers))
     size = np.ones_like(dst)
     part_numbers = list[Ints]()  # of each dim so far, [pieces]
     overlaps = [
@@ -115,7 +125,13 @@ def _cut_pieces(block_of_piece: Ints, starts: Ints) -> tuple[Ints, Ints]:
 
 @layout_cache(maxsize=4096)
 def _overlaps(owned: tuple[Runs, ...], wanted: tuple[Runs, ...]) -> Overlaps:
-    """Compare the rows that blocks of the source own with those that blocks of the target want."""
+    """Intersect, along one dim, the rows of every target block with the rows of every source block.
+
+    Source blocks with rows 0-3 and 4-7, target blocks with rows 0-5 and 6-7: the first target block
+    overlaps both source blocks, by 4 and by 2 rows, the second overlaps the last one by 2 rows. So
+    `length` is (4, 2, 2), `src_block` (0, 1, 1), and `starts` (0, 2, 3) says where each target
+    block's entries begin.
+    """
     n_parts = list[int]()  # of every block of the target
     src_blocks = list[int]()
     boxes = list[Any]()

@@ -59,16 +59,19 @@ def relabelled(
 
 
 def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Assign devices to places: the fewest elements in all, then the fewest for the busiest device.
+    """Choose which device takes which place on the destination's mesh, so that little is received.
 
-    The busiest device never receives more than if all stay. Of equal orders, the one with the fewest
-    devices that change places wins.
+    The elements received in all are the fewest with which no device receives more than the busiest
+    one would if all devices stayed in their places. Of such orders, one with the smallest load of
+    the busiest device wins, then one in which few devices change places. With `lacking` ((4, 0),
+    (0, 4)), device 0 has all that place 1 needs: the result is (1, 0), and nothing is sent.
 
     Args:
-        lacking: Elements that each device lacks at each place, [devices, places].
+        lacking: Elements that each device lacks at each place, [devices, places]. On the diagonal,
+            devices stay.
 
     Returns:
-        For each place its device.
+        For each place its device, [places].
 
     Raises:
         PlanError: scipy is not installed.
@@ -79,8 +82,8 @@ def best_places(lacking: NDArray[np.int64]) -> NDArray[np.int64]:
         hint = "pip install scipy, or xshard with its extra 'relabel'"
         raise PlanError("relabel=True needs scipy", hint=hint) from None
     places = np.arange(len(lacking))
-    # In one number: fewer elements first, then fewer devices that change places. Divided by the
-    # common unit, it stays exact as a float.
+    # The solver takes one weight. The elements count n + 1 times, more than all n changes of places
+    # together. Divided by their common divisor, weights stay small enough to be exact as floats.
     unit = max(1, int(np.gcd.reduce(lacking, axis=None)))
     weight = lacking // unit * (len(lacking) + 1) + (1 - np.eye(len(lacking), dtype=np.int64))
 
@@ -125,14 +128,20 @@ def transfer_paths(request: Request, *, relabel: bool = False) -> Iterator[Trans
 def _path_by(
     request: Request, leaving: Sharding, landing: Sharding, *, relabel: bool
 ) -> TransferPath:
-    """Find the steps to the sharding that is sent, and from the sharding that is received."""
+    """Plan one way between two meshes: collectives, a transfer, collectives.
+
+    The first collectives, on the source's mesh, lead from the user's layout to `leaving`, which is
+    sent. The last, on the destination's mesh, lead from `landing`, which is received, to the user's
+    layout. Either may be none. With `relabel`, devices may change places on the destination's mesh.
+    """
     source = request.source
     target = request.target
     src_devices = tuple(request.src_devices)
     dst_devices = tuple(request.dst_devices)
     if relabel:
         dst_devices = relabelled(leaving, landing, src_devices, dst_devices)
-    # The mean's factor is multiplied once: before the transfer if sums end there, else after it.
+    # A mean is a sum times a factor such as 1/4, which must be applied once: before the transfer if
+    # there are steps before it, which reduce the sums, else after it.
     scales_first = leaving.layout != source.normal_layout
     steps_before: tuple[Step, ...] = ()
     src_split: Split = ()
@@ -204,9 +213,10 @@ def landings(target: Sharding) -> Iterator[Sharding]:
 
 
 def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
-    """Shard each dim in turn further, over axes that hold addends or replicas.
+    """Yield, for each dim, the sharding in which that dim is sharded over `axes` as well.
 
-    Dims with blocks too short to give each device a row are left out.
+    On these axes devices have held addends or replicas until now. "n c" with axes (tp,) yields
+    "n/tp c" and "n c/tp". A dim is left out if its blocks are too short to give each device a row.
     """
     n_parts = sharding.mesh.size(*axes)
     layout = without_tags(sharding.layout, (*axes, *sharding.layout.tagged("copy")))
@@ -215,6 +225,9 @@ def _cut_over(sharding: Sharding, axes: tuple[str, ...]) -> Iterator[Sharding]:
         longest = max(lengths)
         if longest < n_parts:
             continue
+        # Equal blocks that divide evenly are cut axis by axis; others into parts whose lengths
+        # differ by one row at most. Equal blocks that divide evenly are cut axis by axis; others
+        # into parts whose lengths differ by one row at most.
         if len(lengths) == 1 and longest % n_parts == 0:
             shards = tuple(Shard((axis,)) for axis in axes)
         else:
@@ -228,10 +241,13 @@ def cheapest(
     *,
     relabel: bool,
 ) -> Plan | None:
-    """Return the best plan with a transfer within the memory limit, or None if none fits.
+    """Return the best plan from one mesh to another within the memory limit, or None if none fits.
+
+    Plans within a small tolerance of the fastest count as equally fast. Of these, the ones with the
+    fewest elements between nodes are kept, and the fastest of them wins.
 
     Args:
-        request: Layouts, meshes, limits.
+        request: Layouts, meshes, dtype, and the memory limit in bytes, or None.
         make_plan: Makes a plan of a request, steps and split axes.
         relabel: Whether devices may change places on the destination's mesh.
     """
@@ -241,7 +257,7 @@ def cheapest(
     best_s = math.inf
     for steps, split in transfer_paths(unlimited, relabel=relabel):
         plan = make_plan(unlimited, steps, split)
-        # The transfer's own price takes longest to find out: not for a path that lost without it.
+        # Pricing the transfer itself is slow. Skip it if the other steps alone take too long.
         if _seconds_around_transfer(plan) >= best_s * SAME_TIME:
             continue
         if limit is None or plan.peak_bytes <= limit:
@@ -255,7 +271,7 @@ def cheapest(
         fewest = min(crossing)
         plans = [plan for plan, n in zip(plans, crossing, strict=True) if n == fewest]
     best_s = min(plan.cost for plan in plans)
-    # The first of equals: paths with fewer steps come first.
+    # Of plans that are equal but for rounding, the first one: paths with fewer steps come first.
     best = next(plan for plan in plans if plan.cost <= best_s * ROUNDING)
     return replace(best, memory_limit=limit)
 

@@ -29,13 +29,14 @@ class Batch(NamedTuple):
 
 
 def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> list[tuple[int, ...]]:
-    """Choose the senders of all pieces of some transfers that run together.
+    """Choose which device sends each piece of transfers that run together, so that loads are even.
 
-    A receiver that holds a piece keeps its own. The other pieces are given out greedily, the largest
-    first, to the holder that would be done with it first.
+    Replicated blocks have several holders, and any of them can send a piece. A receiver that holds
+    a piece itself uses its own. The other pieces are given out greedily, the largest first, each to
+    the holder that would be done with it first.
 
     Args:
-        transfers: Their devices are numbers of one world.
+        transfers: The transfers, with devices that are numbered alike in all of them.
         itemsizes: Bytes of an element, one for each transfer. Default: 1.
 
     Returns:
@@ -43,14 +44,14 @@ def balanced(transfers: Sequence[Transfer], itemsizes: Sequence[int] = ()) -> li
     """
     itemsizes = itemsizes or (1,) * len(transfers)
     last_device = max((max(*t.src_devices, *t.dst_devices) for t in transfers), default=0)
-    busy_s = np.zeros(last_device + 1)  # until when each device of the world sends
+    busy_s = np.zeros(last_device + 1)  # [devices]: until when each device sends, in seconds
     chosen = []
     batches = list[Batch]()
     for t, (transfer, itemsize) in enumerate(zip(transfers, itemsizes, strict=True)):
-        senders = _own_positions(transfer, last_device)
+        senders = _own_positions(transfer, last_device)  # -1 for pieces that have to be sent
         chosen.append(senders)
         batches += _batches(transfer, t, np.flatnonzero(senders < 0), itemsize)
-    # Stable: of equal bytes and one transfer, batches stay in the order of `_batches`.
+    # Python's sort is stable, so batches of equal bytes stay in one order, the same on all ranks.
     batches.sort(key=lambda batch: (-batch.n_bytes, batch.transfer))
     for batch in batches:
         senders = _give_out(batch, transfers[batch.transfer], busy_s)
@@ -84,7 +85,12 @@ def _batches(transfer: Transfer, number: int, pieces: Ints, itemsize: int) -> li
 
 
 def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
-    """Choose the sender of each piece of a batch, and add the seconds to `busy_s`."""
+    """Choose which holder sends each piece of a batch: the one that would be done with it first.
+
+    All pieces of a batch have the same size and the same holders (devices with a replica of them).
+    Returns the senders' positions on the source's mesh, [pieces], and adds the seconds of sending
+    to `busy_s`, [devices], in place.
+    """
     profile = transfer.profile
     pieces = transfer._pieces
     holders = pieces.holders[pieces.group[batch.pieces[0]]]
@@ -94,7 +100,8 @@ def _give_out(batch: Batch, transfer: Transfer, busy_s: Floats) -> Ints:
     link_s = np.array([link.latency_s + batch.n_bytes / link.bytes_per_s for link in links])
     across = are_on_two_nodes(profile, devices, receivers[:, None])
     piece_s = link_s[across.astype(int)]  # [pieces, holders]
-    if (piece_s == piece_s[0, 0]).all():  # in closed form: there may be millions of pieces
+    # With equal times the loop below has a closed form, and there may be millions of pieces.
+    if (piece_s == piece_s[0, 0]).all():
         equal_s = max(float(piece_s[0, 0]), 1e-12)  # links of a profile may cost nothing
         taken = _fill_evenly(busy_s[devices], equal_s, len(batch.pieces))
         busy_s[devices] = taken.busy_s
@@ -117,15 +124,19 @@ class EvenFilling(NamedTuple):
 
 
 def _fill_evenly(busy_s: Floats, piece_s: float, n_pieces: int) -> EvenFilling:
-    """Give each of some equal pieces in turn to the holder that is done with it first.
+    """Give equal pieces, one after another, to the holder that would be done with it first.
 
-    The result is that of a loop over pieces, without the loop. `busy_s` (0, 5) with two pieces of 3 s:
-    both go to holder 0, which is busy until 6 s.
+    `busy_s` is until when each holder is busy, [holders]. With (0, 5) and two pieces of 3 s, both
+    go to holder 0, which would be done at 3 and at 6 s, where holder 1 would be done at 8 s.
+
+    The result is that of a loop over the pieces, without the loop: each holder offers the times at
+    which it would be done with its first, second, ... piece, and the earliest offers are taken.
     """
-    # If the k holders that are free first share all pieces, they end at `levels[k - 1]`.
+    # If the k holders that are free first shared all pieces evenly, they would end at `levels[k -
+    # 1]`.
     n_sharing = np.arange(1, len(busy_s) + 1)
     levels = (n_pieces * piece_s + np.sort(busy_s).cumsum()) / n_sharing
-    # No holder works longer than a piece beyond the lowest level: offers up to there are enough.
+    # No holder works more than one piece beyond the lowest level, so later offers are not needed.
     latest_s = levels.min() + piece_s
     n_offers = np.clip((latest_s - busy_s) / piece_s, -1, n_pieces).astype(np.int64) + 1
     holder = np.repeat(np.arange(len(busy_s)), n_offers)

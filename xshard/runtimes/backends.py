@@ -60,7 +60,7 @@ class Backend:
         return f"{self.package}_bridge.testing.{name}"
 
     def ask(self, n_devices: int, name: str, *arguments: Any, timeout_s: float) -> Any:
-        """Call a function of the kit where the devices are.
+        """Call one of xshard's test functions by name, in the process that has the devices.
 
         Args:
             n_devices: The number of devices.
@@ -124,7 +124,10 @@ def backend_named(name: str) -> Backend:
 
 
 def kit_process(name: str, preload: Sequence[str] = ()) -> Process:
-    """Return the process of the kit for a backend: it forks gloo ranks, or JAX has host devices in it.
+    """Return the process in which tests run torch or JAX, started if it is not running.
+
+    The process of torch forks a gloo rank for each device. That of JAX has as many CPU devices. The
+    caller's own process needs neither framework.
 
     Args:
         name: "torch" or "jax".

@@ -57,7 +57,10 @@ def calibrate(
     progress: Progress = _say_nothing,
     timeout_s: float = 1800.0,
 ) -> Calibration:
-    """Time plans on the backend and fit a profile to them.
+    """Measure how fast this machine moves data, and fit a cost profile for the planner to that.
+
+    Plans of one step each are timed, and the profile's constants (latency and bandwidth of links,
+    overheads) are fitted to their times. Further plans are timed only to see how well it predicts.
 
     Called by all ranks that torchrun has started, it measures those; the mesh has as many devices.
     Over several nodes the profile has a link inside nodes and one between them.
@@ -68,7 +71,7 @@ def calibrate(
         name: The name of the profile.
         sizes: Bytes of a device's block.
         rounds: How often every plan is measured.
-        disk: The disk of this folder is measured too, by the first rank.
+        disk: A folder, whose disk is measured too, by the first rank. None: no disk.
         progress: Called with the numbers of plans done, and of all.
         timeout_s: The limit of one batch of plans, see `Process.ask`.
 
@@ -111,7 +114,11 @@ def _devices_of_a_node(backend: Backend, mesh: Mesh) -> int | None:
 def _product_rates(
     backend: Backend, mesh: Mesh, rounds: int, timeout_s: float
 ) -> tuple[tuple[str, float], ...]:
-    """Measure products of square matrices on all devices at once: operations per second, by dtype."""
+    """Measure how fast each device multiplies matrices: (dtype, operations per second) pairs.
+
+    All devices multiply at once, since on one host they share its cores. Such as
+    (("float32", 5.2e10), ("bfloat16", 1.3e10)).
+    """
     seconds = backend.ask(
         mesh.n_devices,
         "worker.seconds_of_products",
@@ -131,17 +138,20 @@ def _product_rates(
 def measure(
     backend: Backend, plans: Sequence[Any], rounds: int, *, progress: Progress, timeout_s: float
 ) -> list[float]:
-    """Time every plan, in mixed batches: a slow spell of the machine is not taken for a slow step.
+    """Time every plan on a backend.
+
+    Plans are measured in batches in random order: if the machine is slow for a while, plans of all
+    kinds are affected, and no kind of step looks slower than it is.
 
     Args:
-        backend: Who runs them.
+        backend: torch or JAX, whose processes run the plans.
         plans: The plans.
-        rounds: How often each is measured.
+        rounds: How often each is measured; the median counts.
         progress: Called with the numbers of plans done, and of all.
         timeout_s: The limit of a batch.
 
     Returns:
-        The seconds of each plan.
+        The seconds of each plan, in the order of `plans`.
     """
     n_devices = max((plan.mesh.n_devices for plan in plans), default=1)
     order = random.Random(0).sample(range(len(plans)), len(plans))
@@ -162,7 +172,11 @@ def measure(
 def _source(
     backend: Backend, mesh: Mesh, sizes: Sequence[int], rounds: int, calibration: Calibration
 ) -> str:
-    """Say how, when and on which hardware it was measured, without the name of the machine."""
+    """Write a paragraph for a profile on how, when and on which hardware it was measured.
+
+    It has the date, the command, devices, cores, versions, sizes, and the error of the predicted
+    times. The name of the machine is left out, since profiles are shared.
+    """
     fitted_error = median_error(calibration.fitted, calibration.profile)
     package = backend.package
     devices = f"{mesh.n_devices} {backend.devices}"

@@ -21,7 +21,7 @@ _DIGITS = 4  # significant digits: it is not known better
 
 
 def measure_disk(folder: str | Path, size: int = DISK_BYTES) -> Link:
-    """Measure the disk of a folder.
+    """Measure how fast the disk of a folder is read, by a temporary file of random bytes.
 
     Args:
         folder: A folder that can be written to.
@@ -60,12 +60,15 @@ def measure_disk(folder: str | Path, size: int = DISK_BYTES) -> Link:
 def _reading_s(
     apply: Callable[..., Iterable[int]], file: int, starts: Sequence[int], n_bytes: int
 ) -> float:
-    """Time reads of so many bytes at each of these places, with nothing in memory.
+    """Return the seconds that reads of `n_bytes` at each place of a file take together.
+
+    The system is told first to forget what it keeps of the file in memory, so that the disk is
+    read.
 
     Args:
-        apply: `map`, or that of threads which read at once.
-        file: A descriptor.
-        starts: The places.
+        apply: `map`, for one read after another; or `map` of a pool of threads, for many at once.
+        file: The file's descriptor.
+        starts: Where each read begins, in bytes.
         n_bytes: The bytes of each read.
     """
 

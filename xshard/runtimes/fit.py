@@ -62,14 +62,17 @@ def median_error(samples: Sequence[Sample], profile: Profile) -> float:
 def fit(
     samples: Sequence[Sample], name: str, *, rounds: bool = False, node_devices: int | None = None
 ) -> Profile:
-    """Fit the profile that predicts the samples best, by relative error. Needs scipy.
+    """Fit a machine's constants to measured times: latency and bandwidth of links, and overheads.
+
+    The relative error of the predicted times is made small. Needs scipy.
 
     Args:
-        samples: The measurements.
+        samples: The measurements: plans and their seconds.
         name: The name of the profile.
-        rounds: See `Profile`.
-        node_devices: If given, one link is inside nodes and one across. Else all axes share one link,
-            unless links of their own make the error smaller by a tenth or more.
+        rounds: Whether collectives pay an overhead for each round of a ring, see `Profile`.
+        node_devices: Devices of a node: one link is fitted inside nodes, and one between them.
+            None: all axes share one link, unless a link for each axis makes the error smaller by a
+            tenth or more.
 
     Raises:
         CalibrationError: No sample sends anything, a time is not positive, or scipy is not installed.
@@ -135,7 +138,13 @@ def _fit_once(samples: Sequence[Sample], known: Profile, *, by_axis: bool) -> Pr
 
 
 def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
-    """Count how often a plan pays each constant: the coefficients of `Profile.seconds`."""
+    """Count how often a plan pays each constant of a machine: a row of the matrix that is fitted.
+
+    A plan's time is the sum of count times constant. {("latency", "dp"): 3, ("byte", "dp"): 6e6,
+    ("launch", "all_gather"): 1} pays the latency of dp's link three times, and its seconds per byte
+    six million times. `known` has what is not fitted, such as which devices share a node. With
+    `by_axis`, each mesh axis has a link of its own.
+    """
     row: Counter[Column] = Counter()
     for stage in plan.stages:
         kind = stage.step.kind
@@ -161,11 +170,13 @@ def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
 
 
 def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Find the non-negative x with A x closest to the seconds, in |log(A x / seconds)|.
+    """Find non-negative constants x whose predicted times, A x, are nearest to those measured.
 
-    So a prediction of twice the time counts like one of half the time. Large errors count in
-    proportion, not squared (Huber's loss), since a busy machine makes single times several times too
-    long. Solved by weighted least squares, with weights that give the same gradient.
+    `A` is [samples, constants], how often each sample pays each constant; `seconds` is [samples].
+    The error is |log(A x / seconds)|, so a prediction of twice the time counts like one of half the
+    time. Large errors count in proportion, not squared (Huber's loss), since a busy machine makes
+    single times several times too long. Solved by weighted least squares, with weights that give
+    the same gradient.
     """
     try:
         from scipy.optimize import nnls
@@ -178,8 +189,8 @@ def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.f
         scale = np.linalg.norm(weighted, axis=0)  # constants differ by 12 orders of magnitude
         scale[scale == 0] = 1
         x: NDArray[np.float64] = nnls(weighted / scale, seconds * weights)[0] / scale
-        ratio = np.maximum(A @ x / seconds, 1e-2)
-        # Away from 0, where log1p(error) / error has its limit 1.
+        ratio = np.maximum(A @ x / seconds, 1e-2)  # a prediction of 0 would have an infinite log
+        # log1p(error) / error is 0 / 0 for an error of 0, and nearly 1 beside it.
         error = np.where(np.abs(ratio - 1) > 1e-6, ratio - 1, 1e-6)
         log_error = np.abs(np.log(ratio))
         squared_weights = np.log1p(error) / error / ratio / np.maximum(log_error, _SMALL_ERROR)
@@ -188,7 +199,12 @@ def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.f
 
 
 def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
-    """Write fitted constants into a profile."""
+    """Make a profile of fitted constants.
+
+    `constants` maps what was fitted to seconds, such as ("latency", "dp"), ("byte", "dp"),
+    ("launch", "all_gather"), ("round", "all_gather") and ("copy", ""). Seconds per byte become
+    bytes per second. `start` gives the fields that were not fitted.
+    """
     links = {}
     launch_s = {}
     round_s = {}
@@ -202,7 +218,7 @@ def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
         elif kind == "round" and value > _NO_TIME:
             round_s[name] = _rounded(value)
     across = links.pop(_ACROSS, None)
-    # An axis that was not measured is as slow as the slowest that was. So is a kind of step.
+    # For axes and kinds of steps that were not measured, take the slowest that was measured.
     slowest = min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s))
     launch_s["other"] = max(launch_s.values())
     return replace(

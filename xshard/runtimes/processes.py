@@ -58,14 +58,14 @@ class Process:
         return self._child.poll() is None
 
     def ask(self, function: str, *arguments: Any, timeout_s: float, quiet: bool = False) -> Any:
-        """Call a function there: `function(*arguments, timeout_s)`.
+        """Call `function(*arguments, timeout_s)` in the other process, and wait for its result.
 
         Args:
-            function: Its name with its module.
+            function: The function's name with its module.
             *arguments: Its arguments, which are pickled.
-            timeout_s: The longest time without progress, see `Watch`. Then the process ends, with all
-                its forks.
-            quiet: Do not show on standard error what it printed.
+            timeout_s: The longest time without progress, see `Watch`. Then the process is ended,
+                with all its forks.
+            quiet: Do not show on standard error what the function printed.
 
         Returns:
             What the function returns.
@@ -114,7 +114,12 @@ class Process:
         self._child.stdin.flush()
 
     def _receive(self, timeout_s: float) -> Any:
-        """Wait for an answer. Raises EOFError if the process ends, TimeoutError if it stands still."""
+        """Wait for the other process's answer and unpickle it.
+
+        Raises EOFError if the process ends, and TimeoutError if it makes no progress for
+        `timeout_s`. Progress is processor time that it uses, so slow work goes on and a deadlock
+        does not.
+        """
         assert self._child.stdout is not None
 
         def spent_s() -> float | None:
@@ -122,7 +127,8 @@ class Process:
 
         watch = Watch(spent_s, timeout_s, _PATIENCE_S)
         while not select.select([self._child.stdout], [], [], watch.pause_s)[0]:
-            if not self.is_alive:  # its forks may keep the pipe open
+            # Its forks may keep the pipe open, so that no end of the file tells that it has ended.
+            if not self.is_alive:
                 raise EOFError
             why = watch.why_over()
             if why is not None:
@@ -192,7 +198,12 @@ class Watch:
         return min(1.0, self._limit_s / 8)
 
     def why_over(self) -> str | None:
-        """Return why the processes should be given up; None while they may go on."""
+        """Return why the watched processes should be ended, as text; None while they may go on.
+
+        Such as "it stood still for 60 s": they used hardly any processor time for that long. Using
+        very much of it in all is a reason, too. Where processor time is not known, elapsed time
+        counts.
+        """
         now_s = time.monotonic()
         spent_s = self._spent_s()
         if self._start_s is None:
@@ -203,7 +214,8 @@ class Watch:
             return f"it took more than {self._stated_s:g} s" if is_late else None
         if spent_s - self._start_s > self._limit_s * _CORES:
             return f"it took more than {self._stated_s * _CORES:g} s of processor time"
-        # Less than before: one of the processes has ended, which is progress.
+        # Enough was used since the last progress. A negative number means that one of the processes
+        # has ended, with its time, which is progress too.
         gained_s = spent_s - self._progress_spent_s
         if not 0 <= gained_s < _PROGRESS * self._limit_s:
             self._progress_spent_s = spent_s
@@ -213,9 +225,9 @@ class Watch:
 
 
 def processor_time(pids: Iterable[int]) -> float | None:
-    """Return the processor time of these processes and all that they have started, in seconds.
+    """Return the seconds of processor time that processes and their descendants have used in all.
 
-    None off Linux.
+    It tells whether they still work or only wait. None on systems without Linux's /proc.
     """
     if not Path("/proc/self/stat").exists():
         return None
@@ -231,6 +243,6 @@ def processor_time(pids: Iterable[int]) -> float | None:
             # utime, stime, cutime and cstime: its own, and of children that have ended.
             ticks[pid] = sum(map(int, fields[11:15]))
     tree = [pid for pid in pids if pid in ticks]
-    for pid in tree:  # which grows as it goes
+    for pid in tree:  # the list grows in the loop, so children of children are reached, too
         tree += children[pid]
     return sum(ticks[pid] for pid in tree) / os.sysconf("SC_CLK_TCK")

@@ -42,11 +42,14 @@ class OneStep(NamedTuple):
 
 
 def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
-    """Make plans of one step each: every kind of step, over each axis and over all axes, in every size.
+    """Make the plans whose measured times a machine's constants are fitted to.
+
+    Each has one step, such as an all-gather. There are all kinds of steps, over each axis of the
+    mesh and over all axes together, in every size.
 
     Args:
         mesh: The mesh.
-        sizes: About the bytes of the larger of a device's two blocks.
+        sizes: About the bytes of a device's block before or after the step, whichever is larger.
 
     Raises:
         MeshError: The mesh has one device.
@@ -61,7 +64,7 @@ def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
         communicating += _communicating_steps(group)
         copying += _copying_steps(group)
     communicating += _permutations(mesh, axes)
-    # A small copy is all overhead, and the model of a local step has none.
+    # The time of a small copy is mostly overhead, which the cost model of a local step leaves out.
     copied_sizes = [size for size in sizes if size >= max(sizes) / 16]
     plans = [_plan(mesh, step, size) for step, size in itertools.product(communicating, sizes)]
     plans += [_plan(mesh, step, size) for step, size in itertools.product(copying, copied_sizes)]
@@ -75,15 +78,15 @@ def held_out_plans(
     seed: int = 0,
     profile: Any = "h100",
 ) -> tuple[Plan, ...]:
-    """Draw plans that communicate, as the planner makes them for a profile; equal seeds draw equal plans.
+    """Draw random plans to check a fitted profile with: they are measured, but not fitted.
 
-    At least every third has several steps, if the mesh has such plans.
+    All of them communicate. At least a third has several steps, if the mesh has such plans.
 
     Args:
         mesh: The mesh.
         sizes: The range of the bytes of a block.
         count: How many plans.
-        seed: The seed.
+        seed: The seed of the random numbers: equal seeds draw equal plans.
         profile: The machine to plan for.
 
     Raises:
@@ -98,7 +101,8 @@ def held_out_plans(
     while len(plans) < count:
         plan = _random_plan(mesh, axes, sizes, rng, profile)
         is_single = len(plan.steps) == 1
-        # One axis may have too few plans of several steps: then any plan counts.
+        # A mesh of one axis may have too few plans of several steps. After many draws, plans of one
+        # step are no longer refused.
         still_waits = n_draws < _MAX_DRAWS * count
         is_surplus = is_single and n_singles >= max_singles and still_waits
         n_draws += 1
@@ -143,7 +147,11 @@ def _layout(
 
 
 def _communicating_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
-    """Yield every kind of step over some axes that sends something, but permutations."""
+    """Yield every kind of step that sends data over `axes`, with the layouts before and after it.
+
+    Such as an all-gather from rows sharded over `axes` to the whole array. Permutations are made
+    elsewhere, since they are not over a set of axes.
+    """
     shards = _shards(axes)
     whole = _layout()
     by_rows = _layout(axes)

@@ -43,15 +43,18 @@ def to_fused(heads: int, kv_heads: int, head: int) -> Names:
 
 
 def to_megatron(heads: int, kv_heads: int, head: int) -> Names:
-    """Map names to Megatron core's: q, k and v by groups of heads; gate and up in `linear_fc1`.
+    """Map the arrays of a Hugging Face Llama to those of Megatron core, which fuses some of them.
+
+    q, k and v become one `linear_qkv`, in which the rows of each group of query heads are followed
+    by those of its key head and of its value head. gate and up become one `linear_fc1`.
 
     Args:
         heads: The number of query heads.
         kv_heads: The number of key and value heads.
-        head: Rows of one head.
+        head: Rows of one head, such as 128.
     """
     layer = "decoder.layers.*."
-    # Each group of query heads is followed by its key head and its value head.
+    # For 32 heads, 8 key heads and 128 rows: 512 rows of q, 128 of k, 128 of v, and so on in turn.
     rows = (heads // kv_heads * head, head, head)
     qkv = f"{layer}self_attention.linear_qkv"
     fc1 = f"{layer}mlp.linear_fc1"
@@ -84,7 +87,10 @@ _N_SIZES = {"flax": 0, "fused": 3, "megatron": 3}
 
 
 def names_from_text(text: str) -> Names:
-    """Read names from text: "llama-to-flax", "llama-to-megatron:32,8,128", or back to Llama.
+    """Find a mapping between the names of two systems' Llama parameters by its text.
+
+    "llama-to-flax", "llama-to-megatron:32,8,128" (heads, key heads, rows per head), or back, as in
+    "flax-to-llama", which is the inverse.
 
     Raises:
         XshardError: The text names none of them.

@@ -33,7 +33,7 @@ def rename(
     dtype: str | None = None,
     optional: bool = False,
 ) -> Iterator[Relation]:
-    """Rename arrays, and permute their dims.
+    """Say that arrays of one program have other names in another, and perhaps permuted dims.
 
         rename("*.q", "*.query", "o i -> i o")     # a.q [4, 2] -> a.query [2, 4]
 
@@ -69,7 +69,9 @@ def rename(
 def concat(
     srcs: Sequence[str], dst: str, dim: int = 0, *, rows: Counts = None, order: str | None = None
 ) -> Iterator[Relation]:
-    """Join arrays along a dim: q, k and v in one weight, or gate and up.
+    """Say that several arrays of one program are one array in another, joined along a dim.
+
+    As q, k and v in one weight, or gate and up.
 
         concat(["*.gate", "*.up"], "*.gate_up")    # a.gate [4, 2], a.up [4, 2] -> a.gate_up [8, 2]
 
@@ -104,7 +106,7 @@ def concat(
 def split(
     src: str, dsts: Sequence[str], dim: int = 0, *, rows: Counts = None, order: str | None = None
 ) -> Iterator[Relation]:
-    """Split an array: the inverse of `concat(dsts, src, ...)`.
+    """Say that one array is several in another program: the inverse of `concat(dsts, src, ...)`.
 
         split("*.gate_up", ["*.gate", "*.up"])     # a.gate_up [8, 2] -> a.gate [4, 2], a.up [4, 2]
 
@@ -176,6 +178,8 @@ class Names:
     """
 
     def __init__(self, *relations: Iterable[Relation] | Relation) -> None:
+        # `rename`, `concat` and others yield relations, for one pattern may stand for several
+        # names.
         flat: list[Relation] = []
         for item in relations:
             if isinstance(item, Relation):
@@ -183,8 +187,8 @@ class Names:
             else:
                 flat.extend(item)
         self.relations = tuple(flat)
-        # How many rows each part of a joined array had: what a split without `rows=` goes by.
-        # () if two arrays of one name and shape had different parts.
+        # How many rows each part of a joined array had, by its name and shape. A split without
+        # `rows=` divides the array so. () if arrays of one name and shape had different parts.
         self._joined: dict[tuple[str, Shape], tuple[int, ...]] = {}
         for relation in self.relations:
             _check_patterns(relation)
@@ -210,7 +214,10 @@ class Names:
     def resolve(
         self, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, str] | None = None
     ) -> dict[str, TargetArray]:
-        """Find the target arrays for these source arrays; each element has exactly one origin.
+        """Find which arrays these source arrays become, with the origin of each of their parts.
+
+        `rename("w", "kernel", "o i -> i o")` makes of w [4, 2] an array kernel [2, 4]. No data is
+        needed.
 
         Args:
             shapes: The shapes of the source arrays by name.
@@ -257,10 +264,10 @@ class Names:
             self._joined[name, array.shape] = lengths if is_same else ()
 
     def apply(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Make the target arrays of global source arrays, in numpy.
+        """Rename, permute, join and split whole arrays in numpy, as the relations say.
 
         Args:
-            arrays: The source arrays by name.
+            arrays: The source arrays by name, each with its global shape.
 
         Returns:
             New arrays by target name.
@@ -292,9 +299,11 @@ def _take(
     remaining: dict[str, Shape],
     shapes: Mapping[str, Sequence[int]],
 ) -> list[Shape]:
-    """Take the sources of a relation out of the remaining arrays -> their shapes.
+    """Remove the arrays that one relation uses from `remaining`, and return their shapes.
 
-    Raises XshardError for a name that does not exist, or that an earlier relation has used.
+    A relation maps some source arrays to target arrays, as q, k and v to a fused qkv. Each source
+    is used once: XshardError is raised for a name that an earlier relation has used, or that is not
+    in `shapes`, which holds all sources.
     """
     taken = []
     for name in names:
@@ -334,9 +343,10 @@ def _unmatched(
 
 
 def names_to_json(names: Names) -> list[dict[str, Any]]:
-    """Return names as JSON, for files and the command line.
+    """Convert a mapping of names to JSON, for files and the command line.
 
-    A relation is written as the fields that do not have their default.
+    The result is a list with a dict for each relation, such as `rename("q", "query")`. The dict has
+    the fields of the relation whose values are not the default ones.
     """
     defaults = fields_to_plain(Relation((), ""))
     data = []
@@ -378,7 +388,12 @@ def _relation_from_json(item: Any) -> Relation:
 
 
 def _check_patterns(relation: Relation) -> None:
-    """Raise XshardError for patterns of several names, and for stars that do not pair up."""
+    """Check that a relation's patterns of names have the same stars on both sides.
+
+    `concat(["*.q", "*.k"], "*.qk")` is right: the star stands for one text on both sides.
+    ["*.q", "k"] is refused, and so are braces, as in "{q,k}", which stand for several names. A
+    relation that stacks "e.*" into "e" has one star more in its parts, for the member's number.
+    """
     patterns = (*relation.parts, relation.whole)
     for pattern in patterns:
         if spellings(pattern) != (pattern,):

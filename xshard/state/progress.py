@@ -18,7 +18,9 @@ LARGE_BYTES = 2**28  # a larger tree takes seconds, and shows a bar on a termina
 def reporting(
     progress: Progress, total: int, is_seen: bool, what: str = "transfer", console: Any = None
 ) -> Iterator[Callable[[int], object]]:
-    """Yield a callback that is told the bytes done since its last call.
+    """Show the progress of a long transfer while a `with` block runs: by a bar, or by a function.
+
+    Yields a function that the block calls with the bytes done since its last call.
 
     Args:
         progress: A function of (bytes done, bytes in all), True for a bar, False for silence. None shows a

@@ -136,9 +136,11 @@ class Relation:
 
 
 def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Use]:
-    """Yield each use of a relation for these arrays: the names of its sources and of its targets.
+    """Match a relation's patterns against names, and yield each match's source and target names.
 
-    `concat(["*.q", "*.k"], "*.qk")` has one use for each text that the star stands for.
+    For arrays a.q, a.k, b.q and b.k, `concat(["*.q", "*.k"], "*.qk")` yields (a.q, a.k -> a.qk) and
+    (b.q, b.k -> b.qk). `shapes` has all source arrays by name; a split into members of a stack
+    reads there how many members there are.
     """
     src_patterns, dst_patterns = relation.sides
     # Names that fit the first pattern, each with the texts of its stars.
@@ -155,11 +157,11 @@ def applications(relation: Relation, shapes: Mapping[str, Shape]) -> Iterator[Us
                 [fill_stars(pattern, stars) for pattern in src_patterns],
                 [fill_stars(pattern, stars) for pattern in dst_patterns],
             )
-    elif relation.splits:
+    elif relation.splits:  # a stack "e" of 3 members -> e.0, e.1, e.2
         for name, stars in matches:
             yield Use([name], _numbered(dst_patterns[0], stars, shapes[name][relation.dim]))
     else:
-        # The last star is the number; arrays with the same text for the others are stacked together.
+        # The last star is a member's number: a.e.0 and a.e.1 are stacked into a.e, b.e.0 into b.e.
         n_members = Counter(tuple(outer) for _, (*outer, _) in matches)
         for outer, n in n_members.items():
             yield Use(_numbered(src_patterns[0], outer, n), [fill_stars(dst_patterns[0], outer)])
@@ -181,18 +183,21 @@ def _check_dim(relation: Relation, names: Sequence[str], shapes: Mapping[str, Sh
 def make_targets(
     relation: Relation, use: Use, shapes: Sequence[Shape], joined: Joined
 ) -> Iterator[MadeArray]:
-    """Yield each array that one use of a relation makes.
+    """Yield each array that a relation makes of some source arrays: its name, shape and origins.
+
+    A concat of q [4, 2] and k [4, 2] makes one array [8, 2], whose rows 0-3 are q and 4-7 are k. A
+    split makes one array for each part.
 
     Args:
-        relation: The relation.
-        use: The names of its sources and targets.
+        relation: What is renamed, joined, stacked or split.
+        use: The names of the sources and of the targets.
         shapes: The sources' shapes.
         joined: The rows of parts of arrays that were joined before. A split without `rows` follows them.
 
     Raises:
         ShapeError: The shapes do not fit the relation.
     """
-    # A stacked whole has a dim more than its parts, which the order does not count.
+    # A stack has one dim more than its members; the order is about the members' dims.
     n_new_dims = 1 if relation.stacks and relation.splits else 0
     order = relation.order or tuple(range(len(shapes[0]) - n_new_dims))
     if any(len(shape) - n_new_dims != len(order) for shape in shapes):
@@ -212,10 +217,15 @@ def make_targets(
 def _split(
     relation: Relation, use: Use, shape: Shape, order: tuple[int, ...], joined: Joined
 ) -> Iterator[MadeArray]:
-    """Yield the parts of an array of `shape`."""
+    """Yield the arrays into which one array of `shape` is split: name, shape, and origin.
+
+    [8, 2] into two equal parts along dim 0 -> two arrays [4, 2]. `order` permutes their dims. If
+    the relation does not say how long the parts are, they are as long as when they were joined
+    before: `joined` has the rows of each part, by the name and shape of the whole.
+    """
     d = relation.dim
     says_rows = relation.stacks or relation.rows or relation.equal or len(use.targets) == 1
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()  # the relation says them
     if not says_rows:
         lengths = joined.get((use.sources[0], shape), ())
         if not lengths:
@@ -239,9 +249,14 @@ def _split(
 def _join(
     relation: Relation, use: Use, shapes: Sequence[Shape], order: tuple[int, ...]
 ) -> MadeArray:
-    """Join arrays of these shapes, which are permuted already, along the relation's dim."""
+    """Join or stack arrays along the relation's dim: the name, shape and origins of the result.
+
+    [4, 2] and [4, 2] along dim 0 are joined to [8, 2], or stacked to [2, 4, 2]. `shapes` are those
+    after the dims were permuted by `order`.
+    """
     d = relation.dim
-    n_lost = 0 if relation.stacks else 1  # the dim of the parts that is joined
+    # A concat replaces a dim of the parts by a longer one; a stack adds a dim to theirs.
+    n_lost = 0 if relation.stacks else 1
     other_dims = {(*shape[:d], *shape[d + n_lost :]) for shape in shapes}
     n_dims = len(order) + 1 - n_lost
     if len(other_dims) > 1 or not 0 <= d < n_dims:
@@ -269,14 +284,18 @@ def _mapping(name: str, part: ArrayPart, order: tuple[int, ...], relation: Relat
 def _parts_of_whole(
     relation: Relation, name: str, shape: Shape, n_parts: int, lengths: Sequence[int]
 ) -> list[ArrayPart]:
-    """Divide the whole array `name` into its parts.
+    """Find which rows of a joined array belong to each of its parts.
+
+    12 rows of two parts with rows=(2, 1) come in turn, in groups of 3: the first part has rows 0-1,
+    3-4, 6-7 and 9-10, the second rows 2, 5, 8 and 11. Without `rows`, there is one group. Of a
+    stack, part i is row i.
 
     Args:
-        relation: The relation.
-        name: The whole array.
+        relation: The relation, which may say the rows of each part in a group.
+        name: The joined array.
         shape: Its shape.
         n_parts: The number of parts.
-        lengths: Rows of each part; () if the relation says them.
+        lengths: The number of rows of each part in all; () if the relation says them.
     """
     d = relation.dim
     if relation.stacks:

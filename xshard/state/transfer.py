@@ -128,7 +128,16 @@ def _find_layouts(
     dtypes: Dtypes,
     meshes: MeshPair,
 ) -> Layouts:
-    """Apply the rules: a pair of rules for both sides, or expressions for arrays that keep their names."""
+    """Find each array's layout at the source and at the destination of a move between two programs.
+
+    Args:
+        rules: A pair of dicts from patterns of names to layouts, for the source's and the target's
+            names. Or one dict to "layout -> layout", for arrays that keep their names.
+        names: Maps source arrays to target arrays. None: they keep their names.
+        shapes: The shapes of the source arrays by name.
+        dtypes: Their dtypes by name.
+        meshes: The meshes of both sides.
+    """
     if isinstance(rules, list | tuple) and len(rules) == 2:
         targets = (names or SAME).resolve(shapes, dtypes)
         src_rules, dst_rules = rules
@@ -173,18 +182,22 @@ def _plan_move(
     meshes: MeshPair,
     profile: Profile,
 ) -> PartMove:
-    """Plan the cheapest transfer of a part, which travels in the smaller of both dtypes.
+    """Plan how a part of a source array travels to its place in a target array on another mesh.
+
+    Such as q, which becomes the first rows of a fused qkv. It is cast before it travels if the
+    target's dtype is the smaller one, else afterwards.
 
     Args:
         piece: Which part of which source becomes which part of the target.
         sources: The source arrays by name.
         target: The sharding of the target.
         dtype: The target's dtype.
-        meshes: Both ends.
-        profile: The machine.
+        meshes: The meshes of both sides, and the numbers of their devices.
+        profile: The machine, by whose speeds plans are compared.
     """
     source, src_dtype = sources[piece.src.name]
-    src = part_of(source, piece.src._replace(name=""))  # parts are cached whatever their names
+    # Without names, so that equal parts of other arrays are found in the cache.
+    src = part_of(source, piece.src._replace(name=""))
     dst = part_of(target, piece.dst._replace(name=""))
     src_names = src.sharding.layout.names
     _check_same_dims(piece, source, target, src_names, dst.sharding.layout.names)
@@ -212,10 +225,11 @@ def _check_same_dims(
     src_names: Sequence[str],
     dst_names: Sequence[str],
 ) -> None:
-    """Raise NotationError if a name of a dim is in both layouts, and means different dims.
+    """Raise NotationError if source and target layouts use one dim's name for different dims.
 
-    Dims of the two arrays have names of their own. A name that is in both, and is moved to another
-    place without `names=`, is most likely a mistake in the order.
+    "o/tp i" to "i o/tp" looks like a transposition, but only `names=` transposes arrays: without
+    it, the first dim stays the first, so "o" would become "i". Names that are in one layout alone
+    are right: each of the two programs may have names of its own.
     """
     for i, name in enumerate(dst_names):
         src_name = src_names[piece.order[i]]

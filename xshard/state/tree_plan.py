@@ -57,7 +57,11 @@ class PartSharding:
 
 @layout_cache(maxsize=65536)
 def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
-    """Find the sharding of a part of an array: rows 4-7 of "n/dp" of 8 rows on 2 devices lie on one.
+    """Find how some rows of a sharded array are sharded themselves, as an array of their own.
+
+    Under n/dp, 8 rows on 2 devices are rows 0-3 and 4-7. So the part with rows 2-7 is an array of 6
+    rows, of which device 0 holds 2 and device 1 holds 4. The result also says where those rows are
+    within each device's block.
 
     Raises:
         PlanError: The rows are of a dim with blocks that overlap.
@@ -65,9 +69,9 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
     d = part.dim
     dims = whole.layout.dims
     part_shape = part.part_shape(whole.shape)
-    if d is None:
+    if d is None:  # the part is the whole array
         return PartSharding(whole, part, whole)
-    if part.adds:
+    if part.adds:  # the whole array, seen as one row of a new dim, as a member of a stack is
         layout = replace(whole.layout, dims=(*dims[:d], Dim(ADDED), *dims[d:]))
         return PartSharding(whole, part, Sharding(layout, whole.mesh, part_shape))
     if dims[d].overlap is not None:
@@ -89,10 +93,13 @@ def part_of(whole: Sharding, part: ArrayPart) -> PartSharding:
 def _sharded_as(
     dim: Dim, rows_of_block: tuple[Runs, ...], sizes: tuple[int, ...], length: int
 ) -> Dim:
-    """Return the dim with the simplest shards that give every block these rows.
+    """Describe by the simplest notation a dim whose blocks have the given rows.
+
+    Tried in turn: the order of the whole array's shards, plain consecutive blocks, and at last a
+    list of the rows of each block.
 
     Args:
-        dim: The dim of the whole array.
+        dim: The dim of the whole array, with its shards.
         rows_of_block: The rows of the part that each block is to hold.
         sizes: The sizes of the dim's axes.
         length: The number of rows of the part.
@@ -197,7 +204,10 @@ class ArrayPlan:
 
     @property
     def lacking(self) -> Counter[int]:
-        """Bytes that every device has to receive at least."""
+        """Count the bytes that each device has to receive at least, by the device's number.
+
+        These are the rows that its new blocks have and its old blocks do not, over all arrays.
+        """
         n_bytes: Counter[int] = Counter()
         for move in self.moves:
             plan = move.plan
@@ -222,9 +232,11 @@ class ArrayPlan:
 
 
 def _messages_of(plan: Plan) -> Iterator[NDArray[np.int64]]:
-    """Yield the messages of every step between different devices: sender, receiver and bytes.
+    """Yield for each step of a plan an array [3, messages]: sender, receiver and bytes of each.
 
-    Positions before the transfer are on the source's mesh, after it on the destination's.
+    Messages of a device to itself are left out. Steps name devices by their position on a mesh: on
+    the source's before the transfer, on the destination's after it. Here they are the devices'
+    numbers.
     """
     devices = np.array(plan.src_devices)
     for stage in plan.stages:

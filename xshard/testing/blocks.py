@@ -19,10 +19,11 @@ def whole_layout(ndim: int) -> Layout:
 
 
 def blocks_of(x: Block, sharding: Sharding, seed: int) -> Devices:
-    """Cut a whole array into blocks; under a layout of addends they are arbitrary but for their sum.
+    """Cut a whole array into one block per device, to feed to a function under test.
 
-    Equal addends, or one addend and zeros, would hide mistakes: so noise is spread over the
-    devices, and what is missing to the array is added to it.
+    Where the layout says that blocks are addends of a sum, they are random numbers that add up to
+    the array: 5.0 on 2 devices may become -0.3 and 5.3. Equal addends, or one addend and zeros,
+    would hide mistakes, such as a sum that is missing or done twice.
     """
     layout = sharding.layout
     mesh = sharding.mesh

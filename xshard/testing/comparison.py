@@ -80,16 +80,17 @@ class ComparedArray:
 def compare_runs(
     problem: Problem, truth: Truth, runs: Sequence[RunAnswer], tol: float | None
 ) -> ComparisonResult:
-    """Compare all arrays of all runs with the truth, and both runtimes with each other.
+    """Compare outputs, gradients and updated parameters of all runs with the right values.
 
-    An array that differs on one device already is compared with that function's own result on
-    one device when it is sharded: so a wrong function does not hide whether its sharding is right.
+    The runs of torch and of JAX are compared with each other, too. Where a function is wrong on one
+    device already, its sharded runs are compared with its own result on one device: so the report
+    still tells whether the sharding is right.
 
     Args:
-        problem: The checked input.
-        truth: The right values.
+        problem: The checked input: arguments, layouts and meshes.
+        truth: The right values, from a run on one device.
         runs: The runs of each runtime, those on one device first.
-        tol: Relative to the largest value of an array; None goes by dtype.
+        tol: The largest error, relative to the largest value of an array. None: by the dtype.
 
     Returns:
         The mismatches, outputs before gradients before parameters, and the number of comparisons.
@@ -117,18 +118,24 @@ class _Comparison:
         self.n_compared = 0
         self._draws_random_numbers = truth.draws or any(run.answer.draws for run in runs)
         self._arguments = dict(zip(problem.names, problem.values, strict=True))
-        # Beside a large array of the same kind, a small deviation from zero is only rounding.
+        # By kind of array. In an array that should be zero, an error is judged by the largest value
+        # of all arrays of its kind: beside that, it may be rounding.
         self._largest_values = {
             "output": largest_value(truth.outputs.values()),
             "gradient": largest_value(truth.gradients.values()),
             "parameter": largest_value(truth.updated.values()),
         }
-        # Whole arrays of functions that differ from the truth without any sharding.
+        # The whole arrays of functions that are wrong on one device already: their sharded runs are
+        # compared with these.
         self._wrong_on_one_device: dict[ArrayKey, Block] = {}
         self._right: dict[tuple[Mesh, ArrayKey], ComparedArray] = {}
 
     def compare_derivatives(self, runtime: str) -> None:
-        """Compare gradients of the truth with the differences of its own function."""
+        """Compare the gradients of the run on one device with finite differences of its loss.
+
+        They are compared along random directions d: the inner product of gradient and d, and
+        (loss(x + h d) - loss(x - h d)) / 2h. `runtime` is the framework whose run is checked.
+        """
         derivatives = self.truth.derivatives
         self.n_compared += len(derivatives)
         largest_size = max((slope.size for slope in derivatives.values()), default=0.0)
@@ -144,8 +151,9 @@ class _Comparison:
                 slope.by_differences,
                 Sharding(directions, self.truth.mesh, slope.of_gradient[0].shape),
                 tolerance=max(DERIVATIVE, rounding([dtype])),
-                # A case takes a hundredth of it: the slope's own size, or a hundredth of the
-                # largest, if that is more.
+                # `find_mismatch` allows for rounding relative to a hundredth of `largest`: here
+                # that is the slope's own size, or a hundredth of the largest slope, if that is
+                # more.
                 largest=max(100 * slope.size, largest_size),
                 arguments={},
             )
@@ -181,7 +189,17 @@ class _Comparison:
     def _compare(
         self, array: ComparedArray, want: Devices, runtime: str, against: str
     ) -> Mismatch | None:
-        """Compare an array's blocks with others, and note a mismatch."""
+        """Compare one array's blocks with the right ones, and note a mismatch with its cause.
+
+        Args:
+            array: An output, gradient or parameter of a run, with its block on each device.
+            want: The right blocks, one per device.
+            runtime: The framework of the run, for the report.
+            against: What the right blocks come from, for the report.
+
+        Returns:
+            The mismatch, or None if all blocks agree.
+        """
         self.n_compared += 1
         subject = Subject(array.kind, array.name, runtime, array.sharding.mesh, against)
         mismatch = find_mismatch(

@@ -39,13 +39,25 @@ class FirstWrong(NamedTuple):
 
 
 def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> list[Mismatch]:
-    """Add to mismatches with one device the first wrong redistribution, and causes that follow.
+    """Add to mismatches where in the function they begin, and causes that follow from it.
 
-    A mismatch that has no certain cause takes the redistribution's, or that of the same array on an
-    earlier mesh, or a law by which the error grows with the devices.
+    Functions call `redistribute` in several places. What each call is given on a mesh is compared
+    with what it is given on one device, and the first call whose input is wrong is named.
+
+    A mismatch without a certain cause takes that call's. Else it takes the cause of the same array
+    on an earlier mesh, or one that follows from how the error grows with the number of devices.
+
+    Args:
+        found: The mismatches, outputs before gradients.
+        runs: Runs the function again and records the calls.
+        truth: The right values, from a run on one device.
+
+    Returns:
+        The same mismatches in the same order, with what was found.
     """
     sharded = [m for m in found if m.subject.against != DIFFERENCES]
-    if not sharded:  # gradients that are wrong on one device pass no redistribution
+    # Mismatches with finite differences are on one device, where nothing is redistributed.
+    if not sharded:
         return list(found)
 
     # The first mismatch is the one nearest to the function's own mistake: outputs come first.
@@ -67,7 +79,7 @@ def locate_first_wrong(found: Sequence[Mismatch], runs: Runs, truth: Truth) -> l
             cause = _cause_by_other_arrays(mismatch, sharded)
 
         if cause is not None:
-            # The first mesh with a cause says it; it holds on the others.
+            # Mismatches of this array on further meshes refer to the first mesh with a cause.
             again = cause._replace(text=f"as on {mismatch.subject.mesh}: {cause.text}")
             earlier_causes.setdefault((mismatch.subject.kind, mismatch.subject.name), again)
         located.append(replace(mismatch, cause=cause, first=first_wrong.text if is_located else ""))
@@ -107,9 +119,11 @@ def _cause_by_other_arrays(mismatch: Mismatch, sharded: Sequence[Mismatch]) -> C
 
 
 def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> FirstWrong:
-    """Find the first redistribution whose input means something else than on one device.
+    """Find the first call of `redistribute` whose input on a mesh is not that on one device.
 
-    If only gradients are wrong, the cotangents that come back are compared instead.
+    If only gradients are wrong, the gradients that come back to each call are compared instead, in
+    the order of the backward. Returns a text such as "what <call 2> is given; right is what <call
+    1> is given", and the cause where it is known; "" if nothing could be compared.
     """
     runtime = side_of(subject)
     mesh = subject.mesh
@@ -126,7 +140,8 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
     on_mesh = calls_in_order(seen_on_mesh, mesh.n_devices, is_backward)
     # Not strict: a function may redistribute more often on one of them.
     for one, many in zip(on_one, on_mesh, strict=False):
-        if one.check.text != many.check.text:  # from here on they do different things
+        # The calls are no longer the same ones, so they cannot be compared.
+        if one.check.text != many.check.text:
             break
         place = f"what {many} is given"
         if is_backward:
@@ -140,19 +155,24 @@ def _first_wrong_redistribution(subject: Subject, runs: Runs, truth: Truth) -> F
 
 
 def _law_of_growth(subject: Subject, runs: Runs, truth: Truth) -> Cause | None:
-    """Find a cause by how the error grows along a mesh axis, from runs on 2 and on 3 devices."""
+    """Guess a cause from how the error grows along one mesh axis, by runs on 2 and on 3 devices.
+
+    A part that is counted on each of n devices makes the error (n - 1) times that part: twice as
+    large on 3 devices as on 2. A part that is divided by n makes it (1 - 1/n) times the part: 4/3
+    times as large. Returns None if neither holds along any axis.
+    """
     for axis in subject.mesh.long_axes:
         try:
             on_two, right = _whole_along(axis, 2, subject, runs, truth)
             on_three, _ = _whole_along(axis, 3, subject, runs, truth)
-        except XshardError:
+        except XshardError:  # the shapes do not divide so, or the function fails there
             continue
         # A norm is a root: its square is the sum that has a part for each device.
         for power, part in ((1, "a part"), (2, "of a sum of squares a part")):
             error_on_two = on_two**power - right**power
             error_on_three = on_three**power - right**power
             slack = _LAW_TOLERANCE * np.abs(error_on_three).max(initial=0)
-            if not slack:
+            if not slack:  # no error on three devices
                 continue
             # n * part in place of part is wrong by (n - 1) * part.
             if np.allclose(error_on_three, 2 * error_on_two, 0, slack):

@@ -24,7 +24,10 @@ _STEPS = (1e-5, 1e-7)
 
 
 def leaves(tree: Tree, name: str = "") -> dict[str, Any]:
-    """List every leaf of a tree by its place, in order; the keys of a dict are sorted, as in JAX.
+    """List the arrays of a tree (nested dicts, lists and tuples) by name, in order.
+
+    A name is that of the tree and the keys that lead to the array. Keys of a dict are sorted, as
+    in JAX. None is a tree without arrays.
 
     >>> leaves({"w": 1, "b": (2, 3)}, "x")
     {"x['b'][0]": 2, "x['b'][1]": 3, "x['w']": 1}
@@ -66,7 +69,10 @@ def numbered(tree: Tree) -> Tree:
 
 
 def broadcast_prefix(prefix: Tree, tree: Tree, name: str = "") -> list[Any]:
-    """List one leaf of `prefix` for every leaf of `tree`: one in the place of a branch stands for all of it.
+    """List the entry of `prefix` that belongs to each leaf of `tree`, as with `in_specs` of JAX.
+
+    An entry of `prefix` that stands in the place of a whole branch is for all leaves of that
+    branch.
 
     Raises:
         StructureError: The prefix is another tree; the message has `name`.
@@ -131,7 +137,10 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def named_outputs(
     returned: Tree, results: dict[str, Result] | None, runtime: str
 ) -> dict[str, Any]:
-    """Name what a function returned.
+    """Name the arrays that a function returned: "output", with the keys of a tree behind it.
+
+    A tuple of two arrays -> {"output[0]": ..., "output[1]": ...}. All runs must return the same
+    names as the reference.
 
     Args:
         returned: One array or a tree of them.
@@ -155,15 +164,18 @@ def _listed(names: Mapping[str, Any]) -> str:
 
 
 def derivatives(loss: Loss, inputs: Sequence[Block], gradients: Mapping[int, Devices]) -> Slopes:
-    """Compare gradients with differences of their function, along a few random directions.
+    """Measure slopes of a loss along random directions, by its gradients and by differences.
+
+    Where the gradients are right, both agree. The caller compares them.
 
     Args:
-        loss: A function of the blocks of one device, those with gradients in float64 or complex128.
+        loss: A function of the blocks of one device. It is given those that have gradients in
+            float64 or complex128.
         inputs: The blocks.
-        gradients: By number of input.
+        gradients: The gradients by number of input, each on one device.
 
     Returns:
-        By number of input, the derivatives along the directions by the gradient and by differences.
+        By number of input, the slopes along each direction by the gradient and by differences.
     """
     # Differences in single precision would have no right digits.
     wide = [in_double(x) if i in gradients else x for i, x in enumerate(inputs)]
@@ -187,8 +199,14 @@ def _loss_of_input(loss: Loss, inputs: Sequence[Block], i: int) -> Callable[[Blo
 def _compare_slopes(
     loss: Callable[[Block], float], x: Block, gradient: Block, rng: np.random.Generator
 ) -> Slope:
-    """Differentiate a loss of one array along random directions, by its gradient and by differences."""
-    length = float(np.abs(x).max(initial=0))  # directions are as large as the array
+    """Measure the slopes of a loss of one array along random directions, in two ways.
+
+    Along a direction d, the gradient g gives the slope g . d, and differences give
+    (loss(x + h d) - loss(x - h d)) / 2h. Returns both, [directions], and a size to which their
+    difference can be compared.
+    """
+    # Directions are scaled to the largest value of the array, so that steps suit it.
+    length = float(np.abs(x).max(initial=0))
     if length == 0:
         length = 1.0
     by_gradient = np.zeros(_N_DIRECTIONS)
@@ -197,7 +215,7 @@ def _compare_slopes(
     for k in range(_N_DIRECTIONS):
         direction = length * _draw_normal(rng, x.shape, is_complex=x.dtype.kind == "c")
         by_gradient[k] = np.vdot(gradient, direction).real
-        # Not the slope itself, which is small where the direction is along a level line.
+        # The slope itself would be no measure: it is near 0 where the loss is level along d.
         size = max(size, float(np.linalg.norm(gradient * direction)))
         by_differences[k] = _nearest_slope(loss, x, direction, by_gradient[k], size)
     return Slope((by_gradient,), (by_differences,), size)
@@ -206,15 +224,17 @@ def _compare_slopes(
 def _nearest_slope(
     loss: Callable[[Block], float], x: Block, direction: Block, expected: float, size: float
 ) -> float:
-    """Return the central difference that is nearest to the expected slope, of steps until one is near.
+    """Return the slope of a loss along a direction by central differences, with the best step.
 
-    Near means a tenth of the tolerance, relative to `size`.
+    Large steps are wrong where the loss is curved, small ones by rounding. So several are tried,
+    until one is within a tenth of the tolerance (relative to `size`) of the slope that the gradient
+    gives, `expected`. Without one, the nearest is returned.
     """
     nearest = np.inf
     for step in _STEPS:
         rise = loss(x + step * direction) - loss(x - step * direction)
         slope = rise / (2 * step)
-        # NaN of the first step stays, and is reported: the function has no derivative there.
+        # If the first step gives NaN, no other slope is nearer: NaN is returned and reported.
         if step == _STEPS[0] or abs(slope - expected) < abs(nearest - expected):
             nearest = slope
         if abs(nearest - expected) <= DERIVATIVE / 10 * size:

@@ -101,19 +101,23 @@ def find_mismatch(
     largest: float,
     arguments: Mapping[str, Block],
 ) -> Mismatch | None:
-    """Compare the blocks of one array with others under the same layout.
+    """Compare one array's blocks with the right blocks: shapes, then dtypes, then values.
 
     Args:
         subject: What is compared with what, for the report.
-        got: One block per device.
-        want: The right blocks.
-        sharding: Of both.
-        tolerance: As of a `Case`; None goes by the dtypes.
-        largest: As of a `Case`.
-        arguments: As of a `Case`.
+        got: The blocks as they are, one per device.
+        want: The right blocks, one per device.
+        sharding: The layout of both, on its mesh.
+        tolerance: The largest error that is still rounding, relative to the largest value. None: by
+            the dtypes.
+        largest: The largest value among all arrays of this kind. Errors are compared with a
+            hundredth of it at least, so that rounding in an array that is nearly zero counts as
+            such.
+        arguments: The function's whole arguments by name, which help to find the cause.
 
     Returns:
-        The mismatch, or None if they agree.
+        The first device and element that differ most, with a likely cause; None if all blocks
+        agree.
     """
     # First, since blocks of other shapes have no elements to compare.
     for device, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -125,7 +129,10 @@ def find_mismatch(
 
 
 def _difference_of_form(got: Block, want: Block, sharding: Sharding) -> str:
-    """Describe how a block's shape or dtype differs; "" if neither does."""
+    """Describe how a block's shape or dtype differs from the right one's; "" if neither does.
+
+    Such as "shape (8, 2) in place of (4, 2), ...: the whole array, where a block was meant".
+    """
     if got.shape != want.shape:
         array = f"the block of a {sharding.shape} array under '{sharding.layout}'"
         hint = ""
@@ -151,7 +158,12 @@ class _LargestError(NamedTuple):
 
 
 def located(subject: Subject, case: Case) -> Mismatch:
-    """Report blocks that do not agree: the largest error with its place, and the likely cause."""
+    """Describe how wrong and right blocks differ, for an error message.
+
+    The result names the largest error with its device, its index in the block and in the global
+    array, and both values; how many elements are wrong, on which devices; which rows of each dim
+    are right; and the likely cause.
+    """
     largest = _find_largest_error(case)
     device = largest.device
     index = largest.local_index
@@ -211,7 +223,8 @@ class EquivalenceError(AssertionError):
         paragraphs = [self._summary()]
         for mismatch in self.mismatches:
             subject = mismatch.subject
-            # Differences say that a gradient is wrong, not that two functions differ.
+            # A mismatch with finite differences says that a function's own gradient is wrong, and
+            # not that it differs from the other framework's function.
             if subject.mesh.n_devices == 1 and subject.against != DIFFERENCES:
                 paragraphs.append(
                     "they differ on one device already: the functions differ, not their sharding"
@@ -227,7 +240,7 @@ class EquivalenceError(AssertionError):
         return f"{len(self.mismatches)} of {self.compared} comparisons differ"
 
     def table(self) -> Group:
-        """Draw all mismatches with rich, a row each: array, place and both values.
+        """Make a table of all mismatches to print with rich, a row each: array, place, both values.
 
             Console().print(error.table())
 
@@ -272,7 +285,11 @@ def _cause_in_table(mismatch: Mismatch) -> str:
 
 
 def mismatch_text(mismatch: Mismatch) -> str:
-    """Write a mismatch in a few lines."""
+    """Write a mismatch in a few lines: how much is wrong, the largest error, and the likely cause.
+
+    The first line names the array. A mismatch of shapes or dtypes, which has no index of an
+    element, is one further line.
+    """
     lines = [str(mismatch.subject)]
     if mismatch.index is None:
         lines.append(f"device {mismatch.place}: {mismatch.problem}")
@@ -280,7 +297,8 @@ def mismatch_text(mismatch: Mismatch) -> str:
         count = f"{mismatch.n_wrong} of {mismatch.n_elements} elements differ"
         devices = _wrong_devices_text(mismatch)
         lines.append(f"{count}, {devices}; the largest error is {mismatch.error:.3g}")
-        local = ""  # on one device, and where a dim is not cut, both indices are the same
+        # On an unsharded array, the index in the block is the global one, and is not repeated.
+        local = ""
         if mismatch.index != mismatch.global_index:
             local = f", {_index_text(mismatch.index)} in its block,"
         place = f"at global index {_index_text(mismatch.global_index)}{local}"

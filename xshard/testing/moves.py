@@ -111,17 +111,21 @@ def calls_in_order(seen: Iterable[Seen], n_devices: int, cotangents: bool) -> li
 def find_wrong_input(
     one: Seen, many: Seen, mesh: Mesh, runtime: str, arguments: Arrays
 ) -> Mismatch | None:
-    """Compare what one redistribution is given on a mesh with what it is given on one device.
+    """Compare what a call of `redistribute` is given on a mesh with its input on one device.
+
+    Its source layout says how the blocks make up an array. The array should be the one that the
+    same call is given on one device. Where the layout does not mention an axis of the mesh, blocks
+    may be replicas, addends or shards along it: all of these are tried.
 
     Args:
         one: The call on one device.
         many: The same call on the mesh.
-        mesh: All devices.
+        mesh: The mesh.
         runtime: The framework, for the report.
         arguments: Whole arguments of the function by name: some causes are found by them.
 
     Returns:
-        The mismatch; None if they mean the same, or if layouts do not say what they mean.
+        The mismatch; None if the arrays are equal, or if it cannot be told.
     """
     layout = many.check.sharding.layout
     subject = Subject("block", str(many), runtime, mesh, f"{runtime} on one device")
@@ -129,7 +133,8 @@ def find_wrong_input(
         right = _meant_on_one_device(one, many, mesh)
         readings = _readings(layout, _hidden_axes(many, mesh))
         read_cases = [_case(many, right, reading, mesh, arguments) for reading in readings]
-    except XshardError:  # a mesh of the function's own, or a batch of vmap
+    # The function may use a mesh of its own, or be mapped over a batch by vmap: not comparable.
+    except XshardError:
         return None
     cases = [case for case in read_cases if case is not None]
     # The layout is silent about some axes: one reading that agrees is enough.
@@ -182,7 +187,18 @@ def _other_layout(many: Seen, right: Block, mesh: Mesh, arguments: Arrays) -> Ca
 
 
 def _case(many: Seen, right: Block, layout: Layout, mesh: Mesh, arguments: Arrays) -> Case | None:
-    """Put the recorded blocks beside those of the right array; None if shapes do not fit the layout."""
+    """Put the recorded blocks beside the blocks that they should be under a layout.
+
+    Args:
+        many: The recorded call, with its block on each device.
+        right: The whole array as it should be.
+        layout: The layout that the blocks are taken to have.
+        mesh: The mesh.
+        arguments: Whole arguments of the function by name, which help to find the cause.
+
+    Returns:
+        Both sets of blocks, ready to compare; None if the shapes do not fit the layout.
+    """
     try:
         sharding = Sharding(layout, mesh, right.shape)
     except XshardError:
@@ -190,7 +206,7 @@ def _case(many: Seen, right: Block, layout: Layout, mesh: Mesh, arguments: Array
     devices = range(mesh.n_devices)
     blocks = [many.blocks[device] for device in devices]
     shapes = [sharding.local_shape(device) for device in devices]
-    # JAX pads uneven blocks to one shape.
+    # JAX pads uneven blocks with rows at the end, so that all have the shape of the largest.
     if all(block.shape == sharding.max_local_shape for block in blocks):
         blocks = [_without_padding(b, shape) for b, shape in zip(blocks, shapes, strict=True)]
     if [block.shape for block in blocks] != shapes:
@@ -210,13 +226,13 @@ def _without_padding(block: Block, shape: tuple[int, ...]) -> Block:
 
 
 def _readings(layout: Layout, axes: Sequence[str]) -> Iterator[Layout]:
-    """Yield what a layout may mean along axes that it leaves out.
+    """Yield the layouts that blocks may really have, if the given one leaves out some mesh axes.
 
-    Along each, blocks may be copies, addends, or cuts of a dim: "n" with axis "a" -> "n | copy(a)",
-    "n | sum(a)", "n/a", "n/zigzag(a)".
+    Along each of `axes`, blocks may be replicas, addends of a sum, or shards of a dim:
+    "n" with axis "a" -> "n | copy(a)", "n | sum(a)", "n/a", "n/zigzag(a)".
     """
     cuts = itertools.product(_HIDDEN_ORDERS, range(len(layout.dims)))
-    meanings = [("copy", 0), ("sum", 0), *cuts]  # a dim belongs to cuts only
+    meanings = [("copy", 0), ("sum", 0), *cuts]  # the 0 is not used: only cuts are of a dim
     for choice in itertools.product(meanings, repeat=len(axes)):
         dims = list(layout.dims)
         tags = layout.tags

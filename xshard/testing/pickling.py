@@ -22,10 +22,10 @@ OURS = ("xshard", "torch_bridge", "jax_bridge")
 
 
 def packed(function: Callable[..., Any], *arguments: Any) -> bytes:
-    """Pickle a function, closures too, with its arguments.
+    """Pickle a function and its arguments to bytes, for a call in another process.
 
-    The user's own file is sent by value: the process need not import it, since it may import the
-    other framework.
+    Closures can be sent, too. The code of the user's own file is sent by value, so that the other
+    process does not import that file, which may import torch where the process runs JAX.
 
     Raises:
         FunctionError: It closes over something that cannot be sent.

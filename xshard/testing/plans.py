@@ -49,14 +49,15 @@ def backward_bytes(plan: AnyPlan) -> int | None:
 
 
 def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
-    """Ask for a plan's result and gradients on random blocks of whole numbers.
+    """Draw random input blocks and output gradients to test a plan with, on any runtime.
 
-    Contributions to a sum are arbitrary, copies are equal. Under means, values are multiples of the
-    number of devices, so that means are whole too.
+    All values are whole numbers, so that results can be compared exactly. Under means, they are
+    multiples of the number of devices, so that means are whole, too. Replicas are equal; addends of
+    a sum are arbitrary.
 
     Args:
         plan: A plan, or a contraction's plan.
-        seed: Of the random numbers.
+        seed: The seed of the random numbers.
 
     Raises:
         DtypeError: It is a contraction of whole numbers, which has no gradients.
@@ -71,7 +72,8 @@ def plan_question(plan: AnyPlan, seed: int = 0) -> Question:
 
     *sources, target = arrays
     unit = plan.mesh.n_devices if any(array.scale != 1 for array in arrays) else 1
-    # A result that keeps a max has no dual layout: blocks under its own stand in for a cotangent.
+    # The gradient of a result has the dual layout: the tags sum and copy change places. A
+    # result that keeps a max has none, and its own layout is used.
     cotangent = target.dual if target.layout.is_linear else target
     rng = np.random.default_rng(seed)
     blocks: list[Devices] = []
@@ -157,17 +159,18 @@ _NamedArray = tuple[tuple[str, ...], list[Block]]
 
 
 def audit(question: Question, answer: Answer) -> Verdict:
-    """Compare an answer about a plan with its definition: numpy's einsum of the global arrays.
+    """Compare what a runtime computed for a plan with numpy's einsum of the whole arrays.
 
-    The steps of the plan are not used. Gradients of a max are not compared: they go to the winners,
-    which an einsum does not name.
+    The steps of the plan are not used, so that mistakes in them are found. Returns the largest
+    error of the results and that of the gradients, or None for gradients of a max, which go to the
+    elements that are largest and which an einsum does not give.
     """
     plan = question.plan
     output = arrays_of(plan)[-1]
     sources = question.shardings
     target = output
     if isinstance(plan, ContractionPlan):
-        # One dim per name, also where the text repeats a name or groups several in one dim.
+        # The text may repeat a name, or group several in one dim: here each name is one dim.
         sources = tuple(move.source for move in plan.moves)
         target = plan.result.target
     operands: list[_NamedArray] = []
@@ -195,7 +198,16 @@ def _gradients_by_definition(
     sources: Sequence[Sharding],
     target: Sharding,
 ) -> Iterator[Block]:
-    """Yield the gradient of each operand: its cotangent contracted with the other operands."""
+    """Yield the gradient of each operand of an einsum, as whole arrays in numpy.
+
+    For c = a b, the gradient of a is the output's gradient contracted with b.
+
+    Args:
+        question: The input, with the blocks of the output's gradient (its cotangent).
+        operands: The names of the dims and the whole array of each operand.
+        sources: The sharding of each operand, with one dim per name.
+        target: The sharding of the result, with one dim per name.
+    """
     output = arrays_of(question.plan)[-1]
     cotangents = reference.blocks_by_name(question.cotangents, output, target)
     cotangent = (target.layout.names, [whole(cotangents, target.dual)])
@@ -223,14 +235,18 @@ def random_blocks(
     dtype: str,
     unit: int = 1,
 ) -> list[Block]:
-    """Draw blocks of small multiples of `unit`: contributions are arbitrary, copies of a row are equal."""
+    """Draw random blocks for a layout, one per device: [local shape] each, of multiples of `unit`.
+
+    Rows that several devices hold, as replicas or in halos, are equal. Addends of a sum are not.
+    The values are small, so that sums of them are exact in `dtype`.
+    """
     without_halos = []
     for dim in layout.dims:
         is_plain = dim.overlap is None or isinstance(dim.overlap, Fold)
         without_halos.append(dim if is_plain else replace(dim, overlap=None))
     plain = replace(layout, dims=tuple(without_halos))
     if plain.dims != layout.dims:
-        # Rows that several blocks hold are equal: drawn once, then sent to all.
+        # Halos are rows of the neighbours: blocks are drawn without them, then widened by a plan.
         plan = make_plan((plain, layout), mesh, shape, dtype)
         return reference.run(plan, random_blocks(rng, plain, mesh, shape, dtype, unit))
 
@@ -277,8 +293,16 @@ class Runtime:
         return self.mode != "pmap" or len(mesh.axes) == 1 or len(mesh.long_axes) == 1
 
     def answers(self, questions: Sequence[Question], timeout_s: float) -> list[Answer]:
-        """Answer every question. timeout_s: see `Process.ask`. Raises FunctionError."""
-        if self.backend is None:
+        """Run each question's plan forward and backward, and return the results in the same order.
+
+        Args:
+            questions: The plans, with their input blocks.
+            timeout_s: The longest time without progress.
+
+        Raises:
+            FunctionError: A run failed.
+        """
+        if self.backend is None:  # numpy, which runs in this process
             return [in_numpy(question) for question in questions]
         # One process, with as many devices as the largest question needs, answers all.
         n_devices = max((question.mesh.n_devices for question in questions), default=1)
@@ -312,7 +336,9 @@ RUNTIMES = _all_runtimes()
 
 
 def choose(names: Sequence[str], meshes: Sequence[Mesh]) -> tuple[Runtime, ...]:
-    """Choose runtimes by name; without names, all that can take one of the meshes.
+    """Choose the runtimes (numpy, torch, JAX, ...) that are to run, by name.
+
+    Without names, these are all that can run on at least one of the meshes.
 
     Raises:
         NoRuntimeError: A name is unknown, its package is not installed, or it can take no mesh.

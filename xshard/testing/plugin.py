@@ -56,7 +56,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def torch_ranks() -> Callable[..., OnRanks]:
-    """Run a function on forked gloo ranks: `torch_ranks(n)(function, *args)` -> the results, by rank.
+    """Run functions on n ranks of torch.distributed, with gloo on this host: a pytest fixture.
+
+    `torch_ranks(n)(function, *args)` returns the list of results, by rank.
 
         def test_sum(torch_ranks):
             assert torch_ranks(2)(summed_over_ranks, 1.0) == [2.0, 2.0]
@@ -87,7 +89,9 @@ def torch_ranks() -> Callable[..., OnRanks]:
 
 @pytest.fixture
 def jax_devices() -> Callable[[int], OnDevices]:
-    """Run a function where JAX has n host devices or more: `jax_devices(n)(function, *args)` -> its result.
+    """Run functions in a process where JAX has n CPU devices or more: a pytest fixture.
+
+    `jax_devices(n)(function, *args)` returns the function's result.
 
         def test_mesh(jax_devices):
             assert jax_devices(4)(count_devices) >= 4

@@ -61,7 +61,9 @@ class Problem:
 def check_problem(
     function: Function, args: Sequence[Tree], layouts: Any, mesh: Meshes | None
 ) -> Problem:
-    """Check the arguments of `assert_equivalent`.
+    """Check the arguments of `assert_equivalent`, and list all arrays with their names and layouts.
+
+    All is checked on every mesh before any process is started, so that errors come at once.
 
     Args:
         function: The names of its parameters become names of arrays.
@@ -108,14 +110,18 @@ def check_problem(
 
 
 def _checked_pair(layouts: Any, n_arguments: int) -> tuple[Sequence[Tree], Tree]:
-    """Split `layouts=` into those of the arguments and of the outputs. Raises StructureError."""
+    """Split `layouts=` into those of the arguments, one for each, and those of the outputs.
+
+    (("b s/sp d", "d f/tp"), "b s/sp f/tp") is right for two arguments and one output. A layout may
+    be a tree of layouts. Raises StructureError for another form.
+    """
     if not isinstance(layouts, tuple | list) or len(layouts) != 2:
         raise StructureError(
             "layouts= is a pair: of the arguments, and of what is returned",
             hint='as in layouts=(("b s/sp d", "d f/tp"), "b s/sp f/tp")',
         )
     inputs, outputs = layouts
-    # One text would be a sequence too, of letters.
+    # A text alone, in place of a tuple of texts, would pass as a sequence of letters.
     is_sequence = isinstance(inputs, tuple | list)
     n_layouts = len(inputs) if is_sequence else 1
     if not is_sequence or n_layouts != n_arguments:
@@ -138,7 +144,9 @@ def _argument_names(function: Function, count: int) -> list[str]:
 
 
 def _read_array(value: Any, name: str) -> Block:
-    """Read an argument as a numpy array.
+    """Convert an argument of a test to a numpy array: a numpy or JAX array, or a torch tensor.
+
+    `name` is its name in errors, such as "x['w']".
 
     Raises:
         StructureError: It is no array.
@@ -238,13 +246,16 @@ def updates_of(
     parameters: Sequence[int],
     optimisers: Sequence[Function] | None,
 ) -> dict[str, Update]:
-    """Pack the optimiser step of each runtime.
+    """Pickle the optimiser of each framework, to compare parameters after one step, too.
 
     Args:
         problem: The checked input.
         args: The arguments as the user gave them.
-        parameters: Positions of the arguments that take the step.
-        optimisers: For torch and for JAX.
+        parameters: Positions of the arguments that the optimiser updates.
+        optimisers: One for torch and one for JAX. None: no step is taken.
+
+    Returns:
+        What to send to the processes, by framework; {} without optimisers.
 
     Raises:
         StructureError: Parameters that cannot have a step, or parameters without optimisers.
@@ -262,7 +273,8 @@ def updates_of(
         numbers += leaves(problem.arguments[position]).values()
     for i in numbers:
         layout = problem.layouts[i]
-        # Otherwise a device's gradient is an addend, or lacks what neighbours contribute.
+        # Under a `copy` tag or a halo, a device's gradient is only an addend of the right one: an
+        # optimiser that runs on each device would take a wrong step.
         if layout.dual != layout:
             why = f"{problem.names[i]} has gradients under '{layout.dual}', which no optimiser can add up"
             hint = "no tags and no overlaps: the function itself redistributes to copies"

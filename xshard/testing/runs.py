@@ -88,12 +88,13 @@ class Runs:
     differences: bool = False
 
     def truth(self, runtime: Side, function: bytes, mesh: Mesh) -> Truth:
-        """Run a function on one device: on unsharded arrays, or on blocks of a mesh of ones.
+        """Run a function on one device, to get the right values for all other runs.
 
         Args:
             runtime: The framework that runs it.
-            function: Packed.
-            mesh: Without axes for unsharded arrays.
+            function: The function, pickled.
+            mesh: A mesh with all axes of size 1, for a function that names axes; a mesh without
+                axes for a reference function of whole arrays.
 
         Raises:
             StructureError: The arguments do not fit a mesh of ones, or outputs are another tree.
@@ -109,7 +110,8 @@ class Runs:
             why = f"a layout does not fit one device: {error.reason}"
             raise StructureError(why, text=error.text, hint="pass reference=") from None
 
-        # The truth says what the outputs are, and draws the cotangents that all runs are given.
+        # Without `results`, this run tells which outputs there are, and draws the output gradients
+        # (cotangents) that all other runs are given.
         question = self._question(runtime, function, mesh, shardings, results=None)
         answer = self._answer(runtime, question)
         output_layouts = broadcast_prefix(problem.outputs, answer.tree, "output")
@@ -159,7 +161,16 @@ class Runs:
         shardings: tuple[Sharding, ...],
         results: dict[str, Result] | None,
     ) -> Question:
-        """Put a function's arguments on a mesh. results: None for the truth, which makes them."""
+        """Describe one run of a function: its input blocks on a mesh, and what to compute.
+
+        Args:
+            runtime: The framework, which decides the optimiser.
+            function: The function, pickled.
+            mesh: The devices.
+            shardings: The sharding of each argument.
+            results: The outputs with their gradients, from the run on one device. None: this is
+                that run, which makes them.
+        """
         return Question(
             function=function,
             mesh=mesh,

@@ -25,7 +25,21 @@ _MAX_SUBSETS = 12  # of arguments that are transposed, beside the set of all: ea
 def explain_by_trials(
     found: Sequence[Mismatch], runs: Runs, truth: Truth, tol: float | None
 ) -> list[Mismatch]:
-    """Give mismatches without a cause the one that a further run of their function shows."""
+    """Find causes of mismatches by experiments: run the function again with something changed.
+
+    Where outputs are wrong, square arguments are transposed: if that makes outputs right, it is the
+    cause. Where only gradients are wrong, replicas that devices use in different ways are looked
+    for.
+
+    Args:
+        found: The mismatches of all runs.
+        runs: Runs the function again.
+        truth: The right values, from a run on one device.
+        tol: The largest relative error. None: by the dtype.
+
+    Returns:
+        The same mismatches; those without a cause have the one that was found.
+    """
     mismatches_of_run: dict[tuple[Side, Mesh], list[Mismatch]] = {}
     for mismatch in found:
         mismatches_of_run.setdefault(_run_of(mismatch), []).append(mismatch)
@@ -72,9 +86,12 @@ def _lacks_cause(mismatch: Mismatch) -> bool:
 def _find_transposition(
     runs: Runs, truth: Truth, tol: float | None, runtime: Side, mesh: Mesh
 ) -> Cause | None:
-    """Run with square arguments transposed: some that make the outputs right are the cause."""
+    """Run the function with square arguments transposed, and see whether its outputs are right.
+
+    A weight of shape [in, out] in one framework is [out, in] in another. If in = out, no shape
+    tells. Returns the cause with the names of these arguments, or None.
+    """
     problem = runs.problem
-    # A weight of shape [in, out] in one framework is [out, in] in the other: a square one fits both.
     for transposed in _transposable(problem):
         values = list(problem.values)
         for i in transposed:
@@ -84,7 +101,7 @@ def _find_transposition(
             run = trial.run(runtime, mesh, truth)
         except XshardError:  # the function takes no such arguments
             continue
-        # The truth is that of the arguments as they are.
+        # Compared with the right values for the arguments as the user gave them.
         mismatches = compare_runs(problem, truth, [run], tol).mismatches
         if not any(m.subject.kind == "output" for m in mismatches):
             names = " and ".join(problem.names[i] for i in transposed)
@@ -108,9 +125,10 @@ def _is_square(x: Block) -> bool:
 
 
 def _find_replica_fault(runs: Runs, truth: Truth, runtime: Side, mesh: Mesh) -> Cause | None:
-    """Find copies that differ where a redistribution means one value.
+    """Find a call of `redistribute` whose replicas are not equal, as its layout says that they are.
 
-    These are the errors of `check_replicated=True`: of inputs first, then of cotangents.
+    All inputs are looked at first, then all gradients that come back. Returns a cause with the
+    error that `check_replicated=True` would raise for that call, or None.
     """
     try:
         seen = runs.seen(runtime, mesh, truth)

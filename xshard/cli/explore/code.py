@@ -41,9 +41,10 @@ COMPOSED = re.compile(r"\(\w+ ")  # two dims as one, which `redistribute` of the
 
 
 def programs(plan: Plan | ContractionPlan | Sharding) -> dict[str, str]:
-    """Return programs that run a plan, by framework; a layout is drawn.
+    """Write Python programs that run a plan, to copy from the page: {"torch": text, "jax": text}.
 
-    None for a plan between two meshes, and for a contraction with composed dims such as `(h d)`.
+    For a layout alone, the program draws it. There are no programs, {}, for a plan between two
+    meshes, and for a contraction that groups dims, such as `(h d)`.
     """
     if isinstance(plan, Sharding):
         drawn = f'import xshard as xs\n\nxs.show("{plan.layout}", xs.{plan.mesh!r}, {plan.shape})\n'
@@ -78,13 +79,14 @@ def _programs_of_call(
     call: str,
     shape: object,
 ) -> dict[str, str]:
-    """Fill in both programs.
+    """Write a torch and a JAX program that make input arrays of ones and call xshard on them.
 
     Args:
         plan: The plan.
-        arrays: The operands, then the result.
-        names: The operands' names.
-        call: The call without its last options and parenthesis.
+        arrays: The shardings of the operands, then of the result.
+        names: The operands' names in the program, such as "x0".
+        call: The call without its last options and parenthesis, such as
+            'redistribute(x, "n/dp -> n"'.
         shape: The value of `shape=`, which both bridges need if blocks differ in size.
     """
     is_even = all(array.is_even for array in arrays)
@@ -114,9 +116,11 @@ def _programs_of_call(
 
 
 def _signature(arrays: Sequence[Sharding], *, is_even: bool) -> str:
-    """Return the layouts at the border of `xj.shard_map` as code.
+    """Write as Python code the layouts that `xj.shard_map` is given for its inputs and output.
 
-    Arrays with uneven blocks are moved from whole ones, and to a whole one.
+    Such as '"n/dp, c -> n/dp c"', with quotes. JAX's arrays have equal blocks. So if some blocks
+    are uneven, arrays are whole outside, and the code is a tuple of moves from whole arrays and to
+    one.
     """
     result = arrays[-1].layout
     operands = []

@@ -52,7 +52,10 @@ COPIED = ("torch", "JAX", "link")  # what a button copies
 
 @cache
 def live_page() -> str:
-    """Return the page with fields; the server sends the rest."""
+    """Make the HTML of the page: input fields, notation, examples, and a place for the answer.
+
+    Scripts of the page send the fields to the server as one types, and show its answer there.
+    """
     fields = "".join(_field(name, value) for name, value in FIELDS.items())
     rows = "".join(f"<dt>{escape(text)}</dt><dd>{escape(means)}</dd>" for text, means in NOTATION)
     examples = ""
@@ -77,7 +80,11 @@ def _button(title: str, key: str, value: str) -> str:
 
 
 def _field(name: str, value: str) -> str:
-    """Return a field with its label and, below it, the place of its errors."""
+    """Make the HTML of one input field, with its label above and a hidden line for errors below.
+
+    A name with a list of choices, such as "profile", becomes a menu, any other a line of text.
+    `value` is what it shows at first.
+    """
     attributes = f'id="{name}" name="{name}" aria-describedby="error-{name}"'
     if name in CHOICES:
         options = ""
@@ -94,12 +101,12 @@ def _field(name: str, value: str) -> str:
 
 
 def html_page(title: str, body: str, *scripts: str) -> str:
-    """Return a whole page with its style and scripts.
+    """Make a complete HTML page, with style and scripts inside, so that it needs no other file.
 
     Args:
         title: The title.
         body: HTML below the title.
-        *scripts: Files of this folder.
+        *scripts: Names of script files in this folder.
     """
     folder = resources.files("xshard.cli.explore")
     style = (folder / "page.css").read_text()

@@ -97,13 +97,15 @@ async def _view(request: Request) -> JSONResponse:
 
 
 def _answer(fields: dict[str, str], free: PriorityQueue[int]) -> dict[str, str]:
-    """Answer in a process that is free.
+    """Compute the answer to a request of the page in a worker process, with a time limit.
 
-    A process that takes too long ends, and the next question gets another.
+    `free` has the numbers of workers without work; this waits for one, and puts it back at the end.
+    A worker that takes too long is ended, and a new one is started with the next request. Returns
+    what the page shows, or {"error": text, "field": name}.
     """
     number = free.get()
     try:
-        if number != CLOSED:
+        if number != CLOSED:  # else the server is ending
             planner = running(f"planner {number}", {})
             view = "xshard.cli.explore.views.limited_view"
             return dict(planner.ask(view, fields, timeout_s=LIMIT_S, quiet=True))

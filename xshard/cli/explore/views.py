@@ -41,16 +41,18 @@ MAX_DIMS = 12
 
 
 def limited_view(fields: Mapping[str, str], limit_s: float) -> dict[str, str]:
-    """Answer the page in a process of its own.
+    """Compute what the page shows, and end this whole process if it takes too long.
 
-    The process ends after so many processor seconds, and soon after its parent.
+    It runs in a worker process of the server. A timer looks regularly whether `limit_s` seconds of
+    processor time are used up, or whether the server has ended; either ends the process.
     """
     parent = os.getppid()
     start_s = time.process_time()
 
     def look(*_: Any) -> None:
         if time.process_time() - start_s > limit_s or os.getppid() != parent:
-            os._exit(1)  # an exception might be caught, and what it left be cached
+            # An exception could be caught on its way, or leave a half-made result in a cache.
+            os._exit(1)
 
     signal.signal(signal.SIGPROF, look)
     signal.setitimer(signal.ITIMER_PROF, _LOOK_S, _LOOK_S)
@@ -61,10 +63,11 @@ def limited_view(fields: Mapping[str, str], limit_s: float) -> dict[str, str]:
 
 
 def view(fields: Mapping[str, str]) -> dict[str, str]:
-    """Answer the page.
+    """Compute what the page shows for the texts in its fields: the plan as pictures, and programs.
 
     Args:
-        fields: The texts of its fields.
+        fields: The texts by name of the field, such as {"expression": "n/dp -> n", "mesh": "dp=2"}.
+            Other fields have their first values.
 
     Returns:
         `html`, `torch` and `jax`; or `error` and the `field` that it is about.
@@ -90,7 +93,11 @@ def _field_of(error: XshardError, fields: Mapping[str, str]) -> str:
 
 
 def _planned(fields: dict[str, str]) -> Shown:
-    """Return the plan of an expression, or the layout that it is. Raises XshardError for too large ones."""
+    """Plan what the fields of the page ask for: a move, a contraction, or a layout alone.
+
+    The texts come from anywhere: XshardError is raised for unknown fields, for too many devices,
+    and for profiles that are files, which a page must not read.
+    """
     for name, text in fields.items():
         if name not in FIELDS or len(text) > MAX_CHARS:
             raise XshardError(f"field {name[:20]!r} is unknown, or longer than {MAX_CHARS} letters")
@@ -120,9 +127,11 @@ def _planned(fields: dict[str, str]) -> Shown:
 
 
 def lengths_for(expression: str, text: str) -> dict[str, Any]:
-    """Read the lengths of dims, by name or in order -> the argument of `plan` that has them.
+    """Parse the lengths of dims that a user typed into the argument of `plan` that takes them.
 
-    A contraction takes `sizes`, a move or a layout `shape`.
+    "n/dp c" with "8,4" or "n=8,c=4" -> {"shape": (8, 4)}. A contraction, which has several arrays,
+    needs lengths by name: "n k, k m -> n m" with "n=8,k=4,m=2" ->
+    {"sizes": {"n": 8, "k": 4, "m": 2}}.
     """
     is_named = "=" in text
     is_einsum = is_contraction(expression, named=is_named)
@@ -155,7 +164,11 @@ class PageSection(NamedTuple):
 
 
 def sections(shown: Shown) -> str:
-    """Return a plan, the plans of its gradient, and its programs; or a layout. As HTML."""
+    """Make the HTML that the page shows of a plan: forward, backward, and programs to copy.
+
+    The backward is left out for a move with a max or min, whose gradient depends on the values. A
+    layout alone is one picture.
+    """
     if isinstance(shown, Sharding):
         return _as_html([PageSection("Layout", html(shown))])
     parts = [PageSection("Forward", html(shown))]

@@ -62,10 +62,13 @@ def check_whole(sharding: Sharding) -> None:
 
 
 def box_pairs(pieces: Iterable[PartMapping], sharding: Sharding, device: int) -> Iterator[BoxPair]:
-    """Yield the boxes of stored arrays that fill a device's block.
+    """Find which slices of stored arrays fill which slices of one device's block.
+
+    A stored array of 8 rows, of which the device holds rows 4-7: one pair, of stored rows 4-7 and
+    rows 0-3 of the block. An array that is joined from q, k and v has pairs for each of them.
 
     Args:
-        pieces: The parts of stored arrays that make the array, without a gap.
+        pieces: The parts of stored arrays that make up the whole array. Together they leave no gap.
         sharding: The array's sharding.
         device: A position in its mesh.
     """
@@ -93,7 +96,10 @@ def _box_pair(piece: PartMapping, rows: tuple[SlicePair, ...]) -> BoxPair:
 def _dim_slices(
     piece: PartMapping, i: int, block_rows: list[Runs], sharding: Sharding
 ) -> Iterator[SlicePair]:
-    """Yield the rows of one dim of a piece in a block.
+    """Yield, along one dim, the slices of a stored array and the slices of a block that they fill.
+
+    The block holds rows 4-7 of a dim, and the piece is rows 0-5 of it: stored rows 4-5 go to rows
+    0-1 of the block.
 
     Args:
         piece: A part of a stored array that is a part of the array.
@@ -104,23 +110,29 @@ def _dim_slices(
     src, dst, order = piece
     j = order[i]  # the dim in the stored array
     stored_rows = src.rows if j == src.dim else None
-    if dst.adds and i == dst.dim:  # one row of the stored array, along a dim that the block lacks
+    # `adds` says that one side lacks the dim: an unstacked row of [experts, n] becomes an array
+    # [n]. Here the array lacks it, so the piece is one row of the stored array.
+    if dst.adds and i == dst.dim:
         return _paired_slices((Segment(0, 0, 1),), stored_rows)
-    # Dims behind the one that is added are one place further to the front in the array.
+    # The array lacks that dim, so dims behind it have a number that is smaller by one there.
     d = i - 1 if dst.adds and dst.dim is not None and i > dst.dim else i
     is_cut = i == dst.dim and not dst.adds
     part_rows = dst.rows if is_cut else interval(0, sharding.shape[d])
     segments = common_segments(part_rows, block_rows[d])
-    # A dim that the stored array lacks has the one row 0.
+    # None: rows have the same numbers in the piece and in the stored array.
     return _paired_slices(segments, None if src.adds else stored_rows)
 
 
 def _paired_slices(segments: Iterable[Segment], stored_rows: Runs | None) -> Iterator[SlicePair]:
-    """Write rows as few slices of the stored array and of the block.
+    """Write matching rows as slices, as few as possible: of the stored array, and of the block.
+
+    Stored rows 0, 2 and 4 that fill rows 0, 1 and 2 of a block are one pair: slice(0, 5, 2) and
+    slice(0, 3, 1).
 
     Args:
         segments: Consecutive rows of a part, and where they are in the block.
-        stored_rows: The rows of the part in the stored array; None: they are equal.
+        stored_rows: The rows of the part in the stored array. None: they have the same numbers
+            there.
     """
     pairs = _row_pairs(segments, stored_rows)
     i = 0
@@ -155,12 +167,17 @@ def _row_pairs(segments: Iterable[Segment], stored_rows: Runs | None) -> list[Ro
 
 
 def _evenly_apart(pairs: list[RowPair], first: int) -> int:
-    """Count the single rows from `first` on that are evenly apart on both sides; 1 for longer runs."""
+    """Count how many pairs, from number `first` on, one slice with a step can stand for.
+
+    Single rows 0, 2, 4, 7 of the stored array that fill rows 0, 1, 2, 3 of a block: 3 pairs, since
+    7 breaks the step of 2. A pair of several consecutive rows stands alone: 1.
+    """
     start = pairs[first]
     if start.length != 1 or first + 1 == len(pairs):
         return 1
     stored_step = pairs[first + 1].stored - start.stored
     block_step = pairs[first + 1].block - start.block
+    # A slice with a step of 0 is an error, and one with a negative step would need other bounds.
     if min(stored_step, block_step) <= 0:
         return 1
     n = 1

@@ -78,12 +78,15 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
         return {name: array.dtype for name, array in self.items()}
 
     def read(self, name: str, box: Box = (), out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Read a box of an array, into new memory or into `out`.
+        """Read a rectangular region of a stored array, into new memory or into `out`.
+
+        `read("w", (slice(0, 2),))` reads rows 0-1 of w, with all its columns.
 
         Args:
             name: The stored name.
-            box: Slices of the first dims; the others are read whole.
-            out: Memory of the box's shape, as `dtypes.carrier` of the stored dtype.
+            box: The region: slices of the first dims. The other dims are read whole.
+            out: An array of the region's shape to fill. Its numpy dtype is `dtypes.carrier` of the
+                stored one, since numpy has no bfloat16. None: new memory.
         """
         stored = self[name]
         n_given = len(box)
@@ -98,7 +101,9 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
         return out
 
     def constant(self, name: str, default: Any) -> Any:
-        """Return a leaf that is no array, or an item of one that is a list or a dict.
+        """Look up a stored value that is no array, such as a step count, or an item inside of one.
+
+        Optimizer states have such values: numbers, texts, and lists or dicts of them.
 
         Args:
             name: The stored name of the leaf, and the keys of the item behind it.
@@ -109,6 +114,7 @@ class Checkpoint(Mapping[str, Stored], AbstractContextManager["Checkpoint"]):
             0.5
         """
         for stored_name, value in self.constants.items():
+            # With dots at the end, so that "group" is not taken for the beginning of "groups.0".
             if not f"{name}.".startswith(f"{stored_name}."):
                 continue
             keys = name[len(stored_name) :].split(".")[1:]

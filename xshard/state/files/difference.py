@@ -15,12 +15,15 @@ from xshard.state.files.checkpoint import Checkpoint
 def diff_checkpoints(
     a: Checkpoint, b: Checkpoint, before: Checkpoint | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the arrays of `b` that are not as in `a`, and how they differ.
+    """Compare two checkpoints, and yield (name, how they differ) for each array that is not equal.
+
+    Such as ("w", "only in the first"), ("b", "float32 and bfloat16"), or ("q", "transposed").
 
     Args:
         a: The first checkpoint.
         b: The second checkpoint.
-        before: An older state of `b`, to tell lost updates.
+        before: An older state of `b`, or None. An array of `b` that is as it was there is reported
+            as "not updated".
     """
     for name in dict.fromkeys((*a, *b)):
         if name not in a or name not in b:

@@ -67,19 +67,22 @@ class Mapped(NamedTuple):
     place: str
 
     def read(self, box: Box, out: NDArray[Any]) -> None:
-        """Fill `out` with a box of the array."""
+        """Read a region of the array, as slices of its first dims, from the file into `out`."""
         index: Any = (*box, ...)
         part = self.whole[index]
         if not (part.flags.c_contiguous and out.flags.c_contiguous):
             self._check_end(self.start + self.whole.nbytes)
-            out[...] = part  # many small reads would take two to eight times as long
+            # Copy from the mapped file: many small reads would take two to eight times as long. A
+            # file that has become shorter is refused first, since its missing pages end the
+            # process.
+            out[...] = part
             return
         # Mapping the pages of a file takes as long as copying them; one contiguous read avoids it.
         offset = self.start + part.ctypes.data - self.whole.ctypes.data
         remaining = out.reshape(-1).view(np.uint8)
         while remaining.size:
             n_read = os.preadv(self.file, [remaining.data], offset)
-            if n_read == 0:
+            if n_read == 0:  # the file has ended: this raises
                 self._check_end(offset + 1)
             remaining = remaining[n_read:]
             offset += n_read
@@ -92,7 +95,7 @@ class Mapped(NamedTuple):
 
 
 def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
-    """Open a safetensors file, or a folder of them with or without an index; no data is read yet.
+    """Open a checkpoint: a safetensors file, or a folder of them. Only the headers are read yet.
 
     Folders of torch's DCP and of orbax are read by their own libraries.
 
@@ -121,7 +124,8 @@ def open_checkpoint(path: str | Path, *, links: bool = False) -> Checkpoint:
         extra = system.extra if system else error.name
         hint = f"pip install 'xshard[{extra}]'"
         raise FileError(f"{path} needs {extra}: {error}", hint=hint) from None
-    except (OSError, RuntimeError, ValueError) as error:  # of links in a loop, of a name with a NUL
+    # RuntimeError is raised for links in a loop, ValueError for a path with a NUL in it.
+    except (OSError, RuntimeError, ValueError) as error:
         place = getattr(error, "filename", None) or path
         why = getattr(error, "strerror", None) or error
         raise FileError(f"{place}: {why}") from error
@@ -157,7 +161,12 @@ class Contents(NamedTuple):
 
 
 def _read_headers(path: Path, links: bool) -> Contents:
-    """Read the headers of a file, or of all files of a folder, and compare them with the index."""
+    """Read the headers of a safetensors file, or of all such files of a folder; no data is read.
+
+    Returns the arrays by name, the name of the file of each, and xshard's own notes in the
+    metadata, such as layouts. A folder's index has to name the same arrays in the same files.
+    `links` allows files that are links out of the folder.
+    """
     is_folder = path.is_dir()
     files, index = _files_of_folder(path) if is_folder else ([path], None)
     contents = Contents({}, {}, [])
@@ -190,15 +199,18 @@ def _check_index(weight_map: Mapping[str, str], places: Mapping[str, str]) -> No
 
 
 def verify(checkpoint: Checkpoint, part: int = 0, of: int = 1) -> int:
-    """Compare the arrays with their saved checksums.
+    """Compare the stored values with the checksums that were saved beside them.
+
+    A checksum is of a box: the rows, columns, ... of an array that one process wrote. Several
+    processes can share the work: number 1 of 4 passes `part=1, of=4`, and checks boxes 1, 5, 9, ...
 
     Args:
         checkpoint: The checkpoint.
-        part: Compare every `of`-th box, beginning with this one.
-        of: In how many parts the work is divided.
+        part: The number of this share of the work: 0, 1, ... up to `of` - 1.
+        of: In how many shares the work is divided.
 
     Returns:
-        The number of boxes with a checksum, in all parts.
+        The number of boxes with a checksum, in all shares.
 
     Raises:
         FileError: For the first box that differs.
@@ -219,7 +231,10 @@ def checksum(array: NDArray[Any]) -> int:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """Read the index of a folder: its `weight_map` maps names of arrays to plain names of files.
+    """Read and check the index of a folder of safetensors files, which says where each array is.
+
+    Such as {"weight_map": {"w": "model-1.safetensors"}, "metadata": {...}}. Files have to be beside
+    the index, since an index from elsewhere could name any file of this machine.
 
     Raises:
         FileError: It is malformed, or names a file outside of the folder.
@@ -248,7 +263,10 @@ def _is_plain_name(file: str) -> bool:
 
 
 def _files_of_folder(folder: Path) -> tuple[list[Path], dict[str, Any] | None]:
-    """Return the files of the checkpoint in a folder, and its index if there is one."""
+    """Find the safetensors files of a folder: those that its index names, or all without an index.
+
+    Returns the files, and the parsed index or None.
+    """
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         names = ", ".join(path.name for path in indexes)
@@ -317,7 +335,12 @@ def _parse_object(text: str, place: str) -> dict[str, Any]:
 def _checkpoint_fields(
     notes: Iterable[Mapping[str, Any]], arrays: Mapping[str, Mapped]
 ) -> dict[str, Any]:
-    """Return the fields of a checkpoint that the metadata of its files and of the index say."""
+    """Collect what xshard noted in the metadata of all files and of the index.
+
+    Returns arguments for `Checkpoint`: layouts by name, checksums of boxes by name, constants
+    (values that are no arrays), and the mesh and the renaming of the program that saved, where
+    noted. All are empty for files that another program wrote.
+    """
     layouts: dict[str, Layout] = {}
     sums: dict[str, list[tuple[Box, int]]] = {}
     constants: dict[str, Any] = {}

@@ -58,7 +58,9 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Read the header of a safetensors file.
+    """Read and check the header of a safetensors file: its arrays, and where their bytes are.
+
+    A file is 8 bytes with the header's length, the header as JSON, and the data of all arrays.
 
     Returns:
         The arrays by name, in the order of their bytes, and the texts of `__metadata__`.
@@ -120,7 +122,10 @@ def check_folder(folder: str | Path) -> None:
 def write_header(
     entries: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Write the first bytes of a file, a multiple of 8.
+    """Make the first bytes of a safetensors file: the header's length in 8 bytes, and the header.
+
+    The header is JSON, such as {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, and
+    is filled up with spaces to a multiple of 8 bytes, so that the data behind it is aligned.
 
     Args:
         entries: Shape and dtype by name, in the order of the data.
@@ -171,7 +176,17 @@ class Span(NamedTuple):
 def _entries(
     path: Path, header: dict[str, Any], data_start: int, file_bytes: int
 ) -> dict[str, Entry]:
-    """Read the arrays of a header. Their bytes are all data of the file, without gaps or overlaps."""
+    """Read the arrays of a parsed header, and check that they fill the data of the file exactly.
+
+    Gaps, overlaps and bytes that belong to no array are refused: the format forbids them, since
+    they could hide other content.
+
+    Args:
+        path: The file, for errors.
+        header: The parsed JSON without the metadata; it may hold anything.
+        data_start: Where the data begins in the file, behind the header.
+        file_bytes: The length of the file.
+    """
     spans = []
     for name, entry in header.items():
         try:
@@ -195,7 +210,12 @@ def _entries(
 
 
 def _read_span(name: str, entry: Any, data_start: int, file_bytes: int) -> Span:
-    """Read one array of a header, which may hold anything."""
+    """Check one array's entry in a header, and find its place in the file.
+
+    The entry may hold anything, for files come from anywhere. {"dtype": "F32", "shape": [2],
+    "data_offsets": [0, 8]} gives bytes 0 to 8 of the data, as float32 of shape (2,). The offsets
+    count from `data_start`, where the data begins in the file.
+    """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise FileError("an array has dtype, shape and data_offsets, and nothing else")
     short_dtype = entry["dtype"]

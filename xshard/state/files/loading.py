@@ -60,14 +60,17 @@ def plan_load(
     strict: bool = True,
     profile: ProfileLike = "h100",
 ) -> dict[str, Load]:
-    """Plan the load of every array of a checkpoint.
+    """Plan how the devices of a mesh load the arrays of a checkpoint, each with its own layout.
+
+    For each array: its dtype, the sharding that it gets, and the sharding in which devices read it
+    from disk, which may be finer, so that replicas share the reading. No data is read yet.
 
     Args:
         checkpoint: What is stored.
-        rules: Layouts by the names in this program. None: replicated.
+        rules: Layouts by patterns of the names in this program. None: every array is replicated.
         mesh: The mesh of this program.
-        names: Maps stored names to the names in this program.
-        dtype: The dtype of all floats. Default: as stored.
+        names: Maps stored names to the names in this program. None: they are the same.
+        dtype: The dtype of all floats; other arrays keep theirs. Default: as stored.
         like: The arrays to fill, which decide dtypes and shapes.
         strict: Every array of `like` has to be stored, and no other.
         profile: The machine, whose disk decides whether devices share what they read.
@@ -107,7 +110,7 @@ def stored_as(checkpoint: Checkpoint, names: Names | None) -> dict[str, TargetAr
 def load_of(
     opened: Checkpoint, array: TargetArray, dtype: str, target: Sharding, profile: Profile
 ) -> Load:
-    """Plan the load of one array.
+    """Plan how the devices load one array: what they read, and the dtype and sharding that it gets.
 
     Args:
         opened: The checkpoint.
@@ -121,6 +124,7 @@ def load_of(
         ShapeError: The array in the checkpoint has another shape.
         PlanError: The blocks of `target` are not parts of the array.
     """
+    # Kinds are in the order whole numbers, floats, complex numbers: no cast may go back.
     if _kind(array.dtype) > _kind(dtype):
         reason = f"{array.dtype} in the checkpoint, {dtype} here"
         raise DtypeError(reason, hint="names= may cast it")
@@ -137,15 +141,18 @@ def load_of(
 
 
 def source_sharding(target: Sharding, dtype: str, profile: Profile) -> Sharding:
-    """Choose the cheapest sharding to read.
+    """Choose what each device reads from disk: its whole block, or a part that replicas exchange.
 
-    It is the target's, or one that shards the longest dim over replicas too, which then send each
-    other what they have read.
+    For an array [8, c] that is replicated on 4 devices, every device reads 8 rows, or each reads 2
+    rows and an all-gather brings the others. The cheaper of both is returned, as a sharding.
+    Sharing is tried among replicas on one node, and among all replicas.
     """
     mesh = target.mesh
     replica_axes = [axis for axis in mesh.long_axes if axis not in target.layout.sharding_axes]
+    # Without a price of the disk, without replicas, or without rows there is nothing to choose.
     if profile.disk is None or not replica_axes or not target.shape or 0 in target.shape:
         return target
+    # Axes whose link is the default one lead to devices of the same node.
     in_node = tuple(axis for axis in replica_axes if profile.link(axis, mesh) == profile.default)
     best = target
     best_s = _reading_s(target, dtype, profile.disk, profile)
@@ -186,16 +193,20 @@ def in_both(
     strict: bool,
     places: tuple[str, str] = ("tree", "checkpoint"),
 ) -> list[str | None]:
-    """Find every array of a tree in a checkpoint.
+    """Find under which name each array of a tree of parameters is stored in a checkpoint.
+
+    `stored` {"embed", "norm"} and `leaves` [("head", "embed"), ("norm",)] -> ["embed", "norm"]: the
+    first array has two names in the tree, and is stored under one of them.
 
     Args:
         stored: The names in the checkpoint.
-        leaves: The names of every array of the tree: a shared array has several.
+        leaves: For each array of the tree its names. A shared array, as of tied weights, has
+            several.
         strict: Whether every array has to be in both places.
         places: The words for the two places in errors.
 
     Returns:
-        The first name of every array that is stored, or None.
+        For each array the first of its names that is stored, or None if none is.
 
     Raises:
         XshardError: With `strict`, for an array that is in one of the two places alone.

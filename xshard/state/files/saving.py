@@ -125,12 +125,15 @@ def plan_save(
     shard_bytes: int | str | None = "5GiB",
     constants: Mapping[str, Any] | None = None,
 ) -> Saving:
-    """Plan a save.
+    """Plan a save as safetensors files: which arrays are in which file, and who writes which block.
+
+    Files are divided by size, as in 00001-of-00002.safetensors. Each block is written by one of
+    the processes that hold it, straight to its place in the file. Nothing is written yet.
 
     Args:
         sources: The arrays of the program by name.
-        names: Maps their names to stored names.
-        shard_bytes: The most bytes of a file, unless one array is larger.
+        names: Maps their names to stored names. None: they are the same.
+        shard_bytes: The most bytes of a file, unless one array is larger. None: one file.
         constants: The leaves that are no arrays, as JSON.
 
     Raises:
@@ -172,13 +175,17 @@ def _constants_to_json(constants: Mapping[str, Any]) -> str:
 def _group_arrays(
     arrays: Mapping[str, TargetArray], limit_bytes: int | None
 ) -> list[dict[str, TargetArray]]:
-    """Divide the stored arrays into files; inside a file they stand in the order of their data."""
+    """Divide the arrays into files of at most `limit_bytes`, in the order of their names as given.
+
+    Returns one dict of arrays for each file, in the order in which their data stands in the file.
+    An array that is larger than the limit has a file of its own. Without arrays, there is one empty
+    file.
+    """
     names = list(arrays)
     sizes = [dtypes.n_bytes(array.shape, array.dtype) for array in arrays.values()]
     files = []
-    for group in trees.group_by_bytes(sizes, limit_bytes) or [
-        []
-    ]:  # a tree without arrays has one file, too
+    # A tree without arrays has one file, too: it holds the metadata.
+    for group in trees.group_by_bytes(sizes, limit_bytes) or [[]]:
         group_names = [names[i] for i in group]
         # The largest elements first, so that every array is aligned. The sort is stable.
         group_names.sort(key=lambda name: -dtypes.itemsize(arrays[name].dtype))
@@ -211,7 +218,10 @@ def _plan_file(name: str, arrays: Mapping[str, TargetArray], note: Mapping[str, 
 
 
 def _assign_blocks(sources: Mapping[str, Source]) -> dict[int, list[tuple[str, int]]]:
-    """Decide which process writes each block: of its holders, the one with the fewest bytes so far.
+    """Decide which process writes each block, so that all write about as many bytes.
+
+    Devices along axes that shard nothing hold the same block. Of them, the process with the fewest
+    bytes so far writes it.
 
     Returns:
         By process: the names of sources, each with the device that holds the block.
@@ -260,13 +270,19 @@ def save_blocks(
     leads: bool = True,
     progress: Report = _say_nothing,
 ) -> None:
-    """Save from begin to commit; all processes call this, and one of them leads.
+    """Save a checkpoint: reserve the files, write all blocks, then put the new files in place.
+
+    All processes call this, and each writes its own blocks. One of them leads: it alone makes and
+    renames files. If any process fails, all raise, the new files are removed, and the folder's
+    old checkpoint stays as it was.
 
     Args:
         saving: The plan.
         path: The folder.
-        block_of: Gives a block: name, device, dtype -> the carrier of the block.
-        all_or_none: Does work in all processes -> the result of each; raises in all if one fails.
+        block_of: Gives a block: name, device, dtype -> a numpy array, with a dtype that numpy lacks
+            (bfloat16) in the dtype that carries its bits.
+        all_or_none: Calls a function in all processes -> the results of all; raises in all if one
+            fails. Default: this process is the only one.
         process: The number of this process.
         leads: Whether this process begins and commits.
         progress: Called with the bytes of each box that is written.
@@ -312,7 +328,9 @@ def _merge_sums(saving: Saving, written: Sequence[Sums]) -> Sums:
 
 
 def begin(saving: Saving, path: Path) -> str:
-    """Remove leftovers of killed saves, and reserve the files of a save in a folder.
+    """Begin a save: make its files in a hidden subfolder, with their headers and full lengths.
+
+    Leftovers of saves that were killed are removed first.
 
     Returns:
         A token, which names the files of this save.
@@ -346,9 +364,25 @@ def begin(saving: Saving, path: Path) -> str:
 def write(
     saving: Saving, path: Path, token: str, process: int, block_of: BlockOf, progress: Report
 ) -> Sums:
-    """Write the blocks of a process -> the checksums of its boxes."""
+    """Write all blocks of one process into the files that `begin` has made.
+
+    A block may belong to several stored arrays, as a fused qkv weight does: each such part is a
+    box, a range of rows in every dim, of a stored array.
+
+    Args:
+        saving: The plan.
+        path: The folder.
+        token: What `begin` returned.
+        process: The number of this process.
+        block_of: Gives a block: name, device, dtype -> a numpy array.
+        progress: Called with the bytes of each box that is written.
+
+    Returns:
+        By stored name, the rows of each box as [start, stop, step] for every dim, and its checksum.
+    """
     sums: Sums = {}
-    block_of = functools.lru_cache(1)(block_of)  # one block at a time
+    # Several boxes in turn come from one block: keep the last one, and no more in memory.
+    block_of = functools.lru_cache(1)(block_of)
     shard_of = {name: shard for shard in saving.shards for name in shard.starts}
     with _disk_errors(path), ExitStack() as stack:
 
@@ -375,7 +409,12 @@ def write(
 
 
 def commit(saving: Saving, path: Path, token: str, sums: Mapping[str, Any]) -> None:
-    """Make the written files the checkpoint of the folder, in one step: the index gets its name."""
+    """Replace the folder's checkpoint by the new files, so that readers see either old or new.
+
+    The files get names that no older save has. Then the index, which says what the checkpoint is,
+    is renamed over the old one, in one step of the file system. At last the old files are removed.
+    `sums` holds the checksums of all processes, by stored name.
+    """
     folder = path / f"{_UNFINISHED}{token}"
     final_names = {shard.name: f"model-{token}-{shard.name}" for shard in saving.shards}
     weight_map = {name: final_names[shard.name] for shard in saving.shards for name in shard.starts}
@@ -425,13 +464,13 @@ def _lock_folder(path: Path, stack: ExitStack) -> None:
 def _write_box(
     file: int, start: int, array: NDArray[Any], box: Box, shape: tuple[int, ...]
 ) -> None:
-    """Write a box of an array, a contiguous range at a time.
+    """Write a region of an array to its place in a file, one contiguous range of bytes at a time.
 
     Args:
-        file: A descriptor.
-        start: Where the array's bytes begin.
-        array: The values of the box.
-        box: Which elements they are.
+        file: The file's descriptor.
+        start: Where the whole array's bytes begin in the file.
+        array: The values of the region, C-contiguous.
+        box: The region, as a slice of each dim.
         shape: The shape of the whole array.
     """
     offsets = start + array.itemsize * _range_starts(box, shape)
@@ -440,21 +479,23 @@ def _write_box(
     for i, offset in enumerate(offsets.tolist()):
         remaining = data[i * range_bytes : (i + 1) * range_bytes]
         while remaining:
-            n_written = os.pwrite(file, remaining, offset)
+            n_written = os.pwrite(file, remaining, offset)  # may be fewer bytes than asked for
             remaining = remaining[n_written:]
             offset += n_written
 
 
 def _range_starts(box: Box, shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return the first element of each contiguous range of a box: all ranges are equally long.
+    """Find where each contiguous range of a region begins, in elements of the row-major array.
 
-    Rows 1-2 of shape (4, 6) are one range from 6; columns 0-2 are ranges from 0, 6, 12 and 18.
+    For shape (4, 6), rows 1-2 are one range that begins at element 6; columns 0-2 are four ranges,
+    from 0, 6, 12 and 18. All ranges of a region are equally long. `box` has a slice for each dim.
     """
     bounds = [rows.indices(length) for rows, length in zip(box, shape, strict=True)]
-    n_outer = len(shape)  # dims from here on are whole
+    # Dims from `n_outer` on are whole, so all their elements are contiguous.
+    n_outer = len(shape)
     while n_outer and bounds[n_outer - 1] == (0, shape[n_outer - 1], 1):
         n_outer -= 1
-    # The dim before them is contiguous with them if it has no steps: its first row is enough.
+    # Consecutive rows of the dim before them are contiguous too, so its first row is enough.
     has_partial = n_outer > 0 and bounds[n_outer - 1][2] == 1
     starts = np.zeros((), np.int64)
     for d, (first, stop, step) in enumerate(bounds[:n_outer]):

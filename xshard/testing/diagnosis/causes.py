@@ -53,7 +53,9 @@ class Cause(NamedTuple):
 
 
 def likely_cause(case: Case) -> Cause | None:
-    """Find the mistake that most likely made these blocks of the right ones.
+    """Guess which sharding mistake made these wrong blocks, by comparing them with the right ones.
+
+    Mistakes leave traces: a sum done twice doubles all values, a missing one leaves addends.
 
         likely_cause(case).text  # "2 times too large, and 2 is the size of dp: ..."
 

@@ -94,7 +94,18 @@ class Case:
         largest: float,
         arguments: Mapping[str, Block],
     ) -> Case:
-        """Make a case of blocks under any layout. tolerance: None goes by the dtypes."""
+        """Put wrong and right blocks side by side, to search for the mistake between them.
+
+        Args:
+            got: The blocks as they are, one per device.
+            want: The blocks as they should be.
+            sharding: The layout of both, on its mesh. Blocks of addends are added up first, since
+                only their sum is determined.
+            tolerance: The largest error that is still rounding, relative. None: by the dtypes.
+            largest: The largest value among all arrays of this kind: beside it, small errors of an
+                array that is nearly zero are rounding.
+            arguments: The function's whole arguments by name: some mistakes are found by them.
+        """
         if tolerance is None:
             tolerance = rounding((want[0].dtype.name, got[0].dtype.name))
         return cls(

@@ -28,8 +28,13 @@ _MAX_AXES = 3  # of a dim's cut, in trying which order is meant
 
 
 def moved_rows(case: Case) -> str | None:
-    """Find rows of a dim in another order: another cut, swapped ends, or an offset."""
-    if case.whole_got is None:
+    """Recognise an array that has the right rows in the wrong order, and say in which order.
+
+    Such as rows that were stored in zigzag order and read as consecutive ones, blocks with swapped
+    halves, or all rows off by one. Returns a sentence for the report, or None if no dim has its
+    rows in another order.
+    """
+    if case.whole_got is None:  # replicas differ: the blocks are not one array
         return None
     for d, dim in enumerate(case.sharding.layout.dims):
         got = np.moveaxis(case.whole_got, d, 0)
@@ -37,7 +42,9 @@ def moved_rows(case: Case) -> str | None:
         origins = _find_origins(got, want, case)
         if (origins == np.arange(len(origins))).all():
             continue
-        if (origins == _NOWHERE).any():  # an offset has rows of its own at an end
+        # Some rows are found nowhere in the right array. That is still an offset if they are at an
+        # end, where rows were moved in from outside.
+        if (origins == _NOWHERE).any():
             offset = _offset(origins, dim)
             if offset is not None:
                 return offset
@@ -68,7 +75,13 @@ def positions(case: Case) -> str | None:
 
 
 def _assumptions_that_explain(wrong: Mask, dim: Dim, mesh: Mesh) -> list[str]:
-    """Name the positions that, taken for a dim's, make these rows wrong: all of them, or else most."""
+    """Find which wrong positions (row numbers) a function may have used, by the wrong rows.
+
+    A device that takes the index in its own block for the global position is right on the first
+    block only. `wrong` says of each row whether it is wrong, [rows]. Returns the names of
+    assumptions that explain the wrong rows exactly; if there are none, of those that explain most
+    of them.
+    """
     exact: list[str] = []
     partial: list[str] = []
     for name, same in _assumed_positions(dim, len(wrong), mesh):
@@ -92,7 +105,12 @@ def _explains(right: Mask, wrong: Mask) -> bool:
 
 
 def _assumed_positions(dim: Dim, n_rows: int, mesh: Mesh) -> Iterator[tuple[str, Mask]]:
-    """Yield positions that may have been taken for a dim's, by name, and the rows that have the same."""
+    """Yield ways in which code may number the rows of a sharded dim, with the rows that are right.
+
+    Such as ("the index in the block", mask): for 4 rows on 2 devices, that numbers them 0, 1, 0, 1,
+    so the mask is (True, True, False, False). The mask, [rows], is in the order of the whole array.
+    Ways that get all rows right are left out.
+    """
     blocks = list(_blocks(dim, n_rows, mesh))
     assumed = {"the index in the block": [np.arange(len(block)) for block in blocks]}
     for order in _ORDERS:
@@ -102,7 +120,7 @@ def _assumed_positions(dim: Dim, n_rows: int, mesh: Mesh) -> Iterator[tuple[str,
     block_lengths = [len(block) for block in blocks]
     stored = np.concatenate(blocks)
     for name, other_blocks in assumed.items():
-        # Code that takes these positions has blocks of this length.
+        # Code that numbers rows so has blocks of other lengths than these: it cannot have run here.
         if [len(block) for block in other_blocks] != block_lengths:
             continue
         same = np.zeros(n_rows, bool)
@@ -126,9 +144,10 @@ def rows_text(rows: Mask) -> str:
 
 
 def _find_origins(got: Block, want: Block, case: Case) -> Order:
-    """Find for every row of `got` the row of `want` that it equals, the one in its place first.
+    """Find for each row of `got` the number of the row of `want` that it equals, [rows].
 
-    got, want: `[rows, ...]`. Rows that equal none have -1.
+    Rows a, b, c that arrive as b, a, x -> (1, 0, -1): -1 stands for a row that equals none. A row
+    that equals several takes the one in its own place. Both arrays are [rows, ...].
     """
     n_rows = len(got)
     got_rows = got.reshape(n_rows, -1)
@@ -167,7 +186,12 @@ def _blocks(dim: Dim, length: int, mesh: Mesh) -> Iterator[Order]:
 
 
 def _named_order(origins: Order, dim: Dim, mesh: Mesh) -> str | None:
-    """Name the order that was taken for another. origins: per row of the array, the row that it holds."""
+    """Say in a sentence which known mistake put rows in this order, or None if it is none of them.
+
+    Known are reversed rows, swapped halves of each block, and rows that are stored in one shard
+    order (consecutive, zigzag, cyclic) and read in another. `origins` says for each row of the
+    array which row it holds, [rows]: (3, 2, 1, 0) is the reverse of 4 rows.
+    """
     n_rows = len(origins)
     if np.array_equal(origins, np.arange(n_rows)[::-1]):
         return f"rows of {dim.name!r} are in reverse order"
@@ -175,7 +199,8 @@ def _named_order(origins: Order, dim: Dim, mesh: Mesh) -> str | None:
     declared = replace(dim, overlap=None)
     cuts = list(dict.fromkeys([declared, *_cuts(declared, mesh)]))
     orders = {cut: stored_rows(cut, n_rows, mesh) for cut in cuts}
-    # An uncut dim was cut within the function: in which order, its layout does not say.
+    # The layout of an unsharded dim does not say in which order the function itself sharded it, so
+    # all orders are tried.
     for meant in [declared] if declared.axes else cuts:
         if _halves_swapped(origins[orders[meant]], list(_blocks(meant, n_rows, mesh))):
             return (
@@ -183,7 +208,7 @@ def _named_order(origins: Order, dim: Dim, mesh: Mesh) -> str | None:
                 "head and tail swapped"
             )
     for meant, stored in _pairs_of_cuts(cuts):
-        # Where the order that was meant has row i, the array holds what the stored order has there.
+        # If so, place i of the array holds the row that the stored order has at that place.
         is_taken_for = np.array_equal(origins[orders[meant]], orders[stored])
         if is_taken_for and not np.array_equal(orders[meant], orders[stored]):
             return (

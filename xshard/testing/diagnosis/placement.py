@@ -101,14 +101,19 @@ def _has_wrong_own_rows(case: Case, dim: int) -> bool:
 
 
 def seam(case: Case) -> str | None:
-    """Find errors near the seams between blocks, or near the ends of the array."""
+    """Recognise errors that are only near the borders of blocks, or near the ends of the array.
+
+    They point at a missing or wrong halo exchange (rows of neighbours that a convolution needs), or
+    at a wrong rule beyond the ends. Returns a sentence for the report, or None.
+    """
     if not case.whole_wrong.any():
         return None
     cut_dims = [d for d, dim in enumerate(case.sharding.layout.dims) if dim.axes]
     candidates = [[d] for d in cut_dims]
     if len(cut_dims) > 1:
         candidates.append(cut_dims)
-    # What fewer places explain comes first.
+    # The simplest explanation first: borders between blocks, the array's ends, or both; of one dim
+    # before all dims.
     for places in (_SEAMS, _ENDS, _SEAMS + _ENDS):
         for dims in candidates:
             reach = _reach_of_errors(case, dims, places)
@@ -118,7 +123,12 @@ def seam(case: Case) -> str | None:
 
 
 def _seam_text(case: Case, dims: list[int], places: tuple[str, ...], reach: int) -> str:
-    """Write a sentence on errors within `reach` rows of seams or ends of dims."""
+    """Write a sentence on errors that are within `reach` rows of the borders of blocks.
+
+    `places` says of which borders: the seams between blocks, the ends of the array, or both. `dims`
+    are numbers of dims. Such as "wrong only within 1 row of the seams between blocks along 's':
+    ..."
+    """
     names = " or ".join(repr(case.sharding.layout.names[d]) for d in dims)
     rows = "row" if reach == 1 else "rows"
     within = f"wrong only within {reach} {rows} of"
@@ -199,7 +209,11 @@ def _borrowed_rows(case: Case, dim: int, device: int) -> Mask:
 
 
 def _found_in_halo(case: Case, dim: int, device: int) -> str:
-    """Describe what the wrong rows of a block hold instead."""
+    """Say in words what one device's block holds in place of the rows of its neighbours (the halo).
+
+    Such as "zeros: nothing was exchanged", or which other row of the array stands there. The text
+    goes into the report on errors near the borders of blocks.
+    """
     got = np.moveaxis(in_double(case.got[device]), dim, 0)
     want = np.moveaxis(in_double(case.want[device]), dim, 0)
     wrong_indices = np.flatnonzero(wrong_rows(case.wrong[device], dim))
@@ -210,7 +224,7 @@ def _found_in_halo(case: Case, dim: int, device: int) -> str:
     if first != last and case.near(got[first], want[last]) and case.near(got[last], want[first]):
         return "rows of the previous and of the next block have changed places"
 
-    # Any row of the array may stand in the halo: an offset is named by which.
+    # A row of another place in the array means an exchange with a wrong offset.
     array_rows = _rows_beside_block(case, dim, device)
     meant_rows = case.rows(dim, device)
     for i in wrong_indices:

@@ -40,7 +40,11 @@ def zero(case: Case) -> str | None:
 
 
 def only_first(case: Case) -> str | None:
-    """Find right values on the first device along axes of replicas, and zeros on the others."""
+    """Recognise replicas of which only the first is right and the others are zeros.
+
+    Replicas should be equal on all devices along some axes: here the first one never sent its
+    value. Returns a sentence for the report, or None.
+    """
     mesh = case.sharding.mesh
 
     def is_only_on_first(axes: tuple[str, ...]) -> bool:
@@ -60,10 +64,16 @@ def only_first(case: Case) -> str | None:
 
 
 def not_summed(case: Case) -> str | None:
-    """Find addends in place of their sum, or norms of parts in place of the whole norm."""
+    """Recognise a missing all-reduce: devices hold addends where all should hold their sum.
+
+    Blocks 1.0 and 2.0 where 3.0 was right on both devices. A norm of parts is such a case, too: its
+    squares add up, as 3.0 and 4.0 do to 5.0. Returns a sentence for the report, or None.
+    """
     is_number = case.want[0].ndim == 0
-    for axes in subsets(case.free_axes):  # along others, blocks are different parts
-        # Blocks that are equal along the axes are off by a factor: that is another cause.
+    # Only along axes on which blocks should be equal: along the others they are different parts.
+    for axes in subsets(case.free_axes):
+        # Equal blocks would add up to a multiple of themselves: a wrong factor, which is another
+        # cause.
         if case.all_near(_reduced(case, axes, np.mean), case.got):
             continue
         along = names_of(axes)
@@ -80,13 +90,18 @@ def not_summed(case: Case) -> str | None:
 
 
 def other_axes(case: Case) -> str | None:
-    """Find a sum over some axes in place of others, or over devices that hold different parts."""
+    """Recognise an all-reduce over the wrong mesh axes, such as over dp where tp was right.
+
+    Such a sum adds blocks that belong to different devices, and may leave the right sum undone.
+    Returns a sentence for the report, or None.
+    """
     if len({block.shape for block in case.want}) > 1:  # uneven blocks cannot be added up
         return None
     for summed_axes in subsets(case.sharding.mesh.long_axes):
         wrong_sum = _reduced(case, summed_axes, np.sum, case.want)
         left_axes = [axis for axis in case.free_axes if axis not in summed_axes]
-        # The right sums, over `left`, were not made instead: made now, they give the same.
+        # The right sum, over `left`, may have been left out instead. If so, doing it now must give
+        # the right blocks, summed over the wrong axes.
         for left in ((), *subsets(left_axes)):
             if case.all_near(_reduced(case, left, np.sum), wrong_sum):
                 instead = f" in place of {names_of(left)}" if left else ""
@@ -181,7 +196,11 @@ def scaled(case: Case) -> str | None:
 
 
 def counted_argument(case: Case) -> str | None:
-    """Find an error that is a multiple of an argument: a bias that every device adds before a sum."""
+    """Recognise an argument that counts several times, as a bias that all devices add before a sum.
+
+    Then the error is a multiple of that argument: with a bias that 4 devices add, 3 times the bias.
+    Returns a sentence for the report, or None.
+    """
     if case.whole_got is None:
         return None
     error = case.whole_got - case.whole_want
@@ -193,7 +212,8 @@ def counted_argument(case: Case) -> str | None:
             continue
         mean_error = error.mean(axis=row_dims)
         power = np.vdot(argument, argument).real
-        # By least squares: error = excess * argument; counted twice, it is in excess once.
+        # Fit error = excess * argument by least squares. An argument that counts twice has excess
+        # 1.
         excess = float(np.vdot(argument, mean_error).real / power)
         is_multiple = case.near(error, np.broadcast_to(excess * argument, error.shape))
         if abs(excess) < _CONSTANT or not is_multiple:
@@ -212,15 +232,16 @@ def counted_argument(case: Case) -> str | None:
 
 
 def own_statistics(case: Case) -> str | None:
-    """Find parts that are right but for a factor and a shift per device and index of a dim.
+    """Recognise statistics that each device took over its part of the array, not over all of it.
 
-    Batch normalisation over the rows of one device leaves such a trace for every channel.
+    Batch normalisation over the rows of one device gives values that are right but for a factor and
+    a shift, which differ between devices and channels. Returns a sentence for the report, or None.
     """
     mesh = case.sharding.mesh
     if len(case.wrong_devices) < mesh.n_devices:
         return None
     for d, dim in enumerate(case.sharding.layout.dims):
-        # Along these axes a device has some of the elements of each index.
+        # Axes that shard other dims: along them, each device has some of the elements of a channel.
         axes = [axis for axis in case.cut_axes if axis not in dim.axes]
         if not axes:
             continue
@@ -285,10 +306,11 @@ def rounded(case: Case) -> str | None:
 
 
 def one_addend(case: Case) -> str | None:
-    """Find one of n addends in place of their sum, by statistics.
+    """Recognise by statistics one of n addends in place of their sum: a missing reduction.
 
-    Of n independent addends of equal size, one has slope 1 against their sum, when the sum is
-    regressed on it, and explains 1/n of the sum's variance.
+    The other addends are not known, so this is a guess. Of n independent addends of equal size, one
+    has slope 1 against their sum, when the sum is regressed on it, and explains 1/n of the sum's
+    variance. Returns a sentence for the report, or None.
     """
     got = _all_numbers(case.got)
     want = _all_numbers(case.want)

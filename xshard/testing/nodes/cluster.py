@@ -118,7 +118,7 @@ class Cluster:
         self._start("torch", {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"})
         with (
             tempfile.TemporaryDirectory() as folder
-        ):  # only this user can write there: it is unpickled
+        ):  # results are unpickled from it, which is safe since only this user can write there
             reports = _RankReports(Path(folder), self._ranks)
             arguments = (
                 self._n_nodes,
@@ -136,7 +136,9 @@ class Cluster:
     def run_jax(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0
     ) -> list[Any]:
-        """Run a function in one JAX process per node, with a device per rank.
+        """Run a function on all nodes at once, as a JAX program over several hosts.
+
+        Each node has one JAX process, with a device for each rank.
 
             cluster.run_jax(train, config)      # on 2 nodes of 2 ranks -> 2 results, 4 devices
 
@@ -251,14 +253,14 @@ class Cluster:
         timeout_s: float,
         reports: _RankReports | None = None,
     ) -> list[Any]:
-        """Ask the processes of all nodes together.
+        """Call a function on all nodes at once, in the process that each node has for a framework.
 
         Args:
-            framework: Whose processes.
-            function: Its full name.
-            arguments: Of every node.
+            framework: "torch" or "jax".
+            function: The function's name with its module.
+            arguments: The arguments of the call on each node.
             timeout_s: The longest time without progress.
-            reports: Of the ranks that the processes start.
+            reports: What the ranks that these processes start have reported. None: they start none.
 
         Returns:
             The answers, None for a node that failed after all its ranks have succeeded.
@@ -281,7 +283,7 @@ class Cluster:
 
         errors = {f"rank {rank}": error for rank, error in reports.errors().items() if error}
         for node, call in enumerate(calls):
-            # What a node says after its ranks have reported is only that one failed.
+            # If its ranks have reported, their errors say more than that the node failed.
             if _has_failed(call) and not reports.has_all_of(node):
                 errors[f"node {node}"] = str(call.exception())
         if errors:
@@ -292,14 +294,24 @@ class Cluster:
 def _wait_until_over(
     calls: Sequence[Future[Any]], processes: Sequence[Process], reports: _RankReports
 ) -> None:
-    """Wait until all nodes have answered; after a failure, only until all ranks have reported."""
+    """Wait until all nodes have answered, and do not hang if some of them fail.
+
+    Once a node or a rank has failed, the others may wait for it for ever. So its process is ended,
+    which closes its connections, and the wait is over when every rank of the other nodes has
+    reported its result or its error.
+
+    Args:
+        calls: The call that runs on each node.
+        processes: The process of each node.
+        reports: What ranks have reported so far, in files.
+    """
     while True:
         pending = wait(calls, timeout=_LOOK_S).not_done
         if not pending:
             return
         failed_nodes = [node for node, call in enumerate(calls) if _has_failed(call)]
         for node in failed_nodes:
-            # Closes its connections, as the end of a program does: other ranks hear of it.
+            # Ending it closes its connections, so that ranks that wait for it get an error.
             if processes[node].is_alive:
                 processes[node].end()
         pending_nodes = [node for node, call in enumerate(calls) if call in pending]
@@ -314,17 +326,17 @@ def _has_failed(call: Future[Any]) -> bool:
 
 @contextmanager
 def nodes(n: int, ranks: int = 1, rate: str | None = None) -> Iterator[Cluster]:
-    """Make nodes on this machine, which end with the block.
+    """Simulate a cluster of several nodes on this machine, for tests of programs on several hosts.
 
         with nodes(2, ranks=2, rate="200mbit") as cluster:
 
-    They are Linux namespaces. Root can make them, and users where the system lets them. Nothing
-    outside of them changes. What runs there ends with the block, or with this process, however it
-    ends.
+    Each node is a set of Linux namespaces with a network of its own. Root can make them, and users
+    where the system lets them. Nothing outside of them changes. What runs there ends with the
+    `with` block, or with this process, however it ends.
 
     Args:
         n: The number of nodes.
-        ranks: Of each node.
+        ranks: The number of ranks on each node.
         rate: Bits per second of each node's link, as `tc` writes them; None for no limit.
 
     Raises:

@@ -39,19 +39,22 @@ class Namespace:
     """
 
     def __init__(self, new: Sequence[str], inside: Sequence[str] = (), host: str = "") -> None:
-        """Make a namespace.
+        """Make a Linux network namespace, and a process in it that keeps it alive.
 
         Args:
-            new: More options of `unshare`, such as a user namespace.
-            inside: What stands before the command: to make it inside of another namespace.
-            host: The host name.
+            new: More options of `unshare`, such as those for a user namespace.
+            inside: The words of a command such as `nsenter`, to make it inside of another
+                namespace.
+            host: The host name of a node, which also gets processes of its own. "": a network
+                alone.
 
         Raises:
             NoNodesError: The system does not let this user make one.
         """
         self._has_processes = bool(host)
         own_processes: tuple[str, ...] = ()
-        # The empty line says that all is made; `cat` waits until the pipe is closed.
+        # The script prints an empty line when all is made. Then `cat` waits until its input is
+        # closed, which ends the namespace.
         script = "ip link set lo up && echo && exec cat"
         if host:
             own_processes = ("--uts", "--pid", "--fork")
@@ -66,7 +69,7 @@ class Namespace:
         assert self._holder.stdin and self._holder.stdout and self._holder.stderr
         self._pipes = (self._holder.stdin, self._holder.stdout, self._holder.stderr)
         self.pid = self._holder.pid
-        # An end of the file in place of a line: a command has failed.
+        # Output that ends without that line: one of the commands has failed.
         if not self._holder.stdout.readline():
             why = self._holder.stderr.read().decode().strip()
             raise NoNodesError("no namespaces here", hint=why)
