@@ -169,8 +169,8 @@ class Packing:
         The way back from `pack`: left half [4, 3] and right half [4, 3] -> [4, 6].
 
         Args:
-            like: A tensor with the device and dtype of the block. Its memory format is that of the parts,
-                and `cat` keeps it: the quick ways are for contiguous ones alone.
+            like: A tensor with the device and dtype of the block. Parts that are cut from it have its
+                memory format, which `cat` keeps: the quick ways are for contiguous tensors alone.
             parts: The messages, in order, each in its shape.
         """
         is_contiguous = like.is_contiguous()  # as in `pack`
@@ -260,7 +260,7 @@ class Packing:
         dim, _ = self._boxes[0][0]
         rows = self.messages[0].shape[dim]
         count = len(self._boxes)
-        # `chunk` of an empty dim would not make `count` parts; and the parts have to cover the whole dim.
+        # Messages without rows are left to the other ways of `pack`; all others have to cover the dim.
         if rows == 0 or count * rows != self.shape[dim]:
             return None
         intervals = [_intervals(index, self.shape)[dim] for index in self._boxes]
