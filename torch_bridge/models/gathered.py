@@ -90,7 +90,7 @@ class ParameterMoves:
     def _move(
         self, parameters: Sequence[GatheredParameter], tensors: Sequence[Tensor], is_gradient: bool
     ) -> list[Tensor]:
-        """Gather blocks of parameters, or with `is_gradient` bring gradients back to storage, together."""
+        # Gather blocks of parameters, or with `is_gradient` bring gradients back to storage, together.
         if not parameters:
             return []
         if (
@@ -240,13 +240,8 @@ class Regathering:
         gathered: Sequence[Tensor],
         gather: Callable[[Sequence[Tensor]], list[Tensor]],
     ) -> None:
-        """Note what is needed to gather parameters again in the backward pass.
-
-        Args:
-            blocks: The parameters in storage.
-            gathered: The same parameters as modules use them, in the same order.
-            gather: Makes the gathered tensors from the blocks.
-        """
+        # blocks: the parameters in storage. gathered: the same ones as modules use them, in the same order.
+        # gather: makes the gathered tensors from the blocks.
         self._blocks = blocks
         self._gather = gather
         self._writes = [writes_to(x) for x in blocks]

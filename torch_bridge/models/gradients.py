@@ -84,8 +84,9 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     A share is what this process's backward pass has added to a gradient; its sum over processes is the
     gradient. The message is all shares, flat, then a flag per parameter, 1.0 if this process used it: the
     sum of the flags counts the processes that did. A share of shape [2, 2], and
-    none of a parameter [3] -> 4 numbers, 3 zeros, 1.0, 0.0. Shares are taken out of `.grad`; the returned function waits, and adds
-    the sums to `.grad`.
+    none of a parameter [3] -> 4 numbers, 3 zeros, 1.0, 0.0.
+
+    Shares are taken out of `.grad`; the returned function waits, and adds the sums to `.grad`.
     """
     shares = [gradient.take_share() for gradient in bucket]
     is_used = [share is not None for share in shares]
@@ -152,13 +153,7 @@ class Gradients:
         sharded: Sequence[ShardedParameter],
         bucket_bytes: int | None,
     ) -> None:
-        """Follow the gradients of parameters, to sum them over processes.
-
-        Args:
-            context: The mesh and options.
-            sharded: The parameters; those without a sum after the backward pass are left out.
-            bucket_bytes: The most bytes of gradients in one message; None for no limit.
-        """
+        # bucket_bytes: the most bytes of gradients in one message; None for no limit.
         self.context = context
         self.bucket_bytes = bucket_bytes
         self.syncs = True

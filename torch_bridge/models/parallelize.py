@@ -225,10 +225,11 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
 
 
 def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
-    """Return the state of a model with replicated parameters, which sums their gradients by itself.
+    """Describe a model without rules in the form that `verify`, `grad_norm` and others take.
 
-    It is for models without rules: one rule for the whole model says that activations differ along
-    all axes, and nothing moves, so that no hooks and no sums are needed.
+    Its parameters are whole on every process, and its own layers sum their gradients over processes, as
+    in `nn.domain_parallel`. It is as if one rule for the whole model said that activations differ along
+    all mesh axes, and moved nothing: no hook is registered, and no gradient is summed here.
     """
     root = ModuleHooks(
         "",
@@ -251,9 +252,9 @@ def _module_hooks(
 ) -> dict[str, ModuleHooks]:
     """Make an object with the hooks of each module that has a rule, or that gathers parameters.
 
-    Returns them by the name of the module, outer modules first. Nothing is registered yet. Hooks know the hooks of the nearest module around them with a rule for
-    its input (their parent), and the mesh axes along which activations differ inside: those of the
-    parent, and what the module's own rules add.
+    Returns them by the name of the module, outer modules first. Nothing is registered yet. Hooks know
+    the hooks of the nearest module around them with a rule for its input (their parent), and the mesh
+    axes along which activations differ inside: those of the parent, and what the module's own rules add.
 
     Raises NotationError or XshardError for a rule that is malformed or fits no module.
     """

@@ -45,7 +45,8 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, x in model.state_dict(keep_vars=True).items():
         state[name] = x.detach() if isinstance(x, Tensor) else x
-    for parameter in parallel.sharded:  # which its own hook refuses to write as whole tensors
+    # `state_dict()` of the model has blocks for these: they are replaced by DTensors of global shape.
+    for parameter in parallel.sharded:
         x = _as_stored(parameter, parallel.context)
         for name in parameter.names:
             if name in state:  # some buffers are not saved
