@@ -220,7 +220,7 @@ def _check_added_once(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks)
         names_by_module.setdefault(module_of(name), []).append(name)
 
     # Two signs that a parameter, as a bias, is added to a sum: the rule of its module's output says
-    # "sum(tp)", or the module has a matrix that is sharded over an axis of its inputs.
+    # "sum(tp)", or a larger parameter of the same module is sharded.
     for path, names in names_by_module.items():
         summed = _axes_of_addends(path, uses, hooks)
         siblings = [(uses[name], shapes[name]) for name in names]

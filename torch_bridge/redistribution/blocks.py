@@ -277,7 +277,7 @@ def tensor_device_of(x: Tensor | None, device: Any, dst_mesh: MeshLike | None) -
     """Choose the torch device on which this process receives, in a move between two meshes.
 
     It is the device of its block; without a block the given one; else the one of the destination's
-    DeviceMesh; else the GPU if NCCL is the only backend, and the CPU otherwise.
+    DeviceMesh; else the GPU if the world has NCCL and no gloo, and the CPU otherwise.
     """
     if x is not None:
         return x.device
