@@ -77,7 +77,7 @@ class MoveCall(NamedTuple):
         """Turn the arguments of `redistribute` into a hashable value, the key of caches.
 
         Each argument gets one form, so that equal calls are equal keys: a list of lengths becomes a tuple,
-        "bfloat16" a dtype. Every `redistribute` comes through here, so that arguments of the usual types
+        a `comm_dtype` a pair of them, forward and backward. Every `redistribute` comes through here, so that arguments of the usual types
         are passed on without a function call. Raises as `redistribute` does.
         """
         if type(expression) is not str:

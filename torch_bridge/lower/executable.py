@@ -135,14 +135,16 @@ class Executable:
             compare_new([self], block.device)
         start = self.enter(block)
         out = start
-        # One `try` around the loop, not one per move: `move` is still the failing one in the handler.
+        # One `try` around the loop, not one per move, which would cost time: in the handler, `move` is the
+        # one that failed.
         try:
             for move in self.moves:
                 out = move(out)
         except Exception as error:
             name_place(error, self._place(move))
             raise
-        if out is start and not self.may_return_input:  # callers may write to the result
+        # Without any move the result would be the input itself, and callers may write to the result.
+        if out is start and not self.may_return_input:
             out = start.clone(memory_format=torch.contiguous_format)
         return self.leave(out)
 

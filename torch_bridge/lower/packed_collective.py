@@ -100,8 +100,8 @@ def reduce_scattered(
     if not group.serves(tensor_device, "gloo", "threaded"):
         collective = Collective("reduce_scatter", group, sent.sizes_by_rank, part.sizes, op)
         return packed(collective, sent, part)
-    # Exchange, then add locally: 1.7 to 2.8 times as fast as gloo's reduce_scatter (4 and 8 ranks, 16 MiB);
-    # ranks as threads have only sums.
+    # Send each rank its messages, then reduce locally. That is 1.7 to 2.8 times as fast as gloo's
+    # reduce_scatter (4 and 8 ranks, 16 MiB). Ranks that are threads have a reduce_scatter for sums only.
     reduction = _REDUCTIONS[op]
     rank_count = len(group.devices)
     received_sizes = part.sizes * rank_count

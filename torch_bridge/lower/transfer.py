@@ -182,7 +182,8 @@ def run_transfers_together(
         Its block of each on the destination's mesh.
     """
     dtypes = [block.dtype for block in blocks]
-    # Between the meshes only bits travel; the steps on each mesh see values.
+    # Some dtypes cannot be sent: their bits travel as another dtype of the same size (`CARRIERS`). The steps
+    # on each mesh see the values.
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
     outs = [
         _run_steps(crossing.on_source, start, dtype)

@@ -50,7 +50,7 @@ class _Machine(NamedTuple):
 
 @api_boundary
 def explain(model: nn.Module) -> str:
-    """Return a parallel model as tables: its parameters, and the bytes that a step receives.
+    """Return two tables about a parallel model: how parameters are sharded, and what a step communicates.
 
         print(xt.explain(model))
         # parameter            shape  stored  used        gradient summed over  block

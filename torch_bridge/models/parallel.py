@@ -169,14 +169,15 @@ def check_replicas(model: nn.Module) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Add up gradients without sums over processes; the next backward pass outside sums them.
+    """Accumulate gradients without communication; the next backward pass outside sums them over processes.
 
         with xt.no_sync(model):
             loss_of(model, first_half).backward()       # .grad is this process's share
         loss_of(model, second_half).backward()          # .grad is the gradient of both
 
-    Parameters that `keep=` of `parallelize` names are gathered once, by the first pass inside, and their
-    gradients summed once, too. Gradients of others that are gathered for use are always summed at once.
+    Parameters that are gathered for use, as "o/dp i -> o i", are of two kinds. Those that `keep=` of
+    `parallelize` names are gathered once, by the first pass inside, and their gradients are summed once, at
+    the end. All others are gathered, and their gradients summed, in every pass.
 
     Args:
         model: A parallel model.
@@ -185,7 +186,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         Nothing.
     """
     gradients = parallel_of(model).gradients
-    before = gradients.syncs  # contexts may be nested
+    before = gradients.syncs  # may be False already: contexts may be nested
     gradients.syncs = False
     try:
         yield

@@ -178,8 +178,8 @@ def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None =
     Args:
         model: A parallel model, or the copy on one device.
         call: The arguments: those by position have numbers for keys.
-        loss: A function of the result; None takes the loss that is in it.
-        parallel: The state of a parallel model, for a note on an error in `loss`.
+        loss: A function of the model's result; None takes the loss that the result itself has.
+        parallel: The state of a parallel model, for a note on an error in `loss`; None for the copy.
 
     Raises:
         ShapeError: The loss is no scalar.
