@@ -29,9 +29,9 @@ def checked(
 ) -> Tensor:
     """Run a redistribution, and check that blocks which should be equal on several processes are.
 
-    Under "b i" on dp=2, both processes have the same block x: they are compared before the move. In the
-    backward pass, the gradients of the result (cotangents) are compared where they should be equal. Raises
-    ReplicaError on all ranks, here or in the backward pass.
+    Under "b i" on dp=2, both processes have the same block x: they are compared before the move. In
+    the backward pass, the gradients of the result (cotangents) are compared where they should be
+    equal. Raises ReplicaError on all ranks, here or in the backward pass.
 
     Args:
         x: This process's block.
@@ -40,8 +40,8 @@ def checked(
         text: The user's expression, for errors.
         name: The name of the tensor, for errors.
     """
-    # `after` is None for a result that is not linear, as a max: no layout says which of its gradients are
-    # equal. `entering` is None if there is nothing to compare.
+    # `after` is None for a result that is not linear, as a max: no layout says which of its
+    # gradients are equal. `entering` is None if there is nothing to compare.
     before, after = checks_of(executable.plan, processes.mesh, text, name)
     entering = comparison_of(before, processes)
     if entering is not None:
@@ -100,8 +100,9 @@ def compare_all(
 ) -> None:
     """Check with few collectives that several blocks are equal on the processes that should share them.
 
-    Along each axis with replicas, the largest and the smallest value of every element over the processes
-    must be equal. Raises the ReplicaError of the first block that differs, on all callers.
+    Along each axis with replicas, the largest and the smallest value of every element over the
+    processes must be equal. Raises the ReplicaError of the first block that differs, on all
+    callers.
 
     Args:
         pairs: Each block with its comparison; all comparisons are made by the same processes.
@@ -110,8 +111,9 @@ def compare_all(
     keys = [(one.check.axes, one.processes, x.dtype, x.device) for one, x in pairs]
     n_ranks = len(pairs[0][0].ranks)
     most_axes = max(len(comparison.check.axes) for comparison, _ in pairs)
-    # [blocks, ranks, axes, 2]: the largest difference along an axis, and the largest value. This process
-    # fills its own row of ranks; a maximum over all processes below fills the others, which are 0 here.
+    # [blocks, ranks, axes, 2]: the largest difference along an axis, and the largest value. This
+    # process fills its own row of ranks; a maximum over all processes below fills the others, which
+    # are 0 here.
     findings = torch.zeros(
         (len(pairs), n_ranks, most_axes, 2), dtype=torch.float64, device=pairs[0][1].device
     )
@@ -140,19 +142,21 @@ def compare_all(
 def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) -> Tensor:
     """Return by how much blocks differ between the processes along an axis: `[values, 2]`.
 
-    The columns are the largest difference of an element, and the largest absolute value. [1, 3] on one
-    process and [1, 5] on another -> (2, 5).
+    The columns are the largest difference of an element, and the largest absolute value. [1, 3] on
+    one process and [1, 5] on another -> (2, 5).
     """
     flat = torch.cat([x.reshape(-1) for x in values])
     is_float = flat.is_floating_point()
-    # One collective finds both maximum and minimum, as min(x) = -max(-x). For integers ~x takes the place
-    # of -x, because the least integer has no negative: -(-128) overflows int8, ~(-128) is 127.
+    # One collective finds both maximum and minimum, as min(x) = -max(-x). For integers ~x takes the
+    # place of -x, because the least integer has no negative: -(-128) overflows int8, ~(-128) is
+    # 127.
     reversed_order = flat.neg() if is_float else flat.bitwise_not()
     both = _largest(torch.stack([flat, reversed_order]), processes, (axis,))
     largest = both[0]
     smallest = both[1].neg() if is_float else both[1].bitwise_not()
 
-    # inf - inf would be NaN, though they are equal. Differences of integers may wrap around, but not to 0.
+    # inf - inf would be NaN, though they are equal. Differences of integers may wrap around, but
+    # not to 0.
     difference = torch.where(largest == smallest, torch.zeros_like(largest), largest - smallest)
     size = torch.maximum(largest.double().abs(), smallest.double().abs())
     size = torch.where(size.isfinite(), size, torch.zeros_like(size))

@@ -68,12 +68,13 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
 def check_not_swapped() -> None:
     """Raise XshardError in the first pass of a reentrant checkpoint inside `functional_call`.
 
-    `functional_call` swaps the parameters of a module for the time of one call. A reentrant checkpoint
-    (`use_reentrant=True`) runs the module again in the backward pass, when its own parameters are back:
-    gradients would be wrong. Every `redistribute` calls this, so that it has to be quick.
+    `functional_call` swaps the parameters of a module for the time of one call. A reentrant
+    checkpoint (`use_reentrant=True`) runs the module again in the backward pass, when its own
+    parameters are back: gradients would be wrong. Every `redistribute` calls this, so that it has
+    to be quick.
     """
-    # A reentrant checkpoint disables forward mode of autograd: where it is enabled there is none, and
-    # most calls end here. Inference has no backward pass.
+    # A reentrant checkpoint disables forward mode of autograd: where it is enabled there is none,
+    # and most calls end here. Inference has no backward pass.
     if is_forward_mode_enabled() or torch.is_inference_mode_enabled():
         return
     frame = sys._getframe(1)

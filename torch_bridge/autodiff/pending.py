@@ -112,8 +112,8 @@ class PendingTensor:
     def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
         """Start a redistribution that goes on while you compute; `wait` of the result ends it.
 
-        All processes begin and end theirs in the same order. For autograd it is two functions: the first
-        begins, block -> token (an empty tensor, which only links the two), the second ends,
+        All processes begin and end theirs in the same order. For autograd it is two functions: the
+        first begins, block -> token (an empty tensor, which only links the two), the second ends,
         token -> result. In the backward pass they change roles: see `Half`.
 
         Args:
@@ -139,7 +139,8 @@ class PendingTensor:
             raise self._result
         if isinstance(self._result, Tensor):
             return self._result
-        # Autograd records both halves or neither: the second as the first was, even if `no_grad` differs.
+        # Autograd records both halves or neither: the second as the first was, even if `no_grad`
+        # differs.
         with torch.set_grad_enabled(self._is_recording):
             try:
                 self._result = self._result()

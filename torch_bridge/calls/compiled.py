@@ -60,8 +60,8 @@ def traced_call(
 ) -> Any:
     """Put a call of a public function into the graph that torch.compile or torch.export traces.
 
-    Returns its result, a traced tensor. Under torch.compile, options are turned into constants that Dynamo
-    can pass on: text, numbers, and tuples and dicts of them.
+    Returns its result, a traced tensor. Under torch.compile, options are turned into constants that
+    Dynamo can pass on: text, numbers, and tuples and dicts of them.
 
     Args:
         verb: The name of the public function, a key of `TRACED`.
@@ -100,9 +100,9 @@ def _recorded(
 ) -> Tensor:
     """Run a public function under torch.compile, which records the tensor operations that it calls.
 
-    Dynamo does not compile the Python code of this function (`nonstrict_trace`). `traced_call` has turned
-    dtypes into text and an `xshard.Mesh` into (axes, sizes); they are turned back here. An error cannot
-    leave this function: it is kept in `refusals`, and raised by `traced_call`.
+    Dynamo does not compile the Python code of this function (`nonstrict_trace`). `traced_call` has
+    turned dtypes into text and an `xshard.Mesh` into (axes, sizes); they are turned back here. An
+    error cannot leave this function: it is kept in `refusals`, and raised by `traced_call`.
     """
     if "comm_dtype" in options:
         names = options["comm_dtype"]
@@ -137,10 +137,10 @@ class _TracedPlan(NamedTuple):
 def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: Any) -> Tensor:
     """Put the redistribution of one block into a graph, valid for many lengths of a dim where possible.
 
-    A dim of variable length (a symbol of torch.compile) stays variable if no step of the plan shards it:
-    [s, 8] under "s i/tp -> s i" works for any s. The plan is made for a likely length, near the first
-    one, that no mesh axis divides. If a step shards the dim all the same, it is planned again for its
-    first length, and another length compiles a new graph.
+    A dim of variable length (a symbol of torch.compile) stays variable if no step of the plan
+    shards it: [s, 8] under "s i/tp -> s i" works for any s. The plan is made for a likely length,
+    near the first one, that no mesh axis divides. If a step shards the dim all the same, it is
+    planned again for its first length, and another length compiles a new graph.
 
     Args:
         blocks: The one block.
@@ -158,8 +158,8 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
     likely_lengths = _lengths_near_first(x, shape, mesh_of(call.mesh).n_devices)
     free = set(likely_lengths)  # dims whose length stays a symbol
     while True:
-        # `int` of a symbol makes it a constant of the graph, which is then valid for this length alone. For
-        # dims that stay variable, the plan is made for the likely length.
+        # `int` of a symbol makes it a constant of the graph, which is then valid for this length
+        # alone. For dims that stay variable, the plan is made for the likely length.
         lengths = [likely_lengths[d] if d in free else int(n) for d, n in enumerate(x.shape)]
         if shape is not None:
             whole = [lengths[d] if d in free else int(n) for d, n in enumerate(shape)]
@@ -183,8 +183,8 @@ def _lengths_near_first(x: Tensor, shape: Any, n_devices: int) -> dict[int, int]
     """Choose, for each dim of variable length, a fixed length for which a plan can be made.
 
     It is the first value, or the next number that is coprime to the number of devices: no mesh axis
-    can divide such a dim evenly, so that plans leave it whole. On 4 devices a block [s, 8] with a variable
-    s that was first 6 -> {0: 7}, by the index of the dim.
+    can divide such a dim evenly, so that plans leave it whole. On 4 devices a block [s, 8] with a
+    variable s that was first 6 -> {0: 7}, by the index of the dim.
 
     Args:
         x: This process's block.
@@ -215,7 +215,8 @@ def _plan_traced(
         lengths: The shape of the block for which to plan, all numbers.
         backward_dtype: The dtype in which gradients travel.
     """
-    # Planning makes process groups and tensors that are cached for later calls: these must not be fake.
+    # Planning makes process groups and tensors that are cached for later calls: these must not be
+    # fake.
     with unset_fake_temporarily():
         plan, processes = call.plan((lengths, x.dtype, x.device))
         executable = lower(plan, processes, x.device).casting(x.dtype, backward_dtype)
@@ -231,8 +232,8 @@ def _plan_traced(
 def _is_unsharded(traced: _TracedPlan, name: str) -> bool:
     """Return whether a dim is whole in all layouts of a plan and of its derivatives.
 
-    Only then may its length vary in a graph. It must not be sharded, get halo rows (`overlap`), or stand
-    beside rows from beyond a pole, whose number depends on another dim.
+    Only then may its length vary in a graph. It must not be sharded, get halo rows (`overlap`), or
+    stand beside rows from beyond a pole, whose number depends on another dim.
 
     Args:
         traced: The plan and the plans of its derivatives.

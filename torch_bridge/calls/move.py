@@ -76,9 +76,10 @@ class MoveCall(NamedTuple):
     ) -> MoveCall:
         """Turn the arguments of `redistribute` into a hashable value, the key of caches.
 
-        Each argument gets one form, so that equal calls are equal keys: a list of lengths becomes a tuple,
-        a `comm_dtype` a pair of them, forward and backward. Every `redistribute` comes through here, so that arguments of the usual types
-        are passed on without a function call. Raises as `redistribute` does.
+        Each argument gets one form, so that equal calls are equal keys: a list of lengths becomes a
+        tuple, a `comm_dtype` a pair of them, forward and backward. Every `redistribute` comes
+        through here, so that arguments of the usual types are passed on without a function call.
+        Raises as `redistribute` does.
         """
         if type(expression) is not str:
             expression = as_expression(expression)
@@ -116,8 +117,8 @@ class MoveCall(NamedTuple):
     def plan(self, block: Block) -> tuple[Plan, ProcessMesh]:
         """Find the plan for a block, and the processes that take part in it.
 
-        What all processes have in common is checked first: there, all raise or none. The shape of the own
-        block comes last. Raises ShapeError if it does not fit.
+        What all processes have in common is checked first: there, all raise or none. The shape of
+        the own block comes last. Raises ShapeError if it does not fit.
 
         Args:
             block: The shape, dtype and device of this process's block.
@@ -125,7 +126,8 @@ class MoveCall(NamedTuple):
         local_shape, block_dtype, device = block
         processes = process_mesh(self.mesh)
         meshes.check_device(device)
-        # The plan is for the dtype that travels, as bfloat16; `casting` converts blocks and results.
+        # The plan is for the dtype that travels, as bfloat16; `casting` converts blocks and
+        # results.
         dtype = name_of(comm_dtype_of(self.comm_dtype, block_dtype).forward)
         both = sides(self.expression)
         for layout in (both.src, both.dst):
@@ -135,8 +137,8 @@ class MoveCall(NamedTuple):
             plan = self.expression
             check_given("the block is", plan, dtype, self.shape, processes.mesh)
         else:
-            # Only the processes along the axes of the layouts take part. Along other axes, processes may
-            # have blocks of other sizes, and other plans.
+            # Only the processes along the axes of the layouts take part. Along other axes,
+            # processes may have blocks of other sizes, and other plans.
             axes = tuple(dict.fromkeys((*both.src.axes, *both.dst.axes)))
             profile = links_along(machine_profile(self.profile, device), axes, processes)
             processes = processes.submesh(axes)
@@ -273,8 +275,8 @@ class TransferCall(NamedTuple):
     def plan(self) -> Plan:
         """Return the plan that the user passed, or find one between the two meshes for the layouts.
 
-        Its device numbers are global ranks. Raises MeshError or ShapeError if a mesh, the shape or the
-        dtype is missing, MeshError for a rank that the world lacks.
+        Its device numbers are global ranks. Raises MeshError or ShapeError if a mesh, the shape or
+        the dtype is missing, MeshError for a rank that the world lacks.
         """
         if isinstance(self.expression, Plan):
             plan = self._given_plan(self.expression)
@@ -298,8 +300,9 @@ class TransferCall(NamedTuple):
     def _found_plan(self, layouts: LayoutPair) -> Plan:
         """Plan a move from the source's mesh to the destination's, for two layouts.
 
-        Processes outside the source have no block, so that nothing can be inferred: both meshes, the global
-        shape and the dtype have to be given. Raises MeshError or ShapeError if one is missing.
+        Processes outside the source have no block, so that nothing can be inferred: both meshes,
+        the global shape and the dtype have to be given. Raises MeshError or ShapeError if one is
+        missing.
         """
         if self.src_mesh is None or self.dst_mesh is None:
             hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
@@ -342,8 +345,8 @@ def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
 def check_source_block(x: Tensor | None, plan: Plan) -> None:
     """Check the block that this process passes to a move between two meshes.
 
-    A process of the source's mesh has to pass a block of the shape and dtype that the layout gives it; any
-    other process passes None. Raises ShapeError or DtypeError.
+    A process of the source's mesh has to pass a block of the shape and dtype that the layout gives
+    it; any other process passes None. Raises ShapeError or DtypeError.
     """
     # The plan's device numbers are ranks; a process outside the source has nothing to bring.
     rank = dist.get_rank()

@@ -165,7 +165,8 @@ class Collective:
         if messages.is_meta:  # only shapes are asked for
             return None
         if self.kind == "all_reduce":
-            # Backends reduce in place: they get a copy, so that the caller's messages stay as they are.
+            # Backends reduce in place: they get a copy, so that the caller's messages stay as they
+            # are.
             out.copy_(messages)
         if messages.dtype.is_complex:
             # Not every backend sends complex numbers; pairs of numbers do as well, also for sums.
@@ -220,8 +221,8 @@ class Collective:
         works = []
         is_recorded = dispatch_mode_count() > 0 or is_profiling()
         with torch.profiler.record_function(MESSAGES) if is_recorded else _UNRECORDED:
-            # Receives first: a gloo sender waits until the receiver says that it is ready, and behind
-            # this rank's own sends that notice would come late.
+            # Receives first: a gloo sender waits until the receiver says that it is ready, and
+            # behind this rank's own sends that notice would come late.
             for peer in others:
                 if peer.arriving.stop > peer.arriving.start:
                     works.append(process_group.recv([out[peer.arriving]], peer.rank, TAG))
@@ -237,8 +238,9 @@ class Collective:
     def _peers(self) -> list[Peer]:
         """The ranks to exchange with, this one first, then those after it: on rank 1 of 4, 1, 2, 3, 0.
 
-        In this order no two ranks send to the same one first. Each comes with two slices: of the flat
-        tensor that is sent, what goes to it; of the flat tensor that arrives, what comes from it.
+        In this order no two ranks send to the same one first. Each comes with two slices: of the
+        flat tensor that is sent, what goes to it; of the flat tensor that arrives, what comes from
+        it.
         """
         rank_count = len(self.received)
         if self.kind == "all_gather":

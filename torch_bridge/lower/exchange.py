@@ -35,9 +35,10 @@ class Part(NamedTuple):
 def exchange(step: steps.Exchange, context: StepContext) -> Move:
     """Make the function that runs an exchange, in which each process sends any rows to any others.
 
-    A halo is one: each process sends its edge rows to its neighbours, and keeps the rest. The result maps
-    this process's block before the step to the block after it: with one all-to-all over the mesh axes
-    along which senders and receivers differ, or without any if no device of the mesh receives anything.
+    A halo is one: each process sends its edge rows to its neighbours, and keeps the rest. The
+    result maps this process's block before the step to the block after it: with one all-to-all over
+    the mesh axes along which senders and receivers differ, or without any if no device of the mesh
+    receives anything.
     """
     op = step.op(context.before)  # the reduction that combines messages for one row, as "sum"
     axes = _communicating_axes(step, context)

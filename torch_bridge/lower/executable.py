@@ -129,21 +129,23 @@ class Executable:
     def __call__(self, block: Tensor) -> Tensor:
         """Run all moves on this process's block, one after the other, and return the block afterwards.
 
-        Under "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i]. An error names the step in which it arises.
+        Under "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i]. An error names the step in which it
+        arises.
         """
         if self.is_new:
             compare_new([self], block.device)
         start = self.enter(block)
         out = start
-        # One `try` around the loop, not one per move, which would cost time: in the handler, `move` is the
-        # one that failed.
+        # One `try` around the loop, not one per move, which would cost time: in the handler, `move`
+        # is the one that failed.
         try:
             for move in self.moves:
                 out = move(out)
         except Exception as error:
             name_place(error, self._place(move))
             raise
-        # Without any move the result would be the input itself, and callers may write to the result.
+        # Without any move the result would be the input itself, and callers may write to the
+        # result.
         if out is start and not self.may_return_input:
             out = start.clone(memory_format=torch.contiguous_format)
         return self.leave(out)
@@ -194,8 +196,8 @@ class Executable:
             ...                                 # compute beside it
             y = end()                           # wait for it, run the moves after it
 
-        Earlier collectives are waited for, as the moves after each need its result. A plan without a
-        collective has nothing to begin: the returned function runs all of it.
+        Earlier collectives are waited for, as the moves after each need its result. A plan without
+        a collective has nothing to begin: the returned function runs all of it.
         """
         last = self._last_collective
         if last is None:
@@ -365,9 +367,9 @@ def _collective_signature(executable: Executable) -> tuple[tuple[Any, ...], ...]
 def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -> list[Tensor]:
     """Run several plans together: the k-th collective of each is sent as one collective for all.
 
-    Three plans of a pad, an all-gather and a slice each: three pads, one joint all-gather, three slices.
-    All plans have collectives of the same kinds in the same order; the local moves in between may differ.
-    Returns the result of each plan.
+    Three plans of a pad, an all-gather and a slice each: three pads, one joint all-gather, three
+    slices. All plans have collectives of the same kinds in the same order; the local moves in
+    between may differ. Returns the result of each plan.
     """
     if len(executables) == 1:
         return [executables[0](blocks[0])]

@@ -101,7 +101,8 @@ def reduce_scattered(
         collective = Collective("reduce_scatter", group, sent.sizes_by_rank, part.sizes, op)
         return packed(collective, sent, part)
     # Send each rank its messages, then reduce locally. That is 1.7 to 2.8 times as fast as gloo's
-    # reduce_scatter (4 and 8 ranks, 16 MiB). Ranks that are threads have a reduce_scatter for sums only.
+    # reduce_scatter (4 and 8 ranks, 16 MiB). Ranks that are threads have a reduce_scatter for sums
+    # only.
     reduction = _REDUCTIONS[op]
     rank_count = len(group.devices)
     received_sizes = part.sizes * rank_count
@@ -137,8 +138,8 @@ def run_together(packed: Sequence[PackedCollective], blocks: Sequence[Tensor]) -
     )
     # The joint messages get no name here: no variable keeps their memory once they have been sent.
     arrived = joint.run(_joint_messages(packed, blocks, sent), (sum(joint.received),))
-    # `unpack` needs all messages of a move in one flat tensor; here those of other moves lie in between,
-    # so that `place` gets them one by one.
+    # `unpack` needs all messages of a move in one flat tensor; here those of other moves lie in
+    # between, so that `place` gets them one by one.
     parts_by_move = _messages_by_move(arrived, received)
     return [
         move.place(block, parts)
@@ -181,13 +182,13 @@ def _compared_plans(world: object) -> set[int]:
 def compare_new(executables: Sequence[Any], device: torch.device) -> None:
     """Check, before their first use, that all ranks are about to run the same plans.
 
-    Ranks with different plans would hang in a collective or mix up data. Sets `is_new` of the executables
-    to False, so that each plan is compared once. Raises DesyncError on all ranks to which these
-    executables send.
+    Ranks with different plans would hang in a collective or mix up data. Sets `is_new` of the
+    executables to False, so that each plan is compared once. Raises DesyncError on all ranks to
+    which these executables send.
     """
     compared = _compared_plans(dist.group.WORLD)
-    # A plan is known by its hash together with its ranks, and with the kind of device: CPU and GPU have
-    # process groups of their own.
+    # A plan is known by its hash together with its ranks, and with the kind of device: CPU and GPU
+    # have process groups of their own.
     by_hash = {}
     for executable in executables:
         processes = executable.processes
@@ -213,8 +214,8 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
 def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device) -> None:
     """Raise DesyncError unless all ranks of the groups run these plans.
 
-    Ranks compare one number, a hash of the layouts, shapes, dtypes and steps. Only if it differs do they
-    exchange the texts, for an error that says what differs.
+    Ranks compare one number, a hash of the layouts, shapes, dtypes and steps. Only if it differs do
+    they exchange the texts, for an error that says what differs.
     """
     text = ", ".join(f"{plan.src} -> {plan.dst}" for plan in plans)
     facts = {

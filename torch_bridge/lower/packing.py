@@ -99,16 +99,17 @@ class Packing:
     def pack(self, block: Tensor) -> Tensor:
         """Put the messages of a block one after the other into a flat buffer, ready for a collective.
 
-        A block [4, 6] with its column halves as messages -> [24]: 12 elements of the left half, then 12
-        of the right. Messages that lie like this in the block already (`is_flat`) are a view of it.
+        A block [4, 6] with its column halves as messages -> [24]: 12 elements of the left half,
+        then 12 of the right. Messages that lie like this in the block already (`is_flat`) are a
+        view of it.
         """
         if not self.messages:
             return block.new_empty(0)
         if self.is_flat:
             return block.contiguous().view(-1)
-        # Three ways that launch one kernel, the quickest first. They need a contiguous block: of parts in
-        # another memory format (channels last) `cat` and `stack` make a tensor in that format, which
-        # cannot be viewed as flat.
+        # Three ways that launch one kernel, the quickest first. They need a contiguous block: of
+        # parts in another memory format (channels last) `cat` and `stack` make a tensor in that
+        # format, which cannot be viewed as flat.
         if block.is_contiguous():
             if self._chunks is not None:
                 chunks = block.chunk(self._chunks.chunk_count, self._chunks.dim)
@@ -169,8 +170,9 @@ class Packing:
         The way back from `pack`: left half [4, 3] and right half [4, 3] -> [4, 6].
 
         Args:
-            like: A tensor with the device and dtype of the block. Parts that are cut from it have its
-                memory format, which `cat` keeps: the quick ways are for contiguous tensors alone.
+            like: A tensor with the device and dtype of the block. Parts that are cut from it have
+                its memory format, which `cat` keeps: the quick ways are for contiguous tensors
+                alone.
             parts: The messages, in order, each in its shape.
         """
         is_contiguous = like.is_contiguous()  # as in `pack`
@@ -195,16 +197,17 @@ class Packing:
     def _place_one_by_one(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Write boundary values, then messages, into a new block; messages that share rows are combined.
 
-        Two messages for row 0 under "sum": the second is added to the first. Boundary values (fills) come
-        first, because messages may overwrite their rows.
+        Two messages for row 0 under "sum": the second is added to the first. Boundary values
+        (fills) come first, because messages may overwrite their rows.
         """
         out = like.new_empty(self.shape) if self._is_covered else like.new_zeros(self.shape)
         write = scattered if is_symbolic(self.shape) else write_rows
         for fill in self.fills:
             out = write(out, fill.box, self._filling(fill), None)
         for message, part, shares in zip(self.messages, parts, self._shares_rows, strict=True):
-            # `shares`: an earlier message has written to some of these rows, so that this one is combined
-            # with it. Else the rows hold zeros, fills or uninitialised memory: they are overwritten.
+            # `shares`: an earlier message has written to some of these rows, so that this one is
+            # combined with it. Else the rows hold zeros, fills or uninitialised memory: they are
+            # overwritten.
             combine = _COMBINE[str(self.op)] if shares else None
             for box, piece in zip(message.boxes, message.views_of_boxes(part), strict=True):
                 out = write(out, box.block, piece, combine)
@@ -260,7 +263,8 @@ class Packing:
         dim, _ = self._boxes[0][0]
         rows = self.messages[0].shape[dim]
         count = len(self._boxes)
-        # Messages without rows are left to the other ways of `pack`; all others have to cover the dim.
+        # Messages without rows are left to the other ways of `pack`; all others have to cover the
+        # dim.
         if rows == 0 or count * rows != self.shape[dim]:
             return None
         intervals = [_intervals(index, self.shape)[dim] for index in self._boxes]
@@ -283,8 +287,9 @@ class Packing:
     def _concatenation(self) -> Concatenation | None:
         """How one `torch.cat` makes the block; None if pieces overlap, leave gaps or vary in several dims.
 
-        Pieces are numbered: first the boxes (rectangles) of all messages, then the fills (boundary values).
-        A block [6, 4] of a box with rows 2:6 and a fill of rows 0:2 -> `cat` along dim 0 in order [1, 0].
+        Pieces are numbered: first the boxes (rectangles) of all messages, then the fills (boundary
+        values). A block [6, 4] of a box with rows 2:6 and a fill of rows 0:2 -> `cat` along dim 0
+        in order [1, 0].
         """
         boxes = [*self._boxes, *(fill.box for fill in self.fills)]
         if not boxes or not self.shape:
@@ -317,13 +322,13 @@ class Packing:
     def _is_covered(self) -> bool:
         """Whether every element of the block is overwritten, so that it may begin uninitialised.
 
-        Found by counting: elements of messages and fills that overwrite, against those of the block. A
-        message that shares rows with earlier ones is added to them, and does not count.
+        Found by counting: elements of messages and fills that overwrite, against those of the
+        block. A message that shares rows with earlier ones is added to them, and does not count.
         """
         sizes = zip(self.sizes, self._shares_rows, strict=True)
         elements = sum(size for size, shares in sizes if not shares)
-        # Fills count only if they are all along one dim and no message has their rows: else an element
-        # might be counted twice.
+        # Fills count only if they are all along one dim and no message has their rows: else an
+        # element might be counted twice.
         if len({fill.dim for fill in self.fills}) == 1 and not self._brings_filled_rows():
             dim = self.fills[0].dim
             others = math.prod(length for d, length in enumerate(self.shape) if d != dim)
@@ -378,13 +383,14 @@ def _intervals(index: Index, shape: tuple[int, ...]) -> list[Interval]:
 def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:
     """Return the element at which a message begins in a contiguous block; None if it is in pieces there.
 
-    In a 6 x 5 block rows 2:4 begin at element 10. Columns 2:4 lie in six pieces, so that the result is
-    None.
+    In a 6 x 5 block rows 2:4 begin at element 10. Columns 2:4 lie in six pieces, so that the result
+    is None.
     """
     if len(message.boxes) != 1:
         return None
     start = 0
-    # True once a dim has more than one row: memory is then contiguous only if each further dim is whole.
+    # True once a dim has more than one row: memory is then contiguous only if each further dim is
+    # whole.
     has_begun = False
     intervals = _intervals(message.boxes[0].block, shape)
     for rows, length, whole_length in zip(intervals, message.shape, shape, strict=True):

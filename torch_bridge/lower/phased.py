@@ -22,9 +22,10 @@ from xshard.steps.traffic import Phases
 def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs]) -> list[Move]:
     """Split an all-gather into one collective per kind of link, the slowest link first.
 
-    In this order the slow link carries the least: blocks grow with each phase. 2 nodes of 4 processes,
-    8 blocks: each process first gathers 2 blocks with its partner in the other node, then 4 times 2
-    from the processes of its own node. Returns one function from block to block for each phase.
+    In this order the slow link carries the least: blocks grow with each phase. 2 nodes of 4
+    processes, 8 blocks: each process first gathers 2 blocks with its partner in the other node,
+    then 4 times 2 from the processes of its own node. Returns one function from block to block for
+    each phase.
 
     Args:
         phases: The devices that meet over links of each speed.
@@ -44,8 +45,8 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
             sent = _stacked_blocks(context, 1, block_count, block_shape)
         else:
             sent = context.whole_block(0)
-        # Until the last phase, blocks are stacked in the order in which they arrive. The last one brings
-        # all of them, and writes each to its rows of the result.
+        # Until the last phase, blocks are stacked in the order in which they arrive. The last one
+        # brings all of them, and writes each to its rows of the result.
         if group is fastest:
             received = _parts_by_rank(phases, context, context.shapes.after, dim, parts, group)
         else:
@@ -62,8 +63,9 @@ def reduce_scatter(
     """Split a reduce-scatter into one collective per kind of link, the slowest link last.
 
     In this order the slow link carries the least: pieces get fewer with each phase. 2 nodes of 4
-    processes, 8 pieces: each process first sums 2 of the pieces with the others of its node, then 1 of
-    these 2 with its partner in the other node. Returns one function from block to block for each phase.
+    processes, 8 pieces: each process first sums 2 of the pieces with the others of its node, then 1
+    of these 2 with its partner in the other node. Returns one function from block to block for each
+    phase.
 
     Args:
         phases: The devices that meet over links of each speed.
@@ -94,10 +96,11 @@ def reduce_scatter(
 def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     """Split an all-reduce so that over the slowest link each process sends one piece of its block.
 
-    The block is flattened and cut into as many pieces as a node has devices. A node of 4 and a block of
-    10 elements: 4 pieces of 3, the last one filled up with zeros. The devices of a node reduce-scatter
-    the pieces over fast links, all-reduce one piece each over the slowest link, and all-gather the
-    pieces back. Returns functions from block to block, to be called one after the other.
+    The block is flattened and cut into as many pieces as a node has devices. A node of 4 and a
+    block of 10 elements: 4 pieces of 3, the last one filled up with zeros. The devices of a node
+    reduce-scatter the pieces over fast links, all-reduce one piece each over the slowest link, and
+    all-gather the pieces back. Returns functions from block to block, to be called one after the
+    other.
     """
     groups = _groups(phases, context)
     slowest = groups.pop()  # over it a device meets those that hold the same piece
@@ -110,8 +113,9 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     for group in groups:
         rank_count = len(group.devices)
         remaining //= rank_count
-        # Devices that meet over the slow link must hold the same piece. Ranks of a group may be in any
-        # order, so that a device gets the piece at its place among the sorted devices of its group.
+        # Devices that meet over the slow link must hold the same piece. Ranks of a group may be in
+        # any order, so that a device gets the piece at its place among the sorted devices of its
+        # group.
         places = [sorted(group.devices).index(device) for device in group.devices]
         pieces = _stacked_blocks(context, rank_count, remaining, (piece_size,), places)
         part = _stacked_blocks(context, 1, remaining, (piece_size,))
@@ -127,7 +131,8 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
 def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tuple[Move, Move]:
     """Return a function that reshapes a block to `[piece_count, piece_size]`, and the one back.
 
-    [2, 5] as 4 pieces of 3: its 10 elements, then 2 zeros, viewed as [4, 3]. The way back drops the zeros.
+    [2, 5] as 4 pieces of 3: its 10 elements, then 2 zeros, viewed as [4, 3]. The way back drops the
+    zeros.
     """
     shape = context.shapes.before
     size = math.prod(shape)
@@ -143,8 +148,8 @@ def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tupl
         if filling or context.lengths is not None:
             return pieces.view(-1)[:size].view(shape).clone()
         x = pieces.view(shape)
-        # Autograd must not see the result as a view of `pieces`. A new tensor on the same memory is none,
-        # and saves the copy.
+        # Autograd must not see the result as a view of `pieces`. A new tensor on the same memory is
+        # none, and saves the copy.
         return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), shape, x.stride())
 
     return flatten, unflatten
@@ -167,8 +172,8 @@ def _stacked_blocks(
 ) -> Packing:
     """Describe a stack of blocks, cut along its new leading dim into equal messages.
 
-    2 messages of 3 blocks [4, 5] -> a tensor [6, 4, 5], whose messages are rows 0:3 and 3:6; with places
-    [1, 0], rows 3:6 and 0:3.
+    2 messages of 3 blocks [4, 5] -> a tensor [6, 4, 5], whose messages are rows 0:3 and 3:6; with
+    places [1, 0], rows 3:6 and 0:3.
 
     Args:
         context: The step, for the device of lists of rows.
@@ -197,8 +202,8 @@ def _parts_by_rank(
 ) -> Packing:
     """Cut a block along a dim into what each rank of a group is sent, or sends.
 
-    A rank also stands for the devices that it meets in the phases over slower links: in 2 nodes of 4
-    processes (devices 0-3 and 4-7), rank 1 of a node has the parts of devices 1 and 5.
+    A rank also stands for the devices that it meets in the phases over slower links: in 2 nodes of
+    4 processes (devices 0-3 and 4-7), rank 1 of a node has the parts of devices 1 and 5.
 
     Args:
         phases: The devices that meet over links of each speed.

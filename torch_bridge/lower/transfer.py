@@ -80,9 +80,10 @@ def lower_transfer(
 ) -> TransferExecutable:
     """Prepare a plan from one mesh to another for this process; all processes of `group` call this.
 
-    The transfer is the step that sends from mesh to mesh. The steps before it run on the source's mesh,
-    those after it on the destination's; a process that is in one mesh only has no steps on the other.
-    Raises DtypeError for a reduction without arithmetic, MeshError for ranks that are threads.
+    The transfer is the step that sends from mesh to mesh. The steps before it run on the source's
+    mesh, those after it on the destination's; a process that is in one mesh only has no steps on
+    the other. Raises DtypeError for a reduction without arithmetic, MeshError for ranks that are
+    threads.
     """
     transfer = plan.transfer  # the step from mesh to mesh; None if the blocks stay where they are
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
@@ -139,8 +140,9 @@ def _parts(
 ) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     """List the messages of one rank in a transfer: what it sends, and what it receives.
 
-    Each is the other rank and the rows: of this rank's block on the source's mesh, or of its block on the
-    destination's. A rank in both meshes may keep rows: then it is its own peer, in both lists.
+    Each is the other rank and the rows: of this rank's block on the source's mesh, or of its block
+    on the destination's. A rank in both meshes may keep rows: then it is its own peer, in both
+    lists.
     """
     transfer = plan.transfer
     assert transfer is not None
@@ -182,8 +184,8 @@ def run_transfers_together(
         Its block of each on the destination's mesh.
     """
     dtypes = [block.dtype for block in blocks]
-    # Some dtypes cannot be sent: their bits travel as another dtype of the same size (`CARRIERS`). The steps
-    # on each mesh see the values.
+    # Some dtypes cannot be sent: their bits travel as another dtype of the same size (`CARRIERS`).
+    # The steps on each mesh see the values.
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
     outs = [
         _run_steps(crossing.on_source, start, dtype)
@@ -254,8 +256,8 @@ def _exchange(
     outgoing = _messages_by_peer(crossings, blocks)
     # Only shapes are asked for on meta.
     if (outgoing or incoming) and not blocks[0].is_meta:
-        # Receives first: a gloo sender waits until the receiver says that it is ready, and that notice
-        # would come behind all that this rank sends.
+        # Receives first: a gloo sender waits until the receiver says that it is ready, and that
+        # notice would come behind all that this rank sends.
         operations = [
             dist.P2POp(dist.irecv, incoming[rank].buffer, rank, group) for rank in incoming
         ]
@@ -303,8 +305,8 @@ def _buffers(
 ) -> dict[int, _Incoming]:
     """Allocate a buffer of bytes for each rank that sends to this one, with a view for each move.
 
-    Of two moves, a float32 [2, 3] and an int64 [4] may come from rank 5: its buffer then has room for both,
-    and views {0: [2, 3], 1: [4]}, by the number of the move.
+    Of two moves, a float32 [2, 3] and an int64 [4] may come from rank 5: its buffer then has room
+    for both, and views {0: [2, 3], 1: [4]}, by the number of the move.
     """
     me = rank_in(crossings[0].group)
     parts: dict[int, dict[int, Tensor]] = {}  # rank -> crossing -> a tensor on meta
@@ -338,8 +340,8 @@ def _assembled(
     if crossing.whole is None:
         # An empty tensor for a process without a block: see the top of the file.
         return block.new_empty(0)
-    # Parts go in the order of `received`: messages that share rows are added in it, and sums of floats
-    # depend on the order.
+    # Parts go in the order of `received`: messages that share rows are added in it, and sums of
+    # floats depend on the order.
     me = rank_in(crossing.group)
     kept = {part.peer: part.rows for part in crossing.sent}.get(me)
     parts = []

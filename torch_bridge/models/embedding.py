@@ -44,10 +44,10 @@ def shard_embedding(
 ) -> None:
     """Let an embedding whose weight is sharded by rows look ids up in this process's rows.
 
-    Other modules, and weights whose rows are not sharded, stay as they are. The module gets a table from
-    ids to rows of its block: 4 ids on the second of 2 processes -> [2, 2, 0, 1], where 2, the number of
-    rows of the block, means that another process has the id. Its class is replaced by a subclass, so that
-    a `forward` of yours that calls `super().forward` goes on working.
+    Other modules, and weights whose rows are not sharded, stay as they are. The module gets a table
+    from ids to rows of its block: 4 ids on the second of 2 processes -> [2, 2, 0, 1], where 2, the
+    number of rows of the block, means that another process has the id. Its class is replaced by a
+    subclass, so that a `forward` of yours that calls `super().forward` goes on working.
 
     Args:
         module: The module.
@@ -86,10 +86,10 @@ def _check_embedding(
 ) -> None:
     """Raise PlanError for an embedding that cannot have its rows sharded.
 
-    Each process returns zeros for ids of other processes, so that a sum over processes is the result: the
-    rule of the output has to say so. Options that look at all rows or count ids (max_norm,
-    scale_grad_by_freq, sparse) would see only those of this process, and are refused. So is a `forward`
-    that never calls torch's lookup, which is what gets replaced.
+    Each process returns zeros for ids of other processes, so that a sum over processes is the
+    result: the rule of the output has to say so. Options that look at all rows or count ids
+    (max_norm, scale_grad_by_freq, sparse) would see only those of this process, and are refused. So
+    is a `forward` that never calls torch's lookup, which is what gets replaced.
     """
     text = str(used.layout)
     kind = type(module)
@@ -98,7 +98,8 @@ def _check_embedding(
         if getattr(module, option):
             reason = option
             break
-    # A `forward` of another class is fine if its code calls `super()`: then it gets to torch's lookup.
+    # A `forward` of another class is fine if its code calls `super()`: then it gets to torch's
+    # lookup.
     is_torchs = kind.forward is nn.Embedding.forward
     if not is_torchs and "super" not in kind.forward.__code__.co_names:
         reason = "a lookup of its own"

@@ -83,8 +83,8 @@ class RoutedExperts:
         # The module is called as before, with one choice per row: its experts here count from 0.
         values[choices_key] = routed.groups[:, None].to(choices.dtype)
         for weight_key, weight in zip(weight_keys, copies[1:], strict=True):
-            # A copy of a row came with the weights of all k choices of the row; `order` picks, for each
-            # row of the call, the weight of the one choice for which it is there.
+            # A copy of a row came with the weights of all k choices of the row; `order` picks, for
+            # each row of the call, the weight of the one choice for which it is there.
             values[weight_key] = weight.reshape(-1)[routed.order][:, None]
         copy_bytes = sum(_row_bytes(x) for x in copies)
         self._under_way.append(_UnderWay(routed, copy_bytes))
@@ -92,8 +92,8 @@ class RoutedExperts:
     def leave(self, result: Any) -> Any:
         """Send the results of experts back, and add up those of each row: [n, c] -> [t, c].
 
-        Called after `forward`, even of a call that failed: its result is None, and None is returned. Notes
-        in `last` the bytes that travelled forward and will travel backward.
+        Called after `forward`, even of a call that failed: its result is None, and None is
+        returned. Notes in `last` the bytes that travelled forward and will travel backward.
         """
         if not self._under_way:
             return None  # the call failed before its rows were sent
@@ -105,8 +105,8 @@ class RoutedExperts:
                 f"experts return a {type(result).__name__}", hint="a tensor: a result per row"
             )
         if not len(result):
-            # No row came to this process. Adding an empty sum of each parameter gives it a gradient of
-            # zeros, as unused experts have on one device, where it would else be None.
+            # No row came to this process. Adding an empty sum of each parameter gives it a gradient
+            # of zeros, as unused experts have on one device, where it would else be None.
             for x in self.module.parameters():
                 result = result + x[:0].sum().to(result.dtype)
 
@@ -124,9 +124,9 @@ class RoutedExperts:
 def _choices_key(key: Any, values: Values) -> Any:
     """Find which argument of a call says which experts each row chose.
 
-    It is the first argument with two dims and a dtype without fractions, beside the rows themselves: for
-    rows [t, c], a table [t, k]. Returns its position or its name. Raises ShapeError if there is none, or
-    if its length is not t.
+    It is the first argument with two dims and a dtype without fractions, beside the rows
+    themselves: for rows [t, c], a table [t, k]. Returns its position or its name. Raises ShapeError
+    if there is none, or if its length is not t.
 
     Args:
         key: The position or the name of the rows.
@@ -161,9 +161,9 @@ def route_experts(
 ) -> list[Count]:
     """Prepare the modules of experts whose input rule sends rows to experts on other processes.
 
-    Such a rule is "t/ep c -> t/to(ep) c". Sets `experts` of the hooks of these modules. Returns, for each
-    module with an attribute `num_experts`, that attribute and what it has to be on this process:
-    8 experts over ep=4 -> 2.
+    Such a rule is "t/ep c -> t/to(ep) c". Sets `experts` of the hooks of these modules. Returns,
+    for each module with an attribute `num_experts`, that attribute and what it has to be on this
+    process: 8 experts over ep=4 -> 2.
 
     Args:
         hooks: The hooks of all modules with rules, by name.
@@ -209,13 +209,13 @@ def _experts_of(
     """Find which experts of a module each process has, by the layouts of the module's parameters.
 
     Experts are the first dim of each parameter: "e/ep ..." with 4 experts on ep=2 -> ((0, 1), (2, 3)).
-    Returns the module, too. Raises PlanError unless all its parameters agree, and put each expert, whole,
-    on one process, in ascending order.
+    Returns the module, too. Raises PlanError unless all its parameters agree, and put each expert,
+    whole, on one process, in ascending order.
     """
     devices = [context.processes.ranks.index(r) for r in context.processes.submesh(axes).ranks]
     module: nn.Module | None = None
-    # A set of what the parameters say, as (all experts, those of process 0, those of process 1, ...): more
-    # than one item means that they disagree.
+    # A set of what the parameters say, as (all experts, those of process 0, those of process 1,
+    # ...): more than one item means that they disagree.
     splits: set[tuple[tuple[int, ...], ...]] = set()
     for parameter in parameters:
         for full_name, place in zip(parameter.names, parameter.places, strict=True):

@@ -95,7 +95,8 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
         texts = rows[group.members[0]][1:5]
         lines.append((group.name, group.times, *texts, format_bytes(block_bytes)))
 
-    # `parallel.parameters` has buffers, too, and a tied parameter once, though it has a row per name.
+    # `parallel.parameters` has buffers, too, and a tied parameter once, though it has a row per
+    # name.
     stored_bytes = 0
     whole_bytes = 0
     for parameter in parallel.parameters:
@@ -116,8 +117,8 @@ def _parameter_row(
     """
     x = parameter.tensor
     if x.requires_grad:
-        # All axes over which its gradient is summed: by the gathering module's backward move at once,
-        # or in buckets after the backward pass.
+        # All axes over which its gradient is summed: by the gathering module's backward move at
+        # once, or in buckets after the backward pass.
         axes = [axis for axis in parallel.context.axes.axes if axis in use.summed_axes]
         summed_over = " ".join(axes)
     else:
@@ -135,8 +136,8 @@ def _parameter_row(
 def _table_of_moves(parallel: ParallelModel, on_machine: _Machine) -> str:
     """Write the table of communication in a step: each move with the bytes received, both ways.
 
-    In the order of a step: parameters are gathered, activations move, gradients are summed. Moves of
-    modules whose names differ only in numbers share a row. The last row is the sum of all.
+    In the order of a step: parameters are gathered, activations move, gradients are summed. Moves
+    of modules whose names differ only in numbers share a row. The last row is the sum of all.
     """
     rows = _gathers(parallel, on_machine)
     for hooks in parallel.hooks.values():
@@ -174,8 +175,8 @@ def _gathers(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
 def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow]:
     """Describe the moves of a module's inputs and outputs, with the bytes of its last call.
 
-    Bytes stay None for a module that has not been called. A module that sends rows to experts has a row
-    more, with what this process sent and received.
+    Bytes stay None for a module that has not been called. A module that sends rows to experts has a
+    row more, with what this process sent and received.
     """
     rows = []
     for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
@@ -202,7 +203,8 @@ def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow
 def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
     """Describe the sums of gradients over processes after the backward pass: one row per parameter.
 
-    Only parameters that have such a sum: the gradients of gathered ones may be summed by the move back.
+    Only parameters that have such a sum: the gradients of gathered ones may be summed by the move
+    back.
     """
     rows = []
     for parameter in parallel.trained:
@@ -223,7 +225,8 @@ def _received_bytes(
 ) -> tuple[int, int]:
     """Return how many bytes the process that receives most gets in a move: (forward, backward).
 
-    The move is planned as it would be, without running it. Backward is 0 for a tensor without a gradient.
+    The move is planned as it would be, without running it. Backward is 0 for a tensor without a
+    gradient.
     """
     axes = on_machine.axes
     # As `redistribute` plans it: on the sub-mesh of the axes that the rule names.
@@ -258,8 +261,8 @@ class _Group(NamedTuple):
 def _alike(names: Sequence[str], texts: Iterable[object]) -> list[_Group]:
     """Group table rows of equal texts whose names differ only in numbers.
 
-    layers.0.w, layers.1.w, head.w -> layers.*.w with "x 2" and members [0, 1], and head.w with "" and
-    members [2].
+    layers.0.w, layers.1.w, head.w -> layers.*.w with "x 2" and members [0, 1], and head.w with ""
+    and members [2].
     """
     # By the name with "*" for each number, and the texts; in the order of the first row of each.
     members_by_key: dict[object, list[int]] = {}

@@ -101,8 +101,8 @@ class _Watcher:
         tensors: Sequence[Any],
         layouts: Sequence[tuple[Layout, tuple[str, ...]]],
     ) -> None:
-        # side: "input" or "output". layouts: for each tensor its layout, and the axes that its rule names.
-        # `strict=False`: a module may return fewer tensors than it has rules for, or more.
+        # side: "input" or "output". layouts: for each tensor its layout, and the axes that its rule
+        # names. `strict=False`: a module may return fewer tensors than it has rules for, or more.
         for number, (x, (layout, axes)) in enumerate(zip(tensors, layouts, strict=False)):
             if isinstance(x, Tensor):
                 key = (self._hooks.name, side, number)
@@ -131,8 +131,8 @@ def watching(
         for name, module_hooks in hooks.items():
             module = root.get_submodule(name)
             watcher = _Watcher(module_hooks, seen, calls)
-            # This hook comes before the module's own on the way in, and after it on the way out: it sees
-            # tensors as they are outside of the module.
+            # This hook comes before the module's own on the way in, and after it on the way out: it
+            # sees tensors as they are outside of the module.
             before = module.register_forward_pre_hook(
                 watcher.before_forward, prepend=True, with_kwargs=True
             )
@@ -153,8 +153,8 @@ def first_wrong(
 ) -> WrongTensor | None:
     """Find the first input or output of a module that differs between a parallel run and one device.
 
-    Tensors inside a module whose output is right do not count. None if no tensor differs. All processes
-    call it, and get the same answer.
+    Tensors inside a module whose output is right do not count. None if no tensor differs. All
+    processes call it, and get the same answer.
 
     Args:
         on_one_device: What modules of the copy on one device got and returned, in order.
@@ -179,8 +179,8 @@ def first_wrong(
     wanted = [pair.wanted for pair in pairs.values()]
     blocks = [pair.block for pair in pairs.values()]
     flags = compare_on_all(wanted, blocks, tol, context)
-    # A tensor of another shape does not have the layout that was assumed: it proves nothing, and is left
-    # out. Else a flag of 0 means equal.
+    # A tensor of another shape does not have the layout that was assumed: it proves nothing, and is
+    # left out. Else a flag of 0 means equal.
     is_right = {}
     for place, flag in zip(pairs, flags, strict=True):
         if flag != SHAPES_DIFFER:
@@ -217,9 +217,9 @@ def _pair(
 ) -> _Compared | None:
     """Cut one device's tensor as the parallel run has it, to compare the two.
 
-    A whole [8, 4] under "b/dp c" on dp=2 -> rows 0-3 or 4-7, beside this process's block [4, 4]. A block that
-    is an addend, as under "b c | sum(tp)", is summed over tp first, as one device has only the sum.
-    Returns None if the layout does not fit the tensor: then it cannot be compared.
+    A whole [8, 4] under "b/dp c" on dp=2 -> rows 0-3 or 4-7, beside this process's block [4, 4]. A
+    block that is an addend, as under "b c | sum(tp)", is summed over tp first, as one device has
+    only the sum. Returns None if the layout does not fit the tensor: then it cannot be compared.
 
     Args:
         place: Where the tensor goes into a module, or comes out of it.

@@ -90,15 +90,16 @@ class ParameterMoves:
     def _move(
         self, parameters: Sequence[GatheredParameter], tensors: Sequence[Tensor], is_gradient: bool
     ) -> list[Tensor]:
-        # Gather blocks of parameters, or with `is_gradient` bring gradients back to storage, together.
+        # Gather blocks of parameters, or with `is_gradient` bring gradients back to storage,
+        # together.
         if not parameters:
             return []
         if (
             torch.compiler.is_compiling()
         ):  # nothing is kept for the next pass: the graph is what is kept
             return _Move(parameters, self.context, is_gradient).record(tensors)
-        # A move is prepared once per set of parameters. There are a few: all of a module, those that are
-        # not shared between passes, and those that the backward pass gathers again.
+        # A move is prepared once per set of parameters. There are a few: all of a module, those
+        # that are not shared between passes, and those that the backward pass gathers again.
         key = (tuple(parameters), is_gradient)
         move = self._moves.get(key)
         if move is None:
@@ -127,11 +128,12 @@ class _Move:
         self._context = context
         self._names = [parameter.name for parameter in parameters]
         self._shapes = [parameter.shape for parameter in parameters]
-        # Texts "layout -> layout", one per parameter: to storage for gradients, to use for parameters.
+        # Texts "layout -> layout", one per parameter: to storage for gradients, to use for
+        # parameters.
         if is_gradient:
             self._layouts = [parameter.to_storage for parameter in parameters]
-            # `comm_dtypes` gives (forward, backward). The move of gradients is called as a forward move,
-            # and has to travel in the second.
+            # `comm_dtypes` gives (forward, backward). The move of gradients is called as a forward
+            # move, and has to travel in the second.
             self._comm_dtype: CommDtypeLike = comm_dtypes(context.comm_dtype)[1]
         else:
             self._layouts = [parameter.to_use for parameter in parameters]
@@ -141,8 +143,9 @@ class _Move:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Move the tensors of all parameters with few collectives, by executables kept from earlier calls.
 
-        Blocks in storage -> gathered tensors, as [o/dp, i] -> [o, i], or gradients the other way round.
-        Every forward pass of a module calls this, so that a call with known tensors has to be quick.
+        Blocks in storage -> gathered tensors, as [o/dp, i] -> [o, i], or gradients the other way
+        round. Every forward pass of a module calls this, so that a call with known tensors has to
+        be quick.
         """
         # These debugging modes compare calls or replicas each time, which only `redistribute` does.
         if desync.ALWAYS or are_replicas_checked(None):
@@ -150,9 +153,9 @@ class _Move:
         check_not_swapped()
         profile = resolve_profile(self._context.profile)
         kinds = tuple(map(_kind_of, tensors))
-        # All that the prepared moves depend on and that may change from pass to pass: the machine's profile,
-        # the process groups (new ones with a new world), whether autograd records, and the tensors' shapes
-        # and dtypes.
+        # All that the prepared moves depend on and that may change from pass to pass: the machine's
+        # profile, the process groups (new ones with a new world), whether autograd records, and the
+        # tensors' shapes and dtypes.
         key = (profile, world_key(), torch.is_grad_enabled(), kinds)
         moves = self._prepared.get(key)
         if moves is None:
@@ -170,8 +173,8 @@ class _Move:
     def _prepare(self, tensors: Sequence[Tensor]) -> list[SharedMove]:
         """Plan the move of each tensor, and group the moves that share collectives.
 
-        Returns at most two groups: tensors with a gradient, and those without. An error begins with the
-        name of the parameter.
+        Returns at most two groups: tensors with a gradient, and those without. An error begins with
+        the name of the parameter.
         """
         executables = {}
         for i, x in enumerate(tensors):
@@ -183,8 +186,8 @@ class _Move:
                     self._context.profile,
                     self._comm_dtype,
                 )
-                # Only linear moves can share collectives. All are: rules of parameters shard, copy and
-                # sum, and never take a max or min.
+                # Only linear moves can share collectives. All are: rules of parameters shard, copy
+                # and sum, and never take a max or min.
                 executables[i] = call.executable_for(x)
         return share_collectives(executables, dict(enumerate(tensors)), bucket_bytes=None)
 
@@ -240,14 +243,14 @@ class Regathering:
         gathered: Sequence[Tensor],
         gather: Callable[[Sequence[Tensor]], list[Tensor]],
     ) -> None:
-        # blocks: the parameters in storage. gathered: the same ones as modules use them, in the same order.
-        # gather: makes the gathered tensors from the blocks.
+        # blocks: the parameters in storage. gathered: the same ones as modules use them, in the
+        # same order. gather: makes the gathered tensors from the blocks.
         self._blocks = blocks
         self._gather = gather
         self._writes = [writes_to(x) for x in blocks]
         self._dtypes = [x.dtype for x in gathered]
-        # Autograd may save any view of a parameter, as a transposed weight. A view begins in the same
-        # storage, by whose address its parameter is found.
+        # Autograd may save any view of a parameter, as a transposed weight. A view begins in the
+        # same storage, by whose address its parameter is found.
         self._index_of_memory: dict[int, int] = {}
         for i, x in enumerate(gathered):
             if x.numel():
@@ -270,15 +273,16 @@ class Regathering:
     def _unpack(self, packed: Tensor | _SavedView) -> Tensor:
         """Return a tensor that autograd saved in the forward pass, when the backward pass asks for it.
 
-        Of a gathered parameter only the shape, stride and offset of the saved view were kept. The first
-        such request gathers all parameters again, in one message; the view is then taken of the new
-        tensor. Any other tensor was saved as it is. Raises XshardError if a parameter was written to since
-        the forward pass.
+        Of a gathered parameter only the shape, stride and offset of the saved view were kept. The
+        first such request gathers all parameters again, in one message; the view is then taken of
+        the new tensor. Any other tensor was saved as it is. Raises XshardError if a parameter was
+        written to since the forward pass.
         """
         if isinstance(packed, Tensor):
             return packed
         if not self._gathered_again:
-            # After an optimiser's step in between, other values than in the forward pass would come back.
+            # After an optimiser's step in between, other values than in the forward pass would come
+            # back.
             if self._writes != [writes_to(x) for x in self._blocks]:
                 raise XshardError(
                     "a parameter was written to between its forward and its backward pass"

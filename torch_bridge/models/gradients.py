@@ -81,9 +81,9 @@ class Gradient:
 def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callable[[], None]:
     """Start the all-reduce of several gradients as one message; return a function that ends it.
 
-    A share is what this process's backward pass has added to a gradient; its sum over processes is the
-    gradient. The message is all shares, flat, then a flag per parameter, 1.0 if this process used it: the
-    sum of the flags counts the processes that did. A share of shape [2, 2], and
+    A share is what this process's backward pass has added to a gradient; its sum over processes is
+    the gradient. The message is all shares, flat, then a flag per parameter, 1.0 if this process
+    used it: the sum of the flags counts the processes that did. A share of shape [2, 2], and
     none of a parameter [3] -> 4 numbers, 3 zeros, 1.0, 0.0.
 
     Shares are taken out of `.grad`; the returned function waits, and adds the sums to `.grad`.
@@ -114,7 +114,8 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
         """Wait for the sums, and add them to `.grad`; a parameter that no process used stays."""
         *sums, users = pending.wait().split([*lengths, len(lengths)])
         for gradient, total, n_users, used in zip(bucket, sums, users, is_used, strict=True):
-            # `n_users > 0` reads a number from the device, for which the host waits: only where needed.
+            # `n_users > 0` reads a number from the device, for which the host waits: only where
+            # needed.
             if used or n_users > 0:
                 gradient.add(total)
 
@@ -196,11 +197,12 @@ class Gradients:
     def _follow(self, parameters: Sequence[Tensor]) -> None:
         """Register autograd hooks on these parameters, and assign their gradients to buckets.
 
-        Replaces all hooks and buckets of before, and forgets a backward pass that was under way. Frozen
-        parameters get no hooks.
+        Replaces all hooks and buckets of before, and forgets a backward pass that was under way.
+        Frozen parameters get no hooks.
 
         Args:
-            parameters: The tensors that are the parameters now, one for each of `sharded`, in order.
+            parameters: The tensors that are the parameters now, one for each of `sharded`, in
+                order.
         """
         for handle in self._handles:  # hooks of earlier tensors, which may be parameters no longer
             handle.remove()
@@ -227,8 +229,8 @@ class Gradients:
     def _make_buckets(self) -> list[list[Gradient]]:
         """Group gradients into buckets, each of which one message sums, in the order of a backward pass.
 
-        Gradients of a bucket have the same axes, dtype and device, and at most `bucket_bytes` together.
-        With parameters a, b, c, d and room for two: [[d, c], [b, a]].
+        Gradients of a bucket have the same axes, dtype and device, and at most `bucket_bytes`
+        together. With parameters a, b, c, d and room for two: [[d, c], [b, a]].
         """
         # A backward pass comes to the parameters of the last modules first.
         last_first = self._gradients[::-1]
@@ -260,8 +262,8 @@ class Gradients:
     def _after_share(self, gradient: Gradient, x: Tensor) -> None:
         """Note that `.grad` of a parameter is there, and send its bucket if it was the last one missing.
 
-        autograd calls this hook after each time that it has added to `.grad`. The share is what this
-        process's backward pass gives; the sum over processes comes later.
+        autograd calls this hook after each time that it has added to `.grad`. The share is what
+        this process's backward pass gives; the sum over processes comes later.
 
         Args:
             gradient: The gradient of the parameter.
@@ -278,8 +280,8 @@ class Gradients:
         # Autograd may have made a new tensor of two shares: `.grad` as it is now is the whole share.
         gradient.share = x.grad
         running.announced.discard(gradient)
-        # Inside `no_sync` nothing is sent. A gradient that comes a second time, as in a checkpoint, must
-        # not be counted twice; if its bucket has been sent already, `_sum_rest` sums the rest.
+        # Inside `no_sync` nothing is sent. A gradient that comes a second time, as in a checkpoint,
+        # must not be counted twice; if its bucket has been sent already, `_sum_rest` sums the rest.
         if not self.syncs or gradient in running.arrived:
             return
         running.arrived.add(gradient)
@@ -298,9 +300,10 @@ class Gradients:
     def _end(self) -> None:
         """End the backward pass: send the buckets that are left, wait, and put the sums into `.grad`.
 
-        Autograd calls this when it has computed all gradients. Inside `no_sync` nothing is sent. After the
-        first pass that sums, `after_first` checks that replicas are equal. Raises XshardError if a gradient
-        was computed and never came to `.grad`, as in `torch.autograd.grad`.
+        Autograd calls this when it has computed all gradients. Inside `no_sync` nothing is sent.
+        After the first pass that sums, `after_first` checks that replicas are equal. Raises
+        XshardError if a gradient was computed and never came to `.grad`, as in
+        `torch.autograd.grad`.
         """
         running = self._pass
         if running is None:
@@ -322,8 +325,8 @@ class Gradients:
     def _sum_rest(self, running: BackwardPass) -> None:
         """Send the buckets that are left and wait for all; repeat while `.grad` has unsummed shares.
 
-        A parameter may get a second share after its bucket was sent, as in a checkpoint. Another round of
-        all buckets then sums these, and `_pass` is a new one for it.
+        A parameter may get a second share after its bucket was sent, as in a checkpoint. Another
+        round of all buckets then sums these, and `_pass` is a new one for it.
         """
         while True:
             for bucket in self._buckets[len(running.finish_sums) :]:

@@ -74,12 +74,12 @@ class TensorRule:
             where: The name of the tensor in errors.
 
         Returns:
-            The block afterwards, and the dims known from then on. A known dim is a name with its global
-            length, as i = 16, for the modules inside.
+            The block afterwards, and the dims known from then on. A known dim is a name with its
+            global length, as i = 16, for the modules inside.
         """
         if torch.compiler.is_compiling():
-            # No cache here: looking it up would make the graph valid for this shape alone. The global
-            # shape is not given but inferred, by which all blocks count as equally long.
+            # No cache here: looking it up would make the graph valid for this shape alone. The
+            # global shape is not given but inferred, by which all blocks count as equally long.
             return Moved(self._redistributed(x, None, context), ())
 
         key = (x.shape, outside)
@@ -91,7 +91,8 @@ class TensorRule:
         shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outside)
         y = self._redistributed(x, shape, context)
         known = known_inside(self.rule, shape, y.shape, outside, where)
-        # Kept only after all has succeeded: a block that fails a check is checked again in the next call.
+        # Kept only after all has succeeded: a block that fails a check is checked again in the next
+        # call.
         self._arrivals[key] = _Arrival(shape, known)
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)
         return Moved(y, known)
@@ -154,11 +155,11 @@ class ModuleHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the arguments by their rules, and gather the parameters; a hook of the module.
 
-        It returns the arguments with which torch then calls `forward`. Rows that the rule routes are sent
-        to the processes of their experts.
+        It returns the arguments with which torch then calls `forward`. Rows that the rule routes
+        are sent to the processes of their experts.
         """
-        # The modules around this one have seen the global lengths of some named dims, as s = 8192. A name
-        # has one length everywhere, so that these help where a block alone does not tell.
+        # The modules around this one have seen the global lengths of some named dims, as s = 8192.
+        # A name has one length everywhere, so that these help where a block alone does not tell.
         known = self.parent.known_dims if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
@@ -207,8 +208,8 @@ class ModuleHooks:
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
         """Find the argument that a rule is for: its position or its name, as it was passed in this call.
 
-        None if it is absent in this call or no tensor. Raises ShapeError if the rule is for the first
-        tensor, and there is none.
+        None if it is absent in this call or no tensor. Raises ShapeError if the rule is for the
+        first tensor, and there is none.
 
         Args:
             key: The argument in the rule: its position, its name, or None for the first tensor.
@@ -243,9 +244,9 @@ class ModuleHooks:
     def _move_output(self, rule: TensorRule, result: Any) -> Any:
         """Redistribute one tensor in the result of a module, and return the result with it.
 
-        The result may be a tensor, a tuple, a list, a NamedTuple or a dict; it keeps its type. The rule's
-        key says which part is meant: a position, a name, or None for the first tensor. A result without
-        this part, or with no tensor there, is returned as it is.
+        The result may be a tensor, a tuple, a list, a NamedTuple or a dict; it keeps its type. The
+        rule's key says which part is meant: a position, a name, or None for the first tensor. A
+        result without this part, or with no tensor there, is returned as it is.
         """
         parts = _parts_of(result)
         key = _part_key(rule.key, parts)

@@ -90,8 +90,8 @@ class ModuleParameters:
     def begin_pass(self) -> None:
         """Gather the parameters, and put them into the modules in place of the blocks.
 
-        Called before each forward pass of the module; `end_pass` puts the blocks back. A pass inside
-        another one, of a module that calls itself, changes nothing.
+        Called before each forward pass of the module; `end_pass` puts the blocks back. A pass
+        inside another one, of a module that calls itself, changes nothing.
         """
         self._passes += 1
         # A module may call itself: the passes inside use what the outermost one has gathered.
@@ -133,8 +133,8 @@ class ModuleParameters:
     def _begin_saving(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Let autograd drop gathered parameters after the forward pass; the backward pass gathers them again.
 
-        In place of such a tensor autograd saves which parameter it is. Parameters with `is_kept` are
-        saved as usual.
+        In place of such a tensor autograd saves which parameter it is. Parameters with `is_kept`
+        are saved as usual.
 
         Args:
             blocks: The parameters in storage.

@@ -74,8 +74,9 @@ def has_note(error: BaseException) -> bool:
 def note_on(error: BaseException, parallel: ParallelModel) -> str:
     """Write the note that is added to an error in a module: what the rules did to it.
 
-    It names the module, its rules and the blocks of its parameters, and attributes with the whole length
-    of a dim that is sharded, as `n_heads = 12` where a process has 3 heads: the most common mistake.
+    It names the module, its rules and the blocks of its parameters, and attributes with the whole
+    length of a dim that is sharded, as `n_heads = 12` where a process has 3 heads: the most common
+    mistake.
     """
     # The modules in the error's traceback: never empty, as the one whose hook calls this is in it.
     modules = _modules_inner_first(error, parallel)

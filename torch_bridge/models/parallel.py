@@ -175,9 +175,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             loss_of(model, first_half).backward()       # .grad is this process's share
         loss_of(model, second_half).backward()          # .grad is the gradient of both
 
-    Parameters that are gathered for use, as "o/dp i -> o i", are of two kinds. Those that `keep=` of
-    `parallelize` names are gathered once, by the first pass inside, and their gradients are summed once, at
-    the end. All others are gathered, and their gradients summed, in every pass.
+    Parameters that are gathered for use, as "o/dp i -> o i", are of two kinds. Those that `keep=`
+    of `parallelize` names are gathered once, by the first pass inside, and their gradients are
+    summed once, at the end. All others are gathered, and their gradients summed, in every pass.
 
     Args:
         model: A parallel model.
@@ -231,14 +231,14 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 def _norms_counted_here(parallel: ParallelModel, norm_type: float) -> Tensor:
     """Return the norms of those gradient blocks that this process counts in the norm of the model: `[n]`.
 
-    Several processes may have the same block, which must be counted once: the first of them along each
-    axis does. On dp=2, tp=2 a gradient "o/tp i" is counted by the two processes with dp=0, one half by
-    each. The first number is a 0, and the dtype float32 or wider.
+    Several processes may have the same block, which must be counted once: the first of them along
+    each axis does. On dp=2, tp=2 a gradient "o/tp i" is counted by the two processes with dp=0, one
+    half by each. The first number is a 0, and the dtype float32 or wider.
     """
     context = parallel.context
     position = context.axes.coords(context.processes.device)
-    # Axes along which this process is not the first. If one of them does not shard a gradient, the first
-    # process along it has the same block, and counts it.
+    # Axes along which this process is not the first. If one of them does not shard a gradient, the
+    # first process along it has the same block, and counts it.
     later_axes = {axis for axis, i in zip(context.axes.axes, position, strict=True) if i > 0}
     if parallel.parameters:
         example = parallel.parameters[0].tensor

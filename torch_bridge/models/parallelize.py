@@ -203,8 +203,8 @@ def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
 def _attach(model: nn.Module, parallel: ParallelModel) -> None:
     """Register all hooks on a model and its modules, and keep the parallel state as its attribute.
 
-    torch calls hooks in the order in which they are registered. The model's `begin` comes before all
-    (`prepend`), notes on errors come after the other hooks of their module.
+    torch calls hooks in the order in which they are registered. The model's `begin` comes before
+    all (`prepend`), notes on errors come after the other hooks of their module.
     """
     parallel.names = {module: name for name, module in model.named_modules()}
     for module, name in parallel.names.items():
@@ -227,9 +227,10 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
 def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
     """Describe a model without rules in the form that `verify`, `grad_norm` and others take.
 
-    Its parameters are whole on every process, and its own layers sum their gradients over processes, as
-    in `nn.domain_parallel`. It is as if one rule for the whole model said that activations differ along
-    all mesh axes, and moved nothing: no hook is registered, and no gradient is summed here.
+    Its parameters are whole on every process, and its own layers sum their gradients over
+    processes, as in `nn.domain_parallel`. It is as if one rule for the whole model said that
+    activations differ along all mesh axes, and moved nothing: no hook is registered, and no
+    gradient is summed here.
     """
     root = ModuleHooks(
         "",
@@ -252,9 +253,10 @@ def _module_hooks(
 ) -> dict[str, ModuleHooks]:
     """Make an object with the hooks of each module that has a rule, or that gathers parameters.
 
-    Returns them by the name of the module, outer modules first. Nothing is registered yet. Hooks know
-    the hooks of the nearest module around them with a rule for its input (their parent), and the mesh
-    axes along which activations differ inside: those of the parent, and what the module's own rules add.
+    Returns them by the name of the module, outer modules first. Nothing is registered yet. Hooks
+    know the hooks of the nearest module around them with a rule for its input (their parent), and
+    the mesh axes along which activations differ inside: those of the parent, and what the module's
+    own rules add.
 
     Raises NotationError or XshardError for a rule that is malformed or fits no module.
     """
@@ -295,8 +297,8 @@ def _gathering_modules(
     """Return the names of the modules that gather the parameters inside them before each forward pass.
 
     Args:
-        gathers: As for `parallelize`: a pattern of names, as "blocks.*"; None for all modules with a rule
-            for their input.
+        gathers: As for `parallelize`: a pattern of names, as "blocks.*"; None for all modules with
+            a rule for their input.
         names: The names of all modules.
         inputs: The names of those with a rule for their input.
     """
@@ -320,8 +322,8 @@ def _called_modules(model: nn.Module) -> dict[str, nn.Module]:
 def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
     """Find integer attributes of modules, as a number of heads, that each process has a part of.
 
-    `attention.n_heads` = 12 under the rule "h/tp" on tp=4 -> 3 on each process. Nothing is set yet. Raises
-    ShapeError if a number does not divide evenly.
+    `attention.n_heads` = 12 under the rule "h/tp" on tp=4 -> 3 on each process. Nothing is set yet.
+    Raises ShapeError if a number does not divide evenly.
     """
     attributes = _integer_attributes(model)
     counts = []
@@ -356,8 +358,8 @@ def _tensor_rules(
 ) -> list[TensorRule]:
     """Read the layout rules that a user wrote for the inputs, or the outputs, of one module.
 
-    "b s/tp c -> b s c" is a rule for the first tensor; {"labels": "b s"} is one for an argument by name;
-    ("b s", None, "b c") are rules for positions 0 and 2.
+    "b s/tp c -> b s c" is a rule for the first tensor; {"labels": "b s"} is one for an argument by
+    name; ("b s", None, "b c") are rules for positions 0 and 2.
 
     Args:
         value: One layout for the first tensor, or several by name or position; None for no rule.

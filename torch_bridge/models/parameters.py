@@ -53,8 +53,8 @@ class ParallelContext:
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
         """Raise ReplicaError on all processes if blocks differ that should be equal on several.
 
-        Under "o/tp i" on dp=2, tp=2 the two processes along dp have the same block. A block that no two
-        processes share is not compared. All processes call it.
+        Under "o/tp i" on dp=2, tp=2 the two processes along dp have the same block. A block that no
+        two processes share is not compared. All processes call it.
 
         Args:
             blocks: Each with its name for errors, and its global shape and layout.
@@ -163,8 +163,8 @@ def shard_all(
 ) -> None:
     """Replace every parameter and buffer of a model by this process's block of it.
 
-    Whole tensors are made and freed one by one: beside the blocks, memory is needed for the largest one.
-    Raises XshardError if processes begin with different values.
+    Whole tensors are made and freed one by one: beside the blocks, memory is needed for the largest
+    one. Raises XshardError if processes begin with different values.
 
     Args:
         parameters: The parameters and buffers, with whole tensors.
@@ -182,7 +182,8 @@ def shard_all(
             _initialise(parameter.places[0].module, init, device)
             x = parameter.tensor
         if not x.is_meta:
-            # The sum of all elements, by which processes find out whether they began with equal values.
+            # The sum of all elements, by which processes find out whether they began with equal
+            # values.
             sums[parameter.name] = x.detach().double().sum()
         parameter.set_block(parameter.block_of(x, context))
     if sums:
@@ -201,8 +202,9 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
 def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
     """Call the user's `init` on one module whose tensors are on the meta device.
 
-    Tensors on the meta device become real ones, into which `init` writes. Tensors of the module that have
-    values already, as blocks, are put back afterwards, because `init` writes to all of them.
+    Tensors on the meta device become real ones, into which `init` writes. Tensors of the module
+    that have values already, as blocks, are put back afterwards, because `init` writes to all of
+    them.
 
     Args:
         module: The module; its own tensors are replaced in place, those of modules inside stay.

@@ -28,9 +28,10 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         state = xt.state_dict(model)        # {"up.weight": DTensor [10, 6], ...}
         dcp.save(state, checkpoint_id=folder)
 
-    They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads into
-    them; call `load_state_dict` with them after loading. DTensors cannot have all layouts: a tensor that is
-    sharded in zigzag order, or in some uneven ways, is gathered to a whole copy. All processes call it.
+    They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads
+    into them; call `load_state_dict` with them after loading. DTensors cannot have all layouts: a
+    tensor that is sharded in zigzag order, or in some uneven ways, is gathered to a whole copy. All
+    processes call it.
 
     Args:
         model: A parallel model.
@@ -45,7 +46,8 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, x in model.state_dict(keep_vars=True).items():
         state[name] = x.detach() if isinstance(x, Tensor) else x
-    # `state_dict()` of the model has blocks for these: they are replaced by DTensors of global shape.
+    # `state_dict()` of the model has blocks for these: they are replaced by DTensors of global
+    # shape.
     for parameter in parallel.sharded:
         x = _as_stored(parameter, parallel.context)
         for name in parameter.names:

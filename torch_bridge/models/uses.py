@@ -51,8 +51,8 @@ def parameters_by_rules(
 ) -> ModelParameters:
     """Read the rule of every parameter and buffer, and note which modules gather which parameters.
 
-    "weight": "o/dp i -> o i" is stored as [o/dp, i] and used as [o, i] in the forward pass, so that a
-    module has to gather it. No tensor is changed yet.
+    "weight": "o/dp i -> o i" is stored as [o/dp, i] and used as [o, i] in the forward pass, so that
+    a module has to gather it. No tensor is changed yet.
 
     Args:
         model: The model, with whole tensors.
@@ -60,8 +60,8 @@ def parameters_by_rules(
         rules: Rules for names of parameters and buffers.
         hooks: The hooks of modules, by name, outer ones first. They learn the dims of their
             parameters, and what they gather.
-        keep: Which gathered parameters stay in memory until the backward pass, as for `parallelize`: True
-            for all, False for none, or a pattern of names.
+        keep: Which gathered parameters stay in memory until the backward pass, as for
+            `parallelize`: True for all, False for none, or a pattern of names.
 
     Raises:
         XshardError: Rules do not fit the model.
@@ -90,7 +90,8 @@ def parameters_by_rules(
         parameter.places.append(place)
         if not is_buffer:
             uses[name] = rule.use
-        # The output of a module may have a dim of its parameter, as o of "o i": its length is then known.
+        # The output of a module may have a dim of its parameter, as o of "o i": its length is then
+        # known.
         if module_of(name) in hooks:
             dims = models.dims_of_parameter(rule.used, context.processes.device)
             hooks[module_of(name)].parameter_dims += dims
@@ -170,10 +171,10 @@ def _gather_for_uses(
 ) -> None:
     """Tell modules to gather a parameter before a forward pass, if it is stored under another layout.
 
-    Of the module with the parameter and those around it, the nearest one that gathers does. "o/dp i -> o i":
-    the block [o/2, i] is gathered to [o, i]; the gradient [o, i] is summed over dp and scattered on its way
-    back. Sets `axes_summed_later`: the axes over which no such move sums the gradient, so that buckets do
-    after the backward pass.
+    Of the module with the parameter and those around it, the nearest one that gathers does. "o/dp i
+    -> o i": the block [o/2, i] is gathered to [o, i]; the gradient [o, i] is summed over dp and
+    scattered on its way back. Sets `axes_summed_later`: the axes over which no such move sums the
+    gradient, so that buckets do after the backward pass.
     """
     parameter.axes_summed_later = models.axes_summed_after_all_uses(
         [uses[name] for name in parameter.names]
@@ -196,11 +197,11 @@ def _gather_for_uses(
             to_use=f"{stored} -> {used}",
             to_storage=f"{used.dual} -> {stored.dual}",
             shape=parameter.sharding.shape,
-            # Dropping what the outermost module gathers would save nothing: the backward pass begins with
-            # its last parameters, and would gather all of them again at once.
+            # Dropping what the outermost module gathers would save nothing: the backward pass
+            # begins with its last parameters, and would gather all of them again at once.
             is_kept=gatherer.parent is None or is_named,
-            # Passes cannot share a tied parameter: the one gathered tensor would lack the gradients of
-            # its other uses.
+            # Passes cannot share a tied parameter: the one gathered tensor would lack the gradients
+            # of its other uses.
             is_shared=is_named and len(parameter.names) == 1,
         )
         gatherer.parameters.add(gathered)
@@ -225,8 +226,8 @@ def _check_added_once(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks)
         summed = _axes_of_addends(path, uses, hooks)
         siblings = [(uses[name], shapes[name]) for name in names]
         for name in names:
-            # A weight in the same module that has the dims of this one and more, as "o i" beside "o", is a
-            # matrix, to whose result this one is added.
+            # A weight in the same module that has the dims of this one and more, as "o i" beside
+            # "o", is a matrix, to whose result this one is added.
             axes = summed | models.axes_of_larger_parameters(shapes[name], siblings)
             repeated = axes - set(uses[name].used.axes) - uses[name].whole_axes
             if repeated:
@@ -259,9 +260,10 @@ def _refuse_added(name: str, use: ParameterUse, axes: set[str]) -> None:
 def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwargs: Any) -> None:
     """Raise PlanError if the gradient of a module's input would lack the parts of other processes.
 
-    With a weight "o/tp i", each process computes with its rows, and gets the part of the input's gradient
-    that comes through them. The parts have to be summed over tp, and no rule says so. A hook of the
-    module before its forward pass; an input without a gradient, as of a first layer, is fine.
+    With a weight "o/tp i", each process computes with its rows, and gets the part of the input's
+    gradient that comes through them. The parts have to be summed over tp, and no rule says so. A
+    hook of the module before its forward pass; an input without a gradient, as of a first layer, is
+    fine.
     """
     if not any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         return

@@ -151,8 +151,9 @@ def _source_of(model: Module, parallel: ParallelModel, original: Module | None) 
 def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
     """Make the arguments for the model on one device, from those of this process.
 
-    Arguments that are sharded by a rule are gathered: [b/2, i] on each process of dp=2 -> [b, i]. Others
-    are whole already. All processes call it. Raises ReplicaError if they end with different arguments.
+    Arguments that are sharded by a rule are gathered: [b/2, i] on each process of dp=2 -> [b, i].
+    Others are whole already. All processes call it. Raises ReplicaError if they end with different
+    arguments.
     """
     context = parallel.context
     arrivals = parallel.arrivals(call)
@@ -179,7 +180,8 @@ def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None =
         model: A parallel model, or the copy on one device.
         call: The arguments: those by position have numbers for keys.
         loss: A function of the model's result; None takes the loss that the result itself has.
-        parallel: The state of a parallel model, for a note on an error in `loss`; None for the copy.
+        parallel: The state of a parallel model, for a note on an error in `loss`; None for the
+            copy.
 
     Raises:
         ShapeError: The loss is no scalar.
@@ -221,7 +223,8 @@ def _on_one_device(
         parallel: The state of the parallel model.
         call: The whole arguments.
         loss: A function of the result; None takes the loss that is in it.
-        watch: Makes a context in which the passes run, from the copy: it may record what modules do.
+        watch: Makes a context in which the passes run, from the copy: it may record what modules
+            do.
 
     Raises:
         XshardError: The model draws random numbers.
@@ -257,8 +260,8 @@ def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[
     Under "o/tp i" on tp=2: a gradient [10, 6] -> its rows 0-4 or 5-9.
 
     Args:
-        tensors: The whole tensors of the copy, by name. The dict is emptied on the way, so that each
-            whole gradient is freed as soon as it is cut.
+        tensors: The whole tensors of the copy, by name. The dict is emptied on the way, so that
+            each whole gradient is freed as soon as it is cut.
         parallel: The state of the parallel model.
     """
     wanted = []
@@ -299,8 +302,8 @@ class _Copy(NamedTuple):
 def _copied(source: Module, parallel: ParallelModel) -> _Copy:
     """Copy a model as it would be on one device: with whole tensors, whole counts and no hooks of ours.
 
-    Sharded tensors are gathered, so that all processes call it. Replicated parameters are not copied: they
-    share the model's memory.
+    Sharded tensors are gathered, so that all processes call it. Replicated parameters are not
+    copied: they share the model's memory.
 
     Args:
         source: The parallel model itself, or the model from which it was made.
@@ -356,8 +359,8 @@ def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
 def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
     """Let a `with` block run the model, and afterwards put back gradients and buffers as they were.
 
-    Inside, all gradients begin as None. `parallelize` checks gradients after the first backward pass of a
-    model: a pass inside does not count as that one.
+    Inside, all gradients begin as None. `parallelize` checks gradients after the first backward
+    pass of a model: a pass inside does not count as that one.
     """
     gradients = [(parameter.tensor, parameter.tensor.grad) for parameter in parallel.trained]
     buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
@@ -415,8 +418,8 @@ def compare_on_all(
 ) -> list[int]:
     """Compare this process's blocks with the right ones; return one flag per array, the same everywhere.
 
-    A flag is EQUAL, VALUES_DIFFER or SHAPES_DIFFER. All processes call it, with blocks of the same arrays,
-    and get the worst flag of all processes for each array.
+    A flag is EQUAL, VALUES_DIFFER or SHAPES_DIFFER. All processes call it, with blocks of the same
+    arrays, and get the worst flag of all processes for each array.
 
     Args:
         wanted: This process's blocks by one device.
@@ -430,9 +433,10 @@ def compare_on_all(
         if block.shape != one.block.shape:
             flags.append(float(SHAPES_DIFFER))
             continue
-        # An array near zero is a sum in which large terms cancel, with the rounding errors of these. So
-        # a difference is allowed of `tol` times the array's own largest value, or times 1/100 of the
-        # largest value of all arrays of its kind (gradients, or outputs), whichever is more.
+        # An array near zero is a sum in which large terms cancel, with the rounding errors of
+        # these. So a difference is allowed of `tol` times the array's own largest value, or times
+        # 1/100 of the largest value of all arrays of its kind (gradients, or outputs), whichever is
+        # more.
         absolute = tol * max(one.largest, largest_of_kind[one.kind] / 100)
         is_close = torch.isclose(block.double(), one.block.double(), tol, absolute).all()
         flags.append(float(EQUAL if is_close else VALUES_DIFFER))
@@ -446,8 +450,8 @@ def compare_on_all(
 def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run: Run) -> None:
     """Raise EquivalenceError on all processes if a block differs on any of them from one device's.
 
-    The error names each wrong array, and the first wrong module, which is found by running both models
-    again.
+    The error names each wrong array, and the first wrong module, which is found by running both
+    models again.
 
     Args:
         results: What one device computes, and the blocks of the parallel run.
@@ -496,8 +500,8 @@ def _first_wrong(
 ) -> WrongTensor:
     """Run both models again, to find where a wrong result begins: in a module, the loss or a gradient.
 
-    It is the first wrong input or output of a module. If all of these are right, it is the loss if that is
-    wrong, else the gradient that a backward pass comes to first.
+    It is the first wrong input or output of a module. If all of these are right, it is the loss if
+    that is wrong, else the gradient that a backward pass comes to first.
 
     Args:
         wanted: The loss (number 0) and the gradients by one device, in the order of parameters.

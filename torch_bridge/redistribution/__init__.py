@@ -190,7 +190,8 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
 def _redistribute_now(x: Any, options: Options) -> Any:
     """Redistribute outside of compilers: a tensor, a DTensor or a tree, on one mesh or between two."""
     check_not_swapped()
-    # A plain tensor is no tree. Its type is looked up first, because `isinstance` with several types is slow.
+    # A plain tensor is no tree. Its type is looked up first, because `isinstance` with several
+    # types is slow.
     is_tree = type(x) not in PLAIN_TYPES and isinstance(x, Mapping | list | tuple)
     if is_tree and options.async_op:
         raise PlanError("async_op is for one tensor", hint="a tree arrives when the call returns")
@@ -212,8 +213,9 @@ def _redistribute_now(x: Any, options: Options) -> Any:
 def _redistribute_traced(x: Any, options: Options) -> Any:
     """Redistribute while torch.compile or torch.export traces.
 
-    A plain tensor on one mesh becomes a part of the graph. For anything else Dynamo breaks the graph, and
-    the call runs between two graphs; torch.export cannot do that, and traces the call as it is.
+    A plain tensor on one mesh becomes a part of the graph. For anything else Dynamo breaks the
+    graph, and the call runs between two graphs; torch.export cannot do that, and traces the call as
+    it is.
     """
     from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 

@@ -69,8 +69,8 @@ def move_one(
         x: This process's block, or a DTensor.
         call: The layouts and the mesh.
         async_op: Whether to return a `PendingTensor` while the collective is under way.
-        check_replicated: Whether to check that blocks which should be equal on several processes are; None
-            goes by the global setting.
+        check_replicated: Whether to check that blocks which should be equal on several processes
+            are; None goes by the global setting.
         name: The name of the tensor in errors about replicas; "" for none.
     """
     compares = replicas.are_replicas_checked(check_replicated) and not x.is_meta
@@ -99,8 +99,8 @@ def move_one(
 def compare(x: Tensor, options: Options) -> Compared | None:
     """Check that all ranks are about to make the same call of `redistribute`, before anything is sent.
 
-    For debug=True. Raises on all ranks of the mesh if calls differ, or if one of them would fail. The
-    result later compares the backward passes; it is None if there is nothing to compare there.
+    For debug=True. Raises on all ranks of the mesh if calls differ, or if one of them would fail.
+    The result later compares the backward passes; it is None if there is nothing to compare there.
     """
 
     def facts() -> CallFacts:
@@ -185,8 +185,8 @@ class _Source(NamedTuple):
 def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCall]:
     """Turn the arguments of a move between two meshes into this process's block and a hashable call.
 
-    The block is None on a process outside the source. A DTensor brings the source's mesh and its global
-    shape, which plain tensors need `src_mesh=` and `shape=` for.
+    The block is None on a process outside the source. A DTensor brings the source's mesh and its
+    global shape, which plain tensors need `src_mesh=` and `shape=` for.
     """
     block = None if x is None else as_tensor(x)
     src_mesh = options.transfer.src_mesh
@@ -212,8 +212,8 @@ def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCal
 def _dtensor_source(x: Any, options: Options) -> _Source:
     """Take a DTensor apart: this process's local block, its mesh and its global shape.
 
-    The block is None on a process outside the DTensor's mesh. Raises MeshError if `src_mesh` is given, and
-    is another mesh.
+    The block is None on a process outside the DTensor's mesh. Raises MeshError if `src_mesh` is
+    given, and is another mesh.
     """
     from torch_bridge.dtensor.placements import checked_global_shape, local_block_under
 

@@ -106,7 +106,8 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
         with located(leaf.place):
             calls.append(call_of(leaf.x, leaf.layouts, leaf.mesh, leaf.shape, options))
 
-    # With `check_replicated`, each tensor is moved and compared alone, so that an error has its name.
+    # With `check_replicated`, each tensor is moved and compared alone, so that an error has its
+    # name.
     results: dict[int, Any] = {}
     if not are_replicas_checked(options.check_replicated):
         results = _move_together(leaves, calls, bucket_bytes)
@@ -134,9 +135,9 @@ def transfer_tree(tree: Any, options: Options) -> Any:
 def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[_Leaf]:
     """Yield every tensor of a tree with the layouts and the global shape that are for it.
 
-    `layouts` and `shape` of the options may be one value for all tensors, or a tree with values for its
-    branches: {"a": "n/dp -> n"} is for all tensors under "a". A tensor may be None if `is_optional`. Raises
-    PlanError if the trees of layouts and shapes have other branches than the tensors.
+    `layouts` and `shape` of the options may be one value for all tensors, or a tree with values for
+    its branches: {"a": "n/dp -> n"} is for all tensors under "a". A tensor may be None if
+    `is_optional`. Raises PlanError if the trees of layouts and shapes have other branches than the tensors.
     """
     layouts = _spread(options.layouts, tree, _is_expression, "layouts")
     shapes = _spread(options.shape, tree, _is_shape, "shapes")
@@ -178,7 +179,8 @@ def _move_together(
 ) -> dict[int, Any]:
     """Redistribute those tensors of a tree that can share collectives; return their results by index.
 
-    A tensor that cannot share, as of a max or a DTensor, is missing in the result: it has to be moved alone.
+    A tensor that cannot share, as of a max or a DTensor, is missing in the result: it has to be
+    moved alone.
     """
     moves: dict[int, _LeafMove] = {}
     for i, (leaf, call) in enumerate(zip(leaves, calls, strict=True)):
@@ -212,8 +214,9 @@ def _leaf_move(x: Tensor, call: MoveCall) -> _LeafMove | None:
 def _compare_tree(tree: Any, options: Options, bucket_bytes: int | None) -> list[Compared | None]:
     """Check that all ranks are about to move the same tensors in the same way, before anything is sent.
 
-    For debug=True. First the names of all tensors are compared, then the call of each. Raises on all ranks
-    of the mesh if they differ. Returns a comparison of the backward pass for each tensor, or None.
+    For debug=True. First the names of all tensors are compared, then the call of each. Raises on
+    all ranks of the mesh if they differ. Returns a comparison of the backward pass for each tensor,
+    or None.
     """
     mesh = options.mesh
     if mesh is None:

@@ -44,8 +44,8 @@ class RouteCall(NamedTuple):
     def facts(self, blocks: Sequence[Tensor], to: Tensor) -> desync.CallFacts:
         """Check the arguments of this process, and return what debug mode compares between processes.
 
-        Each value is text: dtypes and shapes of rows, the number of choices, the options. Raises as `route`
-        does.
+        Each value is text: dtypes and shapes of rows, the number of choices, the options. Raises as
+        `route` does.
         """
         layout = Layout.parse(f"t/({','.join(self.axes)})")
         check_axes(
@@ -54,8 +54,8 @@ class RouteCall(NamedTuple):
         is_whole = not (to.is_floating_point() or to.is_complex() or to.dtype == torch.bool)
         check_rows(blocks[0].shape, to.shape, is_whole, capacity=self.capacity, sizes=self.sizes)
         check_device(to.device)
-        # How much each process is sent follows from the values of `to`: a tensor on meta has none, and
-        # under vmap there would be other lengths for each item of the batch.
+        # How much each process is sent follows from the values of `to`: a tensor on meta has none,
+        # and under vmap there would be other lengths for each item of the batch.
         if is_batched(to) or to.is_meta:
             what = "to says where rows go by its values: none are known, or there is one set for each batch"
             raise PlanError(
@@ -67,15 +67,16 @@ class RouteCall(NamedTuple):
             "options": str((self.groups, self.capacity, self.sizes)),
         }
         sent |= desync.derivative_facts(*blocks)
-        # Only the processes along the axes compare: others make calls of their own, with other rows.
+        # Only the processes along the axes compare: others make calls of their own, with other
+        # rows.
         ranks = process_mesh(self.mesh).submesh(self.axes).ranks
         return desync.CallFacts({"mesh": mesh_with_ranks(self.mesh)}, sent, ranks, {})
 
     def send(self, blocks: Sequence[Tensor], to: Tensor) -> tuple[Routed, list[Tensor]]:
         """Send rows of several tensors to the processes of the groups (experts) that they chose.
 
-        All tensors travel in one all-to-all. Returns what came of the first tensor, with the way back, and
-        for each tensor the rows that came, `[copies, ...]`.
+        All tensors travel in one all-to-all. Returns what came of the first tensor, with the way
+        back, and for each tensor the rows that came, `[copies, ...]`.
 
         Args:
             blocks: Tensors `[rows, ...]`.
@@ -93,15 +94,16 @@ class RouteCall(NamedTuple):
         else:
             lengths = _fixed_lengths(self.sizes, groups.n_parts, chosen.shape[1])
 
-        # `copies` is a linear map, which autograd calls with its adjoint: gradients return to their rows.
+        # `copies` is a linear map, which autograd calls with its adjoint: gradients return to their
+        # rows.
         copies = _copies(selection, lengths, group, groups, is_padded=self.sizes is not None)
         moved: Any = Redistribute.apply(copies, *blocks)
         tensors = list(moved) if isinstance(moved, tuple) else [moved]
 
         n_groups = groups.sizes[processes.device]
         own_groups = _own_groups(copies.arrived[0], n_groups)  # [copies, k]
-        # One row per choice, sorted by group; a stable sort leaves rows of a group in the order in which
-        # they came. Choices of groups on other processes are last, and are cut off below.
+        # One row per choice, sorted by group; a stable sort leaves rows of a group in the order in
+        # which they came. Choices of groups on other processes are last, and are cut off below.
         by_group, order = own_groups.reshape(-1).sort(stable=True)
         routed = Routed(
             tensors[0],
@@ -147,25 +149,26 @@ class _Selection(NamedTuple):
 def _select(chosen: Tensor, groups: Groups, limit: int | None) -> _Selection:
     """Decide which rows go to which processes, from the groups (experts) that each row chose.
 
-    A process gets one copy of a row, however many of its groups the row chose. 4 groups on 2 processes:
-    the row with groups [0, 1] goes to process 0 only, the one with [1, 3] to both.
+    A process gets one copy of a row, however many of its groups the row chose. 4 groups on 2
+    processes: the row with groups [0, 1] goes to process 0 only, the one with [1, 3] to both.
 
     Args:
         chosen: The groups of each row, `[rows, k]`; a number below 0 goes nowhere.
         groups: Which process has each group.
-        limit: The most copies from this process to one process: the first rows go, others are dropped.
-            None for no limit.
+        limit: The most copies from this process to one process: the first rows go, others are
+            dropped. None for no limit.
     """
     n_groups = len(groups.parts)
     n_processes = groups.n_parts
-    # Numbers that are no group become one more group, "nowhere", on one more process after the last.
+    # Numbers that are no group become one more group, "nowhere", on one more process after the
+    # last.
     nowhere = n_groups
     known = chosen.where((chosen >= 0) & (chosen < n_groups), nowhere)
     places = _places_of_groups(groups, chosen.device)[known]
     processes = places // max(groups.sizes)
 
-    # [rows, processes]: whether any choice of the row is on that process. The column of "nowhere", the
-    # last one, is cut off again.
+    # [rows, processes]: whether any choice of the row is on that process. The column of "nowhere",
+    # the last one, is cut off again.
     needed = torch.zeros(len(chosen), n_processes + 1, dtype=torch.bool, device=chosen.device)
     needed = needed.scatter_(1, processes, True)[:, :n_processes]
     numbers = needed.cumsum(0) - 1  # how many rows before this one go to the same process
@@ -220,8 +223,8 @@ def _exchange_lengths(
 ) -> _Lengths:
     """Exchange between all processes how many rows each will send to each, before the rows travel.
 
-    Each process sends 5 numbers to each other (`_Report`). Raises ShapeError on all processes for a group
-    that does not exist, or if rows of processes differ in size.
+    Each process sends 5 numbers to each other (`_Report`). Raises ShapeError on all processes for a
+    group that does not exist, or if rows of processes differ in size.
 
     Args:
         selection: Which rows of this process go where.
@@ -249,14 +252,14 @@ def _exchange_lengths(
 def _own_reports(selection: _Selection, to: Tensor, blocks: Sequence[Tensor]) -> Tensor:
     """Return what this process tells each other one before rows travel: `[processes, 5]`, integers.
 
-    The columns are those of `_Report`: copies of rows for that process, choices of its groups among them,
-    then the same for all: the highest group chosen, bytes of a row, and k, the choices of a row. The
-    result stays on the device, so that the host does not wait.
+    The columns are those of `_Report`: copies of rows for that process, choices of its groups among
+    them, then the same for all: the highest group chosen, bytes of a row, and k, the choices of a
+    row. The result stays on the device, so that the host does not wait.
     """
     n_copies = selection.n_copies
     n_processes = len(n_copies)
-    # 1 for each choice whose row is sent to the choice's process, else 0. Padding adds the column of
-    # "nowhere" to `is_sent`, with False: such choices never travel.
+    # 1 for each choice whose row is sent to the choice's process, else 0. Padding adds the column
+    # of "nowhere" to `is_sent`, with False: such choices never travel.
     travels = pad(selection.is_sent, (0, 1)).gather(1, selection.processes).long()  # [rows, k]
     n_choices = n_copies.new_zeros(n_processes + 1)
     n_choices.scatter_add_(0, selection.processes.reshape(-1), travels.reshape(-1))
@@ -297,16 +300,16 @@ def _copies(
 ) -> Copies:
     """List the rows that are sent in the order of the message: by process, then by row.
 
-    Row 0 goes to both of 2 processes, row 1 to the second -> rows [0, 0, 1] in the message. The choices
-    of each row travel beside it.
+    Row 0 goes to both of 2 processes, row 1 to the second -> rows [0, 0, 1] in the message. The
+    choices of each row travel beside it.
 
     Args:
         selection: Which rows go where.
         lengths: How many rows each process is sent, and sends.
         group: The processes.
         groups: Which process has each group.
-        is_padded: Whether each process is sent exactly as many rows as `lengths` says, filled up with rows
-            of zeros where there are fewer.
+        is_padded: Whether each process is sent exactly as many rows as `lengths` says, filled up
+            with rows of zeros where there are fewer.
     """
     n_rows, n_processes = selection.is_sent.shape
     device = selection.places.device
@@ -316,9 +319,9 @@ def _copies(
     else:
         starts = selection.n_copies.cumsum(0) - selection.n_copies
 
-    # A copy of a row for a process is numbered `row * processes + process`; the number after all of these
-    # is padding. `slots` says where in the message each of them lies. All that are not sent get one
-    # slot behind the message, which is cut off.
+    # A copy of a row for a process is numbered `row * processes + process`; the number after all of
+    # these is padding. `slots` says where in the message each of them lies. All that are not sent
+    # get one slot behind the message, which is cut off.
     padding = n_rows * n_processes
     slots = (starts + selection.numbers).where(selection.is_sent, n_sent)
     in_order = slots.new_full((n_sent + 1,), padding)
@@ -327,8 +330,9 @@ def _copies(
     rows = copies // n_processes
     processes = copies % n_processes
 
-    # Beside each copy travel the k choices of its row, counted from the first group of the receiver: those
-    # of its own groups are then 0, 1, ..., and all others are negative or too large.
+    # Beside each copy travel the k choices of its row, counted from the first group of the
+    # receiver: those of its own groups are then 0, 1, ..., and all others are negative or too
+    # large.
     most = max(groups.sizes)
     places = pad(
         selection.places, (0, 0, 0, 1), value=n_processes * most

@@ -105,7 +105,8 @@ class Copies:
     ) -> list[Tensor]:
         """Send several tables of rows in one all-to-all, and return the tables that arrive.
 
-        float32 [5, 8] and int32 [5, 2] travel as one table of bytes, [5, 40], and are split up again.
+        float32 [5, 8] and int32 [5, 2] travel as one table of bytes, [5, 40], and are split up
+        again.
 
         Args:
             tables: Tables `[rows, n]`, rows in the order of processes.
@@ -124,8 +125,8 @@ class Copies:
         if len(tables) == 1:
             columns = [arrived]
         else:
-            # Cloned, because a view in the middle of the bytes may begin at an address that is not a
-            # multiple of the size of the table's elements, as its dtype needs.
+            # Cloned, because a view in the middle of the bytes may begin at an address that is not
+            # a multiple of the size of the table's elements, as its dtype needs.
             widths = [x.shape[1] for x in byte_tables]
             columns = [
                 x.clone(memory_format=torch.contiguous_format) for x in arrived.split(widths, 1)
@@ -190,8 +191,8 @@ class Routed:
         """Send results back to where their rows came from, and add up those of each row, with weights.
 
         `[n, ...] -> [rows, ...]`: a row that chose groups 2 and 5 gets
-        `weights[0] * result of 2 + weights[1] * result of 5`. Results of one process for one row are added
-        up before they travel. All processes call it.
+        `weights[0] * result of 2 + weights[1] * result of 5`. Results of one process for one row
+        are added up before they travel. All processes call it.
 
         Args:
             y: A result for each of `rows`, in their order.
