@@ -33,7 +33,7 @@ def as_tensor(
     name: str = "x",
     usage: str = "the tensor comes first, as in redistribute(x, layouts, mesh)",
 ) -> Tensor:
-    """Check that an argument is a tensor; of a `PendingTensor`, wait for its result and return that.
+    """Check that an argument is a tensor; of a `PendingTensor`, wait for its result and return it.
 
     Args:
         x: The value.

@@ -102,7 +102,7 @@ class Redistribute(torch.autograd.Function):
 
 
 def share_among_winners(executable: Any, block: Tensor, output: Tensor) -> Tensor:
-    """Return the factor by which each element of a block gets the gradient of a max or min over processes.
+    """Return how much of the gradient of a max or min over processes each element gets: a factor.
 
     It is 1 / (number of elements that equal the result) for those that do, and 0 for all others. A
     max of [1, 3] on one process and [3, 3] on another is [3, 3]: factors [0, 1/2] and [1, 1/2].

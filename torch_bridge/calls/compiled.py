@@ -135,7 +135,7 @@ class _TracedPlan(NamedTuple):
 
 
 def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: Any) -> Tensor:
-    """Put the redistribution of one block into a graph, valid for many lengths of a dim where possible.
+    """Put a redistribution into a compiler's graph, for many lengths of a dim where possible.
 
     A dim of variable length (a symbol of torch.compile) stays variable if no step of the plan
     shards it: [s, 8] under "s i/tp -> s i" works for any s. The plan is made for a likely length,

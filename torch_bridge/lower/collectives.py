@@ -122,7 +122,7 @@ class Collective:
         return out
 
     def begin(self, messages: Tensor, shape: Sequence[int]) -> Pending:
-        """Start the collective without waiting; return a function that waits and returns what arrived.
+        """Start the collective; return a function that waits and returns what arrived.
 
         Args:
             messages: The flat tensor of what is sent. It must not change until the end.
@@ -155,7 +155,7 @@ class Collective:
         return SplitSizes(list(self.received), list(self.sent))
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
-        """Call the backend; return its handle to wait for, or None where there is nothing to wait for.
+        """Call the backend; return its handle to wait for, or None if there is none.
 
         Args:
             out: A flat tensor, which gets what arrives.
@@ -236,7 +236,7 @@ class Collective:
 
     @cached_property
     def _peers(self) -> list[Peer]:
-        """The ranks to exchange with, this one first, then those after it: on rank 1 of 4, 1, 2, 3, 0.
+        """The ranks to exchange with, from this one on: on rank 1 of 4, they are 1, 2, 3, 0.
 
         In this order no two ranks send to the same one first. Each comes with two slices: of the
         flat tensor that is sent, what goes to it; of the flat tensor that arrives, what comes from

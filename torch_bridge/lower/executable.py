@@ -127,7 +127,7 @@ class Executable:
 
     # Hot: every cached call comes through here.
     def __call__(self, block: Tensor) -> Tensor:
-        """Run all moves on this process's block, one after the other, and return the block afterwards.
+        """Run all moves on this process's block, in order, and return the block afterwards.
 
         Under "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i]. An error names the step in which it
         arises.
@@ -190,7 +190,7 @@ class Executable:
         return None
 
     def begin(self, block: Tensor) -> Pending:
-        """Run the plan until its last collective is under way; return a function that waits and finishes.
+        """Run the plan until its last collective is under way; return a function that ends it.
 
             end = executable.begin(block)       # the last collective travels
             ...                                 # compute beside it

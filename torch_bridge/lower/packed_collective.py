@@ -86,7 +86,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def reduce_scattered(
     group: Group, sent: Packing, part: Packing, op: str, tensor_device: torch.device
 ) -> PackedCollective:
-    """Make a reduce-scatter: every rank gets the reduction of the messages that all ranks have for it.
+    """Make a reduce-scatter: each rank gets the reduction of all ranks' messages for it.
 
     On gloo it is an all-to-all with a local reduction, which is faster.
 

@@ -97,7 +97,7 @@ class Packing:
     # Hot: packing and assembling run for every cached collective.
 
     def pack(self, block: Tensor) -> Tensor:
-        """Put the messages of a block one after the other into a flat buffer, ready for a collective.
+        """Put the messages of a block one after the other into a flat buffer to send.
 
         A block [4, 6] with its column halves as messages -> [24]: 12 elements of the left half,
         then 12 of the right. Messages that lie like this in the block already (`is_flat`) are a
@@ -195,7 +195,7 @@ class Packing:
         return self._place_one_by_one(like, parts)
 
     def _place_one_by_one(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Write boundary values, then messages, into a new block; messages that share rows are combined.
+        """Write boundary values and messages into a new block; combine those that share rows.
 
         Two messages for row 0 under "sum": the second is added to the first. Boundary values
         (fills) come first, because messages may overwrite their rows.
@@ -253,7 +253,7 @@ class Packing:
 
     @cached_property
     def _chunks(self) -> Chunks | None:
-        """How `Tensor.chunk` makes all messages in one call; None if they are no equal parts, in order.
+        """How `Tensor.chunk` makes all messages; None if they are no equal parts, in order.
 
         A block [6, 4] with messages of rows 0:2, 2:4, 4:6 -> 3 chunks along dim 0. One call in C is
         quicker than a slice for each message.
@@ -285,7 +285,7 @@ class Packing:
 
     @cached_property
     def _concatenation(self) -> Concatenation | None:
-        """How one `torch.cat` makes the block; None if pieces overlap, leave gaps or vary in several dims.
+        """How one `torch.cat` makes the block of its pieces; None if none can.
 
         Pieces are numbered: first the boxes (rectangles) of all messages, then the fills (boundary
         values). A block [6, 4] of a box with rows 2:6 and a fill of rows 0:2 -> `cat` along dim 0
@@ -381,7 +381,7 @@ def _intervals(index: Index, shape: tuple[int, ...]) -> list[Interval]:
 
 
 def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:
-    """Return the element at which a message begins in a contiguous block; None if it is in pieces there.
+    """Return the element at which a message begins in a contiguous block; None if in pieces.
 
     In a 6 x 5 block rows 2:4 begin at element 10. Columns 2:4 lie in six pieces, so that the result
     is None.

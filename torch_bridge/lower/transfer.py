@@ -242,7 +242,7 @@ def _exchange(
     blocks: Sequence[Tensor],
     meanwhile: Callable[[], None],
 ) -> list[Tensor]:
-    """Send and receive the messages of several moves at once; return each one's block on its new mesh.
+    """Send and receive the messages of several moves; return each block on its new mesh.
 
     All rows for one rank, of all moves, travel in one message of bytes.
 
@@ -329,7 +329,7 @@ def _buffers(
 def _assembled(
     number: int, crossing: TransferExecutable, block: Tensor, incoming: dict[int, _Incoming]
 ) -> Tensor:
-    """Put together this rank's block on the new mesh: of what has arrived, and of rows that it keeps.
+    """Put together this rank's block on the new mesh, of what arrived and what it keeps.
 
     Args:
         number: The number of the crossing among those that run together.

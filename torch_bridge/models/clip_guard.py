@@ -29,7 +29,7 @@ _GUARDED: WeakSet[Any] = WeakSet()
 
 
 def guard_clipping(model: HasBlocks) -> None:
-    """Make torch's `clip_grad_norm_` raise for this model, because each process has only blocks of gradients.
+    """Make torch's `clip_grad_norm_` raise for this model, whose gradients are blocks.
 
     torch would take the norm of a block for the norm of the whole gradient. The first call replaces
     a private function of torch by `_scale_unless_blocks`; later calls only note the model. Raises

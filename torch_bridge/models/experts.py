@@ -56,7 +56,7 @@ class RoutedExperts:
     _under_way: list[_UnderWay] = field(default_factory=list)  # one for each pass that has begun
 
     def enter(self, key: Any, values: Values) -> None:
-        """Send the rows of a call to the processes of the experts that they chose, before `forward`.
+        """Send the rows of a call to the processes of the experts that they chose.
 
         Afterwards `values` has the rows that came to this process, to call its own experts with.
 

@@ -50,7 +50,7 @@ class _Machine(NamedTuple):
 
 @api_boundary
 def explain(model: nn.Module) -> str:
-    """Return two tables about a parallel model: how parameters are sharded, and what a step communicates.
+    """Return two tables about a parallel model: how it is sharded, and what a step sends.
 
         print(xt.explain(model))
         # parameter            shape  stored  used        gradient summed over  block
@@ -111,7 +111,7 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
 def _parameter_row(
     name: str, use: ParameterUse, parameter: ShardedParameter, parallel: ParallelModel
 ) -> _ParameterRow:
-    """Describe one parameter: its shape, its layouts, the axes its gradient is summed over, and bytes.
+    """Describe one parameter: shape, layouts, axes of its gradient's sum, and bytes.
 
     A tied parameter has a row for each of its names, as each use may have another layout.
     """

@@ -151,7 +151,7 @@ class _Compared(NamedTuple):
 def first_wrong(
     on_one_device: Seen, on_many: Seen, parallel: ParallelModel, tol: float
 ) -> WrongTensor | None:
-    """Find the first input or output of a module that differs between a parallel run and one device.
+    """Find the first input or output of a module that differs from one device's.
 
     Tensors inside a module whose output is right do not count. None if no tensor differs. All
     processes call it, and get the same answer.

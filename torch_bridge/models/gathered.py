@@ -141,7 +141,7 @@ class _Move:
         self._prepared: dict[Hashable, list[SharedMove]] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Move the tensors of all parameters with few collectives, by executables kept from earlier calls.
+        """Move the tensors of all parameters with few collectives, by kept executables.
 
         Blocks in storage -> gathered tensors, as [o/dp, i] -> [o, i], or gradients the other way
         round. Every forward pass of a module calls this, so that a call with known tensors has to
@@ -271,7 +271,7 @@ class Regathering:
         return _SavedView(i, x.shape, x.stride(), x.storage_offset())
 
     def _unpack(self, packed: Tensor | _SavedView) -> Tensor:
-        """Return a tensor that autograd saved in the forward pass, when the backward pass asks for it.
+        """Return a tensor that autograd saved, when the backward pass asks for it.
 
         Of a gathered parameter only the shape, stride and offset of the saved view were kept. The
         first such request gathers all parameters again, in one message; the view is then taken of

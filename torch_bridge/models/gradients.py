@@ -227,7 +227,7 @@ class Gradients:
         self._pass = None
 
     def _make_buckets(self) -> list[list[Gradient]]:
-        """Group gradients into buckets, each of which one message sums, in the order of a backward pass.
+        """Group gradients into buckets, one message each, in the order of a backward pass.
 
         Gradients of a bucket have the same axes, dtype and device, and at most `bucket_bytes`
         together. With parameters a, b, c, d and room for two: [[d, c], [b, a]].
@@ -260,7 +260,7 @@ class Gradients:
         gradient.put_aside_sum()
 
     def _after_share(self, gradient: Gradient, x: Tensor) -> None:
-        """Note that `.grad` of a parameter is there, and send its bucket if it was the last one missing.
+        """Note that a parameter has its `.grad`; send its bucket if that was the last one missing.
 
         autograd calls this hook after each time that it has added to `.grad`. The share is what
         this process's backward pass gives; the sum over processes comes later.
@@ -323,7 +323,7 @@ class Gradients:
             check()
 
     def _sum_rest(self, running: BackwardPass) -> None:
-        """Send the buckets that are left and wait for all; repeat while `.grad` has unsummed shares.
+        """Send the buckets that are left, and wait; repeat while `.grad` has unsummed shares.
 
         A parameter may get a second share after its bucket was sent, as in a checkpoint. Another
         round of all buckets then sums these, and `_pass` is a new one for it.

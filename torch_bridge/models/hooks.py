@@ -206,7 +206,7 @@ class ModuleHooks:
         return (*dims, *known)
 
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
-        """Find the argument that a rule is for: its position or its name, as it was passed in this call.
+        """Find the argument that a rule is for: its position or name, as passed in this call.
 
         None if it is absent in this call or no tensor. Raises ShapeError if the rule is for the
         first tensor, and there is none.

@@ -131,7 +131,7 @@ class ModuleParameters:
         return [tensors[parameter.name] for parameter in self.parameters]
 
     def _begin_saving(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Let autograd drop gathered parameters after the forward pass; the backward pass gathers them again.
+        """Let autograd drop gathered parameters; the backward pass gathers them again.
 
         In place of such a tensor autograd saves which parameter it is. Parameters with `is_kept`
         are saved as usual.

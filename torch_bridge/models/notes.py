@@ -22,7 +22,7 @@ LISTED = 8  # most parameters, and most attributes, in a note
 
 
 def described(title: str, parallel: ParallelModel, path: str, ruled: str | None = None) -> str:
-    """Write a few indented lines about a module, for errors: its rules, and blocks of its parameters.
+    """Write a few lines about a module, for errors: its rules, and its parameters' blocks.
 
         <title>
           <the rules of its inputs and outputs>

@@ -169,7 +169,7 @@ def check_replicas(model: nn.Module) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication; the next backward pass outside sums them over processes.
+    """Accumulate gradients without communication; the next pass outside sums them.
 
         with xt.no_sync(model):
             loss_of(model, first_half).backward()       # .grad is this process's share
@@ -229,7 +229,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
 
 def _norms_counted_here(parallel: ParallelModel, norm_type: float) -> Tensor:
-    """Return the norms of those gradient blocks that this process counts in the norm of the model: `[n]`.
+    """Return the norms of the gradient blocks that this process counts for the model: `[n]`.
 
     Several processes may have the same block, which must be counted once: the first of them along
     each axis does. On dp=2, tp=2 a gradient "o/tp i" is counted by the two processes with dp=0, one

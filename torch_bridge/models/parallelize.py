@@ -294,7 +294,7 @@ def _module_hooks(
 def _gathering_modules(
     gathers: Pattern | None, names: Sequence[str], inputs: Collection[str]
 ) -> set[str]:
-    """Return the names of the modules that gather the parameters inside them before each forward pass.
+    """Return the names of the modules that gather the parameters inside them.
 
     Args:
         gathers: As for `parallelize`: a pattern of names, as "blocks.*"; None for all modules with

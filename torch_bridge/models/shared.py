@@ -82,7 +82,7 @@ class SharedParameters:
         return any(self._is_mark_valid(i) for i in with_gradient)
 
     def take(self) -> dict[str, Tensor]:
-        """Return the gathered parameters for a forward pass, by name; {} if the pass gathers its own.
+        """Return gathered parameters for a forward pass, by name; {} if it gathers its own.
 
         Inside `no_sync`, the first pass gathers the parameters, and all use these tensors, whose
         `.grad` adds up. The next pass outside uses them a last time: its backward pass sums the
@@ -139,7 +139,7 @@ class SharedParameters:
     def sum_gradients(
         self, leaves: Sequence[Tensor], last_gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Add up the gradients of all passes that shared gathered parameters, and sum them over processes.
+        """Sum the gradients of all passes that shared gathered parameters, over processes too.
 
         The gathered tensors are freed. A gathered [o, i] on dp=2, stored as "o/dp i": gradients [o,
         i] of each pass -> one block [o/2, i].

@@ -23,7 +23,7 @@ from xshard.state.files.loading import in_both
 @api_boundary
 @torch.no_grad()
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a parallel model, with a DTensor of global shape for each sharded tensor.
+    """Return the state dict of a parallel model, with a DTensor for each sharded tensor.
 
         state = xt.state_dict(model)        # {"up.weight": DTensor [10, 6], ...}
         dcp.save(state, checkpoint_id=folder)

@@ -169,7 +169,7 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
 def _gather_for_uses(
     parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules
 ) -> None:
-    """Tell modules to gather a parameter before a forward pass, if it is stored under another layout.
+    """Tell modules to gather a parameter that is stored under another layout than used.
 
     Of the module with the parameter and those around it, the nearest one that gathers does. "o/dp i
     -> o i": the block [o/2, i] is gathered to [o, i]; the gradient [o, i] is summed over dp and

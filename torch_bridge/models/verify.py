@@ -174,7 +174,7 @@ def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
 
 
 def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
-    """Run a model forward and backward, and return the loss, a scalar; gradients are then in `.grad`.
+    """Run a model forward and backward, and return the loss; `.grad` has the gradients.
 
     Args:
         model: A parallel model, or the copy on one device.
@@ -300,7 +300,7 @@ class _Copy(NamedTuple):
 
 
 def _copied(source: Module, parallel: ParallelModel) -> _Copy:
-    """Copy a model as it would be on one device: with whole tensors, whole counts and no hooks of ours.
+    """Copy a model as on one device: with whole tensors and counts, and no hooks of ours.
 
     Sharded tensors are gathered, so that all processes call it. Replicated parameters are not
     copied: they share the model's memory.
@@ -416,7 +416,7 @@ SHAPES_DIFFER = 2
 def compare_on_all(
     wanted: Sequence[Wanted], blocks: Sequence[Tensor], tol: float, context: ParallelContext
 ) -> list[int]:
-    """Compare this process's blocks with the right ones; return one flag per array, the same everywhere.
+    """Compare blocks with the right ones; return one flag per array, the same on all.
 
     A flag is EQUAL, VALUES_DIFFER or SHAPES_DIFFER. All processes call it, with blocks of the same
     arrays, and get the worst flag of all processes for each array.
