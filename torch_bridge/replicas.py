@@ -98,7 +98,7 @@ class Comparison:
 def compare_all(
     pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None = None
 ) -> None:
-    """Check with few collectives that several blocks are equal on the processes that should share them.
+    """Check that blocks are equal on the processes that should share them, together.
 
     Along each axis with replicas, the largest and the smallest value of every element over the
     processes must be equal. Raises the ReplicaError of the first block that differs, on all

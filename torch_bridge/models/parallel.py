@@ -169,7 +169,7 @@ def check_replicas(model: nn.Module) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication; the next pass outside sums them.
+    """Accumulate gradients on each process; the next backward pass outside sums them over all.
 
         with xt.no_sync(model):
             loss_of(model, first_half).backward()       # .grad is this process's share

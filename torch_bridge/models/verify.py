@@ -498,7 +498,7 @@ def _first_wrong(
     tol: float,
     run: Run,
 ) -> WrongTensor:
-    """Run both models again, to find where a wrong result begins: in a module, the loss or a gradient.
+    """Run both models again, to find where the first wrong result is.
 
     It is the first wrong input or output of a module. If all of these are right, it is the loss if
     that is wrong, else the gradient that a backward pass comes to first.

@@ -97,7 +97,7 @@ def move_one(
 
 
 def compare(x: Tensor, options: Options) -> Compared | None:
-    """Check that all ranks are about to make the same call of `redistribute`, before anything is sent.
+    """Check, before anything is sent, that all ranks make the same call of `redistribute`.
 
     For debug=True. Raises on all ranks of the mesh if calls differ, or if one of them would fail.
     The result later compares the backward passes; it is None if there is nothing to compare there.
@@ -183,7 +183,7 @@ class _Source(NamedTuple):
 
 
 def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCall]:
-    """Turn the arguments of a move between two meshes into this process's block and a hashable call.
+    """Turn the arguments of a move between two meshes into a block and a hashable call.
 
     The block is None on a process outside the source. A DTensor brings the source's mesh and its
     global shape, which plain tensors need `src_mesh=` and `shape=` for.

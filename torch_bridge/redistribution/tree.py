@@ -137,7 +137,8 @@ def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[
 
     `layouts` and `shape` of the options may be one value for all tensors, or a tree with values for
     its branches: {"a": "n/dp -> n"} is for all tensors under "a". A tensor may be None if
-    `is_optional`. Raises PlanError if the trees of layouts and shapes have other branches than the tensors.
+    `is_optional`. Raises PlanError if the trees of layouts and shapes have other branches than the
+    tensors.
     """
     layouts = _spread(options.layouts, tree, _is_expression, "layouts")
     shapes = _spread(options.shape, tree, _is_shape, "shapes")
@@ -177,7 +178,7 @@ def _is_shape(value: Any) -> bool:
 def _move_together(
     leaves: list[_Leaf], calls: list[MoveCall], bucket_bytes: int | None
 ) -> dict[int, Any]:
-    """Redistribute those tensors of a tree that can share collectives; return their results by index.
+    """Redistribute those tensors that can share collectives; return results by index.
 
     A tensor that cannot share, as of a max or a DTensor, is missing in the result: it has to be
     moved alone.
@@ -212,7 +213,7 @@ def _leaf_move(x: Tensor, call: MoveCall) -> _LeafMove | None:
 
 
 def _compare_tree(tree: Any, options: Options, bucket_bytes: int | None) -> list[Compared | None]:
-    """Check that all ranks are about to move the same tensors in the same way, before anything is sent.
+    """Check, before anything is sent, that all ranks move the same tensors in the same way.
 
     For debug=True. First the names of all tensors are compared, then the call of each. Raises on
     all ranks of the mesh if they differ. Returns a comparison of the backward pass for each tensor,

@@ -32,7 +32,7 @@ def route(
     sizes: int | None = None,
     debug: bool = False,
 ) -> Routed:
-    """Send each row to the processes of the groups that it chose (tokens to experts), differentiably.
+    """Send rows to the processes of the groups they chose (tokens to experts), differentiably.
 
         routed = xt.route(x, to, "ep", mesh, groups=8)   # x [rows, c], to [rows, k] -> routed.rows [n, c]
         y = routed.back(experts(routed.rows, routed.sizes), weights=weights)      # [n, c] -> [rows, c]

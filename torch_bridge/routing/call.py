@@ -42,7 +42,7 @@ class RouteCall(NamedTuple):
     debug: bool = False
 
     def facts(self, blocks: Sequence[Tensor], to: Tensor) -> desync.CallFacts:
-        """Check the arguments of this process, and return what debug mode compares between processes.
+        """Check the arguments, and return what debug mode compares between processes.
 
         Each value is text: dtypes and shapes of rows, the number of choices, the options. Raises as
         `route` does.
@@ -274,7 +274,7 @@ def _own_reports(selection: _Selection, to: Tensor, blocks: Sequence[Tensor]) ->
 
 
 def _check_reports(reports: Sequence[_Report], ranks: Sequence[int], n_groups: int) -> None:
-    """Raise ShapeError if a row chose a group that does not exist, or rows of processes differ in size.
+    """Raise ShapeError for a group that does not exist, or rows of unequal size.
 
     Every process gets these numbers of every other, so that all raise.
 

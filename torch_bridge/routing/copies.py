@@ -188,7 +188,7 @@ class Routed:
 
     @between_graphs
     def back(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Send results back to where their rows came from, and add up those of each row, with weights.
+        """Send results back to where their rows came from, and add up those of each row.
 
         `[n, ...] -> [rows, ...]`: a row that chose groups 2 and 5 gets
         `weights[0] * result of 2 + weights[1] * result of 5`. Results of one process for one row
