@@ -288,8 +288,9 @@ class Packing:
         """How one `torch.cat` makes the block of its pieces; None if it cannot.
 
         It cannot if pieces overlap, leave gaps or are cut along several dims. Pieces are numbered:
-        first the boxes (rectangles) of all messages, then the fills (boundary values). A block [6, 4] of a box with rows 2:6 and a fill of rows 0:2 -> `cat` along dim 0
-        in order [1, 0].
+        first the boxes (rectangles) of all messages, then the fills (boundary values). A
+        block [6, 4] of a box with rows 2:6 and a fill of rows 0:2 -> `cat` along dim 0 in order
+        [1, 0].
         """
         boxes = [*self._boxes, *(fill.box for fill in self.fills)]
         if not boxes or not self.shape:
