@@ -27,12 +27,21 @@ Check = Callable[[Tensor], object]  # raises ReplicaError for a block that diffe
 def checked(
     x: Tensor, executable: Executable, processes: ProcessMesh, text: str, name: str
 ) -> Tensor:
-    """Run an executable on a block; compare the replicas of `x`, and of the result's cotangent.
+    """Run a redistribution, and check that blocks which should be equal on several processes are.
 
-    text: the user's expression, and `name` the tensor's, for errors. Raises ReplicaError on all ranks, here
-    or in the backward pass.
+    Under "b i" on dp=2, both processes have the same block x: they are compared before the move. In
+    the backward pass, the gradients of the result (cotangents) are compared where they should be
+    equal. Raises ReplicaError on all ranks, here or in the backward pass.
+
+    Args:
+        x: This process's block.
+        executable: The redistribution, ready to run.
+        processes: The mesh.
+        text: The user's expression, for errors.
+        name: The name of the tensor, for errors.
     """
-    # The cotangent's check is None for a result that is not linear, as a max: it has no dual layout.
+    # `after` is None for a result that is not linear, as a max: no layout says which of its
+    # gradients are equal. `entering` is None if there is nothing to compare.
     before, after = checks_of(executable.plan, processes.mesh, text, name)
     entering = comparison_of(before, processes)
     if entering is not None:
@@ -89,21 +98,31 @@ class Comparison:
 def compare_all(
     pairs: Sequence[tuple[Comparison, Tensor]], bucket_bytes: int | None = None
 ) -> None:
-    """Compare blocks, all of the same callers, with few collectives; raise the first ReplicaError.
+    """Check that blocks are equal on the processes that should share them, together.
 
-    bucket_bytes: how much of the blocks is compared together; None for all.
+    Along each axis with replicas, the largest and the smallest value of every element over the
+    processes must be equal. Raises the ReplicaError of the first block that differs, on all
+    callers.
+
+    Args:
+        pairs: Each block with its comparison; all comparisons are made by the same processes.
+        bucket_bytes: How many bytes of blocks are compared together; None for all.
     """
     keys = [(one.check.axes, one.processes, x.dtype, x.device) for one, x in pairs]
     n_ranks = len(pairs[0][0].ranks)
     most_axes = max(len(comparison.check.axes) for comparison, _ in pairs)
-    # [blocks, ranks, axes, 2]: the largest difference, and the largest value. Own findings first.
+    # [blocks, ranks, axes, 2]: the largest difference along an axis, and the largest value. This
+    # process fills its own row of ranks; a maximum over all processes below fills the others, which
+    # are 0 here.
     findings = torch.zeros(
         (len(pairs), n_ranks, most_axes, 2), dtype=torch.float64, device=pairs[0][1].device
     )
     # Blocks of one dtype, compared along the same axes, share a collective per axis.
     for members in trees.group_by_bytes([x.nbytes for _, x in pairs], bucket_bytes, keys):
         first, _ = pairs[members[0]]
-        if first.processes is None:  # without a block, only for the last collective
+        if (
+            first.processes is None
+        ):  # a process without a block joins only the collective at the end
             continue
         values = [_comparable(pairs[k][1].detach()) for k in members]
         for i, axis in enumerate(first.check.axes):
@@ -121,17 +140,23 @@ def compare_all(
 
 
 def _differences(values: Sequence[Tensor], processes: ProcessMesh, axis: str) -> Tensor:
-    """Return by how much blocks differ along an axis, and how large they are: `[values, 2]`."""
+    """Return by how much blocks differ between the processes along an axis: `[values, 2]`.
+
+    The columns are the largest difference of an element, and the largest absolute value. [1, 3] on
+    one process and [1, 5] on another -> (2, 5).
+    """
     flat = torch.cat([x.reshape(-1) for x in values])
     is_float = flat.is_floating_point()
-    # One maximum finds both ends: the minimum is that of the values in reversed order. For integers this
-    # is the complement, as the negative of the least one does not exist.
+    # One collective finds both maximum and minimum, as min(x) = -max(-x). For integers ~x takes the
+    # place of -x, because the least integer has no negative: -(-128) overflows int8, ~(-128) is
+    # 127.
     reversed_order = flat.neg() if is_float else flat.bitwise_not()
     both = _largest(torch.stack([flat, reversed_order]), processes, (axis,))
     largest = both[0]
     smallest = both[1].neg() if is_float else both[1].bitwise_not()
 
-    # Equal infinities do not differ. Differences of integers may wrap around, but not to 0.
+    # inf - inf would be NaN, though they are equal. Differences of integers may wrap around, but
+    # not to 0.
     difference = torch.where(largest == smallest, torch.zeros_like(largest), largest - smallest)
     size = torch.maximum(largest.double().abs(), smallest.double().abs())
     size = torch.where(size.isfinite(), size, torch.zeros_like(size))

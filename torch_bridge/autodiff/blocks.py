@@ -33,7 +33,7 @@ def as_tensor(
     name: str = "x",
     usage: str = "the tensor comes first, as in redistribute(x, layouts, mesh)",
 ) -> Tensor:
-    """Return what you passed as a tensor, and wait for it if it is in flight.
+    """Check that an argument is a tensor; of a `PendingTensor`, wait for its result and return it.
 
     Args:
         x: The value.
@@ -68,17 +68,20 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
 def check_not_swapped() -> None:
     """Raise XshardError in the first pass of a reentrant checkpoint inside `functional_call`.
 
-    `functional_call` swaps the parameters of a module for the time of one call. A reentrant checkpoint runs
-    the module again in the backward pass, when they are swapped back. Hot: each verb calls this.
+    `functional_call` swaps the parameters of a module for the time of one call. A reentrant
+    checkpoint (`use_reentrant=True`) runs the module again in the backward pass, when its own
+    parameters are back: gradients would be wrong. Every `redistribute` calls this, so that it has
+    to be quick.
     """
-    # A reentrant checkpoint disables forward mode: most calls end here.
+    # A reentrant checkpoint disables forward mode of autograd: where it is enabled there is none,
+    # and most calls end here. Inference has no backward pass.
     if is_forward_mode_enabled() or torch.is_inference_mode_enabled():
         return
     frame = sys._getframe(1)
     is_checkpointed = False
     while frame is not None:
         name = frame.f_code.co_qualname
-        # By its name, which Megatron's and DeepSpeed's checkpoints have, too.
+        # The name of torch's class, which Megatron's and DeepSpeed's own checkpoints have, too.
         is_checkpointed |= name == "CheckpointFunction.forward"
         if is_checkpointed and name == "functional_call":
             raise XshardError(

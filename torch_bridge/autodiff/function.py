@@ -68,7 +68,8 @@ class Redistribute(torch.autograd.Function):
             cotangent = Redistribute.apply(executable.max_min_derivatives.cotangent, *gradients)
             return None, cotangent * share_among_winners(executable, block, output)
         adjoint = executable.backward
-        # Most backward passes record nothing: then autograd, as long as a small move, is left out.
+        # Most backward passes record nothing for a second one. Then the adjoint runs without
+        # autograd, whose overhead is as long as a small move.
         if torch.is_grad_enabled() or is_transformed():
             cotangents = Redistribute.apply(adjoint, *gradients)
         else:
@@ -101,9 +102,10 @@ class Redistribute(torch.autograd.Function):
 
 
 def share_among_winners(executable: Any, block: Tensor, output: Tensor) -> Tensor:
-    """Share the gradient of a max or min: 1 / (number of winners) where the block holds it, else 0.
+    """Return how much of the gradient of a max or min over processes each element gets: a factor.
 
-    A max of [1, 3] on one process and [3, 3] on another is [3, 3]: shares [0, 1/2] and [1, 1/2].
+    It is 1 / (number of elements that equal the result) for those that do, and 0 for all others. A
+    max of [1, 3] on one process and [3, 3] on another is [3, 3]: factors [0, 1/2] and [1, 1/2].
 
     Args:
         executable: The executable of the max or min.
@@ -111,13 +113,15 @@ def share_among_winners(executable: Any, block: Tensor, output: Tensor) -> Tenso
         output: The result, as the layout after the plan has it.
     """
     winners = executable.max_min_derivatives
-    # The best values, where the block has its candidates: the output moved back, which is linear. If
-    # the output lacks rows of the block, the plan reduces the block once more.
+    # First bring the result back to the layout of the block, to compare the two. That is a linear
+    # move of the output; if the output lacks rows of the block, `winners.result` is a plan that
+    # reduces the block once more.
     source = output if winners.result.is_linear else block.detach()
     best = Redistribute.apply(winners.result, source)
     has_won = (block == best).to(block.dtype)
     n_winners = Redistribute.apply(winners.winner_count, has_won)
-    return has_won / n_winners.clamp(min=1)  # rows that a boundary fills have no winner
+    # Where a boundary value fills a row, no element has won: 1 in place of 0 avoids 0 / 0.
+    return has_won / n_winners.clamp(min=1)
 
 
 def apply(executable: Executable, block: Tensor) -> Tensor:

@@ -110,10 +110,11 @@ class PendingTensor:
 
     @classmethod
     def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
-        """Begin to move a block; all processes begin and end theirs in the same order.
+        """Start a redistribution that goes on while you compute; `wait` of the result ends it.
 
-        For autograd this is two functions: one begins, from the block to an empty token, and the other
-        ends, from the token to the result. Backward they change roles: see `Half`.
+        All processes begin and end theirs in the same order. For autograd it is two functions: the
+        first begins, block -> token (an empty tensor, which only links the two), the second ends,
+        token -> result. In the backward pass they change roles: see `Half`.
 
         Args:
             block: This process's block under the left layout.
@@ -138,7 +139,8 @@ class PendingTensor:
             raise self._result
         if isinstance(self._result, Tensor):
             return self._result
-        # Both halves of a plan are recorded, or neither: as it was begun.
+        # Autograd records both halves or neither: the second as the first was, even if `no_grad`
+        # differs.
         with torch.set_grad_enabled(self._is_recording):
             try:
                 self._result = self._result()

@@ -58,7 +58,10 @@ def traced_call(
     options: dict[str, Any],
     async_op: bool,
 ) -> Any:
-    """Make a call that torch.compile or torch.export traces.
+    """Put a call of a public function into the graph that torch.compile or torch.export traces.
+
+    Returns its result, a traced tensor. Under torch.compile, options are turned into constants that
+    Dynamo can pass on: text, numbers, and tuples and dicts of them.
 
     Args:
         verb: The name of the public function, a key of `TRACED`.
@@ -69,7 +72,7 @@ def traced_call(
         async_op: Whether the caller wants a `PendingTensor`.
     """
     if torch.compiler.is_dynamo_compiling():
-        # Besides tensors, Dynamo passes on text, numbers, and tuples and dicts of them.
+        # `_recorded` turns these constants back into what they were.
         constants = {name: value for name, value in options.items() if value is not None}
         if "comm_dtype" in constants:
             pair = comm_dtype_of(constants["comm_dtype"], blocks[0].dtype)
@@ -95,10 +98,11 @@ refusals: list[XshardError] = []
 def _recorded(
     blocks: list[Tensor], verb: str, expression: str, mesh: Any, options: dict[str, Any]
 ) -> Tensor:
-    """Make a call with the constants that Dynamo passes on, turned back into what they were.
+    """Run a public function under torch.compile, which records the tensor operations that it calls.
 
-    Dynamo does not look inside: it sees the tensors that the call makes, and records their operations.
-    Dtypes come as text, and an `xshard.Mesh` as (axes, sizes): `traced_call` made them so.
+    Dynamo does not compile the Python code of this function (`nonstrict_trace`). `traced_call` has
+    turned dtypes into text and an `xshard.Mesh` into (axes, sizes); they are turned back here. An
+    error cannot leave this function: it is kept in `refusals`, and raised by `traced_call`.
     """
     if "comm_dtype" in options:
         names = options["comm_dtype"]
@@ -112,7 +116,7 @@ def _recorded(
         return TRACED[verb](blocks, expression, mesh, **options)
     except XshardError as error:
         refusals.append(error)
-        return blocks[0]  # any tensor: `_raise_refusal` comes next
+        return blocks[0]  # any tensor will do: `_raise_refusal` raises before it is used
 
 
 @torch.compiler.assume_constant_result
@@ -131,11 +135,12 @@ class _TracedPlan(NamedTuple):
 
 
 def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: Any) -> Tensor:
-    """Record the redistribution of one block, once for all lengths of a dim that no step shards.
+    """Put a redistribution into a compiler's graph, for many lengths of a dim where possible.
 
-    Such a length affects only prices. It stays a symbol in the graph, and the plan is made for a number
-    near its first value that no step could divide evenly: a step that shards it after all shows, and
-    the dim is then planned for its first length alone.
+    A dim of variable length (a symbol of torch.compile) stays variable if no step of the plan
+    shards it: [s, 8] under "s i/tp -> s i" works for any s. The plan is made for a likely length,
+    near the first one, that no mesh axis divides. If a step shards the dim all the same, it is
+    planned again for its first length, and another length compiles a new graph.
 
     Args:
         blocks: The one block.
@@ -153,8 +158,8 @@ def _redistribute(blocks: list[Tensor], expression: Any, mesh: Any, **options: A
     likely_lengths = _lengths_near_first(x, shape, mesh_of(call.mesh).n_devices)
     free = set(likely_lengths)  # dims whose length stays a symbol
     while True:
-        # `int` makes a symbol a constant of the graph: another length is compiled anew. Of dims that
-        # stay free, the plan sees the likely length.
+        # `int` of a symbol makes it a constant of the graph, which is then valid for this length
+        # alone. For dims that stay variable, the plan is made for the likely length.
         lengths = [likely_lengths[d] if d in free else int(n) for d, n in enumerate(x.shape)]
         if shape is not None:
             whole = [lengths[d] if d in free else int(n) for d, n in enumerate(shape)]
@@ -175,15 +180,15 @@ TRACED["redistribute"] = _redistribute
 
 
 def _lengths_near_first(x: Tensor, shape: Any, n_devices: int) -> dict[int, int]:
-    """Return, for each dim whose length stays a symbol, the number for which a plan is made.
+    """Choose, for each dim of variable length, a fixed length for which a plan can be made.
 
     It is the first value, or the next number that is coprime to the number of devices: no mesh axis
     can divide such a dim evenly, so that plans leave it whole. On 4 devices a block [s, 8] with a
-    symbol s that was first 6 -> {0: 7}.
+    variable s that was first 6 -> {0: 7}, by the index of the dim.
 
     Args:
         x: This process's block.
-        shape: The global shape, if the caller gave one.
+        shape: The global shape; None if the caller gave none.
         n_devices: The number of devices of the mesh.
     """
     lengths = {}  # by the index of the dim
@@ -202,8 +207,17 @@ def _lengths_near_first(x: Tensor, shape: Any, n_devices: int) -> dict[int, int]
 def _plan_traced(
     call: MoveCall, x: Tensor, lengths: tuple[int, ...], backward_dtype: torch.dtype
 ) -> _TracedPlan:
-    """Plan a call for a block of some lengths, with its derivatives if autograd records it."""
-    with unset_fake_temporarily():  # groups and cached tensors must be real
+    """Plan a redistribution while a compiler traces, and its backward pass if autograd records it.
+
+    Args:
+        call: The layouts, the mesh and options.
+        x: This process's block, a fake tensor.
+        lengths: The shape of the block for which to plan, all numbers.
+        backward_dtype: The dtype in which gradients travel.
+    """
+    # Planning makes process groups and tensors that are cached for later calls: these must not be
+    # fake.
+    with unset_fake_temporarily():
         plan, processes = call.plan((lengths, x.dtype, x.device))
         executable = lower(plan, processes, x.device).casting(x.dtype, backward_dtype)
         derivatives: list[Plan] = []
@@ -216,9 +230,14 @@ def _plan_traced(
 
 
 def _is_unsharded(traced: _TracedPlan, name: str) -> bool:
-    """Return whether no step of these plans shards a dim, widens it or reads it backwards.
+    """Return whether a dim is whole in all layouts of a plan and of its derivatives.
 
-    name: the name of the dim in the layouts. Only then is its length free in the graph.
+    Only then may its length vary in a graph. It must not be sharded, get halo rows (`overlap`), or
+    stand beside rows from beyond a pole, whose number depends on another dim.
+
+    Args:
+        traced: The plan and the plans of its derivatives.
+        name: The name of the dim in the layouts.
     """
     for plan in (traced.plan, *traced.derivatives):
         layouts = [plan.source.layout, plan.target.layout]

@@ -74,10 +74,12 @@ class MoveCall(NamedTuple):
         profile: Any,
         comm_dtype: Any,
     ) -> MoveCall:
-        """Make a call from the arguments of `redistribute`. Raises as `redistribute` does.
+        """Turn the arguments of `redistribute` into a hashable value, the key of caches.
 
-        Texts, layouts, meshes and dtypes get one form each, so that equal calls are equal keys of the
-        caches. Hot: what needs no conversion, as most arguments, is passed on without a call.
+        Each argument gets one form, so that equal calls are equal keys: a list of lengths becomes a
+        tuple, a `comm_dtype` a pair of them, forward and backward. Every `redistribute` comes
+        through here, so that arguments of the usual types are passed on without a function call.
+        Raises as `redistribute` does.
         """
         if type(expression) is not str:
             expression = as_expression(expression)
@@ -113,14 +115,19 @@ class MoveCall(NamedTuple):
         return executable
 
     def plan(self, block: Block) -> tuple[Plan, ProcessMesh]:
-        """Return the plan and the processes that run it. Raises ShapeError unless the block fits.
+        """Find the plan for a block, and the processes that take part in it.
 
-        What all processes have in common is checked first, so that all raise or none.
+        What all processes have in common is checked first: there, all raise or none. The shape of
+        the own block comes last. Raises ShapeError if it does not fit.
+
+        Args:
+            block: The shape, dtype and device of this process's block.
         """
         local_shape, block_dtype, device = block
         processes = process_mesh(self.mesh)
         meshes.check_device(device)
-        # The plan is for what travels: `casting` turns blocks into it and results back.
+        # The plan is for the dtype that travels, as bfloat16; `casting` converts blocks and
+        # results.
         dtype = name_of(comm_dtype_of(self.comm_dtype, block_dtype).forward)
         both = sides(self.expression)
         for layout in (both.src, both.dst):
@@ -130,7 +137,8 @@ class MoveCall(NamedTuple):
             plan = self.expression
             check_given("the block is", plan, dtype, self.shape, processes.mesh)
         else:
-            # Only these axes take part: others may have blocks of other sizes, and other plans.
+            # Only the processes along the axes of the layouts take part. Along other axes,
+            # processes may have blocks of other sizes, and other plans.
             axes = tuple(dict.fromkeys((*both.src.axes, *both.dst.axes)))
             profile = links_along(machine_profile(self.profile, device), axes, processes)
             processes = processes.submesh(axes)
@@ -139,7 +147,7 @@ class MoveCall(NamedTuple):
                 shape = global_shape(both.src, processes.mesh, local_shape, both.text)
             plan = find_plan(both, processes.mesh, shape, dtype, profile=profile)
 
-        # Last, because other processes may not raise it.
+        # This check is last, because it may raise on this process alone.
         is_inferred = self.shape is None
         what = "the block of"
         check_local(what, local_shape, plan.source, processes, both.text, inferred=is_inferred)
@@ -168,9 +176,17 @@ def check_local(
     text: str,
     **options: Any,
 ) -> None:
-    """Raise ShapeError unless a block is this process's part of an array.
+    """Raise ShapeError unless a block has the shape of this process's part of an array.
 
-    options: as for `check_block`.
+    An array [8, 5] under "n/dp i" on dp=4 -> each process needs a block [2, 5].
+
+    Args:
+        what: The block in the error, as "the block of"; the rank is added.
+        block: The shape of the block.
+        array: The global shape and the layout.
+        processes: The mesh, and the number of this process in it.
+        text: The user's expression, for the error.
+        **options: As for `check_block`.
     """
     device = processes.device
     layout = array.layout
@@ -257,10 +273,10 @@ class TransferCall(NamedTuple):
     profile: ProfileLike = AUTO
 
     def plan(self) -> Plan:
-        """Return the plan; its device numbers are global ranks.
+        """Return the plan that the user passed, or find one between the two meshes for the layouts.
 
-        It is the plan that you passed, or the one found for the layouts. Raises MeshError or ShapeError
-        if a mesh, the shape or the dtype is missing, MeshError for a rank that the world lacks.
+        Its device numbers are global ranks. Raises MeshError or ShapeError if a mesh, the shape or
+        the dtype is missing, MeshError for a rank that the world lacks.
         """
         if isinstance(self.expression, Plan):
             plan = self._given_plan(self.expression)
@@ -282,7 +298,12 @@ class TransferCall(NamedTuple):
         return plan if ranks == plan.src_devices else replace(plan, devices=ranks)
 
     def _found_plan(self, layouts: LayoutPair) -> Plan:
-        """Find the plan between the two meshes. Raises MeshError or ShapeError if something is missing."""
+        """Plan a move from the source's mesh to the destination's, for two layouts.
+
+        Processes outside the source have no block, so that nothing can be inferred: both meshes,
+        the global shape and the dtype have to be given. Raises MeshError or ShapeError if one is
+        missing.
+        """
         if self.src_mesh is None or self.dst_mesh is None:
             hint = "redistribute(x, layouts, src_mesh=..., dst_mesh=...)"
             raise MeshError("two meshes are needed", hint=hint)
@@ -322,7 +343,11 @@ def ranks_of(mesh: MeshLike) -> tuple[int, ...]:
 
 
 def check_source_block(x: Tensor | None, plan: Plan) -> None:
-    """Raise ShapeError, DtypeError unless this process brings the block that the source gives it."""
+    """Check the block that this process passes to a move between two meshes.
+
+    A process of the source's mesh has to pass a block of the shape and dtype that the layout gives
+    it; any other process passes None. Raises ShapeError or DtypeError.
+    """
     # The plan's device numbers are ranks; a process outside the source has nothing to bring.
     rank = dist.get_rank()
     source = plan.source

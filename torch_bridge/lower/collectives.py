@@ -122,7 +122,12 @@ class Collective:
         return out
 
     def begin(self, messages: Tensor, shape: Sequence[int]) -> Pending:
-        """Begin `run` -> a function that waits for its end and returns its result."""
+        """Start the collective; return a function that waits and returns what arrived.
+
+        Args:
+            messages: The flat tensor of what is sent. It must not change until the end.
+            shape: The shape of the result.
+        """
         if self.group.graph_name:
             arriving = self._functional(messages)
             return lambda: functional_collectives.wait_tensor(arriving).view(shape)
@@ -150,17 +155,18 @@ class Collective:
         return SplitSizes(list(self.received), list(self.sent))
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
-        """Begin the collective -> the work to wait for, or None where there is nothing to wait for.
+        """Call the backend; return its handle to wait for, or None if there is none.
 
         Args:
             out: A flat tensor, which gets what arrives.
             messages: The flat messages, which stay as they are.
-            async_op: Whether to return before the end; else the work has been waited for.
+            async_op: Whether to return at once; else this waits until everything has arrived.
         """
         if messages.is_meta:  # only shapes are asked for
             return None
         if self.kind == "all_reduce":
-            # Backends reduce in place: into a copy, so that the argument stays as it is.
+            # Backends reduce in place: they get a copy, so that the caller's messages stay as they
+            # are.
             out.copy_(messages)
         if messages.dtype.is_complex:
             # Not every backend sends complex numbers; pairs of numbers do as well, also for sums.
@@ -204,7 +210,7 @@ class Collective:
         return elements * messages.itemsize >= _LARGE_BYTES
 
     def _send_directly(self, out: Tensor, messages: Tensor) -> Works:
-        """Begin messages from rank to rank, and copy what this rank sends to itself.
+        """Start a send and a receive for each other rank, and copy what this rank has for itself.
 
         Args:
             out: A flat tensor, which gets what arrives, rank by rank.
@@ -215,7 +221,8 @@ class Collective:
         works = []
         is_recorded = dispatch_mode_count() > 0 or is_profiling()
         with torch.profiler.record_function(MESSAGES) if is_recorded else _UNRECORDED:
-            # Receives first: else gloo's word that a receiver is ready comes too late.
+            # Receives first: a gloo sender waits until the receiver says that it is ready, and
+            # behind this rank's own sends that notice would come late.
             for peer in others:
                 if peer.arriving.stop > peer.arriving.start:
                     works.append(process_group.recv([out[peer.arriving]], peer.rank, TAG))
@@ -229,9 +236,11 @@ class Collective:
 
     @cached_property
     def _peers(self) -> list[Peer]:
-        """Every rank, from this one on: rank 1 of 4 has 1, 2, 3, 0, so that each begins with another.
+        """The ranks to exchange with, from this one on: on rank 1 of 4, they are 1, 2, 3, 0.
 
-        With the elements of the flat messages for each rank, and of those that arrive from it.
+        In this order no two ranks send to the same one first. Each comes with two slices: of the
+        flat tensor that is sent, what goes to it; of the flat tensor that arrives, what comes from
+        it.
         """
         rank_count = len(self.received)
         if self.kind == "all_gather":

@@ -33,12 +33,14 @@ class Part(NamedTuple):
 
 
 def exchange(step: steps.Exchange, context: StepContext) -> Move:
-    """Return this process's part of an exchange: its messages, and the rows that it keeps.
+    """Make the function that runs an exchange, in which each process sends any rows to any others.
 
-    It is one all-to-all over the axes along which senders and receivers differ, or local if no device
-    of the mesh receives anything.
+    A halo is one: each process sends its edge rows to its neighbours, and keeps the rest. The
+    result maps this process's block before the step to the block after it: with one all-to-all over
+    the mesh axes along which senders and receivers differ, or without any if no device of the mesh
+    receives anything.
     """
-    op = step.op(context.before)  # by which partial values of one row combine
+    op = step.op(context.before)  # the reduction that combines messages for one row, as "sum"
     axes = _communicating_axes(step, context)
     group = context.group(axes)
     me = group.devices.index(context.device)

@@ -127,19 +127,26 @@ class Executable:
 
     # Hot: every cached call comes through here.
     def __call__(self, block: Tensor) -> Tensor:
-        """Run all moves on this process's block; errors name the step in which they arise."""
+        """Run all moves on this process's block, in order, and return the block afterwards.
+
+        Under "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i]. An error names the step in which it
+        arises.
+        """
         if self.is_new:
             compare_new([self], block.device)
         start = self.enter(block)
         out = start
-        # One handler for all moves, which costs nothing unless a move raises.
+        # One `try` around the loop, not one per move, which would cost time: in the handler, `move`
+        # is the one that failed.
         try:
             for move in self.moves:
                 out = move(out)
         except Exception as error:
             name_place(error, self._place(move))
             raise
-        if out is start and not self.may_return_input:  # callers may write to the result
+        # Without any move the result would be the input itself, and callers may write to the
+        # result.
+        if out is start and not self.may_return_input:
             out = start.clone(memory_format=torch.contiguous_format)
         return self.leave(out)
 
@@ -183,10 +190,14 @@ class Executable:
         return None
 
     def begin(self, block: Tensor) -> Pending:
-        """Begin the plan up to its last collective -> a function that ends it and returns the result.
+        """Run the plan until its last collective is under way; return a function that ends it.
 
-        Earlier collectives are waited for: what comes after each needs its result. A plan without any
-        runs at its end.
+            end = executable.begin(block)       # the last collective travels
+            ...                                 # compute beside it
+            y = end()                           # wait for it, run the moves after it
+
+        Earlier collectives are waited for, as the moves after each need its result. A plan without
+        a collective has nothing to begin: the returned function runs all of it.
         """
         last = self._last_collective
         if last is None:
@@ -217,7 +228,7 @@ class Executable:
         return step
 
     def casting(self, block: torch.dtype, backward: torch.dtype) -> Executable:
-        """Return the same for blocks of another dtype, cast before and after.
+        """Return this executable for blocks of another dtype, which are cast before and after it.
 
         A plan in bfloat16 with casting(float32, float32): float32 blocks travel in bfloat16, their
         gradients in float32.
@@ -354,9 +365,11 @@ def _collective_signature(executable: Executable) -> tuple[tuple[Any, ...], ...]
 
 
 def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Run executables together, each of their collectives as one for all -> the result of each.
+    """Run several plans together: the k-th collective of each is sent as one collective for all.
 
-    All have collectives of the same kinds in the same order; local moves in between are their own.
+    Three plans of a pad, an all-gather and a slice each: three pads, one joint all-gather, three
+    slices. All plans have collectives of the same kinds in the same order; the local moves in
+    between may differ. Returns the result of each plan.
     """
     if len(executables) == 1:
         return [executables[0](blocks[0])]
@@ -373,7 +386,7 @@ def _run_in_lock_step(executables: Sequence[Executable], blocks: Sequence[Tensor
         ]
         outs = [stop.block for stop in stops]
         collectives = [stop.collective for stop in stops if stop.collective is not None]
-        if not collectives:  # of any: all have as many
+        if not collectives:  # all plans have equally many: if one is at its end, all are
             break
         outs = executables[0].guarded(collectives[0], run_together, collectives, outs)
     return [executable.leave(out) for executable, out in zip(executables, outs, strict=True)]

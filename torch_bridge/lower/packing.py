@@ -97,16 +97,19 @@ class Packing:
     # Hot: packing and assembling run for every cached collective.
 
     def pack(self, block: Tensor) -> Tensor:
-        """Return the messages of a block in one flat buffer; the block itself where `is_flat`.
+        """Put the messages of a block one after the other into a flat buffer to send.
 
-        [4, 6] in column halves, one message each -> 12 elements of the left half, then 12 of the right.
+        A block [4, 6] with its column halves as messages -> [24]: 12 elements of the left half,
+        then 12 of the right. Messages that lie like this in the block already (`is_flat`) are a
+        view of it.
         """
         if not self.messages:
             return block.new_empty(0)
         if self.is_flat:
             return block.contiguous().view(-1)
-        # Three ways with one kernel, the quickest first. Of parts in another memory format `cat` and
-        # `stack` make a tensor in that format, which is not flat.
+        # Three ways that launch one kernel, the quickest first. They need a contiguous block: of
+        # parts in another memory format (channels last) `cat` and `stack` make a tensor in that
+        # format, which cannot be viewed as flat.
         if block.is_contiguous():
             if self._chunks is not None:
                 chunks = block.chunk(self._chunks.chunk_count, self._chunks.dim)
@@ -162,17 +165,21 @@ class Packing:
         ]
 
     def place(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Assemble the block of its messages: new and contiguous, with zeros where none is put.
+        """Write messages to their rows of a new contiguous block; rows without a message get zeros.
+
+        The way back from `pack`: left half [4, 3] and right half [4, 3] -> [4, 6].
 
         Args:
-            like: A tensor of the device and dtype of the block; `pack` tells why its format matters.
+            like: A tensor with the device and dtype of the block. Parts that are cut from it have
+                its memory format, which `cat` keeps: the quick ways are for contiguous tensors
+                alone.
             parts: The messages, in order, each in its shape.
         """
         is_contiguous = like.is_contiguous()  # as in `pack`
         if is_contiguous and self._plain_dim is not None:
             return torch.cat(list(parts), self._plain_dim)
         if self._has_negative:
-            # Rows from beyond a pole may be negated.
+            # On a sphere, rows from beyond a pole may change sign, as components of vectors do.
             parts = [
                 -part if message.sign < 0 else part
                 for part, message in zip(parts, self.messages, strict=True)
@@ -188,17 +195,19 @@ class Packing:
         return self._place_one_by_one(like, parts)
 
     def _place_one_by_one(self, like: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Write fills and messages, which may share rows, into an empty block or one of zeros.
+        """Write boundary values and messages into a new block; combine those that share rows.
 
-        The order counts: a message is combined with what earlier ones have written to its rows, and
-        fills come first, as messages may lie on top of them.
+        Two messages for row 0 under "sum": the second is added to the first. Boundary values
+        (fills) come first, because messages may overwrite their rows.
         """
         out = like.new_empty(self.shape) if self._is_covered else like.new_zeros(self.shape)
         write = scattered if is_symbolic(self.shape) else write_rows
         for fill in self.fills:
             out = write(out, fill.box, self._filling(fill), None)
         for message, part, shares in zip(self.messages, parts, self._shares_rows, strict=True):
-            # Without an earlier message, the rows hold zeros or nothing: they are overwritten.
+            # `shares`: an earlier message has written to some of these rows, so that this one is
+            # combined with it. Else the rows hold zeros, fills or uninitialised memory: they are
+            # overwritten.
             combine = _COMBINE[str(self.op)] if shares else None
             for box, piece in zip(message.boxes, message.views_of_boxes(part), strict=True):
                 out = write(out, box.block, piece, combine)
@@ -244,16 +253,18 @@ class Packing:
 
     @cached_property
     def _chunks(self) -> Chunks | None:
-        """The parts, if the messages are equal parts of the block along a dim, in order.
+        """How `Tensor.chunk` makes all messages; None if they are no equal parts, in order.
 
-        [6, 4] as rows 0:2, 2:4, 4:6 -> 3 chunks along dim 0. Then `chunk` makes their views in C.
+        A block [6, 4] with messages of rows 0:2, 2:4, 4:6 -> 3 chunks along dim 0. One call in C is
+        quicker than a slice for each message.
         """
         if not self._can_stack or any(len(index) != 1 for index in self._boxes):
             return None
         dim, _ = self._boxes[0][0]
         rows = self.messages[0].shape[dim]
         count = len(self._boxes)
-        # Without rows, `chunk` would make fewer parts.
+        # Messages without rows are left to the other ways of `pack`; all others have to cover the
+        # dim.
         if rows == 0 or count * rows != self.shape[dim]:
             return None
         intervals = [_intervals(index, self.shape)[dim] for index in self._boxes]
@@ -274,22 +285,25 @@ class Packing:
 
     @cached_property
     def _concatenation(self) -> Concatenation | None:
-        """The order of all boxes, then fills, that makes the block; None if they overlap or leave gaps.
+        """How one `torch.cat` makes the block of its pieces; None if it cannot.
 
-        [6, 4] of a box with rows 2:6, and a fill of rows 0:2 -> dim 0, order [1, 0].
+        It cannot if pieces overlap, leave gaps or are cut along several dims. Pieces are numbered:
+        first the boxes (rectangles) of all messages, then the fills (boundary values). A
+        block [6, 4] of a box with rows 2:6 and a fill of rows 0:2 -> `cat` along dim 0 in order
+        [1, 0].
         """
         boxes = [*self._boxes, *(fill.box for fill in self.fills)]
         if not boxes or not self.shape:
             return None
         intervals = [_intervals(index, self.shape) for index in boxes]  # [boxes][dims]
-        # `cat` takes one dim, along which all pieces but whole ones are cut.
+        # `cat` works along one dim: along all others, each piece has to be as long as the block.
         cut_dims: set[int] = set()
         for of_box in intervals:
             cut_dims.update(d for d, length in enumerate(self.shape) if of_box[d] != (0, length))
         if len(cut_dims) > 1:
             return None
         dim = cut_dims.pop() if cut_dims else 0
-        # Empty pieces first among pieces that begin at one row.
+        # An interval is (start, stop): of pieces that begin at one row, the empty one comes first.
         order = sorted(range(len(boxes)), key=lambda i: (intervals[i][dim], i))
         offset = 0
         for i in order:
@@ -307,14 +321,15 @@ class Packing:
 
     @cached_property
     def _is_covered(self) -> bool:
-        """Whether messages and fills write every element before one is added to it.
+        """Whether every element of the block is overwritten, so that it may begin uninitialised.
 
-        Then the block may begin as memory of any content. Elements are counted, as none is written
-        twice: messages that share rows with earlier ones do not count.
+        Found by counting: elements of messages and fills that overwrite, against those of the
+        block. A message that shares rows with earlier ones is added to them, and does not count.
         """
         sizes = zip(self.sizes, self._shares_rows, strict=True)
         elements = sum(size for size, shares in sizes if not shares)
-        # Fills count only where they are along one dim and no message brings their rows: no element twice.
+        # Fills count only if they are all along one dim and no message has their rows: else an
+        # element might be counted twice.
         if len({fill.dim for fill in self.fills}) == 1 and not self._brings_filled_rows():
             dim = self.fills[0].dim
             others = math.prod(length for d, length in enumerate(self.shape) if d != dim)
@@ -367,14 +382,16 @@ def _intervals(index: Index, shape: tuple[int, ...]) -> list[Interval]:
 
 
 def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:
-    """Return the element at which a message begins in a contiguous block of `shape`.
+    """Return the element at which a message begins in a contiguous block; None if in pieces.
 
-    Rows 2:4 of a 6 x 5 block begin at 10; columns 2:4 lie in six pieces, so that the result is None.
+    In a 6 x 5 block rows 2:4 begin at element 10. Columns 2:4 lie in six pieces, so that the result
+    is None.
     """
     if len(message.boxes) != 1:
         return None
     start = 0
-    # Whether an outer dim has several rows: then all inner dims must be whole.
+    # True once a dim has more than one row: memory is then contiguous only if each further dim is
+    # whole.
     has_begun = False
     intervals = _intervals(message.boxes[0].block, shape)
     for rows, length, whole_length in zip(intervals, message.shape, shape, strict=True):

@@ -20,10 +20,12 @@ from xshard.steps.traffic import Phases
 
 
 def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs]) -> list[Move]:
-    """Make the moves of an all-gather, over the slowest link first, while blocks are small.
+    """Split an all-gather into one collective per kind of link, the slowest link first.
 
-    2 nodes of 4: each process gathers 2 blocks with its partner in the other node, then 4 times 2
-    inside its own.
+    In this order the slow link carries the least: blocks grow with each phase. 2 nodes of 4
+    processes, 8 blocks: each process first gathers 2 blocks with its partner in the other node,
+    then 4 times 2 from the processes of its own node. Returns one function from block to block for
+    each phase.
 
     Args:
         phases: The devices that meet over links of each speed.
@@ -43,7 +45,8 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
             sent = _stacked_blocks(context, 1, block_count, block_shape)
         else:
             sent = context.whole_block(0)
-        # The last phase brings all blocks; only there they are put where they belong.
+        # Until the last phase, blocks are stacked in the order in which they arrive. The last one
+        # brings all of them, and writes each to its rows of the result.
         if group is fastest:
             received = _parts_by_rank(phases, context, context.shapes.after, dim, parts, group)
         else:
@@ -57,21 +60,23 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
 def reduce_scatter(
     phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs], op: str
 ) -> list[Move]:
-    """Make the moves of a reduce-scatter, over the slowest link last, when pieces are small.
+    """Split a reduce-scatter into one collective per kind of link, the slowest link last.
 
-    2 nodes of 4: each process reduces 2 pieces of 8 with the others of its node, then one of these 2
-    with its partner in the other node.
+    In this order the slow link carries the least: pieces get fewer with each phase. 2 nodes of 4
+    processes, 8 pieces: each process first sums 2 of the pieces with the others of its node, then 1
+    of these 2 with its partner in the other node. Returns one function from block to block for each
+    phase.
 
     Args:
         phases: The devices that meet over links of each speed.
         context: The step, and this process's place in it.
         dim: The dim that is scattered.
         parts: The rows of `dim` of each device of the group.
-        op: The reduction.
+        op: The reduction, as "sum" or "max".
     """
     piece_shape = context.shapes.after
     moves: list[Move] = []
-    piece_count = len(parts)  # that this process still reduces
+    piece_count = len(parts)  # how many pieces this process still has a share of
     for group in _groups(phases, context):
         rank_count = len(group.devices)
         piece_count //= rank_count
@@ -89,10 +94,13 @@ def reduce_scatter(
 
 
 def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
-    """Make the moves of an all-reduce: one piece per device travels over the slowest links.
+    """Split an all-reduce so that over the slowest link each process sends one piece of its block.
 
-    The block becomes flat, and is cut into a piece for each device of a node. These reduce-scatter the
-    pieces over fast links, all-reduce each over the slowest, and gather them back.
+    The block is flattened and cut into as many pieces as a node has devices. A node of 4 and a
+    block of 10 elements: 4 pieces of 3, the last one filled up with zeros. The devices of a node
+    reduce-scatter the pieces over fast links, all-reduce one piece each over the slowest link, and
+    all-gather the pieces back. Returns functions from block to block, to be called one after the
+    other.
     """
     groups = _groups(phases, context)
     slowest = groups.pop()  # over it a device meets those that hold the same piece
@@ -105,7 +113,9 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     for group in groups:
         rank_count = len(group.devices)
         remaining //= rank_count
-        # Devices that meet over the slow link have one piece: by their places, whatever their ranks are.
+        # Devices that meet over the slow link must hold the same piece. Ranks of a group may be in
+        # any order, so that a device gets the piece at its place among the sorted devices of its
+        # group.
         places = [sorted(group.devices).index(device) for device in group.devices]
         pieces = _stacked_blocks(context, rank_count, remaining, (piece_size,), places)
         part = _stacked_blocks(context, 1, remaining, (piece_size,))
@@ -119,7 +129,11 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
 
 
 def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tuple[Move, Move]:
-    """Return the move of a block to `[pieces, elements]`, filled up with zeros, and the move back."""
+    """Return a function that reshapes a block to `[piece_count, piece_size]`, and the one back.
+
+    [2, 5] as 4 pieces of 3: its 10 elements, then 2 zeros, viewed as [4, 3]. The way back drops the
+    zeros.
+    """
     shape = context.shapes.before
     size = math.prod(shape)
     filling = piece_count * piece_size - size
@@ -134,7 +148,8 @@ def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tupl
         if filling or context.lengths is not None:
             return pieces.view(-1)[:size].view(shape).clone()
         x = pieces.view(shape)
-        # The result must be no view, for autograd, and needs no copy: a new tensor of the same memory.
+        # Autograd must not see the result as a view of `pieces`. A new tensor on the same memory is
+        # none, and saves the copy.
         return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), shape, x.stride())
 
     return flatten, unflatten
@@ -155,16 +170,17 @@ def _stacked_blocks(
     block_shape: tuple[int, ...],
     places: Sequence[int] = (),
 ) -> Packing:
-    """Return messages of `block_count` blocks each, stacked on a new leading dim.
+    """Describe a stack of blocks, cut along its new leading dim into equal messages.
 
-    2 messages of 3 blocks [4, 5] -> a packing of shape [6, 4, 5] with messages 0:3 and 3:6.
+    2 messages of 3 blocks [4, 5] -> a tensor [6, 4, 5], whose messages are rows 0:3 and 3:6; with
+    places [1, 0], rows 3:6 and 0:3.
 
     Args:
         context: The step, for the device of lists of rows.
         message_count: The number of messages.
         block_count: The number of blocks in each.
         block_shape: The shape of a block.
-        places: The place of each message in the stack; without them, they lie in their order.
+        places: The place of each message in the stack, counted in messages; empty for 0, 1, 2, ...
     """
     shape = (message_count * block_count, *block_shape)
     if not places:
@@ -184,10 +200,10 @@ def _parts_by_rank(
     parts: Sequence[Runs],
     group: Group,
 ) -> Packing:
-    """Return a block as messages to or from the ranks of a group, of several parts each.
+    """Cut a block along a dim into what each rank of a group is sent, or sends.
 
-    A rank has the parts of all devices that it reaches by slower links: in 2 nodes of 4, the message
-    for rank 1 of a node has the parts of devices 1 and 5.
+    A rank also stands for the devices that it meets in the phases over slower links: in 2 nodes of
+    4 processes (devices 0-3 and 4-7), rank 1 of a node has the parts of devices 1 and 5.
 
     Args:
         phases: The devices that meet over links of each speed.

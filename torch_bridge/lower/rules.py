@@ -68,9 +68,11 @@ def _moves_of_step(
     tensor_device: torch.device,
     lengths: Lengths | None,
 ) -> list[Move]:
-    """Return the moves of one step: one, or one per kind of link. Raises DtypeError, PlanError.
+    """Turn one step of a plan into functions that run it on this process's block.
 
-    A move maps this process's block before a part of the step to the block after it.
+    Most steps give one function, from the block before the step to the one after it. A collective
+    over slow and fast links gives several, one per kind of link, to be called in order. Raises
+    DtypeError for arithmetic that the dtype lacks, PlanError for a step without a rule.
 
     Args:
         plan: The plan.
@@ -179,7 +181,11 @@ def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
 
 
 def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
-    """Send parts of one dim, and put what arrives together along another: "n/a d" -> "n d/a"."""
+    """Unshard one dim and shard another, by one all-to-all: "n/a d" -> "n d/a".
+
+    On a=4: a block [n/4, d] is cut along d into 4 messages [n/4, d/4], one for each rank. The 4
+    that arrive are put together along n: [n, d/4].
+    """
     before = context.before
     # Both sets of axes reach the same processes: the shards move from one dim to another.
     group = context.group(axes_of(step.src_shards))
@@ -203,7 +209,11 @@ def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
 
 
 def _permute(step: steps.Permute, context: StepContext) -> Move:
-    """Send the whole block to one device; receive the block of another, or keep the own one."""
+    """Let blocks change places: each process sends its whole block to one, and receives one.
+
+    "n/(a,b) -> n/(b,a)" on a=2, b=2: devices 1 and 2 exchange their blocks, devices 0 and 3 keep
+    theirs.
+    """
     sender = sender_of_each_device(
         context.before, context.after
     )  # device -> the one that sends to it
@@ -277,7 +287,8 @@ def _transpose(step: steps.Transpose, context: StepContext) -> Move:
 
     def transpose(block: Tensor) -> Tensor:
         """Return the permuted block as a tensor of its own, not as a view."""
-        # The result is the caller's to write to: no view of what was given, and none to autograd.
+        # The caller may write to the result, which must share no memory with the block that was
+        # given (`is_given`: no earlier step has made a new one), and must be no view for autograd.
         source = block.clone(memory_format=torch.contiguous_format) if context.is_given else block
         view = source.permute(order)
         if context.lengths is not None:  # compilers cannot record `set_`

@@ -139,15 +139,15 @@ class StepContext(NamedTuple):
         axes: tuple[str, ...],
         group: Group,
     ) -> Packing:
-        """Return a block as one message per rank: the part of `dim` at the rank's index along `axes`.
+        """Cut a block along a dim into one message per rank of a group.
 
-        [8, 5] over 4 ranks along dim 0 -> messages with rows 0:2, 2:4, 4:6 and 6:8.
+        [8, 5] for 4 ranks along dim 0 -> messages with rows 0:2, 2:4, 4:6 and 6:8.
 
         Args:
             shape: The shape of the block.
             dim: The dim that is cut.
-            parts: The rows of each part, by the index along `axes`.
-            axes: The axes along which ranks are numbered.
+            parts: The rows of each part, in the order of indices along `axes`.
+            axes: The mesh axes that number the parts: a rank gets the part of its index along them.
             group: The ranks, in the order of messages.
         """
         mesh = self.before.mesh

@@ -122,11 +122,15 @@ class Span(NamedTuple):
 def subarray(
     block_shape: Sequence[int], rows: Mapping[int, Runs], device: torch.device
 ) -> Subarray:
-    """Return the rows `rows[d]` of a block along each dim d, in order; all rows of other dims.
+    """Describe some rows of a block as one dense array, and as the pieces that make it.
 
-    Rows 0:2 and 4:6 of dim 0 of a block [6, 5] -> shape [4, 5], in two boxes.
+    Rows 0:2 and 4:6 along dim 0 of a block [6, 5] -> an array [4, 5] of two boxes: its rows 0:2 are
+    rows 0:2 of the block, its rows 2:4 are rows 4:6. No data is touched.
 
-    device: where lists of rows are.
+    Args:
+        block_shape: The shape of the block.
+        rows: For each dim that is cut, its rows in order; all rows of dims that are not in it.
+        device: The device of index tensors, which list many scattered rows.
     """
     runs_by_dim: list[Runs | None] = []
     shape = []
@@ -136,7 +140,8 @@ def subarray(
             runs = None  # all rows: then boxes have no index along this dim, and stay whole
         runs_by_dim.append(runs)
         shape.append(length if runs is None else count_rows(runs))
-    # One piece of rows along each dim make a box together: all products of them.
+    # A box has one piece of rows along each dim: 2 pieces along one dim and 3 along another make 6
+    # boxes.
     spans_by_dim = [_spans(runs, device) for runs in runs_by_dim]
     boxes = [
         Box(_index(span.subarray_rows for span in spans), _index(span.block for span in spans))
@@ -158,16 +163,19 @@ def _index(rows: Iterable[slice | Tensor | None]) -> Index:
 
 
 def _spans(runs: Runs | None, device: torch.device) -> list[Span]:
-    """Return the rows of a block along one dim as few pieces, in order.
+    """Return the rows of a block along one dim as few pieces: slices, or one tensor of row numbers.
 
-    Rows 0:2 and 2:5 are one piece; 0, 4, 8 are one slice with a step; many short ones are one list of rows.
+    Rows 0:2, 2:5 -> the slice 0:5. Rows 0, 4, 8 -> the slice 0:9:4. Rows 0:2, 4:7 -> two slices,
+    which lie at 0:2 and 2:5 of the result. More than `MAX_SLICES` pieces -> one tensor that lists
+    all rows. None stands for all rows of the dim.
     """
     if runs is None:
         return [Span(None, None)]
     intervals = as_intervals(runs)  # [runs, (start, stop)]
     if len(intervals) == 0:
         return []
-    # Intervals that touch are one: a head begins where the one before it does not end.
+    # Join intervals that touch. The head of a joined interval is its first part: the part before it
+    # does not end where it begins.
     is_head = np.concatenate([[True], intervals[1:, 0] != intervals[:-1, 1]])
     heads = np.flatnonzero(is_head)
     starts = intervals[heads, 0]
@@ -176,13 +184,14 @@ def _spans(runs: Runs | None, device: torch.device) -> list[Span]:
     if len(starts) == 1:
         return [Span(None, slice(int(starts[0]), int(stops[0])))]
 
-    # Single rows at equal distances are one slice: a view.
+    # Single rows at equal distances are one slice with a step, which torch reads without a copy.
     steps = np.diff(starts)
     if (lengths == 1).all() and (steps == steps[0]).all() and steps[0] > 0:
         return [Span(None, slice(int(starts[0]), int(stops[-1]), int(steps[0])))]
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     if len(starts) > MAX_SLICES:
-        # Row i of a run is its start, plus i minus the rows of the runs before it.
+        # The i-th row of all is row `start + i - offset` of the block, where `start` is the begin
+        # of its piece, and `offset` the number of rows in the pieces before.
         listed = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
         return [Span(None, torch.tensor(listed, device=device))]
     return [
@@ -213,7 +222,8 @@ def write_rows(out: Tensor, index: Index, value: Tensor, combine: Combine | None
         value: What is written there.
         combine: Adds it to what is there, or takes the larger or smaller; None to overwrite.
     """
-    # Slices make a view of the block, which can be written to; lists of rows cannot.
+    # Indexing by slices gives a view, which can be written to; indexing by lists of rows gives a
+    # copy.
     target = take(out, tuple((d, rows) for d, rows in index if isinstance(rows, slice)))
     lists = [(d, rows) for d, rows in index if isinstance(rows, Tensor)]
     if not lists:
@@ -225,7 +235,8 @@ def write_rows(out: Tensor, index: Index, value: Tensor, combine: Combine | None
 
     d, rows = lists[0]
     if combine is not None or len(lists) > 1:
-        # A list of rows takes a copy: change the copy along the other dims, then write it back.
+        # So the rows of the first list are copied out, changed in the copy (by the other lists, or
+        # by `combine`), and written back below.
         value = write_rows(target.index_select(d, rows), tuple(lists[1:]), value, combine)
     target.index_copy_(d, rows, value)
     return out

@@ -78,10 +78,12 @@ class TransferExecutable:
 def lower_transfer(
     plan: Plan, tensor_device: torch.device, group: dist.ProcessGroup
 ) -> TransferExecutable:
-    """Return the executable of a plan between two meshes; all processes of `group` call this.
+    """Prepare a plan from one mesh to another for this process; all processes of `group` call this.
 
-    The steps before the transfer run on the source's mesh, those after it on the destination's.
-    Raises DtypeError for a reduction without arithmetic, MeshError for ranks that are threads.
+    The transfer is the step that sends from mesh to mesh. The steps before it run on the source's
+    mesh, those after it on the destination's; a process that is in one mesh only has no steps on
+    the other. Raises DtypeError for a reduction without arithmetic, MeshError for ranks that are
+    threads.
     """
     transfer = plan.transfer  # the step from mesh to mesh; None if the blocks stay where they are
     if transfer and transfer.op and getattr(torch, plan.dtype) in CARRIERS:
@@ -136,9 +138,11 @@ def _prepare_to_send(plan: Plan, tensor_device: torch.device, group: dist.Proces
 def _parts(
     plan: Plan, tensor_device: torch.device, rank: int
 ) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """Return what a rank sends, and what it receives: peers, and rows of its own blocks.
+    """List the messages of one rank in a transfer: what it sends, and what it receives.
 
-    A rank in both meshes may send to itself: it is in both lists.
+    Each is the other rank and the rows: of this rank's block on the source's mesh, or of its block
+    on the destination's. A rank in both meshes may keep rows: then it is its own peer, in both
+    lists.
     """
     transfer = plan.transfer
     assert transfer is not None
@@ -180,13 +184,14 @@ def run_transfers_together(
         Its block of each on the destination's mesh.
     """
     dtypes = [block.dtype for block in blocks]
-    # Between the meshes only bits travel; the steps on each mesh see values.
+    # Some dtypes cannot be sent: their bits travel as another dtype of the same size (`CARRIERS`).
+    # The steps on each mesh see the values.
     starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
     outs = [
         _run_steps(crossing.on_source, start, dtype)
         for crossing, start, dtype in zip(crossings, starts, dtypes, strict=True)
     ]
-    # Of those in place, no process sends anything.
+    # In the others, all rows stay on their ranks: no process sends anything.
     sending = [i for i, crossing in enumerate(crossings) if _sends(crossing.plan)]
 
     def copy_unmoved() -> None:
@@ -237,10 +242,12 @@ def _exchange(
     blocks: Sequence[Tensor],
     meanwhile: Callable[[], None],
 ) -> list[Tensor]:
-    """Send and receive the messages of several crossings -> each one's block on its target mesh.
+    """Send and receive the messages of several moves; return each block on its new mesh.
+
+    All rows for one rank, of all moves, travel in one message of bytes.
 
     Args:
-        crossings: The moves between meshes; all send.
+        crossings: The moves between meshes; in each of them some process sends.
         blocks: This process's block of each, after the steps on the source's mesh.
         meanwhile: Called while messages travel.
     """
@@ -249,7 +256,8 @@ def _exchange(
     outgoing = _messages_by_peer(crossings, blocks)
     # Only shapes are asked for on meta.
     if (outgoing or incoming) and not blocks[0].is_meta:
-        # Receives first: gloo's word that a receiver is ready would come behind all that this rank sends.
+        # Receives first: a gloo sender waits until the receiver says that it is ready, and that
+        # notice would come behind all that this rank sends.
         operations = [
             dist.P2POp(dist.irecv, incoming[rank].buffer, rank, group) for rank in incoming
         ]
@@ -295,7 +303,11 @@ class _Incoming(NamedTuple):
 def _buffers(
     crossings: Sequence[TransferExecutable], blocks: Sequence[Tensor]
 ) -> dict[int, _Incoming]:
-    """Allocate what arrives from each other rank: one buffer of bytes, with a view for each crossing."""
+    """Allocate a buffer of bytes for each rank that sends to this one, with a view for each move.
+
+    Of two moves, a float32 [2, 3] and an int64 [4] may come from rank 5: its buffer then has room
+    for both, and views {0: [2, 3], 1: [4]}, by the number of the move.
+    """
     me = rank_in(crossings[0].group)
     parts: dict[int, dict[int, Tensor]] = {}  # rank -> crossing -> a tensor on meta
     for i, (crossing, block) in enumerate(zip(crossings, blocks, strict=True)):
@@ -317,7 +329,7 @@ def _buffers(
 def _assembled(
     number: int, crossing: TransferExecutable, block: Tensor, incoming: dict[int, _Incoming]
 ) -> Tensor:
-    """Return the block after the transfer, made of what has arrived and of what this rank keeps.
+    """Put together this rank's block on the new mesh, of what arrived and what it keeps.
 
     Args:
         number: The number of the crossing among those that run together.
@@ -328,7 +340,8 @@ def _assembled(
     if crossing.whole is None:
         # An empty tensor for a process without a block: see the top of the file.
         return block.new_empty(0)
-    # In the order of `received`, in which messages that share rows add.
+    # Parts go in the order of `received`: messages that share rows are added in it, and sums of
+    # floats depend on the order.
     me = rank_in(crossing.group)
     kept = {part.peer: part.rows for part in crossing.sent}.get(me)
     parts = []

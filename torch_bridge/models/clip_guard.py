@@ -29,9 +29,11 @@ _GUARDED: WeakSet[Any] = WeakSet()
 
 
 def guard_clipping(model: HasBlocks) -> None:
-    """Let torch's `clip_grad_norm_` refuse the blocks of a model.
+    """Make torch's `clip_grad_norm_` raise for this model, whose gradients are blocks.
 
-    The first call replaces a function of torch. Raises XshardError if torch no longer has it.
+    torch would take the norm of a block for the norm of the whole gradient. The first call replaces
+    a private function of torch by `_scale_unless_blocks`; later calls only note the model. Raises
+    XshardError if this release of torch lacks that function.
     """
     function = clipping_function()
     if function is not _scale_unless_blocks:

@@ -42,17 +42,19 @@ class ShardedEmbedding(nn.Embedding):
 def shard_embedding(
     module: nn.Module, path: str, used: Sharding, summed_axes: Iterable[str], process: int
 ) -> None:
-    """Let an embedding with sharded rows look up its own; do nothing for other modules.
+    """Let an embedding whose weight is sharded by rows look ids up in this process's rows.
 
-    The class of the module becomes a subclass, so that code around `super().forward` stays. The module
-    gets a table from ids to rows of its block: ids 0 to 3 on the second of 2 processes -> 2 2 0 1, where
-    2, the length of the block, stands for "elsewhere".
+    Other modules, and weights whose rows are not sharded, stay as they are. The module gets a table
+    from ids to rows of its block: 4 ids on the second of 2 processes -> [2, 2, 0, 1], where 2, the
+    number of rows of the block, means that another process has the id. Its class is replaced by a
+    subclass, so that a `forward` of yours that calls `super().forward` goes on working.
 
     Args:
         module: The module.
         path: Its name.
-        used: Its weight, as it is used.
-        summed_axes: Axes over which the output of the module is a sum, by its rule.
+        used: The global shape and the layout of its weight in the forward pass.
+        summed_axes: The mesh axes over which the rule for its output adds up, as tp in
+            "b s c | sum(tp) -> b s c".
         process: The number of this process in the mesh.
 
     Raises:
@@ -82,10 +84,12 @@ def _check_embedding(
     used: Sharding,
     summed_axes: Iterable[str],
 ) -> None:
-    """Raise PlanError unless the module looks rows up by torch's lookup, and its output is a sum.
+    """Raise PlanError for an embedding that cannot have its rows sharded.
 
-    Each process returns zeros for ids of other processes, so that vectors add up to the result. Options
-    that look at all rows, or count ids, would see this process's alone.
+    Each process returns zeros for ids of other processes, so that a sum over processes is the
+    result: the rule of the output has to say so. Options that look at all rows or count ids
+    (max_norm, scale_grad_by_freq, sparse) would see only those of this process, and are refused. So
+    is a `forward` that never calls torch's lookup, which is what gets replaced.
     """
     text = str(used.layout)
     kind = type(module)
@@ -94,7 +98,8 @@ def _check_embedding(
         if getattr(module, option):
             reason = option
             break
-    # A method of another class may do as it likes, unless it calls the one that is replaced.
+    # A `forward` of another class is fine if its code calls `super()`: then it gets to torch's
+    # lookup.
     is_torchs = kind.forward is nn.Embedding.forward
     if not is_torchs and "super" not in kind.forward.__code__.co_names:
         reason = "a lookup of its own"

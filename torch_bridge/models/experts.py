@@ -56,13 +56,15 @@ class RoutedExperts:
     _under_way: list[_UnderWay] = field(default_factory=list)  # one for each pass that has begun
 
     def enter(self, key: Any, values: Values) -> None:
-        """Send rows to the processes of their experts; `values` then has what came from all processes.
+        """Send the rows of a call to the processes of the experts that they chose.
+
+        Afterwards `values` has the rows that came to this process, to call its own experts with.
 
         Rows [t, c], choices [t, k] and weights [t, k] in `values` become rows [n, c], choices [n, 1]
         and weights [n, 1]: one row for each choice of an expert of this process.
 
         Args:
-            key: Where the rows are among the arguments.
+            key: The position or the name of the rows among the arguments.
             values: The arguments by position or name, changed in place. Choices are whole numbers,
                 weights floats of their shape.
         """
@@ -81,15 +83,17 @@ class RoutedExperts:
         # The module is called as before, with one choice per row: its experts here count from 0.
         values[choices_key] = routed.groups[:, None].to(choices.dtype)
         for weight_key, weight in zip(weight_keys, copies[1:], strict=True):
-            # A copy of a row has the weights of all its choices: each row gets that of its own.
+            # A copy of a row came with the weights of all k choices of the row; `order` picks, for
+            # each row of the call, the weight of the one choice for which it is there.
             values[weight_key] = weight.reshape(-1)[routed.order][:, None]
         copy_bytes = sum(_row_bytes(x) for x in copies)
         self._under_way.append(_UnderWay(routed, copy_bytes))
 
     def leave(self, result: Any) -> Any:
-        """Bring the results of rows home and add them up: [n, c] -> [t, c], one sum for each row.
+        """Send the results of experts back, and add up those of each row: [n, c] -> [t, c].
 
-        None, of a call that failed, stays None. Notes the bytes that travelled in `last`.
+        Called after `forward`, even of a call that failed: its result is None, and None is
+        returned. Notes in `last` the bytes that travelled forward and will travel backward.
         """
         if not self._under_way:
             return None  # the call failed before its rows were sent
@@ -101,7 +105,8 @@ class RoutedExperts:
                 f"experts return a {type(result).__name__}", hint="a tensor: a result per row"
             )
         if not len(result):
-            # No row came. Gradients of unused experts are zeros, as on one device, and not None.
+            # No row came to this process. Adding an empty sum of each parameter gives it a gradient
+            # of zeros, as unused experts have on one device, where it would else be None.
             for x in self.module.parameters():
                 result = result + x[:0].sum().to(result.dtype)
 
@@ -117,9 +122,15 @@ class RoutedExperts:
 
 
 def _choices_key(key: Any, values: Values) -> Any:
-    """Return the argument with the choices: the first table of whole numbers, with a row for each row.
+    """Find which argument of a call says which experts each row chose.
 
-    Raises ShapeError if there is none, or if it has another number of rows.
+    It is the first argument with two dims and a dtype without fractions, beside the rows
+    themselves: for rows [t, c], a table [t, k]. Returns its position or its name. Raises ShapeError
+    if there is none, or if its length is not t.
+
+    Args:
+        key: The position or the name of the rows.
+        values: All arguments, by position or name.
     """
     rows = values[key]
     for other_key, x in values.items():
@@ -148,10 +159,11 @@ def route_experts(
     parameters: Sequence[ShardedParameter],
     uses: Uses,
 ) -> list[Count]:
-    """Give modules whose rule routes rows to experts what they need for it.
+    """Prepare the modules of experts whose input rule sends rows to experts on other processes.
 
-    Sets `experts` of the hooks of such modules. Returns their `num_experts`, which each process counts
-    by itself from then on: 8 experts over ep=4 -> 2.
+    Such a rule is "t/ep c -> t/to(ep) c". Sets `experts` of the hooks of these modules. Returns,
+    for each module with an attribute `num_experts`, that attribute and what it has to be on this
+    process: 8 experts over ep=4 -> 2.
 
     Args:
         hooks: The hooks of all modules with rules, by name.
@@ -166,7 +178,7 @@ def route_experts(
             continue
         with located(module_hooks.title):
             module, experts_by_process = _experts_of(name, axes, context, parameters, uses)
-            # The number of the process that has each expert, in the order of experts.
+            # For each expert the process that has it: ((0, 1), (2, 3)) -> 0, 0, 1, 1.
             process_of: dict[int, int] = {}
             for process, experts in enumerate(experts_by_process):
                 process_of.update(dict.fromkeys(experts, process))
@@ -194,14 +206,16 @@ def _experts_of(
     parameters: Sequence[ShardedParameter],
     uses: Uses,
 ) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
-    """Return a module of experts by its name, and the experts of each process along the axes.
+    """Find which experts of a module each process has, by the layouts of the module's parameters.
 
     Experts are the first dim of each parameter: "e/ep ..." with 4 experts on ep=2 -> ((0, 1), (2, 3)).
-    Raises PlanError unless all its parameters have whole experts, in ascending order, each on one process.
+    Returns the module, too. Raises PlanError unless all its parameters agree, and put each expert,
+    whole, on one process, in ascending order.
     """
     devices = [context.processes.ranks.index(r) for r in context.processes.submesh(axes).ranks]
     module: nn.Module | None = None
-    # The experts of each process by each parameter: they have to agree.
+    # A set of what the parameters say, as (all experts, those of process 0, those of process 1,
+    # ...): more than one item means that they disagree.
     splits: set[tuple[tuple[int, ...], ...]] = set()
     for parameter in parameters:
         for full_name, place in zip(parameter.names, parameter.places, strict=True):

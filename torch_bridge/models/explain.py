@@ -50,7 +50,7 @@ class _Machine(NamedTuple):
 
 @api_boundary
 def explain(model: nn.Module) -> str:
-    """Return a parallel model as tables: its parameters, and the bytes that a step receives.
+    """Return two tables about a parallel model: how it is sharded, and what a step sends.
 
         print(xt.explain(model))
         # parameter            shape  stored  used        gradient summed over  block
@@ -78,9 +78,10 @@ def explain(model: nn.Module) -> str:
 
 
 def _table_of_parameters(parallel: ParallelModel) -> str:
-    """Write a row for each parameter, or for several that differ in a number, and the sum of all.
+    """Write the table of parameters: shape, layouts, axes of gradient sums, and bytes of a block.
 
-    layers.0.w and layers.1.w with equal rows become one row, layers.*.w, "x 2".
+    Parameters whose names differ only in numbers share a row if all else is equal: layers.0.w and
+    layers.1.w become "layers.*.w  x 2". The last row is the sum over all parameters and buffers.
     """
     by_name = parallel.by_name  # computed anew each time
     rows = [
@@ -94,7 +95,8 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
         texts = rows[group.members[0]][1:5]
         lines.append((group.name, group.times, *texts, format_bytes(block_bytes)))
 
-    # Buffers count, and so do tied parameters, once.
+    # `parallel.parameters` has buffers, too, and a tied parameter once, though it has a row per
+    # name.
     stored_bytes = 0
     whole_bytes = 0
     for parameter in parallel.parameters:
@@ -109,13 +111,14 @@ def _table_of_parameters(parallel: ParallelModel) -> str:
 def _parameter_row(
     name: str, use: ParameterUse, parameter: ShardedParameter, parallel: ParallelModel
 ) -> _ParameterRow:
-    """Describe one parameter under one of its names: shape, layouts, and bytes of a block.
+    """Describe one parameter: shape, layouts, axes of its gradient's sum, and bytes.
 
-    A tied parameter has a row for each name, as its uses may differ.
+    A tied parameter has a row for each of its names, as each use may have another layout.
     """
     x = parameter.tensor
     if x.requires_grad:
-        # Over these its gradient is summed, at once or after the backward pass.
+        # All axes over which its gradient is summed: by the gathering module's backward move at
+        # once, or in buckets after the backward pass.
         axes = [axis for axis in parallel.context.axes.axes if axis in use.summed_axes]
         summed_over = " ".join(axes)
     else:
@@ -131,9 +134,10 @@ def _parameter_row(
 
 
 def _table_of_moves(parallel: ParallelModel, on_machine: _Machine) -> str:
-    """Write a row for each move, or for several that differ in a number, and the sum of all.
+    """Write the table of communication in a step: each move with the bytes received, both ways.
 
-    In the order of a step: parameters are gathered, activations move, gradients are summed.
+    In the order of a step: parameters are gathered, activations move, gradients are summed. Moves
+    of modules whose names differ only in numbers share a row. The last row is the sum of all.
     """
     rows = _gathers(parallel, on_machine)
     for hooks in parallel.hooks.values():
@@ -146,7 +150,7 @@ def _table_of_moves(parallel: ParallelModel, on_machine: _Machine) -> str:
         forward = _bytes_text([row.forward_bytes for row in members])
         backward = _bytes_text([row.backward_bytes for row in members])
         lines.append((group.name, group.times, members[0].text, forward, backward))
-    # What has not been called yet counts as nothing in the sum.
+    # Bytes are None for a module that has not been called yet: it counts as nothing in the sum.
     total_forward = sum(row.forward_bytes for row in rows if row.forward_bytes is not None)
     total_backward = sum(row.backward_bytes for row in rows if row.backward_bytes is not None)
     lines.append(("a step", "", "", format_bytes(total_forward), format_bytes(total_backward)))
@@ -169,7 +173,11 @@ def _gathers(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
 
 
 def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow]:
-    """Describe the moves of what goes into a module and comes out of it, as they last were."""
+    """Describe the moves of a module's inputs and outputs, with the bytes of its last call.
+
+    Bytes stay None for a module that has not been called. A module that sends rows to experts has a
+    row more, with what this process sent and received.
+    """
     rows = []
     for side, rules in (("input", hooks.inputs), ("output", hooks.outputs)):
         for rule in rules:
@@ -193,12 +201,16 @@ def _activation_moves(hooks: ModuleHooks, on_machine: _Machine) -> list[_MoveRow
 
 
 def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveRow]:
-    """Describe the sums of gradients after the backward pass, each parameter by itself."""
+    """Describe the sums of gradients over processes after the backward pass: one row per parameter.
+
+    Only parameters that have such a sum: the gradients of gathered ones may be summed by the move
+    back.
+    """
     rows = []
     for parameter in parallel.trained:
         if not parameter.axes_summed_later:
             continue
-        # Buckets join them without changing their bytes.
+        # The sums really travel in buckets of many gradients; the number of bytes is the same.
         axes = [axis for axis in on_machine.axes.axes if axis in parameter.axes_summed_later]
         text = f"n | sum({','.join(axes)}) -> n"
         x = parameter.tensor
@@ -211,7 +223,11 @@ def _gradient_sums(parallel: ParallelModel, on_machine: _Machine) -> list[_MoveR
 def _received_bytes(
     rule: ActivationRule, on_machine: _Machine, tensor: TensorFacts
 ) -> tuple[int, int]:
-    """Return the bytes that the busiest process receives in a move, forward and backward."""
+    """Return how many bytes the process that receives most gets in a move: (forward, backward).
+
+    The move is planned as it would be, without running it. Backward is 0 for a tensor without a
+    gradient.
+    """
     axes = on_machine.axes
     # As `redistribute` plans it: on the sub-mesh of the axes that the rule names.
     named = [axis for axis in axes.axes if axis in rule.axes]
@@ -243,7 +259,11 @@ class _Group(NamedTuple):
 
 
 def _alike(names: Sequence[str], texts: Iterable[object]) -> list[_Group]:
-    """Group rows of equal texts whose names differ only in numbers: layers.0.w, layers.1.w -> layers.*.w."""
+    """Group table rows of equal texts whose names differ only in numbers.
+
+    layers.0.w, layers.1.w, head.w -> layers.*.w with "x 2" and members [0, 1], and head.w with ""
+    and members [2].
+    """
     # By the name with "*" for each number, and the texts; in the order of the first row of each.
     members_by_key: dict[object, list[int]] = {}
     for i, (name, text) in enumerate(zip(names, texts, strict=True)):

@@ -101,13 +101,14 @@ class _Watcher:
         tensors: Sequence[Any],
         layouts: Sequence[tuple[Layout, tuple[str, ...]]],
     ) -> None:
-        # A result may have fewer parts than rules, or more.
+        # side: "input" or "output". layouts: for each tensor its layout, and the axes that its rule
+        # names. `strict=False`: a module may return fewer tensors than it has rules for, or more.
         for number, (x, (layout, axes)) in enumerate(zip(tensors, layouts, strict=False)):
             if isinstance(x, Tensor):
                 key = (self._hooks.name, side, number)
                 place = Place(self._hooks.name, side, number, self._calls[key])
                 self._calls[key] += 1
-                # A clone: modules may write to their inputs.
+                # A clone, because the module may write to its input afterwards.
                 self._seen[place] = _SeenTensor(x.detach().clone(), layout, axes)
 
 
@@ -115,9 +116,12 @@ class _Watcher:
 def watching(
     model: nn.Module, hooks: Mapping[str, ModuleHooks], runs: list[Seen]
 ) -> Iterator[None]:
-    """Note the tensors that go in and out of modules with rules, in the order of the forward pass.
+    """Record, inside the `with`, the inputs and outputs of all modules that have layout rules.
 
-    runs: gets what is seen inside, as its last item.
+    Args:
+        model: A parallel model, or its copy on one device.
+        hooks: The parallel model's hooks, by the name of the module.
+        runs: Gets one item more: a dict with what is recorded, in the order of the forward pass.
     """
     seen: Seen = {}
     calls: Counter[Any] = Counter()
@@ -127,7 +131,8 @@ def watching(
         for name, module_hooks in hooks.items():
             module = root.get_submodule(name)
             watcher = _Watcher(module_hooks, seen, calls)
-            # Before the rule's own hook, and after it: as tensors are outside of the module.
+            # This hook comes before the module's own on the way in, and after it on the way out: it
+            # sees tensors as they are outside of the module.
             before = module.register_forward_pre_hook(
                 watcher.before_forward, prepend=True, with_kwargs=True
             )
@@ -146,9 +151,10 @@ class _Compared(NamedTuple):
 def first_wrong(
     on_one_device: Seen, on_many: Seen, parallel: ParallelModel, tol: float
 ) -> WrongTensor | None:
-    """Find the first tensor of a parallel run that differs from one device's; None if none does.
+    """Find the first input or output of a module that differs from one device's.
 
-    Tensors inside a module do not count if its output is right. All processes call it.
+    Tensors inside a module whose output is right do not count. None if no tensor differs. All
+    processes call it, and get the same answer.
 
     Args:
         on_one_device: What modules of the copy on one device got and returned, in order.
@@ -169,11 +175,12 @@ def first_wrong(
     if not pairs:
         return None
 
-    # All in one collective: processes have the same places in the same order.
+    # One collective compares all tensors, which `pairs` has in the same order on all processes.
     wanted = [pair.wanted for pair in pairs.values()]
     blocks = [pair.block for pair in pairs.values()]
     flags = compare_on_all(wanted, blocks, tol, context)
-    # A tensor of another shape is not what its rule says: it proves nothing.
+    # A tensor of another shape does not have the layout that was assumed: it proves nothing, and is
+    # left out. Else a flag of 0 means equal.
     is_right = {}
     for place, flag in zip(pairs, flags, strict=True):
         if flag != SHAPES_DIFFER:
@@ -208,9 +215,17 @@ def _last_right_before(place: Place, is_right: Mapping[Place, bool]) -> str:
 def _pair(
     place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelModel
 ) -> _Compared | None:
-    """Pair a block with what it should be: one device's tensor, cut as the rule of the tensor says.
+    """Cut one device's tensor as the parallel run has it, to compare the two.
 
-    None if the rule does not fit the tensor. Addends are added up, as the whole has no addends.
+    A whole [8, 4] under "b/dp c" on dp=2 -> rows 0-3 or 4-7, beside this process's block [4, 4]. A
+    block that is an addend, as under "b c | sum(tp)", is summed over tp first, as one device has
+    only the sum. Returns None if the layout does not fit the tensor: then it cannot be compared.
+
+    Args:
+        place: Where the tensor goes into a module, or comes out of it.
+        tensor: This process's block, and its layout.
+        whole: The tensor of one device.
+        parallel: The state of the parallel model.
     """
     context = parallel.context
     x = tensor.value

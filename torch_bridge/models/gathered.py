@@ -90,11 +90,16 @@ class ParameterMoves:
     def _move(
         self, parameters: Sequence[GatheredParameter], tensors: Sequence[Tensor], is_gradient: bool
     ) -> list[Tensor]:
+        # Gather blocks of parameters, or with `is_gradient` bring gradients back to storage,
+        # together.
         if not parameters:
             return []
-        if torch.compiler.is_compiling():  # a graph keeps what follows from layouts by itself
+        if (
+            torch.compiler.is_compiling()
+        ):  # nothing is kept for the next pass: the graph is what is kept
             return _Move(parameters, self.context, is_gradient).record(tensors)
-        # A pass may gather all parameters, those that no other pass shares, or those that were dropped.
+        # A move is prepared once per set of parameters. There are a few: all of a module, those
+        # that are not shared between passes, and those that the backward pass gathers again.
         key = (tuple(parameters), is_gradient)
         move = self._moves.get(key)
         if move is None:
@@ -123,10 +128,12 @@ class _Move:
         self._context = context
         self._names = [parameter.name for parameter in parameters]
         self._shapes = [parameter.shape for parameter in parameters]
-        # Read once: these never change for a parameter.
+        # Texts "layout -> layout", one per parameter: to storage for gradients, to use for
+        # parameters.
         if is_gradient:
             self._layouts = [parameter.to_storage for parameter in parameters]
-            # This is a forward move of its own, in the dtype in which gradients travel.
+            # `comm_dtypes` gives (forward, backward). The move of gradients is called as a forward
+            # move, and has to travel in the second.
             self._comm_dtype: CommDtypeLike = comm_dtypes(context.comm_dtype)[1]
         else:
             self._layouts = [parameter.to_use for parameter in parameters]
@@ -134,14 +141,21 @@ class _Move:
         self._prepared: dict[Hashable, list[SharedMove]] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Move tensors together. Hot: each forward pass of a module, and each regathering."""
+        """Move the tensors of all parameters with few collectives, by kept executables.
+
+        Blocks in storage -> gathered tensors, as [o/dp, i] -> [o, i], or gradients the other way
+        round. Every forward pass of a module calls this, so that a call with known tensors has to
+        be quick.
+        """
+        # These debugging modes compare calls or replicas each time, which only `redistribute` does.
         if desync.ALWAYS or are_replicas_checked(None):
-            return self._redistribute(tensors)  # which compares calls, or replicas, each time
+            return self._redistribute(tensors)
         check_not_swapped()
         profile = resolve_profile(self._context.profile)
         kinds = tuple(map(_kind_of, tensors))
-        # All that the prepared moves depend on, and that may change from pass to pass. Process groups
-        # end with the world; without recording, no gradient is planned.
+        # All that the prepared moves depend on and that may change from pass to pass: the machine's
+        # profile, the process groups (new ones with a new world), whether autograd records, and the
+        # tensors' shapes and dtypes.
         key = (profile, world_key(), torch.is_grad_enabled(), kinds)
         moves = self._prepared.get(key)
         if moves is None:
@@ -150,16 +164,17 @@ class _Move:
             moves = self._prepare(tensors)
             self._prepared[key] = moves
 
-        # One function for those with a gradient and one for those without.
+        # At most two: tensors with a gradient move together, and those without.
         results: dict[int, Tensor] = {}
         for shared in moves:
             results.update(zip(shared.indices, shared.run(tensors), strict=True))
         return [results[i] for i in range(len(tensors))]
 
     def _prepare(self, tensors: Sequence[Tensor]) -> list[SharedMove]:
-        """Plan the move of each tensor, and group those that share collectives.
+        """Plan the move of each tensor, and group the moves that share collectives.
 
-        Errors have the name of the parameter in front.
+        Returns at most two groups: tensors with a gradient, and those without. An error begins with
+        the name of the parameter.
         """
         executables = {}
         for i, x in enumerate(tensors):
@@ -171,7 +186,8 @@ class _Move:
                     self._context.profile,
                     self._comm_dtype,
                 )
-                # Linear, as only such moves share: rules of parameters shard, copy and sum.
+                # Only linear moves can share collectives. All are: rules of parameters shard, copy
+                # and sum, and never take a max or min.
                 executables[i] = call.executable_for(x)
         return share_collectives(executables, dict(enumerate(tensors)), bucket_bytes=None)
 
@@ -187,7 +203,10 @@ class _Move:
         )
 
     def record(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Move tensors one by one, as a graph records them; the compiler joins their collectives."""
+        """Move tensors one by one while torch.compile records, and return the moved ones.
+
+        They do not share collectives here: the compiler joins those of a graph by itself.
+        """
         moved = []
         for i, x in enumerate(tensors):
             y = redistribute(
@@ -224,11 +243,14 @@ class Regathering:
         gathered: Sequence[Tensor],
         gather: Callable[[Sequence[Tensor]], list[Tensor]],
     ) -> None:
+        # blocks: the parameters in storage. gathered: the same ones as modules use them, in the
+        # same order. gather: makes the gathered tensors from the blocks.
         self._blocks = blocks
         self._gather = gather
         self._writes = [writes_to(x) for x in blocks]
         self._dtypes = [x.dtype for x in gathered]
-        # Modules may save any view, as a transposed weight: it has the memory of the parameter.
+        # Autograd may save any view of a parameter, as a transposed weight. A view begins in the
+        # same storage, by whose address its parameter is found.
         self._index_of_memory: dict[int, int] = {}
         for i, x in enumerate(gathered):
             if x.numel():
@@ -249,14 +271,18 @@ class Regathering:
         return _SavedView(i, x.shape, x.stride(), x.storage_offset())
 
     def _unpack(self, packed: Tensor | _SavedView) -> Tensor:
-        """Return a saved tensor; the first reference gathers all parameters again, in one message.
+        """Return a tensor that autograd saved, when the backward pass asks for it.
 
-        Raises XshardError if a parameter was written to since the forward pass.
+        Of a gathered parameter only the shape, stride and offset of the saved view were kept. The
+        first such request gathers all parameters again, in one message; the view is then taken of
+        the new tensor. Any other tensor was saved as it is. Raises XshardError if a parameter was
+        written to since the forward pass.
         """
         if isinstance(packed, Tensor):
             return packed
         if not self._gathered_again:
-            # An optimiser's step in between: other values would come back.
+            # After an optimiser's step in between, other values than in the forward pass would come
+            # back.
             if self._writes != [writes_to(x) for x in self._blocks]:
                 raise XshardError(
                     "a parameter was written to between its forward and its backward pass"

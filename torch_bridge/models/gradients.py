@@ -79,10 +79,14 @@ class Gradient:
 
 @torch.no_grad()
 def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callable[[], None]:
-    """Begin to sum the shares of a bucket, in one message -> a function that adds the sums to `.grad`.
+    """Start the all-reduce of several gradients as one message; return a function that ends it.
 
-    The message is all shares, flat, one after the other, then a flag per parameter (1.0 if this
-    process used it), whose sum counts the processes that did. The shares are taken out of `.grad`.
+    A share is what this process's backward pass has added to a gradient; its sum over processes is
+    the gradient. The message is all shares, flat, then a flag per parameter, 1.0 if this process
+    used it: the sum of the flags counts the processes that did. A share of shape [2, 2], and
+    none of a parameter [3] -> 4 numbers, 3 zeros, 1.0, 0.0.
+
+    Shares are taken out of `.grad`; the returned function waits, and adds the sums to `.grad`.
     """
     shares = [gradient.take_share() for gradient in bucket]
     is_used = [share is not None for share in shares]
@@ -96,7 +100,7 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     message = torch.cat([*flat_shares, flags])
     del share, shares, addend, flat_shares  # their memory is free while the bucket is on its way
 
-    # Begun only: the backward pass goes on beside it.
+    # `async_op`: the sum is only started, and the backward pass goes on meanwhile.
     pending: Any = redistribute(
         message,
         f"n | sum({','.join(bucket[0].axes)}) -> n",
@@ -110,7 +114,8 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
         """Wait for the sums, and add them to `.grad`; a parameter that no process used stays."""
         *sums, users = pending.wait().split([*lengths, len(lengths)])
         for gradient, total, n_users, used in zip(bucket, sums, users, is_used, strict=True):
-            # Its own use is known without a look at the flags, which waits for a GPU.
+            # `n_users > 0` reads a number from the device, for which the host waits: only where
+            # needed.
             if used or n_users > 0:
                 gradient.add(total)
 
@@ -149,10 +154,11 @@ class Gradients:
         sharded: Sequence[ShardedParameter],
         bucket_bytes: int | None,
     ) -> None:
+        # bucket_bytes: the most bytes of gradients in one message; None for no limit.
         self.context = context
         self.bucket_bytes = bucket_bytes
         self.syncs = True
-        # Axes of length 1 have nothing to sum.
+        # Parameters whose axes have length 1 have nothing to sum over processes.
         self.sharded = [each for each in sharded if context.axes.size(*each.axes_summed_later) > 1]
         self.after_first: Callable[[], None] | None = None
         self._handles: list[Any] = []
@@ -189,17 +195,22 @@ class Gradients:
         self._pass = None
 
     def _follow(self, parameters: Sequence[Tensor]) -> None:
-        """Follow the gradients of these tensors, one for each of `sharded`, from now on.
+        """Register autograd hooks on these parameters, and assign their gradients to buckets.
 
-        Replaces what was followed before: hooks, buckets, and a pass that was under way.
+        Replaces all hooks and buckets of before, and forgets a backward pass that was under way.
+        Frozen parameters get no hooks.
+
+        Args:
+            parameters: The tensors that are the parameters now, one for each of `sharded`, in
+                order.
         """
-        for handle in self._handles:  # of tensors that are parameters no more
+        for handle in self._handles:  # hooks of earlier tensors, which may be parameters no longer
             handle.remove()
         self._handles = []
         self._gradients = []
         for x, parameter in zip(parameters, self.sharded, strict=True):
             if x.requires_grad:
-                # In the order of the mesh, as sums of equal axes share a bucket.
+                # Always in the order of the mesh: buckets are for equal tuples of axes.
                 axes = [
                     axis for axis in self.context.axes.axes if axis in parameter.axes_summed_later
                 ]
@@ -216,16 +227,18 @@ class Gradients:
         self._pass = None
 
     def _make_buckets(self) -> list[list[Gradient]]:
-        """Group gradients that one message can sum, in the order in which backward passes fill them.
+        """Group gradients into buckets, one message each, in the order of a backward pass.
 
-        Gradients of a bucket have the same axes, dtype and device, and up to `bucket_bytes` together.
+        Gradients of a bucket have the same axes, dtype and device, and at most `bucket_bytes`
+        together. With parameters a, b, c, d and room for two: [[d, c], [b, a]].
         """
         # A backward pass comes to the parameters of the last modules first.
         last_first = self._gradients[::-1]
         keys = [(one.axes, one.parameter.dtype, one.parameter.device) for one in last_first]
         sizes = [one.parameter.nbytes for one in last_first]
         groups = trees.group_by_bytes(sizes, self.bucket_bytes, keys)
-        groups.sort(key=itemgetter(-1))  # a bucket is full with its last gradient
+        # A bucket is sent when its last gradient is there: buckets are in the order of these.
+        groups.sort(key=itemgetter(-1))
         buckets = []
         for group in groups:
             buckets.append([last_first[i] for i in group])
@@ -247,9 +260,14 @@ class Gradients:
         gradient.put_aside_sum()
 
     def _after_share(self, gradient: Gradient, x: Tensor) -> None:
-        """Note that a share has been added to `.grad`, and send the buckets that are full with it.
+        """Note that a parameter has its `.grad`; send its bucket if that was the last one missing.
 
-        A hook of the parameter, called after each time that autograd adds to `.grad`.
+        autograd calls this hook after each time that it has added to `.grad`. The share is what
+        this process's backward pass gives; the sum over processes comes later.
+
+        Args:
+            gradient: The gradient of the parameter.
+            x: The parameter.
         """
         running = self._pass
         assert x.grad is not None
@@ -262,8 +280,8 @@ class Gradients:
         # Autograd may have made a new tensor of two shares: `.grad` as it is now is the whole share.
         gradient.share = x.grad
         running.announced.discard(gradient)
-        # Inside `no_sync` nothing is sent. A second share, as of a tied parameter, counts no gradient
-        # more: if its bucket has left, `_sum_rest` sums it.
+        # Inside `no_sync` nothing is sent. A gradient that comes a second time, as in a checkpoint,
+        # must not be counted twice; if its bucket has been sent already, `_sum_rest` sums the rest.
         if not self.syncs or gradient in running.arrived:
             return
         running.arrived.add(gradient)
@@ -282,8 +300,10 @@ class Gradients:
     def _end(self) -> None:
         """End the backward pass: send the buckets that are left, wait, and put the sums into `.grad`.
 
-        Autograd calls this when it has computed all gradients. After the first such pass that sums,
-        `after_first` checks the result. Raises XshardError if gradients never came to `.grad`.
+        Autograd calls this when it has computed all gradients. Inside `no_sync` nothing is sent.
+        After the first pass that sums, `after_first` checks that replicas are equal. Raises
+        XshardError if a gradient was computed and never came to `.grad`, as in
+        `torch.autograd.grad`.
         """
         running = self._pass
         if running is None:
@@ -299,14 +319,14 @@ class Gradients:
         self._pass = None
         if self.syncs and self.after_first is not None:
             check = self.after_first
-            self.after_first = None  # before the call, as the check may raise: it is made once
+            self.after_first = None  # before the call: the check is made once, even if it raises
             check()
 
     def _sum_rest(self, running: BackwardPass) -> None:
-        """Sum the buckets that have not been sent, and all again while any process has shares left.
+        """Send the buckets that are left, and wait; repeat while `.grad` has unsummed shares.
 
-        A parameter may get a second share after its bucket has left, as in a checkpoint: another
-        round sums these. `_pass` is then the round that is under way.
+        A parameter may get a second share after its bucket was sent, as in a checkpoint. Another
+        round of all buckets then sums these, and `_pass` is a new one for it.
         """
         while True:
             for bucket in self._buckets[len(running.finish_sums) :]:

@@ -62,7 +62,9 @@ class TensorRule:
     _arrivals: dict[Any, _Arrival] = field(default_factory=dict)  # by block shape and known dims
 
     def move(self, x: Tensor, context: ParallelContext, outside: KnownDims, where: str) -> Moved:
-        """Move a block by the rule, as "b i/tp -> b i" does: [b, i/4] -> [b, i].
+        """Redistribute an input or output of a module as its rule says.
+
+        "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i].
 
         Args:
             x: This process's block.
@@ -72,10 +74,12 @@ class TensorRule:
             where: The name of the tensor in errors.
 
         Returns:
-            The block afterwards, and the dims known from then on.
+            The block afterwards, and the dims known from then on. A known dim is a name with its
+            global length, as i = 16, for the modules inside.
         """
         if torch.compiler.is_compiling():
-            # Without the cache, which would become a guard of the graph: blocks are equally long.
+            # No cache here: looking it up would make the graph valid for this shape alone. The
+            # global shape is not given but inferred, by which all blocks count as equally long.
             return Moved(self._redistributed(x, None, context), ())
 
         key = (x.shape, outside)
@@ -87,7 +91,8 @@ class TensorRule:
         shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outside)
         y = self._redistributed(x, shape, context)
         known = known_inside(self.rule, shape, y.shape, outside, where)
-        # Kept only now: what failed is checked, and raises, each time.
+        # Kept only after all has succeeded: a block that fails a check is checked again in the next
+        # call.
         self._arrivals[key] = _Arrival(shape, known)
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)
         return Moved(y, known)
@@ -150,9 +155,11 @@ class ModuleHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the arguments by their rules, and gather the parameters; a hook of the module.
 
-        It returns the arguments with which torch then calls `forward`.
+        It returns the arguments with which torch then calls `forward`. Rows that the rule routes
+        are sent to the processes of their experts.
         """
-        # A dim of one name has one length: the modules around tell what they know of it.
+        # The modules around this one have seen the global lengths of some named dims, as s = 8192.
+        # A name has one length everywhere, so that these help where a block alone does not tell.
         known = self.parent.known_dims if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
@@ -164,7 +171,7 @@ class ModuleHooks:
                 assert self.experts is not None
                 self.experts.enter(key, values)
         self.known_dims = known
-        # Last: after an error above there is nothing to put back.
+        # Parameters are gathered last: after an error above, there is nothing to undo.
         self.parameters.begin_pass()
         moved_args = tuple(values[i] for i in range(len(args)))
         return moved_args, {name: values[name] for name in kwargs}
@@ -199,7 +206,10 @@ class ModuleHooks:
         return (*dims, *known)
 
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
-        """Return the position or the name of the argument that a rule is for; None if it is not a tensor.
+        """Find the argument that a rule is for: its position or name, as passed in this call.
+
+        None if it is absent in this call or no tensor. Raises ShapeError if the rule is for the
+        first tensor, and there is none.
 
         Args:
             key: The argument in the rule: its position, its name, or None for the first tensor.
@@ -232,9 +242,10 @@ class ModuleHooks:
         return [parts.get(_part_key(key, parts)) for key in keys]
 
     def _move_output(self, rule: TensorRule, result: Any) -> Any:
-        """Return a result, of the same type, with the part moved that a rule is for.
+        """Redistribute one tensor in the result of a module, and return the result with it.
 
-        A dict is changed in place: those of transformers have attributes beside their items. A
+        The result may be a tensor, a tuple, a list, a NamedTuple or a dict; it keeps its type. The
+        rule's key says which part is meant: a position, a name, or None for the first tensor. A
         result without this part, or with no tensor there, is returned as it is.
         """
         parts = _parts_of(result)

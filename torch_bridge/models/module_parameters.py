@@ -88,7 +88,11 @@ class ModuleParameters:
             self._shared = SharedParameters(shared, self._moves, gradients)
 
     def begin_pass(self) -> None:
-        """Give modules gathered tensors: STORED -> GATHERED, unless a pass has begun already."""
+        """Gather the parameters, and put them into the modules in place of the blocks.
+
+        Called before each forward pass of the module; `end_pass` puts the blocks back. A pass
+        inside another one, of a module that calls itself, changes nothing.
+        """
         self._passes += 1
         # A module may call itself: the passes inside use what the outermost one has gathered.
         if self._passes > 1 or not self.parameters:
@@ -127,13 +131,15 @@ class ModuleParameters:
         return [tensors[parameter.name] for parameter in self.parameters]
 
     def _begin_saving(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Let autograd save references to tensors that the backward pass gathers again.
+        """Let autograd drop gathered parameters; the backward pass gathers them again.
+
+        In place of such a tensor autograd saves which parameter it is. Parameters with `is_kept`
+        are saved as usual.
 
         Args:
             blocks: The parameters in storage.
             tensors: The gathered ones, in the same order.
         """
-        # Their memory is free after the forward pass. Those with `is_kept` stay.
         dropped = [i for i, parameter in enumerate(self.parameters) if not parameter.is_kept]
         if not any(blocks[i].requires_grad for i in dropped):
             return  # no backward pass needs them

@@ -22,9 +22,17 @@ LISTED = 8  # most parameters, and most attributes, in a note
 
 
 def described(title: str, parallel: ParallelModel, path: str, ruled: str | None = None) -> str:
-    """Describe a module under a title: its rules, and the parameters inside it with their blocks.
+    """Write a few lines about a module, for errors: its rules, and its parameters' blocks.
 
-    path: the module whose parameters are listed. ruled: the one whose rules are; by default the same.
+        <title>
+          <the rules of its inputs and outputs>
+          up.weight: o/tp i, block (3, 6) of (12, 6)
+
+    Args:
+        title: The first line.
+        parallel: The state of the parallel model.
+        path: The name of the module whose parameters are listed, `LISTED` at most.
+        ruled: The name of the module whose rules are shown; None for the same one.
     """
     lines = [title]
     hooks = parallel.hooks.get(path if ruled is None else ruled)
@@ -64,8 +72,13 @@ def has_note(error: BaseException) -> bool:
 
 
 def note_on(error: BaseException, parallel: ParallelModel) -> str:
-    """Write a note on an error in one of the modules: its rules and blocks, and what it counts by itself."""
-    # At least the module whose hook this is: its call is in the traceback.
+    """Write the note that is added to an error in a module: what the rules did to it.
+
+    It names the module, its rules and the blocks of its parameters, and attributes with the whole
+    length of a dim that is sharded, as `n_heads = 12` where a process has 3 heads: the most common
+    mistake.
+    """
+    # The modules in the error's traceback: never empty, as the one whose hook calls this is in it.
     modules = _modules_inner_first(error, parallel)
     paths = [parallel.names[module] for module in modules]
     where = paths[0] if paths[0] else "(the model)"
@@ -78,7 +91,7 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
     path = paths_with_parameters[0] if paths_with_parameters else ""
     lines = [described(title, parallel, path, ruled)]
 
-    # The most common mistake: a module reshapes by a length that is now sharded, as a number of heads.
+    # A module that reshapes by such an attribute gets a shape that its block does not have.
     sharded_lengths = _sharded_lengths(parallel, paths[-1])
     for module_path, module in zip(paths, modules, strict=True):
         counted = ", ".join(_counted(module, sharded_lengths)[:LISTED])

@@ -14,7 +14,7 @@ from xshard.ops import Axes
 
 @api_boundary
 def own_experts(module: nn.Module, axis: Axes, mesh: MeshLike, **options: Any) -> nn.Module:
-    """Keep this process's experts of a module, in place, and route rows to the experts that they chose.
+    """Shard a module of experts, and send rows to the processes of the experts they chose.
 
         module = xt.own_experts(module, "ep", mesh)     # parameters [e, ...] -> [e/ep, ...]
 

@@ -169,14 +169,15 @@ def check_replicas(model: nn.Module) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Add up gradients without sums over processes; the next backward pass outside sums them.
+    """Accumulate gradients on each process; the next backward pass outside sums them over all.
 
         with xt.no_sync(model):
             loss_of(model, first_half).backward()       # .grad is this process's share
         loss_of(model, second_half).backward()          # .grad is the gradient of both
 
-    Parameters that `keep=` of `parallelize` names are gathered once, by the first pass inside, and their
-    gradients summed once, too. Gradients of others that are gathered for use are always summed at once.
+    Parameters that are gathered for use, as "o/dp i -> o i", are of two kinds. Those that `keep=`
+    of `parallelize` names are gathered once, by the first pass inside, and their gradients are
+    summed once, at the end. All others are gathered, and their gradients summed, in every pass.
 
     Args:
         model: A parallel model.
@@ -185,7 +186,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         Nothing.
     """
     gradients = parallel_of(model).gradients
-    before = gradients.syncs  # contexts may be nested
+    before = gradients.syncs  # may be False already: contexts may be nested
     gradients.syncs = False
     try:
         yield
@@ -228,15 +229,16 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
 
 def _norms_counted_here(parallel: ParallelModel, norm_type: float) -> Tensor:
-    """Return the norms of the gradients that this process counts, after a zero, in float32 or wider: `[n]`.
+    """Return the norms of the gradient blocks that this process counts for the model: `[n]`.
 
-    Of processes with the same block, the first one along each axis counts it: on dp=2, tp=2, a
-    gradient "o/tp i" is counted by the processes with dp=0, one half by each.
+    Several processes may have the same block, which must be counted once: the first of them along
+    each axis does. On dp=2, tp=2 a gradient "o/tp i" is counted by the two processes with dp=0, one
+    half by each. The first number is a 0, and the dtype float32 or wider.
     """
     context = parallel.context
     position = context.axes.coords(context.processes.device)
-    # Axes along which this process is not the first: a block that they do not shard is another's too,
-    # and counted there.
+    # Axes along which this process is not the first. If one of them does not shard a gradient, the
+    # first process along it has the same block, and counts it.
     later_axes = {axis for axis, i in zip(context.axes.axes, position, strict=True) if i > 0}
     if parallel.parameters:
         example = parallel.parameters[0].tensor
@@ -244,7 +246,7 @@ def _norms_counted_here(parallel: ParallelModel, norm_type: float) -> Tensor:
         example = torch.zeros(())
     dtype = torch.promote_types(example.dtype, torch.float32)
 
-    # Begins with a zero: a process may have nothing to count, and has to take part.
+    # A zero, because a process with nothing to count still takes part in the sum over all.
     norms = [torch.zeros((), dtype=dtype, device=example.device)]
     for parameter in parallel.parameters:
         gradient = parameter.tensor.grad
@@ -279,7 +281,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         XshardError: Gradients are not yet summed, after passes inside `no_sync` alone.
     """
     total = grad_norm(model, norm_type)
-    # Scaling is the same for blocks and wholes, so that torch does it.
+    # Given the norm of the whole gradient, scaling a block needs nothing else: torch does it.
     tensors = [parameter.tensor for parameter in parallel_of(model).parameters]
     with_gradient = [x for x in tensors if x.grad is not None]
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)

@@ -201,10 +201,10 @@ def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
 
 
 def _attach(model: nn.Module, parallel: ParallelModel) -> None:
-    """Register all hooks on a model, and keep its parallel state in an attribute.
+    """Register all hooks on a model and its modules, and keep the parallel state as its attribute.
 
-    The order of the hooks matters: the model's `begin` comes before all, and notes on errors come
-    last, after the other hooks of their module.
+    torch calls hooks in the order in which they are registered. The model's `begin` comes before
+    all (`prepend`), notes on errors come after the other hooks of their module.
     """
     parallel.names = {module: name for name, module in model.named_modules()}
     for module, name in parallel.names.items():
@@ -225,10 +225,12 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
 
 
 def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
-    """Return the state of a model with replicated parameters, which sums their gradients by itself.
+    """Describe a model without rules in the form that `verify`, `grad_norm` and others take.
 
-    It is for models without rules: one rule for the whole model says that activations differ along
-    all axes, and nothing moves, so that no hooks and no sums are needed.
+    Its parameters are whole on every process, and its own layers sum their gradients over
+    processes, as in `nn.domain_parallel`. It is as if one rule for the whole model said that
+    activations differ along all mesh axes, and moved nothing: no hook is registered, and no
+    gradient is summed here.
     """
     root = ModuleHooks(
         "",
@@ -249,11 +251,12 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
 def _module_hooks(
     model: nn.Module, context: ParallelContext, rules: _ModelRules
 ) -> dict[str, ModuleHooks]:
-    """Make the hooks of modules that have rules, or that gather, by name, outer ones first.
+    """Make an object with the hooks of each module that has a rule, or that gathers parameters.
 
-    Nothing is registered yet. Hooks know the hooks of the nearest module around them with a rule for
-    its input (their parent), and the mesh axes along which activations differ inside: those of the
-    parent, and what the module's own rules add.
+    Returns them by the name of the module, outer modules first. Nothing is registered yet. Hooks
+    know the hooks of the nearest module around them with a rule for its input (their parent), and
+    the mesh axes along which activations differ inside: those of the parent, and what the module's
+    own rules add.
 
     Raises NotationError or XshardError for a rule that is malformed or fits no module.
     """
@@ -294,7 +297,8 @@ def _gathering_modules(
     """Return the names of the modules that gather the parameters inside them.
 
     Args:
-        gathers: As for `parallelize`.
+        gathers: As for `parallelize`: a pattern of names, as "blocks.*"; None for all modules with
+            a rule for their input.
         names: The names of all modules.
         inputs: The names of those with a rule for their input.
     """
@@ -316,10 +320,10 @@ def _called_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
-    """Return the integer attributes that have a rule, with this process's part of each.
+    """Find integer attributes of modules, as a number of heads, that each process has a part of.
 
-    12 heads under "h/tp" on tp=4 -> a count of 3. Nothing is set yet. Raises ShapeError if a number
-    does not divide.
+    `attention.n_heads` = 12 under the rule "h/tp" on tp=4 -> 3 on each process. Nothing is set yet.
+    Raises ShapeError if a number does not divide evenly.
     """
     attributes = _integer_attributes(model)
     counts = []
@@ -352,7 +356,10 @@ def _integer_attributes(model: nn.Module) -> dict[str, Count]:
 def _tensor_rules(
     value: Any, name: str, context: ParallelContext, *, routes: bool
 ) -> list[TensorRule]:
-    """Return a rule for each tensor, from what you wrote for one module.
+    """Read the layout rules that a user wrote for the inputs, or the outputs, of one module.
+
+    "b s/tp c -> b s c" is a rule for the first tensor; {"labels": "b s"} is one for an argument by
+    name; ("b s", None, "b c") are rules for positions 0 and 2.
 
     Args:
         value: One layout for the first tensor, or several by name or position; None for no rule.

@@ -51,9 +51,13 @@ class ParallelContext:
         return redistribute(x.detach(), (src, dst), self.mesh, shape=shape, profile=self.profile)
 
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
-        """Raise ReplicaError, on all processes, if blocks that should be equal are not.
+        """Raise ReplicaError on all processes if blocks differ that should be equal on several.
 
-        blocks: each with its name for errors, and how it is sharded.
+        Under "o/tp i" on dp=2, tp=2 the two processes along dp have the same block. A block that no
+        two processes share is not compared. All processes call it.
+
+        Args:
+            blocks: Each with its name for errors, and its global shape and layout.
         """
         processes = self.processes
         pairs: list[tuple[Comparison, Tensor]] = []
@@ -157,21 +161,29 @@ def shard_all(
     init: Init,
     device: torch.device | None,
 ) -> None:
-    """Replace every tensor by its block; one on the meta device gets its values from `init` first.
+    """Replace every parameter and buffer of a model by this process's block of it.
 
-    Whole tensors come and go one by one: the memory of the largest one is needed beside the blocks.
-    Raises XshardError if processes begin with different values.
+    Whole tensors are made and freed one by one: beside the blocks, memory is needed for the largest
+    one. Raises XshardError if processes begin with different values.
+
+    Args:
+        parameters: The parameters and buffers, with whole tensors.
+        context: The mesh and options.
+        init: Where tensors on the meta device get their values: a state dict, or a function that
+            initialises one module; without it, their blocks stay on the meta device.
+        device: The device of tensors that were on the meta device.
     """
     sums: dict[str, Tensor] = {}
     for parameter in parameters:
         x = parameter.tensor
-        # A tensor on the meta device without `init` becomes a block on the meta device.
         if x.is_meta and isinstance(init, Mapping):
             x = _initial(init, parameter, x, device)
         elif x.is_meta and callable(init):
             _initialise(parameter.places[0].module, init, device)
             x = parameter.tensor
         if not x.is_meta:
+            # The sum of all elements, by which processes find out whether they began with equal
+            # values.
             sums[parameter.name] = x.detach().double().sum()
         parameter.set_block(parameter.block_of(x, context))
     if sums:
@@ -188,7 +200,11 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
-    """Let `init` make whole tensors for one module; tensors that have values keep them.
+    """Call the user's `init` on one module whose tensors are on the meta device.
+
+    Tensors on the meta device become real ones, into which `init` writes. Tensors of the module
+    that have values already, as blocks, are put back afterwards, because `init` writes to all of
+    them.
 
     Args:
         module: The module; its own tensors are replaced in place, those of modules inside stay.
@@ -206,7 +222,7 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any
         tensors[name] = new
     init(module)
 
-    # `init` writes to all tensors of the module, as `reset_parameters` does: blocks come back.
+    # `init` has written to stand-ins of the tensors that had values: these come back as they were.
     for tensors, name, old in before:
         if not old.is_meta:
             tensors[name] = old
@@ -215,7 +231,16 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any
 def _initial(
     init: Mapping[str, Tensor], parameter: ShardedParameter, x: Tensor, device: Any
 ) -> Tensor:
-    """Return the whole value of a tensor from a state dict. Raises XshardError if it does not fit."""
+    """Return the whole value of a parameter or buffer, taken from the state dict `init`.
+
+    Raises XshardError if the state dict lacks it, or has it in another shape.
+
+    Args:
+        init: Values by name.
+        parameter: Which one; a tied parameter has several names.
+        x: Its tensor on the meta device, for shape and dtype.
+        device: The device of the result.
+    """
     # A state dict may have a tied parameter under one of its names alone.
     names = [name for name in parameter.names if name in init]
     if not names:
@@ -229,16 +254,20 @@ def _initial(
 
 
 def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
-    """Raise XshardError, on all processes, unless the sum of each tensor is the same on all of them.
+    """Raise XshardError on all processes unless each tensor has the same sum on all of them.
 
-    sums: the sum of the elements of each whole tensor on this process, by name.
+    Processes that draw initial values from different seeds would shard different models.
+
+    Args:
+        sums: The sum of the elements of each whole tensor on this process, by name.
+        context: The mesh and options.
     """
     axes = ",".join(context.axes.axes)
     own_sums = torch.stack(list(sums.values()))
-    # One reduction finds both ends: the minimum is minus the maximum of the negative.
+    # One collective finds both ends, as min(x) = -max(-x).
     both = torch.stack([own_sums, -own_sums])
     largest, minus_smallest = redistribute(both, f"a b | max({axes}) -> a b", context.mesh)
-    # Processes may add up in another order: a sum of equal values differs by rounding.
+    # Sums of equal values may differ by rounding, as processes may add in another order.
     size = torch.maximum(largest.abs(), minus_smallest.abs())
     is_different = (largest + minus_smallest).abs() > SAME_SEED * size
     if bool(is_different.any()):

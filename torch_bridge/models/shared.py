@@ -82,22 +82,26 @@ class SharedParameters:
         return any(self._is_mark_valid(i) for i in with_gradient)
 
     def take(self) -> dict[str, Tensor]:
-        """Return the tensors for a forward pass by name; none if this pass shares with no other.
+        """Return gathered parameters for a forward pass, by name; {} if it gathers its own.
 
-        A pass inside `no_sync` gets the leaves, and gathers them if it is the first. The next pass
-        outside gets them by `_LastPass`, whose backward pass sums the gradients of all into storage.
+        Inside `no_sync`, the first pass gathers the parameters, and all use these tensors, whose
+        `.grad` adds up. The next pass outside uses them a last time: its backward pass sums the
+        gradients of all passes over processes (`_LastPass`). A pass outside with no pass inside
+        before it gets {}.
         """
         # Modules have their blocks now, as no pass has begun.
         blocks = [parameter.tensor for parameter in self.parameters]
         if not blocks or (self._gradients.syncs and not self.is_held):
             return {}  # outside `no_sync`, and no pass inside has gathered anything
-        # An optimiser's step, or another tensor in a parameter's place: what is held would be outdated.
+        # After an optimiser's step, or with another tensor as a parameter, the gathered tensors
+        # would be outdated: they are gathered again.
         states = [_state_of(x) for x in blocks]
         if not self.is_held or states != self._block_states:
             self._blocks = blocks
             self._block_states = states
             self._gather()
-        # Without a gradient nothing ends: the next training pass still sums.
+        # A pass under `no_grad`, as an evaluation, is not the last: the next training pass still
+        # sums.
         is_last = self._gradients.syncs and torch.is_grad_enabled()
         tensors = _LastPass.apply(self, *blocks) if is_last else self._leaves
         return {p.name: x for p, x in zip(self.parameters, tensors, strict=True)}
@@ -135,7 +139,10 @@ class SharedParameters:
     def sum_gradients(
         self, leaves: Sequence[Tensor], last_gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Return the gradients of all passes as parameters are stored; afterwards nothing is held.
+        """Sum the gradients of all passes that shared gathered parameters, over processes too.
+
+        The gathered tensors are freed. A gathered [o, i] on dp=2, stored as "o/dp i": gradients [o,
+        i] of each pass -> one block [o/2, i].
 
         Args:
             leaves: The gathered tensors of the last pass.
@@ -144,7 +151,8 @@ class SharedParameters:
         Returns:
             A gradient for each leaf, as a block in storage; None for a frozen parameter.
         """
-        # The leaves of the pass, not those held now: it may have been gathered again since.
+        # These are the leaves of the pass whose backward pass this is. Those held now may be
+        # others, if parameters were gathered again since.
         trained = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         totals = []
         for i in trained:

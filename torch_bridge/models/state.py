@@ -23,14 +23,15 @@ from xshard.state.files.loading import in_both
 @api_boundary
 @torch.no_grad()
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the state of a parallel model under its own names: a DTensor for each sharded tensor.
+    """Return the state dict of a parallel model, with a DTensor for each sharded tensor.
 
         state = xt.state_dict(model)        # {"up.weight": DTensor [10, 6], ...}
         dcp.save(state, checkpoint_id=folder)
 
-    They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads into them;
-    `load_state_dict` ends a loading. A block under a layout that DTensors cannot have, as zigzag, or some
-    uneven ones, is gathered, and its tensor is a whole copy. All processes call it.
+    They share memory with the model, so that `torch.distributed.checkpoint` saves blocks and loads
+    into them; call `load_state_dict` with them after loading. DTensors cannot have all layouts: a
+    tensor that is sharded in zigzag order, or in some uneven ways, is gathered to a whole copy. All
+    processes call it.
 
     Args:
         model: A parallel model.
@@ -45,7 +46,9 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, x in model.state_dict(keep_vars=True).items():
         state[name] = x.detach() if isinstance(x, Tensor) else x
-    for parameter in parallel.sharded:  # which its own hook refuses to write as whole tensors
+    # `state_dict()` of the model has blocks for these: they are replaced by DTensors of global
+    # shape.
+    for parameter in parallel.sharded:
         x = _as_stored(parameter, parallel.context)
         for name in parameter.names:
             if name in state:  # some buffers are not saved
@@ -76,7 +79,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = T
     by_name = parallel.by_name
     names = in_both(state, [[name] for name in own_state], strict, ("model", "state dict"))
     for name in names:
-        if name is None:  # in one of them only, and not strict
+        if name is None:  # a name in the model or the state dict alone, which `strict=False` allows
             continue
         value = state[name]
         parameter = by_name.get(name)

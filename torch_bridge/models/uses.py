@@ -49,9 +49,10 @@ def parameters_by_rules(
     hooks: Hooks,
     keep: bool | Pattern = True,
 ) -> ModelParameters:
-    """Find the layouts of every parameter and buffer, and let modules gather what is used otherwise.
+    """Read the rule of every parameter and buffer, and note which modules gather which parameters.
 
-    "weight": "o/dp i -> o i" is stored as [o/dp, i], and used as [o, i]: a module gathers it.
+    "weight": "o/dp i -> o i" is stored as [o/dp, i] and used as [o, i] in the forward pass, so that
+    a module has to gather it. No tensor is changed yet.
 
     Args:
         model: The model, with whole tensors.
@@ -59,7 +60,8 @@ def parameters_by_rules(
         rules: Rules for names of parameters and buffers.
         hooks: The hooks of modules, by name, outer ones first. They learn the dims of their
             parameters, and what they gather.
-        keep: As for `parallelize`.
+        keep: Which gathered parameters stay in memory until the backward pass, as for
+            `parallelize`: True for all, False for none, or a pattern of names.
 
     Raises:
         XshardError: Rules do not fit the model.
@@ -88,11 +90,13 @@ def parameters_by_rules(
         parameter.places.append(place)
         if not is_buffer:
             uses[name] = rule.use
-        if module_of(name) in hooks:  # its output may be as long as a dim of this parameter
+        # The output of a module may have a dim of its parameter, as o of "o i": its length is then
+        # known.
+        if module_of(name) in hooks:
             dims = models.dims_of_parameter(rule.used, context.processes.device)
             hooks[module_of(name)].parameter_dims += dims
 
-    # Only now, when all uses are known: of a tied parameter, and of those beside it in a module.
+    # These need all uses: those of a tied parameter, and of the other parameters of a module.
     sharded = list(by_identity.values())
     _check_added_once(uses, sharded, hooks)
     for parameter in sharded:
@@ -165,10 +169,12 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
 def _gather_for_uses(
     parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules
 ) -> None:
-    """Let modules gather a parameter that they use otherwise than it is stored.
+    """Tell modules to gather a parameter that is stored under another layout than used.
 
-    The nearest module around a use that gathers does so. Sets the axes over which its gradient is
-    summed after the backward pass; over all others the move of the gradient back sums it.
+    Of the module with the parameter and those around it, the nearest one that gathers does. "o/dp i
+    -> o i": the block [o/2, i] is gathered to [o, i]; the gradient [o, i] is summed over dp and
+    scattered on its way back. Sets `axes_summed_later`: the axes over which no such move sums the
+    gradient, so that buckets do after the backward pass.
     """
     parameter.axes_summed_later = models.axes_summed_after_all_uses(
         [uses[name] for name in parameter.names]
@@ -191,9 +197,11 @@ def _gather_for_uses(
             to_use=f"{stored} -> {used}",
             to_storage=f"{used.dual} -> {stored.dual}",
             shape=parameter.sharding.shape,
-            # The model's own would be gathered again at once: its backward pass begins with them.
+            # Dropping what the outermost module gathers would save nothing: the backward pass
+            # begins with its last parameters, and would gather all of them again at once.
             is_kept=gatherer.parent is None or is_named,
-            # The leaf of a tied parameter would need the gradients of its other uses.
+            # Passes cannot share a tied parameter: the one gathered tensor would lack the gradients
+            # of its other uses.
             is_shared=is_named and len(parameter.names) == 1,
         )
         gatherer.parameters.add(gathered)
@@ -212,12 +220,14 @@ def _check_added_once(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks)
     for name in sorted(uses, key=module_of):
         names_by_module.setdefault(module_of(name), []).append(name)
 
-    # Two signs that a parameter is an addend: its module's output is a sum, or a matrix is beside it.
+    # Two signs that a parameter, as a bias, is added to a sum: the rule of its module's output says
+    # "sum(tp)", or a larger parameter of the same module is sharded.
     for path, names in names_by_module.items():
         summed = _axes_of_addends(path, uses, hooks)
         siblings = [(uses[name], shapes[name]) for name in names]
         for name in names:
-            # A weight beside it that has its dims, and more, is a matrix whose result it is added to.
+            # A weight in the same module that has the dims of this one and more, as "o i" beside
+            # "o", is a matrix, to whose result this one is added.
             axes = summed | models.axes_of_larger_parameters(shapes[name], siblings)
             repeated = axes - set(uses[name].used.axes) - uses[name].whole_axes
             if repeated:
@@ -248,9 +258,12 @@ def _refuse_added(name: str, use: ParameterUse, axes: set[str]) -> None:
 
 
 def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise PlanError if activations need a gradient, which would lack the parts of other processes.
+    """Raise PlanError if the gradient of a module's input would lack the parts of other processes.
 
-    A hook of the module that has the parameter, before its forward pass.
+    With a weight "o/tp i", each process computes with its rows, and gets the part of the input's
+    gradient that comes through them. The parts have to be summed over tp, and no rule says so. A
+    hook of the module before its forward pass; an input without a gradient, as of a first layer, is
+    fine.
     """
     if not any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         return

@@ -149,10 +149,11 @@ def _source_of(model: Module, parallel: ParallelModel, original: Module | None) 
 
 
 def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
-    """Return the arguments of the call on one device: sharded ones are gathered, all are compared.
+    """Make the arguments for the model on one device, from those of this process.
 
-    [b/2, i] on each process of dp=2 -> [b, i]. All processes call it. Raises ReplicaError if whole
-    arguments differ between them.
+    Arguments that are sharded by a rule are gathered: [b/2, i] on each process of dp=2 -> [b, i].
+    Others are whole already. All processes call it. Raises ReplicaError if they end with different
+    arguments.
     """
     context = parallel.context
     arrivals = parallel.arrivals(call)
@@ -173,13 +174,14 @@ def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
 
 
 def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
-    """Run a model forward and backward, and return the loss.
+    """Run a model forward and backward, and return the loss; `.grad` has the gradients.
 
     Args:
         model: A parallel model, or the copy on one device.
         call: The arguments: those by position have numbers for keys.
-        loss: A function of the result; None takes the loss that is in it.
-        parallel: The state of a parallel model, for a note on an error in `loss`.
+        loss: A function of the model's result; None takes the loss that the result itself has.
+        parallel: The state of a parallel model, for a note on an error in `loss`; None for the
+            copy.
 
     Raises:
         ShapeError: The loss is no scalar.
@@ -212,14 +214,17 @@ def _default_loss(result: Any) -> Any:
 def _on_one_device(
     source: Module, parallel: ParallelModel, call: Call, loss: Loss, watch: Watch
 ) -> list[Wanted]:
-    """Run a copy on one device, and return the loss and this process's block of each gradient.
+    """Run a copy of the model with whole tensors on this process alone, to know what is right.
+
+    Returns the loss and this process's block of each gradient, cut out of the whole ones.
 
     Args:
         source: The module to copy.
         parallel: The state of the parallel model.
         call: The whole arguments.
         loss: A function of the result; None takes the loss that is in it.
-        watch: A context around the passes, which sees the copy.
+        watch: Makes a context in which the passes run, from the copy: it may record what modules
+            do.
 
     Raises:
         XshardError: The model draws random numbers.
@@ -243,17 +248,21 @@ def _on_one_device(
             what = "the model draws random numbers, which are others for blocks than for the whole"
             raise XshardError(what, hint="model.eval(), or a dropout of 0")
 
-    # The loss counts as an output, and as the first array: errors begin with it.
+    # The loss comes first in the list, so that an error about several arrays begins with it.
     scalar = Sharding(Layout("()"), context.axes, ())
     wanted_loss = Wanted("output", "loss", scalar, value, value.abs().item())
     return [wanted_loss, *_cut_gradients(copied.tensors, parallel)]
 
 
 def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[Wanted]:
-    """Return this process's block of each gradient, in the order of parameters.
+    """Cut this process's block out of each whole gradient, in the order of parameters.
 
-    tensors: the whole tensors of the copy, by name. It is emptied on the way, so that whole gradients
-        are freed one by one, as soon as they are cut.
+    Under "o/tp i" on tp=2: a gradient [10, 6] -> its rows 0-4 or 5-9.
+
+    Args:
+        tensors: The whole tensors of the copy, by name. The dict is emptied on the way, so that
+            each whole gradient is freed as soon as it is cut.
+        parallel: The state of the parallel model.
     """
     wanted = []
     for parameter in parallel.trained:
@@ -291,10 +300,14 @@ class _Copy(NamedTuple):
 
 
 def _copied(source: Module, parallel: ParallelModel) -> _Copy:
-    """Copy a model with whole tensors and without rules; replicated parameters share the model's memory.
+    """Copy a model as on one device: with whole tensors and counts, and no hooks of ours.
 
-    source: the parallel model itself, or the model from which it was made. All processes call it, as
-    sharded tensors are gathered.
+    Sharded tensors are gathered, so that all processes call it. Replicated parameters are not
+    copied: they share the model's memory.
+
+    Args:
+        source: The parallel model itself, or the model from which it was made.
+        parallel: The state of the parallel model.
     """
     source_tensors: dict[str, Tensor] = dict(source.named_parameters(remove_duplicate=False))
     source_tensors.update(source.named_buffers())
@@ -315,7 +328,7 @@ def _copied(source: Module, parallel: ParallelModel) -> _Copy:
     for count in parallel.counts:
         if (
             id(count.module) in memo
-        ):  # it is not if the copy is of original=, which counts the whole
+        ):  # else the copy is of original=, whose attribute is whole already
             setattr(memo[id(count.module)], count.attribute, count.whole)
     _remove_hooks(model, parallel)
     return _Copy(model, tensors)
@@ -344,9 +357,10 @@ def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
 
 @contextmanager
 def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
-    """Set gradients to None inside; afterwards they are as before, and so are buffers.
+    """Let a `with` block run the model, and afterwards put back gradients and buffers as they were.
 
-    A pass inside does not count as the first one, whose gradients `parallelize` checks.
+    Inside, all gradients begin as None. `parallelize` checks gradients after the first backward
+    pass of a model: a pass inside does not count as that one.
     """
     gradients = [(parameter.tensor, parameter.tensor.grad) for parameter in parallel.trained]
     buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
@@ -355,8 +369,10 @@ def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
         for name, x in tensors.items():
             if x is not None:
                 buffers.append((tensors, name, x, x.clone()))
-    after_first = parallel.gradients.after_first
-    parallel.gradients.after_first = None  # the first pass of yours is checked, not this one
+    after_first = (
+        parallel.gradients.after_first
+    )  # the check after the first pass; None once it is done
+    parallel.gradients.after_first = None
     for x, _ in gradients:
         x.grad = None
     try:
@@ -400,9 +416,10 @@ SHAPES_DIFFER = 2
 def compare_on_all(
     wanted: Sequence[Wanted], blocks: Sequence[Tensor], tol: float, context: ParallelContext
 ) -> list[int]:
-    """Compare blocks with what one device says: EQUAL, VALUES_DIFFER or SHAPES_DIFFER for each.
+    """Compare blocks with the right ones; return one flag per array, the same on all.
 
-    All processes call it, with the same arrays, and get the worst flag of all for each array.
+    A flag is EQUAL, VALUES_DIFFER or SHAPES_DIFFER. All processes call it, with blocks of the same
+    arrays, and get the worst flag of all processes for each array.
 
     Args:
         wanted: This process's blocks by one device.
@@ -416,11 +433,14 @@ def compare_on_all(
         if block.shape != one.block.shape:
             flags.append(float(SHAPES_DIFFER))
             continue
-        # Gradients near zero are compared with the largest of all: they are sums that cancel.
+        # An array near zero is a sum in which large terms cancel, with the rounding errors of
+        # these. So a difference is allowed of `tol` times the array's own largest value, or times
+        # 1/100 of the largest value of all arrays of its kind (gradients, or outputs), whichever is
+        # more.
         absolute = tol * max(one.largest, largest_of_kind[one.kind] / 100)
         is_close = torch.isclose(block.double(), one.block.double(), tol, absolute).all()
         flags.append(float(EQUAL if is_close else VALUES_DIFFER))
-    # The worst flag of all processes, so that all raise, and about the same arrays.
+    # The maximum over processes, so that all of them raise, and about the same arrays.
     text = f"n | max({','.join(context.axes.axes)}) -> n"
     own_flags = torch.tensor(flags, device=blocks[0].device)
     return [int(flag) for flag in redistribute(own_flags, text, context.mesh).tolist()]
@@ -428,7 +448,10 @@ def compare_on_all(
 
 @torch.no_grad()
 def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run: Run) -> None:
-    """Raise EquivalenceError, on all processes, if blocks of some process differ.
+    """Raise EquivalenceError on all processes if a block differs on any of them from one device's.
+
+    The error names each wrong array, and the first wrong module, which is found by running both
+    models again.
 
     Args:
         results: What one device computes, and the blocks of the parallel run.
@@ -462,7 +485,7 @@ def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run:
         mismatch = mismatch_of(one, blocks[i], largest[one.kind], tol, context)
         if mismatch.cause is None:
             mismatch = replace(mismatch, cause=cause)
-        is_first = not mismatches  # the text is long: once
+        is_first = not mismatches  # the long text about the module goes with the first array only
         text = first.text if first is not None and is_first else ""
         mismatches.append(replace(mismatch, first=text))
     raise EquivalenceError(mismatches, len(wanted))
@@ -475,7 +498,10 @@ def _first_wrong(
     tol: float,
     run: Run,
 ) -> WrongTensor:
-    """Run both models again, and find the first wrong output of a module; else the first wrong gradient.
+    """Run both models again, to find where the first wrong result is.
+
+    It is the first wrong input or output of a module. If all of these are right, it is the loss if
+    that is wrong, else the gradient that a backward pass comes to first.
 
     Args:
         wanted: The loss (number 0) and the gradients by one device, in the order of parameters.

@@ -190,7 +190,8 @@ def redistribute(  # type: ignore[misc]  # noqa: PLR0913
 def _redistribute_now(x: Any, options: Options) -> Any:
     """Redistribute outside of compilers: a tensor, a DTensor or a tree, on one mesh or between two."""
     check_not_swapped()
-    # A tensor is neither, but `isinstance` with a union asks for each of its types: the type is cheap.
+    # A plain tensor is no tree. Its type is looked up first, because `isinstance` with several
+    # types is slow.
     is_tree = type(x) not in PLAIN_TYPES and isinstance(x, Mapping | list | tuple)
     if is_tree and options.async_op:
         raise PlanError("async_op is for one tensor", hint="a tree arrives when the call returns")
@@ -200,7 +201,8 @@ def _redistribute_now(x: Any, options: Options) -> Any:
     if is_tree:
         return redistribute_tree(x, options)
 
-    options = options._replace(bucket_bytes=None)  # one tensor has no buckets to compare
+    # `bucket_bytes` is for trees: without it, calls that differ in nothing else count as equal.
+    options = options._replace(bucket_bytes=None)
     x = as_tensor(x)
     compared = compare(x, options) if options.debug else None
     call = call_of(x, options.layouts, options.mesh, options.shape, options)
@@ -209,7 +211,12 @@ def _redistribute_now(x: Any, options: Options) -> Any:
 
 
 def _redistribute_traced(x: Any, options: Options) -> Any:
-    """Redistribute while torch.compile or torch.export records: in the graph, or between two graphs."""
+    """Redistribute while torch.compile or torch.export traces.
+
+    A plain tensor on one mesh becomes a part of the graph. For anything else Dynamo breaks the
+    graph, and the call runs between two graphs; torch.export cannot do that, and traces the call as
+    it is.
+    """
     from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
     # Dynamo can leave its graph and come back; torch.export has to record everything.
@@ -229,6 +236,6 @@ def _redistribute_traced(x: Any, options: Options) -> Any:
             return compiled.traced_call(
                 "redistribute", *arguments, recorded_options, options.async_op
             )
-    if is_dynamo:  # the options value as it is: nothing is listed again
+    if is_dynamo:
         return compiled.eagerly(_redistribute_now, x, options)
     return _redistribute_now(x, options)

@@ -61,9 +61,17 @@ def move_one(
     check_replicated: bool | None = None,
     name: str = "",
 ) -> Tensor | PendingTensor:
-    """Make a call on one mesh. `name` is the tensor's, for errors about its replicas.
+    """Run a redistribution of one tensor or DTensor on one mesh, and return its result.
 
-    Hot: every cached `redistribute` comes through here.
+    Every `redistribute` comes through here, so that it has to be quick.
+
+    Args:
+        x: This process's block, or a DTensor.
+        call: The layouts and the mesh.
+        async_op: Whether to return a `PendingTensor` while the collective is under way.
+        check_replicated: Whether to check that blocks which should be equal on several processes
+            are; None goes by the global setting.
+        name: The name of the tensor in errors about replicas; "" for none.
     """
     compares = replicas.are_replicas_checked(check_replicated) and not x.is_meta
     if type(x) not in PLAIN_TYPES and is_dtensor(x):
@@ -78,19 +86,25 @@ def move_one(
     executable = call.executable_for(x)
     if compares:
         y = checked(x, executable, process_mesh(call.mesh), call.text, name)
-    elif async_op and executable.is_linear:  # of a max or min, autograd needs the result
+    # The backward pass of a max or min needs its result, so that it cannot be left pending.
+    elif async_op and executable.is_linear:
         return PendingTensor.begin(x, executable)
     else:
         y = apply(executable, x)
-    if async_op:  # it has arrived already
+    if async_op:  # not left pending above: a `PendingTensor` whose result is there already
         return PendingTensor(y, y.shape, y)
     return y
 
 
 def compare(x: Tensor, options: Options) -> Compared | None:
-    """Raise on all ranks of the mesh unless all of them are about to make this call, and can."""
+    """Check, before anything is sent, that all ranks make the same call of `redistribute`.
+
+    For debug=True. Raises on all ranks of the mesh if calls differ, or if one of them would fail.
+    The result later compares the backward passes; it is None if there is nothing to compare there.
+    """
 
     def facts() -> CallFacts:
+        # What ranks compare. It raises what the call would raise; the others then hear of it.
         call = call_of(x, options.layouts, options.mesh, options.shape, options)
         block = x
         if is_dtensor(x):
@@ -119,7 +133,11 @@ def _as_asked(layouts: Any) -> str:
 
 
 def redistribute_between(x: Any, options: Options) -> Tensor | None:
-    """Move a block from one mesh to another; `x` is None on a process outside the source."""
+    """Move a block from one mesh to another; all processes of the world call it.
+
+    `x` is None on a process outside the source's mesh; the result is None on a process outside the
+    destination's, unless gradients are asked for.
+    """
     check_world()
     requires_grad = options.transfer.requires_grad
     compared = None
@@ -137,8 +155,9 @@ def redistribute_between(x: Any, options: Options) -> Tensor | None:
     device = tensor_device_of(source, options.transfer.device, options.transfer.dst_mesh)
     executable = lower_transfer(plan, device, dist.group.WORLD)
     if requires_grad:
-        _ = executable.backward  # errors come early
-    check_source_block(source, plan)  # last: other processes may not raise it
+        _ = executable.backward  # planned now, so that a plan without a gradient raises here
+    # The last check, because it may raise on this process alone; those above raise on all.
+    check_source_block(source, plan)
 
     block = _block_for_autograd(source, dtype, device, requires_grad)
     entering, returning = _replica_comparisons(plan, options, device)
@@ -164,7 +183,11 @@ class _Source(NamedTuple):
 
 
 def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCall]:
-    """Return this process's block and the call; a DTensor brings the source's mesh and global shape."""
+    """Turn the arguments of a move between two meshes into a block and a hashable call.
+
+    The block is None on a process outside the source. A DTensor brings the source's mesh and its
+    global shape, which plain tensors need `src_mesh=` and `shape=` for.
+    """
     block = None if x is None else as_tensor(x)
     src_mesh = options.transfer.src_mesh
     shape = options.shape
@@ -187,7 +210,11 @@ def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCal
 
 
 def _dtensor_source(x: Any, options: Options) -> _Source:
-    """Read block, mesh and shape of a DTensor. Raises MeshError if `src_mesh` is another one."""
+    """Take a DTensor apart: this process's local block, its mesh and its global shape.
+
+    The block is None on a process outside the DTensor's mesh. Raises MeshError if `src_mesh` is
+    given, and is another mesh.
+    """
     from torch_bridge.dtensor.placements import checked_global_shape, local_block_under
 
     mesh = x.device_mesh
@@ -247,7 +274,11 @@ def _replica_comparisons(
 
 
 def tensor_device_of(x: Tensor | None, device: Any, dst_mesh: MeshLike | None) -> torch.device:
-    """Return the device of this process's tensors: its block's, the given one, or the backend's own."""
+    """Choose the torch device on which this process receives, in a move between two meshes.
+
+    It is the device of its block; without a block the given one; else the one of the destination's
+    DeviceMesh; else the GPU if the world has NCCL and no gloo, and the CPU otherwise.
+    """
     if x is not None:
         return x.device
     if device is not None:

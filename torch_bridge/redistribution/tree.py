@@ -67,7 +67,16 @@ class SharedMove(NamedTuple):
 def share_collectives(
     executables: Mapping[int, Executable], blocks: Mapping[int, Tensor], bucket_bytes: int | None
 ) -> list[SharedMove]:
-    """Group linear moves, by index: those without a gradient apart, as nothing is sent back for them."""
+    """Group moves of several tensors so that each group shares its collectives.
+
+    There are at most two groups: tensors that need a gradient, and those that do not, for which the
+    backward pass would else send zeros.
+
+    Args:
+        executables: Linear moves, by the index of their tensor.
+        blocks: This process's blocks, by index.
+        bucket_bytes: The most bytes that one collective sends together; None for no limit.
+    """
     is_recording = torch.is_grad_enabled()
     moves = []
     for is_recorded in (False, True):
@@ -83,7 +92,10 @@ def share_collectives(
 
 
 def redistribute_tree(tree: Any, options: Options) -> Any:
-    """Move every tensor of a tree with few collectives; each result is the same as alone."""
+    """Redistribute every tensor of a dict, list or tuple, with few collectives for all of them.
+
+    Returns a tree of the same structure. Each result is the same as if its tensor were moved alone.
+    """
     bucket_bytes = limit_of(options.bucket_bytes)
     compared = _compare_tree(tree, options, bucket_bytes) if options.debug else []
 
@@ -94,7 +106,8 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
         with located(leaf.place):
             calls.append(call_of(leaf.x, leaf.layouts, leaf.mesh, leaf.shape, options))
 
-    # The comparison of replicas belongs to one tensor, whose name its error has.
+    # With `check_replicated`, each tensor is moved and compared alone, so that an error has its
+    # name.
     results: dict[int, Any] = {}
     if not are_replicas_checked(options.check_replicated):
         results = _move_together(leaves, calls, bucket_bytes)
@@ -103,7 +116,8 @@ def redistribute_tree(tree: Any, options: Options) -> Any:
             with located(leaf.place):
                 results[i] = move_one(leaf.x, call, False, options.check_replicated, leaf.place)
 
-    # Now, when the tensors of a bucket have their one node in the graph: the first of them compares it.
+    # After all moves: tensors of one bucket then have one common node in autograd's graph, and its
+    # backward pass is compared once, by the first of them.
     for i, one in enumerate(compared):
         compare_gradients_of(one, results[i], leaves[i].x)
     return tree_unflatten([results[i] for i in range(len(leaves))], tree_structure(tree))
@@ -119,9 +133,12 @@ def transfer_tree(tree: Any, options: Options) -> Any:
 
 
 def _leaves(tree: Any, options: Options, is_optional: bool = False) -> Iterator[_Leaf]:
-    """Yield the leaves with their own layouts and shapes; a leaf may be None if `is_optional`.
+    """Yield every tensor of a tree with the layouts and the global shape that are for it.
 
-    Raises PlanError if the trees of layouts and shapes have other branches than the tensors.
+    `layouts` and `shape` of the options may be one value for all tensors, or a tree with values for
+    its branches: {"a": "n/dp -> n"} is for all tensors under "a". A tensor may be None if
+    `is_optional`. Raises PlanError if the trees of layouts and shapes have other branches than the
+    tensors.
     """
     layouts = _spread(options.layouts, tree, _is_expression, "layouts")
     shapes = _spread(options.shape, tree, _is_shape, "shapes")
@@ -161,7 +178,11 @@ def _is_shape(value: Any) -> bool:
 def _move_together(
     leaves: list[_Leaf], calls: list[MoveCall], bucket_bytes: int | None
 ) -> dict[int, Any]:
-    """Move the leaves that may share collectives, once all are checked -> results by index."""
+    """Redistribute those tensors that can share collectives; return results by index.
+
+    A tensor that cannot share, as of a max or a DTensor, is missing in the result: it has to be
+    moved alone.
+    """
     moves: dict[int, _LeafMove] = {}
     for i, (leaf, call) in enumerate(zip(leaves, calls, strict=True)):
         with located(leaf.place):
@@ -192,7 +213,12 @@ def _leaf_move(x: Tensor, call: MoveCall) -> _LeafMove | None:
 
 
 def _compare_tree(tree: Any, options: Options, bucket_bytes: int | None) -> list[Compared | None]:
-    """Raise on all ranks of the mesh unless all of them are about to move the same tensors, and can."""
+    """Check, before anything is sent, that all ranks move the same tensors in the same way.
+
+    For debug=True. First the names of all tensors are compared, then the call of each. Raises on
+    all ranks of the mesh if they differ. Returns a comparison of the backward pass for each tensor,
+    or None.
+    """
     mesh = options.mesh
     if mesh is None:
         for x in tree_leaves(tree):

@@ -32,15 +32,16 @@ def route(
     sizes: int | None = None,
     debug: bool = False,
 ) -> Routed:
-    """Send each row to the processes of the groups that it chose, as tokens to experts, differentiably.
+    """Send rows to the processes of the groups they chose (tokens to experts), differentiably.
 
         routed = xt.route(x, to, "ep", mesh, groups=8)   # x [rows, c], to [rows, k] -> routed.rows [n, c]
         y = routed.back(experts(routed.rows, routed.sizes), weights=weights)      # [n, c] -> [rows, c]
 
-    The rows that came are one per choice, by group, then by the process and the row that they come from;
-    `sizes` says how many each group has. `back` brings one result per row home and adds them up. A process
-    gets one copy of a row, however many of its groups the row chose, and one returns; gradients are the same
-    two moves exchanged.
+    `routed.rows` has one row per choice of a group of this process: those of its first group, then
+    those of the second, and so on; within a group in the order of the processes and rows they come
+    from. `routed.sizes` says how many each group has. `back` sends one result per row back, and
+    adds up those of a row. A process gets one copy of a row, however many of its groups the row
+    chose, and one sum returns. Gradients take the same two ways in the opposite direction.
 
     All processes of the axis call it, with any number of rows. The host waits once, for the numbers of
     copies; then rows travel in one all-to-all, with 4 bytes beside each for every choice.

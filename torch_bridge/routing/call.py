@@ -42,7 +42,11 @@ class RouteCall(NamedTuple):
     debug: bool = False
 
     def facts(self, blocks: Sequence[Tensor], to: Tensor) -> desync.CallFacts:
-        """Return what processes compare before this call. Raises as `route` does."""
+        """Check the arguments, and return what debug mode compares between processes.
+
+        Each value is text: dtypes and shapes of rows, the number of choices, the options. Raises as
+        `route` does.
+        """
         layout = Layout.parse(f"t/({','.join(self.axes)})")
         check_axes(
             layout, mesh_of(checked_mesh(self.mesh, "route(x, to, axis, mesh)")), str(layout)
@@ -50,7 +54,8 @@ class RouteCall(NamedTuple):
         is_whole = not (to.is_floating_point() or to.is_complex() or to.dtype == torch.bool)
         check_rows(blocks[0].shape, to.shape, is_whole, capacity=self.capacity, sizes=self.sizes)
         check_device(to.device)
-        # Lengths of messages follow from values, which have to be known, and one for all.
+        # How much each process is sent follows from the values of `to`: a tensor on meta has none,
+        # and under vmap there would be other lengths for each item of the batch.
         if is_batched(to) or to.is_meta:
             what = "to says where rows go by its values: none are known, or there is one set for each batch"
             raise PlanError(
@@ -62,14 +67,20 @@ class RouteCall(NamedTuple):
             "options": str((self.groups, self.capacity, self.sizes)),
         }
         sent |= desync.derivative_facts(*blocks)
-        # Other processes of the mesh may have rows of another kind.
+        # Only the processes along the axes compare: others make calls of their own, with other
+        # rows.
         ranks = process_mesh(self.mesh).submesh(self.axes).ranks
         return desync.CallFacts({"mesh": mesh_with_ranks(self.mesh)}, sent, ranks, {})
 
     def send(self, blocks: Sequence[Tensor], to: Tensor) -> tuple[Routed, list[Tensor]]:
-        """Send rows of several tensors in one all-to-all; return the route and the copies of each tensor.
+        """Send rows of several tensors to the processes of the groups (experts) that they chose.
 
-        blocks: tensors `[rows, ...]`; the route has the first one. to: as for `route`.
+        All tensors travel in one all-to-all. Returns what came of the first tensor, with the way
+        back, and for each tensor the rows that came, `[copies, ...]`.
+
+        Args:
+            blocks: Tensors `[rows, ...]`.
+            to: The groups of each row, as for `route`.
         """
         compared = self._check(blocks, to)
         processes = process_mesh(self.mesh).submesh(self.axes)
@@ -83,14 +94,16 @@ class RouteCall(NamedTuple):
         else:
             lengths = _fixed_lengths(self.sizes, groups.n_parts, chosen.shape[1])
 
-        # A linear map of blocks: autograd gets its adjoint, which brings gradients home.
+        # `copies` is a linear map, which autograd calls with its adjoint: gradients return to their
+        # rows.
         copies = _copies(selection, lengths, group, groups, is_padded=self.sizes is not None)
         moved: Any = Redistribute.apply(copies, *blocks)
         tensors = list(moved) if isinstance(moved, tuple) else [moved]
 
         n_groups = groups.sizes[processes.device]
         own_groups = _own_groups(copies.arrived[0], n_groups)  # [copies, k]
-        # By group, then by copy and choice: a stable sort. Choices of groups elsewhere come last.
+        # One row per choice, sorted by group; a stable sort leaves rows of a group in the order in
+        # which they came. Choices of groups on other processes are last, and are cut off below.
         by_group, order = own_groups.reshape(-1).sort(stable=True)
         routed = Routed(
             tensors[0],
@@ -134,21 +147,31 @@ class _Selection(NamedTuple):
 
 
 def _select(chosen: Tensor, groups: Groups, limit: int | None) -> _Selection:
-    """Choose the copies to send, from the groups that rows chose: `[rows, k]`.
+    """Decide which rows go to which processes, from the groups (experts) that each row chose.
 
-    limit: most copies to one process; the first rows go.
+    A process gets one copy of a row, however many of its groups the row chose. 4 groups on 2
+    processes: the row with groups [0, 1] goes to process 0 only, the one with [1, 3] to both.
+
+    Args:
+        chosen: The groups of each row, `[rows, k]`; a number below 0 goes nowhere.
+        groups: Which process has each group.
+        limit: The most copies from this process to one process: the first rows go, others are
+            dropped. None for no limit.
     """
     n_groups = len(groups.parts)
     n_processes = groups.n_parts
-    nowhere = n_groups  # behind all groups in the table
+    # Numbers that are no group become one more group, "nowhere", on one more process after the
+    # last.
+    nowhere = n_groups
     known = chosen.where((chosen >= 0) & (chosen < n_groups), nowhere)
     places = _places_of_groups(groups, chosen.device)[known]
     processes = places // max(groups.sizes)
 
-    # One column more is for nowhere. Several choices of one process are one copy.
+    # [rows, processes]: whether any choice of the row is on that process. The column of "nowhere",
+    # the last one, is cut off again.
     needed = torch.zeros(len(chosen), n_processes + 1, dtype=torch.bool, device=chosen.device)
     needed = needed.scatter_(1, processes, True)[:, :n_processes]
-    numbers = needed.cumsum(0) - 1  # of rows before this one that go there, too
+    numbers = needed.cumsum(0) - 1  # how many rows before this one go to the same process
     is_sent = needed if limit is None else needed & (numbers < limit)
     n_copies = is_sent.sum(0)
     n_dropped = needed.sum() - n_copies.sum()
@@ -198,9 +221,17 @@ def _exchange_lengths(
     group: Group,
     n_groups: int,
 ) -> _Lengths:
-    """Tell each process how many copies and choices come, in one round, and check what they tell.
+    """Exchange between all processes how many rows each will send to each, before the rows travel.
 
-    Raises ShapeError, on all processes, for a group that is not there, or rows of other sizes.
+    Each process sends 5 numbers to each other (`_Report`). Raises ShapeError on all processes for a
+    group that does not exist, or if rows of processes differ in size.
+
+    Args:
+        selection: Which rows of this process go where.
+        to: The groups that rows chose, `[rows]` or `[rows, k]`.
+        blocks: The tensors that travel, for the bytes of a row.
+        group: The processes.
+        n_groups: The number of groups (experts) of all processes.
     """
     own_reports = _own_reports(selection, to, blocks)
     sizes = [own_reports.shape[1]] * len(own_reports)
@@ -219,10 +250,16 @@ def _exchange_lengths(
 
 
 def _own_reports(selection: _Selection, to: Tensor, blocks: Sequence[Tensor]) -> Tensor:
-    """Return the `_Report` for each process, on the device: `[processes, 5]`."""
+    """Return what this process tells each other one before rows travel: `[processes, 5]`, integers.
+
+    The columns are those of `_Report`: copies of rows for that process, choices of its groups among
+    them, then the same for all: the highest group chosen, bytes of a row, and k, the choices of a
+    row. The result stays on the device, so that the host does not wait.
+    """
     n_copies = selection.n_copies
     n_processes = len(n_copies)
-    # A choice travels with the copy for its process; the column more, of nowhere, never does.
+    # 1 for each choice whose row is sent to the choice's process, else 0. Padding adds the column
+    # of "nowhere" to `is_sent`, with False: such choices never travel.
     travels = pad(selection.is_sent, (0, 1)).gather(1, selection.processes).long()  # [rows, k]
     n_choices = n_copies.new_zeros(n_processes + 1)
     n_choices.scatter_add_(0, selection.processes.reshape(-1), travels.reshape(-1))
@@ -237,9 +274,14 @@ def _own_reports(selection: _Selection, to: Tensor, blocks: Sequence[Tensor]) ->
 
 
 def _check_reports(reports: Sequence[_Report], ranks: Sequence[int], n_groups: int) -> None:
-    """Raise ShapeError for a group that is not there, or if processes have unlike rows.
+    """Raise ShapeError for a group that does not exist, or rows of unequal size.
 
     Every process gets these numbers of every other, so that all raise.
+
+    Args:
+        reports: What each process told, in the order of `ranks`.
+        ranks: The ranks of the processes.
+        n_groups: The number of groups: 0 to n_groups - 1 exist, numbers below 0 mean nowhere.
     """
     for rank, report in zip(ranks, reports, strict=True):
         if report.highest_group >= n_groups:
@@ -256,9 +298,18 @@ def _check_reports(reports: Sequence[_Report], ranks: Sequence[int], n_groups: i
 def _copies(
     selection: _Selection, lengths: _Lengths, group: Group, groups: Groups, *, is_padded: bool
 ) -> Copies:
-    """Put the copies in the order in which they are sent: by process, then by row.
+    """List the rows that are sent in the order of the message: by process, then by row.
 
-    is_padded: whether each process gets as many as `lengths` says, and fewer rows are filled up.
+    Row 0 goes to both of 2 processes, row 1 to the second -> rows [0, 0, 1] in the message. The
+    choices of each row travel beside it.
+
+    Args:
+        selection: Which rows go where.
+        lengths: How many rows each process is sent, and sends.
+        group: The processes.
+        groups: Which process has each group.
+        is_padded: Whether each process is sent exactly as many rows as `lengths` says, filled up
+            with rows of zeros where there are fewer.
     """
     n_rows, n_processes = selection.is_sent.shape
     device = selection.places.device
@@ -268,8 +319,9 @@ def _copies(
     else:
         starts = selection.n_copies.cumsum(0) - selection.n_copies
 
-    # Each copy has the number `row * processes + process`; `n_rows * processes` is padding. A copy that
-    # is not sent goes to a slot behind all others.
+    # A copy of a row for a process is numbered `row * processes + process`; the number after all of
+    # these is padding. `slots` says where in the message each of them lies. All that are not sent
+    # get one slot behind the message, which is cut off.
     padding = n_rows * n_processes
     slots = (starts + selection.numbers).where(selection.is_sent, n_sent)
     in_order = slots.new_full((n_sent + 1,), padding)
@@ -278,8 +330,9 @@ def _copies(
     rows = copies // n_processes
     processes = copies % n_processes
 
-    # Beside each copy travel its row's choices, counted from the first group of the receiver: its own
-    # are then 0 to its number of groups, and all others are outside of that.
+    # Beside each copy travel the k choices of its row, counted from the first group of the
+    # receiver: those of its own groups are then 0, 1, ..., and all others are negative or too
+    # large.
     most = max(groups.sizes)
     places = pad(
         selection.places, (0, 0, 0, 1), value=n_processes * most

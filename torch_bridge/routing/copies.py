@@ -103,9 +103,15 @@ class Copies:
     def _exchange(
         self, tables: list[Tensor], sent: Sequence[int], received: Sequence[int]
     ) -> list[Tensor]:
-        """Exchange tables with a row per copy, all in one all-to-all, as bytes.
+        """Send several tables of rows in one all-to-all, and return the tables that arrive.
 
-        sent: rows to each process. received: rows from each process.
+        float32 [5, 8] and int32 [5, 2] travel as one table of bytes, [5, 40], and are split up
+        again.
+
+        Args:
+            tables: Tables `[rows, n]`, rows in the order of processes.
+            sent: The number of rows to each process.
+            received: The number of rows from each process.
         """
         # Tables have several dtypes, as rows and their choices: bytes travel together.
         byte_tables = [_bytes(x) for x in tables]
@@ -119,7 +125,8 @@ class Copies:
         if len(tables) == 1:
             columns = [arrived]
         else:
-            # Each table begins at an address of its own, as its dtype may need.
+            # Cloned, because a view in the middle of the bytes may begin at an address that is not
+            # a multiple of the size of the table's elements, as its dtype needs.
             widths = [x.shape[1] for x in byte_tables]
             columns = [
                 x.clone(memory_format=torch.contiguous_format) for x in arrived.split(widths, 1)
@@ -181,9 +188,11 @@ class Routed:
 
     @between_graphs
     def back(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Bring results home, and add up those of each row: `[n, ...] -> [rows, ...]`.
+        """Send results back to where their rows came from, and add up those of each row.
 
-        Products are added up before one row returns for each copy. All processes call it.
+        `[n, ...] -> [rows, ...]`: a row that chose groups 2 and 5 gets
+        `weights[0] * result of 2 + weights[1] * result of 5`. Results of one process for one row
+        are added up before they travel. All processes call it.
 
         Args:
             y: A result for each of `rows`, in their order.
