@@ -86,8 +86,8 @@ def _cross_entropy(
     losses = losses.masked_fill(is_ignored, 0)
     if options.reduction == "none":
         return losses
-    # The sum of losses and the number of tokens travel in one collective. Reduction "sum" needs no
-    # number, but then all reductions send the same message.
+    # The sum of losses and the number of tokens travel in one all-reduce. Reduction "sum" does not
+    # need the number, which costs it nothing.
     count = (~is_ignored).sum().to(losses)
     total, count = reduce(torch.stack([losses.sum(), count]), "sum", token_axes)
     if options.reduction == "mean":

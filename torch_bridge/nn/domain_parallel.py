@@ -358,7 +358,7 @@ class _Converted(nn.Module):
         """Run a module that the user's own converter made for blocks.
 
         Its parameters are replaced by copies whose gradients are summed over the devices. Its
-        outputs are noted as sharded like its first input; without such a note on any input, the
+        outputs are noted as sharded like the first input that has such a note; without one, the
         module just runs. Torch functions inside are not watched: the converter answers for them.
         """
         # `train()` and `eval()` do not reach the module: it is no child.

@@ -238,7 +238,7 @@ def _placed_as(
         known_lengths = dict(zip(names, shape, strict=True))
     whole_shape = global_shape(layout, processes.mesh, local_shape, text, known_lengths)
     placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole_shape), processes)
-    # If blocks differ in size and no shape was given, the inferred shape is wrong for some processes.
+    # If blocks differ in size and no shape was given, some processes have inferred a wrong shape.
     if placement.local_shape != local_shape:
         message = f"the block has shape {local_shape}, not {placement.local_shape}"
         hint = (
