@@ -205,7 +205,7 @@ class EinsumCall(NamedTuple):
             )
 
     def facts(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> CallFacts:
-        """Describe a call as texts and numbers, which all ranks compare in debug mode.
+        """Describe a call by texts and numbers, which ranks compare before anything is sent.
 
         keeps: whether moved operands are kept for the backward pass. Returns facts that must be
         equal in the whole mesh, facts that must be equal among the ranks of the plan, these ranks,

@@ -341,7 +341,7 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
         n_pieces = _n_pieces(cut, mesh, n_rows_left)
         for axis in cut.axes:
             # Torch applies placements in mesh order. Axes that cut before this one, but come later in
-        # the mesh, are what a `_StridedShard` makes its pieces for.
+            # the mesh, are what a `_StridedShard` makes its pieces for.
             later_axes = [a for a in factors if mesh.position(a) > mesh.position(axis)]
             factors[axis] = n_pieces * mesh.size(*later_axes)
         if n_rows_left is not None:

@@ -214,9 +214,9 @@ def _end(
     """Describe the source or the target of a DTensor's move: mesh, placements and layout.
 
     Negative dims, as in Shard(-1), become positive. layout: given by the user where placements do
-    not determine the rows of each device, as for uneven parts; None: it is inferred. kept: mesh dims
-    with a pending reduction that layouts cannot express; they count as replicas, as nothing moves
-    there. Raises PlanError for a layout that contradicts the placements.
+    not determine the rows of each device, as for uneven parts; None: it is inferred. kept: mesh
+    dims with a pending reduction that layouts cannot express; they count as replicas, as nothing
+    moves there. Raises PlanError for a layout that contradicts the placements.
     """
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
     as_layout = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
@@ -270,7 +270,7 @@ def _counted_from_0(placement: Placement, ndim: int) -> Placement:
 def _compare_moves(
     x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorMove]
 ) -> Compared | None:
-    """In debug mode, compare a DTensor's move on all ranks of both meshes before it sends.
+    """Check that all ranks of both meshes are about to make the same move of a DTensor.
 
     prepared: checks the arguments and describes the move; its error on one rank is raised on all.
     Returns what the backward pass compares later; None where there is nothing to compare.
@@ -307,9 +307,9 @@ def _compare_moves(
 
 
 def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: str) -> Tensor:
-    """Redistribute a DTensor by an expression of layouts, such as "n/dp d -> n d/dp"; differentiable.
+    """Redistribute a DTensor by an expression of layouts, such as "n/dp d -> n d/dp".
 
-    call: the expression and its options. compares: check, for debugging, that replicas hold equal
+    Differentiable. call: the expression and its options. compares: check, for debugging, that replicas hold equal
     values, now and for the gradient in the backward pass. name: the tensor's, for errors.
     """
     if compares:
