@@ -309,8 +309,9 @@ def _compare_moves(
 def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: str) -> Tensor:
     """Redistribute a DTensor by an expression of layouts, such as "n/dp d -> n d/dp".
 
-    Differentiable. call: the expression and its options. compares: check, for debugging, that replicas hold equal
-    values, now and for the gradient in the backward pass. name: the tensor's, for errors.
+    Differentiable. call: the expression and its options. compares: check, for debugging, that
+    replicas hold equal values, now and for the gradient in the backward pass. name: the tensor's,
+    for errors.
     """
     if compares:
         _compare_replicas(x, call.text, name, cotangents=False)

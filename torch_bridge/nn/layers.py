@@ -364,9 +364,9 @@ class HaloExchange(nn.Module):
 
     @api_boundary
     def forward(self, x: Tensor) -> Tensor:
-        """Exchange rows: `n/axis -> n/axis:halo(...)`.
+        """Add the neighbours' border rows to a block: `n/axis -> n/axis:halo(...)`.
 
-        Gradients of copied rows are added at their owner.
+        With a halo of 1, 4 rows become 6. Gradients of copied rows are added at their owner.
 
         Args:
             x: This process's block. All processes of the axes call it.
@@ -383,7 +383,9 @@ class HaloExchange(nn.Module):
 
     @api_boundary
     def trim(self, x: Tensor) -> Tensor:
-        """Drop the rows of neighbours: `n/axis:halo(...) -> n/axis`.
+        """Drop the rows of neighbours from a block: `n/axis:halo(...) -> n/axis`.
+
+        With a halo of 1, 6 rows become 4: the inverse of `forward`.
 
         Args:
             x: A block with a halo, such as the result of this module.

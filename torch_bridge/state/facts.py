@@ -185,7 +185,7 @@ def plan_described(
     """
     leaves = leaf_facts(dict(facts))
     src_mesh, _ = mesh_in(dict(facts))
-    # Rules are patterns. A name may contain characters such as "*": escaped, it matches only itself.
+    # Rules are patterns, and names may contain "*" and the like: escaped, they match themselves.
     src_rules = {re.compile(re.escape(name)): leaf.layout for name, leaf in leaves.items()}
     rules: Any = src_rules
     if dst_rules is not None:

@@ -106,7 +106,7 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
 
     name: of the operator, such as "mm". args: its arguments by name. out: one of its results. The
     description gives letters to dims, as einsum does: those of "r0 k, k r1 -> r0 r1" can be sharded
-    by mesh axes. An operation that nothing is known of is `opaque`: every device computes all of it.
+    by mesh axes. An operation that nothing is known of is `opaque`: each device computes all of it.
     """
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.numel()]
     invocation = Invocation(name, args, tensors, out, is_pointwise)
