@@ -234,7 +234,10 @@ def shard_batch(
     spatial_dims_4d: int = -2,
     manager: Manager = None,
 ) -> Mapping[str, Any]:
-    """Shard the tensors of a batch that have 4 or 5 dims; everything else is returned as it is.
+    """Cut the tensors of a batch that have 4 or 5 dims to this process's part of each.
+
+    Everything else in the batch is returned as it is. All processes of a domain pass the same
+    batch; nothing is sent.
 
     Args:
         batch: Tensors, or any values, by name.

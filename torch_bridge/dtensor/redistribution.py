@@ -279,6 +279,7 @@ def _compare_moves(
     asked = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
 
     def facts() -> CallFacts:
+        # Checks the move, and describes it by texts that must be equal on all ranks.
         move = prepared()
         block = moves.local_block(x)
         sent = Sent(

@@ -372,8 +372,11 @@ def _lines(reports: Mapping[int, Report], describe: Callable[[Report], str]) -> 
 
 
 def _ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks as text: `rank 3`, `ranks 0, 2 to 5`."""
-    runs: list[list[int]] = []  # first and last rank of each
+    """Write ranks as text for an error: [3] -> "rank 3"; [0, 2, 3, 4, 5] -> "ranks 0, 2 to 5".
+
+    Two neighbours are listed one by one: [1, 2] -> "ranks 1, 2".
+    """
+    runs: list[list[int]] = []  # [first, last] of each run of consecutive ranks
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank

@@ -345,7 +345,8 @@ def positions(
 ) -> Tensor:
     """Return the global index of every row that this process's block holds along a dim.
 
-    "s/zigzag(cp)" of 8 rows on cp=2, on the first process -> [0, 1, 6, 7]. Nothing is sent.
+    Position ids of a sharded sequence, for example. "s/zigzag(cp)" of 8 rows on cp=2, on the first
+    process -> [0, 1, 6, 7]. Nothing is sent.
 
     Args:
         layout: The layout of the array, or its text.

@@ -58,12 +58,12 @@ def fft(
     norm: str | None = None,
     shape: Lengths = None,
 ) -> Tensor:
-    """Return this process's block of the Fourier transform of an array, under the same layout.
+    """Compute the Fourier transform of a sharded array; each process gets its block of the result.
 
         y = xt.nn.fft(x, "h/sp w", mesh, "h w")     # [h/2, w] -> [h/2, w], complex, on 2 processes
 
-    All processes of the mesh call it. Two moves: sharded dims are whole while they are transformed, and
-    another dim is sharded.
+    All processes of the mesh call it. The result has the layout of the input. Sharded dims are
+    gathered for their transform, while another dim is sharded instead: two all-to-alls in all.
 
     Args:
         x: This process's block.

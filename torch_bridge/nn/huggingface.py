@@ -39,12 +39,13 @@ def register_attention(
     how: str = AUTO,
     shape: Lengths = None,
 ) -> None:
-    """Make `attn_implementation=name` of a model of `transformers` attention over a sharded sequence.
+    """Let models of `transformers` attend over a sequence that is cut over devices.
 
         xt.nn.register_attention("b s/cp h k", mesh)
         model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="xshard")
         model(tokens, position_ids=xt.positions(...)[None])     # tokens: [batch, rows of this process]
 
+    It registers an attention under `name`, which models choose by `attn_implementation=name`.
     The model is called with this process's block of tokens, `[batch, rows]`, and `position_ids` of the
     rows, as `positions` returns them. An `attention_mask` `[batch, rows]` marks padding, `documents=` the
     documents of packed tokens.

@@ -171,7 +171,7 @@ def recorded_placements(values: Iterable[object]) -> list[Placement]:
 
 @api_boundary
 def sharding_of(x: Tensor) -> Sharding:
-    """Return the layout, mesh and global shape of a block that a domain-parallel model returned.
+    """Say how an output of a domain-parallel model is sharded: layout, mesh and global shape.
 
         y = parallel_model(block)
         sharding_of(y)            # [b, c, h/sp, w] on a mesh of 2, of a global shape such as (1, 2, 8, 8)

@@ -585,11 +585,12 @@ def _only_reads(func: Function) -> bool:
 
 @api_boundary
 def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a function, whose activations the backward pass computes again.
+    """Call a function without keeping its activations: the backward pass computes them again.
 
         y = xt.nn.checkpoint(self.block, x)         # in the code of a model
 
-    It is `torch.utils.checkpoint.checkpoint`, also in the code of models that become domain-parallel.
+    It is `torch.utils.checkpoint.checkpoint`, which also works in the code of models that
+    `domain_parallel` converts: what it knows of layouts is there again in the second run.
 
     Args:
         function: The function to call.

@@ -91,23 +91,26 @@ class StepRecorder(TorchDispatchMode):
         self._open_modules = [_OpenModule("", None, None, 0)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Torch calls this for each operator of the forward pass: it runs without data, and is added
+        # to the trace. Operations on few known numbers, as of `arange`, are also computed on the
+        # CPU, as later code may read a number from them.
         kwargs = kwargs or {}
         name = schema_of(func).name.partition("::")[2]
         if name == "_local_scalar_dense":
             return self._number(args[0])
-        # Numbers made on the CPU, as by a literal, become shapes too.
+        # Tensors that the code makes on the CPU, as of a literal, go to the meta device, too.
         out = func(*tree_map_only(Tensor, _to_meta, args), **_on_device(kwargs, "meta"))
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         arguments = _arguments_by_name(func, args, kwargs)
         if self._has_values(arguments, results):
-            # Indexed, not copied: a value that an operation changes in place stays changed.
+            # The stored tensors themselves, no copies: an operation in place must change them.
             values = tree_map_only(Tensor, self.values.__getitem__, args)
             computed = func(*values, **_on_device(kwargs, "cpu"))
             self.values |= zip(results, tree_leaves(computed), strict=True)
         is_in_place = name.endswith("_")
         for x in results:
-            # Empty tensors are made and dropped by batch norms, and another tensor may get their
-            # identity.
+            # Tensors are known by identity. Batch norms make empty tensors and drop them at once,
+            # so that a later tensor may get the same one.
             if not x.numel():
                 continue
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
@@ -248,6 +251,9 @@ class Functions(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Torch calls this for each of its functions. Attention is recorded here as one operation.
+        # `x.shape[0]` and `x.size(0)` return integers that know which dim of which tensor they are,
+        # so that a `reshape` to them keeps that dim sharded.
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             call, out = attention_call(*args, **kwargs)

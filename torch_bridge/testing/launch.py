@@ -46,7 +46,7 @@ def run_ranks(
     timeout_s: float = 300.0,
     start_method: str = "fork",
 ) -> list[Any]:
-    """Run a function in new processes on this machine, which are a gloo world of their own.
+    """Run a function on n ranks: new processes on this machine, with gloo for collectives.
 
         results = xt.testing.run_ranks(4, train, config)     # by rank
 
@@ -72,8 +72,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         work = (n, folder, timeout_s, function, args)
         context = start_processes(_rank, work, n, join=False, start_method=start_method)
-        # Anybody may write to the files in the common folder of temporary ones that torch would
-        # unpickle.
+        # torch would unpickle errors from files in the common temporary folder, where anybody may
+        # write: it gets names of files that do not exist.
         context.error_files = [str(Path(folder, "no file"))] * n
         try:
             _wait(context, n, timeout_s)

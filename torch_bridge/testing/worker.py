@@ -513,7 +513,7 @@ class _PlanTimer:
 
     def __init__(self, plan: AnyPlan) -> None:
         processes = process_mesh(plan.mesh)
-        # Ones: what a plan costs does not depend on values.
+        # All inputs are ones: the time does not depend on values.
         dtype = getattr(torch, plan.dtype)
         # The last array is the result.
         shapes = [source.local_shape(processes.device) for source in arrays_of(plan)[:-1]]
@@ -526,7 +526,9 @@ class _PlanTimer:
         self.n_calls = 2
         self.seconds()  # the first calls make connections
         slowest = torch.tensor(self.seconds())
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks call equally often
+        # By the slowest rank, so that all ranks make equally many calls, which contain collectives.
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        # So many calls are timed together that they take about TARGET_S.
         self.n_calls = int(min(MOST_CALLS, max(1.0, TARGET_S / slowest.item())))
 
     def seconds(self) -> float:
