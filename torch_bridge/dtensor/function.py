@@ -248,9 +248,9 @@ def executables(move: DTensorMove, x: DTensor, block: Tensor) -> tuple[AnyExecut
 def _executables(
     move: DTensorMove, shape: Shape, local_shape: Shape, device: torch.device, world: object
 ) -> tuple[AnyExecutable, ...]:
-    # Plans a redistribution of a DTensor, and binds each stage of it to process groups. A stage is a
-    # plan of collectives on one mesh, or messages to another mesh. shape: global; local_shape: of
-    # this process's block. world: part of the cache's key only.
+    # Plans a redistribution of a DTensor, and binds each stage of it to process groups. A stage is
+    # a plan of collectives on one mesh, or messages to another mesh. shape: global; local_shape:
+    # of this process's block. world: part of the cache's key only.
     if not (is_in_mesh(move.src.mesh) or is_in_mesh(move.dst.mesh)):
         return ()
     check(move, shape, local_shape)

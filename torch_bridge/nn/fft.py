@@ -63,7 +63,7 @@ def fft(
         y = xt.nn.fft(x, "h/sp w", mesh, "h w")     # [h/2, w] -> [h/2, w], complex, on 2 processes
 
     All processes of the mesh call it. The result has the layout of the input. Sharded dims are
-    gathered for their transform, while another dim is sharded instead: two all-to-alls in all.
+    gathered for their transform, while another dim is sharded instead: two collectives in all.
 
     Args:
         x: This process's block.
