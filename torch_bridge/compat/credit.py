@@ -67,7 +67,7 @@ class DomainParallelManager:
         self.shard_dim = shard_dim
         mesh = Mesh({"data": self.data_parallel_size, AXIS: domain_parallel_size})
         self.processes = process_mesh(mesh)
-        # All processes make the groups together, here.
+        # A process group must be made by all processes together: here, where all of them are.
         self.domain_group: dist.ProcessGroup = self.processes.group((AXIS,)).process_group
         self.data_parallel_group: dist.ProcessGroup = self.processes.group(("data",)).process_group
         self.dp_rank, self.domain_rank = divmod(self.processes.device, domain_parallel_size)
@@ -92,7 +92,10 @@ _manager: Manager = None  # of the whole program, as in CREDIT, whose functions 
 def initialize_domain_parallel(
     world_size: int, domain_parallel_size: int, shard_dim: int = -2
 ) -> DomainParallelManager:
-    """Set the manager that functions of this module use by default. All processes call it.
+    """Divide all processes into domains, and make this the default of this module's functions.
+
+    Each domain holds one sample, cut along a dim: 8 processes in domains of 2 work on 4 samples.
+    All processes call it.
 
     Args:
         world_size: As for `DomainParallelManager`.
@@ -169,9 +172,10 @@ class HaloExchange(nn.Module):
 def shard_tensor(
     x: Tensor, dim: int = -2, manager: Manager = None, *, uneven: bool = False
 ) -> Tensor:
-    """Return this process's part of a replicated tensor: [H, ...] -> [H/D, ...] along `dim`.
+    """Cut this process's part out of a replicated tensor: [H, ...] -> [H/D, ...] along `dim`.
 
-    Nothing is sent. The gradient is this process's own, with zeros elsewhere.
+    D is the number of processes in a domain: 8 rows on D=2 -> rows 0 to 3, and 4 to 7. Nothing is
+    sent. The gradient is this process's own, with zeros elsewhere.
 
     Args:
         x: The whole tensor.
@@ -204,6 +208,8 @@ def gather_tensor(
 ) -> Tensor:
     """Gather all parts of a domain on each of its processes: [H/D, ...] -> [H, ...] along `dim`.
 
+    A domain is the D processes that share one sample.
+
     Args:
         x: This process's part.
         dim: The dim that is sharded.
@@ -228,7 +234,10 @@ def shard_batch(
     spatial_dims_4d: int = -2,
     manager: Manager = None,
 ) -> Mapping[str, Any]:
-    """Shard the tensors of a batch that have 4 or 5 dims; everything else is returned as it is.
+    """Cut the tensors of a batch that have 4 or 5 dims to this process's part of each.
+
+    Everything else in the batch is returned as it is. All processes of a domain pass the same
+    batch; nothing is sent.
 
     Args:
         batch: Tensors, or any values, by name.
@@ -256,11 +265,12 @@ def convert_to_domain_parallel(
     *,
     shape: Sequence[int | None] | None = None,
 ) -> nn.Module:
-    """Turn a model, in place, into one of blocks: outputs and gradients are as for the whole array.
+    """Convert a model, in place, to run on one part per process of an array that is cut.
 
-    Inputs that have `shard_dim` besides batch and channels are sharded along it. Gradients of
-    parameters are this process's share, until `sync_domain_gradients`. The rest is as in
-    `torch_bridge.nn.domain_parallel`.
+    The outputs are the parts of what the model would give for the whole array: convolutions
+    exchange rows with neighbours, norms average over processes. Inputs that have `shard_dim`
+    besides batch and channels are sharded along it. Gradients of parameters are this process's
+    share, until `sync_domain_gradients`. The rest is as in `torch_bridge.nn.domain_parallel`.
 
     Args:
         model: Any module.
@@ -302,7 +312,7 @@ def convert_to_domain_parallel(
         sum_gradients=False,
         converters=custom_converters,
     )
-    # The caller's module becomes the parallel one.
+    # In place, as in the original: the caller's own module object becomes the converted model.
     model.__class__ = type(parallel)
     # A dict of its own: Python 3.13 empties a shared one when the other module is collected.
     model.__dict__ = dict(parallel.__dict__)
@@ -312,7 +322,9 @@ def convert_to_domain_parallel(
 @api_boundary
 @torch.no_grad()
 def sync_domain_gradients(model: nn.Module, manager: Manager = None) -> None:
-    """Average the gradients over the domain: the loss is the mean of its processes' losses.
+    """Average parameters' gradients over the processes of a domain, which share one sample.
+
+    The result is the gradient of the mean of these processes' losses.
 
     Args:
         model: A model with gradients, which are changed in place.
@@ -490,7 +502,12 @@ class DomainParallelCrossEmbedBranch(DomainParallelConv2d):
 
     @api_boundary
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block of the result, as of one convolution with that padding."""
+        """Pad a block and convolve it, as one convolution with this padding on the whole array.
+
+        x: this process's block, `(b, c, h, w)`, cut along `shard_dim` in its domain; with no domain
+        in use, the whole array. Zeros are added only at the ends of the whole array; between blocks
+        there are rows of neighbours.
+        """
         rows, columns = self.padding
         placement = _placement(x, self.shard_dim)
         if placement is None:

@@ -74,7 +74,8 @@ def all_gather_grad(
 ) -> Tensor:
     """Gather the blocks of all ranks along a dim: [n_r, ...] -> [sum of n_r, ...].
 
-    Gradients are summed.
+    n_r is the number of rows on rank r. Each rank's gradient of the result counts: a block's
+    gradient is the sum of all ranks' gradients for its rows.
 
     Without `shape` and `sizes`, ranks on gloo first tell each other their rows; on other backends
     blocks are equal, as in the original.
@@ -126,9 +127,10 @@ def all_gather_nograd(x: Values) -> Tensor:
 @api_boundary
 @torch.no_grad()
 def all_gather_nograd_clipped(x: Values, max_length: int) -> Tensor:
-    """Gather samples that a `DistributedSampler` dealt out, in their own order.
+    """Gather results for samples that a `DistributedSampler` dealt out, in the samples' order.
 
-    [n, ...] -> [min(P n, max_length), ...]: rank r holds samples r, r + P, ... Without a process
+    [n, ...] -> [min(P n, max_length), ...] on P ranks: rank r holds samples r, r + P, ... 5 samples
+    on 2 ranks are 0 2 4 and 1 3 0, and the repeated last one is clipped. Without a process
     group nothing was dealt out, and nothing is clipped.
 
     Args:
@@ -192,9 +194,11 @@ def _world() -> MeshLike:
 
 
 def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes = None) -> Tensor:
-    """Gather blocks along a dim.
+    """Gather the blocks of all ranks along a dim, of equal or different sizes.
 
-    grad: what gradients of the results are, as in `ops.all_gather`.
+    x: a tensor or numbers. grad: what gradients of the results are, as in `ops.all_gather`: "sum":
+    each rank's is an addend. shape: the global shape; sizes: rows of each rank; if both are None,
+    ranks may tell each other their rows. Without a process group x is returned, as a tensor.
     """
     block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():
@@ -205,7 +209,7 @@ def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes
         sizes = _told_sizes(sent, dim, mesh)
     if sizes is None or len(set(sizes)) == 1:
         return all_gather(sent, dim, AXIS, mesh, grad=grad, shape=shape).to(block.device)
-    # Blocks of different sizes: a layout says the rows of each rank.
+    # Blocks of different sizes: the layout lists the rows of each rank, as in "sizes(axis,1,2)".
     cut = ops.dims(sent.shape, {dim: f"sizes({AXIS},{','.join(map(str, sizes))})"})
     text = f"{cut} -> {ops.dims(sent.shape)}{ops.gradient_tag(AXIS, grad)}"
     return redistribute(sent, text, mesh, shape=shape).to(block.device)

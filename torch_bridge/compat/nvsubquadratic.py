@@ -135,9 +135,10 @@ def zigzag_split_across_group_ranks(data: Tensor, group: Group, seq_dim: int = 0
 def zigzag_gather_from_group_ranks(
     data: Tensor, group: Group, seq_dim: int = 0, *, shape: Shape = None
 ) -> Tensor:
-    """Gather all ranks' chunks in their natural order, on every rank: [L/P, ...] -> [L, ...].
+    """Gather a sequence that was split in zigzag order, on every rank: [L/P, ...] -> [L, ...].
 
-    Gradients are summed over ranks (reduce-scatter).
+    In zigzag order the sequence is cut into 2P chunks, and rank r of P holds chunks r and
+    2P - 1 - r. The result has the natural order. Gradients are summed over ranks (reduce-scatter).
 
     Args:
         data: This rank's chunks.

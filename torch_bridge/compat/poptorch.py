@@ -56,7 +56,7 @@ def all_gather_cross_replica_identical_grads_in(
 def all_reduce_cross_replica_sum(
     x: Tensor, replication_factor: int, insert_in_grad_graph: bool = False, *, group: Group = None
 ) -> Tensor:
-    """Sum over replicas, either tensors or their gradients: [...] -> [...].
+    """Sum over replicas by an all-reduce, either values or their gradients: [...] -> [...].
 
     Args:
         x: This replica's tensor.
@@ -88,7 +88,8 @@ def all_to_all_single_cross_replica(
 ) -> Tensor:
     """Exchange parts of the leading dim: part j of replica i becomes part i of replica j.
 
-    [N k, ...] -> [N k, ...]; the gradient is the same exchange.
+    [N k, ...] -> [N k, ...] on N replicas. With N=2, replicas with [a, b] and [c, d] get [a, c] and
+    [b, d]. The gradient is the same exchange.
 
     Args:
         x: This replica's tensor.

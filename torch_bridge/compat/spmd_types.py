@@ -112,7 +112,10 @@ def _group_of_axis(axis: Any) -> Any:
 
 @contextmanager
 def planned() -> Iterator[None]:
-    """Plan moves of spmd_types over several axes as one; moves over one axis remain its own.
+    """Plan redistributions of the package spmd_types over several mesh axes as one move.
+
+    A context manager: it replaces two functions of the package, and restores them at the end.
+    Moves over one axis remain the package's own.
 
     Inside, `spmd_types.redistribute(x, mesh, src=, dst=)` also takes types of several axes, as
     `from_types` does, with the gradient of those types; `spmd_types.spmd_redistribute(x, src, dst)`
@@ -177,7 +180,11 @@ def _redistribute_dtensor(x: Any, src: Any, dst: Any) -> Any:
 
 @api_boundary
 def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
-    """Convert a layout to the `SpmdType` of its blocks: a type per axis, and the axes of each dim.
+    """Convert a layout to an `SpmdType` of the package spmd_types.
+
+    That has a type for each mesh axis, and the axes that shard each dim. V (varying): the axis
+    shards a dim; P (partial): blocks are addends of a sum; I (invariant) and R (replicated): all
+    have the same values, with equal gradients, or with gradients that are summed ("copy").
 
     Args:
         layout: A layout or its text.
@@ -220,7 +227,10 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
 
 @api_boundary
 def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = None) -> Layout:
-    """Convert types per axis to a layout, its dims named d0, d1, ...
+    """Convert types of the package spmd_types, one per mesh axis, to a layout.
+
+    Its dims are named d0, d1, ... {"dp": "S(0)", "tp": "P"} for 2 dims -> "d0/dp d1 | sum(tp)":
+    S(0) shards dim 0, and P is an addend of a sum.
 
     Args:
         types: An `SpmdType`, or a dict from an axis or its name to its type.
@@ -241,7 +251,7 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
         kinds[_axis_name(axis)] = _type_name(kind)
     spec = getattr(types, "partition_spec", partition_spec) or ()
     axes_of_dims = _axes_of_dims(spec, ndim)
-    # A V of these axes says no more than the spec does.
+    # V says that an axis shards some dim. Where the spec says which one, nothing is to be added.
     sharding_axes = {axis for axes in axes_of_dims for axis in axes}
     for axis, kind in kinds.items():
         if axis not in sharding_axes:
@@ -272,10 +282,12 @@ def _axes_of_dims(spec: Sequence[Any], ndim: int) -> list[list[str]]:
 
 
 def _add_shard(axes_of_dims: list[list[str]], axis: str, kind: str) -> None:
-    """Add an axis to the dim that its type shards, if any.
+    """Enter a mesh axis in the list of axes of the dim that its type shards.
 
-    Raises PlanError for a V, which says no dim, and for a dim that another axis shards too: types
-    do not say which one comes first.
+    kind: S(0) shards dim 0, S(-1) the last one; R, I and P shard none, and nothing changes.
+    axes_of_dims: a list for each dim, changed in place. Raises PlanError for V, which does not say
+    what dim it shards, and for a dim that another axis shards too, as types do not say which one
+    cuts first.
     """
     d = compat.spmd_cut(kind)
     if d is None:
@@ -297,10 +309,11 @@ def _type_name(type_: Any) -> str:
 
 
 def _axis_name(axis: Any) -> str:
-    """Return the name of an axis of the current mesh of spmd_types.
+    """Return the name of a mesh axis that is given as the package spmd_types allows.
 
-    The package keeps the names of its current mesh in a private module. Raises PlanError for an
-    axis without a name there.
+    axis: its name, which is returned, or an axis object or process group, which is looked up in the
+    package's current mesh; its names are in a private module. Raises PlanError for an axis that is
+    not in that mesh.
     """
     if isinstance(axis, str):
         return axis

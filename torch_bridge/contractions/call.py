@@ -73,8 +73,14 @@ class EinsumCall(NamedTuple):
         memory_limit: Any = None,
         comm_dtype: Any = None,
     ) -> EinsumCall:
-        """Return the call with the options of `einsum`. Raises NotationError, ShapeError for shapes."""
-        if mesh is not None:  # raises for anything but a mesh; DTensors bring theirs later
+        """Collect the options of a distributed `einsum`, checked, before any operand is seen.
+
+        shape, sizes: global lengths of the arrays; if both are None, they are inferred later from
+        the blocks. mesh: None if the operands are DTensors, which have one. Raises NotationError
+        for the expression, and ShapeError for lengths that contradict it.
+        """
+        # None is left to DTensors, which have a mesh; anything else must be one.
+        if mesh is not None:
             checked_mesh(mesh)
         call = cls(
             expression=expression,
@@ -102,8 +108,14 @@ class EinsumCall(NamedTuple):
         return calls.call_cached(_executable, blocks, self, _block_types(blocks), differentiated)
 
     def plan(self, blocks: Sequence[calls.Block]) -> tuple[ContractionPlan, ProcessMesh]:
-        """Return the plan, and the processes that run it. Raises ShapeError unless the blocks fit."""
-        # First what all processes have in common: all raise or none.
+        """Plan a distributed einsum for blocks of these shapes, dtype and device.
+
+        blocks: one per operand, described without data. Returns the plan, which says what is sent
+        and multiplied, and the processes that run it. Raises ShapeError unless each block is this
+        process's part of its array.
+        """
+        # First what all processes have in common: if this raises, it raises on all of them, and no
+        # process is left waiting.
         processes = process_mesh(checked_mesh(self.mesh, HINT))
         contraction = self.contraction
         for layout in contraction.arrays:
@@ -127,7 +139,7 @@ class EinsumCall(NamedTuple):
         else:
             plan, processes = self._planned(contraction, processes, blocks, dtype_name)
         _check_product(plan, dtype, tensor_device)
-        # Last, as it may raise on some processes only.
+        # Last, as blocks may be wrong on some processes only.
         self._check_blocks(plan, processes, contraction, blocks)
         return plan, processes
 
@@ -138,14 +150,19 @@ class EinsumCall(NamedTuple):
         blocks: Sequence[calls.Block],
         dtype_name: str,
     ) -> tuple[ContractionPlan, ProcessMesh]:
-        """Plan on the axes that the contraction names: blocks may differ along the others."""
+        """Plan an einsum on the part of the mesh that its expression names.
+
+        On a mesh (dp=2, tp=4), "m k/tp, k/tp n -> m n" is planned for the 4 devices of a tp group:
+        each group along dp computes its own result. Returns the plan, and those processes.
+        """
         names: dict[str, None] = {}  # in their order
         for layout in contraction.arrays:
             names.update(dict.fromkeys(layout.axes))
         axes = tuple(names)
         _, _, tensor_device = blocks[0]
         profile = calls.links_along(machine_profile(self.profile, tensor_device), axes, processes)
-        # Links of the whole mesh first: how the axes lie on nodes shows only there.
+        # The speed of links is found before the mesh is cut: which axes cross nodes shows only in
+        # the whole mesh.
         processes = processes.submesh(axes)
         shapes = self.shapes
         if not shapes:
@@ -172,7 +189,8 @@ class EinsumCall(NamedTuple):
         blocks: Sequence[calls.Block],
     ) -> None:
         """Raise ShapeError unless each block is this process's part of its array."""
-        # Lengths that were inferred from blocks can be wrong by them: the hint says so.
+        # If the global lengths were inferred from this block, assuming equal blocks, they may be
+        # wrong: the error then advises to pass them.
         is_inferred = self.shapes is None and self.expression is not plan
         spans = text_spans(contraction.text).layouts
         for i, (shape, *_) in enumerate(blocks):
@@ -187,7 +205,12 @@ class EinsumCall(NamedTuple):
             )
 
     def facts(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> CallFacts:
-        """Return what ranks compare before this call with blocks."""
+        """Describe a call by texts and numbers, which ranks compare before anything is sent.
+
+        keeps: whether moved operands are kept for the backward pass. Returns facts that must be
+        equal in the whole mesh, facts that must be equal among the ranks of the plan, these ranks,
+        and facts that are only shown in errors.
+        """
         plan, processes = self.plan(_block_types(blocks))
         within = sent_facts(
             plan,
@@ -252,7 +275,12 @@ calls.TRACED["einsum"] = _traced
 
 
 def _for_operands(given: Contraction, blocks: Sequence[calls.Block]) -> Contraction:
-    """Return the contraction of such blocks. Raises XshardError unless all operands have one, alike."""
+    """Check that the operands match an einsum expression, and resolve its "..." for their dims.
+
+    given: the parsed expression. blocks: shape, dtype and device of each operand. Raises
+    XshardError unless there is one operand per layout, DtypeError and MeshError unless all have one
+    dtype and one device.
+    """
     check_number(given, blocks)
     _, dtype, device = blocks[0]
     check_device(device)
@@ -277,9 +305,12 @@ def check_number(given: Contraction, tensors: Sequence[object]) -> None:
 
 
 def _check_product(plan: ContractionPlan, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise DtypeError where torch cannot multiply such a dtype: it is tried on small blocks."""
+    """Raise DtypeError if torch cannot multiply this dtype, such as int64 on a GPU.
+
+    Each product of the plan is tried on operands of length 2 per dim, before anything is sent.
+    """
     for part in plan.parts:
-        # The dims of any device will do.
+        # Only names of dims are used, which are the same for all devices: device 0 will do.
         local = LocalContraction.of(part, 0)
         blocks = [
             torch.zeros((2,) * len(names), dtype=dtype, device=device) for names in local.operands

@@ -141,7 +141,11 @@ def _compiled(
     async_op: bool,
     options: dict[str, Any],
 ) -> Any:
-    """Record the call in the graph of a compiler; what a graph cannot hold runs between two graphs."""
+    """Run an einsum inside `torch.compile`: as one operator of the graph, if a graph can hold it.
+
+    Else, as with DTensors, it runs eagerly between two graphs (a graph break). save: which operands
+    the backward pass keeps. options: the other arguments of `einsum`, by name.
+    """
     from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
     if save not in SAVES or options["overlap"] not in OVERLAPS:
@@ -182,7 +186,12 @@ def _autocast(x: Any) -> Any:
 
 
 def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tensor:
-    """Contract DTensors, which must be placed as their layouts say -> a DTensor."""
+    """Contract DTensors, whose placements must be those that the expression says; return a DTensor.
+
+    "m k/tp, k/tp n -> m n" takes operands with Shard(1) and Shard(0). keeps: whether moved operands
+    are kept for the backward pass. Raises MeshError unless all operands are DTensors on one mesh,
+    ShapeError if sizes= or shape= contradict their shapes, NotationError for other placements.
+    """
     from torch_bridge.dtensor.function import dtensor_of_block
     from torch_bridge.dtensor.placements import (
         checked_global_shape,
@@ -204,7 +213,7 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     if shapes is None:
         _, shapes = shapes_of(contraction, None, global_shapes)
     *arrays, result = written_shardings(contraction, mesh_of(mesh), shapes)
-    # Only sizes= or shape= can ask for others.
+    # Without sizes= or shape= these are the DTensors' own shapes, and equal.
     needed_shapes = tuple(array.shape for array in arrays)
     if needed_shapes != global_shapes:
         message = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"

@@ -99,12 +99,19 @@ class MoveAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        """Move the operands again, and contract them with the cotangent."""
+        """Compute the gradients of the operands of a distributed einsum.
+
+        For y = einsum(a, b), the gradient of a is an einsum of the cotangent of y with b. First the
+        saved blocks are moved again, as in the forward pass, and the cotangent backwards through
+        the moves of the result; then each gradient goes backwards through its operand's moves.
+        None for an operand that needs no gradient.
+        """
         stages: Stages = ctx.stages
         operands = ctx.saved_tensors
         needs_gradient = ctx.needs_input_grad[1:]
         local_cotangent = _move(_adjoint(stages.result), cotangent)
-        # An operand is needed for the gradients of the others. All processes move the same ones.
+        # An operand is moved only if another one needs a gradient. All processes decide this alike,
+        # so that each move has all its participants.
         contracted: list[Tensor | None] = []
         for i, operand in enumerate(operands):
             is_needed = any((*needs_gradient[:i], *needs_gradient[i + 1 :]))
@@ -145,12 +152,17 @@ class ContractionExecutable:
 
     # Hot: called for every cached einsum.
     def __call__(self, blocks: Sequence[Tensor], keeps: bool, async_op: bool) -> Any:
-        """Contract part by part; the result of each is an operand of a later one."""
+        """Run a distributed einsum of several operands as a sequence of smaller products.
+
+        blocks: this process's block of each operand. a, b, c: the first part may multiply b and c,
+        which leaves a and bc; the next one these. keeps: whether moved operands are kept for the
+        backward pass. With async_op the last product may return a tensor still in flight.
+        """
         remaining = list(blocks)
         for i, view in self.views:
             remaining[i] = view(remaining[i])
         for part in self.parts:
-            # As in opt_einsum: a part takes some blocks, and its result comes last.
+            # As in opt_einsum's paths: the operands are removed, and the result is appended.
             operands = [remaining[i] for i in part.operand_indices]
             remaining = [
                 block for i, block in enumerate(remaining) if i not in part.operand_indices
@@ -201,16 +213,23 @@ class Lowering:
         return view
 
     def _part(self, part: Part, text: str, is_last: bool) -> PartExecutable:
-        """Return the executable of a part. text: the contraction, for errors."""
+        """Bind one product of a plan to process groups, as a function of blocks.
+
+        It moves the operands, multiplies, and moves the result. If the plan has a ring, one operand
+        or the result travels in pieces while the products are computed. is_last: the product gives
+        the final result. text: the expression, for errors.
+        """
         moves = tuple(self._lowered(move, text, may_return_input=True) for move in part.moves)
         receives = any(move.plan.bytes_received for move in moves if move is not None)
         local = LocalContraction.of(part, self.processes.device)
         plain = Stages(moves, local, self._lowered(part.result, text), is_last)
-        # Sums that travel in another dtype would be added in it.
+        # The ring adds while pieces travel. With a communication dtype other than the blocks',
+        # sums would be added in that dtype: then operands are moved as a whole instead.
         if part.ring is None or self.travels != (self.block, self.block):
             return PartExecutable(part.operand_indices, plain, plain, receives)
         ring = part.ring
-        # The steps that the rounds leave: of the operand that travels, or of the result.
+        # The ring replaces one collective. Other steps of the same move remain, for the operand or
+        # the result that travels.
         rest = self._lowered(ring.remaining_move, text, may_return_input=ring.operand is not None)
         rounds = Rounds.of(local, ring, self._lowered(ring.rotation, text))
         if ring.operand is None:

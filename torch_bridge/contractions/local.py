@@ -75,9 +75,12 @@ class LocalContraction:
 
     @cached_property
     def _equation(self) -> str:
-        """The text for `torch.einsum`, as in "ab,bc->ac"."""
-        # torch sums dims in the order of their letters. In the order of the largest block it is not copied.
-        # Torch itself decides which block comes first.
+        """Return the equation for `torch.einsum` of the blocks, such as "ab,bc->ac".
+
+        Dims have names of any length; each gets one letter here.
+        """
+        # torch permutes operands to the alphabetical order of the letters of summed dims. Letters
+        # in the order of the largest block keep torch from copying that one.
         lengths = dict(self.lengths)
         largest_first = sorted(
             self.operands, key=lambda names: -math.prod(lengths[name] for name in names)
@@ -158,13 +161,20 @@ class Rounds:
         return self._concatenated(sums)
 
     def _gathered(self, pieces: Sequence[Sequence[Tensor]], travelling: int) -> Tensor:
-        """Return the products with the pieces of one operand, which travel, put together."""
+        """Multiply with the pieces of one operand as they come round a ring.
+
+        pieces: for each operand its list of pieces. travelling: the number of the operand that is
+        sent around; in each round this device multiplies the piece it has, and sends it on
+        meanwhile. Returns the sum of the products if the ring cuts a dim that is summed, else their
+        concatenation along it.
+        """
         in_flight = deque[Tensor | PendingTensor](pieces[travelling])
         products: list[Tensor] = []
         for k in range(len(self.order)):
             piece = in_flight.popleft()
             block = piece.wait() if isinstance(piece, PendingTensor) else piece
-            # Passed on before the product, so that it travels meanwhile; the last pieces stay.
+            # Sent on before the product, so that it travels meanwhile. Pieces of the last round
+            # have been on all devices, and are not sent any more.
             if k + self.ring.pieces < len(self.order):
                 in_flight.append(PendingTensor.begin(block, self.rotation))
             operands = [block if i == travelling else pieces[i][k] for i in range(len(pieces))]

@@ -104,7 +104,11 @@ class RedistributeDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
-        """Move the gradient from where it arrives to the placements of the input's gradient."""
+        """Redistribute the result's gradient to the placements that the input's gradient has.
+
+        gradient: a DTensor, with the placements that autograd gives it. Partial sums in the forward
+        direction are replicas backwards. The second result is for `move`, which has no gradient.
+        """
         move: DTensorMove = ctx.move
         shape = tuple(gradient.shape)
         arrives = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
@@ -174,11 +178,17 @@ def move_of(
     backward_dtype: torch.dtype | None = None,
     gradient: Placements | None = None,
 ) -> DTensorMove:
-    """Return the move of a DTensor, in its own dtype unless the arguments say otherwise."""
+    """Describe a redistribution of a DTensor from one mesh and placements to others.
+
+    op_dtype: in which it travels; out_dtype: of the result; None: the DTensor's own.
+    backward_dtype: in which the gradient travels; None: its own. gradient: placements of the
+    input's gradient; None: they follow from `src`.
+    """
     if op_dtype is None:
         op_dtype = x.dtype
     if out_dtype is None:
         out_dtype = x.dtype
+    # Whether x was made from local blocks, as by `DTensor.from_local`: its gradient goes to blocks.
     by_block = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
     profile = resolve_profile(profile)
     return DTensorMove(src, dst, op_dtype, out_dtype, profile, backward_dtype, gradient, by_block)
@@ -238,6 +248,9 @@ def executables(move: DTensorMove, x: DTensor, block: Tensor) -> tuple[AnyExecut
 def _executables(
     move: DTensorMove, shape: Shape, local_shape: Shape, device: torch.device, world: object
 ) -> tuple[AnyExecutable, ...]:
+    # Plans a redistribution of a DTensor, and binds each stage of it to process groups. A stage is
+    # a plan of collectives on one mesh, or messages to another mesh. shape: global; local_shape:
+    # of this process's block. world: part of the cache's key only.
     if not (is_in_mesh(move.src.mesh) or is_in_mesh(move.dst.mesh)):
         return ()
     check(move, shape, local_shape)
@@ -245,8 +258,8 @@ def _executables(
     dst = dtensor_mesh(move.dst.mesh)
     is_same_mesh = move.src.mesh == move.dst.mesh
     result: list[AnyExecutable] = []
-    # On the source mesh a move is a plan; the last leg to another mesh is messages from rank to
-    # rank.
+    # On the source mesh a move is a plan of collectives. The last leg to another mesh is sent as
+    # messages from rank to rank.
     layouts = _layouts_on_the_way(move.src.layout, move.dst.layout, is_same_mesh)
     for start, stop in itertools.pairwise(layouts):
         is_last = stop is layouts[-1]
@@ -264,10 +277,12 @@ def _executables(
 
 
 def _layouts_on_the_way(src: Layout, dst: Layout, is_same_mesh: bool) -> list[Layout]:
-    """Return the layouts that a move passes, both ends included: two, or three.
+    """Return the layouts that a redistribution goes through, both ends included: two or three.
 
-    A max or min ends before anything else happens: "n | max(a)" -> "n | sum(a)" goes by "n". One
-    begins without a step: replicas are already the maximum of equal values.
+    A pending maximum or minimum (`Partial("max")`) is reduced before a pending sum begins, as the
+    two do not commute: "n | max(a)" -> "n | sum(a)" goes through "n". A maximum that begins needs
+    no step: equal replicas are their own maximum. is_same_mesh: a maximum that both ends have on
+    the same axis stays pending; on another mesh it does not.
     """
     src_tags = _nonlinear_tags(src)
     dst_tags = _nonlinear_tags(dst)

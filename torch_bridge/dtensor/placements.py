@@ -51,8 +51,9 @@ def to_placements(
 ) -> tuple[Placement, ...]:
     """Convert a layout to DTensor placements, one per mesh axis.
 
-    "n/dp d" on a mesh (dp=2, tp=4) -> (Shard(0), Replicate()). A nesting that is not in mesh order,
-    and rows dealt out in turn, become `_StridedShard`.
+    "n/dp d" on a mesh (dp=2, tp=4) -> (Shard(0), Replicate()). Two cases become torch's
+    `_StridedShard`: axes that cut one dim in another order than the mesh has them ("n/tp/dp"), and
+    rows dealt out in turn ("n/cyclic(tp,2)": 2 rows to each device, then again).
 
     Args:
         layout: A layout or its text.
@@ -76,7 +77,8 @@ def to_placements(
     if shape is not None:
         layout = layout.resolved(len(shape))
     check_axes(layout, axes)
-    # Axes that nothing is said of hold replicas; copies are placed like them.
+    # Axes that the layout does not name hold replicas. So do "copy" axes: DTensor does not say
+    # whether the gradients of replicas are to be summed.
     placements: dict[str, Placement] = dict.fromkeys(axes.axes, Replicate())
     for d in range(len(layout.dims)):
         for axis, factor in _split_factors(layout, d, axes, shape).items():
@@ -99,8 +101,8 @@ def from_placements(
         placements: One per mesh axis.
         mesh: A `DeviceMesh` with named dims, or an `xshard.Mesh`.
         ndim: The number of dims of the array.
-        shape: The global shape. It is needed for a `_StridedShard` that is no nesting of cuts, as
-            `flatten` makes.
+        shape: The global shape. It is needed for a `_StridedShard` that deals rows out in turn, as
+            `flatten` makes; one that cuts after a later axis of the mesh is read without it.
 
     Raises:
         PlanError: The placements are no layout.
@@ -119,7 +121,7 @@ def from_placements(
         )
     factors: list[dict[str, int]] = [
         {} for _ in range(ndim)
-    ]  # of each dim, as `cuts_of` takes them
+    ]  # of each dim: the axes that cut it, with their split factors
     tags: dict[str, list[str]] = {}
     for axis, placement in zip(axes.axes, placements, strict=True):
         tag = tag_of(placement)
@@ -159,9 +161,11 @@ def tag_of(placement: Placement) -> str | None:
 
 
 def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None) -> None:
-    """Raise NotationError unless a DTensor is placed as `layout` says.
+    """Raise NotationError unless a DTensor's placements mean what a layout says.
 
-    span: the place in `text` that the error marks; default: the left side.
+    "n/dp d" on a mesh (dp=2, tp=4) wants (Shard(0), Replicate()), or others that give each device
+    the same rows. text: the user's expression, which the error shows. span: the start and end of
+    what it marks there; None: all before the arrow.
     """
     mesh = mesh_of(x.device_mesh)
     shape = tuple(x.shape)
@@ -171,7 +175,8 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
         stated.layout.names
     )
     placed = Sharding(placed_layout, mesh, shape)
-    # Placements do not tell copies from replicas.
+    # A layout can say that gradients of replicas are to be summed ("copy"); placements cannot, so
+    # that this is left out of the comparison.
     uncopied = stated.with_layout(without_tags(stated.layout, stated.layout.tagged("copy")))
     if placed.means_the_same_as(uncopied) and placed.scale == stated.scale:
         return
@@ -217,9 +222,10 @@ def gradient_layout(layout: Layout) -> Layout:
 def checked_global_shape(
     x: DTensor, mesh: Any, shape: Sequence[int] | None, name: str = "the mesh"
 ) -> tuple[int, ...]:
-    """Return the global shape of a DTensor.
+    """Return a DTensor's global shape, after comparing what the user passes with what it has.
 
-    Raises MeshError and ShapeError if the caller passes another mesh or shape than it has.
+    mesh, shape: the user's; None: not given. name: of the mesh's argument, for the hint. Raises
+    MeshError for another mesh, ShapeError for another shape.
     """
     if mesh not in (None, x.device_mesh):
         reason = f"the DTensor is on {x.device_mesh!r}, not on {mesh!r}"
@@ -236,16 +242,20 @@ def checked_global_shape(
 def _split_factors(
     layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None
 ) -> dict[str, int]:
-    """Return the axes that cut a dim, with their split factors.
+    """Return the mesh axes that cut a dim, with the split factor of each DTensor placement.
 
-    Raises PlanError for cuts that no DTensor has.
+    A split factor is the number of pieces that `_StridedShard` makes before it cuts each of them; 1
+    is an ordinary `Shard`. "n/tp/dp" with tp=4 -> {"tp": 1, "dp": 4}. shape: the global shape, or
+    None. Raises PlanError for cuts that no DTensor has, such as zigzag.
     """
     dim = layout.dims[d]
     normal = dim
     length = None
     if shape is not None:
         length = shape[d]
-        if not _is_nesting(dim):  # it may still be one for this length
+        if not _is_nesting(dim):
+            # Cuts that are no nesting of contiguous blocks may be one for this length: balanced
+            # parts of 8 rows on 4 devices are 2 rows each.
             normal = Sharding(layout, mesh, tuple(shape)).normal_layout.dims[d]
     factors = factors_of(normal, mesh, length)
     if factors is not None:
@@ -279,10 +289,14 @@ def _is_nesting(dim: Dim) -> bool:
 
 
 def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...] | None:
-    """Return the cuts of a dim that split factors make: {"dp": 4, "tp": 1} with tp=4 -> "n/tp/dp".
+    """Return how DTensor placements cut one dim, given the split factor of each axis.
 
-    None if they are no nesting and the length is unknown, or if torch itself reads them in two
-    ways: as an order of axes, and as pieces of an uneven length.
+    A split factor is the number of pieces that `_StridedShard` makes before it cuts each of them; 1
+    is `Shard`. {"dp": 4, "tp": 1} with tp=4 -> "n/tp/dp": dp cuts after tp.
+
+    length: of the dim; None: unknown. Returns None if the factors are not an order of axes and the
+    length is unknown, or if torch itself reads them in two ways, as an order of axes and as pieces
+    of uneven length.
     """
     order = _nesting_order(factors, mesh)
     nested = None
@@ -290,7 +304,7 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
         nested = tuple(Cut((axis,)) for axis in order)
     if length is None or order == list(factors):
         return nested
-    # Else pieces are dealt out in turn, if all have the same number of rows.
+    # Another reading: each axis deals equal pieces out in turn, as "n/cyclic(tp,2)" does.
     strided: list[Cut] = []
     n_rows_left = length  # of a device, after the axes so far
     for axis, factor in factors.items():
@@ -309,9 +323,14 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
 
 
 def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | None:
-    """Return the split factors that make the cuts of a dim, or None.
+    """Return the split factors of DTensor placements that cut a dim as a layout says, or None.
 
-    Without a length only a nesting of contiguous cuts has them. dim: a nesting, or in normal form.
+    A split factor is the number of pieces that `_StridedShard` makes before it cuts each of them; 1
+    is `Shard`. "n/tp/dp" with tp=4 -> {"tp": 1, "dp": 4}.
+
+    dim: axes that cut one after the other into contiguous blocks (a nesting), or else in normal
+    form. length: None: unknown; then only a nesting has factors. None also if no placements give
+    each device these rows.
     """
     is_nesting = _is_nesting(dim)
     if dim.overlap is not None or (length is None and not is_nesting):
@@ -321,7 +340,8 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
     for cut in dim.shards:
         n_pieces = _n_pieces(cut, mesh, n_rows_left)
         for axis in cut.axes:
-            # Axes that have cut the dim already, though they come later in the mesh.
+            # Torch applies placements in mesh order. Axes that cut before this one, but come later in
+            # the mesh, are what a `_StridedShard` makes its pieces for.
             later_axes = [a for a in factors if mesh.position(a) > mesh.position(axis)]
             factors[axis] = n_pieces * mesh.size(*later_axes)
         if n_rows_left is not None:
@@ -330,7 +350,7 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
         return factors
     if is_nesting and all(factor <= 1 for factor in factors.values()):
         return factors
-    # Infer, then compare: the placements may cut this length in another way.
+    # The factors are a guess until read back: for this length torch may cut in another way.
     in_mesh_order = {axis: factors[axis] for axis in sorted(factors, key=mesh.position)}
     made = cuts_of(in_mesh_order, mesh, length)
     if made is None:
@@ -359,14 +379,15 @@ def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
 
 
 def _nesting_order(factors: Factors, mesh: Mesh) -> list[str] | None:
-    """Return the order in which axes cut, if they cut one after the other into contiguous blocks.
+    """Return the order in which mesh axes cut a dim, if they cut into contiguous blocks; else None.
 
-    Then each factor is the number of parts that later axes of the mesh make first.
-    {"dp": 4, "tp": 1} with tp=4 -> ["tp", "dp"]: tp cuts the dim into 4 parts before dp does.
+    factors: for each axis, in mesh order, the split factor of its DTensor placement: the number of
+    parts that later axes of the mesh make first. {"dp": 4, "tp": 1} with tp=4 -> ["tp", "dp"]: tp
+    cuts the dim into 4 parts before dp does. With tp=2 no axes make 4 parts: None.
     """
     order: list[str] = []
     for axis, factor in reversed(list(factors.items())):
-        # The axis cuts after others that make `factor` parts together.
+        # Insert the axis after those of the order so far that make `factor` parts together.
         place = 0
         while mesh.size(*order[:place]) != factor:
             place += 1
@@ -379,9 +400,12 @@ def _nesting_order(factors: Factors, mesh: Mesh) -> list[str] | None:
 def _uneven_cuts(
     factors: Factors, mesh: Mesh, length: int, order: Sequence[str] | None
 ) -> tuple[Cut, ...] | None:
-    """Return cuts as `cuts_of` does, for pieces or shares of different sizes.
+    """Return how DTensor placements cut a dim whose length they do not divide.
 
-    They are found from the rows of each device. order: as from `_nesting_order`.
+    The rows of each device are computed as torch does, and a layout is found for them. factors: the
+    split factor of each axis. order: in which axes cut into contiguous blocks; None: in none, and
+    the layout lists each device's rows. Returns None if torch's rows are not those of the order:
+    then the placements are read in two ways.
     """
     # Other axes of the mesh do not cut this dim.
     submesh = Mesh({axis: mesh.size(axis) for axis in factors})

@@ -122,8 +122,8 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
         dtensor = _without_reductions(dtensor, kept)
 
     def prepared() -> DTensorMove:
+        # All checks are made here, before anything is sent.
         shape = tuple(dtensor.shape)
-        # Everything that can be refused is, before anything is sent.
         src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout, kept)
         dst = _end(mesh, tuple(placements), shape, dst_layout, kept)
         gradient = None
@@ -167,9 +167,10 @@ def _without_reductions(dtensor: DTensor, kept: frozenset[int]) -> DTensor:
 
 
 def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
-    """Return the mesh dims on which a `Partial` without a layout stays.
+    """Find the mesh dims on which a pending reduction that layouts cannot express is left alone.
 
-    Raises PlanError beside another reduction.
+    Such is `Partial("product")` where source and target both have it. src, dst: one placement per
+    mesh dim. Returns numbers of mesh dims. Raises PlanError if another reduction is pending too.
     """
     # Subclasses of `Partial` may depend on all placements: a `_MaskPartial` knows the rows of its
     # block.
@@ -210,16 +211,17 @@ def _end(
     layout: Layout | str | None = None,
     kept: frozenset[int] = frozenset(),
 ) -> End:
-    """Return one end of a move, dims counted from 0.
+    """Describe the source or the target of a DTensor's move: mesh, placements and layout.
 
-    layout: the layout of blocks if placements do not determine it. kept: mesh dims on which blocks
-    differ as no layout says; they count as replicas. Raises PlanError for a layout unlike the
-    placements.
+    Negative dims, as in Shard(-1), become positive. layout: given by the user where placements do
+    not determine the rows of each device, as for uneven parts; None: it is inferred. kept: mesh
+    dims with a pending reduction that layouts cannot express; they count as replicas, as nothing
+    moves there. Raises PlanError for a layout that contradicts the placements.
     """
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
     as_layout = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
     axes = dtensor_axes(mesh)
-    # Also with a layout: placements that have none are refused.
+    # Inferred also if a layout is given: this raises for placements that no layout expresses.
     inferred = moves.layout_of(as_layout, axes, shape)
     if layout is None:
         return End(mesh, placements, inferred)
@@ -268,11 +270,16 @@ def _counted_from_0(placement: Placement, ndim: int) -> Placement:
 def _compare_moves(
     x: DTensor, mesh: DeviceMesh, prepared: Callable[[], DTensorMove]
 ) -> Compared | None:
-    """Raise on all ranks of the meshes unless all of them are about to make this move, and can."""
+    """Check that all ranks of both meshes are about to make the same move of a DTensor.
+
+    prepared: checks the arguments and describes the move; its error on one rank is raised on all.
+    Returns what the backward pass compares later; None where there is nothing to compare.
+    """
     ranks = tuple(sorted({*calling_ranks(x.device_mesh), *calling_ranks(mesh)}))
     asked = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
 
     def facts() -> CallFacts:
+        # Checks the move, and describes it by texts that must be equal on all ranks.
         move = prepared()
         block = moves.local_block(x)
         sent = Sent(
@@ -301,10 +308,11 @@ def _compare_moves(
 
 
 def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: str) -> Tensor:
-    """Return the DTensor after a call.
+    """Redistribute a DTensor by an expression of layouts, such as "n/dp d -> n d/dp".
 
-    compares: whether replicas are compared, now and in the backward pass. name: the tensor's, for
-    errors.
+    Differentiable. call: the expression and its options. compares: check, for debugging, that
+    replicas hold equal values, now and for the gradient in the backward pass. name: the tensor's,
+    for errors.
     """
     if compares:
         _compare_replicas(x, call.text, name, cotangents=False)
@@ -319,14 +327,16 @@ def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: st
 
 
 def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
-    """Return the move of a call.
+    """Turn an expression of layouts into source and target placements for a DTensor.
 
-    Raises NotationError unless the DTensor is placed as the left side says.
+    "n/dp d -> n d/dp" on a mesh (dp=2) -> (Shard(0),) to (Shard(1),), and placements of the
+    gradient. Raises NotationError unless the DTensor is placed as the left side says.
     """
     left, right, text = sides(call.expression)
     check_placed(x, left, text)
     src = positional(left, x.ndim)
-    # Placements count dims by position: the move keeps the order, `_permuted` changes it.
+    # Placements know dims by number only. The move keeps the left side's order of dims; if the
+    # right side has another one, the caller permutes the result.
     dst = positional(right.in_order(left.names), x.ndim)
     dtypes = comm_dtype_of(call.comm_dtype, x.dtype)
     mesh = x.device_mesh
@@ -352,9 +362,11 @@ class LocalPart(NamedTuple):
 
 
 def local_part(x: DTensor, call: MoveCall) -> LocalPart | None:
-    """Return the part of a call that happens on blocks: many of them travel together.
+    """Split a DTensor's move into a move of its local block and a step that wraps the result.
 
-    None if autograd records the call, or if it needs several executables or two meshes.
+    Moves of the blocks of many tensors can be joined in one collective. Returns the block, the
+    function that moves it, and one that makes the resulting DTensor. None if the move must run by
+    itself: if autograd records it, if it has several stages, or if it goes to another mesh.
     """
     move = move_by_layouts(x, call)
     block = moves.local_block(x)

@@ -205,9 +205,10 @@ class Endpoint:
         return self._all_or_none(on_first_rank, wait_s)[0]
 
     def all_or_disconnect(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, done on all ranks of this program.
+        """Run a function on all ranks of this program; if it fails on one, all raise.
 
-        If one fails, all raise and disconnect: messages of the failed work may still be under way.
+        Then they also leave the process group that they share with the other program, as messages
+        of the failed work may still be under way in it. Returns this rank's own result.
         """
         results: list[T] = []
 
@@ -228,9 +229,11 @@ class Endpoint:
         return all_or_none(range(dist.get_world_size()), self.key(), work, timeout=timeout)
 
     def plan(self, facts: Mapping[str, str]) -> TreePlan:
-        """Plan the transfer of a tree of the trainer.
+        """Plan how a tree of tensors is sent from the trainer's mesh to the server's.
 
-        Its ranks come first in the group of both programs.
+        facts: the trainer's description of the tree, by `describe_tree`. Both programs compute this
+        plan on their own. In the process group that joins them, the trainer's ranks come first: 4
+        trainers and 2 servers are 0 to 3 and 4 to 5.
         """
         n_src = self.src_mesh.n_devices
         n_all = n_src + self.dst_mesh.n_devices
@@ -271,9 +274,10 @@ class Endpoint:
         return text
 
     def connect(self, sessions: str) -> dist.ProcessGroup | None:
-        """Return the group of these two sessions; the group of others is left first.
+        """Return the process group that joins this run of the trainer with this run of the server.
 
-        "" only leaves it.
+        sessions: the numbers of both runs, as in "7-9". The group is made when these change, after
+        an older one is destroyed. "" destroys it only, and returns None.
         """
         if sessions == self._sessions:
             return self._group
@@ -309,13 +313,15 @@ class Endpoint:
         device: torch.device,
         report: Progress,
     ) -> dict[str, Tensor]:
-        """Execute the plan in the group of both sessions.
+        """Send and receive the tensors of a plan between trainer and server.
 
-        Return the blocks that arrive on this rank.
+        blocks: this rank's, by name; empty on the server. sessions: the numbers of both programs'
+        runs, for their common process group. report: is told the progress in bytes, or None.
+        Returns the blocks that arrive on this rank, by name; empty on the trainer.
         """
         group = self.connect(sessions)
         assert group is not None
-        # The guard runs it in a thread, which would have the default stream.
+        # `guarded` runs this in another thread, where CUDA's current stream would be the default.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
         def run() -> dict[str, Tensor]:

@@ -94,7 +94,8 @@ class Publisher(Endpoint):
         ranks = tuple(range(dist.get_world_size()))
         blocks: dict[str, Tensor] = {}
         facts: dict[str, str] = {}
-        # `prepared` runs inside the comparison of ranks, and leaves what it made in these.
+        # `prepared` runs inside `compare_ranks`, which returns no results of it: they go into
+        # these containers.
         plans: list[TreePlan] = []
 
         def prepared() -> CallFacts:
@@ -125,14 +126,20 @@ class Publisher(Endpoint):
         blocks: dict[str, Tensor],
         progress: Progress,
     ) -> int:
-        """Offer a version, and send it to the server that answers; return its number."""
+        """Offer a version of the tensors to the server, send it, and return its number.
+
+        The protocol, through a store: the trainer offers its description and the text of its plan;
+        the server takes the offer, and answers with the text of its own plan. If both are equal,
+        tensors are sent, and the server confirms that it has them all. Raises LostVersionError if
+        no server takes the offer or the transfer fails, DesyncError for unequal plans.
+        """
         text = self.plan_text(plan)
         version, server_session = self.broadcast(partial(self._offer, facts, text))
         if server_session is None:
             hint = "all its ranks call Subscriber.receive, on the same store and name"
             reason = f"no server took version {version} within {self.timeout_s:g} s"
             raise LostVersionError(reason, hint=hint)
-        # The server lives: from now on a rank of it that stops ends the wait.
+        # From now on heartbeats are watched: if a rank of the server stops, waiting for it ends.
         self.heart.watch("server", int(server_session), self.dst_mesh.n_devices, version)
         device = tensor_device_of(first_on_device(blocks), None, None)
         failed = f"version {version} did not reach the server"
@@ -233,7 +240,12 @@ class Subscriber(Endpoint):
         return True
 
     def _take(self, offer: Mapping[str, Any], progress: Progress) -> Any:
-        """Answer an offer, and receive the version; return its tree."""
+        """Take a version that the trainer offers: answer, receive its tensors, rebuild the tree.
+
+        offer: the trainer's message: number of the version, its run, its plan's text and its
+        description of the tree. The trainer is told whether all ranks have received all. Raises
+        LostVersionError if not, DesyncError if the trainer plans another transfer.
+        """
         version = offer["version"]
         self._tell("taken", version, str(self.session))
         plan = self._answered_plan(offer)
@@ -257,9 +269,11 @@ class Subscriber(Endpoint):
         return rebuild_tree(blocks, plan, offer["facts"], self.names)
 
     def _answered_plan(self, offer: Mapping[str, Any]) -> TreePlan:
-        """Plan an offered version, and tell the trainer the plan, or the error that there is none.
+        """Plan the transfer that the trainer offers, and tell it the text of this plan.
 
-        Raises that error, or DesyncError if the trainer plans another transfer.
+        If no plan can be made, the trainer is told the error's text in place of it, and the error
+        is raised. Both programs must come to the same plan: raises DesyncError if the trainer's,
+        in the offer, is another one.
         """
         version = offer["version"]
         try:

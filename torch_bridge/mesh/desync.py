@@ -125,10 +125,16 @@ def compare_ranks(
     prepare: Callable[[], CallFacts],
     timeout: timedelta | None = None,
 ) -> dict[int, Report]:
-    """Return the facts of each rank if all are about to make the same call.
+    """Check that all ranks are about to make the same collective call.
 
-    Else all raise DesyncError. If all fail, they raise the error of `prepare`, which sends nothing.
-    asked: the call in the user's words. timeout: None: as long as a collective waits.
+    Ranks exchange descriptions of the call through the store, before anything else is sent: ranks
+    that made different calls would wait for each other for ever.
+
+    asked: the call in the user's words. prepare: checks the arguments and describes the call; it
+    sends nothing. timeout: how long to wait for the others; None: as long as a collective does.
+
+    Returns the description of each rank. All ranks raise DesyncError if descriptions differ, or if
+    `prepare` raised on some. If it raised on all, each raises its own error.
     """
     world = dist.group.WORLD
     assert world is not None  # there are no ranks without a world
@@ -165,13 +171,15 @@ class Compared(NamedTuple):
     ranks: tuple[int, ...]
 
     def compare_gradients_of(self, result: Tensor, *blocks: Tensor) -> Tensor:
-        """Compare each part of the backward pass, from the result to the blocks, before it sends.
+        """Make the backward pass of a call compare, too, that all ranks make it alike.
 
-        Returns the result.
+        Adds a hook to each of our autograd nodes between the result and the blocks that were given:
+        ranks compare the gradient's description before that node sends anything. Returns the
+        result.
         """
         part = 0
         for node in graph_nodes([result], blocks):
-            # Tensors of a tree share a part: the first of them compares it.
+            # Results that were moved together share a node, whose hook the first of them has added.
             if not isinstance(node, BackwardCFunction) or "compared" in node.metadata:
                 continue
             part += 1
@@ -204,9 +212,12 @@ def graph_nodes(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator
 def compare_call(
     mesh: object, text: str, prepare: Callable[[], CallFacts], ranks: Sequence[int] | None = None
 ) -> Compared | None:
-    """Compare a call on all `ranks`, or a mesh's. Raises as `compare_ranks` does.
+    """Check that all ranks of a mesh are about to make the same collective call.
 
-    None on processes outside of them, which raise later.
+    mesh: whose ranks compare; `ranks`, if given, do instead. text: the call in the user's words.
+    prepare: checks and describes the call. Returns what the backward pass needs to compare, too;
+    None without a process group and on other ranks, where the call itself raises. Raises as
+    `compare_ranks` does.
     """
     if not dist.is_initialized():
         return None
@@ -231,10 +242,12 @@ class _Channel:
     meetings: int = 0
 
     def exchange(self, mine: Mapping[str, object], timeout: timedelta) -> dict[int, Report]:
-        """Return the reports of all ranks, in the first meeting that none has given up.
+        """Exchange one report with each of the other ranks, through the store.
 
-        mine: this rank's. Raises DesyncError for ranks that do not come, and for a store without an
-            answer.
+        Meetings are numbered. If others have waited in vain in a meeting that this rank is late
+        for, it goes on to the next one. mine: this rank's report, as JSON can hold it. Returns the
+        reports by rank. Raises DesyncError for ranks that do not come within `timeout`, and for a
+        store that does not answer.
         """
         store = default_store()
         rank = dist.get_rank()
@@ -254,15 +267,19 @@ class _Channel:
     def _meet(
         self, store: Any, rank: int, number: int, mine: Mapping[str, object], timeout: timedelta
     ) -> dict[int, Report] | None:
-        """Return the reports of one meeting, by rank.
+        """Write this rank's report to the store, and wait for those of all other ranks.
 
-        None if the others have given it up already.
+        number: of this meeting, which is part of the keys. Returns the reports by rank; None if
+        another rank waited in vain, and has marked this one as absent. Raises DesyncError if some
+        ranks do not come within `timeout`.
         """
         if number > 1:
-            # All ranks that came to the last meeting have read the one before it.
+            # Coming to the last meeting shows that a rank has read the one before: its report there
+            # can be deleted.
             store.delete_key(self._key(number - 2, rank))
         report = json.dumps(mine)
-        # Set unless another rank has written that this one is absent: one of the two wins, for all.
+        # Writes the report unless another rank has written ABSENT under this key. The store decides
+        # which of the two came first, so that all ranks see the same.
         if store.compare_set(self._key(number, rank), "", report) == ABSENT:
             return None
         store.set(self._key(number, rank), report)  # wakes those who wait, in every kind of store
@@ -355,8 +372,11 @@ def _lines(reports: Mapping[int, Report], describe: Callable[[Report], str]) -> 
 
 
 def _ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks as text: `rank 3`, `ranks 0, 2 to 5`."""
-    runs: list[list[int]] = []  # first and last rank of each
+    """Write ranks as text for an error: [3] -> "rank 3"; [0, 2, 3, 4, 5] -> "ranks 0, 2 to 5".
+
+    Two neighbours are listed one by one: [1, 2] -> "ranks 1, 2".
+    """
+    runs: list[list[int]] = []  # [first, last] of each run of consecutive ranks
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank

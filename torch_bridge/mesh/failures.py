@@ -42,7 +42,11 @@ def with_place_in_errors(place: Callable[[], str], act: Callable[..., Any], *arg
 
 
 def raise_lost_peer(error: RuntimeError, what: str, ranks: Sequence[int]) -> None:
-    """Raise CollectiveError if a backend's error in the operation `what` means a lost peer."""
+    """Raise CollectiveError in place of a backend's error that means that another rank is lost.
+
+    error: of gloo or NCCL. what: the operation, for the message. ranks: those that took part.
+    Returns if the error means something else, such as a lack of memory; the caller re-raises it.
+    """
     # gloo has no class for a lost peer, NCCL has; a lack of memory is a subclass of RuntimeError.
     if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
         return

@@ -37,14 +37,17 @@ def machine_profile(profile: ProfileLike, device: torch.device | None = None) ->
 # Cached by the world too: its store ends with it.
 @functools.lru_cache(maxsize=64)
 def _agreed_profile(device_type: str, world: dist.ProcessGroup | None) -> Profile:
-    """Return the profile that all processes plan for: the one of the process that asked first.
+    """Agree on the machine profile (speeds of links and chips) that all processes plan for.
 
-    Processes that planned for different machines would send different messages, and hang.
+    The process that asks first writes what it detects to the store, and all others read it:
+    processes that planned for different machines would send different messages, and hang.
+    device_type: "cuda", "cpu", ... world: None if there is no process group; then the profile is
+    this process's own. Raises CollectiveError if the store fails.
     """
     n_processes = 1 if world is None else world.size()
     found = json.dumps(_detected(device_type, n_processes))
     try:
-        # `compare_set` keeps what the first process has set.
+        # `compare_set` writes only if the key is not set yet, and returns its value.
         compare_set = default_store().compare_set
         timeout = c10d.default_pg_timeout if world is None else timeout_of(world)
         key = f"xshard/machine/{device_type}"

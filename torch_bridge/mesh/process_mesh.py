@@ -111,9 +111,11 @@ class ProcessMesh:
         return self._submeshes[axes]
 
     def factored(self, split: Split) -> ProcessMesh:
-        """Return the same processes on a mesh with some axes split: dp=4 -> dp=2, dp=2.
+        """Return the same processes on a mesh with some axes split into sub-axes.
 
-        Without a split this is the mesh itself.
+        An axis of 4 devices becomes two of 2: plans use it for collectives over a part of an axis.
+        split: the sizes of sub-axes by axis; empty: this mesh itself is returned. Results are
+        cached, as process groups are costly to make.
         """
         if not split:
             return self
@@ -267,9 +269,11 @@ def _process_mesh(mesh: MeshLike, world: WorldKey, axes: Mesh | None = None) -> 
 def mesh_of_ranks(
     mesh: Mesh, ranks: Sequence[int], device_mesh: DeviceMesh | None = None, world: Any = None
 ) -> ProcessMesh:
-    """Return a mesh of processes: device i has rank `ranks[i]` in `world`.
+    """Bind a mesh to processes: its device i is rank `ranks[i]`.
 
-    Raises MeshError on other processes.
+    device_mesh: torch's, whose process groups are used where it has one. world: the process group
+    in which ranks are counted; None: the default one. Process groups are made when first used.
+    Raises MeshError on a process whose rank is not among `ranks`.
     """
     ranks = tuple(ranks)
     rank = rank_in(world) if world else dist.get_rank()
@@ -290,9 +294,10 @@ def mesh_of_ranks(
 
 
 def group_mesh(group: Any, axis: str) -> Mesh | ProcessMesh:
-    """Return the processes of a `ProcessGroup` along one axis, in order; None: the world.
+    """Make a mesh with a single axis from a `ProcessGroup`.
 
-    Raises MeshError for a value that is not a group, and on processes outside of it.
+    A group of ranks 4 and 5 with axis "cp" -> a mesh cp=2. group: None: all processes. Raises
+    MeshError for a value that is not a group, and on processes outside of it.
     """
     check_world()  # which torch.compile can record
     # On all other ranks `dist.new_group` returns this value.
@@ -340,7 +345,8 @@ def positions(
 ) -> Tensor:
     """Return the global index of every row that this process's block holds along a dim.
 
-    "s/zigzag(cp)" of 8 rows on cp=2, on the first process -> [0, 1, 6, 7]. Nothing is sent.
+    Position ids of a sharded sequence, for example. "s/zigzag(cp)" of 8 rows on cp=2, on the first
+    process -> [0, 1, 6, 7]. Nothing is sent.
 
     Args:
         layout: The layout of the array, or its text.

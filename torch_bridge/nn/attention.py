@@ -192,18 +192,24 @@ class ProcessAttention(AttentionCall):
     # Attention by torch's own function, which autograd and torch.func know.
 
     def _fused(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Return the result of queries and all keys that they may see."""
+        """Attend with torch's fused kernel, once all keys and values have arrived on this device.
+
+        q: [batch, heads, rows, width]. kv: keys and values in one tensor. Returns the outputs of
+        these queries. The scores are computed in tiles: runs of queries with the run of keys that
+        they may see.
+        """
         k, v = self.read(kv)
         parts = []
         for tile in tiles(self.attn, self.processes.device):
             rows = q[:, :, tile.q]
             keys = k[:, :, tile.k]
-            # A boolean mask stays one: torch has kernels for it.
+            # A boolean mask is not converted to a float one: torch's kernels take it as it is.
             mask = self.mask(tile, any_length=True)
             bias = mask.visible if mask.bias is None else mask.as_bias(q.dtype)
             is_causal = mask.is_causal
             if is_causal and rows.shape[2] != keys.shape[2]:
-                # torch's `is_causal` aligns the first row with the first key; here the last ones meet.
+                # torch's `is_causal` lets the first query see the first key only. With more keys
+                # than queries, these are the last queries: the last one sees the last key.
                 bias = _causal_bias(rows.shape[2], keys.shape[2])
                 is_causal = False
             part = F.scaled_dot_product_attention(
@@ -211,7 +217,7 @@ class ProcessAttention(AttentionCall):
             )
             parts.append(part)
         if not parts:
-            # Without queries, too, the keys have a gradient, for which other devices wait.
+            # Empty, but differentiable: this device must take part in the backward collective.
             return q @ k.mT @ v
         return torch.cat(parts, 2)
 
@@ -238,16 +244,18 @@ class ProcessAttention(AttentionCall):
             total.index_add_(1, self._heads_read, gradient.to(total.dtype))
 
     def mask(self, tile: Tile, round_index: int = 0, *, any_length: bool = False) -> TileMask:
-        """Return the mask of a tile.
+        """Build the mask of a tile, which is a run of queries with a run of keys.
 
-        any_length: a causal mask may have other numbers of queries than of keys.
+        round_index: how many times blocks of keys have been passed around the ring before.
+        any_length: a causal mask is allowed with unequal numbers of queries and keys; kernels that
+        are called with `is_causal` take equal numbers only.
         """
         rows: Any = self.attn.query_rows(self.processes.device)[tile.q]
         keys: Any = self.attn.key_rows(self.processes.device, round_index)[tile.k]
         is_causal = (
             tile.kind == CAUSAL and self.alibi is None and (any_length or len(rows) == len(keys))
         )
-        # A mask that kernels know by themselves.
+        # Kernels have causal and full masks built in: no tensor of booleans is needed for them.
         is_plain = self.documents[0] is None and (is_causal or tile.kind == ALL)
         if is_plain and self.alibi is None and self.kernel:
             return TileMask(rows, keys, None, is_causal, None)  # nothing to send to a GPU
@@ -294,14 +302,19 @@ class ProcessAttention(AttentionCall):
     def tile_gradients(
         self, queries: Queries, k: Tensor, v: Tensor, mask: TileMask
     ) -> TileGradients:
-        """Return a tile's addends to the gradients; the results in `queries` are over all tiles."""
+        """Compute what one tile adds to the gradients of its queries, keys and values.
+
+        A tile is a run of queries with a run of keys `k` and values `v`. `queries` also has the
+        outputs and log-sum-exps of the forward pass, taken over all keys and not over this tile's:
+        with them the tile's softmax weights are exact.
+        """
         if self.kernel == "cpu":
             gradients = _cpu_gradients(queries, k, v, mask, self.scale)
         elif self.kernel == "cuda":
             gradients = _gpu_gradients(queries, k, v, mask, self.scale)
         else:
             gradients = self._plain_gradients(queries, k, v, mask)
-        # Without the columns that made all blocks one width.
+        # Kernels may have padded queries, keys and values to one width: drop these columns.
         return TileGradients(
             gradients.q[..., : queries.q.shape[-1]],
             gradients.k[..., : k.shape[-1]],
@@ -311,13 +324,18 @@ class ProcessAttention(AttentionCall):
     def _plain_gradients(
         self, queries: Queries, k: Tensor, v: Tensor, mask: TileMask
     ) -> TileGradients:
-        """Differentiate `_plain_attention`: with softcap or dropout."""
+        """Compute the gradients of a tile by formula, for options that no kernel has.
+
+        These are softcap and dropout. With weights P = exp(scores - log_sum) and dropout factors D:
+        dV = (P * D)^T dY, dS = P * (dY V^T * D - sum(dY * Y)), dQ = dS K, dK = dS^T Q. dS is also
+        multiplied by `slope`, the derivative of the scores by the products of queries and keys.
+        """
         scores, slope = self.scores(queries.q, k, mask.rows, mask.keys)
-        # Weights of the softmax over all tiles.
+        # `log_sum` is over the keys of all tiles, so these weights are those of the whole softmax.
         weights = (scores - queries.log_sum[..., None]).exp()
         dropout_factors = self.dropout_factors(mask.rows, mask.keys)
         cotangent = queries.cotangent.to(weights.dtype)
-        # The derivative of a softmax, with the part of all tiles in the result.
+        # `y` is the output over all keys: (dY * Y) summed is the softmax's term of all tiles.
         change = cotangent @ v.mT.to(cotangent.dtype) * dropout_factors
         change = change - (cotangent * queries.y).sum(-1, keepdim=True)
         change = weights * change * slope
@@ -384,13 +402,18 @@ def _gpu_attention(
 def _gpu_gradients(
     queries: Queries, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileGradients:
-    """Return the gradients of one tile from the memory-efficient kernel for GPUs."""
+    """Compute the gradients of one tile by torch's memory-efficient attention kernel for GPUs.
+
+    queries: with outputs, their gradient, and log-sum-exps over all keys. Widths are padded to
+    one multiple of 8, so the gradients may have more columns than the inputs.
+    """
     q, k, v, cotangent, y = _padded_to_one_width(
         queries.q, k, v, queries.cotangent, queries.y, multiple=8
     )
     # The kernel takes the strides of its own result for granted.
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
-    # It reads log-sum-exps padded to whole tiles, and the state of dropout, which is not used.
+    # It reads log-sum-exps padded to a multiple of 32 rows, and a state of dropout, which it
+    # ignores at a rate of 0.
     padding = -q.shape[2] % 32
     log_sum = F.pad(queries.log_sum, (0, padding), value=float("inf"))
     dropout = 0.0
@@ -418,17 +441,22 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ProcessAttention, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to the blocks of keys of all rounds, and merge the results."""
+        """Attend to one block of keys and values after the other, as they come round the ring.
+
+        q: [batch, heads, rows, width]. Returns the outputs in q's dtype, and their log-sum-exps
+        [batch, heads, rows], -inf for rows that see no key.
+        """
         dtype = torch.promote_types(q.dtype, torch.float32)
         y = q.new_zeros((*q.shape[:3], call.attn.value_width), dtype=dtype)
         log_sum = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-        # All processes send all blocks on, also those that they do not read: no other waits.
+        # Each process passes on every block, also one that its queries do not see: the next
+        # process in the ring waits for it.
         for round_index, block in call.attn.blocks_by_round(kv, call.send):
             for tile in tiles(call.attn, call.processes.device, round_index):
                 k, v = call.read(block[:, :, tile.k])
                 part = call.attend(q[:, :, tile.q], k, v, call.mask(tile, round_index))
                 _merge_tile(y[:, :, tile.q], log_sum[:, :, tile.q], part)
-        # Merged in float32 or wider; the log-sum-exps stay so.
+        # Partial results were merged in float32 or wider; the log-sum-exps stay in that dtype.
         y = y.to(q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, kv, y, log_sum)
@@ -440,12 +468,16 @@ class BlockAttention(torch.autograd.Function):
     def backward(
         ctx: Any, cotangent: Tensor | None, log_sum_cotangent: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Go through the rounds again: gradients of keys travel along the ring behind their blocks."""
+        """Pass the blocks of keys and values round again, each with its gradient behind it.
+
+        A device adds its part to the gradient of the block that it has, and sends both on. None
+        for a cotangent means that nothing depends on that output.
+        """
         q, kv, y, log_sum = ctx.saved_tensors
         call: ProcessAttention = ctx.call
         if cotangent is None:
             cotangent = torch.zeros_like(y)
-        # Weights are exp(score - log_sum): none for rows that see nothing.
+        # Weights are exp(score - log_sum). Rows that see no key have -inf: +inf makes them 0.
         log_sum = log_sum.masked_fill(log_sum == float("-inf"), float("inf"))
         queries = Queries(q, cotangent, y, log_sum)
         if log_sum_cotangent is not None:
@@ -460,7 +492,8 @@ class BlockAttention(torch.autograd.Function):
                 kv_gradient = wait() + kv_gradient
             if call.attn.method == RING:
                 is_last = round_index + 1 == call.attn.rounds
-                # The last one goes home, all the way back.
+                # After the last round the gradient returns to the block's owner: as many places
+                # back as it has come forward.
                 wait = call.send(kv_gradient, -round_index if is_last else 1)
         if wait is not None:
             kv_gradient = wait()
@@ -494,13 +527,17 @@ def _with_log_sum_column(queries: Queries, log_sum_cotangent: Tensor) -> Queries
 def _add_gradients_of_block(
     call: ProcessAttention, queries: Queries, block: Tensor, round_index: int, q_gradient: Tensor
 ) -> Tensor:
-    """Add to the gradient of the queries, in place -> the gradient of a block of keys and values."""
+    """Compute the gradient of one block of keys and values, and add to that of the queries.
+
+    q_gradient: changed in place. Returns this device's part of the block's gradient, in the
+    block's shape. round_index: how many times blocks have been passed on before.
+    """
     kv_gradient = torch.zeros_like(block, dtype=queries.log_sum.dtype)
     for tile in tiles(call.attn, call.processes.device, round_index):
         k, v = call.read(block[:, :, tile.k])
         width = v.shape[-1]
         if queries.has_extra_column:
-            v = F.pad(v, (0, 1))
+            v = F.pad(v, (0, 1))  # for the gradient of the log-sum-exps: a column of zeros
         mask = call.mask(tile, round_index)
         addends = call.tile_gradients(queries.rows(tile.q), k, v, mask)
         q_gradient[:, :, tile.q] += addends.q
@@ -518,7 +555,12 @@ def _attention(
     implementation: str | None,
     *options: Any,
 ) -> Any:
-    """Return the result, or it and the log-sum-exps; options: the fields of `AttentionCall`, in order."""
+    """Check the arguments of the public functions, and attend over a sharded sequence.
+
+    qkv: this process's blocks of queries, keys and values. implementation: an argument of
+    JAX's attention, refused unless None. options: the fields of `AttentionCall`, in order.
+    Returns the block of outputs; with `return_lse`, a pair of it and the log-sum-exps.
+    """
     if implementation is not None:
         hint = "it is JAX's: torch.nn.attention.sdpa_kernel() chooses torch's"
         raise XshardError(f"implementation={implementation!r}", hint=hint)

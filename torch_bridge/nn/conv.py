@@ -72,17 +72,20 @@ def per_dim(value: Any, rank: int) -> tuple[Any, ...]:
 def conv(
     x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, form: Convolution
 ) -> Outputs:
-    """Return the block of the outputs of a convolution of a block `(..., c, *spatial)`.
+    """Convolve an array whose spatial dims may be sharded, exchanging the rows at the borders.
 
-    Raises NotationError and ShapeError before anything is sent.
+    x: this process's block, `(..., c, *spatial)`; placement: the layout and global shape of its
+    array. A kernel of 3 over "h/sp" needs one row of each neighbour. Returns the block of the
+    outputs and their placement. Raises NotationError and ShapeError before anything is sent.
     """
-    # By the number of spatial dims, from one on.
+    # torch's conv1d, conv2d or conv3d, by the number of spatial dims.
     convolve = _CONV[len(form.kernel) - 1]
     geometry = _conv_geometry(placement, form, weight.shape)
     local_padding = _local_padding(placement, form.padding)
     pad_mode = "constant" if form.padding_mode == "zeros" else form.padding_mode
 
-    # The rows bring the padding of sharded dims: torch pads none itself.
+    # Exchanged rows include the zeros beyond the ends of sharded dims. Only dims that are not
+    # sharded are padded here, before torch convolves without padding.
     def convolve_rows(rows: Tensor, _runs: Runs, weight: Tensor, bias: Tensor | None) -> Tensor:
         if any(local_padding):  # a copy of the rows
             rows = F.pad(rows, local_padding, mode=pad_mode)
@@ -124,13 +127,19 @@ def _check_padding(placement: Placement, pads: Pairs, mode: str) -> None:
 
 
 def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -> Outputs:
-    """Return the block of the array that `F.pad` pads along its last dims."""
+    """Pad an array as `F.pad` does, where the padded dims may be sharded.
+
+    x: this process's block. pads: rows before and after, per dim, for the last dims of the array:
+    8 rows on 2 devices padded by (1, 1) are 10 rows, of which each device gets its part.
+    Returns that part, and its placement (layout and global shape).
+    """
     _check_padding(placement, pads, mode)
     if mode == "constant":
         boundary = Boundary("constant", value)
     else:
         boundary = Boundary(BOUNDARIES[mode])
-    # Padding is a window of one row, with the padding of the boundary's kind.
+    # A convolution with a kernel of one row and this padding has just these outputs: its exchange
+    # of rows is used.
     windows = [Window(1, 1, 1, pair, "", boundary, boundary) for pair in pads]
     geometry = geometry_of(placement, window_frames(placement, windows))
     local_padding = _local_padding(placement, pads)
@@ -176,21 +185,24 @@ class TransposedWindow(NamedTuple):
 def conv_transpose(
     layer: Any, x: Tensor, placement: Placement, output_size: Ints | None = None
 ) -> Outputs:
-    """Return the block of the outputs of a transposed convolution of a block `(..., c, *spatial)`.
+    """Apply a `ConvTranspose` layer to an array whose spatial dims may be sharded.
 
-    output_size: the lengths of the whole result.
+    x: this process's block, `(..., c, *spatial)`; placement: the layout and global shape of its
+    array. output_size: torch's argument, spatial lengths of the global result; None: as the
+    layer's output padding gives. Returns the block of the outputs and their placement.
     """
     windows = _transposed_windows(layer, placement, output_size)
     geometry = _transposed_geometry(placement, windows, layer.weight.shape, layer.groups)
     spread = _CONV_TRANSPOSE[len(windows) - 1]
 
     def spread_rows(rows: Tensor, runs: Runs, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Add every row, times the kernel, to the outputs that it reaches, and leave the own ones."""
+        """Run torch's transposed convolution on the rows, and keep this device's outputs only."""
         if 0 in rows.shape:  # no input reaches these outputs
             y = no_outputs([0], rows, weight).sum().expand(geometry.result.local_shape)
         else:
             full = spread(rows, weight, None, layer.stride, 0, 0, layer.groups, layer.dilation)
-            # Rows that other processes have too give outputs beyond the own ones.
+            # Rows of neighbours also reach outputs of theirs. `_crop` gives negative padding, which
+            # cuts these off.
             y = F.pad(full, _crop(runs, windows, full.shape[-len(windows) :]))
         if bias is None:
             return y
@@ -202,12 +214,16 @@ def conv_transpose(
 def _transposed_windows(
     layer: Any, placement: Placement, output_size: Ints | None
 ) -> tuple[TransposedWindow, ...]:
-    """Return the windows of a layer, with the output padding that makes the result of `output_size`."""
+    """Return kernel, stride, padding and so on of a transposed convolution, one record per dim.
+
+    output_size: torch's argument: the spatial lengths of the global result, or None. It replaces
+    the layer's output padding, as a stride of 2 makes 8 or 9 outputs from equally many inputs.
+    """
     rank = len(layer.kernel_size)
     options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding, layer.output_padding)
     windows = list(map(TransposedWindow, *options))
     if output_size is not None:
-        # As torch's own layer: the output padding is what is missing to these lengths.
+        # As in torch's layer: output padding is the asked length minus the length without it.
         lengths = zip(windows, output_size[-rank:], placement.shape[-rank:], strict=True)
         windows = [
             window._replace(output_padding=length - _unpadded_length(window, rows))
@@ -252,7 +268,12 @@ def _transposed_geometry(
 
 
 def _transposed_frame(placement: Placement, d: int, window: TransposedWindow) -> Frame:
-    """Return the frame of one dim. Raises ShapeError for a wrong output padding, or without outputs."""
+    """Find which inputs each device needs along one dim of a transposed convolution.
+
+    A frame has these rows for all devices, the outputs that each computes, and the global length
+    of the result. d: the dim of the array. Raises ShapeError for an output padding that torch
+    refuses too, and if there would be no output.
+    """
     extra = window.output_padding
     if not 0 <= extra < max(window.stride, window.dilation):
         message = (
@@ -281,9 +302,10 @@ def _transposed_frame(placement: Placement, d: int, window: TransposedWindow) ->
 def padding_pairs(
     padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
 ) -> Pairs:
-    """Return a convolution's padding as rows before and after, per spatial dim: (1, 2) -> ((1, 1), (2, 2)).
+    """Return a convolution's padding as rows before and after, per spatial dim.
 
-    padding: as torch writes it; "same" and "valid" too.
+    padding: torch's argument. (1, 2) -> ((1, 1), (2, 2)); "valid" -> no padding; "same" -> as many
+    rows as keep the length at stride 1: kernel 4 -> (1, 2), the odd row after the end as in torch.
     """
     if padding == "valid":
         return ((0, 0),) * len(kernel)
@@ -304,8 +326,12 @@ class Pooling(NamedTuple):
 
 
 def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """Return the block of the maxima of a block `(..., *spatial)`."""
-    # Padding never is the largest.
+    """Apply a `MaxPool` layer to an array whose spatial dims may be sharded.
+
+    x: this process's block, `(..., *spatial)`; placement: the layout and global shape of its array.
+    Windows over a border use rows of neighbours. Returns the block of maxima and their placement.
+    """
+    # Padding with -inf: it never is the maximum.
     windows = _pool_windows(layer, Boundary("constant", float("-inf")))
     pooling = _pooling(placement, windows, layer.ceil_mode)
     take_maxima = _MAX_POOL[len(windows) - 1]
@@ -324,16 +350,17 @@ def max_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
 
 def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """Return the block of the averages of a block `(..., *spatial)`.
+    """Apply an `AvgPool` layer to an array whose spatial dims may be sharded.
 
-    Torch sums the windows; they are divided by counts of the whole array, which the block does not show.
+    x: this process's block, `(..., *spatial)`; placement: the layout and global shape of its array.
+    Windows are summed on the block. The divisor is counted in the global array, as windows at its
+    ends may have fewer elements. Returns the block of averages and their placement.
     """
     windows = _pool_windows(layer, Boundary())
     pooling = _pooling(placement, windows, layer.ceil_mode)
 
     def pool_rows(rows: Tensor, runs: Runs) -> Tensor:
         sums = _window_sums(rows, pooling, is_ceil=layer.ceil_mode)
-        # Near the ends of the array windows have fewer rows, and blocks do not show where these are.
         divisor = getattr(layer, "divisor_override", None)  # 1-D pools have none
         if not divisor:
             divisor = _counts(
@@ -383,7 +410,12 @@ def _pool_windows(layer: Any, boundary: Boundary) -> PoolWindows:
 
 @lru_cache(maxsize=4096)
 def _pooling(placement: Placement, windows: PoolWindows, is_ceil: bool) -> Pooling:
-    """Return a pool as this process computes it. Raises ShapeError for too much padding."""
+    """Work out what this process needs for a pooling layer: rows of neighbours, and padding.
+
+    windows: kernel, stride and padding, one per spatial dim. is_ceil: torch's `ceil_mode`. In the
+    result, padding is 0 on sharded dims, where the exchanged rows include it. Raises ShapeError for
+    padding of more than half the kernel, as torch does.
+    """
     wider_windows = []
     local_padding = []
     for d, window in enumerate(windows, len(placement.shape) - len(windows)):
@@ -410,7 +442,12 @@ def _counts(
     include_pad: bool,
     like: Like,
 ) -> int | Tensor:
-    """Return the divisors of some outputs, `[outputs of each dim]`; a single number if they are equal."""
+    """Count the elements in each window of an average pool, which are the divisors of its sums.
+
+    lengths: of the global array, per spatial dim. runs: which outputs this block has, per dim.
+    Returns a tensor `[outputs of each dim]`, or the kernel's size if all windows are full.
+    8 rows, kernel 3, stride 1, padding 1, without `include_pad`: 2, 3, 3, 3, 3, 3, 3, 2.
+    """
     counts = np.ones((), np.int64)  # the product of the counts along each dim
     for length, window, run, padding_after in zip(lengths, windows, runs, padding, strict=True):
         outputs = range(run.start, run.start + run.outputs)
@@ -425,7 +462,12 @@ def _counts(
 
 
 def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """Return the means of a block `(..., *spatial)` over the spatial dims, which are whole afterwards."""
+    """Average an array over its spatial dims, which may be sharded: "b c h/sp w" -> "b c h w".
+
+    x: this process's block, `(..., *spatial)`; placement: the layout and global shape of its array.
+    Blocks are summed, the sums are added over the devices, and divided by the global size. Returns
+    `(..., 1, 1)`, equal on all devices along the spatial dims' axes, and its placement.
+    """
     first = len(placement.shape) - rank_of(layer)
     spatial_dims = tuple(range(first, len(placement.shape)))
     axes: list[str] = []
@@ -435,7 +477,7 @@ def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     dims[first:] = [Dim(dim.name) for dim in dims[first:]]
     result = placement.with_dims(dims, (*placement.shape[:first], *(1 for _ in spatial_dims)))
 
-    # Partial sums of the blocks, added over the axes that sharded the spatial dims.
+    # The mesh axes that shard the spatial dims hold different rows: an all-reduce adds their sums.
     total = x.sum(spatial_dims, keepdim=True)
     if axes:
         partial_sums = replace(result.layout, tags=(("sum", tuple(axes)),))

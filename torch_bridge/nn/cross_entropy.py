@@ -53,7 +53,12 @@ class LossOptions(NamedTuple):
 def _cross_entropy(
     logits: Any, labels: Any, layout: Layout | str, mesh: MeshLike, *arguments: Any
 ) -> Tensor:
-    """Return the loss of this process's tokens, or of all tokens; arguments: of `LossOptions`."""
+    """Compute the cross entropy of logits whose classes may be sharded (a parallel vocabulary).
+
+    logits, labels: this process's blocks; labels are global class numbers. layout: of the logits.
+    arguments: the fields of `LossOptions`, in order. Returns the loss per token of this process for
+    reduction "none", else one number for the tokens of all processes.
+    """
     options = LossOptions(*arguments)
     logits = as_tensor(logits, "logits")
     labels = as_tensor(labels, "labels")
@@ -65,7 +70,8 @@ def _cross_entropy(
     dim, class_axes, token_axes = class_dim(
         sharding, options.classes, logits.shape, labels.shape, options.reduction
     )
-    # Ignored labels may be no classes at all: they are looked up as class 0.
+    # An ignored label, such as -100, is no valid row number: class 0 is looked up in its place, and
+    # the loss is set to 0 below.
     is_ignored = labels == options.ignore_index
     rows = _rows_of_classes(sharding, dim, placement.processes.device, logits.device)
     tokens = labels.masked_fill(is_ignored, 0).long()
@@ -80,7 +86,8 @@ def _cross_entropy(
     losses = losses.masked_fill(is_ignored, 0)
     if options.reduction == "none":
         return losses
-    # One collective for both numbers, also where only the sum is asked for.
+    # The sum of losses and the number of tokens travel in one all-reduce. Reduction "sum" does not
+    # need the number, which costs it nothing.
     count = (~is_ignored).sum().to(losses)
     total, count = reduce(torch.stack([losses.sum(), count]), "sum", token_axes)
     if options.reduction == "mean":
@@ -105,14 +112,19 @@ def _losses(
     smoothing: float,
     class_count: int,
 ) -> Tensor:
-    """Return the loss of every token, by two reductions over the axes that shard the classes.
+    """Compute each token's cross entropy with two all-reduces over the devices that share classes.
 
-    logits: `[tokens, this block's classes]`. row_of_label: `[tokens]`, the row of each label in the block, or
-    the number of rows if another process has it. class_count: of the whole array.
+    The first finds a maximum for stability; the second adds the sums of exponentials and the
+    logits of the labels: loss = log(sum(exp(logits))) - logits[label].
+
+    logits: `[tokens, this block's classes]`. row_of_label: `[tokens]`, the label's position among
+    this block's classes, or their number if another process has it. class_axes: mesh axes that
+    shard the classes. class_count: of all devices together.
     """
     # Sums of many exponentials: in float32 or wider.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # The largest log-sum-exp of a block, which is a constant: with it no exponential overflows.
+    # Subtracting the largest log-sum-exp of a block keeps exponentials from overflowing. It cancels
+    # in the loss, so that it needs no gradient.
     top = reduce(logits.detach().logsumexp(-1), "max", class_axes)
     addends = [(logits - top[..., None]).exp().sum(-1), _chosen(logits, row_of_label)]
     if smoothing:

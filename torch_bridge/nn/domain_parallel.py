@@ -157,8 +157,14 @@ class _Conversion:
         return self.done[id(module)]
 
     def _convert(self, module: nn.Module, path: str) -> nn.Module:
-        """Convert a module by the user's converters, as a layer, or as a followed module."""
-        # The user's own converters come first, also for classes that have layers.
+        """Convert one module of a model, so that it takes blocks of a sharded array.
+
+        In this order: a converter that the user gave for its class; for a class such as `Conv2d`,
+        our layer with the same parameters; else its own code, which runs on blocks while a torch
+        function mode keeps track of their layouts, over converted children. path: the module's
+        name in the model, "" for the model itself.
+        """
+        # The user's own converters come first, also for classes that we have a layer for.
         for kind, converter in self.converters.items():
             if isinstance(module, kind):
                 return _Converted(converter(module), path)
@@ -179,7 +185,12 @@ class _Conversion:
 
 
 def _check_followed(module: nn.Module, path: str) -> None:
-    """Raise XshardError for a module through which records cannot follow blocks."""
+    """Raise XshardError for a module whose own code cannot run on blocks of a sharded array.
+
+    Refused: modules converted before, subclasses that inherit `forward` from a class we replace,
+    classes of `torch.nn` without an exact form on blocks, and lazy modules. Any other code is run,
+    and each torch function that it calls must have a rule for blocks. path: "" for the model.
+    """
     kind = type(module)
     if kind in FOLLOWED:
         return
@@ -237,9 +248,14 @@ class _Entrance:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_model: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Record the placements of inputs, copy parameters and begin to follow functions.
+        """Prepare a call of a module: note how its inputs are sharded, and watch its functions.
 
-        Returns the inputs with records; None, to leave them, inside a model that is followed already.
+        A record is a note on a tensor: the layout and global shape of the array whose block it is.
+        From here on a torch function mode derives the record of each result.
+
+        is_model: the module is the whole model, which the user calls with plain blocks; a part of
+        it is called with recorded ones. Returns the inputs with records. None: leave the inputs as
+        they are, as an outer module has prepared them, or a checkpoint computes them again.
         """
         self.running.append(ExitStack())
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -247,7 +263,8 @@ class _Entrance:
         is_followed = _is_followed()
         if is_followed and (has_record or not is_model):
             return None
-        # In a backward pass, a part that is given blocks of unknown origin is computed again by a checkpoint.
+        # A part called in a backward pass, with blocks that have no record, is a checkpoint that
+        # computes activations again: it restores what was recorded in the forward pass.
         if not is_model and not has_record and is_in_backward_pass():
             return None
         blocks = [x for x in inputs if recorded_placement(x) is not None or self._has_layout(x)]
@@ -265,7 +282,13 @@ class _Entrance:
         return args, kwargs
 
     def _with_record(self, x: Any, first: Placement, *, is_model: bool) -> Any:
-        """Return an input with a record, on an alias: the caller's tensor is left as it is."""
+        """Return an input with a note of its layout and global shape (a record).
+
+        A tensor that has the dims of the model's layout is a block under it; any other tensor is
+        replicated, on the devices of `first`, the placement of the first block among the inputs.
+        The note is on an alias, so that the caller's own tensor has none. Values that are not
+        tensors are returned as they are.
+        """
         if not isinstance(x, Tensor):
             return x
         placement = recorded_placement(x)
@@ -273,7 +296,8 @@ class _Entrance:
             if self._has_layout(x):
                 placement = self._placed(x, is_model=is_model)
             else:
-                # Replicated. Where processes keep their shares of gradients, they do of this input's too.
+                # A replicated input is used by all devices: its gradient is the sum of theirs. A
+                # copy sums it in the backward pass, unless the user asked for unsummed gradients.
                 placement = first.replicated_like(x)
                 (copy,) = placement.parameter_copies([x])
                 assert copy is not None
@@ -331,7 +355,12 @@ class _Converted(nn.Module):
         share_tensors_and_children(self, module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, with copies of its parameters, and record the placement of its outputs."""
+        """Run a module that the user's own converter made for blocks.
+
+        Its parameters are replaced by copies whose gradients are summed over the devices. Its
+        outputs are noted as sharded like the first input that has such a note; without one, the
+        module just runs. Torch functions inside are not watched: the converter answers for them.
+        """
         # `train()` and `eval()` do not reach the module: it is no child.
         self.module.training = self.training
         inputs = (*args, *kwargs.values())

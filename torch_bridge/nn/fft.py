@@ -58,12 +58,12 @@ def fft(
     norm: str | None = None,
     shape: Lengths = None,
 ) -> Tensor:
-    """Return this process's block of the Fourier transform of an array, under the same layout.
+    """Compute the Fourier transform of a sharded array; each process gets its block of the result.
 
         y = xt.nn.fft(x, "h/sp w", mesh, "h w")     # [h/2, w] -> [h/2, w], complex, on 2 processes
 
-    All processes of the mesh call it. Two moves: sharded dims are whole while they are transformed, and
-    another dim is sharded.
+    All processes of the mesh call it. The result has the layout of the input. Sharded dims are
+    gathered for their transform, while another dim is sharded instead: two collectives in all.
 
     Args:
         x: This process's block.
@@ -115,10 +115,16 @@ def _transformed(
     lengths: Sequence[int] | None,
     norm: str | None,
 ) -> Outputs:
-    """Transform the sharded dims together, between two moves, and the whole dims together."""
+    """Transform some dims of an array by FFT: sharded dims in one group, the others in another.
+
+    Around the group of sharded dims, one all-to-all makes them whole, and one shards them as
+    before; so all of them share two moves. x: this process's block. dims: numbers, the last one
+    is halved by real kinds such as "rfft". Returns the block of the result and its placement.
+    """
     last_dim = dims[-1]  # which real kinds halve or double
     transforms = _dim_transforms(kind, dims, lengths)
-    # A real input is transformed along the last dim first, a real output last: in between all is complex.
+    # A real input ("rfft") is transformed along the last dim first, and a real output ("irfft")
+    # last; all other transforms are complex. The group with the last dim goes first or last, too.
     if kind.has_real_input:
         transforms.reverse()
     sharded = [step for step in transforms if placement.is_sharded(step.dim)]
@@ -152,7 +158,12 @@ def _dim_transforms(
 def _transform_sharded_dims(
     x: Tensor, placement: Placement, transforms: Sequence[DimTransform], norm: str | None
 ) -> Outputs:
-    """Make the dims whole, transform them, and shard them as they were."""
+    """Gather some dims by an all-to-all, transform them by FFT, and shard them as before.
+
+    "h/sp w", transforming h -> "h w/balanced(sp)" in between. x: this process's block. Returns the
+    block of the result and its placement: its layout and global shape. Without transforms nothing
+    is sent.
+    """
     if not transforms:
         return x, placement
     dims = list(placement.layout.dims)
@@ -163,7 +174,9 @@ def _transform_sharded_dims(
     # Real kinds change the length of a dim, and lengths= of any.
     for d in (step.dim for step in transforms):
         has_sizes = any(shard.numbers for shard in dims[d].shards)
-        if has_sizes and y.shape[d] != x.shape[d]:  # they are of the old length
+        if has_sizes and y.shape[d] != x.shape[d]:
+            # Sizes or intervals in the layout, such as 3 and 5 of 8 rows, do not fit the new
+            # length: as even parts as possible replace them.
             dims[d] = Dim(dims[d].name, (Shard(dims[d].axes, "balanced"),))
     result = placement.with_dims(dims, placement.shape)
     return placement.redistribute(y, result.layout), result
@@ -180,9 +193,10 @@ def _transform_whole_dims(
 
 
 def _layout_with_whole(placement: Placement, whole: Sequence[int]) -> Layout:
-    """Return the layout in which some dims are whole, and the longest of the others is sharded instead.
+    """Return a layout in which some dims are whole, and the longest other dim is sharded instead.
 
-    "h/sp w" with `h` whole -> "h w/balanced(sp)". Without another dim, the array is replicated.
+    whole: numbers of dims. "h/sp w" with h whole -> "h w/balanced(sp)"; balanced: the sizes of
+    parts differ by at most 1. Without another dim, each device gets the whole array.
     """
     dims = list(placement.layout.dims)
     axes: list[str] = []
@@ -191,7 +205,8 @@ def _layout_with_whole(placement: Placement, whole: Sequence[int]) -> Layout:
         dims[d] = Dim(dims[d].name)
     others = [d for d in range(len(dims)) if d not in whole]
     if others:
-        # The longest has the most even parts; it may be sharded already, then by more axes.
+        # A longer dim is cut into more even parts. The length is that of a device's block, as the
+        # dim may be sharded already; then it is cut further.
         longest = max(others, key=lambda d: max(placement.sharding.local_sizes[d]))
         shards = (*dims[longest].shards, Shard(tuple(axes), "balanced"))
         dims[longest] = replace(dims[longest], shards=shards)

@@ -39,12 +39,13 @@ def register_attention(
     how: str = AUTO,
     shape: Lengths = None,
 ) -> None:
-    """Make `attn_implementation=name` of a model of `transformers` attention over a sharded sequence.
+    """Let models of `transformers` attend over a sequence that is cut over devices.
 
         xt.nn.register_attention("b s/cp h k", mesh)
         model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="xshard")
         model(tokens, position_ids=xt.positions(...)[None])     # tokens: [batch, rows of this process]
 
+    It registers an attention under `name`, which models choose by `attn_implementation=name`.
     The model is called with this process's block of tokens, `[batch, rows]`, and `position_ids` of the
     rows, as `positions` returns them. An `attention_mask` `[batch, rows]` marks padding, `documents=` the
     documents of packed tokens.
@@ -90,7 +91,13 @@ class _Implementation:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Return the result, `[batch, rows, heads, width]`, of blocks `[batch, heads, rows, width]`."""
+        """Attend over a sharded sequence, called by a model of `transformers` as its attention.
+
+        query, key, value: this process's blocks, `[batch, heads, rows, width]`. attention_mask:
+        `[batch, rows]`, marks padding. options: what else transformers passes, such as `scaling`
+        and `sliding_window`. Returns the outputs, `[batch, rows, heads, width]`, and None for the
+        weights, which are not computed as a whole.
+        """
         self._check_call(query, key, attention_mask, options)
         order = self._order()  # from transformers' order of dims to the layout's
         q = query.permute(order)
@@ -98,7 +105,8 @@ class _Implementation:
         if attention_mask is not None:
             documents = _with_padding(documents, attention_mask)
         elif documents is None:
-            # Without documents, masks follow from the layout: the model must agree on the positions.
+            # The causal mask follows from the rows that the layout gives to this process: the
+            # model's position ids must be those rows.
             self._check_positions_once(q, options.get("position_ids"))
         if documents is not None and order.index(0) > order.index(2):
             documents = documents.mT  # batch after rows, as in the layout
@@ -127,7 +135,12 @@ class _Implementation:
     def _check_call(
         self, query: Tensor, key: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
     ) -> None:
-        """Raise XshardError for what attention over sharded sequences lacks."""
+        """Refuse a call with options that attention over a sharded sequence cannot honour.
+
+        Raises XshardError for dropout, for masks other than `[batch, rows]` and for the options in
+        `_REFUSED_OPTIONS`; ShapeError if queries and keys have unequal rows, as with a cache of
+        keys. Options that are None count as not given.
+        """
         for option in _REFUSED_OPTIONS:
             if options.get(option) is not None:
                 raise XshardError(

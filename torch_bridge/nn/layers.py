@@ -278,9 +278,12 @@ def layer_of(
     path: str | None = None,
     outputs: str = "",
 ) -> Any:
-    """Return the layer with the parameters of a module, whose class is in `LAYERS` or inherits from one.
+    """Make a layer for blocks of a sharded array, with the parameters of an ordinary module.
 
-    path: the module's name in a model, if it is in one. Raises XshardError for an option without exact form.
+    The parameters are shared, not copied. module: of a class in `LAYERS`, such as `nn.Conv2d`, or
+    of a subclass. layout: of the inputs. path: the module's name in the model that contains it;
+    None for a layer used alone. Raises XshardError for an option that has no exact form on blocks,
+    with the only value that is possible.
     """
     kind = torch_class_with_layer(type(module))
     assert kind is not None, f"{type(module)} has no layer"
@@ -289,8 +292,8 @@ def layer_of(
     layer.mesh = mesh
     layer.path = path if path else type(module).__name__
     layer.outputs = outputs
-    # Alone, a layer takes any block under its layout; in a model, a block without a record comes from code
-    # that cannot be followed.
+    # Used alone, a layer takes plain tensors as blocks under its layout. In a model, blocks carry a
+    # note of their layout; one without it comes from code that lost track, which is an error.
     layer.in_model = path is not None
     only = layer.only_option
     if only is not None:
@@ -361,9 +364,9 @@ class HaloExchange(nn.Module):
 
     @api_boundary
     def forward(self, x: Tensor) -> Tensor:
-        """Exchange rows: `n/axis -> n/axis:halo(...)`.
+        """Add the neighbours' border rows to a block: `n/axis -> n/axis:halo(...)`.
 
-        Gradients of copied rows are added at their owner.
+        With a halo of 1, 4 rows become 6. Gradients of copied rows are added at their owner.
 
         Args:
             x: This process's block. All processes of the axes call it.
@@ -380,7 +383,9 @@ class HaloExchange(nn.Module):
 
     @api_boundary
     def trim(self, x: Tensor) -> Tensor:
-        """Drop the rows of neighbours: `n/axis:halo(...) -> n/axis`.
+        """Drop the rows of neighbours from a block: `n/axis:halo(...) -> n/axis`.
+
+        With a halo of 1, 6 rows become 4: the inverse of `forward`.
 
         Args:
             x: A block with a halo, such as the result of this module.

@@ -38,9 +38,12 @@ def _standardise(
     *,
     is_centred: bool = True,
 ) -> Standardised:
-    """Standardise over `count` elements of the array: `dims` of the block, `array_dims` of its placement.
+    """Compute (x - mean) / sqrt(variance + eps), with mean and variance over all devices.
 
-    Without `is_centred` the mean is taken to be 0.
+    x: this process's block. dims: the dims of `x` to reduce. array_dims: the same dims in the
+    global array, whose mesh axes the sums are added over; they differ from `dims` where `x` was
+    reshaped into groups. count: global elements per mean. is_centred: False takes the mean to be 0,
+    as RMSNorm does. Returns the block, mean and variance.
     """
     axes: tuple[str, ...] = ()
     for d in array_dims:
@@ -49,7 +52,8 @@ def _standardise(
     def global_mean(addends: Tensor) -> Tensor:
         total = addends.sum(tuple(dims), keepdim=True)
         if axes:
-            # Replicas as copies: each process uses the mean, so that their gradients are summed.
+            # "copy" declares that each process uses its own copy of the total, so that the backward
+            # pass sums the gradients of all copies.
             expression = move(total.shape, tag("sum", axes), tag("copy", axes))
             total = redistribute(total, expression, placement.processes)
         return total / count
@@ -60,7 +64,7 @@ def _standardise(
     if is_centred:
         mean = global_mean(wide)
         wide = wide - mean
-    # The mean of squares minus the square of the mean would cancel.
+    # A second all-reduce, of centred squares: E[x^2] - E[x]^2 would lose digits to cancellation.
     variance = global_mean(wide.square())
     standardised = wide * (variance + eps).rsqrt()
     return Standardised(standardised.to(x.dtype), mean, variance)
@@ -82,7 +86,12 @@ def instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 
 
 def _normalise_groups(layer: Any, x: Tensor, placement: Placement, group_count: int) -> Outputs:
-    """Normalise over groups of channels, and the dims after them. Raises ShapeError."""
+    """Apply group norm to an array `(b, c, *spatial)` whose spatial dims may be sharded.
+
+    x: this process's block. 6 channels in group_count 2 groups: mean and variance are over 3
+    channels and all spatial positions of all devices. `InstanceNorm` is as many groups as channels.
+    Returns the block and its placement. Raises ShapeError if the groups do not divide the channels.
+    """
     channels = placement.shape[1]
     check_channels(placement, 1, channels if layer.weight is None else len(layer.weight))
     if channels % group_count:
@@ -104,14 +113,20 @@ def _normalise_groups(layer: Any, x: Tensor, placement: Placement, group_count: 
 
 
 def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """Normalise a block over its last dims, which may be sharded; `RMSNorm` too."""
+    """Apply a `LayerNorm` or `RMSNorm` to an array whose last dims may be sharded.
+
+    x: this process's block. Mean and variance are over the global last dims, by an all-reduce where
+    these are sharded. Weight and bias are replicated; each device uses the part for its block.
+    Returns the block and its placement. Raises ShapeError if the last dims are others.
+    """
     normalized_shape = tuple(layer.normalized_shape)
     first = len(placement.shape) - len(normalized_shape)
     if placement.shape[first:] != normalized_shape:
         raise ShapeError(
             f"last dims of {placement.shape}, not {normalized_shape}", text=str(placement.layout)
         )
-    # The weight is replicated, and its gradient summed; only then it is cut as the block is.
+    # First the copies whose gradients are summed over devices, then their cut to this block's part:
+    # so the backward pass fills the part's gradient up with zeros, and sums whole gradients.
     is_centred = isinstance(layer, nn.LayerNorm)  # RMSNorm has no mean, and no bias
     weight, bias = placement.parameter_copies([layer.weight, layer.bias if is_centred else None])
     weight = _sharded_like_last_dims(weight, placement, first)
@@ -129,12 +144,17 @@ def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
 def _sharded_like_last_dims(
     parameter: Tensor | None, placement: Placement, first: int
 ) -> Tensor | None:
-    """Return this process's part of a replicated parameter of the dims from `first` on."""
+    """Cut a replicated weight or bias to the part for this process's block.
+
+    The parameter has the dims of the array from `first` on, such as `[c]` of "b s c/tp": with tp=2
+    and c=8 the result has 4 rows. None stays None; without sharded dims it is returned whole.
+    """
     dims = placement.layout.dims[first:]
     used_axes = _axes_of(dims)
     if parameter is None or not used_axes:
         return parameter
-    # The parameter is a copy along all axes; along the unused ones its part stays one.
+    # "copy" declares that each process uses its own copy, whose gradients are summed. Along axes
+    # that do not cut these dims, the parts are such copies still.
     unused_axes = tuple(axis for axis in placement.axes if axis not in used_axes)
     src = " ".join(dim.name for dim in dims) + tag("copy", placement.axes)
     dst = " ".join(str(dim) for dim in dims)
@@ -152,9 +172,12 @@ def _axes_of(dims: Sequence[Dim]) -> set[str]:
 
 
 def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
-    """Normalise a block `(b, c, ...)` over all dims except c.
+    """Apply a `BatchNorm` layer to an array `(b, c, ...)`, sharded along any dim except c.
 
-    All devices update their running statistics in the same way, so that these stay equal.
+    In training, mean and variance are over the global array, by all-reduces, and all devices update
+    their running statistics equally. In eval mode, a layer with running statistics uses those.
+    x: this process's block. Returns the block and its placement. Raises ShapeError for a single
+    value per channel.
     """
     check_input_dim(layer, x)
     check_channels(placement, 1, layer.num_features)
@@ -172,7 +195,7 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
             eps=layer.eps,
         )
         return y, placement
-    # Values of the whole array in each channel, as torch's check has them for one device.
+    # torch refuses one value per channel, whose variance is 0; here the global array counts.
     count = math.prod(placement.shape) // max(1, placement.shape[1])
     if count <= 1:
         message = f"one value per channel of a {placement.shape} array"

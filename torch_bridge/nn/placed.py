@@ -92,12 +92,16 @@ class Placement:
         return redistribute(x, (self.layout, layout), self.processes, shape=self.shape)
 
     def parameter_copies(self, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return copies of replicated parameters, whose gradients are summed over the axes of the array.
+        """Return parameters in a form whose gradients are summed over the devices of the array.
 
-        Copies made at the entrance of the model are used again, so that one collective sums all gradients.
+        Each device uses a replicated parameter with its own block, so its gradient is a part of the
+        sum. The copy is an identity in the forward pass, and an all-reduce in the backward pass.
+        Parameters that are None or need no gradient are returned as they are. Copies that were made
+        when the model was entered are used again, so that one all-reduce sums all their gradients.
         """
         axes = self.axes
-        # Without axes, or where each process keeps its share, a parameter is used as it is.
+        # No sum is needed without mesh axes, and none is wanted where the user asked that each
+        # process keep its own share of the gradients (`sum_gradients=False`).
         if axes == self.gradient_share_axes or not torch.is_grad_enabled():
             return list(parameters)
         copies = dict(COPIES.get({}))  # by ids: parameters are alive as long as their module runs
@@ -167,7 +171,7 @@ def recorded_placements(values: Iterable[object]) -> list[Placement]:
 
 @api_boundary
 def sharding_of(x: Tensor) -> Sharding:
-    """Return the layout, mesh and global shape of a block that a domain-parallel model returned.
+    """Say how an output of a domain-parallel model is sharded: layout, mesh and global shape.
 
         y = parallel_model(block)
         sharding_of(y)            # [b, c, h/sp, w] on a mesh of 2, of a global shape such as (1, 2, 8, 8)
@@ -213,10 +217,16 @@ def _placed_as(
     local_shape: tuple[int, ...],
     shape: tuple[int | None, ...] | None,
 ) -> Placement:
-    """Return the placement of a block of this shape. Raises NotationError, ShapeError."""
+    """Check that a block fits a layout, and return the placement: layout, mesh and global shape.
+
+    local_shape: this process's block. shape: the global shape, None for lengths that are inferred:
+    (4, 3) under "h/sp w" on sp=2 -> (8, 3). Raises NotationError for partial sums and overlapping
+    blocks, ShapeError for a block that is not this process's part.
+    """
     text = str(layout)
     check_axes(layout, processes.mesh)
-    # Layers compute with values: partial sums are none, and rows that blocks share would count twice.
+    # Layers are not linear, so that they need values and not addends of a sum. Rows that two blocks
+    # share would count twice in a mean.
     if layout.tags or any(dim.overlap for dim in layout.dims):
         message = "layers work on blocks of values that do not overlap"
         raise NotationError(message, text=text, hint="as in b c h/sp w")
@@ -228,7 +238,7 @@ def _placed_as(
         known_lengths = dict(zip(names, shape, strict=True))
     whole_shape = global_shape(layout, processes.mesh, local_shape, text, known_lengths)
     placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole_shape), processes)
-    # Uneven parts without shape= show here, on some processes at least.
+    # If blocks differ in size and no shape was given, some processes have inferred a wrong shape.
     if placement.local_shape != local_shape:
         message = f"the block has shape {local_shape}, not {placement.local_shape}"
         hint = (

@@ -99,7 +99,12 @@ _FFT_FUNCTIONS = {
 
 
 def _pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a function of elements, which broadcasts: all arguments are sharded like its result."""
+    """Apply an elementwise torch function, such as `add`, to blocks of sharded arrays.
+
+    Arguments that are sharded differently are first moved to the layout of the result: "h/sp w"
+    plus "h w" is "h/sp w". Each result gets a note of that layout and its global shape. Raises
+    XshardError for an in-place function whose first argument would have to be moved.
+    """
     name = func.__name__
     inputs = list(tensors_in((*args, *kwargs.values())))
     result = _broadcast(recorded_placements(inputs))
@@ -111,17 +116,24 @@ def _pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
     fitted_kwargs = {key: _fitted(x, result) for key, x in kwargs.items()}
     y = func(*fitted_args, **fitted_kwargs)
     for part in tensors_in((y,)):  # frexp returns two
-        # Arguments without a record may have broadcast whole dims.
+        # Tensors without a known layout may have broadcast dims that are not sharded, so these
+        # lengths are taken from the result.
         record(part, result.with_dims(result.layout.dims, result.global_lengths(part.shape)))
     return y
 
 
 def _with_parameters(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a function of a block and of parameters, for which the last dims of the block are whole."""
+    """Apply a torch function of a block and parameters, such as `linear` or `layer_norm`.
+
+    The last dims of the block, which the function works on, must not be sharded; the dims before
+    them may be, as s of "b s/sp c" in a linear layer. Returns the result with a note of its layout
+    and global shape. Raises XshardError if another argument is a sharded block, too.
+    """
     x = args[0]
     name = func.__name__
     placement = recorded_placement(x)
-    # Without a batch of their own: a block times a block would need rows that other processes have.
+    # A product of two blocks could need rows that other processes have, so that all other arguments
+    # must be parameters.
     others = list(tensors_in((*args[1:], *kwargs.values())))
     if placement is None or not all(_may_be_parameter(other) for other in others):
         raise _not_of_blocks(name)
@@ -160,7 +172,12 @@ def _check_embedding(kwargs: Kwargs) -> None:
 
 
 def _cat(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Concatenate blocks along a dim that is whole."""
+    """Apply `torch.cat` to blocks of sharded arrays, along a dim that is not sharded.
+
+    Blocks that are sharded differently are first moved to one layout. Raises XshardError if the
+    dim is sharded, as local rows would come in the wrong order, and for a tensor without a known
+    layout among the blocks.
+    """
     tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
     placements = recorded_placements(tensors)
     for placement in placements:
@@ -170,10 +187,11 @@ def _cat(func: Function, args: Args, kwargs: Kwargs) -> Any:
             "cat() of a block and a tensor without a placement", hint="slice it first"
         )
     d = _dim_number(dim, placements[0])
-    # The other dims broadcast, and the blocks may have other lengths along this one.
+    # The layout of the result is found as for elementwise functions. Lengths along the concatenated
+    # dim may differ, and are left out of it: each counts as 1.
     one_row = _broadcast([placement.with_length(d, 1) for placement in placements])
     lengths = [placement.shape[d] for placement in placements]
-    # One placement for all, so that their other dims have the same rows.
+    # All are moved to this layout, so that along the other dims each device has the same rows.
     parts = [
         _fitted(x, one_row.with_length(d, length))
         for x, length in zip(tensors, lengths, strict=True)
@@ -189,7 +207,13 @@ def _stack(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _along_dims(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a function along some dims, which are whole: they stay, or they are reduced."""
+    """Apply a torch function along dims that are not sharded, such as `sum`, `softmax` or `max`.
+
+    "b h/sp c" summed over c is "b h/sp"; softmax over c keeps "b h/sp c". Without dims the
+    function's default is taken, often all dims. Results get a note of their layout and global
+    shape. Raises an error if one of the dims is sharded. With two tensors, `max` and `min` are
+    elementwise.
+    """
     x = args[0]
     name = func.__name__
     candidates = _dims_candidates(name, args, kwargs)
@@ -204,7 +228,7 @@ def _along_dims(func: Function, args: Args, kwargs: Kwargs) -> Any:
             dims = list(range(len(placement.shape)))
         else:
             dims = [default]
-    # Of whole dims only: then no process needs the rows of another.
+    # No other process has rows of a dim that is not sharded, so that the local result is right.
     numbers = {_dim_number(d, placement) for d in dims}
     check_whole(placement, sorted(numbers), f"{name}()")
     y = func(*args, **kwargs)
@@ -249,7 +273,12 @@ def _index_select(func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _fft(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call our `fft` in place of a function of `torch.fft`."""
+    """Apply a function of `torch.fft` to a block of a sharded array.
+
+    It runs as our `fft`, which gathers sharded dims for the transform. Torch's arguments `n` or `s`
+    and `dim` are given as one number or several; without `dim`, the last dims or all are
+    transformed, as in torch.
+    """
     function = _FFT_FUNCTIONS[func.__name__]
     names = ("input", function.length_argument, "dim", "norm")
     x, lengths, dims, norm = _arguments(args, kwargs, names, None, function.default_dim, None)
@@ -277,9 +306,11 @@ def _fft(func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _global_fft_lengths(
     name: str, placement: Placement, dims: Sequence[int], lengths: Sequence[int]
 ) -> list[int]:
-    """Return lengths of the array: in a model's code, they are the block's. -1 stands for all rows.
+    """Turn the lengths that a model passes to an FFT into lengths of the global array.
 
-    Raises XshardError if the transform would cut or pad a sharded dim.
+    The model's code reads lengths from its blocks: `fft(x, n=x.shape[0])` of a block of 4 rows of
+    8 means all rows. -1 stands for all rows, in arguments and result. name: the torch function, for
+    errors. Raises XshardError if the transform would cut or pad a sharded dim.
     """
     result = list(lengths)
     for i, d in enumerate(dims):
@@ -293,14 +324,19 @@ def _global_fft_lengths(
 
 
 def _pad(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Pad whole dims by torch, and sharded dims by an exchange at the ends of the array."""
+    """Apply `F.pad` to a block of a sharded array: the global array is padded, not each block.
+
+    Dims that are not sharded are padded locally by torch. If a sharded dim is padded, rows move
+    between devices, as the padded array is cut into parts anew. Returns the block with a note of
+    its layout and global shape.
+    """
     names = ("input", "pad", "mode", "value")
     x, pads, mode, value = _arguments(args, kwargs, names, "constant", None)
     placement = placement_of(x)
-    # torch's order is from the last dim on.
+    # torch lists the pairs from the last dim to the first: here they are in the order of dims.
     pairs = tuple(zip(pads[::2], pads[1::2], strict=True))[::-1]
     first = x.ndim - len(pairs)
-    # Only the ends of the array are padded, which most processes do not have.
+    # With a sharded dim, only the first and last devices have the ends of the array.
     if any(any(pair) and placement.is_sharded(d) for d, pair in enumerate(pairs, first)):
         y, result = pad(x, placement, pairs, mode, 0.0 if value is None else value)
         return record(y, result)
@@ -345,16 +381,18 @@ def _used_beside(placement: Placement, x: Tensor) -> Tensor:
 
 
 def _broadcast(placements: Sequence[Placement]) -> Placement:
-    """Return the placement of the result of a broadcasting function.
+    """Choose how the result of an elementwise function of several blocks is sharded.
 
-    Each dim is sharded as in the first argument that shards it. Raises ShapeError for lengths that differ.
+    A placement is a layout and a global shape. Each dim is sharded as in the first argument that
+    shards it: "h/sp w" and "h w/tp" -> "h/sp w/tp". Dims of length 1 broadcast, and missing ones
+    are added in front, as in numpy. Raises ShapeError for lengths that differ.
     """
     rank = max(len(placement.shape) for placement in placements)
     base = next(placement for placement in placements if len(placement.shape) == rank)
     dims = list(base.layout.dims)
     shape = list(base.shape)
     for placement in placements:
-        for d in range(-1, -len(placement.shape) - 1, -1):  # dims meet from the last on
+        for d in range(-1, -len(placement.shape) - 1, -1):  # broadcasting aligns the last dims
             dim = placement.layout.dims[d]
             length = placement.shape[d]
             is_longer = shape[d] == 1 and length != 1
@@ -369,7 +407,13 @@ def _broadcast(placements: Sequence[Placement]) -> Placement:
 
 
 def _fitted(x: Any, result: Placement) -> Any:
-    """Return an argument, moved to the shards of the result; of a list, all its items."""
+    """Move an argument of an elementwise function to the layout of the result.
+
+    Along its own dims it is sharded as the result is; dims of length 1 stay whole, as they
+    broadcast. A tensor without a known layout is a parameter or a constant, equal on all devices:
+    it must have length 1 along sharded dims. Lists are moved item by item; other values are
+    returned as they are.
+    """
     if isinstance(x, list | tuple):
         return type(x)(_fitted(item, result) for item in x)
     if not isinstance(x, Tensor):
@@ -392,7 +436,7 @@ def _fitted(x: Any, result: Placement) -> Any:
         )
     ]
     fitted = placement.with_dims(dims, placement.shape)
-    # Equal rows under another name or notation need no move.
+    # Two notations may give each device the same rows: then nothing is moved.
     if not placement.sharding.means_the_same_as(fitted.sharding):
         x = record(placement.redistribute(x, fitted.layout), fitted)
     return _used_beside(result, x)
@@ -504,15 +548,19 @@ class Propagation(TorchFunctionMode):
     def _follow(
         self, func: Function, args: Args, kwargs: Kwargs, placements: Sequence[Placement]
     ) -> Any:
-        """Apply the rule of a function. Raises XshardError if it has none."""
-        # On replicated values each process computes what one device would.
+        """Apply a torch function to blocks, by the rule for its name that also derives the layout.
+
+        placements: the known layouts and global shapes of its tensor arguments. Raises XshardError
+        for a function without a rule, unless its arguments are replicated.
+        """
+        # No argument is sharded: each process computes what one device would, without a rule.
         if not any(placement.axes for placement in placements):
             return _of_replicated(func, args, kwargs, placements[0])
         name = function_name(func)
         rule = _rule_of(name)
         if rule is None:
             raise _not_of_blocks(name)
-        if not args:  # the rules take the first tensor by position
+        if not args:  # called as f(input=x): the rules expect the first tensor by position
             args = (kwargs["input"],)
             kwargs = {key: value for key, value in kwargs.items() if key != "input"}
         return rule(func, args, kwargs)
@@ -537,11 +585,12 @@ def _only_reads(func: Function) -> bool:
 
 @api_boundary
 def checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a function, whose activations the backward pass computes again.
+    """Call a function without keeping its activations: the backward pass computes them again.
 
         y = xt.nn.checkpoint(self.block, x)         # in the code of a model
 
-    It is `torch.utils.checkpoint.checkpoint`, also in the code of models that become domain-parallel.
+    It is `torch.utils.checkpoint.checkpoint`, which also works in the code of models that
+    `domain_parallel` converts: what it knows of layouts is there again in the second run.
 
     Args:
         function: The function to call.

@@ -36,9 +36,12 @@ def function_name(func: Callable[..., Any]) -> str:
 
 
 def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function that returns views of a block, and record their placements.
+    """Apply a torch function that returns views (`permute`, `x[...]`, ...) to a block.
 
-    The same view of an array without data shows where each dim goes: it keeps its stride and its length.
+    To learn how the result is sharded, the function is also called on a tensor without data, whose
+    dims are recognised in the view by their strides and lengths. `permute` of "h/sp w" -> "w h/sp".
+    Each result gets a note of its layout and global shape. Raises NotationError if the view would
+    need rows of other devices.
     """
     x, *options = args
     name = function_name(func)
@@ -51,7 +54,8 @@ def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     targets = func(source, *options, **kwargs)
     operation = "a slice" if name == "__getitem__" else f"{name}()"
     if name == "squeeze":
-        # A dim of one row in the block may have many in the array: not what torch would do to the block.
+        # A dim of one row in the block may have more rows in the global array. torch would drop it;
+        # the view of the global shape says which dims go.
         result = _view_placement(placement, source, targets, operation, may_split=False)
         return record(x.reshape(result.local_shape), result)
     y = func(*args, **kwargs)
@@ -106,12 +110,13 @@ class ViewedDim(NamedTuple):
 def _view_placement(
     placement: Placement, source: Tensor, target: Tensor, operation: str, *, may_split: bool
 ) -> Placement:
-    """Return the placement of a view. Raises NotationError if it needs a sharded dim whole.
+    """Derive the layout and global shape of a view from those of the viewed array.
 
-    source, target: the array without data and its view. may_split: lengths of the block, which the code
-    gives, may have split a dim.
+    source, target: a tensor without data and its view. operation: for errors, as in "view()".
+    may_split: `view(2, -1)` and the like are given lengths of the block, and may have split a dim.
+    Raises NotationError if the view needs all rows of a sharded dim.
     """
-    # Dims that the view adds, or that cannot be told, are new ones, whole.
+    # Dims of the view are new and whole until a dim of the array is found in their place.
     dims = list(itertools.islice(new_dims(placement.layout), target.ndim))
     lengths = list(target.shape)
     whole: list[ViewedDim] = []
@@ -125,24 +130,33 @@ def _view_placement(
         if viewed is None or viewed.number in sharded:
             raise needs_whole(placement, d, operation)
         if may_split and _has_more_ones_beside(target, viewed.number, source, d):
-            # Rows in groups of a block's number look like the rows of the block beside a dim of length 1.
+            # `view(6, -1)` of a block with 6 of 12 rows gives [6, 1]. If 6 is a fixed number of
+            # groups, one device would have [6, 2]: which one is meant cannot be told.
             message = f"{operation} puts a dim of length 1 beside '{dim}'"
             raise XshardError(message, hint="unsqueeze() does")
         sharded[viewed.number] = viewed
-    for viewed in (*whole, *sharded.values()):  # a sharded dim prevails
+    # Sharded dims come last, so that they win where a whole dim was found in the same place.
+    for viewed in (*whole, *sharded.values()):
         dims[viewed.number] = viewed.dim
         lengths[viewed.number] = viewed.length
     return placement.with_dims(dims, lengths)
 
 
 def _viewed_dim(placement: Placement, source: Tensor, target: Tensor, d: int) -> ViewedDim | None:
-    """Return where a dim of the array is in a view; None if nowhere, or if it is unclear where."""
+    """Find a dim of an array in a view of it, by its stride.
+
+    A view keeps the strides of its dims: in `x.permute(1, 0)` of [4, 3], the dim with stride 3 is
+    the second. source, target: the array and its view, without data. d: the dim to find. A sharded
+    dim must keep its length, or have a multiple of it after merging. None: it is not in the view,
+    or it is unclear where.
+    """
     is_sharded = placement.is_sharded(d)
     # A whole dim may have another length in the view, as by a slice.
     length = source.shape[d] if is_sharded else None
     before = _dims_with(source, source.stride(d), length)
     after = _dims_with(target, source.stride(d), length)
-    # Dims of length 1 have strides of their neighbours: as many before and after are in the same order.
+    # Dims of length 1 may share a stride with a neighbour. If the view has as many dims with this
+    # stride as the array, they are taken to be in the same order.
     if len(before) == len(after):
         number = after[before.index(d)]
         global_length = placement.shape[d] if is_sharded else target.shape[number]
@@ -158,9 +172,11 @@ def _dims_with(x: Tensor, stride: int, length: int | None) -> list[int]:
 
 
 def _grouped_dim(placement: Placement, source: Tensor, target: Tensor, d: int) -> ViewedDim | None:
-    """Return the dim of a view that has several rows for each row of a sharded dim; None if there is none.
+    """Find the dim of a view into which a sharded dim was merged with the dims after it.
 
-    `[h/2, w] -> [h/2 * w]`, as by `flatten`: w rows for each row of h.
+    `flatten` of "h/sp w", 4 rows of 3 on this device -> 12 rows: 3 for each row of h, so the
+    merged dim is sharded as h is. source, target: the array and its view, without data. d: the
+    sharded dim. None: the view has no such dim.
     """
     if not source.is_contiguous():
         return None

@@ -42,9 +42,12 @@ class Geometry:
 def geometry_of(
     placement: Placement, frames: Sequence[Frame], channels: int | None = None
 ) -> Geometry:
-    """Return the geometry of an op over the last dims.
+    """Combine the dims of a windowed op (convolution, pool, ...) into layouts of its whole arrays.
 
-    channels: the number of output channels, the dim before, if the op changes it.
+    frames: for each spatial dim, the rows that each device needs, the outputs that it computes, and
+    the global length of the result. channels: of the result; None leaves the number as it is.
+    Returns the layout with the needed rows (such as halos), the placement of the result, and this
+    device's share of rows and outputs per dim.
     """
     sharding = placement.sharding
     device = placement.processes.device
@@ -65,7 +68,13 @@ def geometry_of(
 
 
 def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame]:
-    """Return the frames of windows over the last dims. Raises ShapeError without outputs."""
+    """Find the rows that each device needs for windows over the last dims, such as a convolution's.
+
+    windows: kernel, stride and padding per dim. A kernel of 3 over 8 rows on 2 devices, padding 1:
+    each needs its 4 rows, a row of its neighbour and a row of padding. Returns one frame per dim,
+    which has these rows, the outputs per device, and the global length of the result. Raises
+    ShapeError if there would be no output.
+    """
     frames = []
     first = len(placement.shape) - len(windows)
     for d, window in enumerate(windows, first):
@@ -106,9 +115,11 @@ def _apply_run_by_run(
     op: WindowOp,
     parameters: Sequence[Tensor | None],
 ) -> Tensor:
-    """Compute the outputs of every combination of runs, concatenated in their order.
+    """Apply an op to each contiguous part of a block, and concatenate the outputs.
 
-    chosen: the runs along the first dims of the windows, of which `block` has the rows already.
+    A layout such as "h/zigzag(sp)" gives a device two runs of rows that are not neighbours, so no
+    window may reach from one to the other. Recursive, one dim after the other: `chosen` has a run
+    for each of the first dims, to which `block` has been cut already. runs_by_dim: all runs.
     """
     if len(chosen) == len(runs_by_dim):
         return op(block, chosen, *parameters)
@@ -116,7 +127,8 @@ def _apply_run_by_run(
     dim = len(chosen) - len(runs_by_dim)  # from the end
     if len(runs) == 1:
         return _apply_run_by_run(block, runs_by_dim, (*chosen, runs[0]), op, parameters)
-    # The block holds the rows of each run in turn; they are not neighbours in the array.
+    # The rows of each run follow those of the one before; where they overlap they are twice
+    # in the block.
     parts = block.split([run.rows for run in runs], dim)
     outputs = [
         _apply_run_by_run(part, runs_by_dim, (*chosen, run), op, parameters)
@@ -166,9 +178,12 @@ def interpolate(
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
 ) -> Outputs:
-    """Return the block `(b, c, *spatial)` of torch's `interpolate`, with its arguments, of the array.
+    """Apply torch's `interpolate` to an array whose spatial dims may be sharded.
 
-    Raises XshardError for a mode or arguments that torch does not take, ShapeError for lengths.
+    x: this process's block, `(b, c, *spatial)`; placement: the layout and global shape of its
+    array. size: spatial lengths of the global result. Outputs near a border use rows of neighbours.
+    Returns the block of the result and its placement. Raises XshardError for a mode or arguments
+    that torch does not take, ShapeError for lengths.
     """
     rank = len(placement.shape) - 2
     if mode not in MODES or MODES[mode].rank not in (None, rank):
@@ -202,9 +217,11 @@ def _resampled_lengths(
     *,
     uses_scale: bool,
 ) -> tuple[Ints, Factors]:
-    """Return the lengths of the result, and the scales by which positions are computed.
+    """Compute the output lengths of an interpolation, and the scales for positions in the input.
 
-    As in torch, a scale is None where the lengths give it: for a size, or without `uses_scale`.
+    lengths: global, per spatial dim. 5 rows with scale_factor 1.5 -> 7 outputs and scale 1.5.
+    As in torch, a scale is None where positions use the ratio of lengths, 7 / 5: for a size, or
+    without `uses_scale`. Raises ShapeError for an output without rows.
     """
     if (size is None) == (scale_factor is None):
         raise XshardError("one of size and scale_factor", hint="as in scale_factor=2")
@@ -217,7 +234,7 @@ def _resampled_lengths(
         else:
             scales = scale_factor
         outputs = tuple(math.floor(n * scale) for n, scale in zip(lengths, scales, strict=True))
-        # Else torch computes positions by the lengths, which were rounded.
+        # Otherwise scales stay None: positions use the rounded lengths.
         if uses_scale:
             factors = tuple(float(scale) for scale in scales)
     elif isinstance(size, int):
@@ -260,7 +277,12 @@ def _resampling(
     is_aligned: bool,
     like: Like,
 ) -> Resampling:
-    """Return how this process interpolates. Cached with its tensors, of `like`'s device and dtype."""
+    """Work out how this process interpolates: the input rows and weights of each of its outputs.
+
+    outputs: global lengths of the result. factors: scales per dim, None: the ratio of lengths.
+    mode: of one dim, such as "linear". is_aligned: torch's `align_corners`. The result is cached,
+    with its tensors, which have the device and dtype of `like`.
+    """
     global_taps = []
     frames = []
     for i in range(len(outputs)):

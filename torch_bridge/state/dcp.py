@@ -63,7 +63,8 @@ def open_dcp(path: str | Path) -> Checkpoint:
             records = _Records(file).load()
         items: dict[Any, _Item] = {}
         for index, info in records.storage_data.items():
-            # A value that is not a tensor has no offset.
+            # The key is a name, and where the part begins in the tensor; None for a value that is no
+            # tensor, such as a step number.
             offset = None if index.offset is None else tuple(index.offset)
             items[index.fqn, offset] = _item(folder, info)
         # The names of the state dict, each a tensor in parts or a value.
@@ -131,8 +132,11 @@ class _Part:
 
     @cached_property
     def numbers(self) -> Mapped:
-        """All elements, mapped from the disk."""
-        # Checked against the file: the metadata may be of another save.
+        """Map this part of a tensor from its file into memory, as a numpy array, unread.
+
+        A part is one saved block. Raises FileError if the file does not hold such a tensor.
+        """
+        # The metadata may be of another save than the file: dtype, shape and strides are compared.
         shape = tuple(rows.stop - rows.start for rows in self.box)
         with _malformed(self.item.file):
             tensor = self.item.load("meta")
@@ -142,7 +146,7 @@ class _Part:
             self._check_end(tensor, start_byte, strides_bytes)
             file, memory = map_file(self.item.file)
             file_byte = self.item.offset + start_byte
-            # numpy lacks some dtypes: whole numbers of the same size carry them.
+            # numpy lacks some dtypes, such as bfloat16: integers of the same size hold their bits.
             carrier = dtypes.carrier(self.dtype)
             whole = np.ndarray(shape, carrier, memory, file_byte, strides_bytes)
             return Mapped(shape, self.dtype, whole, file, file_byte, self.item.file.name)
@@ -210,9 +214,10 @@ def _common(wanted: range, part: slice) -> _CommonRows:
 
 
 def _item(folder: Path, info: Any) -> _Item:
-    """Return an item of the metadata.
+    """Check one entry of a checkpoint's metadata, and return it: file, offset and length in bytes.
 
-    Raises FileError unless it is a part of a file in the folder.
+    info: torch's record of where a saved item lies. Raises FileError if its file is not in the
+    folder itself, if the file is too short, or if an extension has transformed the bytes.
     """
     file = folder / info.relative_path
     stop = info.offset + info.length
@@ -229,13 +234,18 @@ def _item(folder: Path, info: Any) -> _Item:
 
 
 def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
-    """Return a tensor of the metadata. Raises FileError unless its parts have each element once."""
+    """Find the saved parts of one tensor in a checkpoint's metadata.
+
+    record: torch's: dtype, global shape, and for each part its offsets and sizes. items: where the
+    bytes of each part lie, by name and offsets. Raises FileError unless the parts cover each
+    element once, and if the bytes of a part are too few.
+    """
     dtype = dtypes.name_of(record.properties.dtype)
     shape = tuple(record.size)
     chunks = np.array([(chunk.offsets, chunk.sizes) for chunk in record.chunks], np.int64)
     chunks = chunks.reshape(
         len(record.chunks), 2, len(shape)
-    )  # also if there are no chunks or dims
+    )  # numpy cannot infer the shape [chunks, 2, dims] if there are no chunks or dims
     starts = chunks[:, 0]  # [chunks, dims]
     sizes = chunks[:, 1]
     _check_cover(name, shape, starts, sizes)

@@ -62,31 +62,33 @@ class Route(NamedTuple):
 def describe_tree(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the local blocks of a tree by name, and its facts.
+    """Describe a tree of tensors (a dict, list, ...) as texts that another process can plan from.
 
-    Facts are its mesh, its structure, and what `LeafFact` has of each tensor.
+    Returns this process's block of each tensor by name, and the texts: the mesh, the structure of
+    the tree with its numbers and strings, and each tensor's global shape, dtype and layout.
 
-    mesh: None for a tree of DTensors, which bring theirs. shapes: global, by name, if blocks differ
-    in size. Raises MeshError for a missing mesh and for a tensor on another one, and as
-    `local_array` does.
+    rules: layouts by patterns of names. mesh: None for a tree of DTensors, which have one. shapes:
+    global, by name, where blocks differ in size. Raises MeshError for a missing mesh and for a
+    tensor on another one, and as `local_array` does.
     """
     tensors, constants = tensors_and_constants(tree)
     mesh = _source_mesh(tensors, mesh)
-    # All leaves are on one mesh, as a plan has one source.
+    # All tensors must be on one mesh: a transfer plan has a single source.
     axes = mesh_of(mesh)
     ranks = ranks_of(mesh)
     if rank() not in ranks:
         raise MeshError(
             f"rank {rank()} is not in {mesh!r} and brings a tree", hint="pass None there"
         )
-    # Either a pair, rules of the source and of the target, or rules with arrows for both.
+    # A pair is rules of the source and rules of the target. Otherwise one set of rules has both, as
+    # in "n/dp d -> n d/dp".
     is_pair = isinstance(rules, list | tuple)
     rule_of = _source_rules(rules, list(tensors))
     if shapes is None:
         shapes = {}
 
     blocks: dict[str, Tensor] = {}
-    # Numbers and texts travel here; blocks travel as messages.
+    # Numbers and strings of the tree travel in this description; tensors are sent later.
     structure = pytree.treespec_dumps(pytree.tree_structure(tree))
     facts = {
         "mesh": json.dumps([str(axes), ranks]),
@@ -138,10 +140,11 @@ def _block_on_mesh(local: LocalArray, axes: Mesh, ranks: Sequence[int]) -> Tenso
 
 
 def _layout_text(x: Tensor, rule: Sides | None, layout: Layout, *, has_arrows: bool) -> str:
-    """Return the layout of a leaf, or the expression of its move.
+    """Return the text of a tensor's layout, or of its move "layout -> layout".
 
-    has_arrows: rules say both ends, so one without an arrow is a DTensor's target: its source
-    layout is in its placements.
+    rule: the user's, for its name; None: it has none, and the text is `layout`, which its
+    placements say. has_arrows: rules say both source and target. Then a DTensor's rule without an
+    arrow is its target only: with placements (Shard(0),) on dp, "n d/dp" -> "n/dp d -> n d/dp".
     """
     if rule is None:
         return str(layout)
@@ -173,10 +176,16 @@ def mesh_in(facts: Facts) -> tuple[Mesh, tuple[int, ...]]:
 def plan_described(
     facts: Pairs, dst_rules: Pairs | None, names: Names | None, route: Route
 ) -> TreePlan:
-    """Plan the transfer of a described tree, cached. dst_rules: None if facts have both ends."""
+    """Plan the transfer of a tree of tensors between two meshes, from its description.
+
+    facts: the texts of `describe_tree`, as pairs, so that the plan can be cached by them.
+    dst_rules: layouts of the target by patterns of names; None if each tensor's text in `facts` is
+    "source -> target". names: how the target names the tensors. route: the target mesh, and the
+    devices of both ends.
+    """
     leaves = leaf_facts(dict(facts))
     src_mesh, _ = mesh_in(dict(facts))
-    # A pattern for each name, as names may have signs of patterns in them.
+    # Rules are patterns, and names may contain "*" and the like: escaped, they match themselves.
     src_rules = {re.compile(re.escape(name)): leaf.layout for name, leaf in leaves.items()}
     rules: Any = src_rules
     if dst_rules is not None:
@@ -228,13 +237,19 @@ def first_on_device(blocks: Mapping[str, Tensor]) -> Tensor | None:
 def rebuild_tree(
     received: dict[str, Tensor], plan: TreePlan, facts: Facts, names: Names | None
 ) -> Any:
-    """Return received arrays as the described tree; by name if `names` changed the names."""
+    """Build the sender's tree (a dict, list, ...) from received tensors.
+
+    received: by name. facts: the sender's description, with the structure, numbers and strings.
+    names: how tensors were renamed, or None; renamed tensors do not fit the structure, and are
+    returned as the dict by name.
+    """
     _return_to_cpu(received, plan, leaf_facts(facts))
     if names:
         return received
     spec, constants = json.loads(facts["tree"])
     template = pytree.treespec_loads(spec)
-    # A tree of numbers has the paths of the leaves in the order in which unflattening takes them.
+    # Unflattening takes values in order, not by name. A tree with numbers in place of the leaves
+    # shows the names in that order.
     numbered = pytree.tree_unflatten(range(template.num_leaves), template)
     in_order = dict.fromkeys(
         trees.leaf_name(path) for path, _ in pytree.tree_flatten_with_path(numbered)[0]

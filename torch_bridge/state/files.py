@@ -240,7 +240,13 @@ class _Loading:
         names: Names | None,
         strict: bool,
     ) -> None:
-        """Plan the load of the arrays that a model or a tree has."""
+        """Plan which part of each saved array this process reads, for a model or a tree of tensors.
+
+        like: the model or tree that is loaded into. rules: layouts of its tensors by patterns of
+        names. names: how names in the files differ from the model's. strict: raise for tensors that
+        only one side has. The plans are left in `self.loads`, numbers and strings in
+        `self.constants`.
+        """
         stored = stored_as(self.checkpoint, names)
         shapes = {name: array.shape for name, array in stored.items()}
         # The files have global shapes, so blocks may have any sizes.
@@ -248,7 +254,7 @@ class _Loading:
         arrays = list(by_name.values())
         stored_names = in_both(stored, [array.names for array in arrays], strict)
         for array, name in zip(arrays, stored_names, strict=True):
-            # Only a parallel model knows how to replace its meta tensors.
+            # A tensor without memory must be replaced; only a parallel model has a function for it.
             if array.is_meta and array.put is None:
                 hint = "xt.parallelize or model.to_empty(device=...) first"
                 raise XshardError(f"{array.names[0]} is on the meta device", hint=hint)
@@ -274,15 +280,20 @@ class _Loading:
         return facts
 
     def read(self, device: torch.device | str) -> dict[str, Tensor]:
-        """Read all arrays, bucket by bucket; return the blocks of this process by name."""
+        """Read this process's blocks of all arrays from the files, and return them by name.
+
+        Replicas share the reading: each reads a part of the rows, and sends it to the others. This
+        happens in groups of arrays of limited bytes, which threads read in parallel.
+        """
         names = list(self.loads)
         shared_bytes = [_shared_bytes(load) for load, _ in self.loads.values()]
         tensors: dict[str, Tensor] = {}
         with ThreadPoolExecutor(_n_threads(len(self.ranks))) as threads:
-            # Rows to share are in memory twice until they are sent: a bucket limits them.
+            # Rows that are read for other processes too are in memory twice until they are sent: a
+            # group has at most BUCKET_BYTES of them, or one array.
             for group in group_by_bytes(shared_bytes, BUCKET_BYTES):
                 group_names = [names[i] for i in group]
-                # A DTensor's mesh may be a part of the world: others read nothing for it.
+                # A DTensor's mesh may lack this process, which then has no block of it.
                 local = [name for name in group_names if rank() in self.loads[name].array.ranks]
                 tensors |= {name: self.loads[name].array.target(device) for name in local}
                 blocks = threads.map(self._reader(tensors), local)
@@ -299,7 +310,11 @@ class _Loading:
         return read
 
     def _share(self, blocks: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
-        """Send blocks to the processes that need them too, many arrays in one collective."""
+        """Send the rows that this process has read to its replicas, many arrays in one collective.
+
+        blocks: what was read, by name; None: not shared, as each process reads all it needs.
+        tensors: results, by name, which are written to.
+        """
         by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
         for name, block in blocks.items():
             if block is not None:
@@ -311,7 +326,8 @@ class _Loading:
                 load = self.loads[name].load
                 moves[name] = f"{load.source.layout} -> {load.target.layout}"
                 shapes[name] = load.array.shape
-            # A block of the source layout, which shards rows over replicas, becomes the target's.
+            # From the layout of what was read, which also cuts rows over replicas, to the layout
+            # that the user asked for.
             moved = redistribute(on_mesh, moves, mesh, shape=shapes, profile=self.profile)
             for name, block in moved.items():
                 tensors[name].copy_(block)
@@ -344,12 +360,14 @@ def _shared_bytes(load: Load) -> int:
 
 
 def _read(checkpoint: Checkpoint, load: Load, device: int, out: Tensor) -> Tensor | None:
-    """Read a block into `out`, or return it if it is to be shared.
+    """Read this process's block of one array from a checkpoint.
 
-    A block with the bytes of `out` is read right into its memory, without a copy.
+    out: the tensor for the final block, to which the block is written. If it lies on the CPU and
+    has the dtype of the file, the file is read into its memory without a copy. Returns None then;
+    if the block is only a share of the rows, to be sent to replicas, it is returned instead.
     """
     stored_dtype = getattr(torch, load.stored)
-    # Only memory that numpy can write to, with the bytes as they are in the file.
+    # numpy cannot write to GPUs, nor to views that torch conjugates or negates when it reads them.
     is_plain = out.device.type == "cpu" and not (out.is_conj() or out.is_neg())
     is_direct = is_plain and not load.is_shared and out.dtype == stored_dtype
     if is_direct:

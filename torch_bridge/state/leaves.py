@@ -56,15 +56,18 @@ def axes_of(mesh: MeshLike | None) -> Mesh:
 def all_or_none(
     ranks: Sequence[int], call: str, work: Callable[[], Any], *, timeout: timedelta | None = None
 ) -> list[Any]:
-    """Do the work on all of these ranks -> the result of each, as JSON has it.
+    """Run a function on several ranks, so that it succeeds on all of them or raises on all.
 
-    Raises on all of them if one fails, as `compare_facts` does. call: the call in the user's words.
+    ranks: all of them call this. call: in the user's words, for errors. work: its result must be
+    such that JSON can hold it. timeout: how long to wait for the others; None: as long as a
+    collective. Returns the result of each rank, in their order. Raises as `compare_ranks` does.
     """
     if len(ranks) == 1:
         return [work()]
 
     def result() -> CallFacts:
-        # Results may differ between ranks; they travel as the facts that are not compared.
+        # Ranks exchange a description of a call. Results go into the part of it that may differ
+        # between ranks.
         return CallFacts(everywhere={}, within={}, part=(), own={"": json.dumps(work())})
 
     reports = compare_ranks(ranks, call, result, timeout)
@@ -121,10 +124,12 @@ class LocalArray:
 def local_arrays(
     tree: Any, rules: Any, mesh: MeshLike | None, shapes: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
-    """Return the arrays of a model or any tree by name, and its other leaves.
+    """List the tensors of a model or a tree by name, each with its block and how it is sharded.
 
-    Parallel models and DTensors have layouts of their own; rules have those of all other tensors,
-    which are replicated without rules. Raises as `local_array` does, with the name of the leaf.
+    tree: a model, or dicts and lists of tensors. rules: layouts by patterns of names, for tensors
+    that are no DTensors; None: they are replicated. mesh: for these tensors; None: all processes.
+    shapes: global, by name, where blocks differ in size. The second result has numbers and strings,
+    by name. Raises as `local_array` does, with the name of the tensor.
     """
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
         return _arrays_of_parallel(tree), {}
@@ -149,7 +154,11 @@ def local_arrays(
 
 
 def _arrays_of_parallel(model: nn.Module) -> dict[str, LocalArray]:
-    """Return the parameters and buffers in a parallel model's state, each once."""
+    """List the parameters and saved buffers of a model of `parallelize`, with how each is sharded.
+
+    A parameter with several names (tied weights) is listed once. Buffers that `state_dict` leaves
+    out are left out here, too.
+    """
     parallel = parallel_of(model)
     saved_names = set(model.state_dict(keep_vars=True))
     arrays: dict[str, LocalArray] = {}
@@ -170,9 +179,10 @@ def _arrays_of_parallel(model: nn.Module) -> dict[str, LocalArray]:
 
 
 def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Constant]]:
-    """Return the tensors of a tree by name, and its numbers and texts.
+    """Separate the tensors of a tree from its numbers and strings, both by name.
 
-    Raises XshardError for leaves of other types, and for two leaves of one name.
+    {"w": tensor, "opt": {"step": 3}} -> {"w": tensor}, {"opt.step": 3}. Raises XshardError for
+    leaves of other types, and for two leaves of one name.
     """
     # Containers of torch's pytrees: dicts, lists, tuples and named tuples.
     named_leaves = [(trees.leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
@@ -200,10 +210,12 @@ def local_array(
     ranks: Sequence[int],
     shape: Any = None,
 ) -> LocalArray:
-    """Return a DTensor as an array, or a local block under the left side of a rule.
+    """Describe one tensor as this process's block of a sharded array.
 
-    shape: global; None if all processes have blocks of one size. Raises XshardError for tensors
-    without strides or without a layout, ShapeError for a block that is not as the layout says.
+    A DTensor says itself how it is sharded; a plain tensor is a block under the left side of
+    `rule`: [4, 3] under "n/dp d" on dp=2 is of an array [8, 3]. shape: the global shape; None if
+    all blocks have one size. name: for errors. Raises XshardError for sparse and quantized tensors
+    and for a tensor without a layout, ShapeError for a block that does not fit its layout.
     """
     if x.layout != torch.strided:
         raise XshardError(f"a tensor of {x.layout}", hint="x.to_dense() or x.dequantize()")
@@ -219,14 +231,17 @@ def local_array(
     else:
         shape = lengths_of(shape)
     sharding = Sharding(rule.src, axes, tuple(shape))
-    # Detached: a copy into the block is no operation of autograd.
+    # Detached, so that autograd does not see when loaded values are copied into the block.
     array = LocalArray([name], x.detach(), x.dtype, sharding, mesh, ranks)
     _check_block_shape(array, rule)
     return array
 
 
 def _array_of_dtensor(name: str, x: DTensor) -> LocalArray:
-    """Return a DTensor as an array; this process may be outside of its mesh."""
+    """Describe a DTensor as this process's block of a sharded array: block, layout, mesh and ranks.
+
+    The block is None on a process outside of the DTensor's mesh.
+    """
     device_mesh = x.device_mesh
     shape = tuple(x.shape)
     axes = meshes.dtensor_axes(device_mesh)

@@ -127,11 +127,11 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
 
 
 def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the facts of the tree, equal on all that bring it.
+    """Find the description of the tree to send among the reports of all ranks.
 
-    Raises MeshError unless all senders do.
-
-    reports: by rank, as from `compare_ranks`.
+    Ranks of the source mesh report one, which has been compared, so that it is equal; all others
+    report an empty one. reports: by rank, as from `compare_ranks`. Returns the description. Raises
+    MeshError unless each rank of the source mesh has one.
     """
     bring_tree = [rank for rank, report in reports.items() if report["within"]]
     if not bring_tree:
@@ -157,12 +157,14 @@ def execute(
     donate: bool = False,
     progress: Progress = None,
 ) -> dict[str, Tensor] | None:
-    """Execute a plan: source blocks by name -> destination blocks; None outside of that mesh.
+    """Send the blocks of a tree from a source mesh to a destination mesh, bucket by bucket.
 
-    All processes of `group` call it. donate: free source blocks after the last bucket that reads
-    them.
+    All processes of both meshes, which make up `group`, call it. blocks: this process's blocks of
+    the source, by name; empty outside of the source. Returns its blocks of the destination, by
+    name; None outside of it. donate: remove source blocks from `blocks`, and free them, after the
+    last bucket that reads them. progress: is told the bytes that have been sent.
     """
-    # In a group of two programs ranks are counted there, not in the world.
+    # The group may join two programs, each with a world of its own: the rank counts in the group.
     rank = rank_in(group)
     src_device = _position(plan.src_devices, rank)
     dst_device = _position(plan.dst_devices, rank)
@@ -207,9 +209,11 @@ def _parts_to_send(
     src_device: int | None,
     tensor_device: torch.device,
 ) -> list[Tensor]:
-    """Return the part of a source block that each move of a bucket takes.
+    """Cut from this process's source blocks what each message of a bucket needs.
 
-    Empty outside of the source.
+    bucket: arrays that are sent together. blocks: by name. src_device: this process's number in the
+    source mesh; None: it is outside, and its parts are empty. Returns one tensor per move, on
+    tensor_device, in the dtype that travels.
     """
     parts: list[Tensor] = []
     for array in bucket:

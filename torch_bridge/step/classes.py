@@ -102,9 +102,11 @@ DESCRIPTIONS: dict[str, Description] = {}
 
 
 def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> Call:
-    """Describe the call of an operation that gives one of its results.
+    """Describe how one recorded torch operation may be sharded, for the search of layouts.
 
-    An operation that fits no class is `opaque`: every device computes all of it. args: by name.
+    name: of the operator, such as "mm". args: its arguments by name. out: one of its results. The
+    description gives letters to dims, as einsum does: those of "r0 k, k r1 -> r0 r1" can be sharded
+    by mesh axes. An operation that nothing is known of is `opaque`: each device computes all of it.
     """
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.numel()]
     invocation = Invocation(name, args, tensors, out, is_pointwise)
@@ -194,10 +196,12 @@ def _embedding(call: Invocation) -> Call:
 
 @describes(["index"])
 def _indexing(call: Invocation) -> Call:
-    """Describe x[i, :, j] with arrays of numbers i, j: dims that these replace cannot be sharded.
+    """Describe how indexing with tensors of numbers, as in x[i, :, j], may be sharded.
 
-    The dims of the arrays, broadcast, replace them: in place if they are neighbours, else in front.
-    `x[:, i]` with x [8, 9, 5] and i [3] is "r0 u1 r2, r1 -> r0 r1 r2", and no axis shards u1.
+    As in numpy, the dims of the index tensors, broadcast together, replace the indexed dims: in
+    place if these are neighbours, else in front. Any row of an indexed dim may be asked for, so
+    that it cannot be sharded: `x[:, i]` with x [8, 9, 5] and i [3] is "r0 u1 r2, r1 -> r0 r1 r2",
+    where no mesh axis shards u1.
     """
     x = call.args["self"]
     index_of = {d: index for d, index in enumerate(call.args["indices"]) if index is not None}
@@ -206,10 +210,9 @@ def _indexing(call: Invocation) -> Call:
         start = 0
     stop = start + max(index.ndim for index in index_of.values())
 
-    # As in numpy: the dims of the arrays of numbers are neighbours in the result.
+    # Between `start` and `stop` are the result's dims that come from the index tensors.
     picked_dims = call.result_dims[start:stop]
     kept_dims = iter(call.result_dims[:start] + call.result_dims[stop:])
-    # Any row may be asked for, so every device needs all rows of these dims.
     replaced_dims = [f"u{d}" for d in index_of]
     array_dims: list[str] = []
     for d in range(x.ndim):
@@ -310,9 +313,14 @@ def _made_in_place(call: Invocation) -> Call:
 
 
 def _by_traits(call: Invocation) -> Call:
-    """Describe an operation by its arguments and by the sets of traits that have its name."""
+    """Describe how an operation without a rule of its own may be sharded.
+
+    With a `dim` argument, as `sum` or `softmax` have: along all other dims. If it is elementwise,
+    or known to keep its dims in place: along all, except last dims that it needs whole. Else only
+    along leading dims. It is "linear" if it may be applied to the addends of a partial sum.
+    """
     kind = "pointwise"
-    # `x + 1` is not linear: every device with an addend would add the 1.
+    # `x + 1` is not linear: where x is a sum of addends on several devices, each would add a 1.
     if call.name in LINEAR and not call.has_number:
         kind = "linear"
     shape = call.out.shape
@@ -386,10 +394,12 @@ def attention_call(
     is_causal: bool = False,
     **_: Any,
 ) -> tuple[Call, Tensor]:
-    """Describe scaled dot product attention -> its call, and a result without data.
+    """Describe how scaled dot product attention may be sharded: along batch, heads, maybe queries.
 
-    "b0 b1 s d, b0 b1 t d, b0 b1 t d -> b0 b1 s d". If one of g heads of keys serves r heads of
-    queries, the heads of queries are "(g r)".
+    The arguments are those of torch's function. Queries, keys, values and result are
+    "b0 b1 s d, b0 b1 t d, b0 b1 t d -> b0 b1 s d": s queries, t keys. In grouped-query attention
+    each of g heads of keys serves r heads of queries, which are "(g r)": 8 heads of queries and 2
+    of keys are g=2, r=4. Returns the description, and an empty tensor in the result's place.
     """
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     key_dims = dim_letters(query.ndim - 2, "b")
@@ -414,9 +424,11 @@ def attention_call(
         arrays.append(_mask_dims(attn_mask.shape, [*query_dims, "s", "t"], score_shape))
     arrays.append([*query_dims, "s", value_depth])
 
-    # A multiplication and an addition in both products, per element of the space of all dims.
+    # Two FLOPs per multiply-add. Q K^T has b s t d of these, and P V has b s t e. The planner
+    # multiplies by the product of the lengths of all letters, so that is divided out: both are
+    # 2 (d + e) / (d e), or 2 (d + d) / d if one letter stands for both.
     flops = 2.0 * sum(depths) / math.prod(set(depths))
-    # Every query sees all keys, and a score is a sum over the whole depth.
+    # The softmax of a query needs all keys, and each of its scores the whole depth.
     unsharded = {"d", "t", value_depth}
     if is_causal:
         unsharded.add("s")  # blocks of queries see different numbers of keys

@@ -91,23 +91,26 @@ class StepRecorder(TorchDispatchMode):
         self._open_modules = [_OpenModule("", None, None, 0)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Torch calls this for each operator of the forward pass: it runs without data, and is added
+        # to the trace. Operations on few known numbers, as of `arange`, are also computed on the
+        # CPU, as later code may read a number from them.
         kwargs = kwargs or {}
         name = schema_of(func).name.partition("::")[2]
         if name == "_local_scalar_dense":
             return self._number(args[0])
-        # Numbers made on the CPU, as by a literal, become shapes too.
+        # Tensors that the code makes on the CPU, as of a literal, go to the meta device, too.
         out = func(*tree_map_only(Tensor, _to_meta, args), **_on_device(kwargs, "meta"))
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         arguments = _arguments_by_name(func, args, kwargs)
         if self._has_values(arguments, results):
-            # Indexed, not copied: a value that an operation changes in place stays changed.
+            # The stored tensors themselves, no copies: an operation in place must change them.
             values = tree_map_only(Tensor, self.values.__getitem__, args)
             computed = func(*values, **_on_device(kwargs, "cpu"))
             self.values |= zip(results, tree_leaves(computed), strict=True)
         is_in_place = name.endswith("_")
         for x in results:
-            # Empty tensors are made and dropped by batch norms, and another tensor may get their
-            # identity.
+            # Tensors are known by identity. Batch norms make empty tensors and drop them at once,
+            # so that a later tensor may get the same one.
             if not x.numel():
                 continue
             self._record(name.rstrip("_"), arguments, x, torch.Tag.pointwise in func.tags)
@@ -147,10 +150,13 @@ class StepRecorder(TorchDispatchMode):
     def _linked_dims(
         self, result_dims: Sequence[str], shape: torch.Size
     ) -> tuple[Links, Iterable[str]]:
-        """Link dims of a result to the arrays that their lengths were read from.
+        """Find out which dims of a result have lengths that the code read from another tensor.
 
-        In `y.reshape(x.shape[0], 4, -1)` dim 0 is sharded as in x. Dim 1 cannot be sharded, as the
-        code says 4. Returns the links, and the letters of dims that cannot be sharded.
+        In `y.reshape(x.shape[0], 4, -1)` dim 0 follows x: on blocks, it is as long as x's block.
+        Dim 1 cannot be sharded, as the code says 4; the length of dim 2 follows from the others.
+
+        result_dims: the letter of each dim; "(a b)" for a dim that two were merged into. Returns
+        {array: {its dim: letter}}, and the letters of dims that cannot be sharded.
         """
         links = Links()
         unsharded: list[str] = []
@@ -167,9 +173,11 @@ class StepRecorder(TorchDispatchMode):
         return links, unsharded
 
     def add(self, name: str, call: Call, out: Tensor, links: Links | None = None) -> None:
-        """Add an operation to the trace, named after the module that runs.
+        """Add an operation to the recorded step, named after the module that runs.
 
-        links: arrays that the operation reads lengths from; they become its last operands.
+        "layers.0.mlp:mm", and "layers.0.mlp:mm_2" for the second. call: how it may be sharded. out:
+        its result. links: tensors whose lengths it reads, as {array: {its dim: letter}}; they
+        become operands, so that their dims and the result's are sharded together. None: no tensors.
         """
         name = f"{self._open_modules[-1].path}:{name}"
         self._name_counts[name] += 1
@@ -178,7 +186,7 @@ class StepRecorder(TorchDispatchMode):
 
         operands = [self.name_of(x) for x in call.operands]
         op = call.op
-        # Without inputs every device can make the numbers itself: nothing is moved for them.
+        # A result of constants only, as of `arange`, can be made by each device: nothing is moved.
         if self._constants.issuperset(operands):
             op = op._replace(kind="source", work={**op.work, "accesses": None})
             self._constants.add(name)
@@ -187,7 +195,8 @@ class StepRecorder(TorchDispatchMode):
         for array, letter_of in (links or {}).items():
             if array in operands:  # its dims say it already
                 continue
-            prefix = f"w{len(linked)}_"  # of dims that have nothing to do with the result
+            # Its other dims get letters that no other operand has: they are free.
+            prefix = f"w{len(linked)}_"
             dims: list[str] = []
             for d in range(len(self.trace.shapes[array])):
                 dims.append(letter_of.get(d, f"{prefix}{d}"))
@@ -205,10 +214,12 @@ class StepRecorder(TorchDispatchMode):
         return self.names[x]
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Start a module: inside, its first tensor is the result of an operation, its input.
+        """Note that a module begins, and that its first tensor argument enters it.
 
-        There a rule of the plan may move the array. It moves one argument, so an array that is
-        two arguments has no such operation.
+        Called by a hook before each module's `forward`. A plan may move a module's input to another
+        layout, so this is recorded as an operation "input" that returns the tensor as it is. A rule
+        moves one argument: a tensor that is passed twice has none. path: "" for the whole model,
+        which has none either.
         """
         arguments = (*args, *kwargs.values())
         x = first_tensor(arguments)
@@ -240,6 +251,9 @@ class Functions(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Torch calls this for each of its functions. Attention is recorded here as one operation.
+        # `x.shape[0]` and `x.size(0)` return integers that know which dim of which tensor they are,
+        # so that a `reshape` to them keeps that dim sharded.
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             call, out = attention_call(*args, **kwargs)
@@ -261,11 +275,13 @@ class Functions(TorchFunctionMode):
 
 
 def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...]]:
-    """Record a training step of a module -> the step, and the names of parameters it does not use.
+    """Record the operations of a model's training step, by running its forward pass without data.
 
-    A loss of the module's first result is part of the step. batch: examples of the arguments of
-    `forward`: a tensor, a tuple, or a dict by name; only their shapes and dtypes matter. Raises
-    PlanError for a batch or a result without a tensor, and for numbers read from data.
+    The model runs on the meta device, and is left as it is. A loss of its first result is added.
+    batch: examples of the arguments of `forward`: a tensor, a tuple, or a dict by name; only their
+    shapes and dtypes matter. Returns the step, and the names of parameters that it does not use.
+    Raises PlanError for a batch or a result without a tensor, and for code that reads numbers from
+    data, as `x.item()` does.
     """
     inputs = _inputs_by_name(model, batch)
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
@@ -275,7 +291,7 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     names_of_parameters = _names_of_parameters(model)
     dtypes = [parameter.dtype for parameter in names_of_parameters] or [torch.float32]
     n_examples = next(iter(tensors.values())).shape[0]
-    # The first dim of inputs is the batch if it has the first one's length.
+    # The batch size is the length of the first input's first dim.
     trace = Trace(n_examples, name_of(dtypes[0]))
 
     # Parameters get meta tensors of their own, so that the model stays as it is.
@@ -330,7 +346,11 @@ def _add_parameter(recorder: StepRecorder, parameter: nn.Parameter, names: list[
 def _run(
     model: nn.Module, state: dict[str, Tensor], inputs: dict[str, Any], recorder: StepRecorder
 ) -> Any:
-    """Run the forward pass under the recorder, with a hook before and after each module."""
+    """Run a model's forward pass without data, recording its operations and its modules.
+
+    state: meta tensors in place of parameters and buffers, by name. inputs: arguments of `forward`
+    by name. Returns what the model returns.
+    """
     # The stack removes the hooks, also after an error: the model stays as it is.
     with torch.no_grad(), torch.device("meta"), ExitStack() as stack:
         for path, module in model.named_modules():
@@ -374,9 +394,11 @@ def first_tensor(values: Any) -> Tensor | None:
 
 
 def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
-    """Name operations after the modules that they end, and mark those that begin a module.
+    """Mark the recorded operations that begin and end modules, and name those after the modules.
 
-    The input operations of modules stay only where a rule may move an array that others use too.
+    The operation whose result is that of module "layers.0" is called "layers.0". Entering a module
+    was recorded as an operation "input"; it is merged with the operation that reads it, or
+    dropped, except where a plan may have to move its tensor.
     """
     ops: dict[str, Op] = {}
     for op in step.ops:
@@ -384,23 +406,26 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
     for name, path in recorder.entered.items():  # outer modules first
         if name in ops:
             _merge_input(ops, name, path, recorder.left)
-    # The last of several results with one module has its name.
+    # A module that is called twice gives its name to the last of its results.
     last = {path: name for name, path in recorder.left.items() if name in ops}
     names = {name: path for path, name in last.items()}
     return replace(step, ops=[renamed(op, names) for op in ops.values()])
 
 
 def _merge_input(ops: dict[str, Op], name: str, path: str, left: Mapping[str, str]) -> None:
-    """Keep the input operation of a module, drop it, or merge it with its only user.
+    """Decide what becomes of the operation "input" that was recorded where a module begins.
 
-    Plans may move an array where a module begins. If one operation alone reads the input, that
-    operation begins the module. Else the input operation stays where a move may pay: the array has
-    users outside, or the module is one of a list. Otherwise the module's operations read the array
-    itself.
+    A plan may move a tensor there. If a single operation reads the input, as its first operand,
+    that one is marked as the module's beginning instead. Else "input" stays where a move may pay:
+    the tensor has users outside, or the module or its predecessor is in a list, as "layers.3". Else
+    it is dropped: the module's operations read the tensor itself.
+
+    ops: by name, changed in place. name: of the operation "input". path: of the module. left: the
+    module that each operation ends.
     """
     (origin,) = ops[name].operands
     users = _users(ops, name)
-    # One user begins the module itself, until a module inside says that it does.
+    # A single user is marked as the beginning; an inner module that it begins too marks it later.
     is_begun = len(users) == 1 and users[0].operands[0] == name
     is_repeated = NUMBERED.search(path) or NUMBERED.search(left.get(origin, "0"))
     if not is_begun and (is_repeated or len(_users(ops, origin)) > 1):

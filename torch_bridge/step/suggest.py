@@ -39,9 +39,9 @@ def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> Tor
         plan = xt.suggest(model, {"input_ids": ids}, Mesh(dp=4, tp=2), memory="80GiB")
 
     The forward pass runs once on the meta device: nothing is allocated. The model may be on the
-    meta device itself, and stays as it is. Lengths that its code says, such as numbers of heads,
-    stay global lengths; lengths that it reads from a tensor are sharded as that tensor is. The loss is
-    of the first tensor of the result.
+    meta device itself, and stays as it is. A length written in its code, as 4 in `view(b, 4, -1)`,
+    means all rows of a dim, which is then not sharded; a length read from a tensor is sharded as
+    that tensor is. The loss is of the first tensor of the result.
 
     Args:
         model: Any module.

@@ -60,10 +60,16 @@ class Meter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Count the bytes of an operation that begins or ends messages, or communicates."""
+        """Count the bytes that one recorded torch operation receives, in `self.received`.
+
+        func: an operation of torch.distributed; its entry in `_COUNTS` computes the bytes from its
+        arguments, or is None for operations that receive nothing. Or one of torch's profiler, whose
+        marks show that a collective of ours begins, which is sent as single messages: these are
+        added up. Raises XshardError for an operation without an entry.
+        """
         name = func.overloadpacket.__name__
         if func.namespace == "profiler":
-            # A collective that is sent as messages has a mark of the profiler around them.
+            # We set such a mark around the messages that one collective consists of.
             self.in_messages = name == "_record_function_enter_new" and args[0] == MESSAGES
             if self.in_messages:
                 self.received.append(0)

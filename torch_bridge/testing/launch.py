@@ -46,7 +46,7 @@ def run_ranks(
     timeout_s: float = 300.0,
     start_method: str = "fork",
 ) -> list[Any]:
-    """Run a function in new processes on this machine, which are a gloo world of their own.
+    """Run a function on n ranks: new processes on this machine, with gloo for collectives.
 
         results = xt.testing.run_ranks(4, train, config)     # by rank
 
@@ -72,8 +72,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         work = (n, folder, timeout_s, function, args)
         context = start_processes(_rank, work, n, join=False, start_method=start_method)
-        # Anybody may write to the files in the common folder of temporary ones that torch would
-        # unpickle.
+        # torch would unpickle errors from files in the common temporary folder, where anybody may
+        # write: it gets names of files that do not exist.
         context.error_files = [str(Path(folder, "no file"))] * n
         try:
             _wait(context, n, timeout_s)
@@ -112,7 +112,12 @@ class _Failure(NamedTuple):
 
 
 def _first_failure(context: ProcessContext, folder: Path) -> _Failure | None:
-    """Return the failure that the others followed: their lost connections are not the cause."""
+    """Find the rank that failed first, and why; None if no rank has left a reason.
+
+    When one rank fails, the others lose their connections to it and fail too: their errors are not
+    the cause. A rank that a signal has killed comes before all others; among ranks with an
+    exception, which wrote it to a file in `folder` with its time, the earliest.
+    """
     for rank, process in enumerate(context.processes):
         code = process.exitcode or 0
         if code < 0 and -code != signal.SIGTERM:  # SIGTERM is how the others were ended
@@ -122,7 +127,6 @@ def _first_failure(context: ProcessContext, folder: Path) -> _Failure | None:
                 # gloo ends a process that receives more than it waits for.
                 reason += "\nif blocks differ in size, XSHARD_DEBUG=1 says whose"
             return _Failure(rank, reason)
-    # Others fail when they lose the first one: the earliest failure is the cause.
     failures = [pickle.loads(file.read_bytes()) for file in sorted(folder.glob("*.failure"))]
     if not failures:
         return None
@@ -138,9 +142,10 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Be one rank, and write the function's result to a file.
+    """Run a test function as one rank of `n`, in a process of its own.
 
-    After a failure another file gets its time, rank and traceback.
+    The result is pickled to the file "<rank>" in `folder`. After a failure, "<rank>.failure" gets
+    the time, the rank and the traceback, and the process exits with 1.
     """
     # torch sends SIGINT to a rank when its launcher ends; jobs in the background of a shell ignore
     # it.
@@ -182,10 +187,12 @@ def _begin(timeout_s: float, **world: Any) -> None:
 def run_node(
     n: int, ranks: int, endpoint: str, folder: str, collective_s: float, sent: Any, _: float
 ) -> None:
-    """Be one of `n` nodes with `ranks` ranks until all end.
+    """Start this machine's ranks of a job on `n` machines, as torchrun does, and wait for them.
 
-    endpoint: where nodes meet. sent: a packed function, or a script with words. folder: gets a file
-    per rank, "3.result" or "3.error". Raises ChildFailedError.
+    ranks: per machine. endpoint: "host:port", where the machines find each other. collective_s:
+    the timeout of collectives. sent: a pickled function and its arguments, or else a script and its
+    arguments. folder: for a function, gets a file per rank, "3.result" or "3.error". Raises
+    ChildFailedError if a rank fails. The last argument is not used.
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # slow
 
@@ -202,7 +209,8 @@ def run_node(
         monitor_interval=_LOOK_S,
     )
     if isinstance(sent, bytes):
-        function, arguments = pickle.loads(sent)  # with its imports: ranks are forked with them
+        # Unpickling imports the function's modules here, once: forked ranks have them already.
+        function, arguments = pickle.loads(sent)
         elastic_launch(config, _node_rank)(folder, collective_s, function, arguments)
     else:
         elastic_launch(config, sys.executable)(*sent)
@@ -211,10 +219,11 @@ def run_node(
 def _node_rank(
     folder: str, timeout_s: float, function: Callable[..., Any], arguments: Sequence[Any]
 ) -> None:
-    """Be one rank of a node, and write the function's result or error to a file.
+    """Run a function as one rank of a job on several machines, and write its result to a file.
 
-    Leaves without an error: torchrun would end the other ranks of the node before they can say
-    theirs.
+    The file in `folder` is "3.result", pickled, or "3.error", the traceback. After an error this
+    process ends normally: torchrun would otherwise kill the machine's other ranks before they can
+    write theirs.
     """
     _begin(timeout_s)
     file = Path(folder, f"{dist.get_rank()}.part")  # the function may make another world
@@ -225,9 +234,12 @@ def _node_rank(
         data = traceback.format_exc().strip().encode()
         kind = "error"
     file.write_bytes(data)
-    file.rename(file.with_suffix(f".{kind}"))  # which others see whole, or not at all
+    # Renaming is atomic: whoever waits for this name sees the whole file, or none.
+    file.rename(file.with_suffix(f".{kind}"))
     if kind == "result":
         # No rank closes its connections while another still needs them.
         with suppress(RuntimeError):
             dist.barrier()
-    dist.destroy_process_group()  # tells others of an error: this process lives as long as its node
+    # After an error, closed connections tell the other ranks: this process does not end before its
+    # node does.
+    dist.destroy_process_group()

@@ -115,12 +115,14 @@ def seen(question: Question, timeout_s: float) -> list[Seen]:
 def by_rank(
     items: Sequence[Any], function: Callable[..., list[Any]], *args: Any, timeout_s: float
 ) -> list[tuple[Any, ...]]:
-    """Return the results of all ranks for every item, each in a world as large as its `mesh`.
+    """Run test items on as many ranks as each one's mesh has; return all ranks' results by item.
 
-    function: gets the items of a world and `args`, and returns a result for each.
+    items: each has a `mesh`. function: runs on each rank with the items of one mesh size and
+    `args`, and returns one result per item. Two items on meshes of 2 and 4 devices give a tuple of
+    2 and one of 4 results, in the order of `items`.
     """
     results: dict[int, tuple[Any, ...]] = {}
-    # One world for all items of a size: making ranks takes longer than most items.
+    # Items with equally many devices share processes: starting these takes longer than most items.
     for n in sorted({item.mesh.n_devices for item in items}):
         numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]
         world_items = [items[i] for i in numbers]
@@ -145,9 +147,12 @@ def on_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float)
 
 
 def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
-    """Merge the answers of all ranks. Of every collective the busiest rank counts, as in a plan.
+    """Merge the test results of all ranks into one.
 
-    Raises StructureError if one of the parts is that.
+    parts: by rank: blocks of outputs and gradients, seconds, and bytes received in each collective.
+    Blocks are listed by device; seconds are those of the slowest rank; the bytes of a collective
+    are the most on any rank, which is how plans count them. Raises StructureError if a rank has
+    returned one.
     """
     rank_answers: list[RankAnswer] = []
     for part in parts:
@@ -214,7 +219,12 @@ def _call(packed: bytes) -> Any:
 
 
 def _answer_plan(question: Question) -> RankAnswer:
-    """Run a plan on this rank's blocks, and measure its bytes and seconds."""
+    """Run a plan forward and backward on this rank, and measure bytes and seconds.
+
+    question: the plan, the inputs of all devices, and the gradient (cotangent) to start from.
+    Returns this rank's blocks of output and gradients, the bytes that each collective receives,
+    forward and backward, and the seconds of a second run.
+    """
     rank = dist.get_rank()
     # Device i of the mesh is rank i.
     blocks = [tensor_of(array[rank]) for array in question.inputs]
@@ -224,7 +234,7 @@ def _answer_plan(question: Question) -> RankAnswer:
         output, pull = _forward(question.plan, blocks)
     with Meter() as backward:
         gradients = pull(cotangent)
-    # The first run made connections and compared the plan.
+    # A second run is timed: in the first one ranks also connected, and compared their plans.
     dist.barrier()
     start_s = time.perf_counter()
     _, pull = _forward(question.plan, blocks)
@@ -239,9 +249,10 @@ def _answer_plan(question: Question) -> RankAnswer:
 def _forward(
     plan: AnyPlan, blocks: list[Tensor]
 ) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor]]]:
-    """Return the output, and its pullback.
+    """Run a plan on this rank's blocks; return the output, and a function from it to gradients.
 
-    That is autograd's, or the backward plan for dtypes without autograd.
+    That function, the pullback, takes the output's gradient and returns the inputs' gradients. It
+    is autograd's; for integers, which autograd refuses, it runs the plan's own backward plan.
     """
 
     def run(*operands: Tensor) -> Tensor:
@@ -269,10 +280,16 @@ def _forward(
 
 
 def _answer(question: Question) -> RankAnswer | StructureError:
-    """Run a user's function on this rank's blocks; an error on one rank is returned on all."""
+    """Run a user's test function on this rank, with gradients and whatever else is asked for.
+
+    question: the packed function, its inputs on all devices, and what is compared: results, updated
+    parameters, numerical differences. If outputs on a rank are not as the question says, all ranks
+    return that StructureError; if their shapes do not fit the given cotangents, outputs without
+    gradients.
+    """
     rank = dist.get_rank()
-    # Whether the function draws random numbers, as dropout does.
-    # From the beginning of the generator's numbers: what ran before in this process must not show.
+    # Restart the generator, so that the result does not depend on what this process ran before. If
+    # its state differs afterwards, the function draws random numbers, as dropout does.
     torch.manual_seed(torch.initial_seed())
     rng_state = torch.get_rng_state()
     inputs, returned = _returned(question, [blocks[rank] for blocks in question.inputs])
@@ -303,16 +320,17 @@ def _answer(question: Question) -> RankAnswer | StructureError:
 
 
 def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Any]:
-    """Call the function on leaves of autograd with the values of the blocks.
+    """Call the user's test function on this rank, with tensors made of the given numpy blocks.
 
-    Returns the leaves, and what the function returns.
+    Returns these tensors, of which the differentiable ones require a gradient, and what the
+    function returns. An error gets a note that says on which device it happened.
     """
     # Each rank has its own copy, which the function may write to.
     inputs = [tensor_of(block).clone() for block in blocks]
     for i in question.differentiable:
         inputs[i].requires_grad_()
     assert isinstance(question.function, bytes)
-    # Unpacked for each call: the function may keep state.
+    # Unpickled anew for each call: the function may keep state, which the next call must not see.
     function, _ = pickle.loads(question.function)
     arguments = mapped(inputs.__getitem__, question.arguments)
     try:
@@ -329,12 +347,15 @@ def _gradients(
     outputs: Mapping[str, Tensor],
     cotangents: Mapping[str, Block],
 ) -> dict[int, Tensor]:
-    """Return the gradient of each differentiable input; zeros if no output needs one."""
+    """Compute the gradient of each differentiable input by autograd, by the input's number.
+
+    cotangents: the gradient to start from, by the output's name. Inputs that no output depends on
+    get zeros, as in JAX.
+    """
     varied = [inputs[i] for i in question.differentiable]
     with_gradient = [name for name in cotangents if outputs[name].requires_grad]
     if not with_gradient:
         return dict(zip(question.differentiable, map(torch.zeros_like, varied), strict=True))
-    # Inputs that no output depends on get zeros, as in JAX.
     gradients = torch.autograd.grad(
         [outputs[name] for name in with_gradient],
         varied,
@@ -348,7 +369,10 @@ def _gradients(
 def _derivatives(
     question: Question, gradients: dict[int, Devices], cotangents: dict[str, Block]
 ) -> Slopes:
-    """Compare gradients with differences of the function, as `derivatives` does."""
+    """Check gradients numerically: compare them with differences of a loss between nearby inputs.
+
+    The loss is the sum of all outputs times their cotangents, whose gradients `gradients` are.
+    """
 
     def loss(blocks: Sequence[Block]) -> float:
         _, returned = _returned(question, blocks)
@@ -375,7 +399,11 @@ class _AgreedOutputs(NamedTuple):
 
 
 def _agreed_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutputs:
-    """Name the outputs, and compare with all ranks whether they are as the question says."""
+    """Name the function's outputs, and agree with all ranks whether they are as expected.
+
+    returned: what the function returned on this rank. Returns the outputs by name, the first error
+    on any rank or None, and whether the cotangents that were given fit all outputs on all ranks.
+    """
     outputs: dict[str, Tensor] = {}
     error: StructureError | None = None
     fit_cotangents = True
@@ -390,7 +418,7 @@ def _agreed_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutp
                 fit_cotangents &= tuple(y.shape) == result.cotangents[rank].shape
     except StructureError as raised:
         error = raised
-    # All ranks return the same, since what follows may be a collective.
+    # All ranks need the same verdict: the gradients, which come next, may run collectives.
     verdicts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(verdicts, (error, fit_cotangents))
     errors = [rank_error for rank_error, _ in verdicts if rank_error is not None]
@@ -485,7 +513,7 @@ class _PlanTimer:
 
     def __init__(self, plan: AnyPlan) -> None:
         processes = process_mesh(plan.mesh)
-        # Ones: what a plan costs does not depend on values.
+        # All inputs are ones: the time does not depend on values.
         dtype = getattr(torch, plan.dtype)
         # The last array is the result.
         shapes = [source.local_shape(processes.device) for source in arrays_of(plan)[:-1]]
@@ -498,7 +526,9 @@ class _PlanTimer:
         self.n_calls = 2
         self.seconds()  # the first calls make connections
         slowest = torch.tensor(self.seconds())
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks call equally often
+        # By the slowest rank, so that all ranks make equally many calls, which contain collectives.
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        # So many calls are timed together that they take about TARGET_S.
         self.n_calls = int(min(MOST_CALLS, max(1.0, TARGET_S / slowest.item())))
 
     def seconds(self) -> float:
