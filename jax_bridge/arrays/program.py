@@ -187,8 +187,8 @@ def _batched_plan(plan: Plan, batch: Batch) -> Plan:
     if not set(batch.mesh_axes) & set(plan.axes):
         return with_batch_dim(plan, batch.size, batch.mesh_axes)
 
-    # Some step of the plan uses an axis that shards the batch, though the layouts do not name it
-    # (to send over more links, for instance). Plan anew, with this axis on the batch dim.
+    # Some step of the plan uses an axis that shards the batch, though the layouts do not name it.
+    # Plan anew for the batched array, whose layouts name it: other steps can do without it.
     dim = batch_dim(plan, batch.mesh_axes)
 
     def wider(side: Sharding) -> Layout:

@@ -210,7 +210,7 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     )
     windows: dict[int, Window] = {}
     for dim, window in enumerate(windows_of(shape, window_dimensions, strides, dilation, padding)):
-        # Dims that windows only pass over, as the batch, may be sharded in any order.
+        # A window of 1 without padding, as over the batch, needs no rows of other devices.
         if window != Window(1, p=(0, 0)) or base[dim] > 1:
             windows[dim] = window
 
@@ -339,13 +339,17 @@ def avg_pool(
 
 
 def _pool_windows(lengths: Ints, windows: Sequence[Window], ceil_mode: bool) -> list[Window]:
-    """Pad the windows at their ends by what torch's `ceil_mode` reads there."""
+    """Widen the padding of windows so that `ceil_mode` keeps a last, incomplete window, as torch."""
     pairs = zip(lengths, windows, strict=False)
     return [pool_window(length, window, ceil=ceil_mode) for length, window in pairs]
 
 
 def _local_divisors(y: Sharded, dim: int, counts: NDArray[np.int64]) -> jax.Array:
-    """Pick the counts of this device's rows along one dim, to be broadcast; 1 in the padding."""
+    """Return the counts of this device's rows along one dim, shaped to divide its block.
+
+    Counts [2, 3, 3, 2] of 4 rows on 2 devices, dim 1 of a block [n, 2]: [[2, 3]] on device 0.
+    Padding is divided by 1.
+    """
     axes = y.layout.dims[dim].axes
     n_parts = y.sharding.mesh.size(*axes)
     table = np.ones((n_parts, y.block.shape[dim]), np.float32)
@@ -370,8 +374,18 @@ def _reduce_dilated_window(
 ) -> jax.Array:
     """Compute `lax.reduce_window` with dilated windows by dense ones, which JAX can differentiate.
 
-    JAX lacks the gradient of a dilated maximum. A dim [n] is split into [n / d, d] phases: the rows
-    that one dilated window reads lie side by side in one phase.
+    JAX lacks the gradient of a dilated maximum. A dim [n] is reshaped to [n / d, d], for a dilation
+    d: rows 0, d, 2d, which one dilated window reads, are then neighbours in one column.
+
+    Args:
+        x: The array.
+        init: The value in the padding.
+        op: Reduces two arrays elementwise.
+        window: The rows of a window along each dim.
+        strides: The stride along each dim.
+        pads: The padding (before, after) of each dim.
+        base: The dilation of the array's rows.
+        dilation: The dilation of the windows.
     """
     interior = [b - 1 for b in base]
     padding = [(*pair, gap) for pair, gap in zip(pads, interior, strict=True)]
