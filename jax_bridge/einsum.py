@@ -48,7 +48,14 @@ class EinsumOptions(NamedTuple):
     def plan(
         self, call: Contraction, mesh: Mesh, shapes: Shapes, dtype: np.dtype
     ) -> ContractionPlan:
-        """Find the cheapest plan of a contraction."""
+        """Find the cheapest plan of a contraction.
+
+        Args:
+            call: The contraction, as parsed from "n d, d f/tp -> n f/tp".
+            mesh: The axes of the mesh.
+            shapes: The operands' global shapes.
+            dtype: Their common dtype.
+        """
         return planner.plan_contraction(
             call,
             mesh,

@@ -69,7 +69,11 @@ def _exchanged(
         return _all_to_all(x, axis)
 
     def ragged(x: jax.Array) -> jax.Array:
-        """Send the rows in use only; both ends keep a part's place in the buffer."""
+        """Send the rows in use only.
+
+        The rows for device i begin at place i * capacity of the buffer, and arrive at place
+        (this device) * capacity of device i's.
+        """
         n_devices = len(n_sent)
         capacity = len(x) // n_devices
         starts = jnp.arange(n_devices) * capacity

@@ -78,11 +78,11 @@ def stored_as(
 
 
 def record_order(array: Any, stored: Sharding) -> Any:
-    """Record the order of an array's rows on it, and return it.
+    """Note on an array in which order its rows are stored, as an attribute, and return the array.
 
     Args:
-        array: The array; tracers cannot hold a record.
-        stored: The array as it is stored; of PRNG keys their words.
+        array: The array. A tracer is returned as it is.
+        stored: Its layout and mesh. For PRNG keys that of their words, which have one dim more.
     """
     if isinstance(array, Tracer):
         return array  # a tracer lives for one trace; what it stands for is another array
@@ -364,9 +364,11 @@ def stored_sharding(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: st
 
 
 def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
-    """Return the dim with as many of its axes as divide its length into equal blocks.
+    """Drop mesh axes from a dim, from the last on, until its blocks are equal.
 
-    6 rows of n/(a,b) with a=2, b=2 -> n/a
+    6 rows of n/(a,b) with a=2, b=2 do not divide by 4, but by 2 -> n/a
+
+    Raises ShapeError if the dim is in an order such as zigzag, in which axes cannot be dropped.
     """
     plain = replace(dim, overlap=None)
     alone = Sharding(Layout((plain,)), mesh, (length,))

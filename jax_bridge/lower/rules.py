@@ -375,11 +375,11 @@ def _transpose(step: steps.Transpose, x: jax.Array, context: StepContext) -> jax
 def _rows_of_parts(
     before: Sharding, dim: str, shards: tuple[Shard, ...], phases: Phases
 ) -> NDArray[np.int64]:
-    """Return the rows of a dim's parts, part after part.
+    """List the rows that device 0's part of a dim has, then device 1's, and so on.
 
-    Parts are in the order in which the phases of a collective leave them.
-
-    8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]
+    8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]. A collective that runs in
+    phases, within fast links and between them, numbers its devices in another order, and so its
+    parts.
     """
     mesh = before.mesh
     parts = even_parts(before, dim, shards)

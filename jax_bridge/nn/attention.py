@@ -117,7 +117,13 @@ class DeviceAttention(AttentionCall):
     def _by_kernel(
         self, q: Array, kv: Array, query_rows: Array, key_rows: Array
     ) -> tuple[Array, Array]:
-        """Compute the result by JAX's own attention, which returns no log-sum-exps."""
+        """Compute attention by `jax.nn.dot_product_attention`, which returns no log-sum-exps.
+
+        Arguments are as of `compute`, with the global positions of queries and keys for masks.
+
+        Returns:
+            The result, and zeros' worth of memory in place of log-sum-exps, which nobody reads.
+        """
         k, v = self.read(kv)
         bias = None
         if self.alibi is not None:

@@ -103,8 +103,8 @@ def apply_windows(
         windows: The window over each dim, by dim of `x`; without boundary and output rule.
         op: The local operation: a block and how it runs along each dim -> the block of results.
         rules: What lies beyond the ends of the array, and how outputs are sharded.
-        base: The dilation of rows, by dim; 1 if left out.
-        order: For every dim of the output its dim in the input; the same if left out.
+        base: The dilation of the input's rows, by dim; 1 if left out.
+        order: For every dim of the output its dim in the input; None if they are the same.
         features: The new lengths of other dims, by dim of `x`.
 
     Returns:

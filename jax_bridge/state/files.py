@@ -225,8 +225,7 @@ def all_or_none(work: Callable[[], Any]) -> list[Any]:
     error = None
     try:
         value = work()
-    except Exception as raised:  # of any kind: this process must still join the gather below,
-        # for which the others wait
+    except Exception as raised:  # of any kind: the others wait for this process in the gather below
         error = raised
     reason = None if error is None else str(error)
     results = _gathered([value, reason])

@@ -306,7 +306,7 @@ def _run(
     donate: bool,
     progress: Progress,
 ) -> dict[str, jax.Array]:
-    """Move all arrays, bucket by bucket, and return the new ones by name.
+    """Move all arrays to the new mesh, some at a time (a bucket), and return them by name.
 
     Args:
         plan: The plan.

@@ -100,7 +100,7 @@ def _work(primitive: str, n_operands: int) -> Mapping[str, Any]:
 
     `keeps` says which arrays must be saved for the gradient: operands have the numbers 0, 1, ...,
     the result the number `n_operands`. exp saves its result, a sum nothing; a copy costs nothing.
-    Without `keeps` all operands are saved.
+    Without `keeps` the rule of the operation's class holds: mostly that all operands are saved.
     """
     if primitive in RESULTS:
         return {"keeps": (n_operands,)}
@@ -170,7 +170,9 @@ def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) ->
 
 
 def _along(key: str, kind: str = "pointwise", operands: int | None = None, **options: Any) -> Row:
-    """Return a row for an operation along some dims, which stay whole or are summed.
+    """Make the rule for a primitive that works along some dims, as `sort` or `reduce_sum`.
+
+    These dims cannot be sharded, or, if they are summed, leave partial sums. Other dims can.
 
     Args:
         key: The parameter with the dims: a number, numbers, or what happens along every dim.

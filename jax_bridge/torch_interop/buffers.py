@@ -75,7 +75,10 @@ def check_dense(x: Tensor) -> None:
 
 
 def why_copied(x: Tensor, device: jax.Device) -> str | None:
-    """Return the reason why JAX cannot use the memory of a tensor; None if it can."""
+    """Return the reason why JAX cannot use a tensor's memory on a device; None if it can.
+
+    A slice x[:, 1:] -> "its strides are (4, 1), JAX's are (3, 1)"
+    """
     # DLPack hands over an address, a shape and strides. That torch negates or conjugates numbers
     # when it reads them would be lost.
     if x.is_conj() or x.is_neg():

@@ -389,7 +389,7 @@ class VjpProgram:
     def recorded_gradients(
         self, others: Sequence[Any], tensors: Sequence[Tensor], cotangents: list[Group]
     ) -> list[Group]:
-        """Return the gradients as results of a function that autograd differentiates again.
+        """Compute gradients by a function that autograd can differentiate, for second derivatives.
 
         Args:
             others: The arguments that are no tensors; None for tensors.
@@ -400,7 +400,7 @@ class VjpProgram:
         inputs: list[Any] = self.divided(tensors)
         given: list[Any] = cotangents
         if not has_several_devices:
-            # As users do, the function takes a tensor for one device and a list for several.
+            # `_JaxFunction` takes a tensor in a process with one device, and a list otherwise.
             inputs = [group[0] for group in inputs]
             given = [group[0] for group in given]
         next_input = iter(inputs)

@@ -271,7 +271,7 @@ def _moves_nothing(plan: Plan) -> bool:
 def _cheapest_side(
     plans: Mapping[str, Plan], refusals: Mapping[str, str | None], via: str | None
 ) -> str:
-    """Return the side with the cheapest plan, or `via`.
+    """Return which framework moves the blocks, "torch" or "jax": the cheaper one, or `via`.
 
     Args:
         plans: The plan of each side.
@@ -306,7 +306,10 @@ def _why_torch_cannot_run(meshes: MeshPair) -> str | None:
 
 
 def _why_jax_cannot_run(plan: Plan, meshes: MeshPair) -> str | None:
-    """Return the reason why JAX cannot run a plan, if any: what building its program raises."""
+    """Return the reason why JAX cannot run a plan; None if it can.
+
+    It is the error that building the program raises, as for blocks of different sizes.
+    """
     try:
         if plan.transfer:
             for end in (plan.source, plan.target):
