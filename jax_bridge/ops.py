@@ -95,7 +95,7 @@ def positions(
     dim: int | str,
     maps: Maps | None = None,
 ) -> jax.Array:
-    """Return the global number of every row of a dim, as integers: `[rows]`.
+    """Return the global position of every row along a dim, as integers: `[rows]`.
 
         rows = positions("s/zigzag(cp)", shape=(8,), dim="s")     # device 0 of 2: [0, 1, 6, 7]
 

@@ -112,7 +112,7 @@ def _planned(
     mesh: ArrayMesh,
     profile: ProfileLike,
 ) -> Plan:
-    """Plan the move of a global array, or check that a given plan fits its shape, dtype and mesh."""
+    """Plan the move of a global array, or check that a given plan fits its shape and mesh."""
     src, dst, text = sides(expression)
     if not isinstance(expression, Plan):
         free = mesh.free((*src.axes, *dst.axes), text)

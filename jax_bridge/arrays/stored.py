@@ -85,7 +85,7 @@ def record_order(array: Any, stored: Sharding) -> Any:
         stored: Its layout and mesh. For PRNG keys that of their words, which have one dim more.
     """
     if isinstance(array, Tracer):
-        return array  # a tracer lives for one trace; what it stands for is another array
+        return array  # a note on a tracer would not reach the array that it stands for
     if len(stored.shape) > array.ndim:
         # The words of PRNG keys have a dim more than the keys.
         layout = replace(stored.layout, dims=stored.layout.dims[: array.ndim])

@@ -339,9 +339,10 @@ def _by_ragged_all_to_all(
 
 
 def _once_per_pair(rounds: Sequence[Round]) -> list[list[int]]:
-    """Group rounds so that no (sender, receiver) occurs twice in a group: the first group that fits.
+    """Group rounds so that no (sender, receiver) occurs twice in a group.
 
-    Rounds (0->1), (0->1), (0->2) -> [[0, 2], [1]], the numbers of the rounds.
+    Each round joins the first group that it fits. Rounds (0->1), (0->1), (0->2) -> [[0, 2], [1]],
+    the numbers of the rounds.
     """
     groups: list[list[int]] = []
     pairs_of_groups: list[set[tuple[int, int]]] = []

@@ -122,7 +122,7 @@ class DeviceAttention(AttentionCall):
         Arguments are as of `compute`, with the global positions of queries and keys for masks.
 
         Returns:
-            The result, and zeros' worth of memory in place of log-sum-exps, which nobody reads.
+            The result, and a placeholder of the shape of log-sum-exps, which nobody reads.
         """
         k, v = self.read(kv)
         bias = None
@@ -137,7 +137,7 @@ class DeviceAttention(AttentionCall):
             bias=bias,
             implementation=self.implementation,
         ).swapaxes(1, 2)
-        placeholder = y[..., 0]  # for log-sum-exps, which a plain call never reads
+        placeholder = y[..., 0]  # of the right shape and type; its numbers mean nothing
         return y, placeholder
 
     # What `AttentionCall` asks of a framework.

@@ -324,7 +324,8 @@ def avg_pool(
     pads = [window.padding for window in pool_windows]
     total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
 
-    # A window has the product of its rows along each dim: divide by one after the other.
+    # The number of elements of a window is the product of its rows along each dim: the sum is
+    # divided by one dim's count after the other.
     mean = total.block
     for dim, window in enumerate(pool_windows):
         counts = pool_counts(
@@ -339,7 +340,10 @@ def avg_pool(
 
 
 def _pool_windows(lengths: Ints, windows: Sequence[Window], ceil_mode: bool) -> list[Window]:
-    """Widen the padding of windows so that `ceil_mode` keeps a last, incomplete window, as torch."""
+    """Widen the padding at the end so that `ceil_mode` keeps a last, incomplete window.
+
+    As in torch. Without `ceil_mode` the windows stay as they are.
+    """
     pairs = zip(lengths, windows, strict=False)
     return [pool_window(length, window, ceil=ceil_mode) for length, window in pairs]
 

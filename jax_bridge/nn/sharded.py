@@ -60,7 +60,7 @@ class Sharded:
         if not isinstance(sharding, Sharding):
             block = jnp.asarray(block)
             sharding = block_sharding_in_context(block, Layout.parse(sharding), mesh, shape)
-        # The dataclass is frozen: only this way may its own __init__ set fields.
+        # The dataclass is frozen, so that even its __init__ cannot write `self.block = block`.
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "sharding", sharding)
         for kind, _ in self.layout.tags:

@@ -133,7 +133,8 @@ class JaxSuggestion(Suggestion):
         def constrained(*args: Any) -> Any:
             loss = Loss(f, args)
             closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*loss.arrays)
-            # Parameters that are gathered for every use: a checkpoint gathers them again, too.
+            # Parameters that are gathered again for every use, not once per step: inside a
+            # `jax.checkpoint` the backward pass gathers them, too, instead of keeping them whole.
             gathered_once = Rules({self.once: "..."})
             parameters = loss.names[: loss.n_parameters]
             late = {name for name in parameters if not gathered_once.pattern_for(name)}

@@ -53,7 +53,7 @@ class DeviceProgram:
         self.jax_mesh = JaxMesh(np.array(self.devices).reshape(mesh.sizes), mesh.axes)
         program: Any
         if mode == "pmap":
-            self.n_leading_dims = 1  # of results: one for all devices
+            self.n_leading_dims = 1  # results are [devices, *block]; else [*mesh axes, *block]
             axis = mesh.long_axes[0] if mesh.long_axes else "alone"
             program = jax.pmap(function, axis_name=axis, devices=self.devices)
             self.arrays: list[Any] = [padded(blocks, sharding, fill) for blocks, sharding in inputs]

@@ -267,7 +267,8 @@ def _start_jax(local_devices: int, local_device_ids: list[int] | None, timeout_s
     """
     n_threads = max(LEAST_THREADS, THREADS_PER_DEVICE * local_devices)
     os.environ.setdefault("PJRT_NPROC", str(n_threads))
-    # JAX's coordinator gets a free port of the first rank, which tells it to the others.
+    # All ranks need the address of JAX's coordinator, which runs in rank 0: it finds a free port
+    # and broadcasts it.
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with socket.socket() as free:
         free.bind(("", 0))

@@ -146,7 +146,8 @@ class _JaxFunction:
         arrays = [argument.to_jax(self.mesh) for argument in arguments]
         program = self._program(meshes, tree, layouts, arrays, _differentiated(arguments))
 
-        # Autograd sees tensors only as arguments of their own, not inside lists.
+        # An autograd function sees tensors only as arguments of their own, not inside lists: all
+        # tensors are passed flat, and results are divided by array again.
         others = [argument.other for argument in arguments]
         tensors = chain.from_iterable(argument.tensors for argument in arguments)
         groups = program.divided(_Apply.apply(program, arrays, others, *tensors))
