@@ -137,9 +137,11 @@ class Routed:
             n_weights = copies.n_rows * copies.n_choices
             if len(weights) != copies.n_rows or weights.size != n_weights:
                 raise ShapeError(f"weights have shape {weights.shape}", hint="the shape of to")
+            # Each copy brings the weights of all choices of its row along; a row takes its own.
             weights_of_choices = copies.send(weights.reshape(len(weights), -1)).reshape(-1)
             factors = weights_of_choices[self._choice_of_row]
             y = y * _per_row(factors, y.ndim).astype(y.dtype)
+        # A copy has one row per choice, so that choice numbers divide to copy numbers.
         copy_of_row = self._choice_of_row // copies.n_choices
         sums = jnp.zeros((len(copies.row_of_copy), *y.shape[1:]), y.dtype)
         return copies.home(sums.at[copy_of_row].add(y))
@@ -228,7 +230,8 @@ def route(
     sent_groups = _groups_of_copies(choices, placed.row_of_copy, n_devices, n_groups)
     arrived_groups = _all_to_all(as_varying(sent_groups, axis), axis).reshape(-1)
 
-    # By group; choices of groups elsewhere, and padding, have number `n_groups` and come last.
+    # Sort the choices by group. Padding, and choices of groups on other devices, have the number
+    # `n_groups` and come last.
     choice_of_row = jnp.argsort(arrived_groups, stable=True)
     sizes = jnp.bincount(arrived_groups, length=n_groups + 1)[:n_groups]
     is_row = jnp.arange(len(choice_of_row)) < sizes.sum()
@@ -240,9 +243,8 @@ def route(
 class _Choices(NamedTuple):
     """The groups that rows chose: [rows, choices]."""
 
-    device: (
-        jax.Array
-    )  # the device of the group; the number of devices for a choice that goes nowhere
+    # The device of the group; for a choice that goes nowhere the number of devices, as no device.
+    device: jax.Array
     local_group: jax.Array  # the group's number among the groups of its device
 
 

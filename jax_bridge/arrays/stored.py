@@ -276,11 +276,11 @@ class StoredArray(NamedTuple):
         return None if are_same_shardings(known, source, x.ndim) else known
 
     def bring(self, x: jax.Array) -> jax.Array:
-        """Give an array the mesh and the axis types that the program expects; no data moves.
+        """Give an array the mesh and the axis types that the program expects, where JAX checks them.
 
-        On Explicit axes a sharding is part of the type, and JAX refuses an array whose type says
-        another mesh, none, or other axis types, as outside and inside of a `shard_map`.
-        On other axes arrays are returned as they are.
+        Most arrays have them, and are returned as they are. Others are an array that is on no
+        devices yet, which a mesh of Explicit axes refuses, and an array from outside of a
+        `shard_map`, inside of which the same axes have other types.
         """
         is_traced = isinstance(x, Tracer)
         has_context_types = self.mesh.in_context is self.mesh.of_arrays

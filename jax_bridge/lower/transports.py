@@ -107,9 +107,8 @@ def _in_rounds(messages: Sequence[Message]) -> list[Round]:
     The boxes of a round are padded to the longest. If the busiest device would receive more than
     `MOST_PADDING` times its elements by that, messages of different shapes share no round.
     """
-    longest_first = sorted(
-        messages, key=lambda message: -message.size
-    )  # long messages share rounds
+    # Longest first, so that long messages share rounds with long ones, which saves padding.
+    longest_first = sorted(messages, key=lambda message: -message.size)
     fewest = _coloured(longest_first)
     if _received(fewest, padded=True) <= MOST_PADDING * _received(fewest, padded=False):
         return fewest

@@ -95,7 +95,7 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     if invariant:
         # One value on many devices has as gradient the sum over devices: pcast's transpose is psum.
         x = lax.pcast(x, invariant, to="varying")
-    # From unreduced (addends) or reduced (copies) to varying `pcast` does not lead.
+    # Axes along which the value is unreduced (addends) or reduced (copies): only the type changes.
     tagged = block_type.unreduced | block_type.reduced
     return _retyped(x, "varying", (axis for axis in typed_axes if axis in tagged))
 

@@ -234,6 +234,7 @@ def prepare_to_jax(
         layout, meshes, local_shape=local_shape, shape=shape, dtype=dtype, to_jax=True
     )
     _check_shapes(blocks, route, meshes)
+    # A side is set if blocks have to move first: that makes copies, which copy=False forbids.
     if route.side is not None:
         options.check_moved(route)
     elif options.copy is False:

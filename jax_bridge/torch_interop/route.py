@@ -52,11 +52,11 @@ class Route:
     """The route of one array.
 
     Attributes:
-        src: The layout at the start.
+        src: The layout at the start: of torch's blocks, or of JAX's array on the way to torch.
         text: The user's own text.
         blocks: The sharding of torch's blocks.
         in_jax: The sharding of JAX's array.
-        stored: The same, with the order of rows.
+        stored: The same as a layout, which also has the order of rows, as zigzag.
         plan: The plan from one to the other.
         side: The framework that runs the plan; None if nothing moves.
     """
