@@ -88,7 +88,7 @@ def reshard(
         >>> moved["b"].sharding.spec
         P(None, None)
     """
-    # Hot: this is all that a warm call does; `make_program` finds its program in a cache.
+    # A call like an earlier one does no more than this: `make_program` is cached.
     layouts = with_map_digests(layouts, maps)
     leaves = leaves_with_given_values(layouts, arrays, is_expression)
     if not leaves:
@@ -193,8 +193,8 @@ def place(
 
         model = place(model, {"**.kernel": "i o/tp", "**": "..."}, mesh)     # [i, o] by columns
 
-    An array on the mesh is moved by a plan; of others devices receive their parts. Arrays are held
-    as `shard_map` takes them.
+    An array that is on the mesh already is resharded; of a numpy array, or one elsewhere, each
+    device receives its part. What an array cannot have, as halos, is left out of the layout.
 
     Args:
         tree: Arrays of numpy or JAX in dicts, lists, `flax.nnx` modules and states, variables of

@@ -41,11 +41,12 @@ _RECORD = "_xshard_order"  # the attribute of an array with the order of its row
 def stored_as(
     array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = None, *, maps: Maps | None = None
 ) -> jax.Array:
-    """Record in which order the rows of an array are stored.
+    """Record on an array in which order its rows are stored.
 
-        x = stored_as(x, "s/zigzag(cp)")     # x: [s], zigzag blocks one after the other
+        x = stored_as(x, "s/zigzag(cp)")     # 8 rows, cp=2: x has the rows 0 1 6 7 2 3 4 5
 
-    `reshard` then refuses to read them in another order. Nothing moves.
+    JAX knows contiguous blocks only: such an array is for it a plain [s] over cp. With the record
+    `reshard` refuses to read it in another order. Nothing moves.
 
     Args:
         array: The array; a tracer is returned as it is.
@@ -276,7 +277,7 @@ class StoredArray(NamedTuple):
         return None if are_same_shardings(known, source, x.ndim) else known
 
     def bring(self, x: jax.Array) -> jax.Array:
-        """Give an array the mesh and the axis types that the program expects, where JAX checks them.
+        """Give an array the mesh and the axis types that the program expects.
 
         Most arrays have them, and are returned as they are. Others are an array that is on no
         devices yet, which a mesh of Explicit axes refuses, and an array from outside of a

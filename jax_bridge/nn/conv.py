@@ -42,7 +42,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> Sharded:
-    """Convolve a sharded array: `lax.conv_general_dilated` of the global array.
+    """Convolve a sharded array, with the result of `lax.conv_general_dilated` on the global array.
 
         y = conv_general_dilated(Sharded(x, "n c h/sp w"), kernel, (1, 1), "SAME")
         # x: [n, c, h/4, w], kernel: [features, c, 3, 3] -> y.block: [n, features, h/4, w] on 4
@@ -171,7 +171,7 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     boundary: Boundaries = None,
     outputs: str = "",
 ) -> Sharded:
-    """Reduce a window of inputs to each output: `lax.reduce_window` of the global array.
+    """Reduce windows of a sharded array, as `lax.reduce_window` of the global array.
 
         y = reduce_window(Sharded(x, "h/sp"), 0.0, lax.add, (2,), (2,))     # [8] -> [4]
 
@@ -247,7 +247,7 @@ def max_pool(
     ceil_mode: bool = False,
     outputs: str = "",
 ) -> Sharded:
-    """Take the largest value of every window; rows beyond the array do not count.
+    """Pool a sharded array by maximum; rows beyond the ends of the array do not count.
 
         y = max_pool(Sharded(x, "n c h/sp w"), (1, 1, 2, 2), (1, 1, 2, 2))
         # [n, c, 8, 8] -> [n, c, 4, 4]
@@ -298,7 +298,7 @@ def avg_pool(
     ceil_mode: bool = False,
     outputs: str = "",
 ) -> Sharded:
-    """Take the mean of every window.
+    """Pool a sharded array by the mean of every window.
 
         y = avg_pool(Sharded(x, "n c h/sp w"), (1, 1, 2, 2), (1, 1, 2, 2))
         # [n, c, 8, 8] -> [n, c, 4, 4]

@@ -94,9 +94,9 @@ class Sharded:
 
     @api_boundary
     def owned(self) -> Sharded:
-        """Drop overlaps and set the padding to zero: every row is counted once, ready for sums.
+        """Drop rows that are copies of the neighbours' (halos), and set padding to zero.
 
-        "h/sp:halo(1,1,zero)" -> "h/sp"
+        Then a sum over blocks counts every row once. "h/sp:halo(1,1,zero)" -> "h/sp"
 
         Returns:
             The same array, without overlaps.

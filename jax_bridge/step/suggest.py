@@ -116,7 +116,7 @@ class JaxSuggestion(Suggestion):
 
     @api_boundary
     def constrain(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Tell XLA the layouts: return the function with sharding constraints inside.
+        """Return the function with sharding constraints inside, which tell XLA the layouts.
 
             step = jax.jit(jax.value_and_grad(plan.constrain(loss)), in_shardings=...)
 
@@ -186,7 +186,7 @@ class JaxSuggestion(Suggestion):
 def suggest(
     f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options: Any
 ) -> JaxSuggestion:
-    """Find the layouts of a loss's parameters, inputs and activations for the fastest training step.
+    """Find the shardings of a loss's parameters, inputs and activations for the fastest step.
 
         plan = xj.suggest(loss, (parameters, batch), Mesh(dp=4, tp=2), memory="80GiB")
         print(plan.parameters)     # patterns of names -> layouts

@@ -492,7 +492,7 @@ def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, _timeout_s: float) -
 def seconds_of_products(
     n: int, rows: int, dtypes: Sequence[str], rounds: int, _timeout_s: float
 ) -> list[float]:
-    """Measure the median time, per dtype, of a product of square matrices.
+    """Measure the median seconds of a product of square matrices, for each dtype.
 
     Args:
         n: The number of devices, which all compute one at once.
