@@ -77,7 +77,10 @@ class MoveCall(NamedTuple):
         return cls(sides_of(expression), plan, mesh, lengths, ad=ad, **options)
 
     def plan(self, x: jax.Array) -> Plan:
-        """Plan the redistribution of a block, or check that the given plan fits it."""
+        """Plan the redistribution of a block, or check that the given plan fits it.
+
+        Raises ShapeError for a block of another shape than the largest block of the global array.
+        """
         src, dst, text = self.sides
         with mark_errors(text):
             if self.plan_given is not None:
@@ -96,13 +99,13 @@ class MoveCall(NamedTuple):
         return plan
 
     def run(self, x: Any, mesh_axes: Sequence[str] | None = None) -> jax.Array:
-        """Redistribute a block: the block under the left layout -> the block under the right one.
+        """Move a block from the left layout to the right one: plan, check its type, and run.
 
         Args:
             x: The block.
-            mesh_axes: At the border of a `shard_map` all axes of the mesh: the block must be
-                invariant along the axes that the left side does not name, and equal sides leave it
-                as it is. Default: the plan's axes.
+            mesh_axes: At the border of a `shard_map` all axes of the mesh: the block must be equal
+                (invariant) along those that the left side does not name, and equal sides leave it
+                as it is. None: the plan's axes are checked alone.
         """
         text = self.sides.text
         x = as_array(x, text)
@@ -127,13 +130,14 @@ class MoveCall(NamedTuple):
 def execute(
     plan: Plan, x: jax.Array, text: str, check_replicated: bool | None = None, ad: str = "linear"
 ) -> jax.Array:
-    """Run a plan on a block that has the type that `with_entry_type` gives it.
+    """Run a plan on a block, differentiably, and compare replicas first if that is asked for.
 
     Args:
         plan: The plan.
-        x: The block under `plan.src`.
+        x: The block under `plan.src`, with the JAX type that `with_entry_type` gives it.
         text: The expression, for errors.
-        check_replicated: Whether to compare replicas; None: as the environment says.
+        check_replicated: Whether to compare blocks that should be equal on several devices; None:
+            as the environment variable XSHARD_CHECK_REPLICATED says.
         ad: How the plan is differentiated.
 
     Returns:
@@ -162,9 +166,10 @@ def sides_of(expression: Any) -> Sides:
 
 
 def as_array(x: Any, text: str) -> jax.Array:
-    """Return a block or array as an array of JAX.
+    """Convert an argument to a `jax.Array`: numpy arrays, numbers, lists, arrays of others.
 
-    Raises DtypeError for numbers that JAX cannot hold.
+    Raises DtypeError for numbers that JAX cannot hold or would narrow, as float64 without x64, and
+    NotationError for a layout in place of the array. `text` is the expression, for errors.
     """
     if isinstance(x, jax.Array):
         return x
@@ -198,14 +203,17 @@ def with_entry_type(
     axes: Sequence[str] | None = None,
     layout: Span | None = None,
 ) -> jax.Array:
-    """Check a block's type along mesh axes against the plan's source, and declare the rest.
+    """Check that a block's type fits the left layout, and give it the type that plans expect.
+
+    JAX types a block along each axis of `shard_map`: equal on all devices (invariant), different
+    (varying), or addends of a sum (unreduced). "n/dp" lets it differ along dp alone.
 
     Args:
         x: The block.
         plan: The plan that will run on it.
         text: The expression, for errors.
         axes: The axes to check; by default the plan's.
-        layout: The part of the text that errors mark.
+        layout: The part of the text that errors mark; None for the whole.
 
     Returns:
         The block: varying along the source's axes, invariant along the others.
@@ -255,13 +263,15 @@ class KeyWords(NamedTuple):
 
 
 def as_words(keys: jax.Array, parsed: Sides) -> KeyWords:
-    """Take PRNG keys apart into words, which collectives can send.
+    """Take PRNG keys apart into the integers that they consist of, which collectives can send.
 
-    Raises DtypeError for sums and overlaps.
+    Keys [n] under "n/dp -> n" become words [n, 2] under "n/dp words0 -> n words0".
+
+    Raises DtypeError for layouts with sums or overlaps.
     """
     src = _with_words(parsed.src.resolved(keys.ndim), parsed.text)
     dst = _with_words(parsed.dst.resolved(keys.ndim), parsed.text)
-    # Words do not tell of which generator they are.
+    # The generator is no part of the words: it is remembered for the way back.
     keys_of = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
     return KeyWords(jax.random.key_data(keys), Sides(src, dst, parsed.text), keys_of)
 

@@ -48,7 +48,14 @@ class EinsumOptions(NamedTuple):
     def plan(
         self, call: Contraction, mesh: Mesh, shapes: Shapes, dtype: np.dtype
     ) -> ContractionPlan:
-        """Find the cheapest plan of a contraction."""
+        """Find the cheapest plan of a contraction.
+
+        Args:
+            call: The contraction, as parsed from "n d, d f/tp -> n f/tp".
+            mesh: The axes of the mesh.
+            shapes: The operands' global shapes.
+            dtype: Their common dtype.
+        """
         return planner.plan_contraction(
             call,
             mesh,
@@ -108,7 +115,11 @@ def einsum_blocks(
     shapes: Shapes | None,
     options: EinsumOptions,
 ) -> jax.Array:
-    """Contract this device's blocks to its block of the result, inside `shard_map`.
+    """Compute the einsum of global arrays from this device's blocks, inside `shard_map`.
+
+    A plan is a list of parts, each the contraction of one or two operands: move the operands to
+    other layouts, `jnp.einsum` of the blocks, move the result. Or, in a ring, pieces of an operand
+    travel while others are contracted.
 
     Args:
         given: The contraction, or a plan of it.
@@ -136,7 +147,7 @@ def einsum_blocks(
     mover = _Mover(planned.mesh, plan.text)
     for part in plan.parts:
         operands = [remaining[i] for i in part.operand_indices]
-        # The plan numbers what is left: a result goes behind the other operands.
+        # As in opt_einsum, indices count the operands that are left; a result is appended.
         remaining = [x for i, x in enumerate(remaining) if i not in part.operand_indices]
         if part.ring is not None:
             result = _contract_in_rounds(part, part.ring, operands, mover, options)
@@ -154,7 +165,15 @@ def _planned(
     shapes: Shapes | None,
     options: EinsumOptions,
 ) -> _PlannedBlocks:
-    """Plan the contraction of blocks, or check that the given plan fits them."""
+    """Plan the contraction of blocks, or check that the given plan fits them.
+
+    Args:
+        given: The contraction, or a plan of it.
+        blocks: A block of each operand.
+        mesh: The mesh; None for the one of the context.
+        shapes: The operands' global shapes; None to infer them from the blocks.
+        options: How the contraction is planned.
+    """
     call = contraction_of(given)
     dtype = jnp.result_type(*blocks)
     if isinstance(given, ContractionPlan):
@@ -180,7 +199,10 @@ def _global_rows(sharding: Sharding, name: str) -> jax.Array:
 def _contract_locally(
     part: Part, operands: Sequence[jax.Array], options: EinsumOptions
 ) -> jax.Array:
-    """Contract blocks under the layouts of `part.moves` to the block of the local result."""
+    """Compute `jnp.einsum` of one or two blocks; dims are matched by the names in their layouts.
+
+    Blocks under "n d" and "d f" with a result under "n f": [2, 4], [4, 3] -> [2, 3].
+    """
     layouts = [move.dst for move in part.moves]
     layouts.append(part.result.src)
     number_of_name: dict[str, int] = {}  # `jnp.einsum` takes numbers in place of letters
@@ -207,9 +229,11 @@ def _contract_in_rounds(
     mover: _Mover,
     options: EinsumOptions,
 ) -> jax.Array:
-    """Contract the blocks of a part piece by piece.
+    """Contract two blocks piece by piece, while pieces travel around a ring of devices.
 
-    No product waits for the message sent in its round.
+    Instead of gathering an operand first, each device contracts the piece that it has, while the
+    next one arrives. Or pieces of the result travel and gather an addend on each device, instead of
+    a reduce-scatter at the end. Messages do not wait for products, so that XLA can overlap them.
 
     Args:
         part: The part of the contraction's plan.

@@ -95,7 +95,7 @@ def positions(
     dim: int | str,
     maps: Maps | None = None,
 ) -> jax.Array:
-    """Return the global number of every row of a dim, as integers: `[rows]`.
+    """Return the global position of every row along a dim, as integers: `[rows]`.
 
         rows = positions("s/zigzag(cp)", shape=(8,), dim="s")     # device 0 of 2: [0, 1, 6, 7]
 
@@ -128,7 +128,8 @@ def positions(
     layout = Layout.parse(layout, maps).resolved(len(shape))
     index = layout.dim_index(dim)
     dim_axes = layout.dims[index].axes
-    # Without axes all devices have all rows: then inside and outside are the same.
+    # A layout that names no axes has all rows on all devices; without a mesh it is taken to be
+    # inside, where none is needed.
     is_inside = bool(bound_sizes(layout.axes)) or (mesh is None and not layout.axes)
     if is_inside:
         sharding = sharding_in_context(layout, shape, mesh)

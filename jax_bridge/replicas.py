@@ -24,8 +24,9 @@ from xshard.replicas import ReplicaCheck, checks_of
 
 
 def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
-    """Run a plan as `apply` does, and compare replicas of the block and of the result's cotangents.
+    """Run a plan, and check that blocks that are said to be equal on several devices really are.
 
+    Compared are replicas of the input, and in the backward pass those of the result's cotangent.
     Where they differ, JAX raises its own error with the text of a ReplicaError.
 
     Args:
@@ -53,7 +54,16 @@ def _watched(check: ReplicaCheck) -> ReplicaCheck:
 
 
 def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool) -> jax.Array:
-    """Return the block, after the comparison has succeeded: the program depends on the verdict."""
+    """Compare a block with those of the other devices along some axes; raise if they differ.
+
+    Args:
+        x: The block.
+        check: What to compare; None to compare nothing.
+        on_cpu: Whether the program is for CPUs, which raise in another way.
+
+    Returns:
+        The block. It depends on the verdict, so that XLA cannot leave the comparison out.
+    """
     if check is None:
         return x
     if check.see is not None:
@@ -71,7 +81,8 @@ def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool) -> jax.Arr
     device = lax.axis_index(check.mesh.axes)
     shape = (check.mesh.n_devices, len(check.axes), 2)
     findings = jnp.zeros(shape, np.float32).at[device].set(jnp.stack(differences))
-    # Along all axes, also those that are not compared: all devices raise, or none.
+    # Every device gets the findings of all, also along axes that are not compared: then all raise,
+    # or none. If some went on, they would wait in the next collective for ever.
     for axis in check.mesh.axes:
         findings = lax.pmax(findings, axis)
     return jnp.where(_verdict(check, findings, on_cpu), x, jnp.zeros_like(x))
@@ -89,8 +100,14 @@ def _seen(x: jax.Array, check: ReplicaCheck, see: Callable[[int, Any], object]) 
 
 
 def _difference_along(axis: str, values: jax.Array) -> jax.Array:
-    """Compare blocks along an axis: [largest difference, largest value], both as float32."""
-    # The smallest value by a maximum: bits are inverted, since the lowest integer has no negative.
+    """Compare blocks along a mesh axis.
+
+    Returns:
+        Two float32: the largest difference of an element between two devices, and the largest
+        absolute value.
+    """
+    # The minimum is computed as a maximum in reversed order: of -x for floats, of ~x for integers,
+    # since the lowest integer has no negative.
     is_float = jnp.issubdtype(values.dtype, jnp.floating)
     reversed_order = jnp.negative if is_float else jnp.invert
     largest = lax.pmax(values, axis)
@@ -137,9 +154,10 @@ def _may_differ(x: jax.Array, axis: str) -> bool:
 
 
 def _comparable(x: jax.Array) -> jax.Array:
-    """Return the block in a dtype that has a maximum.
+    """Convert a block to a dtype in which a maximum over devices can be taken.
 
-    NaN, which no comparison finds, becomes infinity.
+    complex -> [real, imaginary]; shorter than 4 bytes -> float32 or int32. NaN becomes infinity,
+    since comparisons with NaN are never true.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):  # complex numbers have no order
         x = jnp.stack([x.real, x.imag])
@@ -156,7 +174,10 @@ def _comparable(x: jax.Array) -> jax.Array:
 def _batched(
     x: jax.Array, dim: int | None, batch: Batch, **checks: ReplicaCheck | None
 ) -> tuple[jax.Array, int | None]:
-    """Compare a batch as one block; refuse if the batch itself is the devices to compare."""
+    """Compare a batch of blocks as one block (the rule of `jax.vmap`).
+
+    Raises XshardError if the batch itself is the devices along an axis to compare.
+    """
     for check in checks.values():
         if check is not None and check.see is None and batch.name in check.axes:
             what = f"check_replicated along {batch.name!r}, which is a batch of vmap"

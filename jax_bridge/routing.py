@@ -52,13 +52,16 @@ class Copies:
 def _exchanged(
     x: jax.Array, axis: tuple[str, ...], n_sent: jax.Array, n_received: jax.Array
 ) -> jax.Array:
-    """Send each device its part of a buffer, padding left out where the platform can.
+    """Send part i of a buffer to device i, all-to-all; GPUs and TPUs leave out the padding.
 
     Args:
         x: A buffer with equal parts, one for each device: [devices * capacity, ...].
         axis: The axes along which the devices are numbered.
         n_sent: The rows in use at the beginning of each part: [devices].
         n_received: The rows that each device sends to this one: [devices].
+
+    Returns:
+        A buffer of the same shape, whose part i came from device i.
     """
     x = as_varying(x, axis)
 
@@ -66,12 +69,16 @@ def _exchanged(
         return _all_to_all(x, axis)
 
     def ragged(x: jax.Array) -> jax.Array:
-        """Send the rows in use only; both ends keep a part's place in the buffer."""
+        """Send the rows in use only.
+
+        The rows for device i begin at place i * capacity of the buffer, and arrive at place
+        (this device) * capacity of device i's.
+        """
         n_devices = len(n_sent)
         capacity = len(x) // n_devices
         starts = jnp.arange(n_devices) * capacity
         places = jnp.full_like(starts, lax.axis_index(axis) * capacity)
-        # All arguments need the type of x, the result's buffer too.
+        # JAX wants all arguments to be declared different on all devices along the same axes.
         varying = sorted(varying_axes(x))
         return lax.ragged_all_to_all(
             x,
@@ -108,7 +115,7 @@ class Routed:
     def back(self, y: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """Bring results home, and add up the results of each row: `[n, ...] -> [rows, ...]`.
 
-        Products are added up before one row returns for each copy.
+        Results of one row on one device are added up there, so that one row per device returns.
 
         Args:
             y: A result for each row of `rows`, in their order.
@@ -130,9 +137,11 @@ class Routed:
             n_weights = copies.n_rows * copies.n_choices
             if len(weights) != copies.n_rows or weights.size != n_weights:
                 raise ShapeError(f"weights have shape {weights.shape}", hint="the shape of to")
+            # Each copy brings the weights of all choices of its row along; a row takes its own.
             weights_of_choices = copies.send(weights.reshape(len(weights), -1)).reshape(-1)
             factors = weights_of_choices[self._choice_of_row]
             y = y * _per_row(factors, y.ndim).astype(y.dtype)
+        # A copy has one row per choice, so that choice numbers divide to copy numbers.
         copy_of_row = self._choice_of_row // copies.n_choices
         sums = jnp.zeros((len(copies.row_of_copy), *y.shape[1:]), y.dtype)
         return copies.home(sums.at[copy_of_row].add(y))
@@ -221,7 +230,8 @@ def route(
     sent_groups = _groups_of_copies(choices, placed.row_of_copy, n_devices, n_groups)
     arrived_groups = _all_to_all(as_varying(sent_groups, axis), axis).reshape(-1)
 
-    # By group; choices of groups elsewhere, and padding, have number `n_groups` and come last.
+    # Sort the choices by group. Padding, and choices of groups on other devices, have the number
+    # `n_groups` and come last.
     choice_of_row = jnp.argsort(arrived_groups, stable=True)
     sizes = jnp.bincount(arrived_groups, length=n_groups + 1)[:n_groups]
     is_row = jnp.arange(len(choice_of_row)) < sizes.sum()
@@ -233,9 +243,8 @@ def route(
 class _Choices(NamedTuple):
     """The groups that rows chose: [rows, choices]."""
 
-    device: (
-        jax.Array
-    )  # the device of the group; the number of devices for a choice that goes nowhere
+    # The device of the group; for a choice that goes nowhere the number of devices, as no device.
+    device: jax.Array
     local_group: jax.Array  # the group's number among the groups of its device
 
 
@@ -257,9 +266,16 @@ class _PlacedCopies(NamedTuple):
 
 
 def _placed_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedCopies:
-    """Give each row a place in the part of each device that it goes to, up to the capacity.
+    """Give each row a place in the send buffer for each device that it goes to.
 
-    device: the device of each choice, [rows, choices]
+    The buffer has `capacity` places per device. 3 rows with choices [[0, 1], [1, 1], [0, 2]]
+    on 2 devices with capacity 2 (2 is no device): places [row 0, row 2 | row 0, row 1].
+
+    Args:
+        device: The device of each choice, or `n_devices` for one that goes nowhere: [rows,
+            choices].
+        n_devices: The number of devices.
+        capacity: The most rows for each device; later ones are dropped.
     """
     n_rows = len(device)
     goes = (device[:, :, None] == jnp.arange(n_devices)).any(1)  # [rows, devices]
@@ -277,9 +293,19 @@ def _placed_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedC
 def _groups_of_copies(
     choices: _Choices, row_of_copy: jax.Array, n_devices: int, n_groups: int
 ) -> jax.Array:
-    """Return the groups that the row of each copy chose, by their numbers on the copy's device.
+    """Return for each copy of a row the groups on the receiving device that the row chose.
 
-    Choices of groups on other devices, and padding, get the number `n_groups`.
+    Groups are counted from 0 on each device. A choice of a group on another device, and padding,
+    get the number `n_groups`, which no group has.
+
+    Args:
+        choices: The device and the group of each choice: [rows, choices].
+        row_of_copy: The row of each place in the send buffer: [devices * capacity].
+        n_devices: The number of devices.
+        n_groups: The most groups of a device.
+
+    Returns:
+        [devices * capacity, choices].
     """
     devices = choices.device.at[row_of_copy].get(mode="fill", fill_value=n_devices)
     groups = choices.local_group.at[row_of_copy].get(mode="fill", fill_value=0)

@@ -56,7 +56,10 @@ def to_partition_spec(layout: Layout | str, ndim: int | None = None) -> Partitio
 
 
 def _entry_of(dim: Dim, text: str) -> str | tuple[str, ...] | None:
-    """Return a dim's entry of a spec: n -> None, n/dp -> "dp", n/(dp,tp) -> ("dp", "tp")."""
+    """Return a dim's entry of a spec: n -> None, n/dp -> "dp", n/(dp,tp) -> ("dp", "tp").
+
+    Raises PlanError for what no spec can say: overlaps, and orders such as zigzag.
+    """
     if dim.overlap is not None:
         raise PlanError("a PartitionSpec cannot have overlaps", text=text)
     for shard in dim.shards:
@@ -115,7 +118,7 @@ def from_partition_spec(
     for name, entry in zip(names, entries, strict=True):
         axes = _axes_of(entry, spec)
         dims.append(Dim(name, (Shard(axes),) if axes else ()))
-    # Tags are sets in a spec; a layout orders their axes itself.
+    # unreduced={"a"} becomes the tag sum(a), reduced={"b"} the tag copy(b).
     addends = (unreduced_kind(spec), tuple(spec.unreduced))
     copies = ("copy", tuple(spec.reduced))
     return Layout(tuple(dims), (addends, copies))

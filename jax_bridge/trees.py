@@ -47,7 +47,9 @@ def leaves_with_given_values(
     is_leaf: Callable[[Any], bool] = _never,
     takes_value: Callable[[Any], bool] = _always,
 ) -> list[Leaf]:
-    """List the leaves of a tree with the value given for each, in JAX's order.
+    """List the leaves of a tree by name, each with the layout (or other value) given for it.
+
+    Leaves are in JAX's order.
 
     Args:
         given: One value for all leaves, rules, or a pytree prefix of these; names then count from
@@ -93,9 +95,10 @@ def array_leaves(given: Any, tree: Any) -> list[Leaf]:
 
 
 def _named_leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """List the leaves of a tree with their names.
+    """List the leaves of a pytree with their names: {"up": [x]} -> [("up.0", x)].
 
-    A variable of flax nnx, or a box of linen, has the name of the array in it.
+    A variable of flax nnx, or a box of linen, is a pytree around one array: it gives the array its
+    own name, without ".value".
     """
 
     def ends_path(x: Any) -> bool:

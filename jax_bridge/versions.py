@@ -48,10 +48,10 @@ class Batch(NamedTuple):
 def linear_primitive(
     name: str, *, transpose: Callable[..., jax.Array], **rules: Any
 ) -> Callable[..., jax.Array]:
-    """Define a linear operation on one array that every transformation of JAX knows.
+    """Define a linear operation on one array, a primitive, for every transformation of JAX.
 
-    The operation takes its parameters as keywords. `jax.custom_vjp` has reverse mode only; with a
-    primitive forward mode, jet, vmap and linear_transpose work, too.
+    Its derivative is itself, and its gradient is given by `transpose`. `jax.custom_vjp` would have
+    reverse mode only; with a primitive forward mode, jet, vmap and linear_transpose work, too.
 
     Args:
         name: The name that jaxprs show.
@@ -64,7 +64,7 @@ def linear_primitive(
             dim; default: the same operation.
 
     Returns:
-        The operation.
+        The operation: array, parameters by keyword -> array.
     """
     primitive = _primitive(name, **rules)
 
@@ -84,7 +84,7 @@ def bilinear_primitive(
     transposes: Sequence[Callable[..., jax.Array]],
     **rules: Any,
 ) -> Callable[..., jax.Array]:
-    """Define an operation on two arrays that is linear in each, as `linear_primitive` does.
+    """Define an operation on two arrays that is linear in each, as a product, as a JAX primitive.
 
     Args:
         name: The name that jaxprs show.
@@ -99,13 +99,14 @@ def bilinear_primitive(
     primitive = _primitive(name, run=run, **rules)
 
     def jvp(primals: Any, tangents: Any, **params: object) -> tuple[jax.Array, Any]:
-        """Differentiate a product: d(x y) = dx y + x dy, without the terms that are zero."""
+        """Differentiate a product: d(x y) = dx y + x dy, without terms known to be zero."""
         terms = []
         if type(tangents[0]) is not ad.Zero:
             terms.append(primitive.bind(tangents[0], primals[1], **params))
         if type(tangents[1]) is not ad.Zero:
             terms.append(primitive.bind(primals[0], tangents[1], **params))
-        # Not the primitive: policies of jax.checkpoint look for the operations.
+        # The value is computed by the operations themselves, not by the primitive: policies of
+        # jax.checkpoint look for `dot_general`, say, in the jaxpr.
         return run(*primals, **params), reduce(ad.add_tangents, terms)
 
     def transpose_first(cotangent: jax.Array, x: Any, y: jax.Array, **params: Any) -> jax.Array:
@@ -134,7 +135,10 @@ def _primitive(
     batch: Callable[..., tuple[jax.Array, int | None]] | None = None,
     on_platforms: Mapping[str, Callable[..., jax.Array]] | None = None,
 ) -> Primitive:
-    """Define a primitive with all rules but derivatives, as `linear_primitive` describes them."""
+    """Define an operation of JAX with its rules for running, types, vmap and compilation.
+
+    Derivatives are added by the caller. The rules are as of `linear_primitive`.
+    """
     primitive = Primitive(name)
     primitive.def_impl(run)
     primitive.def_effectful_abstract_eval(abstract_eval)
@@ -142,7 +146,7 @@ def _primitive(
     def batched(
         axis_data: Any, arrays: Any, dims: Any, **params: object
     ) -> tuple[jax.Array, int | None]:
-        if batch is None:
+        if batch is None:  # the operation treats all dims alike: the batch is one more
             return primitive.bind(*arrays, **params), dims[0]
         mesh_axes = axis_data.explicit_mesh_axis
         if not mesh_axes:
@@ -173,9 +177,14 @@ def _spread_axes(spmd_axis_name: tuple[str, ...] | None) -> tuple[str, ...]:
 def types_of(
     run: Callable[..., jax.Array], static: Sequence[str]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return the `abstract_eval` of an operation, by tracing it.
+    """Return an operation's rule for types (`abstract_eval`), which traces the operation.
 
-    static: the names of its parameters.
+    Args:
+        run: The operation.
+        static: The names of its parameters.
+
+    Returns:
+        A function: types of the arrays, parameters -> type of the result and effects.
     """
     traced = jax.jit(run, static_argnames=static, inline=True)  # jit caches the traces
 
@@ -199,12 +208,10 @@ def batch_first(x: jax.Array, dim: int | None, size: int) -> jax.Array:
 
 
 def with_sharding(aval: Any, sharding: NamedSharding, shape: tuple[int, ...] | None = None) -> Any:
-    """Return the type of an array with another sharding, and shape.
+    """Return the type of an array (`jax.typeof`) with another sharding, and another shape if given.
 
-    A type tells Explicit axes only.
-
-    JAX documents no way to build one; `reshard` needs it to tell the type of a result before it
-    runs.
+    A type has the Explicit axes of a sharding only. JAX documents no way to build one; `reshard`
+    needs it to tell the type of a result before it runs.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -215,7 +222,7 @@ def with_sharding(aval: Any, sharding: NamedSharding, shape: tuple[int, ...] | N
 
 
 def manual_type(x: Any) -> Any:
-    """Return the type along manual axes; None under `vmap`.
+    """Return what JAX knows of a value along manual axes, those of `shard_map`; None under `vmap`.
 
     It has sets of axes: `varying`, `unreduced`, `reduced`, and `vur` with all of them. JAX
     documents no way to ask for it. Without it a missing `sum(...)` on the left of an expression
@@ -292,9 +299,8 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 def run_equation(jaxpr: Any, eqn: Any, arrays: Mapping[Any, Any]) -> list[Any]:
     """Run one equation of a jaxpr and return its results.
 
-    JAX documents `primitive.bind`, but not how to keep what an equation knows of its scope, its
-    line and its context. The evaluator of JAX's own does, for whole jaxprs: this one equation is
-    made one.
+    `primitive.bind` would lose the equation's name scope, source line and context. JAX's own
+    `eval_jaxpr` keeps them, so it is given a jaxpr of this one equation.
 
     Args:
         jaxpr: The jaxpr.

@@ -119,7 +119,7 @@ def _einsum_of_arrays(
     dtype: np.dtype,
     options: EinsumOptions,
 ) -> jax.Array:
-    """Contract global arrays by one program, from the cache if it is there.
+    """Compute the einsum of global arrays by one jitted program, cached for the next call.
 
     Args:
         given: The contraction, or a plan of it.
@@ -129,7 +129,7 @@ def _einsum_of_arrays(
         dtype: Their common dtype.
         options: How the contraction is planned and computed.
     """
-    # Hot: this and its caller are all that a warm call does.
+    # A call like an earlier one does no more than this and its caller.
     text = contraction_of(given).text
     array_mesh = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
     options = options._replace(profile=machine_profile(options.profile, array_mesh.in_context))
@@ -145,9 +145,10 @@ def _einsum_of_arrays(
 
 
 def _are_blocks(call: Contraction) -> bool:
-    """Return whether operands are blocks: collectives can name an axis of the layouts here.
+    """Return whether the operands are one device's blocks, else they are global arrays.
 
-    An axis can also be free inside a `shard_map` over other axes: arrays are global along it.
+    They are blocks inside a `shard_map`, `pmap` or named `vmap` over an axis of the layouts.
+    Inside a `shard_map` over other axes only they are global arrays.
     """
     axes: set[str] = set()
     for layout in (*call.operands, call.result):
@@ -170,7 +171,7 @@ class _ContractionProgram(NamedTuple):
 def _make_program(
     given: Given, mesh: ArrayMesh, shapes: Shapes, dtype: np.dtype, options: EinsumOptions
 ) -> _ContractionProgram:
-    """Plan and compile the contraction of global arrays.
+    """Plan an einsum of global arrays, and make the jitted function that runs it.
 
     Args:
         given: The contraction, or a plan of it.
@@ -206,7 +207,7 @@ def _make_program(
         in_specs=tuple(source.sharding.spec for source in sources),
         out_specs=target.sharding.spec,
     )
-    # A mesh without devices comes from the context: the jit around this one knows the devices.
+    # For a mesh without devices an outer jit, which knows the devices, decides.
     has_devices = not isinstance(mesh.in_context, AbstractMesh)
     out_sharding = target.sharding if has_devices else None
     run = jax.jit(on_devices, out_shardings=out_sharding)
@@ -221,7 +222,16 @@ def _planned(
     dtype: np.dtype,
     options: EinsumOptions,
 ) -> ContractionPlan:
-    """Plan a contraction on the free axes of the mesh, or check that a given plan fits them."""
+    """Plan the einsum of global arrays, or check that a given plan fits them.
+
+    Args:
+        given: The contraction, or a plan of it.
+        mesh: The mesh of the arrays.
+        free: Its axes that no `shard_map` around the call made manual.
+        shapes: The operands' global shapes.
+        dtype: Their common dtype.
+        options: How the contraction is planned.
+    """
     if not isinstance(given, ContractionPlan):
         return options.plan(given, free, shapes, dtype)
     check_operands(given, shapes, dtype.name)

@@ -52,13 +52,16 @@ class Program(NamedTuple):
 def make_program(
     moves: tuple[Move, ...], mesh: ArrayMesh, donate: bool, profile: ProfileLike
 ) -> Program:
-    """Plan and compile the moves of several arrays as one program.
+    """Plan the moves of several arrays, and make one jitted program of them, cached by arguments.
 
     Args:
-        moves: A move for each array.
+        moves: For each array its expression, shape, dtype, and name for errors.
         mesh: The mesh of the arrays.
         donate: Whether results may use the memory of the arrays.
         profile: The machine to plan for.
+
+    Returns:
+        The plans, the shardings that the program expects, and the program: arrays -> moved arrays.
     """
     plans = list[Plan]()
     sources = list[StoredArray]()
@@ -90,11 +93,11 @@ def make_program(
 
     reusable = []
     for i, plan in enumerate(plans):
-        # Blocks that keep their size can use the memory of donated ones.
+        # XLA can write a result into donated memory of the same size only.
         if plan.source.max_local_size == plan.target.max_local_size:
             reusable.append(i)
     out_shardings = None
-    # A mesh without devices comes from the context: the jit around this one knows the devices.
+    # For a mesh without devices an outer jit, which knows the devices, decides.
     if not isinstance(mesh.in_context, AbstractMesh):
         out_shardings = [target.sharding for target in targets]
     donated = reusable if donate else []
@@ -109,7 +112,7 @@ def _planned(
     mesh: ArrayMesh,
     profile: ProfileLike,
 ) -> Plan:
-    """Plan the move of an array, or check that a given plan fits it."""
+    """Plan the move of a global array, or check that a given plan fits its shape and mesh."""
     src, dst, text = sides(expression)
     if not isinstance(expression, Plan):
         free = mesh.free((*src.axes, *dst.axes), text)
@@ -154,14 +157,28 @@ def _transposed(cotangent: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMes
 def _batched(
     x: jax.Array, dim: int | None, batch: Batch, *, plan: Plan, mesh: JaxMesh | AbstractMesh
 ) -> tuple[jax.Array, int | None]:
-    """Move all arrays of a batch at once, as one array with one more dim."""
+    """Move a batch of arrays under `jax.vmap` at once, as one array with the batch as first dim.
+
+    Args:
+        x: The arrays.
+        dim: The batch's dim of `x`; None if `x` is the same for the whole batch.
+        batch: The batch's length, and the mesh axes that shard it.
+        plan: The plan for one array of the batch.
+        mesh: The mesh.
+
+    Returns:
+        The result, and its batch dim.
+    """
     if dim is None:
         return _move(x, plan=plan, mesh=mesh), None
     return _move(jnp.moveaxis(x, dim, 0), plan=_batched_plan(plan, batch), mesh=mesh), 0
 
 
 def _batched_plan(plan: Plan, batch: Batch) -> Plan:
-    """Return the plan for an array with the batch as its first dim."""
+    """Return the plan for a batch of arrays: a plan for [n, d] -> one for [batch, n, d].
+
+    The batch dim may itself be sharded, over mesh axes that the plan's layouts do not name.
+    """
     for axis in batch.mesh_axes:
         if axis in plan.src.axes or axis in plan.dst.axes:
             hint = "an axis shards one dim at a time: reshard the unsharded batch, outside of vmap"
@@ -170,7 +187,8 @@ def _batched_plan(plan: Plan, batch: Batch) -> Plan:
     if not set(batch.mesh_axes) & set(plan.axes):
         return with_batch_dim(plan, batch.size, batch.mesh_axes)
 
-    # The steps borrow an axis of the batch: other steps can do without it.
+    # Some step of the plan uses an axis that shards the batch, though the layouts do not name it.
+    # Plan anew for the batched array, whose layouts name it: other steps can do without it.
     dim = batch_dim(plan, batch.mesh_axes)
 
     def wider(side: Sharding) -> Layout:

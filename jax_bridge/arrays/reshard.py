@@ -88,7 +88,7 @@ def reshard(
         >>> moved["b"].sharding.spec
         P(None, None)
     """
-    # Hot: this is all that a warm call does; `make_program` finds its program in a cache.
+    # A call like an earlier one does no more than this: `make_program` is cached.
     layouts = with_map_digests(layouts, maps)
     leaves = leaves_with_given_values(layouts, arrays, is_expression)
     if not leaves:
@@ -137,7 +137,11 @@ class ArrayCall(NamedTuple):
 
 
 def _array_call(x: Any, expression: Any) -> ArrayCall:
-    """Check one array and parse its expression. PRNG keys become their words."""
+    """Check one array and parse its expression.
+
+    PRNG keys become the integers that they consist of, [...] -> [..., words], since collectives
+    move numbers only; the call's `back` makes keys of them again.
+    """
     parsed = sides_of(expression)
     x = as_array(x, parsed.text)
     if isinstance(expression, Plan):
@@ -149,7 +153,16 @@ def _array_call(x: Any, expression: Any) -> ArrayCall:
 
 
 def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
-    """Bring an array to its place at a border, by a plan if it is known to be elsewhere."""
+    """Make an argument of `shard_map` sharded as its layout says: move it if it is not.
+
+    Args:
+        x: The array.
+        target: How it has to be sharded.
+
+    Raises:
+        ShapeError: Its rows are known to be in another order.
+        MeshError: It is on another mesh.
+    """
     with located(target.path):
         check_order(x, target.array, target.text)
         sharding = target.other_sharding(x)
@@ -160,7 +173,8 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
                 raise MeshError(what, text=target.text, hint="place puts it there")
             layout = target.array.layout
             if recorded_order(x) is None:
-                # Nothing says in which order the rows are: they stay as they are stored.
+                # Nothing says in which order its rows are, as zigzag. They keep their order; only
+                # the axes change.
                 layout = storage_layout(layout)
             x = reshard(x, (known_layout(x, sharding, target.array), layout), mesh)
         return target.bring(x)
@@ -179,8 +193,8 @@ def place(
 
         model = place(model, {"**.kernel": "i o/tp", "**": "..."}, mesh)     # [i, o] by columns
 
-    An array on the mesh is moved by a plan; of others devices receive their parts. Arrays are held
-    as `shard_map` takes them.
+    An array that is on the mesh already is resharded; of a numpy array, or one elsewhere, each
+    device receives its part. What an array cannot have, as halos, is left out of the layout.
 
     Args:
         tree: Arrays of numpy or JAX in dicts, lists, `flax.nnx` modules and states, variables of
@@ -234,23 +248,32 @@ def _target(x: Any, given: Any, mesh: ArrayMesh) -> StoredArray:
 
 
 def _placed(x: Any, target: StoredArray, profile: ProfileLike) -> jax.Array:
-    """Put one array at its place: by a plan if it is on the mesh already, else from the host."""
+    """Put one array on the mesh: move it if it is there already, else copy it from the host."""
     array = target.array
     mesh = target.mesh.of_arrays
     if isinstance(x, jax.Array) and (isinstance(x, Tracer) or are_keys(x) or is_on_mesh(x, mesh)):
         src = known_layout(x, target.other_sharding(x), array)
         return reshard(x, (src, array.layout), mesh, profile=profile)
-    # The rows of the host are in their own order, unless a record says otherwise.
+    # An array from elsewhere has to have its rows in their own order: one that is recorded to be in
+    # zigzag order, for instance, is refused.
     check_order(x, array.with_layout(Layout.parse("...")), target.text)
     return stored.record_order(_from_host(np.asarray(x), array, target), array)
 
 
 def _from_host(host: NDArray, array: Sharding, target: StoredArray) -> jax.Array:
-    """Give devices their parts of an array of the host, with rows in storage order."""
+    """Copy an array of the host to devices, each its part, with rows in the order of the layout.
+
+    Rows 0-7 under "n/zigzag(cp)" with cp=2: device 0 gets 0, 1, 6, 7, device 1 gets 2, 3, 4, 5.
+
+    Args:
+        host: The global array, rows in their own order.
+        array: Its layout on the mesh.
+        target: How JAX will hold it.
+    """
     rows_of_dims = [stored.stored_rows(array, dim) for dim in range(host.ndim)]
 
     def part(index: Any) -> NDArray:
-        """Return the part of the stored array that JAX asks for. index: a slice for each dim."""
+        """Return the part that JAX asks for. index: a slice of storage positions for each dim."""
         block = host
         for dim, (rows, storage_rows) in enumerate(zip(rows_of_dims, index, strict=True)):
             wanted = storage_rows if rows is None else rows[storage_rows]

@@ -167,7 +167,7 @@ class _Border(NamedTuple):
     profile: ProfileLike
 
     def argument(self, path: str, given: Any, shape: tuple[int, ...]) -> _BorderArray:
-        """Plan the way in of an argument.
+        """Plan how a global argument becomes this device's block as the function takes it.
 
         Args:
             path: Its name, for errors.
@@ -184,13 +184,14 @@ class _Border(NamedTuple):
     def result(
         self, path: str, given: Any, block_shape: tuple[int, ...], lengths: Lengths
     ) -> _BorderArray:
-        """Plan the way out of a result.
+        """Plan how this device's block of a result becomes a part of a global array.
 
         Args:
             path: Its name, for errors.
             given: Its layout, or "layout -> layout".
             block_shape: The shape of a device's block.
-            lengths: The global lengths that dims may have, by name.
+            lengths: The global lengths that dims may have, by name. A block cannot tell: one of 3
+                rows on 4 devices may be of 12 rows, or padded from 9.
         """
         with located(path):
             sides = self._resolved_sides(given, len(block_shape))
@@ -223,10 +224,14 @@ class _Border(NamedTuple):
             return Sides(src.resolved(ndim), dst.resolved(ndim), text)
 
     def _layout_at_border(self, array: Sharding, axes: Mesh) -> Layout:
-        """Return the layout of the blocks that `jax.shard_map` passes on of a global array."""
+        """Return the layout of the blocks into which `jax.shard_map` splits a global array.
+
+        It is the array's, with `copy` on the axes that do not shard it if there are no types.
+        """
         if self.has_types:
             return replace(array.layout, tags=())
-        # Without types JAX takes each device's value for its own, also in derivatives: as a `copy`.
+        # With check_vma=False JAX adds the gradients of all devices that hold the value: each uses
+        # a copy of its own, which is what the tag `copy` says.
         copies = tuple(axis for axis in axes.axes if axis not in array.layout.axes)
         if not copies:
             return replace(array.layout, tags=())
@@ -252,7 +257,10 @@ class _Call(NamedTuple):
     leaves: list[Leaf]
 
     def without_arrays(self) -> _Call:
-        """Return the call without its arrays: a cached program must not keep their memory."""
+        """Return the call without its arrays: a cached program must not keep their memory.
+
+        A leaf whose layout (`value`) is None is not an array; it stays.
+        """
         leaves = []
         for leaf in self.leaves:
             is_constant = leaf.value is None
@@ -283,11 +291,15 @@ class _BlockFunction:
     axes: tuple[str, ...]  # the mesh's
 
     def __call__(self, blocks: Sequence[jax.Array]) -> _Outputs:
-        """Run the function on a device's blocks of all array arguments."""
+        """Run the user's function on one device's blocks of all array arguments.
+
+        The blocks are moved to the layouts that the function takes (halos filled, say), and put
+        back among the arguments that are not arrays.
+        """
         remaining_blocks = zip(blocks, self.arguments, strict=True)
         values = []
         for leaf in self.call.leaves:
-            if leaf.value is None:
+            if leaf.value is None:  # no layout: not an array
                 values.append(leaf.x)
             else:
                 block, argument = next(remaining_blocks)
@@ -331,18 +343,20 @@ class _MappedFunction:
     programs: dict[Any, _Program] = field(default_factory=dict)
 
     def __call__(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> Any:
-        """Call the function with global arrays.
+        """Call the function with global arrays, by a program from the cache or a new one.
 
-        static: arguments by keyword, which are compiled in.
+        Args:
+            args: Arguments by position.
+            static: Arguments by keyword; they are no arrays, and are compiled in.
         """
-        # Hot: this is all that a warm call does; its program is found by a key.
+        # A call like an earlier one does no more than this, so all of it has to be fast.
         call = self._structured(args, static)
         leaves_of_arrays = [leaf for leaf in call.leaves if leaf.value is not None]
         arrays = [as_array(leaf.x, leaf.name) for leaf in leaves_of_arrays]
         texts = [sides_or_one(leaf.value).text for leaf in leaves_of_arrays]
         mesh = ArrayMesh.of(arrays, texts, self.mesh)
 
-        # With their types: True equals 1, and finds its program.
+        # Types are part of the key, since True == 1 would find the program of 1.
         constants = tuple((type(leaf.x), leaf.x) for leaf in call.leaves if leaf.value is None)
         types = tuple((x.shape, x.dtype) for x in arrays)
         key = (call.structure, constants, types, mesh)
@@ -372,7 +386,10 @@ class _MappedFunction:
         return program.result_of(program.run(*placed))
 
     def _structured(self, args: tuple[Any, ...], static: Mapping[str, Any]) -> _Call:
-        """Name the arguments of a call, and find the layout of each of their leaves."""
+        """Name the arguments of a call, flatten them, and give each leaf its layout.
+
+        f(x, {"w": w}) has the leaves "x" and "params.w" if the parameters of `f` are so called.
+        """
         names = self.names[: len(args)]
         names += map(str, range(len(names), len(args)))  # *args have numbers
         values, tree = jax.tree.flatten({**dict(zip(names, args, strict=True)), **static})
@@ -393,9 +410,9 @@ class _MappedFunction:
         return [parameter.name for parameter in parameters if parameter.kind in positional]
 
     def _leaves(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
-        """List the leaves of the arguments, without their values, with layouts.
+        """List the leaves of the arguments by name, each with its layout, and without its value.
 
-        None for non-arrays.
+        The layout is None for a leaf that is not an array.
 
         Args:
             names: The names of the positional arguments.
@@ -424,8 +441,14 @@ class _MappedFunction:
     def _program(
         self, of_blocks: _BlockFunction, border: _Border, placed: Sequence[jax.Array]
     ) -> _Program:
-        """Compile the function for arrays like `placed`."""
-        # Over the free axes alone: inside another `shard_map` its axes are manual already.
+        """Make the jitted function of global arrays for arguments like `placed`.
+
+        Args:
+            of_blocks: The user's function of blocks.
+            border: Plans how results leave.
+            placed: Arrays, sharded as the arguments will be.
+        """
+        # Inside another `shard_map` its axes are manual already: this one is over the others.
         on_devices = partial(
             jax.shard_map,
             mesh=border.mesh.in_context,
@@ -450,7 +473,11 @@ class _MappedFunction:
     def _results(
         self, of_blocks: _BlockFunction, border: _Border, outputs: _Outputs
     ) -> dict[int, _BorderArray]:
-        """Plan the way out of every array of the result, by the number of its leaf."""
+        """Plan how each array of the result becomes a global array.
+
+        Returns:
+            Number of the result's leaf -> its move; leaves that are not arrays have none.
+        """
         with located("the result"):
             tree = jax.tree.unflatten(outputs.structure, outputs.leaves)
             leaves = array_leaves(self.out_layouts, tree)
@@ -463,7 +490,10 @@ class _MappedFunction:
         return results
 
     def _lengths(self, arguments: Sequence[_BorderArray]) -> dict[str, set[int]]:
-        """Collect the lengths that dims of results may have, by name."""
+        """Collect the global lengths that dims of results may have, by name.
+
+        Arguments [8, 4] under "n d" and [4, 6] under "d f" -> n: {8}, d: {4}, f: {6}.
+        """
         lengths = defaultdict[str, set[int]](set)
         for argument in arguments:
             array = argument.outside.array
@@ -475,8 +505,11 @@ class _MappedFunction:
         return lengths
 
     def _donated_arrays(self, of_blocks: _BlockFunction) -> list[int]:
-        """Return the numbers of the arrays that belong to donated arguments."""
-        # `jax.jit` counts arrays, the user counts arguments.
+        """Return which arrays belong to donated arguments, for `donate_argnums` of `jax.jit`.
+
+        The user counts arguments, the jitted function takes arrays: for f(tree of 2 arrays, x),
+        argument 1 is array 2.
+        """
         donated_names = {of_blocks.call.names[i] for i in self.donated}
         donated = []
         leaves_of_arrays = (leaf for leaf in of_blocks.call.leaves if leaf.value is not None)
@@ -490,9 +523,15 @@ class _MappedFunction:
 def _traced_outputs(
     of_blocks: _BlockFunction, on_devices: Callable[..., Any], placed: Sequence[jax.Array]
 ) -> _Outputs:
-    """Trace a function inside `shard_map` for the types of its results.
+    """Find the types of a function's results, by tracing it inside `shard_map` without results.
 
-    Their specs depend on their shapes, and `shard_map` needs the specs first.
+    `shard_map` needs the specs of results in advance, and these depend on the shapes of results. So
+    the function is traced once only to note its results' types.
+
+    Args:
+        of_blocks: The function.
+        on_devices: `jax.shard_map` with all arguments but `out_specs`.
+        placed: The arrays that it will be called with.
     """
     traced: list[_Outputs] = []
 

@@ -41,11 +41,12 @@ _RECORD = "_xshard_order"  # the attribute of an array with the order of its row
 def stored_as(
     array: jax.Array, layout: Layout | str, mesh: AnyMesh | None = None, *, maps: Maps | None = None
 ) -> jax.Array:
-    """Record in which order the rows of an array are stored.
+    """Record on an array in which order its rows are stored.
 
-        x = stored_as(x, "s/zigzag(cp)")     # x: [s], zigzag blocks one after the other
+        x = stored_as(x, "s/zigzag(cp)")     # 8 rows, cp=2: x has the rows 0 1 6 7 2 3 4 5
 
-    `reshard` then refuses to read them in another order. Nothing moves.
+    JAX knows contiguous blocks only: such an array is for it a plain [s] over cp. With the record
+    `reshard` refuses to read it in another order. Nothing moves.
 
     Args:
         array: The array; a tracer is returned as it is.
@@ -78,14 +79,14 @@ def stored_as(
 
 
 def record_order(array: Any, stored: Sharding) -> Any:
-    """Record the order of an array's rows on it, and return it.
+    """Note on an array in which order its rows are stored, as an attribute, and return the array.
 
     Args:
-        array: The array; tracers cannot hold a record.
-        stored: The array as it is stored; of PRNG keys their words.
+        array: The array. A tracer is returned as it is.
+        stored: Its layout and mesh. For PRNG keys that of their words, which have one dim more.
     """
     if isinstance(array, Tracer):
-        return array  # a tracer lives for one trace; what it stands for is another array
+        return array  # a note on a tracer would not reach the array that it stands for
     if len(stored.shape) > array.ndim:
         # The words of PRNG keys have a dim more than the keys.
         layout = replace(stored.layout, dims=stored.layout.dims[: array.ndim])
@@ -100,9 +101,15 @@ def recorded_order(array: Any) -> Sharding | None:
 
 
 def check_order(array: Any, source: Sharding, text: str) -> None:
-    """Raise ShapeError for rows that are known to be in another order than `source`.
+    """Check that an array's rows are stored in the order that a layout says, such as zigzag.
 
-    Under XSHARD_DEBUG it raises for an unknown order, too.
+    Args:
+        array: The array; on its way out of `reshard` or `shard_map` its order is recorded on it.
+        source: The array as the user's layout describes it.
+        text: The user's expression, for errors.
+
+    Raises:
+        ShapeError: The recorded order is another one; under XSHARD_DEBUG also if none is recorded.
     """
     known = recorded_order(array)
     if isinstance(array, Tracer) or (known is None and not STRICT):
@@ -119,7 +126,9 @@ def check_order(array: Any, source: Sharding, text: str) -> None:
 
 
 def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
-    """Return the rows of a dim in storage order, device by device; None if that is their own order.
+    """Return the global row numbers of a dim in the order in which devices store them.
+
+    None stands for 0, 1, 2, ..., so that nothing has to be permuted.
 
     8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]
     """
@@ -161,12 +170,14 @@ class ArrayMesh(NamedTuple):
     def of(
         cls, arrays: Sequence[jax.Array], texts: Sequence[str], mesh: object = None
     ) -> ArrayMesh:
-        """Return the given mesh, or the mesh of the arrays, or of the context.
+        """Find the mesh of a call: the one given, else that of the arrays, else of the context.
+
+        Raises MeshError if the context, as set by `jax.set_mesh` or `shard_map`, has other axes.
 
         Args:
             arrays: The arrays.
             texts: Their expressions, for errors.
-            mesh: The mesh that the user passed.
+            mesh: The mesh that the user passed, if any.
         """
         array_mesh = mesh_of(arrays, texts) if mesh is None else jax_mesh(mesh)
         context = jax.sharding.get_abstract_mesh()
@@ -180,12 +191,12 @@ class ArrayMesh(NamedTuple):
         return cls(array_mesh, context)
 
     def free(self, axes: Sequence[str], text: str, planned: Mesh | None = None) -> Mesh:
-        """Return the axes that may shard arrays.
+        """Return the axes that may shard global arrays: those that no `shard_map` made manual.
 
         Args:
             axes: The axes that an expression names.
             text: The expression, for errors.
-            planned: The mesh of a given plan.
+            planned: The mesh of a plan that the user passed, whose axes must have the same sizes.
 
         Raises:
             MeshError: One of `axes` is manual, or not as planned.
@@ -242,9 +253,12 @@ class StoredArray(NamedTuple):
             raise ShapeError(reason, text=self.text, hint=f"it has {other}")
 
     def other_sharding(self, x: jax.Array) -> JaxSharding | None:
-        """Return the sharding of an array if it is known to be another than this one.
+        """Return an array's actual sharding if JAX knows that it differs from the expected one.
 
-        None: the array has this sharding, or may have it.
+        None: the array has the expected sharding, or may have it: JAX does not know the sharding of
+        a tracer on Auto axes, nor of an array that is not committed to devices yet.
+
+        Raises MeshError for an array on devices if the user passed a mesh without devices.
         """
         if isinstance(x, Tracer):
             # Only along Explicit axes the sharding is part of the type.
@@ -263,15 +277,16 @@ class StoredArray(NamedTuple):
         return None if are_same_shardings(known, source, x.ndim) else known
 
     def bring(self, x: jax.Array) -> jax.Array:
-        """Return the array with this sharding as its type.
+        """Give an array the mesh and the axis types that the program expects.
 
-        An array that is on no devices yet is put on a mesh of Explicit axes: only there types are
-        checked.
+        Most arrays have them, and are returned as they are. Others are an array that is on no
+        devices yet, which a mesh of Explicit axes refuses, and an array from outside of a
+        `shard_map`, inside of which the same axes have other types.
         """
         is_traced = isinstance(x, Tracer)
         has_context_types = self.mesh.in_context is self.mesh.of_arrays
         if not is_traced and x.committed and has_context_types:
-            return x  # hot: most arrays come this way
+            return x  # most arrays, at the cost of this test alone
         mesh = jax.typeof(x).sharding.mesh
         target = self.sharding.mesh
         if is_traced:
@@ -281,9 +296,9 @@ class StoredArray(NamedTuple):
         if is_placed and (has_context_types or mesh.empty or mesh == target):
             return x
         if not is_placed and AxisType.Explicit not in target.axis_types:
-            return x  # XLA brings it there
+            return x  # XLA places it when the program runs
         typed = with_sharding(jax.typeof(x), self.sharding)
-        spec = typed.sharding.spec  # of the Explicit axes alone
+        spec = typed.sharding.spec  # without Auto axes, which are no part of a type
         return jax.reshard(x, NamedSharding(target, spec))
 
 
@@ -294,12 +309,14 @@ def is_on_mesh(x: jax.Array, mesh: JaxMesh | AbstractMesh) -> bool:
 
 
 def known_layout(x: jax.Array, sharding: JaxSharding | None, default: Sharding) -> Layout:
-    """Return the layout that an array is known to have.
+    """Return the layout that an array has: as recorded, else by its sharding, else the default.
+
+    An array with the spec P("tp", None) and a default "i o/tp" has the layout "i/tp o".
 
     Args:
         x: The array, perhaps with a recorded order.
-        sharding: Its sharding, if that is not as `default` says.
-        default: The array whose names of dims are taken, and whose layout if nothing else is known.
+        sharding: Its sharding; None if it is sharded as `default` says, as far as JAX knows.
+        default: Gives the names of dims, and the layout if nothing else is known.
     """
     recorded = recorded_order(x)
     names = default.layout.names
@@ -324,7 +341,10 @@ def check_even(array: Sharding, text: str) -> None:
 
 
 def stored_sharding(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: str) -> Sharding:
-    """Return an array that JAX can hold: the layout without tags, overlaps and uneven axes.
+    """Simplify a layout of blocks to one that a `jax.Array` can have.
+
+    Dropped are tags (`| sum(tp)`: each device has an addend), overlaps (`:halo(...)`: rows of the
+    neighbours), and axes that would leave blocks of different sizes.
 
     "h/sp:halo(1,1,zero) | sum(tp)" -> "h/sp"
 
@@ -345,9 +365,11 @@ def stored_sharding(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: st
 
 
 def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
-    """Return the dim with as many of its axes as divide its length into equal blocks.
+    """Drop mesh axes from a dim, from the last on, until its blocks are equal.
 
-    6 rows of n/(a,b) with a=2, b=2 -> n/a
+    6 rows of n/(a,b) with a=2, b=2 do not divide by 4, but by 2 -> n/a
+
+    Raises ShapeError if the dim is in an order such as zigzag, in which axes cannot be dropped.
     """
     plain = replace(dim, overlap=None)
     alone = Sharding(Layout((plain,)), mesh, (length,))
@@ -358,7 +380,7 @@ def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
         raise ShapeError(
             reason, text=text, hint=f"a pair in layouts= may reorder: '{dim.name} -> {plain}'"
         )
-    # An array of JAX has equal blocks, so the last axes hold copies where they do not divide.
+    # Devices along the axes that are dropped, from the last on, hold copies.
     axes = dim.axes
     while length % math.prod(map(mesh.size, axes)):
         axes = axes[:-1]
@@ -390,7 +412,7 @@ def _tags(sharding: JaxSharding) -> _Tags:
 
 
 def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | AbstractMesh:
-    """Return the mesh of the arrays, or else of the context.
+    """Return the one mesh of the arrays, or else of the context (`jax.set_mesh`).
 
     Args:
         arrays: The arrays.

@@ -55,14 +55,15 @@ def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
 
     Args:
         plan: The plan.
-        x: The block under `plan.src`: varying on the axes of `plan.src`, invariant on the plan's
-            others, as is its cotangent.
+        x: The block under `plan.src`. By its JAX type it may differ between devices along the axes
+            of `plan.src` (varying), and is equal along the plan's others (invariant).
         ad: How it is differentiated: one of `MODES`.
 
     Returns:
         The block under `plan.dst`.
     """
-    # The constants of a boundary are not linear in x: they are filled in afterwards.
+    # A boundary such as constant(7) writes 7 into rows beyond the ends of the array. That is not
+    # linear in x: the plan without it runs first, and the constants are written afterwards.
     linear = plan.tangent
     if plan.src.is_linear:
         y = MODES[ad].forward(linear, x)
@@ -91,7 +92,9 @@ def batch_dim(plan: Plan, batch_axes: tuple[str, ...]) -> Dim:
 
 @lru_cache(maxsize=1024)
 def with_batch_dim(plan: Plan, length: int, batch_axes: tuple[str, ...] = ()) -> Plan:
-    """Return the same steps on an array with a new first dim: [n, d] -> [length, n, d].
+    """Return the plan for a batch of arrays: the same steps with a new first dim.
+
+    A plan for [n, d] becomes one for [length, n, d].
 
     Args:
         plan: The plan.
@@ -147,7 +150,10 @@ def batch_rule(
     plan: Plan,
     devices: str | None,
 ) -> tuple[jax.Array, int | None]:
-    """Batch an operation that carries a plan: the same operation with another plan.
+    """Run an operation that carries a plan on a batch (the rule of `jax.vmap`).
+
+    Either the batch is the devices themselves, as in vmap(axis_name="dp") of a plan over dp: then
+    the operation is told so by `devices`. Or it is one more dim, and the plan gets it, too.
 
     Args:
         bind: The operation.
@@ -161,7 +167,7 @@ def batch_rule(
         The result, and its batch dim.
     """
     if batch.name in plan.mesh.axes and batch.size > 1:
-        # The batch is the devices along an axis of the plan.
+        # Entry i of the batch is the block of device i along this axis of the plan.
         return bind(batch_first(x, dim, batch.size), plan=plan, devices=batch.name), 0
     if dim is None:
         return bind(x, plan=plan, devices=devices), None
@@ -202,13 +208,26 @@ def _max_or_min(plan: Plan, ad: str, x: jax.Array) -> jax.Array:
 def _max_or_min_tangent(
     plan: Plan, ad: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Pass on equal shares of the winners' tangents. The transpose is the cotangent plan."""
+    """Differentiate a maximum or minimum over devices: the mean of the winners' tangents.
+
+    Of 3, 5, 5 on three devices the maximum is 5; each winner's tangent counts one half.
+
+    Args:
+        plan: The plan from a pending max or min.
+        ad: As of `apply`.
+        primals: The block.
+        tangents: Its tangent.
+
+    Returns:
+        The result and its tangent.
+    """
     mode = MODES[ad]
     (x,) = primals
     (tangent,) = tangents
     y = apply(plan, x, ad)
     plans = max_min_plans(plan)
-    # The plan begins at the output, or at the input if the output lacks rows of it.
+    # The blocks of inputs are compared with the result, brought to each device. It is computed
+    # from the output, or from the input again if the output lacks some rows, as after a slice.
     compared = y if plans.result.src.is_linear else lax.stop_gradient(x)
     has_won = x == mode.forward(plans.result, compared)
     n_winners = mode.forward(plans.count, has_won.astype(x.dtype))

@@ -40,7 +40,7 @@ class ProductNames(NamedTuple):
 
 
 def multiplied(x: jax.Array, y: jax.Array, names: ProductNames, **options: Any) -> jax.Array:
-    """Compute the einsum of two arrays, differentiably.
+    """Compute the einsum of two arrays, differentiably; gradients are such einsums again.
 
     Args:
         x: The first operand.
@@ -48,7 +48,8 @@ def multiplied(x: jax.Array, y: jax.Array, names: ProductNames, **options: Any) 
         names: The names of all dims.
         options: `preferred_element_type` and `precision`, as for `jnp.einsum`.
     """
-    # Both operands of a primitive need one type: a cotangent is then of that type, too.
+    # Both operands are declared different on the same mesh axes, since JAX wants one type; their
+    # cotangents then have this type, too.
     varying = sorted(varying_axes(x) | varying_axes(y))
     return _product(
         as_varying(x, varying), as_varying(y, varying), names=names, cuts=None, **options
@@ -65,9 +66,16 @@ class _DimOrder(NamedTuple):
 
 
 def _dim_order(i: int, names: ProductNames, sizes: dict[int, int]) -> _DimOrder:
-    """Order the dims with operand `i` as the rows: batch dims, rows, summed dims.
+    """Order dims so that the einsum is a batched matrix product with operand `i` as the left one.
 
-    "ij,jk->ki" with operand 0 as the rows computes "ij,jk->ik", and then transposes the result.
+    The operand's dims: batch dims, its own dims (rows), summed dims; the result's: batch dims,
+    rows, the other operand's dims (columns). "ij,jk->ki" with operand 0 computes "ij,jk->ik" and
+    then transposes the result.
+
+    Args:
+        i: The operand: 0 or 1.
+        names: The names of all dims.
+        sizes: The length of each dim by name, to count what transposing would copy.
     """
     rows_names = names.operands[i]
     other_names = names.operands[1 - i]
@@ -90,7 +98,7 @@ def _dim_order(i: int, names: ProductNames, sizes: dict[int, int]) -> _DimOrder:
 def _run(
     x: jax.Array, y: jax.Array, *, names: ProductNames, cuts: Any, **options: Any
 ) -> jax.Array:
-    """Compute the einsum with the rows of that operand for which fewer elements have to be copied.
+    """Compute the einsum as a matrix product, with that operand on the left that copies less.
 
     Args:
         x: The first operand.
@@ -113,7 +121,8 @@ def _run(
     rows_names = names.operands[i]
     other = (x, y)[1 - i]
     other_names = names.operands[1 - i]
-    # Dims that are summed alone are summed before the product: the operand is left as it is.
+    # If the operand has a dim that only it has and that is summed, `einsum` sums it before the
+    # product anyway: transposing the operand first would be of no use.
     has_same_dims = sorted(rows_names) == sorted(order.operand_dims)
     if rows_names != order.operand_dims and has_same_dims:
         permutation = [rows_names.index(n) for n in order.operand_dims]
@@ -151,6 +160,8 @@ def _transpose(
 ) -> jax.Array:
     """Compute the cotangent of operand `i`: the result's cotangent times the other operand.
 
+    "ij,jk->ik": that of the first operand is "ik,jk->ij".
+
     Args:
         i: The number of the operand.
         cotangent: The cotangent of the result.
@@ -162,7 +173,8 @@ def _transpose(
     """
     operand_names = names.operands[i]
     other_names = names.operands[1 - i]
-    # A dim of this operand alone is summed by the product; the cotangent does not depend on it.
+    # A dim that neither the result nor the other operand has was summed: the cotangent is equal all
+    # along it. It is computed without the dim, and repeated at the end.
     computed_dims = []
     for dim, name in enumerate(operand_names):
         if name in names.result or name in other_names:
@@ -184,7 +196,6 @@ def _transpose(
     y = lax.convert_element_type(y, operand_type.dtype)
     if len(computed_dims) == operand_type.ndim:
         return y
-    # Along a dim that is summed alone, the gradient is repeated.
     out_sharding = operand_type.sharding if is_explicit else None
     return lax.broadcast_in_dim(y, operand_type.shape, computed_dims, out_sharding=out_sharding)
 
@@ -200,9 +211,20 @@ def _batch(
     cuts: Any,
     **options: Any,
 ) -> tuple[jax.Array, int | None]:
-    """Batch the product: the batch is one more dim, the first of the result.
+    """Run the product on a batch (the rule of `jax.vmap`): one more dim with a new name.
 
-    x_dim, y_dim: None without it.
+    Args:
+        x: The first operand.
+        y: The second operand.
+        x_dim: The batch dim of `x`; None if `x` is the same for the whole batch.
+        y_dim: The batch dim of `y`; None if `y` is the same for the whole batch.
+        batch: The batch, with the mesh axes that shard it.
+        names: The names of the dims of one product.
+        cuts: As for `_run`.
+        options: As for `jnp.einsum`.
+
+    Returns:
+        The result, and its batch dim: the first, or None without a batch.
     """
     if x_dim is None and y_dim is None:
         return _product(x, y, names=names, cuts=cuts, **options), None

@@ -70,8 +70,9 @@ def all_gather_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
 
 @api_boundary
 def all_gather_nograd_clipped(x: ArrayLike, max_length: int, axis: Axes | None) -> jax.Array:
-    """Gather samples that a sampler dealt out in turns, in their original order.
+    """Gather the samples that a distributed sampler dealt out in turns, in their original order.
 
+    Samples 0, 2, 4 on device 0 and 1, 3, 0 on device 1 with max_length 5 -> 0, 1, 2, 3, 4.
     [n, ...] -> [min(P n, max_length), ...]: device r holds samples r, r + P, ..., the last ones as
     filling.
 

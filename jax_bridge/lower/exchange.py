@@ -55,9 +55,12 @@ class _Delivery(NamedTuple):
 def exchange(
     step: Exchange, x: jax.Array, before: Sharding, after: Sharding, transport: Transport
 ) -> jax.Array:
-    """Send boxes of this device's block, and build the new block of the arriving boxes.
+    """Send sub-arrays of this device's block to other devices, and build the new block from theirs.
 
-    Sums are made in the order of the rounds, after a device's own box.
+    This is the general step, for what no collective of JAX does: halos, zigzag order, uneven
+    blocks. The messages, each a sub-array (a box) with its sender and receiver, follow from the two
+    shardings. They go in rounds: in a round a device sends and receives at most one box.
+    Boxes that meet are added in the order of the rounds, after a device's own box.
 
     Args:
         step: The step.
@@ -65,16 +68,23 @@ def exchange(
         before: The sharding before it.
         after: The sharding after it.
         transport: How boxes travel.
+
+    Returns:
+        The block after it, of the shape of the largest; elements that nobody sends are zero.
     """
     out = jnp.zeros(after.max_local_shape, x.dtype)  # rows that nobody sends stay zero
-    # A box that stays has the type of one that is sent: all branches of a program have one type.
+    # JAX types a received box as varying (different on each device). One that stays on its device
+    # gets this type, too, since both may be results of the branches of one `switch`.
     axes = long_axes(after.mesh)
     delivery = _Delivery(rounds(step, before), step.op(before), after, transport)
     return _delivered(delivery, as_varying(x, axes), as_varying(out, axes))
 
 
 def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Return the new block: `out` with the boxes that messages bring from blocks `x`."""
+    """Return `out` with the boxes written or added that arrive from the blocks `x` of all devices.
+
+    Boxes are cut as slices where possible, else gathered by tables of row positions.
+    """
     all_rounds = delivery.schedule.all_rounds
     if not all_rounds:  # no rows to send
         return out
@@ -85,12 +95,16 @@ def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     has_negative = any(message.sign < 0 for message in messages)
     if has_negative or delivery.op is not None:
         return deliver(delivery, x, out)
-    # Without arithmetic short floats travel as integers.
+    # Nothing is computed: 16-bit and 8-bit floats travel as integers of the same bits, since XLA
+    # may widen floats to 32 bits.
     return from_bits(deliver(delivery, to_bits(x), to_bits(out)), x.dtype)
 
 
 def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Cut boxes out of the block, and write or add them in place: other rows are not touched."""
+    """Send boxes that are slices: cut each out of `x`, and write or add it at its place in `out`.
+
+    Of a block of 4 rows a device may send rows 2-3, which arrive at rows 0-1 of the receiver.
+    """
     schedule = delivery.schedule
     all_rounds = schedule.all_rounds
     n_local = len(schedule.local)
@@ -115,6 +129,7 @@ def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
             return _signed(cut(r), all_rounds[r], mesh)
         return _signed(arrived[r - n_local], all_rounds[r], mesh)
 
+    # Boxes that fill the new block exactly are concatenated: one copy instead of one per box.
     if delivery.op is None and delivery.transport.branches:
         tiling_of_device = tilings(all_rounds, delivery.after)
         if tiling_of_device is not None:
@@ -135,9 +150,11 @@ def _with_box(
 ) -> jax.Array:
     """Write a box into a block, or add it, on the devices that receive one.
 
+    All devices run the same code: where nothing arrives, the elements that are there are rewritten.
+
     Args:
         out: The block.
-        box: The box; on other devices anything.
+        box: The box that arrived; on devices that receive none, anything.
         start: The first row of its place along every dim.
         receives: For every device, whether it receives a box.
         op: "sum" to add the box; None to overwrite what is there.
@@ -153,7 +170,12 @@ def _with_box(
 
 
 def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Spread every box over a block of its own, and combine the blocks where they have rows."""
+    """Send boxes of any rows: gather each into a compact box, and spread it over the new block.
+
+    A box with the rows 0, 2 of `x` may arrive at the rows 3, 1 of `out`. Every box is spread to the
+    shape of `out` by a table of positions, and written, or combined by the delivery's op, where it
+    has elements.
+    """
     schedule = delivery.schedule
     all_rounds = schedule.all_rounds
     n_local = len(schedule.local)
@@ -219,18 +241,30 @@ class BoxStarts(NamedTuple):
 def _box_starts(
     all_rounds: Sequence[Round], n_devices: int, axes: tuple[str, ...]
 ) -> list[BoxStarts]:
-    """Look up where this device's boxes begin, round by round."""
+    """Look up where this device's boxes begin: one `BoxStarts` per round.
+
+    A start is a list with one row number per dim: a constant if all devices have the same, else a
+    traced scalar that is looked up by the device's index.
+
+    Args:
+        all_rounds: The rounds; all boxes are slices.
+        n_devices: The number of devices.
+        axes: The mesh axes that number them.
+    """
     ndim = len(all_rounds[0][0].box)
     # [devices, rounds, sent or received, dims]
     starts = np.zeros((n_devices, len(all_rounds), 2, ndim), np.int32)
     for r, messages in enumerate(all_rounds):
-        starts[:, r] = _first_rows(messages[0])  # devices without a box take any rows
+        # A device without a box cuts out another's rows, which nobody reads: the more starts are
+        # equal, the more tables become constants.
+        starts[:, r] = _first_rows(messages[0])
         for message in messages:
             first_rows = _first_rows(message)
             starts[message.src, r, 0] = first_rows.sent
             starts[message.dst, r, 1] = first_rows.received
 
-    # One table per number, a constant if all devices agree: XLA compiles it to simple loops.
+    # Device 0's numbers are constants; those that differ on some device are replaced by a lookup.
+    # XLA compiles slices at constant places to simple loops.
     result = [BoxStarts(list(sent), list(received)) for sent, received in starts[0]]
     for r, side, dim in np.argwhere((starts != starts[0]).any(axis=0)).tolist():
         result[r][side][dim] = row_of_this_device(starts[:, r, side, dim], axes)
@@ -253,16 +287,23 @@ class DimTables(NamedTuple):
 
 
 def _round_tables(messages: Round, after: Sharding) -> list[DimTables]:
-    """Tabulate by dim and device the rows to pack into a box, and where a box's rows go."""
+    """Tabulate for one round which rows each device packs into its box, and where they go.
+
+    A box of the rows 0, 2 of the sender's block that become rows 3, 1 of a receiver's block of 4:
+    the sender's line of `packing` is [0, 2], the receiver's line of `placing` is [-1, 1, -1, 0],
+    where -1 (VOID) says that nothing of the box goes there.
+
+    Returns:
+        The two tables of every dim, each with a line per device.
+    """
     n_devices = after.mesh.n_devices
     tables = []
     for dim, box_length in enumerate(box_shape(messages)):
         block_length = after.max_local_shape[dim]
-        # The row of x for each row of the box, and the row of the box for each row of the result.
         packing = np.full((n_devices, box_length), VOID, np.int64)
         placing = np.full((n_devices, block_length), VOID, np.int64)
-        # Rows beyond a message are never read. A device that sends nothing packs another device's
-        # rows: a table of equal rows is a constant.
+        # A device that sends nothing packs the rows that another device does, and nobody reads
+        # them: a table whose lines are all equal is compiled as a constant.
         any_rows = rows_at(messages[0].box[dim], 0)
         packing[:, : len(any_rows)] = any_rows
         for message in messages:
@@ -275,7 +316,10 @@ def _round_tables(messages: Round, after: Sharding) -> list[DimTables]:
 
 
 def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | None:
-    """Return how boxes tile the block of each device.
+    """Return how equal boxes fill the block of each device without gaps, if they do.
+
+    A block of 4 rows whose rows 0-1 arrive in round 3 and rows 2-3 in round 0 has the tiling
+    (((0,), 3), ((2,), 0)): for each box its first row along every dim, and its round.
 
     Args:
         schedule: The rounds; all boxes are slices.
@@ -295,7 +339,8 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
             rounds_of_places[message.dst][place] = r
 
     tiling_of_device = tuple(tuple(sorted(places.items())) for places in rounds_of_places)
-    # All boxes have one size, so as many elements as the block has cannot leave a gap.
+    # Boxes of one shape at different places do not overlap here. If they have as many elements as
+    # the block, there is no gap.
     box_size = math.prod(shapes.pop())
     block_size = math.prod(after.max_local_shape)
     if any(len(tiling) * box_size != block_size for tiling in tiling_of_device):
@@ -317,10 +362,13 @@ def _tiled_by_device(
 
 
 def tiled(tiling: Tiling, box: Callable[[int], jax.Array], dim: int = 0) -> jax.Array:
-    """Concatenate boxes along `dim` and the dims after it.
+    """Concatenate the boxes of a tiling into a block.
+
+    Boxes with the same first row along `dim` are joined into a slab along the dims after it
+    (by recursion), then the slabs along `dim`: 2 x 2 boxes become 2 rows of boxes, then the block.
 
     Args:
-        tiling: The boxes' places, which differ along these dims only.
+        tiling: For each box its first row along every dim, and its round; sorted by first rows.
         box: The number of a round -> the box that arrives in it.
         dim: The first dim to concatenate along.
     """
@@ -366,16 +414,20 @@ def transfer(
     n_devices: int,
     transport: Transport,
 ) -> Iterator[jax.Array]:
-    """Build this device's new blocks from the blocks of all devices.
+    """Move arrays from one mesh to another: build each new block from parts that devices send.
 
-    It runs in a `shard_map` over the one axis `AXIS`, without types. Devices of the two meshes are
-    numbers here. Rows that receive nothing are zero.
+    One program runs on the devices of both meshes, numbered 0, 1, ...: in a `shard_map` with
+    check_vma=False over one axis, `AXIS`. A device that is in one mesh only sends nothing, or
+    receives nothing.
 
     Args:
-        blocks: This device's blocks.
+        blocks: This device's blocks of the old arrays.
         new_blocks: How each new block is put together.
         n_devices: The number of devices of both meshes.
         transport: How boxes travel.
+
+    Yields:
+        This device's new blocks, one for each of `new_blocks`; rows that receive nothing are zero.
     """
     for new in new_blocks:
         travel_dtype, dtype = new.dtypes

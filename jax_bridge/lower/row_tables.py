@@ -35,9 +35,9 @@ def group_table(
 
 
 def padded_table(rows: Sequence[Sequence[int] | NDArray], width: int | None = None) -> Table:
-    """Stack lists of positions, padded with VOID to `width` or to the longest list.
+    """Stack lists of row positions into one array, shorter ones filled up with VOID (-1).
 
-    [[0, 1], [2]] -> [[0, 1], [2, -1]]
+    [[0, 1], [2]] -> [[0, 1], [2, -1]]. `width` is the number of columns; None: the longest list.
     """
     if width is None:
         width = max(map(len, rows))
@@ -79,7 +79,10 @@ def inverse(positions: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
 
 def pick_rows(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.Array:
-    """Gather rows of a block along one dim: out[i] = x[positions[this device, i]], zeros for VOID.
+    """Gather other rows on every device: out[i] = x[positions[this device, i]] along one dim.
+
+    A position of VOID (-1) gives a row of zeros. With positions [[0, 1], [3, -1]] device 0 picks
+    its rows 0 and 1, device 1 its row 3 and a row of zeros.
 
     The table is known while tracing, so the cheapest operation that does the same is compiled:
     none, zeros, a slice, or a gather of the largest runs of rows that always move together.
@@ -88,7 +91,10 @@ def pick_rows(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> 
         x: This device's block.
         dim: The dim whose rows are picked.
         positions: A line for every device along `axes`, or one line for all: `[devices, rows]`.
-        axes: The mesh axes that the table's lines are numbered over.
+        axes: The mesh axes whose devices the lines belong to, in order; () for a table of one line.
+
+    Returns:
+        The block with `positions.shape[1]` rows along `dim`.
     """
     length = x.shape[dim]
     width = positions.shape[1]
@@ -110,7 +116,10 @@ def pick_rows(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> 
 
 
 def _gather_chunks(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]) -> jax.Array:
-    """Gather rows in chunks of consecutive rows, as long as possible."""
+    """Gather rows as `pick_rows` does, in chunks of consecutive rows, as long as possible.
+
+    Rows [4, 5, 6, 7, 0, 1] of 8 are gathered as the chunks [2, 3, 0] of 2 rows each.
+    """
     length = x.shape[dim]
     chunk_rows = _rows_moving_together(positions, length)
     n_chunks = length // chunk_rows
@@ -129,11 +138,16 @@ def _gather_chunks(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]
 
 
 def _rows_moving_together(positions: Table, length: int) -> int:
-    """Return the largest chunk of rows that every device moves as a whole.
+    """Return how many consecutive rows can be gathered as one chunk, on every device.
 
-    Chunks begin at multiples of their length, before and after.
+    Few large chunks copy faster than many rows. Chunks begin at multiples of their size, in the
+    block and in the result, so that both can be reshaped to [chunks, rows of a chunk].
 
-    [[4, 5, 6, 7, 0, 1]] with length 8 -> 2. Few large chunks copy faster than many rows.
+    [[4, 5, 6, 7, 0, 1]] of a block of 8 rows -> 2
+
+    Args:
+        positions: The rows to gather: [devices, rows]; VOID (-1) is a row of zeros.
+        length: The number of rows of the block.
     """
     previous = positions[:, :-1]
     current = positions[:, 1:]
@@ -180,14 +194,16 @@ def with_zero_padding(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def with_boundary_constants(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Write the constants of a layout's boundaries into the halo rows beyond the ends of the array.
+    """Fill the halo rows that lie outside the global array with the boundary's constant.
 
-    `h/sp:halo(1,1,constant(7))` puts 7 before the first row of the first block and after the last
-    row.
+    A halo is rows of the neighbours around a block. The first and the last block have no neighbour
+    on one side: with `h/sp:halo(1,1,constant(7))` their outermost rows become 7. Other blocks and
+    rows stay, and padding at the end of a block becomes zero.
     """
     long_axes = sharding.mesh.long_axes
     for dim, length in enumerate(sharding.max_local_shape):
-        # Only over the dim's own axes: along others all devices agree, and x stays invariant.
+        # The table is over the dim's own axes only: devices along other axes need equal values, and
+        # looking them up by these axes would make JAX take x for different along them.
         axes = [axis for axis in sharding.layout.dims[dim].axes if axis in long_axes]
         devices = sharding.mesh.group(0, axes)
         constants = np.zeros((len(devices), length))
@@ -198,11 +214,11 @@ def with_boundary_constants(x: jax.Array, sharding: Sharding) -> jax.Array:
                     constants[line, start:stop] = constant
                     is_outside[line, start:stop] = True
 
-        # JAX would give an empty array the type of the constant.
+        # `where` on an empty array would return the dtype of the constant, not that of x.
         if x.size and is_outside.any():
             local_constants = row_of_this_device(constants, axes).astype(x.dtype)
             fills = along_dim(local_constants, dim, x.ndim)
             mask = along_dim(row_of_this_device(is_outside, axes), dim, x.ndim)
             x = jnp.where(mask, fills, x)
-    # The constants along one dim have reached the padding of the other dims.
+    # The fills along one dim went over the whole extent of the others, padding included.
     return with_zero_padding(x, sharding)

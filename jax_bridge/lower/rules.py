@@ -69,7 +69,8 @@ class StepContext(NamedTuple):
         Returns:
             The phases; one if several are no faster, or JAX has no groups of devices for them.
         """
-        # `jax.vmap` has no groups of devices, and XLA scatters no reduction but sums.
+        # Collectives under `jax.vmap` take no `axis_index_groups`, and XLA has a reduce-scatter
+        # for sums alone.
         can_split = op == "sum" and not any(map(is_vmapped, axes))
         is_faster = can_split and self.fabric.has_phases(axes)
         mesh = self.before.mesh
@@ -93,7 +94,10 @@ class StepContext(NamedTuple):
 # runs outside of jit.
 @partial(jax.jit, static_argnames=("plan", "transport"), inline=True)
 def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
-    """Run a plan on this device's block: the block under `plan.src` -> the block under `plan.dst`.
+    """Run the steps of a plan on this device's block, inside `shard_map`.
+
+    The block under the layout `plan.src` -> the block under `plan.dst`: for "s/cp c -> s c/cp" of
+    an array [8, 4] on 4 devices, [2, 4] -> [8, 1].
 
     Args:
         plan: The plan.
@@ -101,14 +105,15 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
         transport: How the boxes of an exchange travel.
 
     Returns:
-        The new block, padded with zeros, and invariant along the plan's axes that `plan.dst` does
-        not name.
+        The new block, padded with zeros. JAX's type says that it is equal on all devices along the
+        plan's axes that `plan.dst` does not name (invariant, not varying).
     """
     if explicit_axes(x):
         return _part_by_part(partial(run, transport=transport), plan, x)
     block_axes = axis_types.varying_axes(x)
     stays_varying = block_axes.difference(plan.axes).union(plan.dst.axes)
-    # A rule's constants are declared varying too: all values of a program need one type.
+    # Between steps a block counts as different on all devices (varying along all axes), also one
+    # that a rule makes of constants: JAX refuses to mix the two types in an operation.
     axes = sorted(block_axes.union(plan.axes))
     if 0 in plan.shape:  # XLA has no collectives of nothing
         x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
@@ -119,7 +124,7 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
             fabric = plan.profile.fabric(before.mesh)
             rule = RULES[type(step)]
             x = as_varying(rule(step, x, StepContext(before, after, fabric, transport)), axes)
-    # A permutation is along all axes of the mesh.
+    # A permutation makes the block varying along all axes of the mesh, more than the plan's.
     return axis_types.as_invariant(x, axis_types.varying_axes(x) - stays_varying)
 
 
@@ -127,9 +132,10 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
 
 
 def explicit_axes(x: jax.Array) -> frozenset[str]:
-    """Return the Explicit axes over which JAX shards the block further.
+    """Return the mesh axes of type Explicit over which JAX itself shards the block.
 
-    There are such axes inside a `shard_map` over other axes.
+    They occur inside a `shard_map` over other axes: a block there is still an array that is spread
+    over the devices along Explicit axes.
     """
     axes: set[str] = set()
     for dim_axes in _explicit_axes_of_dims(x):
@@ -153,11 +159,18 @@ def _explicit_axes_of_dims(x: jax.Array) -> list[tuple[str, ...]]:
 def _part_by_part(
     move: Callable[[Plan, jax.Array], jax.Array], plan: Plan, x: jax.Array
 ) -> jax.Array:
-    """Move each part of a block that Explicit axes shard, in a `shard_map` over these axes.
+    """Run a plan on each part of a block that JAX shards further over Explicit axes.
 
-    Collectives work along manual axes only.
+    Collectives work along manual axes only, so a `shard_map` makes the Explicit axes manual. A
+    block [8, 6] with dim 1 over tp=2 is moved as parts of [8, 3].
 
-    Raises ShapeError if the plan shards a dim that Explicit axes shard.
+    Args:
+        move: Runs a plan on one part.
+        plan: The plan for the whole block.
+        x: The block.
+
+    Raises:
+        ShapeError: The plan shards a dim that Explicit axes shard.
     """
     sizes = jax.typeof(x).sharding.mesh.shape
     target = plan.target.layout
@@ -188,12 +201,15 @@ def _part_by_part(
 
 
 def _all_gather(step: steps.AllGather, x: jax.Array, context: StepContext) -> jax.Array:
-    """Gather the parts of a dim from the devices along the step's axes, rows in order."""
+    """Gather a dim that is sharded over the step's axes: a block [2, c] -> [8, c] on 4 devices.
+
+    Rows come in their global order, also if devices held them in another, as in zigzag order.
+    """
     dim = context.before.dim_index(step.dim)
     block_shape = x.shape
     phases = context.phases(axes_of(step.shards))
-    # Gathered along a new first dim, one copy puts the parts in place. Along another dim XLA
-    # transposes the blocks before the collective and back after it.
+    # Gathered along a new first dim, parts are put in place by one copy. Gathering along another
+    # dim is slower: XLA transposes the blocks before the collective and back after it.
     for devices in reversed(context.group_arguments(phases)):
         x = lax.all_gather(x, **devices)  # the slowest link first, while blocks are small
     parts = x.reshape(-1, *block_shape)  # [devices, *block]
@@ -222,7 +238,10 @@ def _rows_kept(
 
 
 def _embed(step: steps.Embed, x: jax.Array, context: StepContext) -> jax.Array:
-    """Put a part's rows at their places in a larger block of zeros: the transpose of `_slice`."""
+    """Put the block's rows at their places in a larger block of zeros: the transpose of `_slice`.
+
+    Rows [a, b] on device 1 of 2 -> [0, 0, a, b].
+    """
     before = context.before
     dim = before.dim_index(step.dim)
     axes = before.layout.dim(step.dim).axes
@@ -235,16 +254,22 @@ def _embed(step: steps.Embed, x: jax.Array, context: StepContext) -> jax.Array:
 
 
 def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> jax.Array:
-    """Reduce blocks over all devices along the step's axes."""
+    """Reduce blocks elementwise over the devices along the step's axes; all get the result.
+
+    Where links differ in speed, a sum runs in phases: reduce-scatters over the fast links, an
+    all-reduce of the small pieces over the slowest, and all-gathers back.
+    """
     phases = context.phases(step.axes, step.op)
     if not phases.has_several_speeds:
         return ALL_REDUCE[step.op](x, step.axes)
 
-    # Scattered over the fast links, so that the slowest carries small pieces, and gathered back.
+    # The arguments of each phase's collective, the fastest links first.
     scattered = context.group_arguments(phases)
     slowest = scattered.pop()
     has_whole_axes = "axis_index_groups" not in slowest
-    if not has_whole_axes:  # JAX sums typed values over whole axes only
+    if not has_whole_axes:
+        # JAX has `psum` over whole axes only where values have types (check_vma). In groups of
+        # devices a scatter and a gather do the same.
         scattered.append(slowest)
     n_devices = context.before.mesh.size(*step.axes)
     pieces = jnp.pad(x.reshape(-1), (0, -x.size % n_devices))  # scattered in equal pieces
@@ -258,7 +283,10 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
 
 
 def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContext) -> jax.Array:
-    """Reduce blocks over devices along the step's axes, and leave each its part of the sum."""
+    """Reduce blocks over the devices along the step's axes, and leave each device its part.
+
+    A block [8, c] on each of 4 devices -> [2, c] of their sum.
+    """
     before = context.before
     axes = axes_of(step.shards)
     dim = before.dim_index(step.dim)
@@ -266,20 +294,24 @@ def _reduce_scatter(step: steps.ReduceScatter, x: jax.Array, context: StepContex
     rows = _rows_of_parts(before, step.dim, step.shards, phases)
     x = pick_rows(x, dim, rows[None], ())
     parts = _split_dim(x, dim, before.mesh.size(*axes))
-    pieces = jnp.moveaxis(parts, dim, 0)  # [devices, *block]
+    pieces = jnp.moveaxis(parts, dim, 0)  # [devices, *block]: a piece for each device
     if step.op == "sum":
         for devices in context.group_arguments(phases):
             # The slowest link last, when pieces are small.
             pieces = lax.psum_scatter(pieces, **devices, tiled=True)
         return pieces.reshape(pieces.shape[1:])
 
-    # XLA scatters sums only: pieces travel and are reduced on arrival, for the same bytes.
+    # XLA has a reduce-scatter for sums alone. Each device sends its pieces to their owners, which
+    # reduce them; a reduce-scatter sends as many bytes.
     arrived = as_bits(lambda bits: lax.all_to_all(bits, axes, 0, 0, tiled=True), pieces)
     return REDUCE_BLOCKS[step.op](arrived, axis=0)
 
 
 def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax.Array:
-    """Shard the step's `dst_dim` instead of its `src_dim`, which becomes whole."""
+    """Shard the step's `dst_dim` instead of its `src_dim`, which becomes whole.
+
+    s/cp c -> s c/cp of an array [8, 4] on 4 devices: a block [2, 4] -> [8, 1].
+    """
     before = context.before
     src = before.dim_index(step.src_dim)
     dst = before.dim_index(step.dst_dim)
@@ -291,7 +323,7 @@ def _all_to_all(step: steps.AllToAll, x: jax.Array, context: StepContext) -> jax
     x = _split_dim(x, dst, before.mesh.size(*phases.axes))  # [..., devices, rows, ...]
     devices = group_arguments(before.mesh, phases.axes)
     x = lax.all_to_all(x, split_axis=dst, concat_axis=dst, tiled=True, **devices)
-    # Along `dst` lie now the parts of `src` that the devices had.
+    # The dim at `dst` now counts devices: entry i is the part of `src` that came from device i.
     x = _merge_dims(jnp.moveaxis(x, dst, src), src)
     return _rows_in_order(x, src, _rows_of_parts(before, step.src_dim, step.src_shards, phases))
 
@@ -320,7 +352,7 @@ def _retag(step: steps.Retag, x: jax.Array, context: StepContext) -> jax.Array:
 
 
 def _scale(step: steps.Scale, x: jax.Array, context: StepContext) -> jax.Array:
-    """Multiply the block by a fraction."""
+    """Multiply the block by the step's fraction, as 1/4 for the mean over 4 devices."""
     denominator = step.factor.denominator
     x = x * np.array(step.factor.numerator, x.dtype)
     if denominator == 1:
@@ -343,11 +375,11 @@ def _transpose(step: steps.Transpose, x: jax.Array, context: StepContext) -> jax
 def _rows_of_parts(
     before: Sharding, dim: str, shards: tuple[Shard, ...], phases: Phases
 ) -> NDArray[np.int64]:
-    """Return the rows of a dim's parts, part after part.
+    """List the rows that device 0's part of a dim has, then device 1's, and so on.
 
-    Parts are in the order in which the phases of a collective leave them.
-
-    8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]
+    8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]. A collective that runs in
+    phases, within fast links and between them, numbers its devices in another order, and so its
+    parts.
     """
     mesh = before.mesh
     parts = even_parts(before, dim, shards)

@@ -51,7 +51,12 @@ class Schedule(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def rounds(step: Exchange, before: Sharding) -> Schedule:
-    """Put the messages of an exchange into rounds. before: the sharding before the step."""
+    """Put the messages of an exchange into rounds: at most one per sender and receiver in each.
+
+    Args:
+        step: The exchange.
+        before: The sharding before it.
+    """
     after = step.after(before)
     messages: list[Message] = []
     for device in range(before.mesh.n_devices):
@@ -60,7 +65,9 @@ def rounds(step: Exchange, before: Sharding) -> Schedule:
 
 
 def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
-    """Put messages into as few rounds as possible.
+    """Put messages into as few rounds as possible, with at most one per device and end in each.
+
+    Messages 0->1, 0->2, 1->2: rounds (0->1, 1->2) and (0->2).
 
     Args:
         messages: The messages; local ones are from a device to itself.
@@ -69,9 +76,9 @@ def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
     """
     local = [message for message in messages if _is_local(message)]
     sent = _in_rounds([message for message in messages if not _is_local(message)])
-    # Local messages join the rounds if that adds none: devices that receive nothing still write a
-    # box. The busiest device's messages bound the rounds from below, so that most schedules need
-    # not be tried.
+    # Local messages join the rounds of the others if that adds no round: it costs nothing, since a
+    # device that receives nothing in a round writes a box all the same. There are at least as many
+    # rounds as messages at the busiest device; if that is too many already, nothing is tried.
     if not adds and _most_at_one_vertex(_edges(messages)) <= len(sent):
         joint = _in_rounds(messages)
         if len(joint) <= len(sent):
@@ -95,13 +102,13 @@ def _edges(messages: Sequence[Message]) -> list[tuple[int, int]]:
 
 
 def _in_rounds(messages: Sequence[Message]) -> list[Round]:
-    """Return the fewest rounds.
+    """Put messages into the fewest rounds, or into more of one shape each.
 
-    Rounds of one shape each if padding to the longest message costs too much.
+    The boxes of a round are padded to the longest. If the busiest device would receive more than
+    `MOST_PADDING` times its elements by that, messages of different shapes share no round.
     """
-    longest_first = sorted(
-        messages, key=lambda message: -message.size
-    )  # long messages share rounds
+    # Longest first, so that long messages share rounds with long ones, which saves padding.
+    longest_first = sorted(messages, key=lambda message: -message.size)
     fewest = _coloured(longest_first)
     if _received(fewest, padded=True) <= MOST_PADDING * _received(fewest, padded=False):
         return fewest
@@ -158,9 +165,17 @@ def _received(schedule: Sequence[Round], *, padded: bool) -> int:
 
 
 def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Colour the edges (sender, receiver) of a bipartite graph so that no two meet in one colour.
+    """Give each message the number of a round; no device sends or receives two in one round.
 
-    There are as few colours as the largest degree.
+    This is an edge colouring of the bipartite graph of senders and receivers, with as few colours
+    as the largest degree. An edge for which no colour is free at both ends takes one that is free
+    at its sender; the edges in its way swap two colours.
+
+    Args:
+        edges: The (sender, receiver) of each message.
+
+    Returns:
+        The colour, the number of its round, of each edge.
 
     Examples:
         >>> edge_colours([(0, 1), (0, 2), (1, 2)])
@@ -175,7 +190,8 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
         at_receiver = edge_at[1].setdefault(receiver, {})
         colour = _first_free({**at_sender, **at_receiver})
         if colour >= n_colours:
-            # No colour is free at both ends: take the sender's, and free it at the receiver.
+            # No colour is free at both ends. Take one that is free at the sender. If the receiver
+            # has it, swap it with one that is free there, along all edges that this affects.
             colour = _first_free(at_sender)
             if colour in at_receiver:
                 other_colour = _first_free(at_receiver)
@@ -194,9 +210,18 @@ def _alternating_path(
     colour: int,
     next_colour: int,
 ) -> list[int]:
-    """Follow edges from a receiver whose colours alternate, beginning with `colour`.
+    """Return the edges on the path from a receiver whose colours are a, b, a, b, ...
 
-    The path cannot reach the sender of the edge that is being coloured, where `colour` is free.
+    Swapping the two colours on it frees `colour` at the receiver, and keeps all else valid.
+    The path cannot reach the sender of the edge that is being coloured: it would arrive there by
+    an edge of `colour`, which is free at that sender.
+
+    Args:
+        edges: The (sender, receiver) of each edge.
+        edge_at: The edge of each colour at each vertex: [side][vertex][colour]; side 0 is senders.
+        receiver: Where the path begins.
+        colour: The first colour, a.
+        next_colour: The other one, b.
     """
     path: list[int] = []
     side = 1
@@ -218,8 +243,12 @@ def _swap_colours(
     path: Sequence[int],
     pair: tuple[int, int],
 ) -> None:
-    """Exchange two colours along a path, in `colours` and in `edge_at`."""
-    # All old entries go first: a new entry may stand where the next edge of the path stood.
+    """Exchange the two colours of `pair` on the edges of a path, in `colours` and in `edge_at`.
+
+    Both are changed in place; they are as in `edge_colours`.
+    """
+    # All old entries are deleted first. Neighbours on the path take each other's colour, so that
+    # deleting as we go would delete new entries.
     for edge in path:
         for side, vertex in enumerate(edges[edge]):
             del edge_at[side][vertex][colours[edge]]
@@ -270,15 +299,27 @@ def _by_ppermute(
 def _by_ragged_all_to_all(
     boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh
 ) -> list[jax.Array]:
-    """Send all rounds by one `ragged_all_to_all`, or by as many as a pair has messages."""
+    """Send the boxes of all rounds by one `ragged_all_to_all`, in one flat buffer.
+
+    The collective takes one piece for each pair of devices. Rounds in which a pair of devices has
+    a second message go into another call.
+
+    Args:
+        boxes: This device's box in each round.
+        rounds: The messages of each round.
+        mesh: The devices.
+
+    Returns:
+        The box that arrives in each round.
+    """
     arrived = list(boxes)
     axes = long_axes(mesh)
-    # The collective takes one piece per pair of devices.
     for members in _once_per_pair(rounds):
         shapes = [boxes[i].shape for i in members]
         arguments = ragged_arguments([rounds[i] for i in members], shapes, mesh.n_devices)
         buffer = jnp.concatenate([boxes[i].reshape(-1) for i in members])
-        # The result has the type of the buffer that it is written to: zeros are declared varying.
+        # JAX gives the result the type of the output buffer: zeros are declared different on all
+        # devices (varying), as the data is.
         output = as_varying(jnp.zeros_like(buffer), varying_axes(buffer))
         buffer = lax.ragged_all_to_all(
             buffer,
@@ -297,7 +338,11 @@ def _by_ragged_all_to_all(
 
 
 def _once_per_pair(rounds: Sequence[Round]) -> list[list[int]]:
-    """Group the numbers of rounds so that no pair of devices has two messages in a group."""
+    """Group rounds so that no (sender, receiver) occurs twice in a group.
+
+    Each round joins the first group that it fits. Rounds (0->1), (0->1), (0->2) -> [[0, 2], [1]],
+    the numbers of the rounds.
+    """
     groups: list[list[int]] = []
     pairs_of_groups: list[set[tuple[int, int]]] = []
     for i, messages in enumerate(rounds):
@@ -325,7 +370,10 @@ class RaggedArguments(NamedTuple):
 def ragged_arguments(
     rounds: Sequence[Round], shapes: Sequence[tuple[int, ...]], n_devices: int
 ) -> RaggedArguments:
-    """Say where messages lie in a buffer with one box per round, and how much of each is sent.
+    """Compute offsets and sizes of the messages in a flat buffer with one box after the other.
+
+    Two rounds with boxes of 6 and 4 elements: the message of the second begins at offset 6.
+    Sizes say how many elements from there on are sent.
 
     Args:
         rounds: The rounds, with at most one message per pair of devices in all of them.
@@ -338,8 +386,10 @@ def ragged_arguments(
     for messages, shape in zip(rounds, shapes, strict=True):
         for message in messages:
             offsets[message.src, message.dst] = box_offset
-            size = 1  # of an array without dims
+            size = 1  # a box without dims is one number
             if shape:
+                # A message may be smaller than its padded box, which is flattened by rows: all up
+                # to its last element is sent.
                 last_element = [length - 1 for length in message.shape]
                 size = int(np.ravel_multi_index(last_element, shape)) + 1
             sizes[message.src, message.dst] = size

@@ -85,13 +85,17 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
 
 
 def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Declare that the blocks may differ along the axes."""
+    """Declare to JAX's type checker that blocks may differ along mesh axes (`lax.pcast`).
+
+    Values stay. Axes without types, as under check_vma=False, are left out.
+    """
     typed_axes = [axis for axis in axes if is_typed(axis)]
     block_type = manual_type(x)
     invariant = tuple(axis for axis in typed_axes if axis not in block_type.vur)
     if invariant:
-        # The cotangents of one value on many devices are addends: the transpose of pcast sums them.
+        # One value on many devices has as gradient the sum over devices: pcast's transpose is psum.
         x = lax.pcast(x, invariant, to="varying")
+    # Axes along which the value is unreduced (addends) or reduced (copies): only the type changes.
     tagged = block_type.unreduced | block_type.reduced
     return _retyped(x, "varying", (axis for axis in typed_axes if axis in tagged))
 
@@ -111,7 +115,14 @@ def as_tagged(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
-    """Give a value another type along axes: invariant, varying, unreduced or reduced."""
+    """Give a value another type along mesh axes, without any change of its elements.
+
+    Args:
+        x: The value.
+        kind: "invariant" (equal on all devices), "varying", "unreduced" (addends) or "reduced"
+            (copies).
+        axes: The axes.
+    """
     changed = frozenset(axes)
     if not changed:
         return x
@@ -155,10 +166,8 @@ def as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 def to_bits(x: jax.Array) -> jax.Array:
     """View floats of up to 16 bits as integers, and store 4-bit numbers as bytes.
 
-    Others stay as they are.
-
-    XLA:CPU would send, slice and concatenate short floats as wider floats; NCCL sends nothing
-    shorter than a byte.
+    bfloat16 -> uint16, float8 -> uint8, int4 -> uint8; float32 stays. XLA:CPU would send, slice and
+    concatenate short floats as wider floats; NCCL sends nothing shorter than a byte.
     """
     if _is_short_float(x.dtype):
         n_bits = jnp.finfo(x.dtype).bits
@@ -200,12 +209,17 @@ def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.
         x: This device's block.
         mesh: The mesh that numbers the devices in `pairs`.
         pairs: (sender, receiver) of each block. What other devices get means nothing.
+
+    Returns:
+        The block that arrives here.
     """
-    # JAX numbers devices in the order of its own mesh, whatever the order of the axes.
+    # `mesh` and JAX may have axes in another order, and so number devices differently: the pairs
+    # are converted to JAX's numbers.
     mesh_order = jax.sharding.get_abstract_mesh().axis_names
     mesh = unfactored(mesh, mesh.axes)[0]
     axes = list(long_axes(mesh))
-    if all(axis in mesh_order for axis in axes):  # an axis of vmap is none of the mesh, and alone
+    # An axis that is a batch of vmap is not in JAX's mesh. It is then the only one.
+    if all(axis in mesh_order for axis in axes):
         axes.sort(key=mesh_order.index)
     jax_pairs = []
     for sender, receiver in pairs:
@@ -216,9 +230,9 @@ def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.
 
 
 def _idle_pairs(pairs: Sequence[tuple[int, int]], n_devices: int) -> list[tuple[int, int]]:
-    """Pair the devices that do not send with others that do not receive.
+    """Complete a permutation: pair the devices that do not send with those that do not receive.
 
-    Under vmap every device has to take part in a permutation.
+    [(0, 1)] of 3 devices -> [(1, 0), (2, 2)]. Under vmap JAX wants every device to take part.
     """
     senders = {sender for sender, _ in pairs}
     receivers = {receiver for _, receiver in pairs}
@@ -250,7 +264,7 @@ def group_arguments(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:
         ((0, 1), (2, 3))
     """
     whole_mesh, names = unfactored(mesh, axes)
-    # Sub-axes that make up whole axes, and axes that are not split.
+    # Either the sub-axes make up whole axes, or no axis is split: JAX knows the names.
     if whole_mesh is not mesh or not isinstance(mesh, SubAxisMesh):
         return {"axis_name": names}
     return subgroup_arguments(mesh, axes, lambda device: mesh.group(device, axes))
@@ -261,14 +275,17 @@ def subgroup_arguments(
 ) -> dict[str, Any]:
     """Return the arguments that run a collective of `jax.lax` within groups of devices.
 
+    These are `axis_name`, and `axis_index_groups` unless one group has all devices. Within pairs of
+    4 devices along x: ("x",) and ((0, 1), (2, 3)).
+
     Args:
-        mesh: The plan's mesh.
+        mesh: The plan's mesh, which may split an axis of JAX's into sub-axes.
         axes: The axes along which the members of a group differ.
         members: Device -> the devices of its group, in their order.
     """
     span = whole_axes(mesh, [axis for axis in mesh.axes if axis in axes])
     # JAX names the devices of a group by their index along the whole axes.
-    groups: dict[tuple[int, ...], None] = {}
+    groups: dict[tuple[int, ...], None] = {}  # as a set that keeps its order
     for device in mesh.group(0, span.sub_axes):
         groups[tuple(mesh.index(member, span.sub_axes) for member in members(device))] = None
 
@@ -287,7 +304,10 @@ class AxisSpan(NamedTuple):
 
 
 def whole_axes(mesh: Mesh, axes: Sequence[str]) -> AxisSpan:
-    """Return the whole axes that contain these sub-axes: ("x_1",) -> ("x_0", "x_1"), ("x",)."""
+    """Return the axes of JAX's mesh that contain these sub-axes of a plan's, and all their parts.
+
+    ("x_1",) of x split into x_0, x_1 -> names ("x",), sub_axes ("x_0", "x_1")
+    """
     if not isinstance(mesh, SubAxisMesh):
         return AxisSpan(tuple(axes), tuple(axes))
     names = tuple(dict.fromkeys(map(mesh.origin, axes)))  # a dict keeps their order

@@ -68,7 +68,9 @@ def sharding_in_context(
 def block_sharding_in_context(
     x: jax.Array, layout: Layout, mesh: AnyMesh | None, shape: Sequence[int | None] | None
 ) -> Sharding:
-    """Infer the sharding of the global array that a block is a part of, on the context's mesh.
+    """Infer the global array's shape and sharding from one device's block, inside `shard_map`.
+
+    A block [2, 3] under "n/dp d" on 4 devices along dp belongs to an array [8, 3].
 
     Args:
         x: This device's block.
@@ -144,7 +146,7 @@ class MeshAndMachine(NamedTuple):
 def mesh_and_machine(
     mesh: AnyMesh | None, layouts: Sequence[Layout], text: str, profile: ProfileLike
 ) -> MeshAndMachine:
-    """Return the part of the mesh with the layouts' axes, and the machine that it is.
+    """Find the mesh around a call, reduced to the axes that layouts name, and its link speeds.
 
     Args:
         mesh: The mesh; None for the one of the context.
@@ -153,7 +155,7 @@ def mesh_and_machine(
         profile: The machine that the user asks for.
     """
     context = _mesh_in_context(mesh, layouts, text)
-    # On a part of the mesh devices are renumbered; the links between them stay the same.
+    # The part numbers its devices anew: `for_axes` keeps which of them are joined by fast links.
     profile_of_part = load_profile(machine_profile(profile, mesh)).for_axes(
         context.named.axes, context.whole
     )
@@ -163,9 +165,13 @@ def mesh_and_machine(
 def planned_mesh_in_context(
     mesh: AnyMesh | None, planned: Mesh, axes: Sequence[str], text: str
 ) -> Mesh:
-    """Return the part of a plan's mesh with the axes that it uses.
+    """Return the part of a given plan's mesh on which it runs here.
 
-    They must be manual here, and in `mesh` if the user passed one.
+    Args:
+        mesh: The mesh that the user passed; it must have the plan's axes. None: no such check.
+        planned: The plan's mesh.
+        axes: The axes that the plan uses; they must be manual here.
+        text: The expression, for errors.
     """
     if mesh is not None:
         _part_of_mesh(xshard_mesh(mesh), axes, text)  # raises if it has other axes or sizes
@@ -180,14 +186,26 @@ class _ContextMesh(NamedTuple):
 
 
 def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str) -> _ContextMesh:
-    """Return the given mesh or the one of the context. Raises as `check_axes` does."""
+    """Return the mesh that the user passed, or the one of the context, and the part that is named.
+
+    On a mesh (dp=2, tp=4) the layout "n/tp" names the part (tp=4).
+
+    Args:
+        mesh: The mesh; None for the one of the context, with the axes that vmap has bound.
+        layouts: The layouts.
+        text: The expression, for errors.
+
+    Raises:
+        MeshError: An axis is not manual here, or has another size.
+        NotationError: The mesh lacks an axis.
+    """
     named_axes: list[str] = []  # in the order of the text: errors name the first
     for layout in layouts:
         named_axes += layout.axes
 
     if mesh is None:
         manual_sizes = bound_sizes(named_axes)
-        # The sizes of manual axes last: they include the axes that vmap has bound.
+        # Manual axes may also be those that vmap has bound, which the mesh of the context lacks.
         whole = Mesh({**jax.sharding.get_abstract_mesh().shape, **manual_sizes})
         if named_axes and not whole.axes:
             raise _not_manual(named_axes[0], manual_sizes, text)
@@ -200,9 +218,11 @@ def _mesh_in_context(mesh: AnyMesh | None, layouts: Sequence[Layout], text: str)
 
 
 def _part_of_mesh(mesh: Mesh, named_axes: Sequence[str], text: str) -> Mesh:
-    """Return the part of a mesh with the named axes.
+    """Return the part of a mesh with the named axes, in the order of the mesh.
 
-    They must be manual here unless they have one device.
+    Raises:
+        MeshError: The mesh lacks an axis, or an axis of several devices is not manual here (no
+            `shard_map` over it is around the call) or has another size here.
     """
     manual_sizes = bound_sizes(named_axes)
     for axis in named_axes:
@@ -262,9 +282,11 @@ def axis_span(axis: str, text: str, layout: Span | None = None) -> Span | None:
 
 
 def machine_profile(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
-    """Return the profile.
+    """Return the profile to plan for: as given, or for "auto" that of the devices in use.
 
-    For "auto" the profile of the mesh's devices, or of JAX's own if it lacks devices.
+    Args:
+        profile: A profile, its name, or "auto".
+        mesh: The mesh whose devices count; one without devices, or None: JAX's default ones.
     """
     asked = resolve_profile(profile)
     if asked != AUTO:
@@ -277,9 +299,10 @@ def machine_profile(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
 # Cached, since each call with profile="auto" asks: all devices of JAX are looked at.
 @functools.lru_cache(maxsize=64)
 def _machine_of_device(device: jax.Device) -> Profile:
-    """Return the machine of a device.
+    """Return the profile of a device's kind, with the number of devices that fast links join.
 
-    A node is a process, the processes of a host, or what NVLink joins.
+    Such a node is the devices of one process, of the processes of one host, or of a rack with
+    NVLink. With None as the number all devices are one node.
     """
     devices = jax.devices(device.platform)
     n_in_process = sum(other.process_index == device.process_index for other in devices)

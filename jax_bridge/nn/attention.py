@@ -92,12 +92,15 @@ class DeviceAttention(AttentionCall):
         return fastest_attention(attn, self.dtype.name, self.machine)
 
     def compute(self, q: Array, kv: Array, is_plain: bool) -> tuple[Array, Array]:
-        """Compute the result of this device's queries, and their log-sum-exps.
+        """Attend from this device's queries to all keys, by a ring, JAX's kernel, or in one piece.
 
         Args:
             q: Queries: [batch, heads, rows, width].
             kv: Keys with the values beside them: [batch, heads, rows, width + value width].
             is_plain: Whether JAX's own attention can do all that the call asks for.
+
+        Returns:
+            The result, [batch, heads, rows, value width], and log-sum-exps, [batch, heads, rows].
         """
         if self.attn.method == RING:
             return ring(self, q, kv)
@@ -114,7 +117,13 @@ class DeviceAttention(AttentionCall):
     def _by_kernel(
         self, q: Array, kv: Array, query_rows: Array, key_rows: Array
     ) -> tuple[Array, Array]:
-        """Compute the result by JAX's own attention, which returns no log-sum-exps."""
+        """Compute attention by `jax.nn.dot_product_attention`, which returns no log-sum-exps.
+
+        Arguments are as of `compute`, with the global positions of queries and keys for masks.
+
+        Returns:
+            The result, and a placeholder of the shape of log-sum-exps, which nobody reads.
+        """
         k, v = self.read(kv)
         bias = None
         if self.alibi is not None:
@@ -128,7 +137,7 @@ class DeviceAttention(AttentionCall):
             bias=bias,
             implementation=self.implementation,
         ).swapaxes(1, 2)
-        placeholder = y[..., 0]  # for log-sum-exps, which a plain call never reads
+        placeholder = y[..., 0]  # of the right shape and type; its numbers mean nothing
         return y, placeholder
 
     # What `AttentionCall` asks of a framework.
@@ -208,16 +217,26 @@ class DeviceAttention(AttentionCall):
     def attend(
         self, q: Array, kv: Array, query_rows: Array, key_rows: Array
     ) -> tuple[Array, Array]:
-        """Compute the result of a block, and its log-sum-exps.
+        """Attend to one block of keys: softmax(q . k) v, and the log-sum-exp of each row's scores.
 
-        A row that sees no key has 0 and -inf.
+        With log-sum-exps the results of several blocks of keys can be merged. A row that sees no
+        key has the result 0 and the log-sum-exp -inf.
+
+        Args:
+            q: Queries: [batch, heads, rows, width].
+            kv: Keys with the values beside them: [batch, heads, keys, width + value width].
+            query_rows: The queries' global positions, for masks: [rows].
+            key_rows: The keys' global positions: [keys].
+
+        Returns:
+            [batch, heads, rows, value width] and [batch, heads, rows].
         """
         k, v = self.read(kv)  # [batch, heads of queries, keys, width]
         has_key = self.visible(query_rows, key_rows).any(-1)
         scores, _ = self.scores(q, k, query_rows, key_rows)
         log_sum = jax.nn.logsumexp(scores, -1)  # [batch, heads, queries]
         weights = jnp.exp(scores - log_sum[..., None])  # [batch, heads, queries, keys]
-        weights = weights * self.dropout_factors(query_rows, key_rows)  # dropout
+        weights = weights * self.dropout_factors(query_rows, key_rows)
         # Products in the arrays' short dtype are fast; they are added up in the dtype of scores.
         y = jnp.einsum(
             "bhqs,bhsk->bhqk", weights.astype(v.dtype), v, preferred_element_type=scores.dtype
@@ -226,7 +245,10 @@ class DeviceAttention(AttentionCall):
         return y, jnp.where(has_key, log_sum, -jnp.inf)
 
     def tiles(self, query_rows: Array, key_rows: Array) -> list[Tile]:
-        """Cut a device's scores into runs of queries by runs of keys, to skip the hidden ones."""
+        """Cut a device's scores into tiles, runs of queries by runs of keys.
+
+        In zigzag order with a causal mask, half of the four tiles see nothing and can be skipped.
+        """
         tiles = []
         for queries in self._runs(self.attn.queries):
             for keys in self._runs(self.attn.keys):
@@ -246,7 +268,10 @@ class DeviceAttention(AttentionCall):
 
 
 def ring(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
-    """Attend to all keys while blocks of keys and values pass from device to device.
+    """Compute ring attention: keys and values pass from device to device, queries stay.
+
+    In each round a device attends to the block that is there and merges the result. The gradient is
+    another ring, which computes scores again instead of saving them.
 
     Args:
         call: The attention.
@@ -257,7 +282,7 @@ def ring(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
     Returns:
         The result for this device's queries, and their log-sum-exps.
     """
-    # Arguments of the custom rule: JAX forbids it to close over tracers.
+    # `custom_vjp` must not close over tracers, so that these are passed as arguments.
     constants = {"documents": call.documents, "alibi": call.alibi, "seed": call.seed}
     axes = {*call.attn.q.layout.axes, *call.attn.axes}
     for array in jax.tree.leaves((constants, q, kv)):
@@ -279,19 +304,25 @@ def ring(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
         return None, q_gradient, kv_gradient
 
     run.defvjp(forward, backward)
-    # Sorted: the order of a set of names differs between processes.
+    # All values get one type, varying along all these axes. Sorted, because the order of a set of
+    # strings differs between processes, which have to compile the same program.
     return run(constants, as_varying(q, sorted(axes)), as_varying(kv, sorted(axes)))
 
 
 def _ring_forward(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
-    """Merge the results of one block of keys per round into the result of all keys."""
+    """Attend to one block of keys per round, and merge the results into that of all keys.
+
+    Returns:
+        The result [batch, heads, rows, value width] and its log-sum-exps [batch, heads, rows].
+    """
     dtype = call.score_dtype
     query_rows = call.global_positions(SEQUENCE)
     varying = varying_axes(q)
     rows_shape = q.shape[:3]  # [batch, heads, rows]
     y = jnp.zeros((*rows_shape, call.attn.value_width), dtype)
     log_sum = jnp.full(rows_shape, -jnp.inf, dtype)
-    # Both branches of a condition need one type: what is computed from q varies as q does.
+    # `lax.cond` wants one type of both branches: what is computed from q differs between devices,
+    # and so these zeros are declared to.
     y = as_varying(y, varying)
     log_sum = as_varying(log_sum, varying)
     for round_number, block in call.attn.blocks_by_round(kv, call.send):
@@ -304,13 +335,26 @@ def _ring_forward(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Ar
 def _merge_tile(
     call: DeviceAttention, q: Array, block: Array, tile: Tile, y: Array, log_sum: Array
 ) -> tuple[Array, Array]:
-    """Merge the result of a tile into the result so far, weighted by their sums of exponentials."""
+    """Merge the attention to one run of keys into the result of the keys so far.
+
+    Each result is a softmax over its own keys. With the sums of exponentials s1 and s2 (here as
+    logarithms) the joint one is (y1 s1 + y2 s2) / (s1 + s2).
+
+    Args:
+        call: The attention.
+        q: All queries of this device: [batch, heads, rows, width].
+        block: The keys and values that are here in this round.
+        tile: The runs of queries and keys.
+        y: The result so far: [batch, heads, rows, value width].
+        log_sum: Its log-sum-exps: [batch, heads, rows].
+    """
     tile_q = q[:, :, tile.queries]
     tile_kv = block[:, :, tile.keys]
     tile_y, tile_log_sum = call.attend(tile_q, tile_kv, tile.query_rows, tile.key_rows)
     old_log_sum = log_sum[:, :, tile.queries]
     new_log_sum = jnp.logaddexp(old_log_sum, tile_log_sum)
-    # -inf for rows that have seen no key so far: -inf - -inf would be NaN.
+    # A row that has seen no key yet has -inf in all three, and -inf - -inf would be NaN: subtract a
+    # finite number instead.
     finite = jnp.maximum(new_log_sum, call.masked_score)
     old_share = jnp.exp(old_log_sum - finite)[..., None]
     tile_share = jnp.exp(tile_log_sum - finite)[..., None]
@@ -338,17 +382,23 @@ def _rows_for_backward(
 
 
 def _ring_backward(call: DeviceAttention, rows: BackwardRows, kv: Array) -> tuple[Array, Array]:
-    """Return the gradients of queries, and of keys with values.
+    """Compute the gradients of ring attention, of queries and of keys with values.
 
-    Blocks of keys pass around once more. The gradient of each block follows one round behind it,
-    gathers an addend on every device, and the last message takes it home.
+    Blocks of keys pass around the ring once more. The gradient of each block travels one round
+    behind it: every device adds its part and sends it on, and the last message takes it home.
+
+    Args:
+        call: The attention.
+        rows: What each query needs: see `BackwardRows`.
+        kv: This device's keys with the values beside them.
     """
     dtype = rows.log_sum.dtype
     query_rows = call.global_positions(SEQUENCE)
     varying = varying_axes(rows.q)
     q_gradient = as_varying(jnp.zeros_like(rows.q, dtype), varying)
     zeros = as_varying(jnp.zeros_like(kv, dtype), varying_axes(kv))
-    # The gradient of the block that is here, by the devices that it has visited.
+    # The sum that arrived from the previous device: the gradient of the block that is now here,
+    # from the devices that it has visited so far. None before the first round.
     travelling: Any = None
     for round_number, block in call.attn.blocks_by_round(kv, call.send):
         kv_gradient = zeros
@@ -357,7 +407,7 @@ def _ring_backward(call: DeviceAttention, rows: BackwardRows, kv: Array) -> tupl
             q_gradient, kv_gradient = call.if_visible(tile, accumulate, q_gradient, kv_gradient)
         if travelling is not None:
             kv_gradient = travelling + kv_gradient
-        # In the last round straight home: by now the block is `round_number` devices away.
+        # After the last round the sum goes straight home, `round_number` devices back.
         is_last = round_number + 1 == call.attn.rounds
         steps = -round_number if is_last else 1
         travelling = call.send(kv_gradient, steps)()
@@ -382,7 +432,14 @@ def _add_tile_gradients(
 def _tile_gradients(
     call: DeviceAttention, rows: BackwardRows, block: Array, tile: Tile
 ) -> tuple[Array, Array]:
-    """Compute the gradients of a tile's queries and keys with values. Scores are recomputed."""
+    """Compute the gradients of a run of queries and of a run of keys with values.
+
+    Scores are computed again. The softmax's gradient of score s is weight_s * (dy . v_s - shared),
+    where `shared` is one number per query.
+
+    Returns:
+        The gradients of the queries, and of the keys with the values beside them.
+    """
     product = partial(jnp.einsum, preferred_element_type=rows.log_sum.dtype)
     k, v = call.read(block)
     scores, slope = call.scores(rows.q, k, tile.query_rows, tile.key_rows)
@@ -406,7 +463,16 @@ def _tile_gradients(
 def _attention(
     qkv: Sequence[Array], layout: Layout | str, mesh: Any, profile: Any, kernel: Any, *options: Any
 ) -> Any:
-    """Compute `nn.attention`, whose docstring has the arguments."""
+    """Check the arguments of `nn.attention`, compute it on this device's blocks, and zero padding.
+
+    Args:
+        qkv: The blocks of queries, keys and values.
+        layout: The layout of all three.
+        mesh: The mesh; None for the one of the context.
+        profile: The machine to plan for.
+        kernel: As `implementation` of `jax.nn.dot_product_attention`.
+        options: The other arguments of `nn.attention`, in the order of `AttentionCall`'s fields.
+    """
     layout = Layout.parse(layout)
     text = str(layout)
     q, k, v = (as_array(x, text) for x in qkv)
@@ -414,7 +480,6 @@ def _attention(
         raise DtypeError(
             f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}", hint="one floating dtype"
         )
-    # The options come in the order of the fields of `AttentionCall`.
     call = DeviceAttention(*options, dtype=q.dtype, implementation=kernel)
     dim_order(layout, call.sequence, call.heads)  # raises if the layout lacks them
     kv_layout = Layout.parse(call.kv_layout) if call.kv_layout else layout
@@ -426,7 +491,7 @@ def _attention(
         call = replace(call, seed=jnp.asarray(call.seed & BITS, jnp.uint32))
 
     results = call.run(q, k, v, layout)  # the result, and log-sum-exps if they are asked for
-    # What a row of padding computes is no result: results are padded with zeros.
+    # Rows of padding have computed something, too: set it to zero.
     _, q_sharding = call.enter(q, layout, call.shape)
     cleaned = []
     for x in results:

@@ -42,7 +42,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
 ) -> Sharded:
-    """Convolve a sharded array: `lax.conv_general_dilated` of the global array.
+    """Convolve a sharded array, with the result of `lax.conv_general_dilated` on the global array.
 
         y = conv_general_dilated(Sharded(x, "n c h/sp w"), kernel, (1, 1), "SAME")
         # x: [n, c, h/4, w], kernel: [features, c, 3, 3] -> y.block: [n, features, h/4, w] on 4
@@ -171,7 +171,7 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     boundary: Boundaries = None,
     outputs: str = "",
 ) -> Sharded:
-    """Reduce a window of inputs to each output: `lax.reduce_window` of the global array.
+    """Reduce windows of a sharded array, as `lax.reduce_window` of the global array.
 
         y = reduce_window(Sharded(x, "h/sp"), 0.0, lax.add, (2,), (2,))     # [8] -> [4]
 
@@ -210,7 +210,7 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     )
     windows: dict[int, Window] = {}
     for dim, window in enumerate(windows_of(shape, window_dimensions, strides, dilation, padding)):
-        # Dims that windows only pass over, as the batch, may be sharded in any order.
+        # A window of 1 without padding, as over the batch, needs no rows of other devices.
         if window != Window(1, p=(0, 0)) or base[dim] > 1:
             windows[dim] = window
 
@@ -247,7 +247,7 @@ def max_pool(
     ceil_mode: bool = False,
     outputs: str = "",
 ) -> Sharded:
-    """Take the largest value of every window; rows beyond the array do not count.
+    """Pool a sharded array by maximum; rows beyond the ends of the array do not count.
 
         y = max_pool(Sharded(x, "n c h/sp w"), (1, 1, 2, 2), (1, 1, 2, 2))
         # [n, c, 8, 8] -> [n, c, 4, 4]
@@ -298,7 +298,7 @@ def avg_pool(
     ceil_mode: bool = False,
     outputs: str = "",
 ) -> Sharded:
-    """Take the mean of every window.
+    """Pool a sharded array by the mean of every window.
 
         y = avg_pool(Sharded(x, "n c h/sp w"), (1, 1, 2, 2), (1, 1, 2, 2))
         # [n, c, 8, 8] -> [n, c, 4, 4]
@@ -324,7 +324,8 @@ def avg_pool(
     pads = [window.padding for window in pool_windows]
     total = reduce_window(x, 0.0, lax.add, window_dimensions, window_strides, pads, outputs=outputs)
 
-    # A window has the product of its rows along each dim: divide by one after the other.
+    # The number of elements of a window is the product of its rows along each dim: the sum is
+    # divided by one dim's count after the other.
     mean = total.block
     for dim, window in enumerate(pool_windows):
         counts = pool_counts(
@@ -339,13 +340,20 @@ def avg_pool(
 
 
 def _pool_windows(lengths: Ints, windows: Sequence[Window], ceil_mode: bool) -> list[Window]:
-    """Pad the windows at their ends by what torch's `ceil_mode` reads there."""
+    """Widen the padding at the end so that `ceil_mode` keeps a last, incomplete window.
+
+    As in torch. Without `ceil_mode` the windows stay as they are.
+    """
     pairs = zip(lengths, windows, strict=False)
     return [pool_window(length, window, ceil=ceil_mode) for length, window in pairs]
 
 
 def _local_divisors(y: Sharded, dim: int, counts: NDArray[np.int64]) -> jax.Array:
-    """Pick the counts of this device's rows along one dim, to be broadcast; 1 in the padding."""
+    """Return the counts of this device's rows along one dim, shaped to divide its block.
+
+    Counts [2, 3, 3, 2] of 4 rows on 2 devices, dim 1 of a block [n, 2]: [[2, 3]] on device 0.
+    Padding is divided by 1.
+    """
     axes = y.layout.dims[dim].axes
     n_parts = y.sharding.mesh.size(*axes)
     table = np.ones((n_parts, y.block.shape[dim]), np.float32)
@@ -370,8 +378,18 @@ def _reduce_dilated_window(
 ) -> jax.Array:
     """Compute `lax.reduce_window` with dilated windows by dense ones, which JAX can differentiate.
 
-    JAX lacks the gradient of a dilated maximum. A dim [n] is split into [n / d, d] phases: the rows
-    that one dilated window reads lie side by side in one phase.
+    JAX lacks the gradient of a dilated maximum. A dim [n] is reshaped to [n / d, d], for a dilation
+    d: rows 0, d, 2d, which one dilated window reads, are then neighbours in one column.
+
+    Args:
+        x: The array.
+        init: The value in the padding.
+        op: Reduces two arrays elementwise.
+        window: The rows of a window along each dim.
+        strides: The stride along each dim.
+        pads: The padding (before, after) of each dim.
+        base: The dilation of the array's rows.
+        dilation: The dilation of the windows.
     """
     interior = [b - 1 for b in base]
     padding = [(*pair, gap) for pair, gap in zip(pads, interior, strict=True)]

@@ -42,7 +42,15 @@ class Options(NamedTuple):
 def _cross_entropy(
     logits: Any, labels: Any, layout: Layout | str, mesh: AnyMesh | None, *options: Any
 ) -> jax.Array:
-    """Compute `nn.cross_entropy`, whose docstring has the arguments."""
+    """Compute `nn.cross_entropy` of this device's logits and labels, and reduce it over tokens.
+
+    Args:
+        logits: This device's block of logits, [*tokens, classes] in the order of the layout.
+        labels: The numbers of classes, [*tokens].
+        layout: The layout of the logits.
+        mesh: The mesh; None for the one of the context.
+        options: The other arguments, in the order of `Options`.
+    """
     given = Options._make(options)
     layout = Layout.parse(layout)
     text = str(layout)
@@ -61,7 +69,8 @@ def _cross_entropy(
     )
     is_no_class = (labels < 0) | (labels >= sharding.shape[dim])
     is_ignored = (labels == given.ignore_index) | ~valid_elements(_without_dim(sharding, dim))
-    losses = jnp.where(is_no_class, jnp.nan, losses)  # a program of JAX cannot raise
+    # A label that is no class gives NaN, since a compiled program cannot raise.
+    losses = jnp.where(is_no_class, jnp.nan, losses)
     losses = jnp.where(is_ignored, 0, losses)
     if given.reduction == "none":
         return losses
@@ -114,17 +123,30 @@ def _token_losses(
     label_smoothing: float,
     context: MeshAndMachine,
 ) -> jax.Array:
-    """Compute the loss of each token, by two reductions over the axes that shard classes.
+    """Compute the loss of each token, while each device has the logits of some classes only.
 
-    The loss is log(sum over classes of exp(logit)) - logit of the label; smoothing mixes in the
-    mean logit.
+    The loss is log(sum over classes of exp(logit)) - logit of the label; smoothing replaces a part
+    of the label's logit by the mean logit. Two reductions over devices: the largest logit, and the
+    sums.
+
+    Args:
+        logits: This device's block.
+        labels: The class of each of its tokens: [*tokens].
+        sharding: The sharding of the logits.
+        dim: The dim of classes.
+        class_axes: The mesh axes that shard it.
+        label_smoothing: The weight of the mean logit, 0 to 1.
+        context: The mesh and its machine.
+
+    Returns:
+        [*tokens], equal on all devices along `class_axes`.
     """
     class_numbers = positions(sharding.layout, context.mesh, shape=sharding.shape, dim=dim)
     x = jnp.moveaxis(with_zero_padding(logits, sharding), dim, -1)  # [*tokens, classes]
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
-    # Without the largest logit exponentials would overflow. The loss does not depend on it, so it
-    # needs no gradient.
+    # The largest logit is subtracted, so that exponentials do not overflow. It cancels out of the
+    # loss, so it needs no gradient. Classes with a negative number are padding.
     known = jnp.where(class_numbers < 0, -jnp.inf, x)
     largest = _all_reduced(lax.stop_gradient(known).max(-1), "max", class_axes, context)
     exponentials = jnp.exp(known - largest[..., None])  # 0 in the padding

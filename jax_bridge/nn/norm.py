@@ -36,7 +36,7 @@ def layer_norm(
     *,
     epsilon: float = 1e-5,
 ) -> Sharded:
-    """Normalise to mean 0 and variance 1 over some dims; then scale and shift.
+    """Normalise a sharded array to mean 0 and variance 1 over some dims; then scale and shift.
 
         y = layer_norm(Sharded(x, "b s c/tp"), [-1], scale, bias)     # scale, bias: [c]
 
@@ -163,9 +163,17 @@ def moments(x: Sharded, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
 def _normalised(
     x: Sharded, dims: Sequence[int], epsilon: float, groups: FeatureGroups | None = None
 ) -> jax.Array:
-    """Shift and scale the block to mean 0 and variance 1 over `dims` and groups of features."""
-    # The variance as E[x^2] - E[x]^2 would lose its digits where the mean is large.
-    centred = _minus(x, _mean(x, x.block, dims, groups))  # a second pass, over small numbers
+    """Shift and scale the block to mean 0 and variance 1 of the global array.
+
+    Args:
+        x: The array.
+        dims: The dims to average over.
+        epsilon: Added to the variance.
+        groups: Groups of features to average over, too; None: each feature by itself.
+    """
+    # The mean is subtracted first, and the variance taken of the differences: E[x^2] - E[x]^2, in
+    # one pass, would lose its digits where the mean is large.
+    centred = _minus(x, _mean(x, x.block, dims, groups))
     variance = _mean(x, centred * centred, dims, groups)
     return centred * lax.rsqrt(variance + epsilon)
 
@@ -178,7 +186,10 @@ def _minus(x: Sharded, mean: jax.Array) -> jax.Array:
 def _mean(
     x: Sharded, block: jax.Array, dims: Sequence[int], groups: FeatureGroups | None = None
 ) -> jax.Array:
-    """Average a block over dims of the global array, and over each group of features.
+    """Average over dims of the global array, of which this device has a block.
+
+    The block's rows are summed, the sums are summed over devices, and divided by the number of rows
+    of the global array. With groups the mean is over each group of features as well.
 
     Args:
         x: The array that has the block's sharding.
@@ -198,7 +209,8 @@ def _mean(
     for dim in dims:
         axes += x.layout.dims[dim].axes
     if axes:
-        # Each device uses the total for its own block: gradients of the total are addends.
+        # grad="sum": each device uses the total for its own block, so that the total's gradient is
+        # the sum over devices.
         total = all_reduce(total, tuple(axes), x.sharding.mesh, grad="sum")
     # Lengths of the global array: a block's own would count its padding.
     mean = total / (count * group_size)
@@ -219,9 +231,17 @@ def _scaled_and_shifted(
 
 
 def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.Array:
-    """Take this device's part of a parameter, and broadcast it over the block.
+    """Take this device's part of a parameter, and shape it to broadcast over the block.
 
-    Features sharded in two, dims=[1] of a block [n, 2, s]: [4] -> [1, 2, 1]
+    4 features on 2 devices: a parameter [4] for dims=[1] of a block [n, 2, s] -> [1, 2, 1].
+
+    Args:
+        x: The sharded array.
+        value: The whole parameter, with the global lengths of `dims`; each device has a copy.
+        dims: The dims of `x` that the parameter has, in the parameter's order.
+
+    Raises:
+        ShapeError: The parameter has other lengths.
     """
     lengths = tuple(x.sharding.shape[dim] for dim in dims)
     if value.shape != lengths:
@@ -233,7 +253,7 @@ def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.A
     for sharded_dim in sharded_dims:
         axes += sharded_dim.axes
     if axes:
-        # A copy on each device: the gradients of the parts add up over the axes.
+        # `copy` says that each device has a copy of the parameter; the gradient is then their sum.
         whole_dims = tuple(Dim(dim.name) for dim in sharded_dims)
         copied = Layout(whole_dims, (("copy", tuple(axes)),))
         value = redistribute(value, (copied, Layout(sharded_dims)), x.sharding.mesh, shape=lengths)

@@ -60,7 +60,7 @@ class Sharded:
         if not isinstance(sharding, Sharding):
             block = jnp.asarray(block)
             sharding = block_sharding_in_context(block, Layout.parse(sharding), mesh, shape)
-        # The dataclass is frozen: only this way may its own __init__ set fields.
+        # The dataclass is frozen, so that even its __init__ cannot write `self.block = block`.
         object.__setattr__(self, "block", block)
         object.__setattr__(self, "sharding", sharding)
         for kind, _ in self.layout.tags:
@@ -94,9 +94,9 @@ class Sharded:
 
     @api_boundary
     def owned(self) -> Sharded:
-        """Drop overlaps and set the padding to zero: every row is counted once, ready for sums.
+        """Drop rows that are copies of the neighbours' (halos), and set padding to zero.
 
-        "h/sp:halo(1,1,zero)" -> "h/sp"
+        Then a sum over blocks counts every row once. "h/sp:halo(1,1,zero)" -> "h/sp"
 
         Returns:
             The same array, without overlaps.

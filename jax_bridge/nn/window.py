@@ -103,8 +103,8 @@ def apply_windows(
         windows: The window over each dim, by dim of `x`; without boundary and output rule.
         op: The local operation: a block and how it runs along each dim -> the block of results.
         rules: What lies beyond the ends of the array, and how outputs are sharded.
-        base: The dilation of rows, by dim; 1 if left out.
-        order: For every dim of the output its dim in the input; the same if left out.
+        base: The dilation of the input's rows, by dim; 1 if left out.
+        order: For every dim of the output its dim in the input; None if they are the same.
         features: The new lengths of other dims, by dim of `x`.
 
     Returns:
@@ -138,7 +138,14 @@ def apply_windows(
 def _plan_windows(
     x: Sharded, windows: Mapping[int, Window], rules: WindowRules, base: Mapping[int, int]
 ) -> WindowPlan:
-    """Decide which rows of each dim every device needs, and how the windows run over them."""
+    """Decide for each dim which rows every device fetches, and how the windows run over them.
+
+    Args:
+        x: The sharded array.
+        windows: The window over each dim, by dim.
+        rules: What lies beyond the ends of the array, and how outputs are sharded.
+        base: The dilation of rows, by dim; 1 if left out.
+    """
     if rules.outputs not in ("", *OUTPUT_RULES):
         hint = f"rules are: {', '.join(OUTPUT_RULES)}, or empty"
         raise PlanError(f"no output rule {rules.outputs!r}", hint=hint)
@@ -174,7 +181,15 @@ def _filled(fill: float) -> BoundaryPair:
 
 
 def _boundaries_of_dims(rules: WindowRules, names: Sequence[str]) -> dict[str, BoundaryPair]:
-    """Parse the user's boundary rule for every dim that has a window; by default rows of `fill`."""
+    """Parse what windows read before the first and after the last row of the array, by dim.
+
+    "periodic" for the dims h, w -> {"h": (periodic, periodic), "w": (periodic, periodic)}; a dim
+    that the user gives no rule for reads rows of the constant `fill`.
+
+    Args:
+        rules: The user's boundary: one text, texts by dim, or None; and `fill`.
+        names: The dims that have a window.
+    """
     texts: Mapping[str, str] = {}
     if isinstance(rules.boundary, str):
         texts = dict.fromkeys(names, rules.boundary)
@@ -200,7 +215,10 @@ def _boundaries_of_dims(rules: WindowRules, names: Sequence[str]) -> dict[str, B
 def _windowed_dim(
     x: Sharded, d: int, window: Window, ends: BoundaryPair, fill: float, dilation: int
 ) -> WindowedDim:
-    """Decide which rows of dim `d` every device needs, and how the window runs over them.
+    """Decide which rows of dim `d` every device fetches, and how the window runs over its block.
+
+    8 rows on 2 devices under a window of 3 with padding 1: device 0 fetches rows -1 to 4, device 1
+    rows 3 to 8; rows -1 and 8 are made by the boundary rule.
 
     Args:
         x: The sharded array.
@@ -219,13 +237,14 @@ def _windowed_dim(
         what = f"boundary {ends.before} of {dim.name!r} with dilated inputs or negative padding"
         raise PlanError(what, hint="only the fill is possible there: halo_exchange first")
     if not is_padded:
-        # Nothing beyond the ends is read: the cheapest boundary is as good as the user's.
+        # Without padding nothing beyond the ends is read, so that any rule will do: constants
+        # need no communication.
         ends = _filled(fill)
 
     window = replace(window, before=ends.before, after=ends.after)
     frame = window_frame(dim, length, sizes, window, dilation)
     if not dim.axes and is_filled:
-        # The whole dim is here, and the operation itself fills in what lies beyond the ends.
+        # The dim is not sharded: the operation pads it itself, as it would without devices.
         local = LocalWindow(None, window.s, window.padding, None)
         return WindowedDim(replace(frame, source=dim), local)
     return WindowedDim(frame, _local_window(frame, window, dilation))
@@ -239,10 +258,12 @@ def _local_window(frame: Frame, window: Window, dilation: int) -> LocalWindow:
 
 
 def _over_several_runs(frame: Frame, stride: int) -> LocalWindow:
-    """Lay out the runs of rows in each block so that one strided operation serves them all.
+    """Arrange a block of several runs of rows so that one strided operation computes all outputs.
 
-    Each run begins at a multiple of the stride, where an output begins. Outputs that read rows of
-    two runs, or the zeros between them, are dropped.
+    In zigzag order a block has two runs of consecutive rows. They are laid one after the other,
+    with zeros between them so that each begins at a multiple of the stride, where an output begins.
+    Runs of 3 and 3 rows with stride 2: rows 0 1 2 . 3 4 5. Outputs that read rows of two runs, or
+    the zeros between them, are dropped.
     """
     rows_by_part: list[list[int]] = []
     outputs_by_part: list[list[int]] = []
@@ -262,7 +283,10 @@ def _over_several_runs(frame: Frame, stride: int) -> LocalWindow:
 
 
 def _over_one_run(frame: Frame, window: Window, dilation: int) -> LocalWindow:
-    """Pad each block so that a window over it yields the outputs of its one run.
+    """Choose stride and padding so that a window over each block yields this device's outputs.
+
+    All devices run one program, so that they have one padding. If blocks begin at different places
+    of the stride, every device computes the outputs at stride 1 and picks its own.
 
     Positions count dilated rows: row i of a run stands at position `i * dilation`.
 
@@ -373,7 +397,14 @@ def interpolate(
 
 @lru_cache(maxsize=256)
 def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np.dtype) -> Taps:
-    """Read the inputs and weights of `jax.image.resize` off its response to the identity matrix."""
+    """Find which inputs each output of `jax.image.resize` reads, and with which weights.
+
+    Resizing the identity matrix gives the matrix [outputs, inputs] of all weights; kept are the
+    columns from the first weight to the last of each output.
+
+    Returns:
+        Inputs and weights, [outputs, taps] each.
+    """
     with jax.ensure_compile_time_eval():
         identity = jnp.eye(length, dtype=dtype)
         response = jax.image.resize(identity, (outputs, length), method, antialias=antialias)
@@ -389,11 +420,17 @@ def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np
 
 
 def _resampled(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
-    """Interpolate along the dims that have taps, one dim after the other."""
+    """Interpolate a sharded array along several dims.
+
+    Args:
+        x: The array.
+        taps_by_dim: For each dim that changes, the inputs of every output and their weights.
+    """
     dims = _without_overlaps(x)
     shape = list(x.sharding.shape)
     frames: dict[int, Frame] = {}
-    # Interpolation is separable: the dims can be fetched together, and summed one by one.
+    # Interpolation along one dim does not depend on the others: the rows of all dims are fetched
+    # at once, and then each dim is interpolated in turn.
     for d, dim_taps in taps_by_dim.items():
         sizes = x.sharding.mesh.sizes_of(dims[d].axes)
         frames[d] = resampled_frame(dims[d], shape[d], sizes, dim_taps)
@@ -409,7 +446,15 @@ def _resampled(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
 def _interpolate_dim(
     block: jax.Array, d: int, frame: Frame, dim_taps: Taps, axes: Sequence[str]
 ) -> jax.Array:
-    """Add up the weighted inputs of every output along dim `d` of this device's block."""
+    """Interpolate along dim `d` of this device's block: output i = sum of weight * input.
+
+    Args:
+        block: The block, with all rows that its outputs read.
+        d: The dim.
+        frame: The rows that each device has fetched, and the outputs that it computes.
+        dim_taps: The inputs of every output of the global array, and their weights.
+        axes: The mesh axes that shard the dim.
+    """
     local = _local_taps(frame, dim_taps)
     is_weighted = (dim_taps.weights != 1).any()  # nearest only copies, also whole numbers
     addends = []
@@ -433,7 +478,11 @@ class LocalTaps(NamedTuple):
 
 
 def _local_taps(frame: Frame, dim_taps: Taps) -> LocalTaps:
-    """Return the inputs of each device's outputs as positions in the device's block."""
+    """Return the inputs of each device's outputs as positions in its block, and their weights.
+
+    An output that reads the global rows 9 and 10 reads 1 and 2 of a block that begins at row 8.
+    Devices with fewer outputs than others have VOID (-1) and weight 0 at the end.
+    """
     all_runs = itertools.chain.from_iterable(frame.runs)
     most_outputs = max(run.outputs for run in all_runs)
     shape = (len(frame.runs), most_outputs, dim_taps.inputs.shape[1])

@@ -44,12 +44,19 @@ class LocalBlocks(NamedTuple):
 def execute(
     arrays: Mapping[str, LocalBlocks], plans: Sequence[ArrayPlan], devices: Numbered
 ) -> list[Blocks]:
-    """Move the arrays of a bucket to the new mesh, and return the local blocks of each.
+    """Move several arrays from one mesh to another, together in one compiled program.
+
+    A plan has up to three phases: steps on the first mesh, the transfer between the meshes, steps
+    on the second. The transfers of all arrays are one program on the devices of both meshes.
+    A new array may be made of parts of several old ones, as a fused `qkv` of q, k and v.
 
     Args:
-        arrays: The local blocks of source arrays by name.
-        plans: The plans of the bucket's arrays, all between the same devices.
+        arrays: This process's blocks of the source arrays, by name.
+        plans: The plans of the new arrays, all between the same devices.
         devices: Devices by their numbers in the plans.
+
+    Returns:
+        This process's blocks of each new array.
     """
     bucket = []
     for array in plans:
@@ -114,7 +121,10 @@ def assembled(blocks: Blocks, shape: Shape, dtype: Any, sharding: NamedSharding)
 
 
 def blocks_of(array: Any) -> Blocks:
-    """Return the local blocks of an array by device; none of a type."""
+    """Return this process's blocks of an array, by device.
+
+    There are none of a `jax.ShapeDtypeStruct`, which a process without the array passes.
+    """
     shards = getattr(array, "addressable_shards", ())
     if not shards or array.size:
         return {shard.device: shard.data for shard in shards}
@@ -146,20 +156,27 @@ class _Stages(NamedTuple):
 
 
 def _stages_of(move: PartMove) -> _Stages:
-    """Split the stages of a move at its transfer."""
+    """Split the stages of a move into those before and those after its transfer."""
     stages = move.plan.stages
     i = move.plan.steps.index(move.transfer)
     after = stages[i + 1 :]
     if all(isinstance(stage.step, Transpose) for stage in after):
-        # The exchange itself writes boxes in another order of dims.
+        # The program of the transfer transposes its result itself.
         after = ()
     return _Stages(stages[:i], after)
 
 
 def _runnable(move: PartMove, array: ArrayPlan) -> PartMove:
-    """Return a move that JAX can run: as messages alone if it has no arrays between its steps.
+    """Replace a plan by one that only sends messages if its other steps cannot run in JAX.
 
-    Steps on one mesh need whole arrays with equal blocks, in the dtype of the result.
+    Steps before and after the transfer run on a `jax.Array`, which has equal blocks. A move of a
+    part of an array (as q of a fused qkv), of uneven blocks, or with a change of dtype
+    has none between its steps: then each device sends its rows straight to the devices that
+    need them.
+
+    Args:
+        move: One source of the new array.
+        array: The new array.
     """
     plan = move.plan
     stages = _stages_of(move)
@@ -183,7 +200,10 @@ def _runnable(move: PartMove, array: ArrayPlan) -> PartMove:
 
 
 def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: Devices) -> Blocks:
-    """Run some stages of a plan on one mesh, and return the blocks after them."""
+    """Run some stages of a plan on one mesh, and return the blocks after them.
+
+    Without stages, or in a process without devices of the mesh, blocks are returned as they are.
+    """
     if not stages or not any(map(_is_here, devices)):
         return blocks
     part = plan.sub_plan(stages)
@@ -205,11 +225,15 @@ def _source_of(move: PartMove, array: LocalBlocks, src_devices: Devices) -> Loca
 
 
 def _new_block(array: ArrayPlan, parts: tuple[SentPart, ...]) -> NewBlock:
-    """Return the block of an array as the exchange builds it of its parts."""
+    """Describe how the program of the transfer builds a block of an array from its parts.
+
+    Boxes arrive with their dims in the order of the source; then the block is transposed to the
+    order of the destination, unless later steps of the plan do that.
+    """
     move = array.moves[0]
     names = move.plan.src.names
     if _stages_of(move).after:
-        # They transpose: the exchange leaves dims in the order of the source.
+        # The steps after the transfer transpose: dims stay in the order of the source.
         order = tuple(range(len(names)))
         block = move.transfer.target.local_shape(0)
     else:
@@ -226,10 +250,10 @@ def _with_added_dim(sharded: PartSharding, block: Shape) -> Shape:
 
 
 def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
-    """Iterate over the messages of a move that are not empty, between blocks of whole arrays.
+    """Iterate over the messages of a move, with rows counted in the blocks of whole arrays.
 
-    A plan has messages between blocks of parts, as rows 4-7 of an array alone; their boxes are
-    moved to the rows that the parts have in the blocks.
+    Where only a part of an array moves, as rows 4-7 of a block, the plan counts its rows from 0;
+    the program works on whole blocks, and needs 4-7. Empty messages are left out.
 
     Args:
         move: The move.
@@ -237,11 +261,12 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
     """
     transfer_step = move.transfer
     dst_names = move.plan.dst.names
-    # Boxes have their dims in the order of the source: where does the destination have each?
+    # For each dim of a box, which is in the order of the source, its place in the destination.
     dst_dims = [dst_names.index(name) for name in move.plan.src.names]
     messages: Iterable[Message] = transfer_step.messages
     if transfer_step.is_in_place:
-        # Nothing travels, but the program builds the new block of messages alone.
+        # Every device keeps its rows. The program builds new blocks of messages only, so that
+        # each device sends its block to itself.
         messages = _messages_in_place(transfer_step)
     for message in messages:
         box = list(message.box)
@@ -302,13 +327,16 @@ def _exchange(
     devices: Devices,
     senders: Devices,
 ) -> list[Blocks]:
-    """Run the exchange of a bucket, and return the local blocks that arrive.
+    """Run the program that moves all arrays of a bucket, and return the blocks that arrive here.
 
     Args:
         sources: The blocks that are sent.
         new_blocks: What is built of them.
         devices: All devices of both meshes.
         senders: All devices of the first mesh.
+
+    Returns:
+        For each new block the arrays by device of this process; empty in a process without any.
     """
     if not any(map(_is_here, devices)):
         return [{} for _ in new_blocks]
@@ -333,7 +361,16 @@ def _exchange(
 def _program(
     shapes: tuple[Shape, ...], new_blocks: tuple[NewBlock, ...], mesh: JaxMesh
 ) -> Callable[..., list[jax.Array]]:
-    """Compile the exchange of a bucket; blocks of these shapes -> the new blocks."""
+    """Compile the program that moves all arrays of a bucket.
+
+    Args:
+        shapes: The shape of a device's block of each source.
+        new_blocks: What is built of them.
+        mesh: One axis with the devices of both meshes.
+
+    Returns:
+        A function: one array per source, with a block on every device -> one per new block.
+    """
     transport = PERMUTE if mesh.devices[0].platform == "cpu" else RAGGED
     out_specs = [_spec(new.block) for new in new_blocks]
 

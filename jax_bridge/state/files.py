@@ -209,15 +209,23 @@ def load(  # noqa: PLR0913  one option for each decision of the user
 
 
 def all_or_none(work: Callable[[], Any]) -> list[Any]:
-    """Do the work in every process, and return the results of all, which travel as JSON.
+    """Do the work in every process; if it fails in one, raise in all.
 
-    If one process fails, the others raise FileError.
+    Args:
+        work: Returns something that JSON can hold.
+
+    Returns:
+        The results of all processes, in their order.
+
+    Raises:
+        Exception: In a process whose work failed, its own error.
+        FileError: In the others.
     """
     value = None
     error = None
     try:
         value = work()
-    except Exception as raised:  # any: else the other processes would wait for this one
+    except Exception as raised:  # of any kind: the others wait for this process in the gather below
         error = raised
     reason = None if error is None else str(error)
     results = _gathered([value, reason])
@@ -241,7 +249,7 @@ def _done_by_all(work: Callable[[], T]) -> T:
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Return the values of all processes, in their order."""
+    """Gather a value of JSON from every process: process 0's, process 1's, ..."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -265,7 +273,13 @@ class _SavePlan(NamedTuple):
     arrays: dict[str, Any]
 
     def block_of(self, name: str, device: int, dtype: str) -> NDArray[Any]:
-        """Return an array's block on a device of its mesh, in the bytes of a stored dtype."""
+        """Return an array's block on one device, as numpy words that can be written to a file.
+
+        Args:
+            name: The leaf's name.
+            device: The position in the array's mesh; an array without a mesh is taken whole.
+            dtype: The dtype to store, which may differ from the array's.
+        """
         x = self.arrays[name]
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding):
@@ -275,7 +289,13 @@ class _SavePlan(NamedTuple):
 
 
 def _plan_save(tree: Any, names: Names | None, shard_bytes: int | str | None) -> _SavePlan:
-    """Plan the save of a tree: its arrays as files, its numbers and texts in the index."""
+    """Plan the save of a tree: its arrays go to files, its numbers and texts into the index.
+
+    Args:
+        tree: The tree; leaves of other kinds are left out.
+        names: Maps leaf names to stored names; None to keep them.
+        shard_bytes: The most bytes of a file.
+    """
     leaves = array_leaves("...", tree)
     for leaf in leaves:
         if is_array(leaf.x):
@@ -307,9 +327,9 @@ def _check_can_save(leaf: Leaf) -> None:
 
 
 def _source(x: Any) -> Source:
-    """Return the sharding of an array, and who holds it.
+    """Describe an array for the planner: its layout on its mesh, and the process of each device.
 
-    An array without a mesh is replicated, and the first process writes it.
+    An array without a mesh counts as one device's, which the first process writes.
     """
     dtype = name_of(x.dtype)
     order = recorded_order(x)
@@ -335,7 +355,17 @@ class _LoadPlan(NamedTuple):
 
 
 def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
-    """Return the load of an array under the layout in which JAX can hold it."""
+    """Change the load of an array so that it ends in a layout that a `jax.Array` can have.
+
+    Such an array has no overlaps and no uneven blocks. It is then read under this layout. If the
+    layout was one that JAX can hold, devices may read different rows and share them afterwards
+    (`load.source`).
+
+    Args:
+        name: The array's name, for errors.
+        load: The load as planned for the user's layout.
+        mesh: JAX's mesh.
+    """
     target = load.target
     with located(name):
         text = str(target.layout)
@@ -348,7 +378,12 @@ def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
 
 
 def _read_ahead(begin: Callable[[Load], Wait], loads: Mapping[str, Load]) -> dict[str, jax.Array]:
-    """Read all arrays by name; while one is put on devices, the next is being read."""
+    """Read all arrays; while one is copied to its devices, the next is read from the disk.
+
+    Args:
+        begin: Begins to read an array, and returns a function that waits for it.
+        loads: The arrays by name.
+    """
     arrays = {}
     begun: dict[str, Wait] = {}
     for name, load in loads.items():
@@ -366,9 +401,15 @@ def _read_ahead(begin: Callable[[Load], Wait], loads: Mapping[str, Load]) -> dic
 def _begin_read(
     checkpoint: Checkpoint, mesh: jax.sharding.Mesh, threads: Executor, load: Load
 ) -> Wait:
-    """Begin to read an array, and return a function that waits for it.
+    """Begin to read an array in threads, and return a function that waits for it.
 
-    Each block is read once in this process, whatever the number of devices that hold it.
+    Each block is read once in this process, also if several of its devices hold copies of it.
+
+    Args:
+        checkpoint: The open checkpoint.
+        mesh: JAX's mesh.
+        threads: Where blocks are read.
+        load: The array: from which file, in which layout, in which dtype.
     """
     source = load.source
     dtype = numpy_dtype(load.array.dtype)

@@ -49,7 +49,7 @@ def open_orbax(path: str | Path) -> Checkpoint:
             continue
         name = leaf_name(leaf_path)
         spec = _tensorstore_spec(folder, leaf.name, tree)
-        # It returns at once: all arrays are opened side by side, and the first read waits.
+        # `open` returns at once: all arrays are opened concurrently, and a read waits for its own.
         opened = tensorstore.open(spec, context=context, open=True, read=True)
         dtype = dtypes.name_of(leaf.dtype)
         arrays[name] = _Array(tuple(leaf.shape), dtype, spec["kvstore"]["path"], opened)
@@ -103,7 +103,10 @@ class _SavedTree(NamedTuple):
 
 
 def _folder_of_tree(path: Path) -> Path:
-    """Return the folder of a tree: this one, or the only one in it. Raises FileError."""
+    """Return the folder with orbax's metadata: this one, or the only one directly in it.
+
+    Raises FileError if there is none, or several.
+    """
     if (path / METADATA).exists():
         return path
     folders = [file.parent for file in path.glob(f"*/{METADATA}")]
@@ -141,7 +144,12 @@ def _saved_sharding(leaf: Any) -> _SavedSharding | None:
 
 
 def _tensorstore_spec(folder: Path, name: str, tree: _SavedTree) -> dict[str, Any]:
-    """Return what tensorstore needs to open an array.
+    """Return the description by which tensorstore opens an array: driver, file, and options.
+
+    Args:
+        folder: The checkpoint.
+        name: The array's name in it.
+        tree: How the checkpoint is stored.
 
     Raises:
         FileError: The name leads out of the folder.

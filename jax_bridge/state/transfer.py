@@ -148,7 +148,12 @@ class _SourceArray(NamedTuple):
 
 
 def _meshes(leaves: list[Leaf], dst_mesh: Any) -> _Meshes:
-    """Check that the arrays can be read and that devices of both meshes can exchange blocks."""
+    """Find the mesh of the arrays, and check that its devices and the new mesh's can exchange.
+
+    Raises:
+        MeshError: No array is on a mesh, a mesh has no devices, or the kinds of devices differ.
+        XshardError: An array is traced or deleted.
+    """
     for leaf in leaves:
         with located(leaf.place):
             _check_readable(leaf.x)
@@ -184,12 +189,15 @@ def _is_placed(x: Any) -> bool:
 
 
 def _source(leaf: Leaf, meshes: _Meshes, *, has_rule: bool) -> _SourceArray:
-    """Check one array against its expression, and put it on the first mesh.
+    """Check one array against its rule, and find the layout that it has.
+
+    An array without a mesh is replicated on the first one. PRNG keys become integers.
 
     Args:
-        leaf: The array and what its rule says.
+        leaf: The array, and the layout or expression that its rule says.
         meshes: Both meshes.
-        has_rule: The leaf has an expression of its own; no other array is made of it.
+        has_rule: False if the rules are for the new names of `names`: then nothing is said of this
+            leaf, and the result's `rule` is the layout that it has.
     """
     with located(leaf.place):
         expression = sides_or_one(leaf.value if has_rule else "...")
@@ -197,7 +205,7 @@ def _source(leaf: Leaf, meshes: _Meshes, *, has_rule: bool) -> _SourceArray:
         if not _is_placed(x):
             x = place(x, "...", meshes.src)
         check_axes(expression.dst, xshard_mesh(meshes.dst), expression.text)
-        if ARROW in expression.text:
+        if ARROW in expression.text:  # "layout -> layout": the left side must be what it is
             src = expression.src.resolved(len(x.shape))
             _check_is_sharded_as(x, src, meshes.src, expression.text)
         else:
@@ -244,7 +252,16 @@ def _plan(
     bucket_bytes: int | str | None,
     profile: ProfileLike,
 ) -> TreePlan:
-    """Plan the transfer of all arrays."""
+    """Plan the transfer of all arrays.
+
+    Args:
+        sources: The arrays by name.
+        rules: The user's rules, for new names; used with `names` only.
+        meshes: Both meshes.
+        names: The new names of arrays; None if they keep theirs.
+        bucket_bytes: As of `transfer`.
+        profile: The machine to plan for.
+    """
     # Escaped, because a name may have characters that mean something in a pattern: `layers[0]`.
     by_name = {re.compile(re.escape(name)): source.rule for name, source in sources.items()}
     all_rules: Any = by_name
@@ -289,7 +306,7 @@ def _run(
     donate: bool,
     progress: Progress,
 ) -> dict[str, jax.Array]:
-    """Move all arrays, bucket by bucket, and return the new ones by name.
+    """Move all arrays to the new mesh, some at a time (a bucket), and return them by name.
 
     Args:
         plan: The plan.
@@ -316,12 +333,13 @@ def _run(
                 if array.name in sources:
                     y = sources[array.name].as_leaf(y)
                 moved[array.name] = record_order(y, array.sharding)
-            # Else buckets would overlap, and devices would need memory for all of them.
+            # Wait for the bucket: JAX would start the next ones meanwhile, and devices would need
+            # memory for all of them.
             jax.block_until_ready([moved[array.name] for array in bucket])
             moves_left.subtract(_count_moves(bucket))
             if donate:
                 for name in [name for name in blocks_by_name if moves_left[name] == 0]:
-                    # The blocks hold the memory, too.
+                    # Both references to the memory have to go: the blocks, and the array.
                     del blocks_by_name[name]
                     _delete(sources[name])
             report(sum(array.traffic.total() for array in bucket))

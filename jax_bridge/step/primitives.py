@@ -48,9 +48,12 @@ STACK = "stack of a scan"
 def written(
     primitive: str, params: Mapping[str, Any], shapes: Sequence[Shape | None], out: Shape
 ) -> LetteredOp:
-    """Describe a primitive with one result as an operation of a step.
+    """Describe how the dims of a primitive's operands and result belong together, in letters.
 
         dot_general of [b, s, c] and [c, d]: "abc, cd -> abd", a contraction
+
+    From this the planner knows which dims can be sharded. A primitive without a rule is "opaque":
+    none of its dims can.
 
     Args:
         primitive: Its name.
@@ -73,11 +76,19 @@ def written(
 
 
 def _is_linear(primitive: str, shapes: Sequence[Shape | None]) -> bool:
-    """Return whether partial sums may pass: through sums of arrays, and products with numbers."""
+    """Return whether an operation can run on addends of its operand before they are summed.
+
+    f(a + b) = f(a) + f(b) holds for negation, for sums of arrays and for products with a number.
+
+    Args:
+        primitive: Its name.
+        shapes: The shapes of its operands; None for a literal number, () for an array without dims.
+    """
     if primitive in COPIES or primitive in ("neg", "real"):
         return True
     if primitive in ("add", "add_any", "sub"):
-        # A number would be added to each partial sum; an array without dims counts as one.
+        # A number would be added once per addend. `all` is false for None (a literal) and for ()
+        # (an array without dims, which is a number, too).
         return all(shapes)
     if primitive == "mul":
         return None in shapes
@@ -85,9 +96,11 @@ def _is_linear(primitive: str, shapes: Sequence[Shape | None]) -> bool:
 
 
 def _work(primitive: str, n_operands: int) -> Mapping[str, Any]:
-    """Return the fields of `Op` that say how much work an elementwise operation is.
+    """Return what an elementwise operation costs, as keyword arguments of its description.
 
-    `keeps` says which arrays the gradient needs; the result is number `n_operands`.
+    `keeps` says which arrays must be saved for the gradient: operands have the numbers 0, 1, ...,
+    the result the number `n_operands`. exp saves its result, a sum nothing; a copy costs nothing.
+    Without `keeps` the rule of the operation's class holds: mostly that all operands are saved.
     """
     if primitive in RESULTS:
         return {"keeps": (n_operands,)}
@@ -100,7 +113,11 @@ def _work(primitive: str, n_operands: int) -> Mapping[str, Any]:
 
 
 def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
-    """Describe `dot_general`: its result has batch dims, then the free dims of both operands."""
+    """Describe `dot_general` in letters: of [b, i, k] and [b, k, j], "abc, acf -> abf".
+
+    Its result has the batch dims, then the other dims that are not summed, of the left operand
+    and then of the right one.
+    """
     (left_summed, right_summed), (left_batch, right_batch) = params["dimension_numbers"]
     n_left = len(shapes[0])
     left = list(ascii_letters[:n_left])
@@ -116,10 +133,11 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
 
 
 def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
-    """Describe `gather`: windows of a table, whose places an array of indices says.
+    """Describe `gather` in letters: it takes windows of a table at the places that indices say.
 
-    A dim of the table may be sharded if one row of it is taken at a time, as in an embedding; a
-    window that is a part of a dim needs the dim whole.
+    An embedding takes rows of a table [v, d] by indices [b, 1]: a result [b, d]. Here v may be
+    sharded, since single rows of it are taken. A window that is longer than one row and shorter
+    than the dim needs the dim whole on each device.
     """
     numbers = params["dimension_numbers"]
     window_sizes = params["slice_sizes"]
@@ -152,7 +170,9 @@ def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) ->
 
 
 def _along(key: str, kind: str = "pointwise", operands: int | None = None, **options: Any) -> Row:
-    """Return a row for an operation along some dims, which stay whole or are summed.
+    """Make the rule for a primitive that works along some dims, as `sort` or `reduce_sum`.
+
+    These dims cannot be sharded, or, if they are summed, leave partial sums. Other dims can.
 
     Args:
         key: The parameter with the dims: a number, numbers, or what happens along every dim.

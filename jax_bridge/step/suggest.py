@@ -75,7 +75,12 @@ class Loss:
     def filled(
         self, values: Sequence[Any], other: Callable[[Any], Any] = _unchanged
     ) -> tuple[Any, ...]:
-        """Return the arguments with other values in place of arrays, and of other leaves."""
+        """Return the arguments of the loss with each array replaced by a value.
+
+        Args:
+            values: One for each array, in the order of `arrays`.
+            other: What becomes of leaves that are not arrays; by default they stay.
+        """
         next_value = iter(values)
 
         def fill(x: Any) -> Any:
@@ -111,7 +116,7 @@ class JaxSuggestion(Suggestion):
 
     @api_boundary
     def constrain(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """Tell XLA the layouts: return the function with sharding constraints inside.
+        """Return the function with sharding constraints inside, which tell XLA the layouts.
 
             step = jax.jit(jax.value_and_grad(plan.constrain(loss)), in_shardings=...)
 
@@ -128,7 +133,8 @@ class JaxSuggestion(Suggestion):
         def constrained(*args: Any) -> Any:
             loss = Loss(f, args)
             closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*loss.arrays)
-            # Parameters that are gathered for every use: a checkpoint gathers them again, too.
+            # Parameters that are gathered again for every use, not once per step: inside a
+            # `jax.checkpoint` the backward pass gathers them, too, instead of keeping them whole.
             gathered_once = Rules({self.once: "..."})
             parameters = loss.names[: loss.n_parameters]
             late = {name for name in parameters if not gathered_once.pattern_for(name)}
@@ -147,22 +153,29 @@ class JaxSuggestion(Suggestion):
             self.parameters = Rules(rules)
 
     def _spec(self, name: str) -> PartitionSpec:
-        """Return how an argument is stored."""
+        """Return the spec under which an argument is stored; unsharded if the step lacks it."""
         name_in_step = self.names.get(name, name)
         stored, _ = self.layouts.get(name_in_step, (Layout(()), None))
         spec = to_partition_spec(Layout(stored.dims))
         return PartitionSpec(None, *spec) if name in self.tracer.stacked else spec
 
     def _placed(self, place: str, x: jax.Array) -> jax.Array:
-        """Return an array with the layout in which it is used, if XLA has to be told."""
+        """Put a sharding constraint on an array, if XLA would not find its sharding itself.
+
+        Args:
+            place: The name of an argument or of an equation's result in the jaxpr.
+            x: The array.
+        """
         name = self.names.get(place, place)
         stored, used = self.layouts.get(name, (None, None))
-        # No layout: the step lacks it. Addends have no spec. Other dims: it is stacked, or a slice.
+        # Left alone are arrays that the step does not have, sums that are still to be reduced over
+        # devices (no spec can say that), and arrays with another number of dims than the step's:
+        # a parameter stacked over layers, of which the step has one layer.
         if used is None or used.tagged("sum") or len(used.dims) != x.ndim:
             return x
         op = self.search.problem.step.by_name.get(name)
         if op is not None and op.kind not in MAKERS and stored == used:
-            return x  # XLA finds it from the operands
+            return x  # XLA infers the sharding of elementwise results from their operands
         sharding: Any = to_partition_spec(Layout(used.dims))
         if isinstance(self.on, JaxMesh):
             sharding = NamedSharding(self.on, sharding)
@@ -173,7 +186,7 @@ class JaxSuggestion(Suggestion):
 def suggest(
     f: Callable[..., Any], args: Sequence[Any], mesh: AnyMesh, **options: Any
 ) -> JaxSuggestion:
-    """Find the layouts of a loss's parameters, inputs and activations for the fastest training step.
+    """Find the shardings of a loss's parameters, inputs and activations for the fastest step.
 
         plan = xj.suggest(loss, (parameters, batch), Mesh(dp=4, tp=2), memory="80GiB")
         print(plan.parameters)     # patterns of names -> layouts
@@ -223,7 +236,10 @@ class Traced(NamedTuple):
 
 
 def traced(loss: Loss) -> Traced:
-    """Read the jaxpr of a loss as a step. Raises PlanError if it returns more than a number."""
+    """Trace a loss, and translate its jaxpr into a training step that the planner understands.
+
+    Nothing is computed. Raises PlanError if the loss returns anything but one number.
+    """
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
     closed = jax.make_jaxpr(loss.run)(*structs)
     if [out.shape for out in closed.out_avals] != [()]:

@@ -43,9 +43,17 @@ def body_of(eqn: Any) -> Any:
 
 
 def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate over the equations with the name of the place of each: `dot_general.0`, `exp.0`.
+    """Name the equations of a jaxpr: `dot_general.0`, `exp.0`, `dot_general.1`, ...
 
-    A name is the primitive and a number, or alone what `checkpoint_name` says.
+    A name is the primitive's, or a jitted function's, and counts from 0. A name that the user gave
+    by `checkpoint_name` is taken as it is, if it occurs once and not inside another equation.
+
+    Args:
+        jaxpr: The jaxpr.
+        prefix: The name of the equation that the jaxpr is inside of, and a dot; "" outside.
+
+    Yields:
+        (name, equation) in order.
     """
     names = [str(eqn.params.get("name", eqn.primitive.name)).strip("<>") for eqn in jaxpr.eqns]
     n_equations = Counter(names)
@@ -96,13 +104,13 @@ class Tracer:
     recomputes: bool = False
 
     def walk(self, jaxpr: Jaxpr, args: Names, prefix: str = "", times: int = 1) -> list[Name]:
-        """Add all equations of a jaxpr, and return the names of its results.
+        """Record all equations of a jaxpr as operations, and return the names of its results.
 
         Args:
             jaxpr: The jaxpr.
-            args: The names of its arguments.
-            prefix: The beginning of the names of its places.
-            times: How often it runs in a step.
+            args: The names of its arguments; None for a number.
+            prefix: The beginning of the names of its operations, as "scan.0."; "" outside.
+            times: How often it runs in a step: the length of the scan around it.
         """
         name_of: dict[Any, Name] = dict(zip(jaxpr.invars, args, strict=True))
         n_uses: Counter[Any] = Counter()
@@ -110,7 +118,7 @@ class Tracer:
             n_uses.update(v for v in eqn.invars if not is_number(v))
         self.shared |= {name_of[v] for v in jaxpr.invars if n_uses[v] > 1}
         for i, v in enumerate(jaxpr.constvars):
-            # Constants are made on the spot, as by `iota`.
+            # An array that the function closes over costs nothing to make, like an `iota`.
             name_of[v] = self._add(f"{prefix}const.{i}", "iota", (), v.aval.shape, times)
         for place, eqn in places(jaxpr, prefix):
             operands = _names_of(eqn.invars, name_of)
@@ -119,7 +127,11 @@ class Tracer:
         return _names_of(jaxpr.outvars, name_of)
 
     def _results(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
-        """Add one equation, and return the names of its results."""
+        """Record one equation, and return the names of its results.
+
+        A scan becomes a repeated block; jitted and checkpointed functions are inlined; any other
+        primitive is one operation per result.
+        """
         primitive = eqn.primitive.name
         if primitive in CHECKPOINTS:
             self.recomputes = True
@@ -147,7 +159,18 @@ class Tracer:
         times: int,
         params: Any = None,
     ) -> Name:
-        """Add an operation; return its name, or None for a number computed from numbers."""
+        """Record an operation with one result, and return its name.
+
+        None if it is a number that is computed from numbers alone: such a result has no layout.
+
+        Args:
+            name: The name of the result.
+            primitive: The primitive, which says how dims of operands and result belong together.
+            operands: The names of its operands; None for a number.
+            shape: The result's shape.
+            times: How often it runs in a step.
+            params: The primitive's parameters.
+        """
         arrays = [operand for operand in operands if operand is not None]
         if not arrays and not shape:
             return None
@@ -158,10 +181,11 @@ class Tracer:
         return self.trace.add(name, op, arrays, shape, times=times)
 
     def _scan(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
-        """Add a scan as a block that runs `length` times.
+        """Record a scan, as over the layers of a model: its body once, to run `length` times.
 
-        Operands and results of a scan are constants, then carries, then arrays of which every round
-        takes, or makes, a slice.
+        `scan(f, init, xs)` has three kinds of operands, in this order: constants that `f` closes
+        over, the carry `init`, and `xs`, [length, ...], of which every round takes a slice. Results
+        are the last carry, and `ys`, [length, ...], with a slice of every round.
         """
         trace = self.trace
         body = eqn.params["jaxpr"].jaxpr
@@ -170,13 +194,14 @@ class Tracer:
         first_slice = n_consts + n_carries
         times_inside = times * length
         args = list(operands)
-        op_of_carry: dict[int, int] = {}  # numbers of carries -> places in trace.ops
+        op_of_carry: dict[int, int] = {}  # number of a carry -> index of its operation in trace.ops
         for i, operand in enumerate(operands):
             if operand is None:
                 continue
             shape = trace.shapes[operand]
             if i < n_consts:
-                # A parameter of all rounds is one parameter, not one of each: its copy is outside.
+                # All rounds use the same array. A copy that is made once says so; else it would
+                # count as an array of each round.
                 args[i] = self._add(f"{place}.const.{i}", "copy", [operand], shape, times)
             elif i < first_slice:
                 carry = i - n_consts
@@ -185,18 +210,19 @@ class Tracer:
                 op_of_carry[carry] = len(trace.ops)
                 name = f"{place}.carry.{carry}"
                 args[i] = self._add(name, "copy", [operand], shape, times_inside)
-            elif operand in trace.dims or operand in self.shared:
+            elif operand in trace.dims or operand in self.shared:  # used elsewhere, too
                 name = f"{place}.xs.{i - first_slice}"
                 args[i] = self._add(name, SLICE, [operand], shape[1:], times_inside)
             else:
-                # A parameter, stacked over the layers: in the step it is the one of a layer.
+                # A parameter that only this scan uses, stacked over the layers: [layers, ...].
+                # The step has the parameter of one layer.
                 self.stacked[operand] = length
                 trace.parameter(operand, shape[1:])
         results = self.walk(body, args, f"{place}.", times_inside)
         for carry, op_number in op_of_carry.items():
             again = results[carry]
             if again is not None:
-                # The next round goes on with the result, so that both have one layout.
+                # The result is the next round's input: `again` makes both have one layout.
                 carried = replace(trace.ops[op_number], kind="carry", again=again)
                 trace.ops[op_number] = carried
         slices = self._stack(place, results[n_carries:], length, times)
@@ -218,14 +244,17 @@ class Tracer:
 def evaluate(
     closed: Any, arrays: Sequence[Any], names: Sequence[str], change: Change, late: Collection[str]
 ) -> list[Any]:
-    """Evaluate a closed jaxpr with changed arrays: arguments, results of equations, and carries.
+    """Evaluate a jaxpr and pass its arrays through a function, as to add sharding constraints.
+
+    Changed are arguments, results of equations, and carries of scans, also inside other equations.
 
     Args:
         closed: The jaxpr.
         arrays: Its arguments.
         names: Their names.
-        change: Called with the name of a place and the array there; returns another array.
-        late: Arguments that `jax.checkpoint` keeps as they are, to change them in both passes.
+        change: (name, array) -> the array to go on with; names are those of `places`.
+        late: Arguments that a `jax.checkpoint` takes unchanged, and changes inside: it does so
+            again when the backward pass runs it again, instead of saving the changed array.
     """
     return _Evaluator(change, late).run("", closed.jaxpr, closed.consts, names, *arrays)
 
@@ -240,7 +269,7 @@ class _Evaluator:
     def run(
         self, prefix: str, jaxpr: Jaxpr, consts: Any, names: Sequence[str], *args: Any
     ) -> list[Any]:
-        """Return the results of a jaxpr.
+        """Evaluate a jaxpr with changes, and return its results.
 
         Args:
             prefix: The beginning of the names of its places.
@@ -260,7 +289,8 @@ class _Evaluator:
             primitive = eqn.primitive.name
             operand_names = ["" if is_number(v) else name_of.get(v, "") for v in eqn.invars]
             if primitive in CALLS:
-                # Inlined: an older partitioner of XLA does not look into calls.
+                # Inlined, because an older partitioner of XLA (GSPMD) does not pass shardings
+                # through calls.
                 body = eqn.params["jaxpr"]
                 values = [_value(v, arrays) for v in eqn.invars]
                 results = self.run(f"{place}.", body.jaxpr, body.consts, operand_names, *values)
@@ -280,7 +310,7 @@ class _Evaluator:
         return [_value(v, arrays) for v in jaxpr.outvars]
 
     def _changed_inside(self, place: str, eqn: Any, names: Sequence[str]) -> Any:
-        """Return the equation with the jaxpr inside it as it runs with the changes.
+        """Rewrite the jaxpr inside an equation so that it makes the changes itself.
 
         Args:
             place: The equation's place.

@@ -53,7 +53,7 @@ class DeviceProgram:
         self.jax_mesh = JaxMesh(np.array(self.devices).reshape(mesh.sizes), mesh.axes)
         program: Any
         if mode == "pmap":
-            self.n_leading_dims = 1  # of results: one for all devices
+            self.n_leading_dims = 1  # results are [devices, *block]; else [*mesh axes, *block]
             axis = mesh.long_axes[0] if mesh.long_axes else "alone"
             program = jax.pmap(function, axis_name=axis, devices=self.devices)
             self.arrays: list[Any] = [padded(blocks, sharding, fill) for blocks, sharding in inputs]
@@ -137,9 +137,16 @@ def spec(sharding: Sharding) -> PartitionSpec:
 
 
 def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) -> jax.Array:
-    """Return the array of one block per device on the devices of `mesh`.
+    """Put the block of each device into one array, with a leading dim for each mesh axis.
 
-    On a mesh of 2 x 4 blocks [3, c] under a layout with the second axis make [1, 4, 3, c].
+    8 blocks [3, c] on a mesh of 2 x 4, under a layout that names the second axis only, make an
+    array [1, 4, 3, c]: along the first axis blocks are equal.
+
+    Args:
+        blocks: The block of every device.
+        sharding: Their sharding.
+        mesh: JAX's mesh with the same axes.
+        fill: The padding of blocks that are smaller than the largest.
     """
     rows = padded(blocks, sharding, fill)
     by_axis = rows.reshape(*sharding.mesh.sizes, *rows.shape[1:])
@@ -153,7 +160,7 @@ def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) 
 def unstacked(
     array: jax.Array, shape: Sequence[int], sharding: Sharding, devices: Sequence[jax.Device]
 ) -> list[Any]:
-    """Return a result as a block per device, None on devices of other processes.
+    """Split a result into the block of each device, None on devices of other processes.
 
     Args:
         array: The result.
@@ -253,7 +260,16 @@ def received_bytes(text: str, n_devices: int) -> int:
 
 
 def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
-    """Iterate over the collectives that bring something to a device.
+    """Read the collectives in the text of a compiled program (HLO).
+
+    Left out are those that bring nothing to any device, as in groups of one.
+
+    Args:
+        text: The program, as from `compiled.as_text()`.
+        n_devices: The number of its devices.
+
+    Yields:
+        Each with the bytes that every device receives.
 
     Raises:
         ValueError: As `received_bytes` does.
@@ -263,7 +279,8 @@ def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
         if match is None:
             continue
         if match["half"]:
-            # Its result is not what it receives; XLA:CPU has none.
+            # An asynchronous collective (`all-gather-start`), which GPUs have: its result also
+            # holds the operand, so that its size is not what is received.
             raise ValueError(f"cannot count half a collective: {line.strip()}")
         result = _size(match["result"])
         pairs = _PAIRS.search(line)
@@ -283,7 +300,10 @@ def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
 
 
 def _group_size(groups: re.Match[str]) -> int:
-    """Return how many devices take part in a collective, in any of the three spellings."""
+    """Return how many devices are in a group of a collective, in any of HLO's three spellings.
+
+    `{{0,1},{2,3}}`, `[2,2]<=[4]` and `mesh['x'=2,'y'=2] {'y'}` are all groups of 2.
+    """
     if groups["mesh"] is None:
         if groups["size"]:
             return int(groups["size"])

@@ -91,7 +91,12 @@ def seen(question: Question, timeout_s: float) -> list[Seen]:
 
 
 def _answer(question: Question) -> Answer:
-    """Answer one question, about a plan or a user's function."""
+    """Run one test case, of a plan or of a user's function, and return its results.
+
+    Raises:
+        FunctionError: The user's function failed, with its traceback.
+        StructureError: It returns other arrays than expected.
+    """
     if not isinstance(question.function, bytes):
         return _answer_plan(question)
     try:
@@ -121,7 +126,11 @@ def apply(plan: AnyPlan, *blocks: jax.Array) -> jax.Array:
 
 
 def _answer_plan(question: Question) -> Answer:
-    """Run a plan forward and backward: the blocks, and the bytes and seconds they took."""
+    """Run a plan forward and backward on its mesh.
+
+    Returns:
+        The blocks of the result and of the gradients, and the bytes and seconds that both took.
+    """
     plan = question.plan
     sources = question.shardings
     target = arrays_of(plan)[-1]
@@ -132,12 +141,13 @@ def _answer_plan(question: Question) -> Answer:
     def pull_back(cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
         is_inexact = jnp.issubdtype(blocks[0].dtype, jnp.inexact)
         if isinstance(plan, Plan) and not is_inexact:
-            # JAX does not differentiate whole numbers; the kit moves their cotangents all the same.
+            # JAX does not differentiate whole numbers, but tests use them since sums are exact: the
+            # plan of the gradient is run directly.
             return (redistribute(cotangent, plan.backward),)
         _, pull = jax.vjp(run, *blocks)
         return pull((cotangent,))
 
-    # Padding is NaN: a plan that lets it into a result is noticed.
+    # Blocks are padded with NaN: if a plan reads padding, results become NaN.
     operands = list(zip(question.inputs, sources, strict=True))
     forward = DeviceProgram(run, plan.mesh, operands, [target], question.mode, np.nan)
     output_blocks = _measured(forward)
@@ -187,15 +197,16 @@ class _Parts(NamedTuple):
 
 
 def _answer_reference(question: Question) -> Answer:
-    """Run a function on one device: unsharded arrays, or blocks on a mesh of ones.
+    """Run the reference of a test: the function on one device, with whole arrays.
 
-    Cotangents are drawn here.
+    Its cotangents are drawn at random here, and returned for the runs on many devices. If the
+    question asks for it, gradients are also compared with finite differences.
     """
     program = _UserProgram(question)
     drawn: list[Any] = []
 
     def draw_cotangents(outputs: Arrays) -> list[Any]:
-        drawn.clear()  # JAX may trace twice
+        drawn.clear()  # JAX may trace this twice
         for i, y in enumerate(outputs):
             is_inexact = jnp.issubdtype(y.dtype, jnp.inexact)
             drawn.append(draw(i, y.shape, y.dtype) if is_inexact else None)
@@ -226,9 +237,9 @@ def _one_block(arrays: Arrays) -> list[Devices]:
 
 
 def _on_one_device(question: Question, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function on the one device of a mesh of ones.
+    """Wrap a function in a `shard_map` over one device, so that it can name the mesh's axes.
 
-    Axes have names, but nothing varies.
+    Every axis has length 1. Without axes the function is returned as it is.
     """
     mesh = question.mesh
     if not mesh.axes:
@@ -244,7 +255,10 @@ def _on_one_device(question: Question, function: Callable[..., Any]) -> Callable
 
 
 def _derivatives(question: Question, answer: Answer) -> Slopes:
-    """Compare the gradients of a reference with differences of its function."""
+    """Compare the gradients of a reference with finite differences of its function.
+
+    The function that is differenced is the sum of cotangent * output over all outputs, in float64.
+    """
     program = _UserProgram(question)
 
     def loss(*inputs: jax.Array) -> jax.Array:
@@ -275,7 +289,11 @@ def _answer_blocks(question: Question) -> Answer:
 
 
 def _run_on_devices(question: Question, *, has_gradients: bool) -> Answer:
-    """Run a function on its mesh, forward alone or with gradients and the update.
+    """Run a user's function on all devices of a mesh, each with its own blocks.
+
+    Args:
+        question: The test: the function, its inputs, and the cotangents of its outputs.
+        has_gradients: Whether to compute gradients and an optimiser step, too.
 
     Raises:
         _MisshapenError: Outputs do not fit their cotangents.
@@ -343,7 +361,7 @@ class _UserProgram:
     def results(
         self, inputs: Sequence[jax.Array], cotangents_of: Callable[[Arrays], Sequence[Any]] | None
     ) -> _Parts:
-        """Return outputs, gradients and updated values.
+        """Run the user's function: outputs, gradients, and parameters after an optimiser step.
 
         Args:
             inputs: The inputs.
@@ -375,7 +393,11 @@ class _UserProgram:
         return _Parts(outputs, gradients, self._updated(inputs, gradients))
 
     def _updated(self, inputs: Sequence[jax.Array], gradients: Arrays) -> Arrays:
-        """Return the parameters after a step of the user's optimiser; nothing without one.
+        """Return the parameters after a step of the user's optimiser; [] if there is none.
+
+        Args:
+            inputs: All arguments of the function, parameters among them.
+            gradients: The gradients of those that have one.
 
         Raises:
             StructureError: It returns other parameters than it got.
@@ -400,7 +422,12 @@ class _UserProgram:
         return updated
 
     def answer(self, blocks: _Parts, has_gradients: bool = True) -> Answer:
-        """Return blocks of outputs by name, and of gradients and updated values by number."""
+        """Pack blocks into an answer: outputs by name, gradients and new parameters by number.
+
+        Args:
+            blocks: The blocks of all results.
+            has_gradients: False if only outputs were computed.
+        """
         question = self.question
         gradients = None
         if has_gradients:
@@ -425,10 +452,10 @@ def _with_cotangents(outputs: Arrays, cotangents: Sequence[Any]) -> Arrays:
 
 
 def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
-    """Return the output, varying along its layout's axes.
+    """Check that an output differs between devices along its layout's axes only (JAX's type).
 
     Raises:
-        StructureError: It varies along others.
+        StructureError: It may differ along others, where the layout says one value.
     """
     layout_axes = sharding.layout.axes
     other_axes = varying_axes(y) - set(layout_axes) if sharding.mesh.axes else ()
@@ -454,7 +481,7 @@ MOST_CALLS = 100
 def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, _timeout_s: float) -> list[float]:
     """Measure the median time of every plan over some rounds."""
     timers = [Timer(plan) for plan in plans]
-    # All are measured once before any is measured again: a slow spell of the machine falls on all.
+    # Each round measures every plan once: if the machine is slow for a while, all are affected.
     seconds = np.empty((rounds, len(plans)))
     for i in range(rounds):
         for j, timer in enumerate(timers):
@@ -465,7 +492,7 @@ def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, _timeout_s: float) -
 def seconds_of_products(
     n: int, rows: int, dtypes: Sequence[str], rounds: int, _timeout_s: float
 ) -> list[float]:
-    """Measure the median time, per dtype, of a product of square matrices.
+    """Measure the median seconds of a product of square matrices, for each dtype.
 
     Args:
         n: The number of devices, which all compute one at once.
@@ -521,15 +548,19 @@ class Timer:
 
 
 def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-    """Run a plan on one device's blocks, `n_calls` times, each waiting for the one before."""
+    """Run a plan `n_calls` times in a compiled loop, to measure its time.
+
+    Each call waits for the one before, since its operands get an element of that one's result.
+    """
 
     def call_again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         blocks, _ = state
         y = apply(plan, *blocks)
-        # One element of the result goes into every operand: the next call cannot begin before it.
+        # One element of the result is written into every operand, so that the next call has to wait
+        # for this one.
         first = y[(0,) * y.ndim]
         next_blocks = tuple(x.at[(0,) * x.ndim].set(first) for x in blocks)
-        # The whole result is kept: if one element is all that is read, XLA computes that element alone.
+        # The whole result is carried along: otherwise XLA might compute that one element only.
         return next_blocks, y
 
     result = jnp.zeros(arrays_of(plan)[-1].max_local_shape, operands[0].dtype)

@@ -75,8 +75,12 @@ def check_dense(x: Tensor) -> None:
 
 
 def why_copied(x: Tensor, device: jax.Device) -> str | None:
-    """Return the reason why JAX cannot use the memory of a tensor; None if it can."""
-    # DLPack hands over an address, a shape and strides: nothing of what torch does when it reads.
+    """Return the reason why JAX cannot use a tensor's memory on a device; None if it can.
+
+    A slice x[:, 1:] -> "its strides are (4, 1), JAX's are (3, 1)"
+    """
+    # DLPack hands over an address, a shape and strides. That torch negates or conjugates numbers
+    # when it reads them would be lost.
     if x.is_conj() or x.is_neg():
         return "it is conjugated or negated lazily"
     if not x.is_contiguous():
@@ -92,9 +96,13 @@ def why_copied(x: Tensor, device: jax.Device) -> str | None:
 
 
 def array_over(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
-    """Return a tensor as an array on the device.
+    """Return a tensor as an array of JAX on a device, in the same memory if possible.
 
-    The array is in the same memory if that is possible and `copy` is not true.
+    Args:
+        x: The tensor.
+        device: The device of JAX.
+        copy: True to copy in any case; None or False to copy only if JAX cannot use the memory,
+            which is logged with the reason. (For False the caller has checked that it can.)
     """
     block = unwrapped(x).detach()
     reason = None if copy else why_copied(block, device)
@@ -106,7 +114,7 @@ def array_over(x: Tensor, device: jax.Device, copy: bool | None) -> jax.Array:
     if block.device.type == "cpu":
         return jax.device_put(array_of(block), device, may_alias=True)
     array = jax.dlpack.from_dlpack(block)
-    # On a GPU it is where torch's memory is, which may be another one than the mesh has.
+    # Torch's memory may be on another GPU than the mesh wants.
     if array.device == device:
         return array
     return jax.device_put(array, device)
@@ -142,7 +150,7 @@ class ReadOnlyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's own has no types
-        """Run an operation on the blocks; views of their memory are read-only, too.
+        """Run an operation of torch on the wrapped tensors; results that are views stay read-only.
 
         Raises:
             XshardError: The operation writes to one of its read-only arguments.

@@ -94,7 +94,11 @@ class MeshPair:
 
 
 def mesh_pair(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None = None) -> MeshPair:
-    """Match the two meshes; without torch_mesh, torch's mesh equals JAX's.
+    """Find the device of JAX for each device of torch's mesh.
+
+    Args:
+        jax_mesh: JAX's mesh.
+        torch_mesh: Torch's mesh; None if it equals JAX's.
 
     Raises:
         MeshError: JAX's mesh is without devices, torch's devices are not JAX's, or this process is
@@ -127,7 +131,10 @@ def check_processes() -> None:
 
 @functools.lru_cache(maxsize=256)
 def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
-    """Match the two meshes, as `mesh_pair` does."""
+    """Find the device of JAX for each device of torch's mesh: `mesh_pair`, cached.
+
+    Raises MeshError in a process without devices in either mesh.
+    """
     jax_axes = xshard_mesh(jax_mesh)
     jax_devices = tuple(jax_mesh.devices.flat)
     if torch_mesh is None:
@@ -148,7 +155,12 @@ def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
 def _torch_devices(
     torch_mesh: TorchMesh, axes: Mesh, jax_devices: tuple[jax.Device, ...]
 ) -> tuple[jax.Device, ...]:
-    """Return the device of JAX for each rank of a `DeviceMesh`, or in order for an `xshard.Mesh`."""
+    """Return the device of JAX for each device of torch's mesh.
+
+    A `DeviceMesh` names ranks, which are numbers of processes: each has one device of JAX. An
+    `xshard.Mesh` names no devices, only axes: it takes those of JAX's mesh by process and id if it
+    has as many, else the first ones of all.
+    """
     available = all_devices(jax_devices[0])
     if isinstance(torch_mesh, DeviceMesh):
         return _devices_of_ranks(torch_mesh.mesh.flatten().tolist(), jax_devices, available)
@@ -164,7 +176,7 @@ def _torch_devices(
 def _devices_of_ranks(
     ranks: list[int], jax_devices: tuple[jax.Device, ...], available: list[jax.Device]
 ) -> tuple[jax.Device, ...]:
-    """Return the device of JAX for each rank.
+    """Return the device of JAX for each rank of torch, in order.
 
     Args:
         ranks: Torch's ranks, which are numbers of processes.
@@ -175,7 +187,7 @@ def _devices_of_ranks(
         MeshError: A rank has no device, or several that could be meant.
     """
     processes = sorted(device.process_index for device in jax_devices)
-    # A mesh over the same processes decides which device of each is meant.
+    # If JAX's mesh is over the same processes, its devices are meant; else any of the kind.
     candidates = jax_devices if sorted(ranks) == processes else available
     device_of_rank = {device.process_index: device for device in candidates}
     has_all = set(ranks) <= device_of_rank.keys()
@@ -255,7 +267,8 @@ def _start_jax(local_devices: int, local_device_ids: list[int] | None, timeout_s
     """
     n_threads = max(LEAST_THREADS, THREADS_PER_DEVICE * local_devices)
     os.environ.setdefault("PJRT_NPROC", str(n_threads))
-    # JAX's coordinator gets a free port of the first rank, which tells it to the others.
+    # All ranks need the address of JAX's coordinator, which runs in rank 0: it finds a free port
+    # and broadcasts it.
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with socket.socket() as free:
         free.bind(("", 0))

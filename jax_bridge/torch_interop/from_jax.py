@@ -146,7 +146,8 @@ class _JaxFunction:
         arrays = [argument.to_jax(self.mesh) for argument in arguments]
         program = self._program(meshes, tree, layouts, arrays, _differentiated(arguments))
 
-        # Autograd sees tensors only as arguments of their own, not inside lists.
+        # An autograd function sees tensors only as arguments of their own, not inside lists: all
+        # tensors are passed flat, and results are divided by array again.
         others = [argument.other for argument in arguments]
         tensors = chain.from_iterable(argument.tensors for argument in arguments)
         groups = program.divided(_Apply.apply(program, arrays, others, *tensors))
@@ -156,7 +157,10 @@ class _JaxFunction:
         return jax.tree.unflatten(program.out_tree, results)
 
     def _device_mesh(self, leaves: Sequence[Any]) -> DeviceMesh | None:
-        """Return the mesh of the first DTensor, if any. Raises MeshError if it is not JAX's."""
+        """Return the mesh of the first DTensor among the arguments; None without any.
+
+        Raises MeshError if its axes or the order of its devices differ from JAX's mesh.
+        """
         device_mesh = None
         for x in leaves:
             if isinstance(x, DTensor):
@@ -179,7 +183,15 @@ class _JaxFunction:
         arrays: Arrays,
         wrt: tuple[int, ...],
     ) -> VjpProgram:
-        """Return the program for such arguments, made on the first call."""
+        """Return the forward and backward programs for such arguments, from the cache if possible.
+
+        Args:
+            meshes: The meshes of torch and JAX.
+            tree: The structure of the arguments.
+            layouts: The layouts of their leaves.
+            arrays: The leaves.
+            wrt: The indices of the leaves that get a gradient.
+        """
         fn = self.fn
         avals = tuple(map(jax.typeof, arrays))
         # All that the compiled programs depend on.
@@ -218,7 +230,7 @@ class _Apply(torch.autograd.Function):
     def forward(
         ctx: Any, program: VjpProgram, arrays: list[Any], others: list[Any], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the program.
+        """Run the JAX function, and save its pullback for the backward pass.
 
         Args:
             ctx: Autograd's context.
@@ -228,7 +240,8 @@ class _Apply(torch.autograd.Function):
             tensors: The tensors, which autograd has to see.
         """
         outputs, pull = program.forward(arrays)
-        # An argument that the function returns unchanged must not be the caller's own tensor.
+        # If the function returns an argument unchanged, the result has the memory of the caller's
+        # tensor, and a write to one would change the other: it is copied.
         addresses = {x.data_ptr() for x in tensors}
         groups = []
         for output, layout in zip(outputs, program.out_layouts, strict=True):
@@ -242,7 +255,8 @@ class _Apply(torch.autograd.Function):
         ctx.x64 = config.jax_enable_x64
         ctx.precision = config.jax_default_matmul_precision
         if program.wrt:
-            # Saved so that torch notices writes to memory that the pullback reads.
+            # The pullback reads memory that these tensors share. Torch raises in the backward pass
+            # if a saved tensor was written to meanwhile.
             borrowed = chain.from_iterable(groups[i] for i in program.borrowed(outputs, pull))
             ctx.save_for_backward(*tensors, *borrowed)
         whole_numbers = []
@@ -254,9 +268,14 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors; None for the other arguments of `forward`."""
+        """Run JAX's pullback on the cotangents of the results.
+
+        Returns:
+            As torch wants it, one entry per argument of `forward`: the gradients of the tensors,
+            None for those without and for the arguments that are no tensors.
+        """
         program = ctx.program
-        # Read in every case: here torch raises if a saved tensor was written to.
+        # Reading them makes torch check that none was written to.
         tensors = ctx.saved_tensors[: ctx.n_tensors]
         all_groups = program.divided(cotangents)
         groups = [all_groups[i] for i in program.inexact_outputs]
@@ -371,7 +390,7 @@ class VjpProgram:
     def recorded_gradients(
         self, others: Sequence[Any], tensors: Sequence[Tensor], cotangents: list[Group]
     ) -> list[Group]:
-        """Return the gradients as results of a function that autograd differentiates again.
+        """Compute gradients by a function that autograd can differentiate, for second derivatives.
 
         Args:
             others: The arguments that are no tensors; None for tensors.
@@ -382,7 +401,7 @@ class VjpProgram:
         inputs: list[Any] = self.divided(tensors)
         given: list[Any] = cotangents
         if not has_several_devices:
-            # As users do, the function takes a tensor for one device and a list for several.
+            # `_JaxFunction` takes a tensor in a process with one device, and a list otherwise.
             inputs = [group[0] for group in inputs]
             given = [group[0] for group in given]
         next_input = iter(inputs)
@@ -419,7 +438,11 @@ class VjpProgram:
         return tuple(array_sharding(layout, self.meshes, aval.shape) for layout, aval in pairs)
 
     def _vjp(self, *leaves: jax.Array) -> tuple[tuple[jax.Array, ...], Any]:
-        """Return the outputs and JAX's pullback with respect to `wrt`; None without any."""
+        """Run the function, and return its outputs and its pullback (cotangents -> gradients).
+
+        The pullback is a pytree of saved arrays, so that a jitted function can return it. It is
+        None if no argument gets a gradient.
+        """
         if not self.wrt:
             return self.fn(*leaves), None
 
@@ -432,7 +455,12 @@ class VjpProgram:
         return jax.vjp(of_wrt, *(leaves[i] for i in self.wrt))
 
     def _pull(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        """Pull cotangents of the inexact outputs back."""
+        """Return the gradients of the arguments `wrt`.
+
+        Args:
+            pull: JAX's pullback.
+            cotangents: One for each output of floats or complex numbers.
+        """
         # JAX wants a cotangent for every output: of whole numbers it is float0, which has no memory.
         all_cotangents: list[Any] = []
         for aval in self.out_avals:

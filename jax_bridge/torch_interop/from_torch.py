@@ -121,13 +121,16 @@ def _prepare(
     tree: Any,
     arrays: Arrays,
 ) -> _Prepared:
-    """Plan the moves on the way in and out, for arrays of these shapes and dtypes.
+    """Prepare the call of a torch function for arrays of these shapes and dtypes.
+
+    The function is run on fake tensors to learn the shapes of its results. Then it is known how
+    arrays become its blocks, and how its blocks become arrays.
 
     Args:
         fn: The torch function.
         in_layouts: As of `from_torch`.
         out_layouts: As of `from_torch`.
-        meshes: JAX's mesh, twice.
+        meshes: JAX's mesh, which is also torch's here.
         tree: The structure of the arguments.
         arrays: Their leaves.
     """
@@ -143,7 +146,7 @@ def _prepare(
     def flat(*tensors: Tensor) -> list[Tensor]:
         return jax.tree.leaves(of_tensors(*tensors))
 
-    # Fake tensors have shapes, dtypes and devices, but no memory: only `fn` knows its results'.
+    # Fake tensors have shapes, dtypes and devices, but no memory: nothing is computed.
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = []
         for plan_in, dtype in zip(in_plans, dtypes, strict=True):
@@ -271,10 +274,17 @@ class HostCall:
         return tuple(_moved(x, p) for x, p in zip(results, self.out_plans, strict=True))
 
     def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
-        """Call the function on copies of XLA's memory, and write its results to XLA's memory."""
+        """Run the torch function on one device's memory; XLA calls this while its program runs.
+
+        Args:
+            context: XLA's context of the call, with its CUDA stream.
+            results: Memory to write the results to.
+            memory: The memory of the arguments.
+        """
         stream: Any = nullcontext()
         if self.meshes.kind == "cuda":
-            # XLA has queued what makes the arguments on a stream of its own.
+            # What makes the arguments is queued on XLA's stream, maybe not done yet: torch queues
+            # its work behind it.
             stream = torch.cuda.stream(torch.cuda.ExternalStream(context.stream))
         with stream:
             # Copies: the function may write to its blocks, and XLA's memory has to stay as it is.
@@ -295,8 +305,16 @@ class HostCall:
         return tuple(results)
 
     def _pulled(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run the torch function again, and pull back: arguments and cotangents -> gradients."""
-        # In a second derivative autograd records this one, too.
+        """Run the torch function again under autograd, and return the gradients of its arguments.
+
+        Args:
+            tensors: The arguments, then a cotangent for each result of floats or complex numbers.
+
+        Returns:
+            A gradient for each argument of floats or complex numbers.
+        """
+        # In a second derivative this function is itself differentiated: then its tensors require
+        # gradients, and the graph of the first derivative is kept.
         is_recorded = any(x.requires_grad for x in tensors)
         n_arguments = len(self.in_plans)
         inputs = list(tensors[:n_arguments])

@@ -165,7 +165,9 @@ def _hand_over(
     progress: Progress,
     is_leaf: Callable[[Any], bool] = _never,
 ) -> Any:
-    """Check one array, or all leaves of a tree, before the first is handed over.
+    """Convert one array, or all leaves of a tree, after all of them have been checked.
+
+    An error in any leaf so comes before the first one is converted.
 
     Args:
         tree: The array; with rules a tree.
@@ -173,7 +175,10 @@ def _hand_over(
         prepare: Checks an array with its layout, and returns the function that hands it over.
         what: What the bar of progress says.
         progress: As of `to_jax`.
-        is_leaf: True for inner nodes that count as leaves.
+        is_leaf: True for inner nodes that count as leaves, as a list with a block per device.
+
+    Returns:
+        The converted array, or the tree of them.
     """
     if not isinstance(layout, Mapping):
         hand_over = prepare(tree, layout)
@@ -202,7 +207,17 @@ def prepare_to_jax(
     torch_mesh: TorchMesh | None,
     options: Options,
 ) -> Callable[[], jax.Array]:
-    """Check the arguments and return the function that makes the array. Raises as `to_jax` does."""
+    """Check the arguments of `to_jax`, and return a function that makes the array.
+
+    Nothing is sent or copied before that function is called. Raises as `to_jax` does.
+
+    Args:
+        x: This process's block, a list of one per device, or a DTensor.
+        layout: The layout of the blocks and the array, or "layout -> layout".
+        mesh: JAX's mesh.
+        torch_mesh: The mesh of the blocks if it is another one. A DTensor brings its own.
+        options: The other arguments of `to_jax`.
+    """
     shape = options.shape
     if isinstance(x, DTensor):
         shape = checked_global_shape(x, torch_mesh, shape, "torch_mesh")
@@ -212,12 +227,14 @@ def prepare_to_jax(
     dtype = _common_dtype(blocks)
     local_shape = tuple(blocks[0].shape)
     if not meshes.local_positions:
-        blocks = []  # without the tensor on meta, which has told shape and dtype
+        # A process without devices passes a tensor on `meta` only to tell shape and dtype.
+        blocks = []
     _check_devices(blocks, meshes)
     route = options.route(
         layout, meshes, local_shape=local_shape, shape=shape, dtype=dtype, to_jax=True
     )
     _check_shapes(blocks, route, meshes)
+    # A side is set if blocks have to move first: that makes copies, which copy=False forbids.
     if route.side is not None:
         options.check_moved(route)
     elif options.copy is False:
@@ -226,7 +243,10 @@ def prepare_to_jax(
 
 
 def _local_blocks(x: Any, layout: Layout | Expression, meshes: MeshPair) -> list[Tensor]:
-    """Return this process's tensors, one per device.
+    """Return this process's tensors, one per device of torch's mesh in this process.
+
+    A process without devices has none; a single tensor on `meta` is then returned as it is, since
+    it tells shape and dtype.
 
     Raises:
         ShapeError: There are more or fewer tensors than devices.
@@ -301,7 +321,18 @@ def _check_need_no_copy(blocks: Sequence[Tensor], meshes: MeshPair) -> None:
 def _make_array(
     blocks: list[Tensor], route: Route, meshes: MeshPair, dtype: str, copy: bool | None
 ) -> jax.Array:
-    """Make JAX's array of checked blocks, which the plan moves first if it has to."""
+    """Make the global array of JAX from checked blocks.
+
+    If the layout or the devices change, blocks are moved by torch before JAX gets them, or by JAX
+    after it (`route.side`); with None they stay where they are.
+
+    Args:
+        blocks: This process's blocks.
+        route: The shardings on both sides, and the side that moves.
+        meshes: The meshes of torch and JAX.
+        dtype: The dtype's name.
+        copy: As of `to_jax`.
+    """
     devices = meshes.local_devices
     if route.side is not None:
         copy = None  # blocks that have moved are in new memory already
@@ -326,7 +357,13 @@ def prepare_to_torch(
     mesh: TorchMesh | JaxMesh | None,
     options: Options,
 ) -> Callable[[], Any]:
-    """Check the arguments and return the function that makes the tensors.
+    """Check the arguments of `to_torch`, and return a function that makes the tensors.
+
+    Args:
+        array: The array.
+        layout: The layout of the array and of the blocks, or "layout -> layout".
+        mesh: As of `to_torch`.
+        options: The other arguments of `to_torch`.
 
     Raises:
         XshardError: As `to_torch` does.
@@ -373,7 +410,13 @@ def _check_array(array: Any) -> None:
 
 
 def _meshes_of(array: jax.Array, mesh: TorchMesh | JaxMesh | None) -> MeshPair:
-    """Match the array's mesh with torch's; a given mesh of JAX is the array's."""
+    """Return the meshes of JAX and torch for an array.
+
+    Args:
+        array: The array.
+        mesh: Torch's mesh; or JAX's, for an array that does not know its mesh; or None if torch
+            uses the array's mesh.
+    """
     jax_mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
     torch_mesh = None
     if isinstance(mesh, JaxMesh):
@@ -393,7 +436,10 @@ def _make_tensors(
     options: Options,
     device_mesh: DeviceMesh | None,
 ) -> Any:
-    """Make torch's tensors of a checked array, whose blocks the plan moves first if it has to.
+    """Make torch's tensors from the blocks of a checked array.
+
+    If the layout or the devices change, blocks are moved by torch after it gets them, or by JAX
+    before (`route.side`); with None they stay where they are.
 
     Returns:
         A tensor, a list of several, or None if this process has none; a DTensor on `device_mesh`.

@@ -52,11 +52,11 @@ class Route:
     """The route of one array.
 
     Attributes:
-        src: The layout at the start.
+        src: The layout at the start: of torch's blocks, or of JAX's array on the way to torch.
         text: The user's own text.
         blocks: The sharding of torch's blocks.
         in_jax: The sharding of JAX's array.
-        stored: The same, with the order of rows.
+        stored: The same as a layout, which also has the order of rows, as zigzag.
         plan: The plan from one to the other.
         side: The framework that runs the plan; None if nothing moves.
     """
@@ -91,7 +91,7 @@ class Options:
         dtype: str,
         to_jax: bool,
     ) -> Route:
-        """Find the route of an array.
+        """Find how an array gets from one framework to the other: see `Route`.
 
         Args:
             layout: One layout, or the layouts of both ends.
@@ -99,7 +99,7 @@ class Options:
             local_shape: The shape of a block of torch; needed if `shape` is None.
             shape: The global shape, or None if only the block's is known.
             dtype: The dtype's name.
-            to_jax: From torch to JAX, or back.
+            to_jax: True from torch to JAX, False from JAX to torch.
 
         Raises:
             XshardError: As `to_jax`.
@@ -117,7 +117,10 @@ class Options:
         return torch_machine(self.profile), jax_machine(self.profile)
 
     def check_moved(self, route: Route) -> None:
-        """Log the plan that runs first; raise XshardError if copies are forbidden."""
+        """Check that blocks may be moved: it makes copies, which copy=False forbids.
+
+        Logs the side that moves them. Raises XshardError for copy=False.
+        """
         if self.copy is False:
             reason = "blocks that move cannot be handed over without a copy"
             raise XshardError(reason, text=route.text, hint="copy=None allows it")
@@ -180,7 +183,9 @@ def array_sharding(layout: Layout, meshes: MeshPair, shape: Shape) -> NamedShard
 
 
 def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
-    """Return the layout or expression of every leaf of a structure.
+    """Return the layout or expression of every leaf of a pytree structure, in order.
+
+    "n/dp" for a structure of two leaves -> ["n/dp", "n/dp"]
 
     Args:
         what: The argument that errors name.
@@ -200,10 +205,19 @@ def _route(
     via: str | None,
     torch_refuses: str | None,
 ) -> Route:
-    """Find the route of an array; the cheaper side, or `via`, moves the blocks.
+    """Find the shardings of an array in torch and in JAX, and the side that moves its blocks.
+
+    Both sides plan the move; the cheaper one runs it. Nobody does if all blocks stay in place.
+
+    Args:
+        ends: Both meshes, the layouts on them, and the direction.
+        array: What is known of its shape, and its dtype.
+        profiles: The machines that torch and JAX plan for.
+        via: "torch" or "jax" to choose the side; None for the cheaper one.
+        torch_refuses: Why torch cannot run a plan now; None if it can.
 
     Raises:
-        PlanError: Neither side can.
+        PlanError: No side that may run its plan can.
     """
     meshes = ends.meshes
     src, dst, text = sides_or_one(ends.layout)
@@ -244,9 +258,10 @@ def _route(
 
 
 def _moves_nothing(plan: Plan) -> bool:
-    """Return True if every device keeps its block, maybe with another label."""
+    """Return True if every device keeps its block as it is."""
     for step in plan.steps:
-        # A retag says that replicas are copies, or the reverse: blocks stay as they are.
+        # A retag changes a tag of the layout only, as from a replica to `copy`. A transfer to the
+        # same devices under the same sharding sends nothing.
         stays = step is plan.transfer and step.is_in_place
         if step.kind != "retag" and not stays:
             return False
@@ -256,7 +271,7 @@ def _moves_nothing(plan: Plan) -> bool:
 def _cheapest_side(
     plans: Mapping[str, Plan], refusals: Mapping[str, str | None], via: str | None
 ) -> str:
-    """Return the side with the cheapest plan, or `via`.
+    """Return which framework moves the blocks, "torch" or "jax": the cheaper one, or `via`.
 
     Args:
         plans: The plan of each side.
@@ -283,7 +298,7 @@ def _why_torch_cannot_run(meshes: MeshPair) -> str | None:
         return "no process group is initialised"
     if not meshes.has_device_per_process:
         return "a process has several devices of the mesh, and one block in a collective"
-    # Its collectives are of all processes.
+    # Torch's collectives here run over the default group, in which all processes take part.
     n_processes = len({device.process_index for device in meshes.all_devices})
     if n_processes != dist.get_world_size():
         return f"the meshes have {n_processes} of {dist.get_world_size()} processes"
@@ -291,7 +306,10 @@ def _why_torch_cannot_run(meshes: MeshPair) -> str | None:
 
 
 def _why_jax_cannot_run(plan: Plan, meshes: MeshPair) -> str | None:
-    """Return the reason why JAX cannot run a plan, if any: what building its program raises."""
+    """Return the reason why JAX cannot run a plan; None if it can.
+
+    It is the error that building the program raises, as for blocks of different sizes.
+    """
     try:
         if plan.transfer:
             for end in (plan.source, plan.target):
@@ -300,7 +318,7 @@ def _why_jax_cannot_run(plan: Plan, meshes: MeshPair) -> str | None:
         else:
             mesh = plan_mesh(plan, meshes.torch_devices)
             move = (plan, plan.shape, jnp.dtype(plan.dtype), "")
-            # The plan is made already, so that the profile does not matter.
+            # Any profile will do: it is for planning, and the plan is given.
             make_program((move,), ArrayMesh(mesh, mesh), False, "h100")
     except XshardError as error:
         return error.reason
