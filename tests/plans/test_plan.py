@@ -284,6 +284,4 @@ def test_planning_takes_a_moment_at_any_size(expression, mesh, shape, received):
     assert all(
         (str(plan), str(plan.backward), *(html(picture(end)) for end in (plan.source, plan.target)))
     )
-    # At most 3.2 s where this was written. Comparing all pairs of pieces would take minutes: the
-    # limit tells these two apart on any machine, and no more.
-    assert time.process_time() - start < 15
+    assert time.process_time() - start < 3

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xshard.caches import layout_cache
 from xshard.errors import ShapeError
 from xshard.layout.mesh import row_major
 from xshard.layout.partition import (
@@ -18,7 +19,6 @@ from xshard.layout.partition import (
     all_owned_rows,
     cut_by_shards,
     find_misfit,
-    for_every_block,
     owned_rows,
 )
 from xshard.layout.runs import FILL, Run, Runs, as_runs, count_rows, row_numbers, unrolled
@@ -61,7 +61,41 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
     padding, FILL, from "before" the array, its "own" rows 0 1 2, and row 3 of the device "near" it.
     What lies beyond the last row comes from "after" the array.
     """
-    owned = owned_rows(dim, length, sizes, coords)
+    return _spans_of_block(dim, length, sizes, coords, owned_rows(dim, length, sizes, coords))
+
+
+@layout_cache(maxsize=4096)
+def all_row_spans(dim: Dim, length: int, sizes: Sizes) -> tuple[tuple[RowSpan, ...], ...]:
+    """List `row_spans` of every block of a dim, row-major along its axes."""
+    owned_blocks = all_owned_rows(replace(dim, overlap=None), length, sizes)
+    every_coords = itertools.product(*map(range, sizes))
+    return tuple(
+        _spans_of_block(dim, length, sizes, coords, owned)
+        for coords, owned in zip(every_coords, owned_blocks, strict=True)
+    )
+
+
+@layout_cache(maxsize=4096)
+def all_held_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[Runs, ...]:
+    """List `held_rows` of every block of a dim, row-major along its axes.
+
+    Read off the spans, which plans of overlapping dims ask for as well.
+    """
+    if dim.overlap is None:
+        return all_owned_rows(dim, length, sizes)
+    if isinstance(unfolded(dim.overlap), Reads):
+        every_coords = itertools.product(*map(range, sizes))
+        return tuple(held_rows(dim, length, sizes, coords) for coords in every_coords)
+    blocks: list[Runs] = []
+    for spans in all_row_spans(dim, length, sizes):
+        blocks.append(tuple(span.run for span in spans))
+    return tuple(blocks)
+
+
+def _spans_of_block(
+    dim: Dim, length: int, sizes: Ints, coords: Ints, owned: Runs
+) -> tuple[RowSpan, ...]:
+    """List the rows of a device's block as `row_spans` does, given the rows that it owns."""
     spans = [RowSpan(run, "own") for run in owned]
     if dim.overlap is None:
         return tuple(spans)
@@ -74,14 +108,14 @@ def row_spans(dim: Dim, length: int, sizes: Ints, coords: Ints) -> tuple[RowSpan
 
     owned_intervals = sorted(unrolled(owned))  # for the search by bisection
     spans = []
-    for start, stop in _widened_intervals(dim, overlap, length, sizes, coords):
+    if isinstance(overlap, Halo):
+        intervals = _halo_intervals(dim, overlap, length, sizes, coords, owned)
+    else:
+        intervals = _window_intervals(dim, overlap, length, sizes, coords)
+    for start, stop in intervals:
         if start < stop:
             spans.extend(_spans_between(start, stop, owned_intervals, length, overlap))
     return tuple(spans)
-
-
-all_held_rows = for_every_block(held_rows)
-all_row_spans = for_every_block(row_spans)
 
 
 def _rows_read(reads: Reads, sizes: Ints, coords: Ints) -> Numbers:
@@ -227,29 +261,26 @@ def is_flipped(span: RowSpan, dim: Dim) -> bool:
 # ---- rows of a widened block
 
 
-def _widened_intervals(
-    dim: Dim, overlap: Halo | Window, length: int, sizes: Ints, coords: Ints
+def _window_intervals(
+    dim: Dim, window: Window, length: int, sizes: Ints, coords: Ints
 ) -> list[tuple[int, int]]:
-    """List the row intervals (start, stop) that a device needs under a halo or a window.
+    """List the row intervals (start, stop) that a device's outputs of a convolution read.
 
-    A halo of 1 around its rows 0 to 3 -> (-1, 5): both ends may lie outside the array. A window is
-    what a convolution reads: with a kernel of 3 and stride 2, outputs 1 and 2 read rows 2 to 4 and
-    4 to 6 -> (2, 7).
+    With a kernel of 3 and stride 2, outputs 1 and 2 read rows 2 to 4 and 4 to 6 -> (2, 7). Both
+    ends may lie outside the array.
     """
-    if isinstance(overlap, Halo):
-        return _halo_intervals(dim, overlap, length, sizes, coords)
-    rows_before, _ = overlap.padding
-    width = overlap.d * (overlap.k - 1) + 1  # rows that one output reads
+    rows_before, _ = window.padding
+    width = window.d * (window.k - 1) + 1  # rows that one output reads
     intervals = []
-    for outputs in unrolled(window_outputs(dim, overlap, length, sizes, coords)):
-        first = outputs.start * overlap.s - rows_before
-        last = (outputs.start + outputs.length - 1) * overlap.s - rows_before
+    for outputs in unrolled(window_outputs(dim, window, length, sizes, coords)):
+        first = outputs.start * window.s - rows_before
+        last = (outputs.start + outputs.length - 1) * window.s - rows_before
         intervals.append((first, last + width))
     return intervals
 
 
 def _halo_intervals(
-    dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints
+    dim: Dim, halo: Halo, length: int, sizes: Ints, coords: Ints, owned: Runs
 ) -> list[tuple[int, int]]:
     """List the row intervals (start, stop) that a device owns, each widened by its halo.
 
@@ -261,7 +292,7 @@ def _halo_intervals(
     rows_before, rows_after = halo.widths(part)
     if isinstance(halo.lo, int) and isinstance(halo.hi, int):
         intervals = []
-        for run in unrolled(owned_rows(dim, length, sizes, coords)):
+        for run in unrolled(owned):
             intervals.append((run.start - rows_before, run.start + run.length + rows_after))
         return intervals
     # With a width per device, even a device without rows may have a halo. Its position is counted

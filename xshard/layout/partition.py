@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -249,19 +248,6 @@ def owned_rows(dim: Dim, length: int, sizes: Ints, coords: Ints) -> Runs:
     The sizes and coordinates are those of `dim.axes`, in their order.
     """
     return cut_by_shards(length, dim.shards, sizes, coords)
-
-
-def for_every_block(
-    rows: Callable[[Dim, int, Sizes, Sizes], R],
-) -> Callable[[Dim, int, Sizes], tuple[R, ...]]:
-    """Make of a function of one device's rows a cached one of the rows of all blocks, row-major."""
-
-    @layout_cache(maxsize=4096)
-    def all_rows(dim: Dim, length: int, sizes: Sizes) -> tuple[R, ...]:
-        every_coords = itertools.product(*map(range, sizes))
-        return tuple(rows(dim, length, sizes, coords) for coords in every_coords)
-
-    return all_rows
 
 
 @layout_cache(maxsize=4096)
