@@ -55,7 +55,8 @@ def group_of_programs(
     world = dist.group.WORLD
     assert world is not None
     backend, _ = backend_and_store(world)
-    return _new_group(tuple(range(size)), rank, name, store, backend, timeout)
+    check_store(store, timeout)  # without an answer, making a group would wait for ever
+    return new_group(tuple(range(size)), rank, name, store, backend, timeout)
 
 
 def ranks_digest(ranks: tuple[int, ...]) -> str:
@@ -70,20 +71,9 @@ def _group_of(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessG
     name = f"xshard/{ranks_digest(ranks)}"
     if world is not dist.group.WORLD:
         name = f"{world.group_name}/{name}"
-    return _new_group(ranks, rank_in(world), name, store, backend, timeout_of(world))
-
-
-def _new_group(
-    ranks: tuple[int, ...],
-    rank: int,
-    name: Any,
-    store: Any,
-    backend: str,
-    timeout: timedelta,
-) -> dist.ProcessGroup:
-    """Make a group, once its store has answered: one without an answer would hold this process for ever."""
-    check_store(store, timeout)
-    return new_group(ranks, rank, name, store, backend, timeout)
+    timeout = timeout_of(world)
+    check_store(store, timeout)  # without an answer, making a group would wait for ever
+    return new_group(ranks, rank_in(world), name, store, backend, timeout)
 
 
 class _Work(dist.Work):
