@@ -42,7 +42,7 @@ def test_every_cell_of_a_page_is_followed_by_what_it_shows(site: Path) -> None:
     assert n_cells > 30
 
 
-def test_notebooks_are_run_and_show_what_their_cells_do(site: Path) -> None:
+def test_notebooks_show_what_their_cells_do(site: Path) -> None:
     notebooks = sorted((ROOT / "docs/notebooks").glob("*.py"))
     assert [path.stem for path in notebooks] == ["first_steps", "halos", "model"]
     for path in notebooks:
@@ -90,7 +90,7 @@ def test_every_public_name_has_a_page_with_its_docstring(site: Path) -> None:
     } <= names
 
 
-def test_a_class_has_its_signature_its_fields_and_its_methods(site: Path) -> None:
+def test_the_page_of_a_class_lists_its_members(site: Path) -> None:
     identifiers = set(re.findall(r'id="(.*?)"', (site / "api/xshard.Plan-class.html").read_text()))
     assert {"xshard.plans.plan.Plan.steps", "xshard.plans.plan.Plan.explain"} <= identifiers
     assert (site / "api/xshard.reference.scatter.html").exists() and (
@@ -127,14 +127,14 @@ def test_examples_of_docstrings_are_code(site: Path) -> None:
         assert "&gt;&gt;&gt; " not in prose and "Args:" not in prose, path
 
 
-def test_the_search_has_no_source_and_finds_symptoms(site: Path) -> None:
+def test_the_search_finds_symptoms_without_sources(site: Path) -> None:
     pages = json.loads((site / "search/search_index.json").read_text())["docs"]
     texts = [page["text"] + page["title"] for page in pages]
     assert not [text for text in texts if "object.__setattr__(" in text or "@lru_cache" in text]
     assert [text for text in texts if "OOM" in text]
 
 
-def test_pages_say_where_they_are_and_what_they_are_about(site: Path) -> None:
+def test_pages_say_what_they_are_about(site: Path) -> None:
     page = (site / "recipes/gather.html").read_text()
     assert f'<link rel="canonical" href="{URL}recipes/gather.html">' in page
     assert (
@@ -167,7 +167,7 @@ def test_plots_show_the_recorded_runs() -> None:
         assert plots.source(plot) in (plots.FOLDER / f"{plot}.svg").read_text(), plot
 
 
-def test_every_error_has_a_section_and_a_place_in_the_skill() -> None:
+def test_every_error_is_explained_on_its_page_as_in_the_skill() -> None:
     sources = [path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     names = {
         name
