@@ -14,7 +14,7 @@ from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside, module_of, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
-from xshard import Rules, Sharding, models
+from xshard import Layout, Rules, Sharding, models
 from xshard.errors import PlanError, located
 from xshard.models import ParameterUse, layout_text, use_of
 from xshard.rules import Pattern
@@ -78,9 +78,10 @@ def parameters_by_rules(
     uses: dict[str, ParameterUse] = {}
     for name, x in {**parameters, **buffers}.items():
         is_buffer = name in buffers
-        if not is_buffer and enclosing(module_of(name), hooks, "inputs") is None:
+        path = module_of(name)
+        if not is_buffer and enclosing(path, hooks, "inputs") is None:
             _refuse_without_input_rule(name)
-        place = Place(model.get_submodule(module_of(name)), name.rpartition(".")[2])
+        place = Place(model.get_submodule(path), name.rpartition(".")[2])
         with located(name):
             rule = _read_rule(name, x, texts.get(name, "..."), is_buffer, context, hooks)
             _shard_embedding(place.module, name, rule.used, context, hooks)
@@ -92,16 +93,17 @@ def parameters_by_rules(
             uses[name] = rule.use
         # The output of a module may have a dim of its parameter, as o of "o i": its length is then
         # known.
-        if module_of(name) in hooks:
-            dims = models.dims_of_parameter(rule.used, context.processes.device)
-            hooks[module_of(name)].parameter_dims += dims
+        if path in hooks:
+            hooks[path].parameter_dims += models.dims_of_parameter(
+                rule.used, context.processes.device
+            )
 
     # These need all uses: those of a tied parameter, and of the other parameters of a module.
     sharded = list(by_identity.values())
-    _check_added_once(uses, sharded, hooks)
+    _check_biases(uses, sharded, hooks)
     for parameter in sharded:
         if parameter.name in uses:
-            _gather_for_uses(parameter, uses, hooks, keep_rules)
+            _plan_uses(parameter, uses, hooks, keep_rules)
     return ModelParameters(sharded, uses)
 
 
@@ -166,52 +168,74 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
         )
 
 
-def _gather_for_uses(
-    parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules
-) -> None:
-    """Tell modules to gather a parameter that is stored under another layout than used.
+def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules) -> None:
+    """Decide who gathers a parameter and where its gradient is summed, for all its uses.
 
-    Of the module with the parameter and those around it, the nearest one that gathers does. "o/dp i
-    -> o i": the block [o/2, i] is gathered to [o, i]; the gradient [o, i] is summed over dp and
-    scattered on its way back. Sets `axes_summed_later`: the axes over which no such move sums the
-    gradient, so that buckets do after the backward pass.
+    Each use may sum the gradient when its module gives the gathered parameter back. The axes over
+    which no use does so become the parameter's `axes_summed_later`, for buckets after the backward
+    pass. Modules get a check of their inputs, where the gradient of these could be incomplete.
     """
-    parameter.axes_summed_later = models.axes_summed_after_all_uses(
-        [uses[name] for name in parameter.names]
-    )
-    for name, place in zip(parameter.names, parameter.places, strict=True):
+    names = parameter.names
+    parameter.axes_summed_later = models.axes_summed_after_all_uses([uses[name] for name in names])
+    for name, place in zip(names, parameter.places, strict=True):
         use = uses[name]
         if use.unsummed_axes:
             check = partial(check_apart, name, use)
             place.module.register_forward_pre_hook(check, with_kwargs=True)
         move = use.move(parameter.axes_summed_later)
-        if move is None:  # used as it is stored
-            continue
-        stored, used = move
-        gatherer = enclosing(module_of(name), hooks, "gathers")
-        assert gatherer is not None  # the nearest one with a rule, or the model
-        is_named = keep_rules.pattern_for(name) is not None
-        gathered = GatheredParameter(
-            name,
-            [place],
-            to_use=f"{stored} -> {used}",
-            to_storage=f"{used.dual} -> {stored.dual}",
-            shape=parameter.sharding.shape,
-            # Dropping what the outermost module gathers would save nothing: the backward pass
-            # begins with its last parameters, and would gather all of them again at once.
-            is_kept=gatherer.parent is None or is_named,
-            # Passes cannot share a tied parameter: the one gathered tensor would lack the gradients
-            # of its other uses.
-            is_shared=is_named and len(parameter.names) == 1,
-        )
-        gatherer.parameters.add(gathered)
+        if move is not None:  # it is not used as it is stored
+            _gather_for_use(parameter, name, place, move, hooks, keep_rules)
 
 
-def _check_added_once(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks) -> None:
-    """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded.
+def _gather_for_use(
+    parameter: ShardedParameter,
+    name: str,
+    place: Place,
+    move: tuple[Layout, Layout],
+    hooks: Hooks,
+    keep_rules: Rules,
+) -> None:
+    """Let the nearest module around a parameter that gathers do so, before its forward passes.
 
-    A bias [o] beside a weight "o i/tp": each process's result is an addend of the sum over tp, and
-    would have the bias in it, so that the sum has it 4 times on tp=4.
+    "o/dp i -> o i": the block [o/2, i] is gathered to [o, i]; the gradient [o, i] is summed over dp
+    and scattered on its way back.
+
+    Args:
+        parameter: The parameter, which may be tied.
+        name: Its name in this use.
+        place: Where it is in this use.
+        move: Its layouts in storage and in use.
+        hooks: The hooks of modules, by name.
+        keep_rules: Match the parameters that stay gathered until the backward pass.
+    """
+    stored, used = move
+    gatherer = enclosing(module_of(name), hooks, "gathers")
+    assert gatherer is not None  # the nearest one with a rule, or the model
+    is_named = keep_rules.pattern_for(name) is not None
+    gathered = GatheredParameter(
+        name,
+        [place],
+        to_use=f"{stored} -> {used}",
+        to_storage=f"{used.dual} -> {stored.dual}",
+        shape=parameter.sharding.shape,
+        # Dropping what the outermost module gathers would save nothing: the backward pass begins
+        # with its last parameters, and would gather all of them again at once.
+        is_kept=is_named or gatherer.parent is None,
+        # Passes cannot share a tied parameter: the one gathered tensor would lack the gradients of
+        # its other uses.
+        is_shared=is_named and len(parameter.names) == 1,
+    )
+    gatherer.parameters.add(gathered)
+
+
+def _check_biases(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks) -> None:
+    """Raise PlanError for a whole parameter, as a bias, that every process would add to its addend.
+
+    With a weight "o i/tp", each process's result is an addend of the sum over tp. A bias [o] that is
+    added to each of them is in the sum 4 times on tp=4.
+
+    There are two signs of such addends: the rule for the module's output says "sum(tp)", or a
+    larger parameter of the module, to whose result this one is added, is sharded over tp.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter in sharded:
@@ -220,31 +244,28 @@ def _check_added_once(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks)
     for name in sorted(uses, key=module_of):
         names_by_module.setdefault(module_of(name), []).append(name)
 
-    # Two signs that a parameter, as a bias, is added to a sum: the rule of its module's output says
-    # "sum(tp)", or a larger parameter of the same module is sharded.
     for path, names in names_by_module.items():
-        summed = _axes_of_addends(path, uses, hooks)
+        output_axes = _axes_of_addends(path, uses, hooks)
         siblings = [(uses[name], shapes[name]) for name in names]
         for name in names:
-            # A weight in the same module that has the dims of this one and more, as "o i" beside
-            # "o", is a matrix, to whose result this one is added.
-            axes = summed | models.axes_of_larger_parameters(shapes[name], siblings)
-            repeated = axes - set(uses[name].used.axes) - uses[name].whole_axes
-            if repeated:
-                _refuse_added(name, uses[name], repeated)
+            use = uses[name]
+            addend_axes = output_axes | models.axes_of_larger_parameters(shapes[name], siblings)
+            # Along its own axes it is sharded, too; along `whole_axes` its rule says that it is meant.
+            repeated_axes = addend_axes.difference(use.used.axes, use.whole_axes)
+            if repeated_axes:
+                _refuse_added(name, use, repeated_axes)
 
 
 def _axes_of_addends(path: str, uses: Uses, hooks: Hooks) -> set[str]:
     """Return the axes over which a module's output is a sum, and that shard a parameter inside it."""
     if path not in hooks:
         return set()
-    summed = hooks[path].summed_axes
-    axes: set[str] = set()
+    sharding_axes: set[str] = set()
     for name, use in uses.items():
         if is_inside(name, path):
             for dim in use.used.dims:
-                axes.update(summed.intersection(dim.axes))
-    return axes
+                sharding_axes.update(dim.axes)
+    return sharding_axes & hooks[path].summed_axes
 
 
 def _refuse_added(name: str, use: ParameterUse, axes: set[str]) -> None:
@@ -258,12 +279,13 @@ def _refuse_added(name: str, use: ParameterUse, axes: set[str]) -> None:
 
 
 def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise PlanError if the gradient of a module's input would lack the parts of other processes.
+    """Raise PlanError if an input's gradient would lack other processes' parts; a hook of the module.
 
-    With a weight "o/tp i", each process computes with its rows, and gets the part of the input's
-    gradient that comes through them. The parts have to be summed over tp, and no rule says so. A
-    hook of the module before its forward pass; an input without a gradient, as of a first layer, is
-    fine.
+    With a weight "o/tp i", each process computes with its rows, and the input's gradient that comes
+    through them is one addend of a sum over tp. No rule says that it is to be summed. An input
+    without a gradient, as of a first layer, is fine.
+
+    name, use: of the weight.
     """
     if not any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         return
