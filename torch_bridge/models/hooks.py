@@ -153,13 +153,13 @@ class ModuleHooks:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move the arguments by their rules, and gather the parameters; a hook of the module.
+        """Move the arguments by their rules, then gather the parameters; a hook of the module.
 
-        It returns the arguments with which torch then calls `forward`. Rows that the rule routes
-        are sent to the processes of their experts.
+        Returns the arguments with which torch then calls `forward`. Rows that a rule routes are
+        sent to the processes of their experts. `after_forward` ends what begins here.
         """
-        # The modules around this one have seen the global lengths of some named dims, as s = 8192.
-        # A name has one length everywhere, so that these help where a block alone does not tell.
+        # Modules around this one know the global lengths of some named dims, as s = 8192. A name
+        # has one length everywhere, so that these help where a block alone does not tell.
         known = self.parent.known_dims if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
@@ -177,11 +177,14 @@ class ModuleHooks:
         return moved_args, {name: values[name] for name in kwargs}
 
     def after_forward(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """Put the parameters back and move the results; a hook, always called, also after an error."""
-        self.parameters.end_pass()  # whatever happened inside
+        """Give the module its blocks back, and move the results; a hook of the module.
+
+        It is always called, also after an error: then `result` is None.
+        """
+        self.parameters.end_pass()
         if self.experts is not None:
             result = self.experts.leave(result)
-        if result is None:  # an error is on its way
+        if result is None:
             return None
         for rule in self.outputs:
             result = self._move_output(rule, result)
@@ -201,8 +204,8 @@ class ModuleHooks:
     def _with_parameter_dims(self, rule: TensorRule, x: Tensor, known: KnownDims) -> KnownDims:
         """Add the dims of an output that are as long as one of the parameters: its global length counts."""
         names = rule.rule.src.resolved(x.ndim).names
-        rows = dict(zip(names, x.shape, strict=True))
-        dims = [dim for dim in self.parameter_dims if rows.get(dim.name) == dim.local_length]
+        lengths = dict(zip(names, x.shape, strict=True))
+        dims = [dim for dim in self.parameter_dims if lengths.get(dim.name) == dim.local_length]
         return (*dims, *known)
 
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
@@ -252,14 +255,14 @@ class ModuleHooks:
         key = _part_key(rule.key, parts)
         if not isinstance(parts.get(key), Tensor):
             return result
-        parts[key] = self._move(rule, parts[key], self.known_dims, "output").block
+        moved = self._move(rule, parts[key], self.known_dims, "output")
         if isinstance(result, Tensor):
-            return parts[key]
-        if isinstance(
-            result, Mapping
-        ):  # as of transformers: a dict with attributes, filled in place
-            result[key] = parts[key]  # type: ignore[index]  # it is mutable
+            return moved.block
+        if isinstance(result, Mapping):
+            # Changed in place: transformers' are dicts with attributes.
+            result[key] = moved.block  # type: ignore[index]  # it is mutable
             return result
+        parts[key] = moved.block
         make = type(result)
         if hasattr(result, "_fields"):  # a NamedTuple takes its fields one by one
             return make(*parts.values())

@@ -219,7 +219,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
             "gradients are each process's share", hint="a pass outside of no_sync sums them"
         )
     # Each block is counted on one process: the sum over all of them counts every element once.
-    norms = _norms_counted_here(parallel, norm_type)
+    norms = _norms_to_count(parallel, norm_type)
     is_largest = math.isinf(norm_type)
     block = norms.max() if is_largest else (norms**norm_type).sum()
     reduction = "max" if is_largest else "sum"
@@ -228,34 +228,31 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     return total if is_largest else total ** (1 / norm_type)
 
 
-def _norms_counted_here(parallel: ParallelModel, norm_type: float) -> Tensor:
-    """Return the norms of the gradient blocks that this process counts for the model: `[n]`.
+def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
+    """Return the norms of the gradient blocks of which this process is the first owner: `[1 + n]`.
 
-    Several processes may have the same block, which must be counted once: the first of them along
-    each axis does. On dp=2, tp=2 a gradient "o/tp i" is counted by the two processes with dp=0, one
-    half by each. The first number is a 0, and the dtype float32 or wider.
+    Processes along the axes that do not shard a gradient have equal blocks, which count once. On
+    dp=2, tp=2 a gradient "o/tp i" counts on the two processes with dp=0, one half on each. The first
+    norm is 0, for a process that has nothing to count. The dtype is float32 or wider.
     """
     context = parallel.context
     position = context.axes.coords(context.processes.device)
-    # Axes along which this process is not the first. If one of them does not shard a gradient, the
-    # first process along it has the same block, and counts it.
-    later_axes = {axis for axis, i in zip(context.axes.axes, position, strict=True) if i > 0}
-    if parallel.parameters:
-        example = parallel.parameters[0].tensor
-    else:
-        example = torch.zeros(())
+    # Axes along which this process is not the first.
+    later_axes = {context.axes.axes[i] for i, coordinate in enumerate(position) if coordinate}
+    example = parallel.parameters[0].tensor if parallel.parameters else torch.zeros(())
     dtype = torch.promote_types(example.dtype, torch.float32)
 
-    # A zero, because a process with nothing to count still takes part in the sum over all.
     norms = [torch.zeros((), dtype=dtype, device=example.device)]
     for parameter in parallel.parameters:
         gradient = parameter.tensor.grad
         if gradient is None or not gradient.numel():
             continue
-        if later_axes <= set(parameter.sharding.layout.axes):
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide)
-            norms.append(norm.to(norms[0]))
+        # An earlier process along one of these axes has the same block, and counts it.
+        if later_axes.difference(parameter.sharding.layout.axes):
+            continue
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide)
+        norms.append(norm.to(norms[0]))
     return torch.stack(norms)
 
 

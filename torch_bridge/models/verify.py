@@ -18,7 +18,7 @@ from torch_bridge.mesh.process_mesh import on_this_process_alone
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
-from torch_bridge.models.parameters import ParallelContext, ShardedParameter, unsharded
+from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter, unsharded
 from torch_bridge.models.uses import check_apart
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.modules import buffers_of, forward_hooks_of, uncompiled
@@ -174,7 +174,7 @@ def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
 
 
 def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
-    """Run a model forward and backward, and return the loss; `.grad` has the gradients.
+    """Run a model forward and backward, and return the loss; gradients are added to `.grad`.
 
     Args:
         model: A parallel model, or the copy on one device.
@@ -186,10 +186,15 @@ def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None =
     Raises:
         ShapeError: The loss is no scalar.
     """
-    args = [x for key, x in call.items() if not isinstance(key, str)]
-    named = {key: x for key, x in call.items() if isinstance(key, str)}
+    args = []
+    kwargs = {}
+    for key, x in call.items():
+        if isinstance(key, str):
+            kwargs[key] = x
+        else:
+            args.append(x)
     with torch.enable_grad():
-        result: Any = model(*args, **named)
+        result: Any = model(*args, **kwargs)
         try:
             value = _default_loss(result) if loss is None else loss(result)
         except Exception as error:
@@ -199,8 +204,9 @@ def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None =
                 error.add_note(described(title, parallel, last_path))
             raise
     if not isinstance(value, Tensor) or value.ndim:
-        is_tensor = isinstance(value, Tensor)
-        what = f"shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+        what = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            what = f"shape {tuple(value.shape)}"
         raise ShapeError(f"the loss is a scalar tensor, not {what}", hint="loss=lambda result: ...")
     value.backward()
     return value
@@ -269,10 +275,9 @@ def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[
         whole = tensors.pop(parameter.name)
         gradient = _gradient(whole)
         block = parameter.block_of(gradient, parallel.context)
-        wanted.append(
-            Wanted("gradient", parameter.name, parameter.sharding, block, largest_value(gradient))
-        )
-        whole.grad = None
+        largest = largest_value(gradient)
+        wanted.append(Wanted("gradient", parameter.name, parameter.sharding, block, largest))
+        whole.grad = None  # the copy of the model still has the parameter
     return wanted
 
 
@@ -313,7 +318,7 @@ def _copied(source: Module, parallel: ParallelModel) -> _Copy:
     source_tensors.update(source.named_buffers())
     # `deepcopy` looks objects up here by their ids before it copies them: the state of the parallel
     # model is not copied, and whole tensors take the place of blocks.
-    memo: dict[int, Any] = {id(x): x for x in (parallel, *parallel.hooks.values())}
+    memo: dict[int, Any] = _states_by_id(parallel)
     tensors: dict[str, Tensor] = {}
     for parameter in parallel.parameters:
         whole = _whole_tensor(parameter, parallel.context)
@@ -326,12 +331,16 @@ def _copied(source: Module, parallel: ParallelModel) -> _Copy:
     model: Module = copy.deepcopy(source, memo)  # notes in `memo` what became of each module
     model.__dict__.pop(ATTRIBUTE, None)
     for count in parallel.counts:
-        if (
-            id(count.module) in memo
-        ):  # else the copy is of original=, whose attribute is whole already
+        # No copy of this module: the source is original=, whose attribute is whole already.
+        if id(count.module) in memo:
             setattr(memo[id(count.module)], count.attribute, count.whole)
     _remove_hooks(model, parallel)
     return _Copy(model, tensors)
+
+
+def _states_by_id(parallel: ParallelModel) -> dict[int, Any]:
+    """Return the objects whose methods are the hooks of a parallel model, by their ids."""
+    return {id(state): state for state in (parallel, *parallel.hooks.values())}
 
 
 def _whole_tensor(parameter: ShardedParameter, context: ParallelContext) -> Tensor:
@@ -345,7 +354,7 @@ def _whole_tensor(parameter: ShardedParameter, context: ParallelContext) -> Tens
 
 def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
     """Remove the hooks of rules from the copy of a parallel model."""
-    states = {id(state) for state in (parallel, *parallel.hooks.values())}
+    states = _states_by_id(parallel)
     for module in model.modules():
         for hooks in forward_hooks_of(module):
             for key, hook in list(hooks.items()):
@@ -355,34 +364,40 @@ def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
                     del hooks[key]
 
 
+class _SavedBuffer(NamedTuple):
+    """A buffer: where it is, the tensor itself, and a copy of its values."""
+
+    place: Place
+    tensor: Tensor
+    values: Tensor
+
+
 @contextmanager
 def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
-    """Let a `with` block run the model, and afterwards put back gradients and buffers as they were.
+    """Let a `with` block train the model; put back gradients and buffers as they were.
 
-    Inside, all gradients begin as None. `parallelize` checks gradients after the first backward
-    pass of a model: a pass inside does not count as that one.
+    Inside, all gradients begin as None, and the check of the model's first backward pass (of
+    `parallelize`) is off: a pass inside does not count as the first.
     """
-    gradients = [(parameter.tensor, parameter.tensor.grad) for parameter in parallel.trained]
-    buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+    gradients = {parameter.tensor: parameter.tensor.grad for parameter in parallel.trained}
+    buffers: list[_SavedBuffer] = []
     for module in model.modules():
-        tensors = buffers_of(module)
-        for name, x in tensors.items():
+        for name, x in buffers_of(module).items():
             if x is not None:
-                buffers.append((tensors, name, x, x.clone()))
-    after_first = (
-        parallel.gradients.after_first
-    )  # the check after the first pass; None once it is done
+                buffers.append(_SavedBuffer(Place(module, name), x, x.clone()))
+    check_of_first = parallel.gradients.after_first  # None once it is done
     parallel.gradients.after_first = None
-    for x, _ in gradients:
+    for x in gradients:
         x.grad = None
     try:
         yield
     finally:
-        parallel.gradients.after_first = after_first
-        for x, gradient in gradients:
+        parallel.gradients.after_first = check_of_first
+        for x, gradient in gradients.items():
             x.grad = gradient
-        for tensors, name, x, values in buffers:
-            tensors[name] = x.copy_(values)
+        for buffer in buffers:
+            # The module may have replaced the buffer, or have written to it.
+            buffer.place.set_tensor(buffer.tensor.copy_(buffer.values))
 
 
 @contextmanager
@@ -403,8 +418,8 @@ def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]
 def largest_of(wanted: Sequence[Wanted]) -> dict[str, float]:
     """Return the largest value of each kind."""
     largest: dict[str, float] = {}
-    for one in wanted:
-        largest[one.kind] = max(one.largest, largest.get(one.kind, one.largest))
+    for array in wanted:
+        largest[array.kind] = max(array.largest, largest.get(array.kind, 0.0))
     return largest
 
 
@@ -422,28 +437,30 @@ def compare_on_all(
     arrays, and get the worst flag of all processes for each array.
 
     Args:
-        wanted: This process's blocks by one device.
+        wanted: The right blocks of this process, by one device.
         blocks: The blocks of the parallel run, in the same order.
         tol: The tolerance, relative to the largest value of an array.
         context: The mesh and options.
     """
     largest_of_kind = largest_of(wanted)
     flags = []
-    for one, block in zip(wanted, blocks, strict=True):
-        if block.shape != one.block.shape:
-            flags.append(float(SHAPES_DIFFER))
-            continue
+    for right, block in zip(wanted, blocks, strict=True):
         # An array near zero is a sum in which large terms cancel, with the rounding errors of
         # these. So a difference is allowed of `tol` times the array's own largest value, or times
         # 1/100 of the largest value of all arrays of its kind (gradients, or outputs), whichever is
         # more.
-        absolute = tol * max(one.largest, largest_of_kind[one.kind] / 100)
-        is_close = torch.isclose(block.double(), one.block.double(), tol, absolute).all()
-        flags.append(float(EQUAL if is_close else VALUES_DIFFER))
+        largest = max(right.largest, largest_of_kind[right.kind] / 100)
+        flag = EQUAL
+        if block.shape != right.block.shape:
+            flag = SHAPES_DIFFER
+        elif not torch.allclose(block.double(), right.block.double(), tol, tol * largest):
+            flag = VALUES_DIFFER
+        flags.append(float(flag))
     # The maximum over processes, so that all of them raise, and about the same arrays.
     text = f"n | max({','.join(context.axes.axes)}) -> n"
     own_flags = torch.tensor(flags, device=blocks[0].device)
-    return [int(flag) for flag in redistribute(own_flags, text, context.mesh).tolist()]
+    worst_flags = redistribute(own_flags, text, context.mesh)
+    return [int(flag) for flag in worst_flags.tolist()]
 
 
 @torch.no_grad()
@@ -459,41 +476,52 @@ def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run:
         tol: The tolerance; None goes by the lowest precision among the dtypes.
         run: Makes both runs again, to find the first module that is wrong.
     """
-    context = parallel.context
-    wanted = results.wanted
-    blocks = results.blocks
     if tol is None:
-        tol = tolerances.rounding(dtypes.name_of(x.dtype) for x in blocks)
-    flags = compare_on_all(wanted, blocks, tol, context)
-    numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
-    if not numbers:
+        tol = tolerances.rounding(dtypes.name_of(x.dtype) for x in results.blocks)
+    flags = compare_on_all(results.wanted, results.blocks, tol, parallel.context)
+    wrong_numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
+    if not wrong_numbers:
         return
+    first: WrongTensor | None = None
+    if parallel.hooks:
+        first = _first_wrong(results.wanted, wrong_numbers, parallel, tol, run)
+    raise _difference(results, wrong_numbers, first, tol, parallel.context)
+
+
+def _difference(
+    results: _Results,
+    wrong_numbers: Sequence[int],
+    first: WrongTensor | None,
+    tol: float,
+    context: ParallelContext,
+) -> Exception:
+    """Return the EquivalenceError about all wrong arrays. All processes call it.
+
+    first: the first wrong module, if the model has rules. It explains all that follows, unless the
+    kit has found another cause for an array.
+    """
     # Imported now, because they load the kit, which is slow.
     from torch_bridge.models.first_wrong import mismatch_of
     from xshard.testing.diagnosis.causes import Cause
     from xshard.testing.mismatch import EquivalenceError
 
-    first: WrongTensor | None = None
-    if parallel.hooks:
-        first = _first_wrong(wanted, numbers, parallel, tol, run)
-    # The first wrong module explains all that follows, unless the kit has found a cause of its own.
-    cause = Cause("module", f"wrong already: {first.place}") if first is not None else None
-    largest = largest_of(wanted)
+    largest = largest_of(results.wanted)
     mismatches: list[Any] = []
-    for i in numbers:
-        one = wanted[i]
-        mismatch = mismatch_of(one, blocks[i], largest[one.kind], tol, context)
-        if mismatch.cause is None:
+    for i in wrong_numbers:
+        wanted = results.wanted[i]
+        mismatch = mismatch_of(wanted, results.blocks[i], largest[wanted.kind], tol, context)
+        if first is not None and mismatch.cause is None:
+            cause = Cause("module", f"wrong already: {first.place}")
             mismatch = replace(mismatch, cause=cause)
-        is_first = not mismatches  # the long text about the module goes with the first array only
-        text = first.text if first is not None and is_first else ""
-        mismatches.append(replace(mismatch, first=text))
-    raise EquivalenceError(mismatches, len(wanted))
+        mismatches.append(mismatch)
+    if first is not None:  # the long text about the module goes with the first array only
+        mismatches[0] = replace(mismatches[0], first=first.text)
+    return EquivalenceError(mismatches, len(results.wanted))
 
 
 def _first_wrong(
     wanted: Sequence[Wanted],
-    numbers: Sequence[int],
+    wrong_numbers: Sequence[int],
     parallel: ParallelModel,
     tol: float,
     run: Run,
@@ -504,8 +532,8 @@ def _first_wrong(
     that is wrong, else the gradient that a backward pass comes to first.
 
     Args:
-        wanted: The loss (number 0) and the gradients by one device, in the order of parameters.
-        numbers: Which of them are wrong, ascending.
+        wanted: The loss and then the gradients by one device, in the order of parameters.
+        wrong_numbers: Which of them are wrong, ascending.
         parallel: The state of the parallel model.
         tol: The tolerance.
         run: Makes both runs; it takes a context to watch modules in.
@@ -521,14 +549,13 @@ def _first_wrong(
     if found is not None:
         return found
 
-    # All outputs are right, so that the loss function is wrong (number 0), or a gradient. A backward
-    # pass comes to the parameters of the last modules first: the last wrong one is where it began.
-    is_loss = numbers[0] == 0
-    name = wanted[0].name if is_loss else wanted[numbers[-1]].name
-    title = name if is_loss else f"gradient of {name}"
+    # A backward pass comes to the parameters of the last modules first: there it went wrong first.
+    wrong = wanted[wrong_numbers[-1]]
+    title = f"gradient of {wrong.name}"
+    if wrong_numbers[0] == 0:
+        wrong = wanted[0]
+        title = wrong.name
     place = f"the {title}, while outputs of modules with rules are right"
-    text = place
-    inner = [path for path in parallel.hooks if is_inside(name, path)]
-    if inner:
-        text = described(place, parallel, inner[-1])
+    around = [path for path in parallel.hooks if is_inside(wrong.name, path)]  # outer ones first
+    text = described(place, parallel, around[-1]) if around else place
     return WrongTensor(place, text)
