@@ -66,8 +66,8 @@ def all_or_none(
         return [work()]
 
     def result() -> CallFacts:
-        # Ranks exchange a description of a call. Results go into the part of it that may differ
-        # between ranks.
+        # Ranks describe a call to each other. The part `own` may differ between them: it carries
+        # results.
         return CallFacts(everywhere={}, within={}, part=(), own={"": json.dumps(work())})
 
     reports = compare_ranks(ranks, call, result, timeout)
@@ -136,20 +136,19 @@ def local_arrays(
     if isinstance(tree, nn.Module):
         tree = tree.state_dict()
     tensors, constants = tensors_and_constants(tree)
-    without_layout = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
+    without_placements = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
     if rules is None:
         rules = {"**": "..."}
-    layouts = Rules(rules).match(without_layout, what="tensor")
+    layouts = Rules(rules).match(without_placements, what="tensor")
     ranks = processes_of(mesh)
     if mesh is None:
         mesh = axes_of(None)
-    if shapes is None:
-        shapes = {}
     arrays: dict[str, LocalArray] = {}
     for name, x in tensors.items():
         with errors.located(trees.place_of(name)):
             rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
-            arrays[name] = local_array(name, x, rule, mesh, ranks, shapes.get(name))
+            shape = None if shapes is None else shapes.get(name)
+            arrays[name] = local_array(name, x, rule, mesh, ranks, shape)
     return arrays, constants
 
 
@@ -185,7 +184,8 @@ def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Const
     leaves of other types, and for two leaves of one name.
     """
     # Containers of torch's pytrees: dicts, lists, tuples and named tuples.
-    named_leaves = [(trees.leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
+    paths_and_leaves, _ = tree_flatten_with_path(tree)
+    named_leaves = [(trees.leaf_name(path), x) for path, x in paths_and_leaves]
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Constant] = {}
     for name, x in trees.named_once(named_leaves).items():
