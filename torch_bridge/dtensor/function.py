@@ -173,21 +173,17 @@ def move_of(
     dst: End,
     profile: ProfileLike,
     *,
-    op_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-    gradient: Placements | None = None,
+    op_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    backward_dtype: torch.dtype | None,
+    gradient: Placements | None,
 ) -> DTensorMove:
     """Describe a redistribution of a DTensor from one mesh and placements to others.
 
-    op_dtype: in which it travels; out_dtype: of the result; None: the DTensor's own.
-    backward_dtype: in which the gradient travels; None: its own. gradient: placements of the
-    input's gradient; None: they follow from `src`.
+    op_dtype: in which it travels; out_dtype: of the result. backward_dtype: in which the gradient
+    travels; None: its own. gradient: placements of the input's gradient; None: they follow from
+    `src`.
     """
-    if op_dtype is None:
-        op_dtype = x.dtype
-    if out_dtype is None:
-        out_dtype = x.dtype
     # Whether x was made from local blocks, as by `DTensor.from_local`: its gradient goes to blocks.
     by_block = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
     profile = resolve_profile(profile)
@@ -289,8 +285,8 @@ def _steps(src: Layout, dst: Layout, is_same_mesh: bool) -> list[tuple[Layout, L
     src_tags = _nonlinear_tags(src)
     dst_tags = _nonlinear_tags(dst)
     staying = src_tags & dst_tags if is_same_mesh else set()
-    ended_axes = [axis for _, axis in sorted(src_tags - staying)]
-    begun_axes = [axis for _, axis in sorted(dst_tags - staying)]
+    ended_axes = [axis for _, axis in src_tags - staying]
+    begun_axes = [axis for _, axis in dst_tags - staying]
     target = without_tags(dst, begun_axes)
     if not ended_axes or not target.tags:
         return [(src, target)]

@@ -129,13 +129,14 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
         gradient = None
         if grad_placements is not None:
             gradient = _end(dtensor.device_mesh, tuple(grad_placements), shape).placements
+        dtype = dtensor.dtype if forward_dtype is None else forward_dtype
         move = moves.move_of(
             dtensor,
             src,
             dst,
             profile,
-            op_dtype=forward_dtype,
-            out_dtype=forward_dtype,
+            op_dtype=dtype,
+            out_dtype=dtype,
             backward_dtype=backward_dtype,
             gradient=gradient,
         )
@@ -233,29 +234,28 @@ def _end(
     if layout is None:
         return End(mesh, placements, inferred)
     given = positional(Layout.parse(layout), len(shape))
+    given_uses = _uses_of_axes(given)
+    inferred_uses = _uses_of_axes(inferred)
     for axis, placement in zip(axes.axes, without_kept, strict=True):
-        is_same_dim = _cut_dim(given, axis) == getattr(placement, "dim", None)
-        if not is_same_dim or _tag_kind(given, axis) != tag_of(placement):
+        if given_uses.get(axis) != inferred_uses.get(axis):
             hint = "a layout gives sizes and orders for the cuts that the placements name"
             reason = f"'{layout}' contradicts the placement {placement} of axis '{axis}'"
             raise PlanError(reason, hint=hint)
     return End(mesh, placements, given)
 
 
-def _cut_dim(layout: Layout, axis: str) -> int | None:
-    """Return the dim that an axis cuts, if any."""
+def _uses_of_axes(layout: Layout) -> dict[str, int | str]:
+    """Return the number of the dim that each axis cuts, or its tag; none for axes of replicas.
+
+    "d0/dp d1 | sum(tp)" -> {"dp": 0, "tp": "sum"}. Copies are placed like replicas.
+    """
+    uses: dict[str, int | str] = {}
     for d, dim in enumerate(layout.dims):
-        if axis in dim.axes:
-            return d
-    return None
-
-
-def _tag_kind(layout: Layout, axis: str) -> str | None:
-    """Return the tag of an axis, if any. Copies are placed like replicas."""
+        uses.update(dict.fromkeys(dim.axes, d))
     for kind, tagged_axes in layout.tags:
-        if axis in tagged_axes and kind != "copy":
-            return kind
-    return None
+        if kind != "copy":
+            uses.update(dict.fromkeys(tagged_axes, kind))
+    return uses
 
 
 def _counted_from_0(placement: Placement, ndim: int) -> Placement:
@@ -355,6 +355,7 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
         End(mesh, to_placements(dst_layout, mesh, x.shape), dst_layout),
         call.profile,
         op_dtype=dtypes.forward,
+        out_dtype=x.dtype,
         backward_dtype=dtypes.backward,
         gradient=to_placements(gradient_layout(src_layout), mesh, x.shape),
     )

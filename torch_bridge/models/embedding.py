@@ -94,18 +94,15 @@ def _check_embedding(
     """
     text = str(used.layout)
     kind = type(module)
-    reason = ""
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option):
-            reason = option
-            break
+    options = ("max_norm", "scale_grad_by_freq", "sparse")
+    reasons = [option for option in options if getattr(module, option)]
     # A `forward` of another class is fine if its code calls `super()`: then it gets to torch's
     # lookup.
     is_torchs = kind.forward is nn.Embedding.forward
     if not is_torchs and "super" not in kind.forward.__code__.co_names:
-        reason = "a lookup of its own"
-    if reason:
-        what = f"the rows of an {kind.__name__} with {reason} are sharded"
+        reasons = ["a lookup of its own"]
+    if reasons:
+        what = f"the rows of an {kind.__name__} with {reasons[0]} are sharded"
         raise PlanError(what, text=text, hint="shard its columns, as in 'v c/tp'")
 
     axes = used.layout.dims[0].axes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -18,17 +17,13 @@ from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.models.shared import SharedParameters
 
 
-class State(Enum):
-    """Which tensors modules have as their parameters."""
-
-    STORED = "the blocks in storage, which optimisers have"
-    GATHERED = "gathered tensors, during a forward pass"
-
-
 class ModuleParameters:
     """Owns the parameters that one module gathers, for itself and for modules inside it.
 
         STORED --begin_pass--> GATHERED --end_pass--> STORED
+
+    STORED: modules have the blocks in storage, which optimisers have. GATHERED: they have gathered tensors,
+    during a forward pass.
 
     Nothing else puts gathered tensors in the place of blocks; blocks are replaced only between passes, by
     `ShardedParameter.set_block`. `begin_pass` and `end_pass` are called before and after each forward pass
@@ -48,7 +43,7 @@ class ModuleParameters:
         self._moves = ParameterMoves(context)
         self._shared: SharedParameters | None = None
         self._passes = 0  # forward passes of the module that have begun and not ended
-        self._blocks: Sequence[Tensor] = ()  # in storage, while modules have gathered tensors
+        self._blocks: Sequence[Tensor] = ()  # in storage, while GATHERED
         self._regathering: ExitStack | None = None  # autograd's hooks, while they save references
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleParameters:
@@ -59,11 +54,6 @@ class ModuleParameters:
         new.parameters = copy.deepcopy(self.parameters, memo)
         new._shared = copy.deepcopy(self._shared, memo)
         return new
-
-    @property
-    def state(self) -> State:
-        """Which tensors modules have now."""
-        return State.GATHERED if self._blocks else State.STORED
 
     @property
     def has_unsummed_gradients(self) -> bool:
@@ -106,7 +96,7 @@ class ModuleParameters:
 
     def end_pass(self) -> None:
         """Give modules their blocks in storage again: GATHERED -> STORED, after the outermost pass."""
-        if self._passes == 1 and self.state is State.GATHERED:
+        if self._passes == 1 and self._blocks:
             self._set_tensors(self._blocks)
             self._blocks = ()
             if self._regathering is not None:

@@ -19,13 +19,13 @@ from torch_bridge.models.hooks import ModuleHooks, TensorRule
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import module_of, title_of
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
-from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
-from torch_bridge.models.uses import enclosing, parameters_by_rules
+from torch_bridge.models.parameters import Init, ParallelContext, shard_all
+from torch_bridge.models.uses import ModelParameters, enclosing, parameters_by_rules
 from torch_bridge.redistribution.blocks import tensor_device_of
 from xshard import Mesh, ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
 from xshard.errors import ShapeError, api_boundary, located
-from xshard.models import ParameterUse, rule_of
+from xshard.models import rule_of
 from xshard.rules import Pattern, RulesLike
 
 
@@ -45,8 +45,7 @@ class _PreparedModel(NamedTuple):
 
     hooks: Mapping[str, ModuleHooks]
     counts: list[Count]
-    parameters: list[ShardedParameter]
-    uses: dict[str, ParameterUse]
+    parameters: ModelParameters
 
 
 @api_boundary
@@ -158,20 +157,19 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 
     compare_ranks(context.processes.ranks, "parallelize", facts)  # calls `facts` once
     (ready,) = prepared
+    sharded, uses = ready.parameters
 
     is_recording = torch.is_grad_enabled()
     # A model made in inference mode can be trained: its blocks are not inference tensors.
     with torch.inference_mode(False), torch.set_grad_enabled(is_recording):
-        shard_all(ready.parameters, context, init, tensor_device_of(None, device, mesh))
-        gradients = Gradients(context, ready.parameters, largest_bucket)
+        shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
+        gradients = Gradients(context, sharded, largest_bucket)
     for module_hooks in ready.hooks.values():
         module_hooks.parameters.share_between_passes(gradients)
     # From here on modules count their own part, as of heads.
     for count in ready.counts:
         setattr(count.module, count.attribute, count.local)
-    parallel = ParallelModel(
-        context, ready.parameters, ready.uses, ready.hooks, gradients, counts=ready.counts
-    )
+    parallel = ParallelModel(context, sharded, uses, ready.hooks, gradients, counts=ready.counts)
     _attach(model, parallel)
     return model
 
@@ -180,9 +178,9 @@ def _prepare(model: nn.Module, context: ParallelContext, rules: _ModelRules) -> 
     """Read the rules of a model. Raises what is wrong with them; no tensor is changed."""
     hooks = _module_hooks(model, context, rules)
     counts = _counts(model, context.axes, Rules(rules.counts))
-    by_rules = parameters_by_rules(model, context, Rules(rules.parameters), hooks, rules.keep)
-    counts += route_experts(hooks, context, by_rules.sharded, by_rules.uses)
-    return _PreparedModel(hooks, counts, by_rules.sharded, by_rules.uses)
+    parameters = parameters_by_rules(model, context, Rules(rules.parameters), hooks, rules.keep)
+    counts += route_experts(hooks, context, parameters.sharded, parameters.uses)
+    return _PreparedModel(hooks, counts, parameters)
 
 
 def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
@@ -191,7 +189,7 @@ def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
     for kind in ("parameters", "inputs", "outputs", "counts"):
         facts[kind] = str(dict(Rules(getattr(rules, kind))))
     # Two models may have the same rules.
-    shapes = [parameter.sharding.shape for parameter in prepared.parameters]
+    shapes = [parameter.sharding.shape for parameter in prepared.parameters.sharded]
     n_elements = sum(math.prod(shape) for shape in shapes)
     facts["model"] = f"of {len(shapes)} tensors, {n_elements} elements"
     return facts

@@ -16,15 +16,6 @@ from torch_bridge.models.gradients import Gradients
 from torch_bridge.versions.autograd import writes_to
 
 
-class _BlockState(NamedTuple):
-    """What changes when somebody replaces a parameter in storage, writes to it, or freezes it."""
-
-    identity: int
-    address: int
-    writes: int
-    requires_grad: bool
-
-
 class _GradientMark(NamedTuple):
     """`.grad` of a parameter in storage, and the writes to it, when a leaf last got a gradient."""
 
@@ -61,7 +52,7 @@ class SharedParameters:
         self._gradients = gradients
         self._leaves: list[Tensor] = []
         self._blocks: list[Tensor] = []  # from which the leaves were gathered
-        self._block_states: list[_BlockState] = []  # of these, at that time
+        self._block_states: list[tuple[int, ...]] = []  # of these, at that time
         self._marks: dict[int, _GradientMark] = {}  # by the number of the leaf
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedParameters:
@@ -179,8 +170,9 @@ class SharedParameters:
         return [sum_by_number.get(i) for i in range(len(leaves))]
 
 
-def _state_of(x: Tensor) -> _BlockState:
-    return _BlockState(id(x), x.data_ptr(), writes_to(x), x.requires_grad)
+def _state_of(x: Tensor) -> tuple[int, ...]:
+    """Return what changes when somebody replaces a parameter, writes to it, or freezes it."""
+    return id(x), x.data_ptr(), writes_to(x), x.requires_grad
 
 
 class _LastPass(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside, module_of, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
-from xshard import Layout, Rules, Sharding, models
+from xshard import Mesh, Rules, Sharding, models
 from xshard.errors import PlanError, located
 from xshard.models import ParameterUse, layout_text, use_of
 from xshard.rules import Pattern
@@ -79,11 +79,13 @@ def parameters_by_rules(
     for name, x in {**parameters, **buffers}.items():
         is_buffer = name in buffers
         path = module_of(name)
-        if not is_buffer and enclosing(path, hooks, "inputs") is None:
+        around = enclosing(path, hooks, "inputs")
+        if around is None and not is_buffer:
             _refuse_without_input_rule(name)
+        varying = around.varying if around is not None else frozenset[str]()
         place = Place(model.get_submodule(path), name.rpartition(".")[2])
         with located(name):
-            rule = _read_rule(name, x, texts.get(name, "..."), is_buffer, context, hooks)
+            rule = _read_rule(x, texts.get(name, "..."), is_buffer, context.axes, varying)
             _shard_embedding(place.module, name, rule.used, context, hooks)
         parameter = by_identity.setdefault(id(x), ShardedParameter([], [], rule.stored))
         _check_stored_alike(name, rule.stored, parameter)
@@ -94,9 +96,8 @@ def parameters_by_rules(
         # The output of a module may have a dim of its parameter, as o of "o i": its length is then
         # known.
         if path in hooks:
-            hooks[path].parameter_dims += models.dims_of_parameter(
-                rule.used, context.processes.device
-            )
+            dims = models.dims_of_parameter(rule.used, context.processes.device)
+            hooks[path].parameter_dims += dims
 
     # These need all uses: those of a tied parameter, and of the other parameters of a module.
     sharded = list(by_identity.values())
@@ -132,18 +133,16 @@ class _ReadRule(NamedTuple):
 
 
 def _read_rule(
-    name: str, x: Tensor, text: str, is_buffer: bool, context: ParallelContext, hooks: Hooks
+    x: Tensor, text: str, is_buffer: bool, axes: Mesh, varying: frozenset[str]
 ) -> _ReadRule:
-    """Read the rule of a tensor, inside a module whose activations vary along some axes."""
-    around = enclosing(module_of(name), hooks, "inputs")
-    varying = around.varying if around is not None else frozenset[str]()
-    use = use_of(text, x.ndim, context.axes, varying)
+    """Read the rule of a tensor. varying: axes along which activations around it differ."""
+    use = use_of(text, x.ndim, axes, varying)
     if is_buffer:  # never gathered: it is stored as it is used
         use = use._replace(stored=use.used)
-    shape = tuple(x.shape)
+    stored = Sharding(use.stored, axes, tuple(x.shape))
     # Both sides may name dims in another order; a tensor has one.
-    used = Sharding(use.used.in_order(use.stored.names), context.axes, shape)
-    return _ReadRule(use, Sharding(use.stored, context.axes, shape), used)
+    used = stored.with_layout(use.used.in_order(use.stored.names))
+    return _ReadRule(use, stored, used)
 
 
 def _shard_embedding(
@@ -169,11 +168,12 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
 
 
 def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules) -> None:
-    """Decide who gathers a parameter and where its gradient is summed, for all its uses.
+    """Let modules gather a parameter for its uses, and decide where its gradient is summed.
 
-    Each use may sum the gradient when its module gives the gathered parameter back. The axes over
-    which no use does so become the parameter's `axes_summed_later`, for buckets after the backward
-    pass. Modules get a check of their inputs, where the gradient of these could be incomplete.
+    The nearest module around it that gathers does so: "o/dp i -> o i" gathers the block [o/2, i] to
+    [o, i] before a forward pass, and sums and scatters the gradient [o, i] on its way back. The axes
+    over which no use sums the gradient become `axes_summed_later`, for buckets after the backward
+    pass. A module whose input's gradient could be incomplete gets a hook that checks this.
     """
     names = parameter.names
     parameter.axes_summed_later = models.axes_summed_after_all_uses([uses[name] for name in names])
@@ -183,49 +183,26 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
             check = partial(check_apart, name, use)
             place.module.register_forward_pre_hook(check, with_kwargs=True)
         move = use.move(parameter.axes_summed_later)
-        if move is not None:  # it is not used as it is stored
-            _gather_for_use(parameter, name, place, move, hooks, keep_rules)
-
-
-def _gather_for_use(
-    parameter: ShardedParameter,
-    name: str,
-    place: Place,
-    move: tuple[Layout, Layout],
-    hooks: Hooks,
-    keep_rules: Rules,
-) -> None:
-    """Let the nearest module around a parameter that gathers do so, before its forward passes.
-
-    "o/dp i -> o i": the block [o/2, i] is gathered to [o, i]; the gradient [o, i] is summed over dp
-    and scattered on its way back.
-
-    Args:
-        parameter: The parameter, which may be tied.
-        name: Its name in this use.
-        place: Where it is in this use.
-        move: Its layouts in storage and in use.
-        hooks: The hooks of modules, by name.
-        keep_rules: Match the parameters that stay gathered until the backward pass.
-    """
-    stored, used = move
-    gatherer = enclosing(module_of(name), hooks, "gathers")
-    assert gatherer is not None  # the nearest one with a rule, or the model
-    is_named = keep_rules.pattern_for(name) is not None
-    gathered = GatheredParameter(
-        name,
-        [place],
-        to_use=f"{stored} -> {used}",
-        to_storage=f"{used.dual} -> {stored.dual}",
-        shape=parameter.sharding.shape,
-        # Dropping what the outermost module gathers would save nothing: the backward pass begins
-        # with its last parameters, and would gather all of them again at once.
-        is_kept=is_named or gatherer.parent is None,
-        # Passes cannot share a tied parameter: the one gathered tensor would lack the gradients of
-        # its other uses.
-        is_shared=is_named and len(parameter.names) == 1,
-    )
-    gatherer.parameters.add(gathered)
+        if move is None:  # used as it is stored
+            continue
+        stored, used = move
+        gatherer = enclosing(module_of(name), hooks, "gathers")
+        assert gatherer is not None  # the nearest one with a rule, or the model
+        is_named = keep_rules.pattern_for(name) is not None
+        gathered = GatheredParameter(
+            name,
+            [place],
+            to_use=f"{stored} -> {used}",
+            to_storage=f"{used.dual} -> {stored.dual}",
+            shape=parameter.sharding.shape,
+            # Dropping what the outermost module gathers would save nothing: the backward pass
+            # begins with its last parameters, and would gather all of them again at once.
+            is_kept=is_named or gatherer.parent is None,
+            # Passes cannot share a tied parameter: the one gathered tensor would lack the gradients
+            # of its other uses.
+            is_shared=is_named and len(names) == 1,
+        )
+        gatherer.parameters.add(gathered)
 
 
 def _check_biases(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks) -> None:

@@ -106,11 +106,8 @@ class _Item(NamedTuple):
     def load(self, device: str) -> Any:
         """Return the tensor or value; on the device "meta" no numbers are read."""
         with self.file.open("rb") as file:
-            return torch.load(self._view(file), map_location=device, weights_only=True)
-
-    def _view(self, file: Any) -> Any:
-        """Return the part of the file as a file of its own, as `torch.load` needs it."""
-        return file_view(file, self.offset, self.length)
+            own_file = file_view(file, self.offset, self.length)
+            return torch.load(own_file, map_location=device, weights_only=True)
 
 
 class _Constants(UserDict[str, Any]):

@@ -217,9 +217,7 @@ def rules_text(rules: Any, names: Names | None) -> dict[str, str]:
     texts: list[str] = []
     for side in sides:  # None stands for the layouts of DTensors
         texts.append(str(None if side is None else dict(Rules(side))))
-    names_text = ""
-    if names is not None:
-        names_text = str(names.relations)
+    names_text = "" if names is None else str(names.relations)
     return {"rules": " -> ".join(texts), "names": names_text}
 
 

@@ -242,18 +242,17 @@ def _array_of_dtensor(name: str, x: DTensor) -> LocalArray:
 
     The block is None on a process outside of the DTensor's mesh.
     """
-    device_mesh = x.device_mesh
     shape = tuple(x.shape)
-    axes = meshes.dtensor_axes(device_mesh)
-    rule = sides_or_one(from_placements(x.placements, axes, x.ndim, shape))
-    ranks = meshes.calling_ranks(device_mesh)
-    sharding = Sharding(rule.src, axes, shape)
-    if rank() not in ranks:
-        # In place of a block torch has an empty tensor here.
-        return LocalArray([name], None, x.dtype, sharding, device_mesh, ranks)
-    mesh = meshes.dtensor_mesh(device_mesh)
-    array = LocalArray([name], local_block(x), x.dtype, sharding, mesh, ranks)
-    _check_block_shape(array, rule)
+    axes = meshes.dtensor_axes(x.device_mesh)
+    layout = from_placements(x.placements, axes, x.ndim, shape)
+    ranks = meshes.calling_ranks(x.device_mesh)
+    sharding = Sharding(layout, axes, shape)
+    array = LocalArray([name], None, x.dtype, sharding, x.device_mesh, ranks)
+    # On other ranks torch has an empty tensor in place of a block.
+    if rank() in ranks:
+        array.block = local_block(x)
+        array.mesh = meshes.dtensor_mesh(x.device_mesh)
+        _check_block_shape(array, sides_or_one(layout))
     return array
 
 
