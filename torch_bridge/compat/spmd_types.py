@@ -78,8 +78,10 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
         >>> xt.testing.run_ranks(2, turn)[0]
         ([1.0, 1.0, 1.0, 1.0], [2.0, 2.0])
     """
-    if not isinstance(axis, dist.ProcessGroup | None):
-        axis = _group_of_axis(axis)
+    if not isinstance(axis, dist.ProcessGroup | None):  # an axis of the current mesh
+        from spmd_types._mesh import _pg_for_axis  # spmd_types has a private name for it alone
+
+        axis = _pg_for_axis(axis)
     mesh = group_mesh(axis, AXIS)
     src_type = _type_name(src)
     dst_type = _type_name(dst)
@@ -87,9 +89,7 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
     text = compat.spmd_transition(src_type, dst_type, tuple(x.shape), n_devices, AXIS)
     if text is None:  # the types have the same blocks and gradients
         return x
-    backward_dtype = None
-    if backward_options is not None:
-        backward_dtype = backward_options.get("op_dtype")
+    backward_dtype = None if backward_options is None else backward_options.get("op_dtype")
     comm_dtype = (op_dtype, backward_dtype) if op_dtype or backward_dtype else None
     # A value of each device is a row of a stacked array.
     if src_type == "V":
@@ -98,16 +98,6 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
     if dst_type == "V":
         y = y.squeeze(0)
     return y.to(out_dtype or op_dtype or y.dtype)
-
-
-def _group_of_axis(axis: Any) -> Any:
-    """Return the process group of an axis of the current mesh.
-
-    spmd_types has a private name for it alone.
-    """
-    from spmd_types._mesh import _pg_for_axis
-
-    return _pg_for_axis(axis)
 
 
 @contextmanager
@@ -205,7 +195,7 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
     check_axes(layout, axes)
     # Axes that the layout does not name hold replicas.
     type_names = dict.fromkeys(axes.axes, "I")
-    entries: list[Any] = []  # of each dim: None, one axis, or several
+    entries = []  # of each dim: None, one axis, or several
     for dim in layout.dims:
         if dim.overlap is not None or any(cut.order != "block" for cut in dim.shards):
             hint = "it has contiguous shards"
@@ -221,7 +211,7 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
             reason = f"no type for '{kind}({','.join(tagged_axes)})'"
             raise PlanError(reason, text=str(layout), hint=hint)
         type_names |= dict.fromkeys(tagged_axes, _TYPE_OF_TAG[kind])
-    kinds: Any = {axis: getattr(types, type_names[axis]) for axis in axes.axes}
+    kinds = {axis: getattr(types, type_names[axis]) for axis in axes.axes}
     return types.SpmdType(kinds, types.PartitionSpec(*entries))
 
 
@@ -246,7 +236,7 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
         >>> str(from_types({}, 2, [("dp", "tp")]))
         'd0/dp/tp d1'
     """
-    kinds: dict[str, str] = {}
+    kinds = {}
     for axis, kind in getattr(types, "local_type", types).items():
         kinds[_axis_name(axis)] = _type_name(kind)
     spec = getattr(types, "partition_spec", partition_spec) or ()
@@ -256,10 +246,10 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
     for axis, kind in kinds.items():
         if axis not in sharding_axes:
             _add_shard(axes_of_dims, axis, kind)
-    dims: list[Dim] = []
+    dims = []
     for d, axes in enumerate(axes_of_dims):
         dims.append(Dim(f"d{d}", tuple(Cut((axis,)) for axis in axes)))
-    tags: list[tuple[str, tuple[str, ...]]] = []
+    tags = []
     for tag, tagged_kind in _TYPE_OF_TAG.items():
         tagged_axes = tuple(axis for axis, kind in kinds.items() if kind == tagged_kind)
         if tagged_axes:

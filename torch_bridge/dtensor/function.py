@@ -296,10 +296,10 @@ def _steps(src: Layout, dst: Layout, is_same_mesh: bool) -> list[tuple[Layout, L
 
 def _nonlinear_tags(layout: Layout) -> set[tuple[str, str]]:
     """Return the axes of a max or min, each with its kind."""
-    tags: set[tuple[str, str]] = set()
+    tags = set()
     for kind, axes in layout.tags:
         if kind in NONLINEAR:
-            tags |= {(kind, axis) for axis in axes}
+            tags.update({(kind, axis) for axis in axes})
     return tags
 
 
@@ -311,10 +311,10 @@ def _gradient_end(move: DTensorMove, arrives: End, shape: Shape) -> End:
     src = move.src
     if move.gradient is not None:
         return _end_like(src, src.mesh, move.gradient, shape)
-    arriving: Sequence[Placement] = arrives.placements
+    arriving = arrives.placements
     if arrives.mesh != src.mesh:
         # Addends on another mesh are summed before they come here.
-        arriving = [Replicate()] * len(src.placements)
+        arriving = (Replicate(),) * len(src.placements)
     pairs = zip(src.placements, arriving, strict=True)
     placements = tuple(_gradient_placement(p, g, move.by_block) for p, g in pairs)
     return _end_like(src, src.mesh, placements, shape)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Size, Tensor
@@ -135,7 +134,7 @@ def from_placements(
                 f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it"
             )
             raise PlanError(f"{placement!r} of axis '{axis}' has no layout", hint=hint)
-    dims: list[Dim] = []
+    dims = []
     for d, factors in enumerate(factors_by_dim):
         length = None if shape is None else shape[d]
         cuts = cuts_of(factors, axes, length)
@@ -202,8 +201,7 @@ def dtensor_of(
 
 def positional(layout: Layout, ndim: int) -> Layout:
     """Return the layout with the dim names of `from_placements`: d0, d1, ..."""
-    dims = layout.resolved(ndim).dims
-    return replace(layout, dims=dims).with_names([f"d{d}" for d in range(len(dims))])
+    return layout.resolved(ndim).with_names([f"d{d}" for d in range(ndim)])
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -335,7 +333,7 @@ def _dealt_cuts(factors: Factors, mesh: Mesh, length: int) -> tuple[Cut, ...] | 
 
     {"tp": 2} with tp=4: 16 rows are 2 pieces of 8, and each device has 2 rows of both.
     """
-    cuts: list[Cut] = []
+    cuts = []
     n_rows = length  # of one device, after the axes so far
     for axis, factor in factors.items():
         piece_rows, remainder = divmod(n_rows, factor * mesh.size(axis))

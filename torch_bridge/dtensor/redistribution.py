@@ -161,7 +161,7 @@ def _without_reductions(dtensor: DTensor, kept: frozenset[int]) -> DTensor:
 
     (Partial("product"), Shard(0)) -> (Replicate(), Shard(0)). kept: numbers of mesh dims.
     """
-    reduced: list[Placement] = []
+    reduced = []
     for i, placement in enumerate(dtensor.placements):
         is_reduced = _has_no_layout(placement) and i not in kept
         reduced.append(Replicate() if is_reduced else placement)
@@ -180,7 +180,7 @@ def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> froz
     # Subclasses of `Partial` may depend on all placements: a `_MaskPartial` knows the rows of its
     # block.
     is_unchanged = tuple(src) == tuple(dst)
-    kept: dict[int, Placement] = {}
+    kept = {}
     for i, (placement, target) in enumerate(zip(src, dst, strict=False)):
         may_stay = is_unchanged or type(placement) is Partial
         if may_stay and placement == target and _has_no_layout(placement):

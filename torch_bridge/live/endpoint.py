@@ -84,10 +84,11 @@ class Heartbeat:
     def watch(self, program: str, session: int, n_ranks: int, version: int) -> None:
         """Watch the ranks of the other program from now on, while this version is on its way."""
         self._notice = self._key("stopped", session, version)
-        watched: dict[str, str] = {}
-        for rank in range(n_ranks):
-            watched[self._key("beats", session, rank)] = f"rank {rank} of the {program}"
-        self._watched = watched  # at once, as the thread of `_beat` reads it
+        # Set at once, as the thread of `_beat` reads it.
+        self._watched = {
+            self._key("beats", session, rank): f"rank {rank} of the {program}"
+            for rank in range(n_ranks)
+        }
 
     def check(self) -> None:
         """Raise LostVersionError if a rank of the other program has stopped, or the store."""
@@ -269,8 +270,8 @@ class Endpoint:
         """Return the text as `recv` does. Raises LostVersionError if it does not come in time."""
         text = self.recv(*parts)
         if text is None:
-            limit = f"{self.timeout_s:g} s"
-            raise LostVersionError(f"the other program has written nothing for {limit}")
+            reason = f"the other program has written nothing for {self.timeout_s:g} s"
+            raise LostVersionError(reason)
         return text
 
     def connect(self, sessions: str) -> dist.ProcessGroup | None:

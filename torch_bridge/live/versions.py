@@ -124,8 +124,7 @@ class Publisher(Endpoint):
         """Describe a tree, and plan its transfer."""
         blocks, facts = describe_tree(tree, self.rules, self.src_mesh, shapes)
         # The server may be another machine: it plans for the trainer's.
-        profile = load_profile(machine_profile(self.profile))
-        facts[PROFILE] = profile.to_json()
+        facts[PROFILE] = load_profile(machine_profile(self.profile)).to_json()
         return _Content(facts, self.plan(facts), blocks)
 
     def _deliver(self, content: _Content, progress: Progress) -> int:

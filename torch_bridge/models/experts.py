@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch_bridge.models.names import module_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.routing import RouteCall, Routed
+from xshard import Sharding
 from xshard.errors import PlanError, ShapeError, located
-from xshard.models import ParameterUse
 
 if TYPE_CHECKING:
     from torch_bridge.models.hooks import ModuleHooks
 
 Values = dict[Any, Any]  # arguments by position or name
-Uses = Mapping[str, ParameterUse]
 
 
 class Count(NamedTuple):
@@ -162,7 +161,7 @@ def route_experts(
     hooks: Mapping[str, ModuleHooks],
     context: ParallelContext,
     parameters: Sequence[ShardedParameter],
-    uses: Uses,
+    used: Mapping[str, Sharding],
 ) -> list[Count]:
     """Let modules of experts route rows, where a rule for their input says so.
 
@@ -173,8 +172,8 @@ def route_experts(
     Args:
         hooks: The hooks of all modules with rules, by name.
         context: The mesh and options.
-        parameters: The parameters, whose layouts say which process has which experts.
-        uses: How modules use each parameter, by name.
+        parameters: The parameters.
+        used: How modules use each parameter, by name: this says which process has which experts.
     """
     counts = []
     for name, module_hooks in hooks.items():
@@ -182,7 +181,7 @@ def route_experts(
         if not axes:
             continue
         with located(module_hooks.title):
-            experts = _experts_of(name, axes, context, parameters, uses)
+            experts = _experts_of(name, axes, context, parameters, used)
         call = RouteCall(axes, context.mesh, experts.process_of_each())
         module_hooks.experts = RoutedExperts(experts.module, call)
         # transformers' experts loop over them by this attribute.
@@ -231,7 +230,7 @@ def _experts_of(
     axes: tuple[str, ...],
     context: ParallelContext,
     parameters: Sequence[ShardedParameter],
-    uses: Uses,
+    used: Mapping[str, Sharding],
 ) -> _Experts:
     """Find which experts of a module each process has, by the layouts of the module's parameters.
 
@@ -240,19 +239,17 @@ def _experts_of(
     ascending order.
     """
     devices = [context.processes.ranks.index(r) for r in context.processes.submesh(axes).ranks]
-    answers: set[_Experts] = set()  # of the parameters; more than one if they disagree
+    answers = set()  # of the parameters; more than one if they disagree
     for parameter in parameters:
         for full_name, place in zip(parameter.names, parameter.places, strict=True):
-            if module_of(full_name) != name or full_name not in uses:
+            if module_of(full_name) != name or full_name not in used:
                 continue
-            use = uses[full_name]
-            layout = use.used.in_order(use.stored.names)
-            shape = parameter.sharding.shape
+            sharding = used[full_name]
             by_process = []
             for device in devices:
-                numbers = layout.positions(context.axes, shape, 0, device)
+                numbers = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)
                 by_process.append(tuple(numbers.tolist()))
-            answers.add(_Experts(place.module, shape[0], tuple(by_process)))
+            answers.add(_Experts(place.module, sharding.shape[0], tuple(by_process)))
 
     if len(answers) == 1:
         (experts,) = answers

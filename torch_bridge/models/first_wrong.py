@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch_bridge.models.parameters import ParallelContext, unsharded
 from torch_bridge.models.verify import (
     EQUAL,
     SHAPES_DIFFER,
+    Pair,
     Wanted,
     compare_on_all,
     largest_value,
@@ -74,25 +76,27 @@ class WrongTensor(NamedTuple):
     text: str
 
 
+@dataclass(eq=False)
 class _Watcher:
-    """Hooks of one module that note what goes in and out."""
+    """Hooks of one module that note what goes in and out.
 
-    def __init__(self, hooks: ModuleHooks, seen: Seen, calls: Counter[Place]) -> None:
-        # seen, calls: filled by the watchers of all modules. calls: how many there were of each
-        # place, by the place of its first call.
-        self._hooks = hooks
-        self._seen = seen
-        self._calls = calls
+    The watchers of all modules fill `seen` and `calls`: how many calls there were of a place, by the
+    place of its first call.
+    """
+
+    hooks: ModuleHooks
+    seen: Seen
+    calls: Counter[Place]
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        for number, rule in enumerate(self._hooks.inputs):
-            x = values.get(self._hooks.argument(rule.key, values))
+        for number, rule in enumerate(self.hooks.inputs):
+            x = values.get(self.hooks.argument(rule.key, values))
             self._note("input", number, x, rule.rule.src, rule.rule.axes)
 
     def after_forward(self, module: nn.Module, args: Any, result: Any) -> None:
-        rules = self._hooks.outputs
-        results = self._hooks.results(result)  # one for each rule, or the first tensor
+        rules = self.hooks.outputs
+        results = self.hooks.results(result)  # one for each rule, or the first tensor
         if not rules:
             self._note("output", 0, results[0], self._default_layout(), ())
         for number, rule in enumerate(rules):
@@ -100,19 +104,19 @@ class _Watcher:
 
     def _default_layout(self) -> Layout:
         """Return the layout of an output without a rule: as the first input, with as many dims."""
-        if self._hooks.inputs:
-            first: TensorRule = self._hooks.inputs[0]
+        if self.hooks.inputs:
+            first: TensorRule = self.hooks.inputs[0]
             return unsharded(first.rule.dst)
         return Layout("...")
 
     def _note(self, side: str, number: int, x: Any, layout: Layout, axes: Sequence[str]) -> None:
         """Note a tensor with its layout, if it is one. number: of its rule. axes: that the rule names."""
         if isinstance(x, Tensor):
-            first_call = Place(self._hooks.name, side, number, call=0)
-            place = first_call._replace(call=self._calls[first_call])
-            self._calls[first_call] += 1
+            first_call = Place(self.hooks.name, side, number, call=0)
+            place = first_call._replace(call=self.calls[first_call])
+            self.calls[first_call] += 1
             # A clone, because the module may write to its input afterwards.
-            self._seen[place] = _SeenTensor(x.detach().clone(), layout, axes)
+            self.seen[place] = _SeenTensor(x.detach().clone(), layout, axes)
 
 
 @contextmanager
@@ -144,13 +148,6 @@ def watching(
         yield
 
 
-class _Pair(NamedTuple):
-    """A tensor of both runs: what one device says of this process's block, and the block itself."""
-
-    wanted: Wanted
-    block: Tensor
-
-
 def first_wrong(
     on_one_device: Seen, on_many: Seen, parallel: ParallelModel, tol: float
 ) -> WrongTensor | None:
@@ -178,7 +175,7 @@ def first_wrong(
     return WrongTensor(str(place), described(title, parallel, place.module))
 
 
-def _pairs(on_one_device: Seen, on_many: Seen, parallel: ParallelModel) -> dict[Place, _Pair]:
+def _pairs(on_one_device: Seen, on_many: Seen, parallel: ParallelModel) -> dict[Place, Pair]:
     """Pair the tensors of both runs that all processes have seen, in the order of the forward pass.
 
     Processes may call different modules. The order is the same on all, as far as it matters: of
@@ -186,7 +183,7 @@ def _pairs(on_one_device: Seen, on_many: Seen, parallel: ParallelModel) -> dict[
     """
     seen_by_process = _from_all_processes(set(on_many), parallel.context)
     places_on_all = set(on_one_device).intersection(*seen_by_process)
-    pairs: dict[Place, _Pair] = {}
+    pairs = {}
     for place, tensor in on_many.items():
         if place in places_on_all:
             pair = _pair(place, tensor, on_one_device[place].value, parallel)
@@ -196,7 +193,7 @@ def _pairs(on_one_device: Seen, on_many: Seen, parallel: ParallelModel) -> dict[
 
 
 def _compared_pairs(
-    pairs: Mapping[Place, _Pair], tol: float, context: ParallelContext
+    pairs: Mapping[Place, Pair], tol: float, context: ParallelContext
 ) -> dict[Place, bool]:
     """Return whether each tensor is right, on all processes, by one collective for all tensors.
 
@@ -205,9 +202,7 @@ def _compared_pairs(
     """
     if not pairs:
         return {}
-    wanted = [pair.wanted for pair in pairs.values()]
-    blocks = [pair.block for pair in pairs.values()]
-    flags = compare_on_all(wanted, blocks, tol, context)
+    flags = compare_on_all(list(pairs.values()), tol, context)
     is_right = {}
     for place, flag in zip(pairs, flags, strict=True):
         if flag != SHAPES_DIFFER:
@@ -231,9 +226,7 @@ def _last_right_before(place: Place, is_right: Mapping[Place, bool]) -> str:
     return f"{earlier[-1]}, which is right" if earlier else "none"
 
 
-def _pair(
-    place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelModel
-) -> _Pair | None:
+def _pair(place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelModel) -> Pair | None:
     """Cut one device's tensor as the parallel run has it, to compare the two.
 
     A whole [8, 4] under "b/dp c" on dp=2 -> rows 0-3 or 4-7, beside this process's block [4, 4]. A
@@ -251,7 +244,7 @@ def _pair(
     if len(tensor.layout.dims) != x.ndim and ELLIPSIS not in tensor.layout.names:
         return None  # the default layout of an output without a rule was a guess
     # Axes that the rule does not name are as in the module around an input, or in this one.
-    hooks: ModuleHooks = parallel.hooks[place.module]
+    hooks = parallel.hooks[place.module]
     around = _layout_inside(hooks.parent if place.side == "input" else hooks)
     layout = with_outer_axes(tensor.layout.resolved(x.ndim), tensor.named_axes, around)
     without_tags = Layout(layout.dims)
@@ -262,7 +255,7 @@ def _pair(
     name = f"{place} as '{layout_text(layout)}'"
     sharding = Sharding(layout, context.axes, tuple(whole.shape))
     wanted = Wanted("output", name, sharding, block, largest_value(whole))
-    return _Pair(wanted, _reduced(x, layout, context))
+    return Pair(wanted, _reduced(x, layout, context))
 
 
 def mismatch_of(

@@ -46,8 +46,8 @@ class GatheredParameter:
     to_use: str
     to_storage: str
     shape: tuple[int, ...]
-    is_kept: bool = True
-    is_shared: bool = False
+    is_kept: bool
+    is_shared: bool
 
     @property
     def tensor(self) -> Any:

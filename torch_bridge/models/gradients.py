@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,18 +86,12 @@ class Gradient:
         self.forget()
 
 
-class _Message(NamedTuple):
-    """The shares of a bucket in one flat tensor, and for each parameter whether it has one."""
-
-    numbers: Tensor
-    has_share: list[bool]
-
-
-def _take_message(bucket: Sequence[Gradient]) -> _Message:
+def _take_message(bucket: Sequence[Gradient]) -> tuple[Tensor, list[bool]]:
     """Take the shares of a bucket out of `.grad`, and join them to one flat tensor.
 
     After the shares comes a flag for each: 1.0, or 0.0 for a parameter that this process has not
-    used. A share [[1, 2], [3, 4]] and none of a parameter of shape [3] -> 1 2 3 4, 0 0 0, 1 0.
+    used. A share [[1, 2], [3, 4]] and none of a parameter of shape [3] -> 1 2 3 4, 0 0 0, 1 0. The
+    second result is the flags again.
     """
     shares = [gradient.take_share() for gradient in bucket]
     has_share = [share is not None for share in shares]
@@ -107,7 +101,7 @@ def _take_message(bucket: Sequence[Gradient]) -> _Message:
         addend = torch.zeros_like(gradient.parameter) if share is None else share
         addends.append(addend.reshape(-1))
     flags = addends[0].new_tensor([float(flag) for flag in has_share])
-    return _Message(torch.cat([*addends, flags]), has_share)
+    return torch.cat([*addends, flags]), has_share
 
 
 @torch.no_grad()
@@ -117,17 +111,16 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     The shares leave `.grad` now (SHARE -> SENT). The returned function adds their sums over
     processes to the sums of earlier passes (SENT -> SUMMED).
     """
-    message = _take_message(bucket)
+    message, has_share = _take_message(bucket)
     # `async_op`: the sum is only started, and the backward pass goes on meanwhile.
     pending: Any = redistribute(
-        message.numbers,
+        message,
         f"n | sum({','.join(bucket[0].axes)}) -> n",
         context.mesh,
         profile=context.profile,
-        comm_dtype=comm_dtype_of(context.comm_dtype, message.numbers.dtype).backward,
+        comm_dtype=comm_dtype_of(context.comm_dtype, message.dtype).backward,
         async_op=True,
     )
-    has_share = message.has_share  # without the numbers, whose memory is free once they are sent
 
     def finish() -> None:
         """Wait for the sums, and put them into `.grad`."""

@@ -145,10 +145,8 @@ class ModuleHooks:
     @property
     def summed_axes(self) -> frozenset[str]:
         """Axes over which one of the outputs is a sum."""
-        axes: set[str] = set()
-        for output in self.outputs:
-            axes.update(output.rule.src.tagged("sum"))
-        return frozenset(axes)
+        axes = [output.rule.src.tagged("sum") for output in self.outputs]
+        return frozenset[str]().union(*axes)
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -60,14 +60,15 @@ def _parameter_lines(parallel: ParallelModel, path: str) -> list[str]:
     return lines
 
 
-def is_raised_in(error: BaseException, depth: int) -> bool:
-    """Return whether an error leaves the frame `depth` calls up, and not some frame outside of it.
+def leaves_call_of_hook(error: BaseException) -> bool:
+    """Return whether an error leaves the module whose hook calls this, and not something around it.
 
     An error may be handled around the call of a model: `sys.exc_info()` then has it, too.
     """
     if error.__traceback__ is None:
         return False
-    return error.__traceback__.tb_frame is sys._getframe(depth + 1)
+    # Up from here: the hook, and the frame of torch that called the module's `forward`.
+    return error.__traceback__.tb_frame is sys._getframe(2)
 
 
 def has_note(error: BaseException) -> bool:
@@ -107,12 +108,12 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
 
 def _modules_inner_first(error: BaseException, parallel: ParallelModel) -> list[nn.Module]:
     """Return the modules of the model whose methods an error has come through, each once."""
-    modules: dict[nn.Module, None] = {}
+    modules = []
     for frame, _ in traceback.walk_tb(error.__traceback__):  # outer frames first
         called = frame.f_locals.get("self")
         if isinstance(called, nn.Module) and called in parallel.names:
-            modules[called] = None
-    return list(modules)[::-1]
+            modules.append(called)
+    return list(dict.fromkeys(modules))[::-1]
 
 
 def _sharded_lengths(parallel: ParallelModel, path: str) -> set[int]:

@@ -157,7 +157,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 
     compare_ranks(context.processes.ranks, "parallelize", facts)  # calls `facts` once
     (ready,) = prepared
-    sharded, uses = ready.parameters
+    sharded, uses, used = ready.parameters
 
     is_recording = torch.is_grad_enabled()
     # A model made in inference mode can be trained: its blocks are not inference tensors.
@@ -169,7 +169,9 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     # From here on modules count their own part, as of heads.
     for count in ready.counts:
         setattr(count.module, count.attribute, count.local)
-    parallel = ParallelModel(context, sharded, uses, ready.hooks, gradients, counts=ready.counts)
+    parallel = ParallelModel(
+        context, sharded, uses, used, ready.hooks, gradients, counts=ready.counts
+    )
     _attach(model, parallel)
     return model
 
@@ -179,7 +181,7 @@ def _prepare(model: nn.Module, context: ParallelContext, rules: _ModelRules) -> 
     hooks = _module_hooks(model, context, rules)
     counts = _counts(model, context.axes, Rules(rules.counts))
     parameters = parameters_by_rules(model, context, Rules(rules.parameters), hooks, rules.keep)
-    counts += route_experts(hooks, context, parameters.sharded, parameters.uses)
+    counts += route_experts(hooks, context, parameters.sharded, parameters.used)
     return _PreparedModel(hooks, counts, parameters)
 
 
@@ -212,11 +214,10 @@ def _attach(model: nn.Module, parallel: ParallelModel) -> None:
             module.register_forward_hook(parallel.add_note, always_call=True)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
 
-    modules_with_blocks: dict[nn.Module, None] = {}  # in order, each once
+    modules_with_blocks = []
     for parameter in parallel.sharded:
-        for place in parameter.places:
-            modules_with_blocks[place.module] = None
-    for module in modules_with_blocks:
+        modules_with_blocks += [place.module for place in parameter.places]
+    for module in dict.fromkeys(modules_with_blocks):  # each once
         module.register_state_dict_pre_hook(parallel.refuse_state_dict)
     setattr(model, ATTRIBUTE, parallel)
 
@@ -243,7 +244,9 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
     whole = Rules({"**": "..."})
     by_rules = parameters_by_rules(model, context, whole, hooks={"": rule_for_all})
     no_sums = Gradients(context, (), bucket_bytes=None)
-    return ParallelModel(context, by_rules.sharded, by_rules.uses, hooks={}, gradients=no_sums)
+    return ParallelModel(
+        context, by_rules.sharded, by_rules.uses, by_rules.used, hooks={}, gradients=no_sums
+    )
 
 
 def _module_hooks(
@@ -344,7 +347,7 @@ def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
 
 def _integer_attributes(model: nn.Module) -> dict[str, Count]:
     """Return the integers of all modules by full names, as "layers.0.attn.num_heads", still whole."""
-    attributes: dict[str, Count] = {}
+    attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if type(value) is int:  # a bool is an int, too

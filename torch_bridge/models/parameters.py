@@ -50,6 +50,11 @@ class ParallelContext:
         """Move a block, without its history, to another layout."""
         return redistribute(x.detach(), (src, dst), self.mesh, shape=shape, profile=self.profile)
 
+    def reduced(self, x: Tensor, kind: str) -> Tensor:
+        """Return the "sum", "max" or "min" of a tensor over all processes, which all call it."""
+        axes = ",".join(self.axes.axes)
+        return redistribute(x, f"... | {kind}({axes}) -> ...", self.mesh)
+
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
         """Raise ReplicaError on all processes if blocks differ that should be equal on several.
 
@@ -60,7 +65,7 @@ class ParallelContext:
             blocks: Each with its name for errors, and its global shape and layout.
         """
         processes = self.processes
-        pairs: list[tuple[Comparison, Tensor]] = []
+        pairs = []
         for name, block, sharding in blocks:
             check = ReplicaCheck(
                 sharding,
@@ -173,7 +178,7 @@ def shard_all(
             initialises one module; without it, their blocks stay on the meta device.
         device: The device of tensors that were on the meta device.
     """
-    sums: dict[str, Tensor] = {}
+    sums = {}
     for parameter in parameters:
         x = parameter.tensor
         if x.is_meta and isinstance(init, Mapping):
@@ -209,7 +214,7 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any
         init: A function of a module that writes to its tensors.
         device: The device of tensors that were on the meta device.
     """
-    earlier: dict[Place, Tensor] = {}
+    earlier = {}
     for name, x in {**parameters_of(module), **buffers_of(module)}.items():
         if x is not None:
             earlier[Place(module, name)] = x
@@ -262,11 +267,10 @@ def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
         sums: The sum of the elements of each whole tensor on this process, by name.
         context: The mesh and options.
     """
-    axes = ",".join(context.axes.axes)
     own_sums = torch.stack(list(sums.values()))
     # One collective finds both ends, as min(x) = -max(-x).
     both = torch.stack([own_sums, -own_sums])
-    largest, minus_smallest = redistribute(both, f"a b | max({axes}) -> a b", context.mesh)
+    largest, minus_smallest = context.reduced(both, "max")
     # Sums of equal values may differ by rounding, as processes may add in another order.
     size = torch.maximum(largest.abs(), minus_smallest.abs())
     is_different = (largest + minus_smallest).abs() > SAME_SEED * size

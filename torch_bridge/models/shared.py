@@ -86,7 +86,7 @@ class SharedParameters:
         if not is_inside_no_sync and not self.is_held:
             return {}
         self._gather_if_changed()
-        tensors: Sequence[Tensor] = self._leaves
+        tensors = self._leaves
         # A pass under `no_grad`, as an evaluation, is not the last: the next training pass still
         # sums.
         if not is_inside_no_sync and torch.is_grad_enabled():
@@ -155,7 +155,7 @@ class SharedParameters:
             A gradient for each leaf, as a block in storage; None for a frozen parameter.
         """
         self._leaves = []
-        totals: dict[int, Tensor] = {}  # of all passes on this process, by the number of the leaf
+        totals = {}  # of all passes on this process, by the number of the leaf
         for i, leaf in enumerate(leaves):
             if not leaf.requires_grad:
                 continue

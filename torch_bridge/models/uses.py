@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -9,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from torch_bridge.models.embedding import shard_embedding
-from torch_bridge.models.experts import Uses
 from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside, module_of, title_of
@@ -20,13 +20,18 @@ from xshard.models import ParameterUse, layout_text, use_of
 from xshard.rules import Pattern
 
 Hooks = Mapping[str, ModuleHooks]  # by the name of the module, outer ones first
+Uses = Mapping[str, ParameterUse]  # by the name of the parameter
 
 
 class ModelParameters(NamedTuple):
-    """Every parameter and buffer, tied ones once, and the use of each parameter by name."""
+    """Every parameter and buffer, tied ones once, and the use of each parameter by name.
+
+    used: the layouts in use again, with dims in the order of the tensor, and global shapes.
+    """
 
     sharded: list[ShardedParameter]
     uses: dict[str, ParameterUse]
+    used: dict[str, Sharding]
 
 
 def enclosing(
@@ -75,7 +80,8 @@ def parameters_by_rules(
     texts = rules.match([*parameters, *buffers_with_rule], what="parameter")
 
     by_identity: dict[int, ShardedParameter] = {}  # a tied parameter is one object
-    uses: dict[str, ParameterUse] = {}
+    uses = {}
+    used = {}
     for name, x in {**parameters, **buffers}.items():
         is_buffer = name in buffers
         path = module_of(name)
@@ -93,6 +99,7 @@ def parameters_by_rules(
         parameter.places.append(place)
         if not is_buffer:
             uses[name] = rule.use
+            used[name] = rule.used
         # The output of a module may have a dim of its parameter, as o of "o i": its length is then
         # known.
         if path in hooks:
@@ -101,20 +108,17 @@ def parameters_by_rules(
 
     # These need all uses: those of a tied parameter, and of the other parameters of a module.
     sharded = list(by_identity.values())
-    _check_biases(uses, sharded, hooks)
+    _check_biases(uses, used, hooks)
     for parameter in sharded:
         if parameter.name in uses:
             _plan_uses(parameter, uses, hooks, keep_rules)
-    return ModelParameters(sharded, uses)
+    return ModelParameters(sharded, uses, used)
 
 
 def _keep_rules(keep: bool | Pattern) -> Rules:
     """Return rules that match the parameters to keep: all, none, or those of a pattern."""
-    if keep is True:
-        return Rules({"**": "..."})
-    if keep is False or keep == "":
-        return Rules({})
-    return Rules({keep: "..."})
+    pattern = "**" if keep is True else keep
+    return Rules({pattern: "..."} if pattern else {})
 
 
 def _refuse_without_input_rule(name: str) -> None:
@@ -159,12 +163,10 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
     """Raise PlanError if a tied parameter is stored in two ways; names of dims may differ."""
     first = parameter.sharding.layout  # of the first name
     if [dim.shards for dim in first.dims] != [dim.shards for dim in stored.layout.dims]:
-        first_way = layout_text(first)
         this_way = layout_text(stored.layout)
+        what = f"{name} is {parameter.name}, stored as '{this_way}', not '{layout_text(first)}'"
         hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
-        raise PlanError(
-            f"{name} is {parameter.name}, stored as '{this_way}', not '{first_way}'", hint=hint
-        )
+        raise PlanError(what, hint=hint)
 
 
 def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules) -> None:
@@ -205,7 +207,7 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
         gatherer.parameters.add(gathered)
 
 
-def _check_biases(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks) -> None:
+def _check_biases(uses: Uses, used: Mapping[str, Sharding], hooks: Hooks) -> None:
     """Raise PlanError for a whole parameter, as a bias, that every process would add to its addend.
 
     With a weight "o i/tp", each process's result is an addend of the sum over tp. A bias [o] that is
@@ -214,19 +216,12 @@ def _check_biases(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks) -> 
     There are two signs of such addends: the rule for the module's output says "sum(tp)", or a
     larger parameter of the module, to whose result this one is added, is sharded over tp.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for parameter in sharded:
-        shapes.update(dict.fromkeys(parameter.names, parameter.sharding.shape))
-    names_by_module: dict[str, list[str]] = {}
-    for name in sorted(uses, key=module_of):
-        names_by_module.setdefault(module_of(name), []).append(name)
-
-    for path, names in names_by_module.items():
+    for path, group in itertools.groupby(sorted(uses, key=module_of), key=module_of):
+        names = list(group)
         output_axes = _axes_of_addends(path, uses, hooks)
-        siblings = [(uses[name], shapes[name]) for name in names]
-        for name in names:
-            use = uses[name]
-            addend_axes = output_axes | models.axes_of_larger_parameters(shapes[name], siblings)
+        siblings = [(uses[name], used[name].shape) for name in names]
+        for name, (use, shape) in zip(names, siblings, strict=True):
+            addend_axes = output_axes | models.axes_of_larger_parameters(shape, siblings)
             # Along its own axes it is sharded, too; along `whole_axes` its rule says that it is meant.
             repeated_axes = addend_axes.difference(use.used.axes, use.whole_axes)
             if repeated_axes:

@@ -20,7 +20,6 @@ from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter, unsharded
 from torch_bridge.models.uses import check_apart
-from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.modules import buffers_of, forward_hooks_of, uncompiled
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances
 from xshard.errors import ShapeError, api_boundary, located
@@ -43,14 +42,14 @@ class Wanted(NamedTuple):
     largest: float
 
 
-class _Results(NamedTuple):
-    """The loss and the gradients of one device, and the blocks of the parallel model, in the same order."""
+class Pair(NamedTuple):
+    """An array of both runs: what one device computes, and this process's block of the parallel run."""
 
-    wanted: list[Wanted]
-    blocks: list[Tensor]
+    wanted: Wanted
+    block: Tensor
 
 
-Run = Callable[[Watch], _Results]
+Run = Callable[[Watch], list[Pair]]  # the loss, and then the gradients in the order of parameters
 
 
 @api_boundary
@@ -117,17 +116,17 @@ def verify(
     whole_call = _gathered_call(call, parallel)
     source = _source_of(model, parallel, original)
 
-    def run(watch: Watch) -> _Results:
+    def run(watch: Watch) -> list[Pair]:
         wanted = _on_one_device(source, parallel, whole_call, loss, watch)
         # After the copy, whose memory is free then; both begin with the same random numbers.
         with _unchanged(model, parallel), _same_random_numbers(parallel):
             with watch(model):
                 value = _run(model, call, loss, parallel).detach()
             gradients = [_gradient(parameter.tensor) for parameter in parallel.trained]
-        return _Results(wanted, [value, *gradients])
+        blocks = [value, *gradients]
+        return [Pair(right, block) for right, block in zip(wanted, blocks, strict=True)]
 
-    results = run(nullcontext)
-    _compare(results, parallel, tol, run)
+    _compare(run(nullcontext), parallel, tol, run)
 
 
 def _call_of(batch: Any) -> Call:
@@ -158,7 +157,7 @@ def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
     context = parallel.context
     arrivals = parallel.arrivals(call)
     whole_call = dict(call)
-    blocks: list[tuple[str, Tensor, Sharding]] = []
+    blocks = []
     for key, x in call.items():
         if not isinstance(x, Tensor):
             continue
@@ -236,16 +235,16 @@ def _on_one_device(
         XshardError: The model draws random numbers.
     """
     context = parallel.context
-    copied = _copied(source, parallel)
+    model, whole_tensors = _copied(source, parallel)
     # Inside, a loss function that redistributes does so on a mesh of one process: it sends nothing.
     with (
         on_this_process_alone(),
         _eager(),
-        watch(copied.model),
+        watch(model),
         _same_random_numbers(parallel) as has_drawn,
     ):
         try:
-            value = _run(copied.model, call, loss).detach()
+            value = _run(model, call, loss).detach()
         except Exception as error:
             note = "in the copy on one device; original= is the model before it was changed beside its rules"
             error.add_note(note)
@@ -257,7 +256,7 @@ def _on_one_device(
     # The loss comes first in the list, so that an error about several arrays begins with it.
     scalar = Sharding(Layout("()"), context.axes, ())
     wanted_loss = Wanted("output", "loss", scalar, value, value.abs().item())
-    return [wanted_loss, *_cut_gradients(copied.tensors, parallel)]
+    return [wanted_loss, *_cut_gradients(whole_tensors, parallel)]
 
 
 def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[Wanted]:
@@ -297,18 +296,11 @@ def largest_value(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
 
-class _Copy(NamedTuple):
-    """A copy of a model without rules, and its whole tensors by name."""
-
-    model: Module
-    tensors: dict[str, Tensor]
-
-
-def _copied(source: Module, parallel: ParallelModel) -> _Copy:
+def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, Tensor]]:
     """Copy a model as on one device: with whole tensors and counts, and no hooks of ours.
 
-    Sharded tensors are gathered, so that all processes call it. Replicated parameters are not
-    copied: they share the model's memory.
+    Returns the whole tensors by name, too. Sharded tensors are gathered, so that all processes call
+    it. Replicated parameters are not copied: they share the model's memory.
 
     Args:
         source: The parallel model itself, or the model from which it was made.
@@ -318,8 +310,8 @@ def _copied(source: Module, parallel: ParallelModel) -> _Copy:
     source_tensors.update(source.named_buffers())
     # `deepcopy` looks objects up here by their ids before it copies them: the state of the parallel
     # model is not copied, and whole tensors take the place of blocks.
-    memo: dict[int, Any] = _states_by_id(parallel)
-    tensors: dict[str, Tensor] = {}
+    memo = _states_by_id(parallel)
+    tensors = {}
     for parameter in parallel.parameters:
         whole = _whole_tensor(parameter, parallel.context)
         tensors[parameter.name] = whole
@@ -328,14 +320,14 @@ def _copied(source: Module, parallel: ParallelModel) -> _Copy:
                 raise XshardError(f"{name} is in the parallel model, and missing in original=")
             memo[id(source_tensors[name])] = whole
 
-    model: Module = copy.deepcopy(source, memo)  # notes in `memo` what became of each module
+    model = copy.deepcopy(source, memo)  # notes in `memo` what became of each module
     model.__dict__.pop(ATTRIBUTE, None)
     for count in parallel.counts:
         # No copy of this module: the source is original=, whose attribute is whole already.
         if id(count.module) in memo:
             setattr(memo[id(count.module)], count.attribute, count.whole)
     _remove_hooks(model, parallel)
-    return _Copy(model, tensors)
+    return model, tensors
 
 
 def _states_by_id(parallel: ParallelModel) -> dict[int, Any]:
@@ -364,14 +356,6 @@ def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
                     del hooks[key]
 
 
-class _SavedBuffer(NamedTuple):
-    """A buffer: where it is, the tensor itself, and a copy of its values."""
-
-    place: Place
-    tensor: Tensor
-    values: Tensor
-
-
 @contextmanager
 def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
     """Let a `with` block train the model; put back gradients and buffers as they were.
@@ -380,11 +364,11 @@ def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
     `parallelize`) is off: a pass inside does not count as the first.
     """
     gradients = {parameter.tensor: parameter.tensor.grad for parameter in parallel.trained}
-    buffers: list[_SavedBuffer] = []
+    buffers = []
     for module in model.modules():
         for name, x in buffers_of(module).items():
             if x is not None:
-                buffers.append(_SavedBuffer(Place(module, name), x, x.clone()))
+                buffers.append((Place(module, name), x, x.clone()))
     check_of_first = parallel.gradients.after_first  # None once it is done
     parallel.gradients.after_first = None
     for x in gradients:
@@ -395,31 +379,30 @@ def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
         parallel.gradients.after_first = check_of_first
         for x, gradient in gradients.items():
             x.grad = gradient
-        for buffer in buffers:
+        for place, x, values in buffers:
             # The module may have replaced the buffer, or have written to it.
-            buffer.place.set_tensor(buffer.tensor.copy_(buffer.values))
+            place.set_tensor(x.copy_(values))
 
 
 @contextmanager
 def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]]:
     """Let random numbers go on afterwards as before; yield a function that tells if some were drawn."""
-    devices = {p.tensor.get_device() for p in parallel.parameters if p.tensor.is_cuda}
-    ordered_devices = sorted(devices)
+    devices = sorted({p.tensor.get_device() for p in parallel.parameters if p.tensor.is_cuda})
 
     def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ordered_devices)]
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
     # The call of the model draws on devices that have parameters; others are left alone.
-    with torch.random.fork_rng(ordered_devices):
+    with torch.random.fork_rng(devices):
         before = states()
         yield lambda: not all(map(torch.equal, before, states()))
 
 
-def largest_of(wanted: Sequence[Wanted]) -> dict[str, float]:
-    """Return the largest value of each kind."""
+def _largest_by_kind(pairs: Sequence[Pair]) -> dict[str, float]:
+    """Return the largest value of all outputs, and that of all gradients."""
     largest: dict[str, float] = {}
-    for array in wanted:
-        largest[array.kind] = max(array.largest, largest.get(array.kind, 0.0))
+    for wanted, _ in pairs:
+        largest[wanted.kind] = max(wanted.largest, largest.get(wanted.kind, 0.0))
     return largest
 
 
@@ -428,68 +411,62 @@ VALUES_DIFFER = 1
 SHAPES_DIFFER = 2
 
 
-def compare_on_all(
-    wanted: Sequence[Wanted], blocks: Sequence[Tensor], tol: float, context: ParallelContext
-) -> list[int]:
+def compare_on_all(pairs: Sequence[Pair], tol: float, context: ParallelContext) -> list[int]:
     """Compare blocks with the right ones; return one flag per array, the same on all.
 
     A flag is EQUAL, VALUES_DIFFER or SHAPES_DIFFER. All processes call it, with blocks of the same
     arrays, and get the worst flag of all processes for each array.
 
     Args:
-        wanted: The right blocks of this process, by one device.
-        blocks: The blocks of the parallel run, in the same order.
+        pairs: The right block of each array, and the block of the parallel run.
         tol: The tolerance, relative to the largest value of an array.
         context: The mesh and options.
     """
-    largest_of_kind = largest_of(wanted)
+    largest_by_kind = _largest_by_kind(pairs)
     flags = []
-    for right, block in zip(wanted, blocks, strict=True):
+    for wanted, block in pairs:
         # An array near zero is a sum in which large terms cancel, with the rounding errors of
         # these. So a difference is allowed of `tol` times the array's own largest value, or times
         # 1/100 of the largest value of all arrays of its kind (gradients, or outputs), whichever is
         # more.
-        largest = max(right.largest, largest_of_kind[right.kind] / 100)
+        largest = max(wanted.largest, largest_by_kind[wanted.kind] / 100)
         flag = EQUAL
-        if block.shape != right.block.shape:
+        if block.shape != wanted.block.shape:
             flag = SHAPES_DIFFER
-        elif not torch.allclose(block.double(), right.block.double(), tol, tol * largest):
+        elif not torch.allclose(block.double(), wanted.block.double(), tol, tol * largest):
             flag = VALUES_DIFFER
         flags.append(float(flag))
-    # The maximum over processes, so that all of them raise, and about the same arrays.
-    text = f"n | max({','.join(context.axes.axes)}) -> n"
-    own_flags = torch.tensor(flags, device=blocks[0].device)
-    worst_flags = redistribute(own_flags, text, context.mesh)
+    # The worst flag, so that all processes raise, and about the same arrays.
+    own_flags = torch.tensor(flags, device=pairs[0].block.device)
+    worst_flags = context.reduced(own_flags, "max")
     return [int(flag) for flag in worst_flags.tolist()]
 
 
 @torch.no_grad()
-def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run: Run) -> None:
+def _compare(pairs: list[Pair], parallel: ParallelModel, tol: float | None, run: Run) -> None:
     """Raise EquivalenceError on all processes if a block differs on any of them from one device's.
 
     The error names each wrong array, and the first wrong module, which is found by running both
     models again.
 
     Args:
-        results: What one device computes, and the blocks of the parallel run.
+        pairs: The loss and the gradients of both runs.
         parallel: The state of the parallel model.
         tol: The tolerance; None goes by the lowest precision among the dtypes.
         run: Makes both runs again, to find the first module that is wrong.
     """
     if tol is None:
-        tol = tolerances.rounding(dtypes.name_of(x.dtype) for x in results.blocks)
-    flags = compare_on_all(results.wanted, results.blocks, tol, parallel.context)
+        tol = tolerances.rounding(dtypes.name_of(block.dtype) for _, block in pairs)
+    flags = compare_on_all(pairs, tol, parallel.context)
     wrong_numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
     if not wrong_numbers:
         return
-    first: WrongTensor | None = None
-    if parallel.hooks:
-        first = _first_wrong(results.wanted, wrong_numbers, parallel, tol, run)
-    raise _difference(results, wrong_numbers, first, tol, parallel.context)
+    first = _first_wrong(pairs, wrong_numbers, parallel, tol, run) if parallel.hooks else None
+    raise _difference(pairs, wrong_numbers, first, tol, parallel.context)
 
 
 def _difference(
-    results: _Results,
+    pairs: Sequence[Pair],
     wrong_numbers: Sequence[int],
     first: WrongTensor | None,
     tol: float,
@@ -505,22 +482,21 @@ def _difference(
     from xshard.testing.diagnosis.causes import Cause
     from xshard.testing.mismatch import EquivalenceError
 
-    largest = largest_of(results.wanted)
-    mismatches: list[Any] = []
-    for i in wrong_numbers:
-        wanted = results.wanted[i]
-        mismatch = mismatch_of(wanted, results.blocks[i], largest[wanted.kind], tol, context)
+    largest_by_kind = _largest_by_kind(pairs)
+    mismatches = []
+    for wanted, block in [pairs[i] for i in wrong_numbers]:
+        mismatch = mismatch_of(wanted, block, largest_by_kind[wanted.kind], tol, context)
         if first is not None and mismatch.cause is None:
             cause = Cause("module", f"wrong already: {first.place}")
             mismatch = replace(mismatch, cause=cause)
         mismatches.append(mismatch)
     if first is not None:  # the long text about the module goes with the first array only
         mismatches[0] = replace(mismatches[0], first=first.text)
-    return EquivalenceError(mismatches, len(results.wanted))
+    return EquivalenceError(mismatches, len(pairs))
 
 
 def _first_wrong(
-    wanted: Sequence[Wanted],
+    pairs: Sequence[Pair],
     wrong_numbers: Sequence[int],
     parallel: ParallelModel,
     tol: float,
@@ -532,7 +508,7 @@ def _first_wrong(
     that is wrong, else the gradient that a backward pass comes to first.
 
     Args:
-        wanted: The loss and then the gradients by one device, in the order of parameters.
+        pairs: The loss and then the gradients, in the order of parameters.
         wrong_numbers: Which of them are wrong, ascending.
         parallel: The state of the parallel model.
         tol: The tolerance.
@@ -550,12 +526,11 @@ def _first_wrong(
         return found
 
     # A backward pass comes to the parameters of the last modules first: there it went wrong first.
-    wrong = wanted[wrong_numbers[-1]]
-    title = f"gradient of {wrong.name}"
+    name = pairs[wrong_numbers[-1]].wanted.name
+    title = f"gradient of {name}"
     if wrong_numbers[0] == 0:
-        wrong = wanted[0]
-        title = wrong.name
+        name = title = pairs[0].wanted.name
     place = f"the {title}, while outputs of modules with rules are right"
-    around = [path for path in parallel.hooks if is_inside(wrong.name, path)]  # outer ones first
+    around = [path for path in parallel.hooks if is_inside(name, path)]  # outer ones first
     text = described(place, parallel, around[-1]) if around else place
     return WrongTensor(place, text)

@@ -56,12 +56,12 @@ def open_dcp(path: str | Path) -> Checkpoint:
     outside of the folder or of their files, or parts that overlap or leave a gap.
     """
     folder = Path(path)
-    arrays: dict[str, _Tensor] = {}
-    constants: dict[str, _Item] = {}
+    arrays = {}
+    constants = {}
     with _malformed(folder / METADATA):
         with (folder / METADATA).open("rb") as file:
             records = _Records(file).load()
-        items: dict[Any, _Item] = {}
+        items = {}
         for index, info in records.storage_data.items():
             # The key is a name, and where the part begins in the tensor; None for a value that is no
             # tensor, such as a step number.
@@ -74,7 +74,7 @@ def open_dcp(path: str | Path) -> Checkpoint:
             else:
                 arrays[name] = _tensor(name, record, items)
 
-    places: dict[str, str] = {}
+    places = {}
     for name, tensor in arrays.items():
         files = {part.item.file.name for part in tensor.parts}
         places[name] = ", ".join(sorted(files))
@@ -246,7 +246,7 @@ def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
     starts = chunks[:, 0]  # [chunks, dims]
     sizes = chunks[:, 1]
     _check_cover(name, shape, starts, sizes)
-    parts: list[_Part] = []
+    parts = []
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
         stop = [first + n for first, n in zip(start, size, strict=True)]
         part = _Part(tuple(map(slice, start, stop)), items[name, tuple(start)], dtype)

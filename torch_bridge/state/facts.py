@@ -85,11 +85,9 @@ def describe_tree(
         "mesh": json.dumps([str(axes), ranks]),
         "tree": json.dumps([structure, constants]),
     }
-    blocks: dict[str, Tensor] = {}
+    blocks = {}
     source_rules = _source_rules(rules, list(tensors))
-    # A pair is rules of the source and rules of the target. Otherwise one set of rules has both, as
-    # in "n/dp d -> n d/dp".
-    has_arrows = not isinstance(rules, list | tuple)
+    has_arrows = not _is_pair(rules)
     for name, x in tensors.items():
         with located(trees.place_of(name)):
             rule = sides_or_one(source_rules[name]) if name in source_rules else None
@@ -104,12 +102,20 @@ def describe_tree(
     return blocks, facts
 
 
+def _is_pair(rules: Any) -> bool:
+    """Return whether rules are a pair: of the source, and of the target.
+
+    Otherwise one set of rules has both, as in "n/dp d -> n d/dp".
+    """
+    return isinstance(rules, list | tuple)
+
+
 def _source_rules(rules: Any, names: list[str]) -> Mapping[str, Any]:
     """Return the rule of each tensor by name: layouts of the source, or expressions.
 
     None of them has one if all are DTensors, whose placements say it.
     """
-    src_rules = rules[0] if isinstance(rules, list | tuple) else rules
+    src_rules = rules[0] if _is_pair(rules) else rules
     if src_rules is None:
         return {}
     return Rules(src_rules).match(names)
@@ -157,7 +163,7 @@ def _layout_text(x: Tensor, rule: Sides | None, layout: Layout, *, has_arrows: b
 
 def leaf_facts(facts: Facts) -> dict[str, LeafFact]:
     """Return what is known of each tensor of a described tree, by name."""
-    leaves: dict[str, LeafFact] = {}
+    leaves = {}
     for key, text in facts.items():
         if key.startswith(LEAF):
             leaves[key.removeprefix(LEAF)] = LeafFact._make(json.loads(text))
@@ -182,8 +188,8 @@ def plan_described(
     devices of both ends.
     """
     src_mesh, _ = mesh_in(dict(facts))
-    shapes: dict[str, Sequence[int]] = {}
-    dtypes: dict[str, str] = {}
+    shapes = {}
+    dtypes = {}
     src_rules: dict[Any, str] = {}
     for name, leaf in leaf_facts(dict(facts)).items():
         shapes[name] = leaf.shape
@@ -206,15 +212,15 @@ def plan_described(
 
 def target_rules(rules: Any) -> Pairs | None:
     """Return the second of a pair of rules, hashable; None for rules with arrows."""
-    if not isinstance(rules, list | tuple):
+    if not _is_pair(rules):
         return None
     return tuple(Rules(rules[1]).items())
 
 
 def rules_text(rules: Any, names: Names | None) -> dict[str, str]:
     """Return rules and names as text, which processes compare."""
-    sides = rules if isinstance(rules, list | tuple) else (rules,)
-    texts: list[str] = []
+    sides = rules if _is_pair(rules) else (rules,)
+    texts = []
     for side in sides:  # None stands for the layouts of DTensors
         texts.append(str(None if side is None else dict(Rules(side))))
     names_text = "" if names is None else str(names.relations)

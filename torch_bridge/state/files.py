@@ -288,20 +288,20 @@ class _Loading:
         """
         names = list(self.loads)
         shared_bytes = [_shared_bytes(load) for load, _ in self.loads.values()]
-        tensors: dict[str, Tensor] = {}
+        tensors = {}
         with ThreadPoolExecutor(_n_threads(len(self.ranks))) as threads:
             # Rows that are read for other processes too are in memory twice until they are sent: a
             # group has at most BUCKET_BYTES of them, or one array.
             for numbers in group_by_bytes(shared_bytes, BUCKET_BYTES):
                 group = [names[i] for i in numbers]
-                tensors |= self._read_group(group, device, threads)
+                tensors.update(self._read_group(group, device, threads))
         return tensors
 
     def _read_group(
         self, names: Sequence[str], device: torch.device | str, threads: ThreadPoolExecutor
     ) -> dict[str, Tensor]:
         """Read this process's blocks of some arrays by threads, share them, and return them by name."""
-        tensors: dict[str, Tensor] = {}
+        tensors = {}
         for name in names:
             array = self.loads[name].array
             # A DTensor's mesh may lack this process, which then has no block of it.
@@ -344,8 +344,8 @@ class _Loading:
                 on_mesh = by_mesh.setdefault(self.loads[name].array.mesh, {})
                 on_mesh[name] = part
         for mesh, on_mesh in by_mesh.items():
-            moves: dict[str, str] = {}
-            shapes: dict[str, tuple[int, ...]] = {}
+            moves = {}
+            shapes = {}
             for name in on_mesh:
                 load = self.loads[name].load
                 # From the layout of parts, which also cuts rows over replicas, to that of blocks.

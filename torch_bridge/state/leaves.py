@@ -143,7 +143,7 @@ def local_arrays(
     ranks = processes_of(mesh)
     if mesh is None:
         mesh = axes_of(None)
-    arrays: dict[str, LocalArray] = {}
+    arrays = {}
     for name, x in tensors.items():
         with errors.located(trees.place_of(name)):
             rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
@@ -160,7 +160,7 @@ def _arrays_of_parallel(model: nn.Module) -> dict[str, LocalArray]:
     """
     parallel = parallel_of(model)
     saved_names = set(model.state_dict(keep_vars=True))
-    arrays: dict[str, LocalArray] = {}
+    arrays = {}
     for parameter in parallel.parameters:
         if saved_names.isdisjoint(parameter.names):  # a buffer that is not persistent
             continue
@@ -186,8 +186,8 @@ def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Const
     # Containers of torch's pytrees: dicts, lists, tuples and named tuples.
     paths_and_leaves, _ = tree_flatten_with_path(tree)
     named_leaves = [(trees.leaf_name(path), x) for path, x in paths_and_leaves]
-    tensors: dict[str, Tensor] = {}
-    constants: dict[str, Constant] = {}
+    tensors = {}
+    constants = {}
     for name, x in trees.named_once(named_leaves).items():
         if isinstance(x, Tensor):
             tensors[name] = x
@@ -208,7 +208,7 @@ def local_array(
     rule: Sides | None,
     mesh: MeshLike,
     ranks: Sequence[int],
-    shape: Any = None,
+    shape: Any,
 ) -> LocalArray:
     """Describe one tensor as this process's block of a sharded array.
 
@@ -247,12 +247,12 @@ def _array_of_dtensor(name: str, x: DTensor) -> LocalArray:
     layout = from_placements(x.placements, axes, x.ndim, shape)
     ranks = meshes.calling_ranks(x.device_mesh)
     sharding = Sharding(layout, axes, shape)
-    array = LocalArray([name], None, x.dtype, sharding, x.device_mesh, ranks)
-    # On other ranks torch has an empty tensor in place of a block.
-    if rank() in ranks:
-        array.block = local_block(x)
-        array.mesh = meshes.dtensor_mesh(x.device_mesh)
-        _check_block_shape(array, sides_or_one(layout))
+    if rank() not in ranks:
+        # In place of a block torch has an empty tensor here.
+        return LocalArray([name], None, x.dtype, sharding, x.device_mesh, ranks)
+    mesh = meshes.dtensor_mesh(x.device_mesh)
+    array = LocalArray([name], local_block(x), x.dtype, sharding, mesh, ranks)
+    _check_block_shape(array, sides_or_one(layout))
     return array
 
 

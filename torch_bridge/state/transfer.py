@@ -101,11 +101,13 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
             **tree_facts.rules_text(rules, names),
             "bucket_bytes": str(bucket_bytes),
         }
-        if tree is None:
-            return CallFacts(equal_on_all, within={}, part=(), own={})
-        local, facts = tree_facts.describe_tree(tree, rules, src_mesh, shapes)
-        blocks.update(local)
-        _, senders = tree_facts.mesh_in(facts)
+        facts: dict[str, str] = {}
+        senders: tuple[int, ...] = ()
+        if tree is not None:
+            local, facts = tree_facts.describe_tree(tree, rules, src_mesh, shapes)
+            blocks.update(local)
+            _, senders = tree_facts.mesh_in(facts)
+        # Senders compare their descriptions with each other.
         return CallFacts(equal_on_all, within=facts, part=senders, own={})
 
     reports = compare_ranks(range(dist.get_world_size()), "transfer", prepared)
@@ -135,7 +137,7 @@ def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str
     Ranks of the source mesh report it as "within", and have compared it, so that it is equal; all
     others report an empty one. Raises MeshError unless each rank of the source mesh has one.
     """
-    descriptions: dict[int, dict[str, str]] = {}
+    descriptions = {}
     for rank, report in reports.items():
         if report["within"]:
             descriptions[rank] = report["within"]
@@ -174,7 +176,7 @@ def execute(
     src_device = _position(plan.src_devices, rank)
     dst_device = _position(plan.dst_devices, rank)
     last_bucket = _last_bucket_of_blocks(plan)
-    received: dict[str, Tensor] = {}
+    received = {}
     with reporting(progress, plan.bytes_moved, group.rank() == 0) as report:
         for i, bucket in enumerate(plan.buckets):
             moves = _moves_of(bucket)
@@ -207,7 +209,7 @@ def _position(ranks: Sequence[int], rank: int) -> int | None:
 
 def _last_bucket_of_blocks(plan: TreePlan) -> dict[str, int]:
     """Return the number of the last bucket that reads each source block."""
-    last_bucket: dict[str, int] = {}
+    last_bucket = {}
     for i, bucket in enumerate(plan.buckets):
         for move in _moves_of(bucket):
             last_bucket[move.name] = i
@@ -226,7 +228,7 @@ def _parts_to_send(
     its parts are empty, as moves want one on every process. Returns one tensor per move, on
     tensor_device, in the dtype that travels.
     """
-    parts: list[Tensor] = []
+    parts = []
     for move in moves:
         part = torch.empty(0, device=tensor_device)
         if src_device is not None:
