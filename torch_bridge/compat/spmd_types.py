@@ -211,7 +211,7 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
             reason = f"no type for '{kind}({','.join(tagged_axes)})'"
             raise PlanError(reason, text=str(layout), hint=hint)
         type_names |= dict.fromkeys(tagged_axes, _TYPE_OF_TAG[kind])
-    kinds = {axis: getattr(types, type_names[axis]) for axis in axes.axes}
+    kinds: Any = {axis: getattr(types, type_names[axis]) for axis in axes.axes}
     return types.SpmdType(kinds, types.PartitionSpec(*entries))
 
 

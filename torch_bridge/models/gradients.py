@@ -247,12 +247,11 @@ class Gradients:
         """
         # A backward pass comes to the parameters of the last modules first.
         last_first = self._gradients[::-1]
-        tensors = [gradient.parameter for gradient in last_first]
-        sizes = [x.nbytes for x in tensors]
-        kinds = [
-            (gradient.axes, gradient.parameter.dtype, gradient.parameter.device)
-            for gradient in last_first
-        ]
+        sizes = [gradient.parameter.nbytes for gradient in last_first]
+        kinds = []
+        for gradient in last_first:
+            x = gradient.parameter
+            kinds.append((gradient.axes, x.dtype, x.device))
         groups = trees.group_by_bytes(sizes, self.bucket_bytes, kinds)  # numbers in `last_first`
         # A bucket is sent when its last gradient is there: buckets are in the order of these.
         groups.sort(key=itemgetter(-1))
