@@ -104,8 +104,8 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
 def planned() -> Iterator[None]:
     """Plan redistributions of the package spmd_types over several mesh axes as one move.
 
-    A context manager: it replaces two functions of the package, and restores them at the end.
-    Moves over one axis remain the package's own.
+    Inside this context two functions of the package are replaced by ours, and they are restored at
+    its end. Moves over one axis remain the package's own.
 
     Inside, `spmd_types.redistribute(x, mesh, src=, dst=)` also takes types of several axes, as
     `from_types` does, with the gradient of those types; `spmd_types.spmd_redistribute(x, src, dst)`
@@ -241,7 +241,7 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
         kinds[_axis_name(axis)] = _type_name(kind)
     spec = getattr(types, "partition_spec", partition_spec) or ()
     axes_of_dims = _axes_of_dims(spec, ndim)
-    # V says that an axis shards some dim. Where the spec says which one, nothing is to be added.
+    # Types V only say that an axis shards some dim: the spec says which one. S(0) says it itself.
     sharding_axes = {axis for axes in axes_of_dims for axis in axes}
     for axis, kind in kinds.items():
         if axis not in sharding_axes:
@@ -272,15 +272,14 @@ def _axes_of_dims(spec: Sequence[Any], ndim: int) -> list[list[str]]:
 
 
 def _add_shard(axes_of_dims: list[list[str]], axis: str, kind: str) -> None:
-    """Enter a mesh axis in the list of axes of the dim that its type shards.
+    """Append a mesh axis to the axes of the dim that its type shards, in `axes_of_dims`.
 
-    kind: S(0) shards dim 0, S(-1) the last one; R, I and P shard none, and nothing changes.
-    axes_of_dims: a list for each dim, changed in place. Raises PlanError for V, which does not say
-    what dim it shards, and for a dim that another axis shards too, as types do not say which one
-    cuts first.
+    "dp" of type S(0): [[], []] -> [["dp"], []]. S(-1) shards the last dim; R, I and P shard none,
+    and nothing changes. Raises PlanError for V, which does not say what dim it shards, and for a
+    dim that another axis shards too, as types do not say which one cuts first.
     """
     d = compat.spmd_cut(kind)
-    if d is None:
+    if d is None:  # R, I or P
         return
     ndim = len(axes_of_dims)
     if kind == "V" or not -ndim <= d < ndim:

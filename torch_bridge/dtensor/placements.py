@@ -118,6 +118,7 @@ def from_placements(
         raise PlanError(
             f"{len(placements)} placements for {axes!r}", hint="one placement per mesh axis"
         )
+    # For each dim, the axes that cut it, with the split factors of their placements.
     factors_by_dim: list[dict[str, int]] = [{} for _ in range(ndim)]
     tags: dict[str, tuple[str, ...]] = {}
     for axis, placement in zip(axes.axes, placements, strict=True):
@@ -235,7 +236,7 @@ def checked_global_shape(
 def _split_factors(
     layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None
 ) -> dict[str, int]:
-    """Return the mesh axes that cut a dim, with the split factor of each DTensor placement.
+    """Return the mesh axes that cut dim number `d`, with the split factor of each DTensor placement.
 
     A split factor is the number of pieces that `_StridedShard` makes before it cuts each of them; 1
     is an ordinary `Shard`. "n/tp/dp" with tp=4 -> {"tp": 1, "dp": 4}. shape: the global shape, or
@@ -299,7 +300,7 @@ def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...]
     dealt = _dealt_cuts(factors, mesh, length)
     if dealt is not None:  # pieces of equal length, which are the same in both ways
         return dealt if nested is None else nested
-    # Other axes do not cut this dim.
+    # Unequal pieces: the rows of each device, as torch computes them. Other axes do not cut the dim.
     submesh = Mesh({axis: mesh.size(axis) for axis in factors})
     devices = range(submesh.n_devices)
     rows = [_rows_of_device(length, factors, submesh, device) for device in devices]

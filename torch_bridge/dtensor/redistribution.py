@@ -370,16 +370,17 @@ class LocalPart(NamedTuple):
 
 
 def local_part(x: DTensor, call: MoveCall) -> LocalPart | None:
-    """Split a DTensor's move into a move of its local block and a step that wraps the result.
+    """Split a DTensor's move: its block, the executable that moves a block, and a function to finish.
 
-    Moves of the blocks of many tensors can be joined in one collective. Returns the block, the
-    function that moves it, and one that makes the resulting DTensor. None if the move must run by
-    itself: if autograd records it, if it has several stages, or if it goes to another mesh.
+    Callers join the executables of many tensors in one collective; `finish` makes a DTensor of the
+    moved block. Nothing is sent here. Returns None if the move must run by itself: if autograd
+    records it, if it has several steps, or if it goes to another mesh.
     """
     move = move_by_layouts(x, call)
     block = moves.local_block(x)
     executables = moves.executables(move, x, block)
-    # The gradient of a DTensor may have any placements, so a recorded call needs its own node.
+    # The gradient of a DTensor may have any placements, so a recorded call needs a node of its own
+    # in autograd's graph.
     is_recorded = x.requires_grad and torch.is_grad_enabled()
     if is_recorded or len(executables) != 1:
         return None

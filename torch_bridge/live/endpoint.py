@@ -326,6 +326,7 @@ class Endpoint:
         """
         group = self.connect(sessions)
         # `guarded` runs this in another thread, where CUDA's current stream would be the default.
+        # None sets no stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
         def run() -> dict[str, Tensor]:

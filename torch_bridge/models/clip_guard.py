@@ -24,11 +24,12 @@ _GUARDED: WeakSet[ParallelModel] = WeakSet()
 
 
 def guard_clipping(model: ParallelModel) -> None:
-    """Make torch's `clip_grad_norm_` raise for this model, whose gradients are blocks.
+    """From now on, let torch's own `clip_grad_norm_` raise for this model's gradients.
 
-    torch would take the norm of a block for the norm of the whole gradient. The first call replaces
-    a private function of torch by `_scale_unless_blocks`; later calls only note the model. Raises
-    XshardError if this release of torch lacks that function.
+    These are blocks: torch would take the norm of a block for that of the whole gradient. The first
+    call, in a program, replaces a private function of torch by `_scale_unless_blocks`; all calls
+    add the model to those that it guards. Raises XshardError if this release of torch lacks that
+    function.
     """
     function = clipping_function()
     if function is not _scale_unless_blocks:

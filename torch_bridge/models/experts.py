@@ -130,11 +130,10 @@ def _received_bytes(under_way: _UnderWay, result_bytes: int) -> tuple[int, int]:
 
 
 def _choices_key(key: Any, values: Values) -> Any:
-    """Find which argument of a call says which experts each row chose.
+    """Return the position or name of the argument that says which experts each row chose.
 
-    It is the first argument with two dims and a dtype without fractions, beside the rows
-    themselves: for rows [t, c], a table [t, k]. Returns its position or its name. Raises ShapeError
-    if there is none, or if its length is not t.
+    Beside rows [t, c] it is a table [t, k] of whole numbers. Raises ShapeError if there is none, or
+    if the first such table has not t rows.
 
     Args:
         key: The position or the name of the rows.
@@ -146,7 +145,7 @@ def _choices_key(key: Any, values: Values) -> Any:
         if is_table and not x.is_floating_point():
             if len(x) == len(rows):
                 return other_key
-            break  # the first table of whole numbers has to fit
+            break
     hint = (
         f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
     )

@@ -64,18 +64,18 @@ class TensorRule:
     def move(self, x: Tensor, context: ParallelContext, outside: KnownDims, where: str) -> Moved:
         """Redistribute an input or output of a module as its rule says.
 
-        "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i].
+        "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i]. The global shape, which a block alone may not
+        tell, is found with the help of known dims: names with their global lengths, as i = 16. Both
+        are kept for the next block of this shape; the first one sets `last`.
 
         Args:
             x: This process's block.
             context: The mesh and options.
-            outside: The dims whose lengths are known around the module. They tell the global shape
-                where the block does not.
+            outside: The dims that are known around the module.
             where: The name of the tensor in errors.
 
         Returns:
-            The block afterwards, and the dims known from then on. A known dim is a name with its
-            global length, as i = 16, for the modules inside.
+            The block afterwards, and the dims that are known from then on, inside the module.
         """
         if torch.compiler.is_compiling():
             # No cache here: looking it up would make the graph valid for this shape alone. The
@@ -91,7 +91,7 @@ class TensorRule:
         shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outside)
         y = self._redistributed(x, shape, context)
         known = known_inside(self.rule, shape, y.shape, outside, where)
-        # Kept only after all has succeeded: a block that fails a check is checked again in the next
+        # Only now that all has succeeded: a block that fails a check is checked again in the next
         # call.
         self._arrivals[key] = _Arrival(shape, known)
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)

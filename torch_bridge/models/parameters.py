@@ -62,7 +62,7 @@ class ParallelContext:
         two processes share is not compared. All processes call it.
 
         Args:
-            blocks: Each with its name for errors, and its global shape and layout.
+            blocks: For each a name for errors, the block, and its layout with the global shape.
         """
         processes = self.processes
         pairs = []
@@ -75,7 +75,7 @@ class ParallelContext:
                 cotangents=False,
                 name=name,
             )
-            if check.axes:
+            if check.axes:  # along which processes have replicas
                 comparison = Comparison(check, processes.ranks, processes, processes)
                 pairs.append((comparison, block.detach()))
         if pairs:

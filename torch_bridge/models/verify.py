@@ -148,11 +148,11 @@ def _source_of(model: Module, parallel: ParallelModel, original: Module | None) 
 
 
 def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
-    """Make the arguments for the model on one device, from those of this process.
+    """Return the whole arguments of a call, for the model on one device.
 
-    Arguments that are sharded by a rule are gathered: [b/2, i] on each process of dp=2 -> [b, i].
-    Others are whole already. All processes call it. Raises ReplicaError if they end with different
-    arguments.
+    Arguments that arrive sharded by a rule are gathered: [b/2, i] on each process of dp=2 -> [b, i].
+    Others are whole already. All processes call it. Raises ReplicaError if their whole arguments
+    differ.
     """
     context = parallel.context
     arrivals = parallel.arrivals(call)
@@ -161,13 +161,15 @@ def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
     for key, x in call.items():
         if not isinstance(x, Tensor):
             continue
+        # A tensor without a rule is whole.
         layout, shape = arrivals.get(key, (Layout("..."), None))
-        layout = layout.resolved(x.ndim)  # a tensor without a rule is whole, and is compared
+        layout = layout.resolved(x.ndim)
+        whole_layout = unsharded(layout)
         name = f"argument {key!r} of the batch"
         with located(name):
-            whole = context.redistribute(x, layout, unsharded(layout), shape)
+            whole = context.redistribute(x, layout, whole_layout, shape)
         whole_call[key] = whole
-        blocks.append((name, whole, Sharding(unsharded(layout), context.axes, tuple(whole.shape))))
+        blocks.append((name, whole, Sharding(whole_layout, context.axes, tuple(whole.shape))))
     context.compare(blocks)
     return whole_call
 
@@ -221,7 +223,8 @@ def _on_one_device(
 ) -> list[Wanted]:
     """Run a copy of the model with whole tensors on this process alone, to know what is right.
 
-    Returns the loss and this process's block of each gradient, cut out of the whole ones.
+    Returns the loss, and this process's block of each gradient, cut out of the whole ones. `source`
+    stays as it is, and the copy is dropped.
 
     Args:
         source: The module to copy.

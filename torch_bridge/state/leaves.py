@@ -56,11 +56,11 @@ def axes_of(mesh: MeshLike | None) -> Mesh:
 def all_or_none(
     ranks: Sequence[int], call: str, work: Callable[[], Any], *, timeout: timedelta | None = None
 ) -> list[Any]:
-    """Run a function on several ranks, so that it succeeds on all of them or raises on all.
+    """Run `work` on several ranks, and return the result of each, in their order.
 
-    ranks: all of them call this. call: in the user's words, for errors. work: its result must be
-    such that JSON can hold it. timeout: how long to wait for the others; None: as long as a
-    collective. Returns the result of each rank, in their order. Raises as `compare_ranks` does.
+    All of these ranks call it. If `work` fails on one, all raise, as `compare_ranks` does. call:
+    the name of the call in errors. work: JSON must be able to hold its result. timeout: how long to
+    wait for the others; None: as long as a collective.
     """
     if len(ranks) == 1:
         return [work()]
@@ -126,10 +126,12 @@ def local_arrays(
 ) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
     """List the tensors of a model or a tree by name, each with its block and how it is sharded.
 
-    tree: a model, or dicts and lists of tensors. rules: layouts by patterns of names, for tensors
-    that are no DTensors; None: they are replicated. mesh: for these tensors; None: all processes.
-    shapes: global, by name, where blocks differ in size. The second result has numbers and strings,
-    by name. Raises as `local_array` does, with the name of the tensor.
+    The second result has its numbers and strings, by name. A parallel model and DTensors say
+    themselves how they are sharded; other tensors are sharded by `rules`.
+
+    tree: a model, or dicts and lists of tensors. rules: layouts by patterns of names; None: all are
+    replicated. mesh: for tensors with rules; None: all processes. shapes: global, by name, where
+    blocks differ in size. Raises as `local_array` does, with the name of the tensor.
     """
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
         return _arrays_of_parallel(tree), {}
@@ -213,9 +215,11 @@ def local_array(
     """Describe one tensor as this process's block of a sharded array.
 
     A DTensor says itself how it is sharded; a plain tensor is a block under the left side of
-    `rule`: [4, 3] under "n/dp d" on dp=2 is of an array [8, 3]. shape: the global shape; None if
-    all blocks have one size. name: for errors. Raises XshardError for sparse and quantized tensors
-    and for a tensor without a layout, ShapeError for a block that does not fit its layout.
+    `rule`: [4, 3] under "n/dp d" on dp=2 is of an array [8, 3]. Raises XshardError for sparse and
+    quantized tensors and for a tensor without a layout, ShapeError for a block that does not fit.
+
+    rule: its layouts in the source and the target, or None. mesh, ranks: of a plain tensor. shape:
+    the global shape; None: as if all blocks had one size.
     """
     if x.layout != torch.strided:
         raise XshardError(f"a tensor of {x.layout}", hint="x.to_dense() or x.dequantize()")
