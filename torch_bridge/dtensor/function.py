@@ -246,8 +246,8 @@ def _executables(
 ) -> tuple[AnyExecutable, ...]:
     """Plan the one or two steps of a move, and bind them to process groups.
 
-    On one mesh a step is a plan of collectives. To another mesh the last step is messages from rank
-    to rank.
+    A step on the source mesh is a plan of collectives. A move to another mesh ends with messages
+    from rank to rank.
 
     shape: global. local_shape: of this process's block. world: part of the cache's key only.
     """
@@ -259,11 +259,12 @@ def _executables(
     is_same_mesh = move.src.mesh == move.dst.mesh
     steps = _steps(move.src.layout, move.dst.layout, is_same_mesh)
     result: list[AnyExecutable] = []
-    for layouts in steps if is_same_mesh else steps[:-1]:
-        call = MoveCall(layouts, src, shape, move.profile)
+    steps_on_src = steps if is_same_mesh else steps[:-1]
+    for start, stop in steps_on_src:
+        call = MoveCall((start, stop), src, shape, move.profile)
         result.append(call.executable((local_shape, move.op_dtype, device)))
         # The next step begins with the result of this one.
-        local_shape = Sharding(layouts[1], src.mesh, shape).local_shape(src.device)
+        local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
     if not is_same_mesh:
         dtype = dtypes.name_of(move.op_dtype)
         transfer = TransferCall(steps[-1], src, dst, shape, dtype, False, move.profile)

@@ -117,8 +117,7 @@ def _received_bytes(under_way: _UnderWay, result_bytes: int) -> tuple[int, int]:
 
     result_bytes: of the result of one row.
     """
-    routed = under_way.routed
-    copy_bytes = under_way.copy_bytes
+    routed, copy_bytes = under_way
     n_received, n_sent = routed.beyond  # copies of rows
     # Beside the rows travel 4 bytes for each choice; results return as one row for each copy.
     forward_bytes = n_received * (copy_bytes + 4 * routed.k) + n_sent * result_bytes

@@ -96,8 +96,7 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
     with_parameters = [path for path in paths if parallel.used_inside(path)]
     lines += _parameter_lines(parallel, with_parameters[0] if with_parameters else "")
 
-    outermost = paths[-1]
-    sharded_lengths = _sharded_lengths(parallel, outermost)
+    sharded_lengths = _sharded_lengths(parallel, paths[-1])
     for path, module in zip(paths, modules, strict=True):
         counted = ", ".join(_counted(module, sharded_lengths)[:LISTED])
         if counted:

@@ -82,14 +82,14 @@ class SharedParameters:
           of all passes over processes. It stays HELD until then.
         - Outside, EMPTY: {}, as there are no earlier gradients to sum.
         """
-        is_inside_no_sync = not self._gradients.syncs
-        if not is_inside_no_sync and not self.is_held:
+        syncs = self._gradients.syncs  # False inside `no_sync`
+        if syncs and not self.is_held:
             return {}
         self._gather_if_changed()
         tensors = self._leaves
         # A pass under `no_grad`, as an evaluation, is not the last: the next training pass still
         # sums.
-        if not is_inside_no_sync and torch.is_grad_enabled():
+        if syncs and torch.is_grad_enabled():
             tensors = _LastPass.apply(self, *self._blocks)
         names = [parameter.name for parameter in self.parameters]
         return dict(zip(names, tensors, strict=True))
