@@ -159,7 +159,7 @@ def route_experts(
     hooks: Mapping[str, ModuleHooks],
     context: ParallelContext,
     parameters: Sequence[ShardedParameter],
-    used: Mapping[str, Sharding],
+    used_shardings: Mapping[str, Sharding],
 ) -> list[Count]:
     """Let modules of experts route rows, where a rule for their input says so.
 
@@ -171,7 +171,8 @@ def route_experts(
         hooks: The hooks of all modules with rules, by name.
         context: The mesh and options.
         parameters: The parameters.
-        used: How modules use each parameter, by name: this says which process has which experts.
+        used_shardings: How modules use each parameter, by name. This says which process has which
+            experts.
     """
     counts = []
     for name, module_hooks in hooks.items():
@@ -179,7 +180,7 @@ def route_experts(
         if not axes:
             continue
         with located(module_hooks.title):
-            experts = _experts_of(name, axes, context, parameters, used)
+            experts = _experts_of(name, axes, context, parameters, used_shardings)
         call = RouteCall(axes, context.mesh, experts.process_of_each())
         module_hooks.experts = RoutedExperts(experts.module, call)
         # transformers' experts loop over them by this attribute.
@@ -228,7 +229,7 @@ def _experts_of(
     axes: tuple[str, ...],
     context: ParallelContext,
     parameters: Sequence[ShardedParameter],
-    used: Mapping[str, Sharding],
+    used_shardings: Mapping[str, Sharding],
 ) -> _Experts:
     """Find which experts of a module each process has, by the layouts of the module's parameters.
 
@@ -240,9 +241,9 @@ def _experts_of(
     answers = set()  # of the parameters; more than one if they disagree
     for parameter in parameters:
         for full_name, place in zip(parameter.names, parameter.places, strict=True):
-            if module_of(full_name) != name or full_name not in used:
+            if module_of(full_name) != name or full_name not in used_shardings:
                 continue
-            sharding = used[full_name]
+            sharding = used_shardings[full_name]
             by_process = []
             for device in devices:
                 numbers = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)

@@ -34,7 +34,7 @@ class ParallelModel:
         context: The mesh and options.
         parameters: All parameters and buffers, tied ones once.
         uses: How modules use each parameter, by its names.
-        used: The layouts in use, with global shapes, in the same way.
+        used_shardings: The layouts in use, with global shapes, in the same way.
         hooks: The hooks of modules with rules, by their names.
         gradients: Sums gradients in backward passes.
         find_arrivals: `arrivals` of a model without rules.
@@ -46,7 +46,7 @@ class ParallelModel:
     context: ParallelContext
     parameters: Sequence[ShardedParameter]
     uses: dict[str, ParameterUse]
-    used: dict[str, Sharding]
+    used_shardings: dict[str, Sharding]
     hooks: Mapping[str, ModuleHooks]
     gradients: Gradients
     find_arrivals: Callable[[Mapping[Any, Any]], dict[Any, Any]] | None = None
@@ -120,8 +120,10 @@ class ParallelModel:
 
     def used_inside(self, path: str) -> dict[str, Sharding]:
         """Return how modules use the parameters inside a module, by name; tied ones together."""
-        names = [name for name in self.by_name if name in self.used and is_inside(name, path)]
-        return {name: self.used[name] for name in names}
+        names = [
+            name for name in self.by_name if name in self.used_shardings and is_inside(name, path)
+        ]
+        return {name: self.used_shardings[name] for name in names}
 
     def compare(self) -> None:
         """Raise ReplicaError, on all processes, if parameters or gradients that should be equal are not."""

@@ -157,7 +157,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 
     compare_ranks(context.processes.ranks, "parallelize", facts)  # calls `facts` once
     (ready,) = prepared
-    sharded, uses, used = ready.parameters
+    sharded, uses, used_shardings = ready.parameters
 
     is_recording = torch.is_grad_enabled()
     # A model made in inference mode can be trained: its blocks are not inference tensors.
@@ -170,7 +170,7 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     for count in ready.counts:
         setattr(count.module, count.attribute, count.local)
     parallel = ParallelModel(
-        context, sharded, uses, used, ready.hooks, gradients, counts=ready.counts
+        context, sharded, uses, used_shardings, ready.hooks, gradients, counts=ready.counts
     )
     _attach(model, parallel)
     return model
@@ -181,7 +181,7 @@ def _prepare(model: nn.Module, context: ParallelContext, rules: _ModelRules) -> 
     hooks = _module_hooks(model, context, rules)
     counts = _counts(model, context.axes, Rules(rules.counts))
     parameters = parameters_by_rules(model, context, Rules(rules.parameters), hooks, rules.keep)
-    counts += route_experts(hooks, context, parameters.sharded, parameters.used)
+    counts += route_experts(hooks, context, parameters.sharded, parameters.used_shardings)
     return _PreparedModel(hooks, counts, parameters)
 
 
@@ -245,7 +245,12 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
     by_rules = parameters_by_rules(model, context, whole, hooks={"": rule_for_all})
     no_sums = Gradients(context, (), bucket_bytes=None)
     return ParallelModel(
-        context, by_rules.sharded, by_rules.uses, by_rules.used, hooks={}, gradients=no_sums
+        context,
+        by_rules.sharded,
+        by_rules.uses,
+        by_rules.used_shardings,
+        hooks={},
+        gradients=no_sums,
     )
 
 

@@ -26,12 +26,12 @@ Uses = Mapping[str, ParameterUse]  # by the name of the parameter
 class ModelParameters(NamedTuple):
     """Every parameter and buffer, tied ones once, and the use of each parameter by name.
 
-    used: the layouts in use again, with dims in the order of the tensor, and global shapes.
+    used_shardings: the layouts in use, with dims in the order of the tensor, and global shapes.
     """
 
     sharded: list[ShardedParameter]
     uses: dict[str, ParameterUse]
-    used: dict[str, Sharding]
+    used_shardings: dict[str, Sharding]
 
 
 def enclosing(
@@ -81,7 +81,7 @@ def parameters_by_rules(
 
     by_identity: dict[int, ShardedParameter] = {}  # a tied parameter is one object
     uses = {}
-    used = {}
+    used_shardings = {}
     for name, x in {**parameters, **buffers}.items():
         is_buffer = name in buffers
         path = module_of(name)
@@ -99,7 +99,7 @@ def parameters_by_rules(
         parameter.places.append(place)
         if not is_buffer:
             uses[name] = rule.use
-            used[name] = rule.used
+            used_shardings[name] = rule.used
         # The output of a module may have a dim of its parameter, as o of "o i": its length is then
         # known.
         if path in hooks:
@@ -108,11 +108,11 @@ def parameters_by_rules(
 
     # These need all uses: those of a tied parameter, and of the other parameters of a module.
     sharded = list(by_identity.values())
-    _check_biases(uses, used, hooks)
+    _check_biases(uses, used_shardings, hooks)
     for parameter in sharded:
         if parameter.name in uses:
             _plan_uses(parameter, uses, hooks, keep_rules)
-    return ModelParameters(sharded, uses, used)
+    return ModelParameters(sharded, uses, used_shardings)
 
 
 def _keep_rules(keep: bool | Pattern) -> Rules:
@@ -207,7 +207,7 @@ def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules
         gatherer.parameters.add(gathered)
 
 
-def _check_biases(uses: Uses, used: Mapping[str, Sharding], hooks: Hooks) -> None:
+def _check_biases(uses: Uses, shardings: Mapping[str, Sharding], hooks: Hooks) -> None:
     """Raise PlanError for a whole parameter, as a bias, that every process would add to its addend.
 
     With a weight "o i/tp", each process's result is an addend of the sum over tp. A bias [o] that is
@@ -219,7 +219,7 @@ def _check_biases(uses: Uses, used: Mapping[str, Sharding], hooks: Hooks) -> Non
     for path, group in itertools.groupby(sorted(uses, key=module_of), key=module_of):
         names = list(group)
         output_axes = _axes_of_addends(path, uses, hooks)
-        siblings = [(uses[name], used[name].shape) for name in names]
+        siblings = [(uses[name], shardings[name].shape) for name in names]
         for name, (use, shape) in zip(names, siblings, strict=True):
             addend_axes = output_axes | models.axes_of_larger_parameters(shape, siblings)
             # Along its own axes it is sharded, too; along `whole_axes` its rule says that it is meant.
