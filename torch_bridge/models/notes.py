@@ -80,9 +80,9 @@ def note_on(error: BaseException, parallel: ParallelModel) -> str:
     """Write the note that is added to an error in a module: what the rules did to it.
 
     Of the modules that the error came through, it shows the rules of the innermost one with rules,
-    the blocks of the innermost one with parameters, and of all the attributes with the whole length
-    of a sharded dim. `n_heads = 12`, where a process has 3 heads, is the most common mistake: a
-    module that reshapes by it gets a shape that its block does not have.
+    the blocks of the innermost one with parameters, and each attribute that is the whole length of
+    a sharded dim. `n_heads = 12`, where a process has 3 heads, is the most common mistake: a module
+    that reshapes by it gets a shape that its block does not have.
     """
     # Never empty: the module whose hook calls this is one of them.
     modules = _modules_inner_first(error, parallel)
