@@ -155,7 +155,7 @@ class HaloExchange(nn.Module):
         manager = _sharding_manager(None)
         if manager is None or self.halo_width == 0:
             return x
-        domain: Any = _domain_of(manager)
+        domain = _domain_of(manager)
         # Rows beyond one neighbour come from the next: the plan has as many messages as it needs.
         return halo_exchange(
             x, self.halo_width, self.dim, AXIS, domain, boundary=self.boundary, shape=self.shape

@@ -196,9 +196,10 @@ def _world() -> MeshLike:
 def _gathered(x: Values, dim: int, grad: Grad, shape: Shape = None, sizes: Sizes = None) -> Tensor:
     """Gather the blocks of all ranks along a dim, of equal or different sizes.
 
-    x: a tensor or numbers. grad: what gradients of the results are, as in `ops.all_gather`: "sum":
-    each rank's is an addend. shape: the global shape; sizes: rows of each rank; if both are None,
-    ranks may tell each other their rows. Without a process group x is returned, as a tensor.
+    Without a process group x is returned, as a tensor. x: a tensor or numbers. grad: what gradients
+    of the results are, as in `ops.all_gather`. shape: the global shape, if the first ranks have a row
+    more. sizes: the rows of each rank. If both are None, ranks on gloo tell each other their rows;
+    on other backends blocks are equal.
     """
     block = torch.atleast_1d(torch.as_tensor(x))
     if not dist.is_initialized():

@@ -78,8 +78,10 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
         >>> xt.testing.run_ranks(2, turn)[0]
         ([1.0, 1.0, 1.0, 1.0], [2.0, 2.0])
     """
-    if not isinstance(axis, dist.ProcessGroup | None):
-        axis = _group_of_axis(axis)
+    if not isinstance(axis, dist.ProcessGroup | None):  # an axis of the current mesh
+        from spmd_types._mesh import _pg_for_axis  # spmd_types has a private name for it alone
+
+        axis = _pg_for_axis(axis)
     mesh = group_mesh(axis, AXIS)
     src_type = _type_name(src)
     dst_type = _type_name(dst)
@@ -87,9 +89,7 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
     text = compat.spmd_transition(src_type, dst_type, tuple(x.shape), n_devices, AXIS)
     if text is None:  # the types have the same blocks and gradients
         return x
-    backward_dtype = None
-    if backward_options is not None:
-        backward_dtype = backward_options.get("op_dtype")
+    backward_dtype = None if backward_options is None else backward_options.get("op_dtype")
     comm_dtype = (op_dtype, backward_dtype) if op_dtype or backward_dtype else None
     # A value of each device is a row of a stacked array.
     if src_type == "V":
@@ -100,22 +100,12 @@ def redistribute(  # noqa: PLR0913  the original's arguments, and the global sha
     return y.to(out_dtype or op_dtype or y.dtype)
 
 
-def _group_of_axis(axis: Any) -> Any:
-    """Return the process group of an axis of the current mesh.
-
-    spmd_types has a private name for it alone.
-    """
-    from spmd_types._mesh import _pg_for_axis
-
-    return _pg_for_axis(axis)
-
-
 @contextmanager
 def planned() -> Iterator[None]:
     """Plan redistributions of the package spmd_types over several mesh axes as one move.
 
-    A context manager: it replaces two functions of the package, and restores them at the end.
-    Moves over one axis remain the package's own.
+    Inside this context two functions of the package are replaced by ours, and they are restored at
+    its end. Moves over one axis remain the package's own.
 
     Inside, `spmd_types.redistribute(x, mesh, src=, dst=)` also takes types of several axes, as
     `from_types` does, with the gradient of those types; `spmd_types.spmd_redistribute(x, src, dst)`
@@ -205,7 +195,7 @@ def to_types(layout: Layout | str, mesh: MeshLike) -> Any:
     check_axes(layout, axes)
     # Axes that the layout does not name hold replicas.
     type_names = dict.fromkeys(axes.axes, "I")
-    entries: list[Any] = []  # of each dim: None, one axis, or several
+    entries = []  # of each dim: None, one axis, or several
     for dim in layout.dims:
         if dim.overlap is not None or any(cut.order != "block" for cut in dim.shards):
             hint = "it has contiguous shards"
@@ -246,20 +236,20 @@ def from_types(types: Any, ndim: int, partition_spec: Sequence[Any] | None = Non
         >>> str(from_types({}, 2, [("dp", "tp")]))
         'd0/dp/tp d1'
     """
-    kinds: dict[str, str] = {}
+    kinds = {}
     for axis, kind in getattr(types, "local_type", types).items():
         kinds[_axis_name(axis)] = _type_name(kind)
     spec = getattr(types, "partition_spec", partition_spec) or ()
     axes_of_dims = _axes_of_dims(spec, ndim)
-    # V says that an axis shards some dim. Where the spec says which one, nothing is to be added.
+    # Types V only say that an axis shards some dim: the spec says which one. S(0) says it itself.
     sharding_axes = {axis for axes in axes_of_dims for axis in axes}
     for axis, kind in kinds.items():
         if axis not in sharding_axes:
             _add_shard(axes_of_dims, axis, kind)
-    dims: list[Dim] = []
+    dims = []
     for d, axes in enumerate(axes_of_dims):
         dims.append(Dim(f"d{d}", tuple(Cut((axis,)) for axis in axes)))
-    tags: list[tuple[str, tuple[str, ...]]] = []
+    tags = []
     for tag, tagged_kind in _TYPE_OF_TAG.items():
         tagged_axes = tuple(axis for axis, kind in kinds.items() if kind == tagged_kind)
         if tagged_axes:
@@ -282,15 +272,14 @@ def _axes_of_dims(spec: Sequence[Any], ndim: int) -> list[list[str]]:
 
 
 def _add_shard(axes_of_dims: list[list[str]], axis: str, kind: str) -> None:
-    """Enter a mesh axis in the list of axes of the dim that its type shards.
+    """Append a mesh axis to the axes of the dim that its type shards, in `axes_of_dims`.
 
-    kind: S(0) shards dim 0, S(-1) the last one; R, I and P shard none, and nothing changes.
-    axes_of_dims: a list for each dim, changed in place. Raises PlanError for V, which does not say
-    what dim it shards, and for a dim that another axis shards too, as types do not say which one
-    cuts first.
+    "dp" of type S(0): [[], []] -> [["dp"], []]. S(-1) shards the last dim; R, I and P shard none,
+    and nothing changes. Raises PlanError for V, which does not say what dim it shards, and for a
+    dim that another axis shards too, as types do not say which one cuts first.
     """
     d = compat.spmd_cut(kind)
-    if d is None:
+    if d is None:  # R, I or P
         return
     ndim = len(axes_of_dims)
     if kind == "V" or not -ndim <= d < ndim:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -104,28 +103,29 @@ class RedistributeDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None]:
-        """Redistribute the result's gradient to the placements that the input's gradient has.
+        """Redistribute the result's gradient, as it arrives, to the placements of the input's.
 
-        gradient: a DTensor, with the placements that autograd gives it. Partial sums in the forward
-        direction are replicas backwards. The second result is for `move`, which has no gradient.
+        Partial sums in the forward direction are replicas backwards. The second result is for
+        `move`, which has no gradient.
         """
         move: DTensorMove = ctx.move
         shape = tuple(gradient.shape)
         arrives = _end_like(move.dst, gradient.device_mesh, gradient.placements, shape)
         target = _gradient_end(move, arrives, shape)
-        dtype = ctx.dtype if move.backward_dtype is None else move.backward_dtype
+        travel_dtype = ctx.dtype if move.backward_dtype is None else move.backward_dtype
+        back = DTensorMove(arrives, target, travel_dtype, ctx.dtype, move.profile)
         # `apply` again: the backward pass can be differentiated too.
-        back = DTensorMove(arrives, target, dtype, ctx.dtype, move.profile)
         moved = RedistributeDTensor.apply(gradient, back)
         if not move.by_block:
             return moved, None
-        # A mean gives each block its share of the gradient; a max gives it to the largest block.
+        # The gradient is now the array's. The input was made of blocks: a mean gives each block its
+        # share, and a max gives all to the largest block.
         n_averaged = dtensor_axes(move.src.mesh).size(*move.src.layout.tagged("mean"))
         if n_averaged > 1:
             moved = moved / n_averaged
         if ctx.saved_tensors:
-            shares = _winner_shares(ctx.saved_tensors[0], move, shape)
-            moved = moved * target.dtensor(shares, gradient.shape)
+            (block,) = ctx.saved_tensors
+            moved = moved * target.dtensor(_winner_shares(block, move, shape), shape)
         return moved, None
 
 
@@ -145,17 +145,17 @@ class _OfCopies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None, None]:
         """Move the gradient to the placements of addends, and return its block."""
-        arrives = _end(gradient.device_mesh, gradient.placements, gradient)
-        target = _end(ctx.gradient_mesh, ctx.gradient_placements, gradient)
+        shape = tuple(gradient.shape)
+        arrives = _end(gradient.device_mesh, gradient.placements, shape)
+        target = _end(ctx.gradient_mesh, ctx.gradient_placements, shape)
         # The profile of the devices: a backward pass has no options of its own.
         move = DTensorMove(arrives, target, gradient.dtype, gradient.dtype, AUTO)
         return RedistributeDTensor.apply(gradient, move).to_local(), None, None, None
 
 
-def _end(mesh: DeviceMesh, placements: Placements, gradient: DTensor) -> End:
+def _end(mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
     """Return an end of a gradient's move, cut as torch cuts."""
-    axes = dtensor_axes(gradient.device_mesh)
-    return End(mesh, placements, layout_of(placements, axes, tuple(gradient.shape)))
+    return End(mesh, placements, layout_of(placements, dtensor_axes(mesh), shape))
 
 
 def dtensor_of_block(
@@ -173,21 +173,17 @@ def move_of(
     dst: End,
     profile: ProfileLike,
     *,
-    op_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-    gradient: Placements | None = None,
+    op_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    backward_dtype: torch.dtype | None,
+    gradient: Placements | None,
 ) -> DTensorMove:
     """Describe a redistribution of a DTensor from one mesh and placements to others.
 
-    op_dtype: in which it travels; out_dtype: of the result; None: the DTensor's own.
-    backward_dtype: in which the gradient travels; None: its own. gradient: placements of the
-    input's gradient; None: they follow from `src`.
+    op_dtype: in which it travels; out_dtype: of the result. backward_dtype: in which the gradient
+    travels; None: its own. gradient: placements of the input's gradient; None: they follow from
+    `src`.
     """
-    if op_dtype is None:
-        op_dtype = x.dtype
-    if out_dtype is None:
-        out_dtype = x.dtype
     # Whether x was made from local blocks, as by `DTensor.from_local`: its gradient goes to blocks.
     by_block = x.grad_fn is not None and x.grad_fn.name() in _MAKERS
     profile = resolve_profile(profile)
@@ -248,73 +244,80 @@ def executables(move: DTensorMove, x: DTensor, block: Tensor) -> tuple[AnyExecut
 def _executables(
     move: DTensorMove, shape: Shape, local_shape: Shape, device: torch.device, world: object
 ) -> tuple[AnyExecutable, ...]:
-    # Plans a redistribution of a DTensor, and binds each stage of it to process groups. A stage is
-    # a plan of collectives on one mesh, or messages to another mesh. shape: global; local_shape:
-    # of this process's block. world: part of the cache's key only.
+    """Plan the one or two steps of a move, and bind them to process groups.
+
+    A step on the source mesh is a plan of collectives. A move to another mesh ends with messages
+    from rank to rank.
+
+    shape: global. local_shape: of this process's block. world: part of the cache's key only.
+    """
     if not (is_in_mesh(move.src.mesh) or is_in_mesh(move.dst.mesh)):
         return ()
     check(move, shape, local_shape)
     src = dtensor_mesh(move.src.mesh)
     dst = dtensor_mesh(move.dst.mesh)
     is_same_mesh = move.src.mesh == move.dst.mesh
+    steps = _steps(move.src.layout, move.dst.layout, is_same_mesh)
     result: list[AnyExecutable] = []
-    # On the source mesh a move is a plan of collectives. The last leg to another mesh is sent as
-    # messages from rank to rank.
-    layouts = _layouts_on_the_way(move.src.layout, move.dst.layout, is_same_mesh)
-    for start, stop in itertools.pairwise(layouts):
-        is_last = stop is layouts[-1]
-        if is_same_mesh or not is_last:
-            call = MoveCall((start, stop), src, shape, move.profile)
-            result.append(call.executable((local_shape, move.op_dtype, device)))
-            # The next leg begins with the result of this one.
-            local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
-        else:
-            dtype = dtypes.name_of(move.op_dtype)
-            transfer = TransferCall((start, stop), src, dst, shape, dtype, False, move.profile)
-            group = process_group_of(tuple(sorted(src.ranks)))
-            result.append(lower_transfer(transfer.plan(), device, group))
+    steps_on_src = steps if is_same_mesh else steps[:-1]
+    for start, stop in steps_on_src:
+        call = MoveCall((start, stop), src, shape, move.profile)
+        result.append(call.executable((local_shape, move.op_dtype, device)))
+        # The next step begins with the result of this one.
+        local_shape = Sharding(stop, src.mesh, shape).local_shape(src.device)
+    if not is_same_mesh:
+        dtype = dtypes.name_of(move.op_dtype)
+        transfer = TransferCall(steps[-1], src, dst, shape, dtype, False, move.profile)
+        group = process_group_of(tuple(sorted(src.ranks)))
+        result.append(lower_transfer(transfer.plan(), device, group))
     return tuple(result)
 
 
-def _layouts_on_the_way(src: Layout, dst: Layout, is_same_mesh: bool) -> list[Layout]:
-    """Return the layouts that a redistribution goes through, both ends included: two or three.
+def _steps(src: Layout, dst: Layout, is_same_mesh: bool) -> list[tuple[Layout, Layout]]:
+    """Return the one or two steps of a redistribution, each from a layout to a layout.
 
-    A pending maximum or minimum (`Partial("max")`) is reduced before a pending sum begins, as the
-    two do not commute: "n | max(a)" -> "n | sum(a)" goes through "n". A maximum that begins needs
-    no step: equal replicas are their own maximum. is_same_mesh: a maximum that both ends have on
-    the same axis stays pending; on another mesh it does not.
+    A pending maximum or minimum (`Partial("max")`) ends before a pending sum begins, as the two do
+    not commute: "n | max(a)" -> "n | sum(a)" goes through "n". A maximum that begins needs no step,
+    and is not in the last layout: equal replicas are their own maximum.
+
+    is_same_mesh: a maximum that both ends have on the same axis stays pending; on another mesh it
+    ends and begins.
     """
     src_tags = _nonlinear_tags(src)
     dst_tags = _nonlinear_tags(dst)
     staying = src_tags & dst_tags if is_same_mesh else set()
-    ended = tuple(axis for _, axis in sorted(src_tags - staying))
-    begun = tuple(axis for _, axis in sorted(dst_tags - staying))
-    target = without_tags(dst, begun)
-    if ended and target.tags:
-        return [src, without_tags(src, ended), target]
-    return [src, target]
+    ended_axes = [axis for _, axis in src_tags - staying]
+    begun_axes = [axis for _, axis in dst_tags - staying]
+    target = without_tags(dst, begun_axes)
+    if not ended_axes or not target.tags:
+        return [(src, target)]
+    between = without_tags(src, ended_axes)
+    return [(src, between), (between, target)]
 
 
 def _nonlinear_tags(layout: Layout) -> set[tuple[str, str]]:
     """Return the axes of a max or min, each with its kind."""
-    tags: set[tuple[str, str]] = set()
+    tags = set()
     for kind, axes in layout.tags:
         if kind in NONLINEAR:
-            tags |= {(kind, axis) for axis in axes}
+            tags.update({(kind, axis) for axis in axes})
     return tags
 
 
 def _gradient_end(move: DTensorMove, arrives: End, shape: Shape) -> End:
-    """Return the end to which the gradient of a move's input goes when it arrives as `arrives`."""
+    """Return the mesh and placements to which a gradient goes that arrives as `arrives`.
+
+    They are those that the user asked for, or by default those of the move's input.
+    """
     src = move.src
-    placements = move.gradient
-    if placements is None:
-        arriving: Sequence[Placement] = arrives.placements
-        if arrives.mesh != src.mesh:
-            # Addends on another mesh are summed before they come here.
-            arriving = [Replicate()] * len(src.placements)
-        pairs = zip(src.placements, arriving, strict=True)
-        placements = tuple(_gradient_placement(p, g, move.by_block) for p, g in pairs)
+    if move.gradient is not None:
+        return _end_like(src, src.mesh, move.gradient, shape)
+    arriving = arrives.placements
+    if arrives.mesh != src.mesh:
+        # Addends on another mesh are summed before they come here.
+        arriving = (Replicate(),) * len(src.placements)
+    pairs = zip(src.placements, arriving, strict=True)
+    placements = tuple(_gradient_placement(p, g, move.by_block) for p, g in pairs)
     return _end_like(src, src.mesh, placements, shape)
 
 
@@ -335,17 +338,16 @@ def _gradient_placement(placement: Placement, gradient: Placement, by_block: boo
 
 
 def _end_like(value: End, mesh: DeviceMesh, placements: Placements, shape: Shape) -> End:
-    """Return the end of a gradient that is placed so.
+    """Return the end of a gradient's move, with the sizes of blocks that its value has.
 
-    Placements lack the sizes of blocks: where they are the value's, the gradient has the value's
-    cuts.
+    Placements lack these sizes. So a gradient that is placed like its value is cut like it; any
+    other is cut as torch cuts.
     """
-    axes = dtensor_axes(mesh)
-    is_cut_alike = mesh == value.mesh and all(map(_cut_alike, placements, value.placements))
-    if not is_cut_alike:  # cut as torch cuts
-        return End(mesh, placements, layout_of(placements, axes, shape))
+    if mesh != value.mesh or not all(map(_cut_alike, placements, value.placements)):
+        return _end(mesh, placements, shape)
+    # The value's cuts, with the gradient's own tags.
     uncut = tuple(p if isinstance(p, Partial) else Replicate() for p in placements)
-    tags = layout_of(uncut, axes, shape).tags
+    tags = layout_of(uncut, dtensor_axes(mesh), shape).tags
     return End(mesh, placements, replace(value.layout, tags=tags))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Size, Tensor
@@ -119,28 +118,27 @@ def from_placements(
         raise PlanError(
             f"{len(placements)} placements for {axes!r}", hint="one placement per mesh axis"
         )
-    factors: list[dict[str, int]] = [
-        {} for _ in range(ndim)
-    ]  # of each dim: the axes that cut it, with their split factors
-    tags: dict[str, list[str]] = {}
+    # For each dim, the axes that cut it, with the split factors of their placements.
+    factors_by_dim: list[dict[str, int]] = [{} for _ in range(ndim)]
+    tags: dict[str, tuple[str, ...]] = {}
     for axis, placement in zip(axes.axes, placements, strict=True):
         tag = tag_of(placement)
         if isinstance(placement, Shard | StridedShard):
             factor = int(getattr(placement, "split_factor", 1))
             if axes.size(axis) == 1:
                 factor = 1  # one device has all pieces
-            factors[placement.dim][axis] = factor
+            factors_by_dim[placement.dim][axis] = factor
         elif tag is not None:
-            tags.setdefault(tag, []).append(axis)
+            tags[tag] = (*tags.get(tag, ()), axis)
         elif not isinstance(placement, Replicate):
             hint = (
                 f"partials: {', '.join(_TAGS)}; another DTensor.redistribute to Replicate() ends it"
             )
             raise PlanError(f"{placement!r} of axis '{axis}' has no layout", hint=hint)
-    dims: list[Dim] = []
-    for d, dim_factors in enumerate(factors):
+    dims = []
+    for d, factors in enumerate(factors_by_dim):
         length = None if shape is None else shape[d]
-        cuts = cuts_of(dim_factors, axes, length)
+        cuts = cuts_of(factors, axes, length)
         if cuts is None:
             hint = "pass shape="
             if length is not None:
@@ -148,8 +146,7 @@ def from_placements(
             reason = f"the split factors of {tuple(placements)} are not a nesting of cuts"
             raise PlanError(reason, hint=hint)
         dims.append(Dim(f"d{d}", cuts))
-    tagged_axes = [(kind, tuple(axes_of_kind)) for kind, axes_of_kind in tags.items()]
-    return Layout(tuple(dims), tuple(tagged_axes))
+    return Layout(tuple(dims), tuple(tags.items()))
 
 
 def tag_of(placement: Placement) -> str | None:
@@ -170,11 +167,9 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
     mesh = mesh_of(x.device_mesh)
     shape = tuple(x.shape)
     stated = Sharding(layout, mesh, shape)
+    inferred = from_placements(x.placements, mesh, x.ndim, shape)
     # Dim names are the expression's, for the comparison and for the error.
-    placed_layout = from_placements(x.placements, mesh, x.ndim, shape).with_names(
-        stated.layout.names
-    )
-    placed = Sharding(placed_layout, mesh, shape)
+    placed = stated.with_layout(inferred.with_names(stated.layout.names))
     # A layout can say that gradients of replicas are to be summed ("copy"); placements cannot, so
     # that this is left out of the comparison.
     uncopied = stated.with_layout(without_tags(stated.layout, stated.layout.tagged("copy")))
@@ -182,7 +177,7 @@ def check_placed(x: DTensor, layout: Layout, text: str, span: Span | None = None
         return
     if not span:
         span = (0, len(text.partition("->")[0].rstrip()))
-    reason = f"the DTensor is placed as '{placed_layout}'"
+    reason = f"the DTensor is placed as '{placed.layout}'"
     hint = f"its placements are {x.placements} on {mesh!r}"
     raise NotationError(reason, text=text, span=span, hint=hint)
 
@@ -207,8 +202,7 @@ def dtensor_of(
 
 def positional(layout: Layout, ndim: int) -> Layout:
     """Return the layout with the dim names of `from_placements`: d0, d1, ..."""
-    dims = layout.resolved(ndim).dims
-    return replace(layout, dims=dims).with_names([f"d{d}" for d in range(len(dims))])
+    return layout.resolved(ndim).with_names([f"d{d}" for d in range(ndim)])
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -242,7 +236,7 @@ def checked_global_shape(
 def _split_factors(
     layout: Layout, d: int, mesh: Mesh, shape: Sequence[int] | None
 ) -> dict[str, int]:
-    """Return the mesh axes that cut a dim, with the split factor of each DTensor placement.
+    """Return the mesh axes that cut dim number `d`, with the split factor of each DTensor placement.
 
     A split factor is the number of pieces that `_StridedShard` makes before it cuts each of them; 1
     is an ordinary `Shard`. "n/tp/dp" with tp=4 -> {"tp": 1, "dp": 4}. shape: the global shape, or
@@ -250,13 +244,11 @@ def _split_factors(
     """
     dim = layout.dims[d]
     normal = dim
-    length = None
-    if shape is not None:
-        length = shape[d]
-        if not _is_nesting(dim):
-            # Cuts that are no nesting of contiguous blocks may be one for this length: balanced
-            # parts of 8 rows on 4 devices are 2 rows each.
-            normal = Sharding(layout, mesh, tuple(shape)).normal_layout.dims[d]
+    if shape is not None and not _is_nesting(dim):
+        # Cuts that are no nesting of contiguous blocks may be one for this length: balanced parts
+        # of 8 rows on 4 devices are 2 rows each.
+        normal = Sharding(layout, mesh, tuple(shape)).normal_layout.dims[d]
+    length = None if shape is None else shape[d]
     factors = factors_of(normal, mesh, length)
     if factors is not None:
         return factors
@@ -291,35 +283,69 @@ def _is_nesting(dim: Dim) -> bool:
 def cuts_of(factors: Factors, mesh: Mesh, length: int | None) -> tuple[Cut, ...] | None:
     """Return how DTensor placements cut one dim, given the split factor of each axis.
 
-    A split factor is the number of pieces that `_StridedShard` makes before it cuts each of them; 1
-    is `Shard`. {"dp": 4, "tp": 1} with tp=4 -> "n/tp/dp": dp cuts after tp.
+    `_StridedShard(split_factor=f)` gives each device of its axis a share of f pieces of the dim.
+    There are two ways to get such pieces:
 
-    length: of the dim; None: unknown. Returns None if the factors are not an order of axes and the
-    length is unknown, or if torch itself reads them in two ways, as an order of axes and as pieces
-    of uneven length.
+    - Another axis makes them first: {"dp": 4, "tp": 1} with tp=4 -> "n/tp/dp".
+    - Rows are dealt out in turn: {"tp": 2} with tp=4 and 16 rows -> "n/cyclic(tp,2)". Pieces of
+      unequal length have no such name: the layout lists the rows of each device.
+
+    length: of the dim; None: unknown, and only the first way is tried. Returns None if it fails
+    then, or if the two ways differ for this length, as torch itself uses both.
     """
-    order = _nesting_order(factors, mesh)
-    nested = None
-    if order is not None:
-        nested = tuple(Cut((axis,)) for axis in order)
-    if length is None or order == list(factors):
+    nested = _nested_cuts(factors, mesh)
+    # A plain `Shard` has the factor 1.
+    if length is None or set(factors.values()) <= {1}:
         return nested
-    # Another reading: each axis deals equal pieces out in turn, as "n/cyclic(tp,2)" does.
-    strided: list[Cut] = []
-    n_rows_left = length  # of a device, after the axes so far
+    dealt = _dealt_cuts(factors, mesh, length)
+    if dealt is not None:  # pieces of equal length, which are the same in both ways
+        return dealt if nested is None else nested
+    # Unequal pieces: the rows of each device, as torch computes them. Other axes do not cut the dim.
+    submesh = Mesh({axis: mesh.size(axis) for axis in factors})
+    devices = range(submesh.n_devices)
+    rows = [_rows_of_device(length, factors, submesh, device) for device in devices]
+    if nested is None:
+        return (Cut(submesh.axes, INTERVALS, tuple(map(_interval_ends, rows))),)
+    blocks = _sharding_of_dim(nested, submesh, length)
+    is_one_meaning = rows == [blocks.owned(0, device) for device in devices]
+    return nested if is_one_meaning else None
+
+
+def _nested_cuts(factors: Factors, mesh: Mesh) -> tuple[Cut, ...] | None:
+    """Return cuts into contiguous blocks, one axis after the other, that have these split factors.
+
+    {"dp": 4, "tp": 1}, in mesh order, with tp=4 -> "n/tp/dp": the later axis of the mesh cuts the
+    dim into 4 parts before dp does. With tp=2 nothing makes 4 parts: None.
+    """
+    order: list[str] = []  # in which axes cut
+    for axis, factor in reversed(list(factors.items())):
+        # How many parts the first axes of the order make: none of them, one, ...
+        n_parts = [1]
+        for earlier in order:
+            n_parts.append(n_parts[-1] * mesh.size(earlier))
+        if factor not in n_parts:
+            return None
+        order.insert(n_parts.index(factor), axis)
+    return tuple(Cut((axis,)) for axis in order)
+
+
+def _dealt_cuts(factors: Factors, mesh: Mesh, length: int) -> tuple[Cut, ...] | None:
+    """Return cuts in which each axis deals equal pieces out in turn; None for unequal pieces.
+
+    {"tp": 2} with tp=4: 16 rows are 2 pieces of 8, and each device has 2 rows of both.
+    """
+    cuts = []
+    n_rows = length  # of one device, after the axes so far
     for axis, factor in factors.items():
-        piece_rows, remainder = divmod(n_rows_left, factor * mesh.size(axis))
+        piece_rows, remainder = divmod(n_rows, factor * mesh.size(axis))
         if remainder:
-            return _uneven_cuts(factors, mesh, length, order)
+            return None
         cut = Cut((axis,))
         if factor > 1 and piece_rows:  # a piece without rows is a cut of nothing
             cut = Cut((axis,), "cyclic", (piece_rows,))
-        strided.append(cut)
-        # The next axis cuts the rows that one device of this axis has.
-        n_rows_left //= mesh.size(axis)
-    if nested is not None:
-        return nested
-    return tuple(strided)
+        cuts.append(cut)
+        n_rows //= mesh.size(axis)
+    return tuple(cuts)
 
 
 def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | None:
@@ -335,29 +361,36 @@ def factors_of(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int] | Non
     is_nesting = _is_nesting(dim)
     if dim.overlap is not None or (length is None and not is_nesting):
         return None
-    factors: dict[str, int] = {}
-    n_rows_left = length
-    for cut in dim.shards:
-        n_pieces = _n_pieces(cut, mesh, n_rows_left)
-        for axis in cut.axes:
-            # Torch applies placements in mesh order. Axes that cut before this one, but come later in
-            # the mesh, are what a `_StridedShard` makes its pieces for.
-            later_axes = [a for a in factors if mesh.position(a) > mesh.position(axis)]
-            factors[axis] = n_pieces * mesh.size(*later_axes)
-        if n_rows_left is not None:
-            n_rows_left = -(-n_rows_left // mesh.size(*cut.axes))  # of the largest block
-    if length is None:
+    factors = _wanted_factors(dim, mesh, length)
+    is_plain = all(factor <= 1 for factor in factors.values())
+    if length is None or (is_nesting and is_plain):
         return factors
-    if is_nesting and all(factor <= 1 for factor in factors.values()):
-        return factors
-    # The factors are a guess until read back: for this length torch may cut in another way.
-    in_mesh_order = {axis: factors[axis] for axis in sorted(factors, key=mesh.position)}
+    # Read back what torch makes of them: for this length it may cut in another way.
+    in_mesh_order = {axis: factors[axis] for axis in mesh.axes if axis in factors}
     made = cuts_of(in_mesh_order, mesh, length)
     if made is None:
         return None
     wanted = _sharding_of_dim(dim.shards, mesh, length)
-    if not _sharding_of_dim(made, mesh, length).means_the_same_as(wanted):
-        return None
+    is_same = _sharding_of_dim(made, mesh, length).means_the_same_as(wanted)
+    return factors if is_same else None
+
+
+def _wanted_factors(dim: Dim, mesh: Mesh, length: int | None) -> dict[str, int]:
+    """Return the split factors for which each axis has as many pieces as a layout says.
+
+    Torch applies placements in mesh order. Axes that cut before an axis, and come later in the mesh,
+    are what its `_StridedShard` makes pieces for: in "n/tp/dp", tp for dp.
+    """
+    factors: dict[str, int] = {}
+    n_rows = length  # of the largest block, after the cuts so far
+    for cut in dim.shards:
+        n_pieces = _n_pieces(cut, mesh, n_rows)
+        for axis in cut.axes:
+            position = mesh.position(axis)
+            later_axes = [other for other in factors if mesh.position(other) > position]
+            factors[axis] = n_pieces * mesh.size(*later_axes)
+        if n_rows is not None:
+            n_rows = -(-n_rows // mesh.size(*cut.axes))
     return factors
 
 
@@ -376,50 +409,6 @@ def _n_pieces(cut: Cut, mesh: Mesh, length: int | None) -> int:
     if cut.order == INTERVALS:
         return len(interval_pairs(cut.numbers[0]))
     return 1
-
-
-def _nesting_order(factors: Factors, mesh: Mesh) -> list[str] | None:
-    """Return the order in which mesh axes cut a dim, if they cut into contiguous blocks; else None.
-
-    factors: for each axis, in mesh order, the split factor of its DTensor placement: the number of
-    parts that later axes of the mesh make first. {"dp": 4, "tp": 1} with tp=4 -> ["tp", "dp"]: tp
-    cuts the dim into 4 parts before dp does. With tp=2 no axes make 4 parts: None.
-    """
-    order: list[str] = []
-    for axis, factor in reversed(list(factors.items())):
-        # Insert the axis after those of the order so far that make `factor` parts together.
-        place = 0
-        while mesh.size(*order[:place]) != factor:
-            place += 1
-            if place > len(order):
-                return None
-        order.insert(place, axis)
-    return order
-
-
-def _uneven_cuts(
-    factors: Factors, mesh: Mesh, length: int, order: Sequence[str] | None
-) -> tuple[Cut, ...] | None:
-    """Return how DTensor placements cut a dim whose length they do not divide.
-
-    The rows of each device are computed as torch does, and a layout is found for them. factors: the
-    split factor of each axis. order: in which axes cut into contiguous blocks; None: in none, and
-    the layout lists each device's rows. Returns None if torch's rows are not those of the order:
-    then the placements are read in two ways.
-    """
-    # Other axes of the mesh do not cut this dim.
-    submesh = Mesh({axis: mesh.size(axis) for axis in factors})
-    devices = range(submesh.n_devices)
-    rows = [_rows_of_device(length, factors, submesh, device) for device in devices]
-    if order is None:  # no nesting: the layout lists the rows of each device
-        intervals = tuple(_interval_ends(runs) for runs in rows)
-        return (Cut(submesh.axes, INTERVALS, intervals),)
-    nested = tuple(Cut((axis,)) for axis in order)
-    blocks = _sharding_of_dim(nested, submesh, length)
-    # If these rows are not blocks in that order, the placements mean two things to torch.
-    if rows != [blocks.owned(0, device) for device in devices]:
-        return None
-    return nested
 
 
 def _interval_ends(runs: Runs) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -115,27 +115,28 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
         hint = "redistribute(x, layouts, mesh) moves tensors"
         raise XshardError(f"{short_repr(dtensor)} is not a DTensor", hint=hint)
     mesh = dtensor.device_mesh if device_mesh is None else device_mesh
-    kept = frozenset[int]()  # mesh dims on which a reduction without a layout stays
-    if any(map(_has_no_tag, dtensor.placements)):
+    kept = frozenset[int]()  # mesh dims on which a reduction without a layout stays pending
+    if any(map(_has_no_layout, dtensor.placements)):
         if mesh == dtensor.device_mesh:
             kept = _kept_reductions(dtensor.placements, placements)
         dtensor = _without_reductions(dtensor, kept)
 
     def prepared() -> DTensorMove:
-        # All checks are made here, before anything is sent.
+        """Check the arguments of the call, and return the move that they mean; nothing is sent."""
         shape = tuple(dtensor.shape)
         src = _end(dtensor.device_mesh, dtensor.placements, shape, src_layout, kept)
         dst = _end(mesh, tuple(placements), shape, dst_layout, kept)
         gradient = None
         if grad_placements is not None:
             gradient = _end(dtensor.device_mesh, tuple(grad_placements), shape).placements
+        dtype = dtensor.dtype if forward_dtype is None else forward_dtype
         move = moves.move_of(
             dtensor,
             src,
             dst,
             profile,
-            op_dtype=forward_dtype,
-            out_dtype=forward_dtype,
+            op_dtype=dtype,
+            out_dtype=dtype,
             backward_dtype=backward_dtype,
             gradient=gradient,
         )
@@ -150,40 +151,43 @@ def redistribute(  # noqa: PLR0913  the arguments of `DTensor.redistribute`, and
     return compare_gradients_of(compared, RedistributeDTensor.apply(dtensor, prepared()), dtensor)
 
 
-def _has_no_tag(placement: Placement) -> bool:
-    """Return whether a placement is a reduction that no layout has: a product, for example."""
+def _has_no_layout(placement: Placement) -> bool:
+    """Return whether a placement is a pending reduction that no layout has, as `Partial("product")`."""
     return placement.is_partial() and tag_of(placement) is None
 
 
 def _without_reductions(dtensor: DTensor, kept: frozenset[int]) -> DTensor:
-    """Let torch do the reductions of a DTensor that no layout has, all but the kept ones."""
-    placements = list(dtensor.placements)
-    for i, placement in enumerate(placements):
-        if _has_no_tag(placement) and i not in kept:
-            placements[i] = Replicate()
-    if placements == list(dtensor.placements):
+    """Let torch do the reductions of a DTensor that no layout has, all but the kept ones.
+
+    (Partial("product"), Shard(0)) -> (Replicate(), Shard(0)). kept: numbers of mesh dims.
+    """
+    reduced = []
+    for i, placement in enumerate(dtensor.placements):
+        is_reduced = _has_no_layout(placement) and i not in kept
+        reduced.append(Replicate() if is_reduced else placement)
+    if reduced == list(dtensor.placements):
         return dtensor
-    return dtensor.redistribute(placements=placements)
+    return dtensor.redistribute(placements=reduced)
 
 
 def _kept_reductions(src: Sequence[Placement], dst: Sequence[Placement]) -> frozenset[int]:
-    """Find the mesh dims on which a pending reduction that layouts cannot express is left alone.
+    """Find the mesh dims on which a reduction that no layout has stays pending, by their numbers.
 
-    Such is `Partial("product")` where source and target both have it. src, dst: one placement per
-    mesh dim. Returns numbers of mesh dims. Raises PlanError if another reduction is pending too.
+    Such is a product that source and target both have: (Partial("product"), Shard(0)) ->
+    (Partial("product"), Replicate()) keeps that of mesh dim 0. Raises PlanError if another
+    reduction is pending beside a kept one.
     """
     # Subclasses of `Partial` may depend on all placements: a `_MaskPartial` knows the rows of its
     # block.
     is_unchanged = tuple(src) == tuple(dst)
-    kept: set[int] = set()
+    kept = {}
     for i, (placement, target) in enumerate(zip(src, dst, strict=False)):
         may_stay = is_unchanged or type(placement) is Partial
-        if may_stay and placement == target and _has_no_tag(placement):
-            kept.add(i)
-    # A sum of products is no product of sums: two reductions at once would depend on their order.
-    kinds = {src[i] for i in kept}
-    others = [p for p in (*src, *dst) if isinstance(p, Partial) and p not in kinds]
-    if len(kinds) > 1 or (kinds and others):
+        if may_stay and placement == target and _has_no_layout(placement):
+            kept[i] = placement
+    # A sum of products is no product of sums: two kinds of reductions would depend on their order.
+    pending = {placement for placement in (*src, *dst) if isinstance(placement, Partial)}
+    if kept and len(pending.union(kept.values())) > 1:
         hint = "the result depends on their order: reduce one of them first"
         raise PlanError(f"{src} -> {dst} keeps one reduction and has another", hint=hint)
     return frozenset(kept)
@@ -213,42 +217,45 @@ def _end(
 ) -> End:
     """Describe the source or the target of a DTensor's move: mesh, placements and layout.
 
-    Negative dims, as in Shard(-1), become positive. layout: given by the user where placements do
-    not determine the rows of each device, as for uneven parts; None: it is inferred. kept: mesh
-    dims with a pending reduction that layouts cannot express; they count as replicas, as nothing
-    moves there. Raises PlanError for a layout that contradicts the placements.
+    Negative dims, as in Shard(-1), become positive. Raises PlanError for placements without a
+    layout, and for a layout that contradicts them.
+
+    layout: the user's, where placements do not determine the rows of each device, as for uneven
+    parts; None: it is inferred. kept: mesh dims on which a reduction that no layout has stays
+    pending. In the layout they hold replicas, as nothing moves there.
     """
     placements = tuple(_counted_from_0(p, len(shape)) for p in placements)
-    as_layout = tuple(Replicate() if i in kept else p for i, p in enumerate(placements))
+    without_kept = list(placements)
+    for i in kept:
+        without_kept[i] = Replicate()
     axes = dtensor_axes(mesh)
-    # Inferred also if a layout is given: this raises for placements that no layout expresses.
-    inferred = moves.layout_of(as_layout, axes, shape)
+    # Inferred also if a layout is given: this raises for placements without one.
+    inferred = moves.layout_of(tuple(without_kept), axes, shape)
     if layout is None:
         return End(mesh, placements, inferred)
-    explicit = positional(Layout.parse(layout), len(shape))
-    for axis, placement in zip(axes.axes, as_layout, strict=True):
-        is_same_dim = _cut_dim(explicit, axis) == getattr(placement, "dim", None)
-        if not is_same_dim or _tag_kind(explicit, axis) != tag_of(placement):
+    given = positional(Layout.parse(layout), len(shape))
+    given_uses = _uses_of_axes(given)
+    inferred_uses = _uses_of_axes(inferred)
+    for axis, placement in zip(axes.axes, without_kept, strict=True):
+        if given_uses.get(axis) != inferred_uses.get(axis):
             hint = "a layout gives sizes and orders for the cuts that the placements name"
             reason = f"'{layout}' contradicts the placement {placement} of axis '{axis}'"
             raise PlanError(reason, hint=hint)
-    return End(mesh, placements, explicit)
+    return End(mesh, placements, given)
 
 
-def _cut_dim(layout: Layout, axis: str) -> int | None:
-    """Return the dim that an axis cuts, if any."""
+def _uses_of_axes(layout: Layout) -> dict[str, int | str]:
+    """Return the number of the dim that each axis cuts, or its tag; none for axes of replicas.
+
+    "d0/dp d1 | sum(tp)" -> {"dp": 0, "tp": "sum"}. Copies are placed like replicas.
+    """
+    uses: dict[str, int | str] = {}
     for d, dim in enumerate(layout.dims):
-        if axis in dim.axes:
-            return d
-    return None
-
-
-def _tag_kind(layout: Layout, axis: str) -> str | None:
-    """Return the tag of an axis, if any. Copies are placed like replicas."""
+        uses.update(dict.fromkeys(dim.axes, d))
     for kind, tagged_axes in layout.tags:
-        if axis in tagged_axes and kind != "copy":
-            return kind
-    return None
+        if kind != "copy":
+            uses.update(dict.fromkeys(tagged_axes, kind))
+    return uses
 
 
 def _counted_from_0(placement: Placement, ndim: int) -> Placement:
@@ -276,53 +283,55 @@ def _compare_moves(
     Returns what the backward pass compares later; None where there is nothing to compare.
     """
     ranks = tuple(sorted({*calling_ranks(x.device_mesh), *calling_ranks(mesh)}))
-    asked = f"{x.placements} -> {mesh.mesh_dim_names or mesh.shape}"
+    mesh_text = mesh.mesh_dim_names or mesh.shape
 
     def facts() -> CallFacts:
-        # Checks the move, and describes it by texts that must be equal on all ranks.
+        """Check the move, and describe it by texts, which ranks compare."""
         move = prepared()
         block = moves.local_block(x)
-        sent = Sent(
-            shape=tuple(x.shape),
-            dtype=x.dtype,
-            plan="",
-            profile=move.profile,
-            comm_dtype=f"{move.op_dtype}, {move.backward_dtype}",
-            device=block.device.type,
-            **derivative_facts(x),
-        )
-        everywhere = {
-            "placements": f"{move.src.placements} -> {move.dst.placements}",
-            "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
-            "layouts": f"{move.src.layout} -> {move.dst.layout}",
-            "gradient": str(move.gradient),
-            "of blocks": str(move.by_block),
-            **sent.facts,
-        }
         check_device(block.device)
         moves.check(move, tuple(x.shape), tuple(block.shape))
-        own = {"block": str(tuple(block.shape))}
-        return CallFacts(everywhere, within={}, part=ranks, own=own)
+        equal_on_all = _facts_of(move, x, block.device.type)
+        own = {"block": str(tuple(block.shape))}  # may differ
+        return CallFacts(equal_on_all, within={}, part=ranks, own=own)
 
-    return compare_call(None, asked, facts, ranks)
+    return compare_call(None, f"{x.placements} -> {mesh_text}", facts, ranks)
+
+
+def _facts_of(move: DTensorMove, x: DTensor, device_type: str) -> dict[str, str]:
+    """Describe the move of a DTensor by texts that must be equal on all ranks, by what they say."""
+    sent = Sent(
+        shape=tuple(x.shape),
+        dtype=x.dtype,
+        plan="",
+        profile=move.profile,
+        comm_dtype=f"{move.op_dtype}, {move.backward_dtype}",
+        device=device_type,
+        **derivative_facts(x),
+    )
+    return {
+        "placements": f"{move.src.placements} -> {move.dst.placements}",
+        "meshes": f"{move.src.mesh} -> {move.dst.mesh}",
+        "layouts": f"{move.src.layout} -> {move.dst.layout}",
+        "gradient": str(move.gradient),
+        "of blocks": str(move.by_block),
+        **sent.facts,
+    }
 
 
 def redistribute_by_layouts(x: DTensor, call: MoveCall, compares: bool, name: str) -> Tensor:
     """Redistribute a DTensor by an expression of layouts, such as "n/dp d -> n d/dp".
 
     Differentiable. call: the expression and its options. compares: check, for debugging, that
-    replicas hold equal values, now and for the gradient in the backward pass. name: the tensor's,
-    for errors.
+    replicas hold equal values, now and, by a hook of the result, for the gradient in the backward
+    pass. name: the tensor's, for errors.
     """
     if compares:
         _compare_replicas(x, call.text, name, cotangents=False)
     y = RedistributeDTensor.apply(x, move_by_layouts(x, call))
-
-    def compare_cotangents(gradient: DTensor) -> None:
-        _compare_replicas(gradient, call.text, name, cotangents=True)
-
     if compares and y.requires_grad:
-        y.register_hook(compare_cotangents)
+        compare = partial(_compare_replicas, text=call.text, name=name, cotangents=True)
+        y.register_hook(compare)
     return _permuted(y, call)
 
 
@@ -334,22 +343,21 @@ def move_by_layouts(x: DTensor, call: MoveCall) -> DTensorMove:
     """
     left, right, text = sides(call.expression)
     check_placed(x, left, text)
-    src = positional(left, x.ndim)
-    # Placements know dims by number only. The move keeps the left side's order of dims; if the
-    # right side has another one, the caller permutes the result.
-    dst = positional(right.in_order(left.names), x.ndim)
-    dtypes = comm_dtype_of(call.comm_dtype, x.dtype)
     mesh = x.device_mesh
-    gradient = to_placements(gradient_layout(src), mesh, x.shape)
-    target = End(mesh, to_placements(dst, mesh, x.shape), dst)
+    src_layout = positional(left, x.ndim)
+    # Placements know dims by number only. The move keeps the left side's order of dims; if the
+    # right side has another one, `_permuted` brings the result to it.
+    dst_layout = positional(right.in_order(left.names), x.ndim)
+    dtypes = comm_dtype_of(call.comm_dtype, x.dtype)
     return moves.move_of(
         x,
-        End(mesh, x.placements, src),
-        target,
+        End(mesh, x.placements, src_layout),
+        End(mesh, to_placements(dst_layout, mesh, x.shape), dst_layout),
         call.profile,
         op_dtype=dtypes.forward,
+        out_dtype=x.dtype,
         backward_dtype=dtypes.backward,
-        gradient=gradient,
+        gradient=to_placements(gradient_layout(src_layout), mesh, x.shape),
     )
 
 
@@ -362,16 +370,17 @@ class LocalPart(NamedTuple):
 
 
 def local_part(x: DTensor, call: MoveCall) -> LocalPart | None:
-    """Split a DTensor's move into a move of its local block and a step that wraps the result.
+    """Split a DTensor's move: its block, the executable that moves a block, and a function to finish.
 
-    Moves of the blocks of many tensors can be joined in one collective. Returns the block, the
-    function that moves it, and one that makes the resulting DTensor. None if the move must run by
-    itself: if autograd records it, if it has several stages, or if it goes to another mesh.
+    Callers join the executables of many tensors in one collective; `finish` makes a DTensor of the
+    moved block. Nothing is sent here. Returns None if the move must run by itself: if autograd
+    records it, if it has several steps, or if it goes to another mesh.
     """
     move = move_by_layouts(x, call)
     block = moves.local_block(x)
     executables = moves.executables(move, x, block)
-    # The gradient of a DTensor may have any placements, so a recorded call needs its own node.
+    # The gradient of a DTensor may have any placements, so a recorded call needs a node of its own
+    # in autograd's graph.
     is_recorded = x.requires_grad and torch.is_grad_enabled()
     if is_recorded or len(executables) != 1:
         return None

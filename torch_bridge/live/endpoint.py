@@ -84,10 +84,11 @@ class Heartbeat:
     def watch(self, program: str, session: int, n_ranks: int, version: int) -> None:
         """Watch the ranks of the other program from now on, while this version is on its way."""
         self._notice = self._key("stopped", session, version)
-        watched: dict[str, str] = {}
-        for rank in range(n_ranks):
-            watched[self._key("beats", session, rank)] = f"rank {rank} of the {program}"
-        self._watched = watched  # at once, as the thread of `_beat` reads it
+        # Set at once, as the thread of `_beat` reads it.
+        self._watched = {
+            self._key("beats", session, rank): f"rank {rank} of the {program}"
+            for rank in range(n_ranks)
+        }
 
     def check(self) -> None:
         """Raise LostVersionError if a rank of the other program has stopped, or the store."""
@@ -207,18 +208,18 @@ class Endpoint:
     def all_or_disconnect(self, work: Callable[[], T]) -> T:
         """Run a function on all ranks of this program; if it fails on one, all raise.
 
-        Then they also leave the process group that they share with the other program, as messages
-        of the failed work may still be under way in it. Returns this rank's own result.
+        Then they also leave the process group that they share with the other program, and this
+        program's run gets a new number. Returns this rank's own result.
         """
         results: list[T] = []
 
-        def keep_result() -> None:  # the result itself does not travel between ranks
+        def keep_result() -> None:  # a tensor, say, does not travel between ranks
             results.append(work())
 
         try:
             self._all_or_none(keep_result)
         except Exception:
-            self.connect("")
+            self.disconnect()
             self.session = 0
             raise
         return results[0]
@@ -269,26 +270,30 @@ class Endpoint:
         """Return the text as `recv` does. Raises LostVersionError if it does not come in time."""
         text = self.recv(*parts)
         if text is None:
-            limit = f"{self.timeout_s:g} s"
-            raise LostVersionError(f"the other program has written nothing for {limit}")
+            reason = f"the other program has written nothing for {self.timeout_s:g} s"
+            raise LostVersionError(reason)
         return text
 
-    def connect(self, sessions: str) -> dist.ProcessGroup | None:
+    def connect(self, sessions: str) -> dist.ProcessGroup:
         """Return the process group that joins this run of the trainer with this run of the server.
 
-        sessions: the numbers of both runs, as in "7-9". The group is made when these change, after
-        an older one is destroyed. "" destroys it only, and returns None.
+        sessions: the numbers of both runs, as in "7-9". When these change, the group of earlier
+        runs is destroyed, and a new one made.
         """
-        if sessions == self._sessions:
-            return self._group
+        if self._group is None or sessions != self._sessions:
+            self.disconnect()
+            self._group = self.heart.guarded(partial(self._new_group, sessions))
+            self._sessions = sessions
+        return self._group
+
+    def disconnect(self) -> None:
+        """Destroy the process group of both programs, if there is one.
+
+        After a failure messages may be under way in it: it is of no use any more.
+        """
         if self._group is not None:
-            # After a failure messages may be under way in it: it is of no use any more.
             dist.destroy_process_group(self._group)
         self._group = None
-        self._sessions = sessions
-        if sessions:
-            self._group = self.heart.guarded(partial(self._new_group, sessions))
-        return self._group
 
     def _new_group(self, sessions: str) -> dist.ProcessGroup:
         """Make the group of both programs, in which the ranks of the trainer come first."""
@@ -320,8 +325,8 @@ class Endpoint:
         Returns the blocks that arrive on this rank, by name; empty on the trainer.
         """
         group = self.connect(sessions)
-        assert group is not None
         # `guarded` runs this in another thread, where CUDA's current stream would be the default.
+        # None sets no stream.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
         def run() -> dict[str, Tensor]:

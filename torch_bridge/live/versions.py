@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,14 @@ from xshard import ProfileLike, XshardError, load_profile
 from xshard.errors import api_boundary
 from xshard.state import TreePlan
 from xshard.state.progress import Progress
+
+
+class _Content(NamedTuple):
+    """What a version sends: the description of its tree, the plan, and this rank's blocks by name."""
+
+    facts: dict[str, str]
+    plan: TreePlan
+    blocks: dict[str, Tensor]
 
 
 @api_boundary
@@ -92,56 +100,50 @@ class Publisher(Endpoint):
             XshardError: As for `transfer`.
         """
         ranks = tuple(range(dist.get_world_size()))
-        blocks: dict[str, Tensor] = {}
-        facts: dict[str, str] = {}
-        # `prepared` runs inside `compare_ranks`, which returns no results of it: they go into
-        # these containers.
-        plans: list[TreePlan] = []
+        prepared: list[_Content] = []  # by `facts`, whose own result goes to other ranks
 
-        def prepared() -> CallFacts:
-            local, described_facts = describe_tree(tree, self.rules, self.src_mesh, shapes)
-            profile = load_profile(machine_profile(self.profile))
-            # The server may be another machine: it plans for the trainer's.
-            facts.update({**described_facts, PROFILE: profile.to_json()})
-            plans.append(self.plan(facts))
-            blocks.update(local)
-            everywhere = {"plan": self.plan_text(plans[0])}
-            return CallFacts(everywhere, within=facts, part=ranks, own={})
+        def facts() -> CallFacts:
+            content = self._content(tree, shapes)
+            prepared.append(content)
+            equal_on_all = {"plan": self.plan_text(content.plan)}
+            return CallFacts(equal_on_all, within=content.facts, part=ranks, own={})
 
         self.start_session()
-        compare_ranks(ranks, "publish", prepared)
+        compare_ranks(ranks, "publish", facts)  # calls `facts` once
+        (content,) = prepared
         try:
             with self.heart.beating(self.session, self.silent_s):
-                self.version = self._deliver(facts, plans[0], blocks, progress)
+                self.version = self._deliver(content, progress)
         finally:
             if dist.get_rank() == 0:  # a server that starts later finds nothing to wait for
                 with suppress(LostVersionError):
                     self.store_call("set", self.key("latest"), "0")
         return self.version
 
-    def _deliver(
-        self,
-        facts: Mapping[str, str],
-        plan: TreePlan,
-        blocks: dict[str, Tensor],
-        progress: Progress,
-    ) -> int:
-        """Offer a version of the tensors to the server, send it, and return its number.
+    def _content(self, tree: Any, shapes: Mapping[str, Sequence[int]] | None) -> _Content:
+        """Describe a tree, and plan its transfer."""
+        blocks, facts = describe_tree(tree, self.rules, self.src_mesh, shapes)
+        # The server may be another machine: it plans for the trainer's.
+        facts[PROFILE] = load_profile(machine_profile(self.profile)).to_json()
+        return _Content(facts, self.plan(facts), blocks)
+
+    def _deliver(self, content: _Content, progress: Progress) -> int:
+        """Offer a version to the server, send it, and return its number.
 
         The protocol, through a store: the trainer offers its description and the text of its plan;
         the server takes the offer, and answers with the text of its own plan. If both are equal,
         tensors are sent, and the server confirms that it has them all. Raises LostVersionError if
         no server takes the offer or the transfer fails, DesyncError for unequal plans.
         """
-        text = self.plan_text(plan)
-        version, server_session = self.broadcast(partial(self._offer, facts, text))
+        text = self.plan_text(content.plan)
+        version, server_session = self.broadcast(partial(self._offer, content.facts, text))
         if server_session is None:
             hint = "all its ranks call Subscriber.receive, on the same store and name"
             reason = f"no server took version {version} within {self.timeout_s:g} s"
             raise LostVersionError(reason, hint=hint)
         # From now on heartbeats are watched: if a rank of the server stops, waiting for it ends.
         self.heart.watch("server", int(server_session), self.dst_mesh.n_devices, version)
-        device = tensor_device_of(first_on_device(blocks), None, None)
+        device = tensor_device_of(first_on_device(content.blocks), None, None)
         failed = f"version {version} did not reach the server"
         try:
             answer = self.broadcast(partial(self.recv_or_raise, "answer", version))
@@ -151,16 +153,16 @@ class Publisher(Endpoint):
         if answer != text:
             raise _differing(text, answer)
 
-        def sent() -> None:
-            self.execute(plan, blocks, f"{self.session}-{server_session}", device, progress)
-            if dist.get_rank() != 0:
-                return
-            server_error = self.recv_or_raise("done", version)
-            if server_error:
-                raise LostVersionError(f"the server reports: {server_error}")
+        def send() -> None:
+            sessions = f"{self.session}-{server_session}"
+            self.execute(content.plan, content.blocks, sessions, device, progress)
+            if dist.get_rank() == 0:
+                server_error = self.recv_or_raise("done", version)
+                if server_error:
+                    raise LostVersionError(f"the server reports: {server_error}")
 
         try:
-            self.all_or_disconnect(sent)
+            self.all_or_disconnect(send)
         except Exception as error:
             raise self.lost_version(failed, error) from error
         return version
@@ -240,11 +242,14 @@ class Subscriber(Endpoint):
         return True
 
     def _take(self, offer: Mapping[str, Any], progress: Progress) -> Any:
-        """Take a version that the trainer offers: answer, receive its tensors, rebuild the tree.
+        """Take a version that the trainer offers, and return its tree.
+
+        The trainer is told each step: that the offer is taken, by which plan, and whether all ranks
+        of the server have received all. Raises LostVersionError if not, DesyncError if the trainer
+        plans another transfer.
 
         offer: the trainer's message: number of the version, its run, its plan's text and its
-        description of the tree. The trainer is told whether all ranks have received all. Raises
-        LostVersionError if not, DesyncError if the trainer plans another transfer.
+        description of the tree.
         """
         version = offer["version"]
         self._tell("taken", version, str(self.session))
@@ -253,19 +258,15 @@ class Subscriber(Endpoint):
         self.heart.watch("trainer", offer["session"], self.src_mesh.n_devices, version)
         device = tensor_device_of(None, self.device, None)
         sessions = f"{offer['session']}-{self.session}"
-        error: Exception | None = None
-        blocks: dict[str, Tensor] = {}
+        receive = partial(self.execute, plan, {}, sessions, device, progress)
         try:
-            received = partial(self.execute, plan, {}, sessions, device, progress)
-            blocks = self.all_or_disconnect(received)
-        except Exception as raised:
-            error = raised
-        with suppress(LostVersionError):  # the version is whole even if nobody can be told
-            self._tell("done", version, "" if error is None else str(error))
-        if error is not None:
+            blocks = self.all_or_disconnect(receive)
+        except Exception as error:
+            self._tell_if_heard("done", version, str(error))
             stays = f"version {self.version} stays" if self.version else "there was none before it"
             reason = f"version {version} did not arrive whole; {stays}"
             raise self.lost_version(reason, error) from error
+        self._tell_if_heard("done", version, "")  # no error
         return rebuild_tree(blocks, plan, offer["facts"], self.names)
 
     def _answered_plan(self, offer: Mapping[str, Any]) -> TreePlan:
@@ -291,6 +292,11 @@ class Subscriber(Endpoint):
         """Write a text for the trainer, on the first rank alone."""
         if dist.get_rank() == 0:
             self.store_call("set", self.key(key, version), text)
+
+    def _tell_if_heard(self, key: str, version: int, text: str) -> None:
+        """Write a text for the trainer, who may be gone: what was received is whole even then."""
+        with suppress(LostVersionError):
+            self._tell(key, version, text)
 
     def _offered(self, wait_s: float) -> dict[str, Any]:
         """Return the latest offer if it is new; nothing if none comes in time."""

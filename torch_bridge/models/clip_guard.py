@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from torch_bridge.models.parameters import ShardedParameter
 from torch_bridge.versions.modules import (
     CLIP_TARGET,
     clipping_function,
@@ -17,23 +16,20 @@ from torch_bridge.versions.modules import (
 )
 from xshard import XshardError
 
-
-class HasBlocks(Protocol):
-    """A model of which some parameters are blocks."""
-
-    @property
-    def sharded(self) -> Sequence[ShardedParameter]: ...
+if TYPE_CHECKING:
+    from torch_bridge.models.parallel import ParallelModel
 
 
-_GUARDED: WeakSet[Any] = WeakSet()
+_GUARDED: WeakSet[ParallelModel] = WeakSet()
 
 
-def guard_clipping(model: HasBlocks) -> None:
-    """Make torch's `clip_grad_norm_` raise for this model, whose gradients are blocks.
+def guard_clipping(model: ParallelModel) -> None:
+    """From now on, let torch's own `clip_grad_norm_` raise for this model's gradients.
 
-    torch would take the norm of a block for the norm of the whole gradient. The first call replaces
-    a private function of torch by `_scale_unless_blocks`; later calls only note the model. Raises
-    XshardError if this release of torch lacks that function.
+    These are blocks: torch would take the norm of a block for that of the whole gradient. The first
+    call, in a program, replaces a private function of torch by `_scale_unless_blocks`; all calls
+    add the model to those that it guards. Raises XshardError if this release of torch lacks that
+    function.
     """
     function = clipping_function()
     if function is not _scale_unless_blocks:

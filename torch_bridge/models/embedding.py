@@ -42,12 +42,11 @@ class ShardedEmbedding(nn.Embedding):
 def shard_embedding(
     module: nn.Module, path: str, used: Sharding, summed_axes: Iterable[str], process: int
 ) -> None:
-    """Let an embedding whose weight is sharded by rows look ids up in this process's rows.
+    """Make an embedding whose weight is sharded by rows a `ShardedEmbedding`, in place.
 
-    Other modules, and weights whose rows are not sharded, stay as they are. The module gets a table
-    from ids to rows of its block: 4 ids on the second of 2 processes -> [2, 2, 0, 1], where 2, the
-    number of rows of the block, means that another process has the id. Its class is replaced by a
-    subclass, so that a `forward` of yours that calls `super().forward` goes on working.
+    Other modules, and weights whose rows are not sharded, stay as they are. The weight itself is cut
+    later. The module's `rows` lead from ids to rows of its block: 4 ids on the second of 2 processes
+    -> [2, 2, 0, 1], where 2, the number of rows of the block, means that another process has the id.
 
     Args:
         module: The module.
@@ -64,17 +63,19 @@ def shard_embedding(
     if not axes or not isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return
     _check_embedding(module, path, used, summed_axes)
-    kind = type(module)
     if not isinstance(module, ShardedEmbedding):
+        # A `forward` of yours stays in front, and its `super().forward` comes to ours.
+        kind = type(module)
         bases = (ShardedEmbedding,) if kind is nn.Embedding else (kind, ShardedEmbedding)
         module.__class__ = type(kind.__name__, bases, {})
 
-    rows = rows_of_classes(used, 0, process)
-    n_rows = used.local_shape(process)[0]
-    module.rows = torch.as_tensor(rows)[:, None]  # type: ignore[assignment]  # of ShardedEmbedding
+    rows = torch.as_tensor(rows_of_classes(used, 0, process))
+    module.rows = rows[:, None]  # type: ignore[assignment]  # of ShardedEmbedding
     padding_row = None
-    if module.padding_idx is not None and int(rows[module.padding_idx]) != n_rows:
+    if module.padding_idx is not None:
         padding_row = int(rows[module.padding_idx])
+        if padding_row == used.local_shape(process)[0]:  # another process has it
+            padding_row = None
     module.padding_row = padding_row  # type: ignore[assignment]  # of ShardedEmbedding
 
 
@@ -93,18 +94,15 @@ def _check_embedding(
     """
     text = str(used.layout)
     kind = type(module)
-    reason = ""
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, option):
-            reason = option
-            break
+    options = ("max_norm", "scale_grad_by_freq", "sparse")
+    reasons = [option for option in options if getattr(module, option)]
     # A `forward` of another class is fine if its code calls `super()`: then it gets to torch's
     # lookup.
     is_torchs = kind.forward is nn.Embedding.forward
     if not is_torchs and "super" not in kind.forward.__code__.co_names:
-        reason = "a lookup of its own"
-    if reason:
-        what = f"the rows of an {kind.__name__} with {reason} are sharded"
+        reasons = ["a lookup of its own"]
+    if reasons:
+        what = f"the rows of an {kind.__name__} with {reasons[0]} are sharded"
         raise PlanError(what, text=text, hint="shard its columns, as in 'v c/tp'")
 
     axes = used.layout.dims[0].axes

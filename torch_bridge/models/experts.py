@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torch_bridge.models.names import module_of
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
 from torch_bridge.routing import RouteCall, Routed
+from xshard import Sharding
 from xshard.errors import PlanError, ShapeError, located
-from xshard.models import ParameterUse
 
 if TYPE_CHECKING:
     from torch_bridge.models.hooks import ModuleHooks
 
 Values = dict[Any, Any]  # arguments by position or name
-Uses = Mapping[str, ParameterUse]
 
 
 class Count(NamedTuple):
@@ -58,27 +58,26 @@ class RoutedExperts:
     def enter(self, key: Any, values: Values) -> None:
         """Send the rows of a call to the processes of the experts that they chose.
 
-        Afterwards `values` has the rows that came to this process, to call its own experts with.
-
-        Rows [t, c], choices [t, k] and weights [t, k] in `values` become rows [n, c], choices [n, 1]
-        and weights [n, 1]: one row for each choice of an expert of this process.
+        `values` are then the arguments with which this process's experts are called. Rows [t, c],
+        choices [t, k] and weights [t, k] become rows [n, c], choices [n, 1] and weights [n, 1]: one
+        row for each choice of an expert of this process. `leave` ends what begins here.
 
         Args:
             key: The position or the name of the rows among the arguments.
             values: The arguments by position or name, changed in place. Choices are whole numbers,
                 weights floats of their shape.
         """
-        rows = values[key]
         choices_key = _choices_key(key, values)
         choices = values[choices_key]
         weight_keys = []
         for other_key, x in values.items():
-            if other_key != key and _is_float_tensor(x) and x.shape == choices.shape:
+            is_float = isinstance(x, Tensor) and x.is_floating_point()
+            if is_float and other_key != key and x.shape == choices.shape:
                 weight_keys.append(other_key)
 
         # Weights travel as columns of the rows, in the same message.
-        weights = [values[weight_key] for weight_key in weight_keys]
-        routed, copies = self.call.send([rows, *weights], choices)
+        sent = [values[sent_key] for sent_key in (key, *weight_keys)]
+        routed, copies = self.call.send(sent, choices)
         values[key] = routed.rows
         # The module is called as before, with one choice per row: its experts here count from 0.
         values[choices_key] = routed.groups[:, None].to(choices.dtype)
@@ -93,11 +92,11 @@ class RoutedExperts:
         """Send the results of experts back, and add up those of each row: [n, c] -> [t, c].
 
         Called after `forward`, even of a call that failed: its result is None, and None is
-        returned. Notes in `last` the bytes that travelled forward and will travel backward.
+        returned. Afterwards `last` has the bytes of this pass.
         """
         if not self._under_way:
             return None  # the call failed before its rows were sent
-        routed, copy_bytes = self._under_way.pop()  # the innermost pass, if a module calls itself
+        under_way = self._under_way.pop()  # of the innermost pass, if a module calls itself
         if result is None:
             return None
         if not isinstance(result, Tensor):
@@ -109,24 +108,31 @@ class RoutedExperts:
             # of zeros, as unused experts have on one device, where it would else be None.
             for x in self.module.parameters():
                 result = result + x[:0].sum().to(result.dtype)
+        self.last = _received_bytes(under_way, _row_bytes(result))
+        return under_way.routed.back(result)
 
-        received, sent = routed.beyond
-        result_bytes = _row_bytes(result)
-        # Beside the rows travel 4 bytes for each choice; results return as one row for each copy.
-        forward_bytes = received * (copy_bytes + 4 * routed.k) + sent * result_bytes
-        backward_bytes = 0
-        if torch.is_grad_enabled() and routed.copies.requires_grad:
-            backward_bytes = sent * copy_bytes + received * result_bytes
-        self.last = (forward_bytes, backward_bytes)
-        return routed.back(result)
+
+def _received_bytes(under_way: _UnderWay, result_bytes: int) -> tuple[int, int]:
+    """Return the bytes that a pass receives from other processes, forward and backward.
+
+    result_bytes: of the result of one row.
+    """
+    routed, copy_bytes = under_way
+    n_received, n_sent = routed.beyond  # copies of rows
+    # Beside the rows travel 4 bytes for each choice; results return as one row for each copy.
+    forward_bytes = n_received * (copy_bytes + 4 * routed.k) + n_sent * result_bytes
+    backward_bytes = 0
+    if torch.is_grad_enabled() and routed.copies.requires_grad:
+        # Gradients go the other way round, and choices have none.
+        backward_bytes = n_sent * copy_bytes + n_received * result_bytes
+    return forward_bytes, backward_bytes
 
 
 def _choices_key(key: Any, values: Values) -> Any:
-    """Find which argument of a call says which experts each row chose.
+    """Return the position or name of the argument that says which experts each row chose.
 
-    It is the first argument with two dims and a dtype without fractions, beside the rows
-    themselves: for rows [t, c], a table [t, k]. Returns its position or its name. Raises ShapeError
-    if there is none, or if its length is not t.
+    Beside rows [t, c] it is a table [t, k] of whole numbers. Raises ShapeError if there is none, or
+    if the first such table has not t rows.
 
     Args:
         key: The position or the name of the rows.
@@ -138,15 +144,11 @@ def _choices_key(key: Any, values: Values) -> Any:
         if is_table and not x.is_floating_point():
             if len(x) == len(rows):
                 return other_key
-            break  # the first table of whole numbers has to fit
+            break
     hint = (
         f"rows have shape {tuple(rows.shape)}, and choices beside them [rows, k], of whole numbers"
     )
     raise ShapeError("experts are called without a choice for each row", hint=hint)
-
-
-def _is_float_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _row_bytes(x: Tensor) -> int:
@@ -157,19 +159,20 @@ def route_experts(
     hooks: Mapping[str, ModuleHooks],
     context: ParallelContext,
     parameters: Sequence[ShardedParameter],
-    uses: Uses,
+    used_shardings: Mapping[str, Sharding],
 ) -> list[Count]:
-    """Prepare the modules of experts whose input rule sends rows to experts on other processes.
+    """Let modules of experts route rows, where a rule for their input says so.
 
-    Such a rule is "t/ep c -> t/to(ep) c". Sets `experts` of the hooks of these modules. Returns,
-    for each module with an attribute `num_experts`, that attribute and what it has to be on this
-    process: 8 experts over ep=4 -> 2.
+    Such a rule is "t/ep c -> t/to(ep) c". Sets `experts` of the hooks of these modules; the modules
+    stay as they are. Returns, for those with an attribute `num_experts`, that attribute and what it
+    has to be on this process: 8 experts over ep=4 -> 2.
 
     Args:
         hooks: The hooks of all modules with rules, by name.
         context: The mesh and options.
-        parameters: The parameters, whose layouts say which process has which experts.
-        uses: How modules use each parameter, by name.
+        parameters: The parameters.
+        used_shardings: How modules use each parameter, by name. This says which process has which
+            experts.
     """
     counts = []
     for name, module_hooks in hooks.items():
@@ -177,17 +180,14 @@ def route_experts(
         if not axes:
             continue
         with located(module_hooks.title):
-            module, experts_by_process = _experts_of(name, axes, context, parameters, uses)
-            # For each expert the process that has it: ((0, 1), (2, 3)) -> 0, 0, 1, 1.
-            process_of: dict[int, int] = {}
-            for process, experts in enumerate(experts_by_process):
-                process_of.update(dict.fromkeys(experts, process))
-            groups = tuple(process_of[expert] for expert in sorted(process_of))
-            module_hooks.experts = RoutedExperts(module, RouteCall(axes, context.mesh, groups))
+            experts = _experts_of(name, axes, context, parameters, used_shardings)
+        call = RouteCall(axes, context.mesh, experts.process_of_each())
+        module_hooks.experts = RoutedExperts(experts.module, call)
         # transformers' experts loop over them by this attribute.
-        if vars(module).get("num_experts") == len(groups):
-            own_experts = experts_by_process[context.processes.submesh(axes).device]
-            counts.append(Count(module, "num_experts", len(groups), len(own_experts)))
+        if vars(experts.module).get("num_experts") == experts.n_experts:
+            process = context.processes.submesh(axes).device
+            n_local = len(experts.by_process[process])
+            counts.append(Count(experts.module, "num_experts", experts.n_experts, n_local))
     return counts
 
 
@@ -199,57 +199,64 @@ def _routed_axes(hooks: ModuleHooks) -> tuple[str, ...]:
     return ()
 
 
+class _Experts(NamedTuple):
+    """The experts of a module: how many, and the numbers of those that each process has."""
+
+    module: nn.Module
+    n_experts: int
+    by_process: tuple[tuple[int, ...], ...]
+
+    def is_partition(self) -> bool:
+        """Return whether each expert is on one process, and those of each process ascend."""
+        listed: list[int] = []
+        for experts in self.by_process:
+            if list(experts) != sorted(experts):
+                return False
+            listed += experts
+        return sorted(listed) == list(range(self.n_experts))
+
+    def process_of_each(self) -> tuple[int, ...]:
+        """Return the process that has each expert: ((0, 1), (2, 3)) -> (0, 0, 1, 1)."""
+        processes = [0] * self.n_experts
+        for process, experts in enumerate(self.by_process):
+            for expert in experts:
+                processes[expert] = process
+        return tuple(processes)
+
+
 def _experts_of(
     name: str,
     axes: tuple[str, ...],
     context: ParallelContext,
     parameters: Sequence[ShardedParameter],
-    uses: Uses,
-) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
+    used_shardings: Mapping[str, Sharding],
+) -> _Experts:
     """Find which experts of a module each process has, by the layouts of the module's parameters.
 
     Experts are the first dim of each parameter: "e/ep ..." with 4 experts on ep=2 -> ((0, 1), (2, 3)).
-    Returns the module, too. Raises PlanError unless all its parameters agree, and put each expert,
-    whole, on one process, in ascending order.
+    Raises PlanError unless all its parameters agree, and put each expert, whole, on one process, in
+    ascending order.
     """
     devices = [context.processes.ranks.index(r) for r in context.processes.submesh(axes).ranks]
-    module: nn.Module | None = None
-    # A set of what the parameters say, as (all experts, those of process 0, those of process 1,
-    # ...): more than one item means that they disagree.
-    splits: set[tuple[tuple[int, ...], ...]] = set()
+    answers = set()  # of the parameters; more than one if they disagree
     for parameter in parameters:
         for full_name, place in zip(parameter.names, parameter.places, strict=True):
-            if full_name.rpartition(".")[0] != name or full_name not in uses:
+            if module_of(full_name) != name or full_name not in used_shardings:
                 continue
-            module = place.module
-            layout = uses[full_name].used.in_order(uses[full_name].stored.names)
-            shape = parameter.sharding.shape
-            split = []
+            sharding = used_shardings[full_name]
+            by_process = []
             for device in devices:
-                experts = layout.positions(context.axes, shape, 0, device)
-                split.append(tuple(experts.tolist()))
-            splits.add((tuple(range(shape[0])), *split))
+                numbers = sharding.layout.positions(sharding.mesh, sharding.shape, 0, device)
+                by_process.append(tuple(numbers.tolist()))
+            answers.add(_Experts(place.module, sharding.shape[0], tuple(by_process)))
 
-    # Parameters that disagree, or none at all, have no experts to send rows to.
-    if module is not None and len(splits) == 1:
-        all_experts, *experts_by_process = splits.pop()
-        if _is_partition(experts_by_process, all_experts):
-            return module, tuple(experts_by_process)
+    if len(answers) == 1:
+        (experts,) = answers
+        if experts.is_partition():
+            return experts
     over = ",".join(axes)
     pattern = f"{name}.*" if name else "*"
     hint = f"parameters: '{pattern}' as 'e/{over} ...', each expert on one process"
     raise PlanError(
         f"the parameters of experts are not sharded over '{over}' by experts", hint=hint
     )
-
-
-def _is_partition(
-    experts_by_process: Sequence[tuple[int, ...]], all_experts: tuple[int, ...]
-) -> bool:
-    """Return whether each expert is on one process, and those of each process ascend."""
-    listed: list[int] = []
-    for experts in experts_by_process:
-        if list(experts) != sorted(experts):
-            return False
-        listed += experts
-    return sorted(listed) == list(all_experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,7 +18,14 @@ from torch_bridge.models.names import is_inside, title_of
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ParallelModel
 from torch_bridge.models.parameters import ParallelContext, unsharded
-from torch_bridge.models.verify import SHAPES_DIFFER, Wanted, compare_on_all, largest_value
+from torch_bridge.models.verify import (
+    EQUAL,
+    SHAPES_DIFFER,
+    Pair,
+    Wanted,
+    compare_on_all,
+    largest_value,
+)
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.modules import uncompiled
 from xshard import Layout, Sharding, XshardError
@@ -68,48 +76,47 @@ class WrongTensor(NamedTuple):
     text: str
 
 
+@dataclass(eq=False)
 class _Watcher:
-    """Hooks of one module that note what goes in and out."""
+    """Hooks of one module that note what goes in and out.
 
-    def __init__(self, hooks: ModuleHooks, seen: Seen, calls: Counter[Any]) -> None:
-        self._hooks = hooks
-        self._seen = seen
-        self._calls = calls
+    The watchers of all modules fill `seen` and `calls`: how many calls there were of a place, by the
+    place of its first call.
+    """
+
+    hooks: ModuleHooks
+    seen: Seen
+    calls: Counter[Place]
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        tensors = [values.get(self._hooks.argument(r.key, values)) for r in self._hooks.inputs]
-        layouts = [(rule.rule.src, rule.rule.axes) for rule in self._hooks.inputs]
-        self._note("input", tensors, layouts)
+        for number, rule in enumerate(self.hooks.inputs):
+            x = values.get(self.hooks.argument(rule.key, values))
+            self._note("input", number, x, rule.rule.src, rule.rule.axes)
 
     def after_forward(self, module: nn.Module, args: Any, result: Any) -> None:
-        layouts = [(rule.rule.dst, rule.rule.axes) for rule in self._hooks.outputs]
-        if not layouts:
-            layouts = [self._default_layout()]
-        self._note("output", self._hooks.results(result), layouts)
+        rules = self.hooks.outputs
+        results = self.hooks.results(result)  # one for each rule, or the first tensor
+        if not rules:
+            self._note("output", 0, results[0], self._default_layout(), ())
+        for number, rule in enumerate(rules):
+            self._note("output", number, results[number], rule.rule.dst, rule.rule.axes)
 
-    def _default_layout(self) -> tuple[Layout, tuple[str, ...]]:
+    def _default_layout(self) -> Layout:
         """Return the layout of an output without a rule: as the first input, with as many dims."""
-        if self._hooks.inputs:
-            first: TensorRule = self._hooks.inputs[0]
-            return unsharded(first.rule.dst), ()
-        return Layout("..."), ()
+        if self.hooks.inputs:
+            first: TensorRule = self.hooks.inputs[0]
+            return unsharded(first.rule.dst)
+        return Layout("...")
 
-    def _note(
-        self,
-        side: str,
-        tensors: Sequence[Any],
-        layouts: Sequence[tuple[Layout, tuple[str, ...]]],
-    ) -> None:
-        # side: "input" or "output". layouts: for each tensor its layout, and the axes that its rule
-        # names. `strict=False`: a module may return fewer tensors than it has rules for, or more.
-        for number, (x, (layout, axes)) in enumerate(zip(tensors, layouts, strict=False)):
-            if isinstance(x, Tensor):
-                key = (self._hooks.name, side, number)
-                place = Place(self._hooks.name, side, number, self._calls[key])
-                self._calls[key] += 1
-                # A clone, because the module may write to its input afterwards.
-                self._seen[place] = _SeenTensor(x.detach().clone(), layout, axes)
+    def _note(self, side: str, number: int, x: Any, layout: Layout, axes: Sequence[str]) -> None:
+        """Note a tensor with its layout, if it is one. number: of its rule. axes: that the rule names."""
+        if isinstance(x, Tensor):
+            first_call = Place(self.hooks.name, side, number, call=0)
+            place = first_call._replace(call=self.calls[first_call])
+            self.calls[first_call] += 1
+            # A clone, because the module may write to its input afterwards.
+            self.seen[place] = _SeenTensor(x.detach().clone(), layout, axes)
 
 
 @contextmanager
@@ -121,31 +128,24 @@ def watching(
     Args:
         model: A parallel model, or its copy on one device.
         hooks: The parallel model's hooks, by the name of the module.
-        runs: Gets one item more: a dict with what is recorded, in the order of the forward pass.
+        runs: Gets one item more: a dict that is filled in the order of the forward pass.
     """
     seen: Seen = {}
-    calls: Counter[Any] = Counter()
+    calls: Counter[Place] = Counter()
     runs.append(seen)
     root = uncompiled(model)
     with ExitStack() as handles:
-        for name, module_hooks in hooks.items():
+        for name, rules in hooks.items():
             module = root.get_submodule(name)
-            watcher = _Watcher(module_hooks, seen, calls)
-            # This hook comes before the module's own on the way in, and after it on the way out: it
-            # sees tensors as they are outside of the module.
+            watcher = _Watcher(rules, seen, calls)
+            # The first hook on the way in and the last on the way out: it sees tensors as they are
+            # outside of the module.
             before = module.register_forward_pre_hook(
                 watcher.before_forward, prepend=True, with_kwargs=True
             )
             handles.enter_context(before)
             handles.enter_context(module.register_forward_hook(watcher.after_forward))
         yield
-
-
-class _Compared(NamedTuple):
-    """A tensor of both runs: what one device says of this process's block, and the block itself."""
-
-    wanted: Wanted
-    block: Tensor
 
 
 def first_wrong(
@@ -163,37 +163,51 @@ def first_wrong(
         tol: The tolerance: see `verify`.
     """
     context = parallel.context
-    # Processes may call different modules: only what all of them have seen can be compared.
-    seen_by_process = _from_all_processes(set(on_many), context)
-    pairs: dict[Place, _Compared] = {}
+    pairs = _pairs(on_one_device, on_many, parallel)
+    is_right = _compared_pairs(pairs, tol, context)
+    place = _first_wrong_place(is_right)
+    if place is None:
+        return None
+    wanted, block = pairs[place]
+    name = f"{wanted.name}, after {_last_right_before(place, is_right)}"
+    mismatch = mismatch_of(wanted._replace(name=name), block, wanted.largest, tol, context)
+    title = mismatch_text(mismatch).replace("\n", "\n  ")
+    return WrongTensor(str(place), described(title, parallel, place.module))
+
+
+def _pairs(on_one_device: Seen, on_many: Seen, parallel: ParallelModel) -> dict[Place, Pair]:
+    """Pair the tensors of both runs that all processes have seen, in the order of the forward pass.
+
+    Processes may call different modules. The order is the same on all, as far as it matters: of
+    what all have seen.
+    """
+    seen_by_process = _from_all_processes(set(on_many), parallel.context)
+    places_on_all = set(on_one_device).intersection(*seen_by_process)
+    pairs = {}
     for place, tensor in on_many.items():
-        is_everywhere = all(place in places for places in seen_by_process)
-        if place in on_one_device and is_everywhere:
+        if place in places_on_all:
             pair = _pair(place, tensor, on_one_device[place].value, parallel)
             if pair is not None:
                 pairs[place] = pair
-    if not pairs:
-        return None
+    return pairs
 
-    # One collective compares all tensors, which `pairs` has in the same order on all processes.
-    wanted = [pair.wanted for pair in pairs.values()]
-    blocks = [pair.block for pair in pairs.values()]
-    flags = compare_on_all(wanted, blocks, tol, context)
-    # A tensor of another shape does not have the layout that was assumed: it proves nothing, and is
-    # left out. Else a flag of 0 means equal.
+
+def _compared_pairs(
+    pairs: Mapping[Place, Pair], tol: float, context: ParallelContext
+) -> dict[Place, bool]:
+    """Return whether each tensor is right, on all processes, by one collective for all tensors.
+
+    A tensor of another shape than wanted does not have the layout that was assumed: it proves
+    nothing, and is left out.
+    """
+    if not pairs:
+        return {}
+    flags = compare_on_all(list(pairs.values()), tol, context)
     is_right = {}
     for place, flag in zip(pairs, flags, strict=True):
         if flag != SHAPES_DIFFER:
-            is_right[place] = not flag
-    first_place = _first_wrong_place(is_right)
-    if first_place is None:
-        return None
-
-    wrong, block = pairs[first_place]
-    name = f"{wrong.name}, after {_last_right_before(first_place, is_right)}"
-    mismatch = mismatch_of(wrong._replace(name=name), block, wrong.largest, tol, context)
-    title = mismatch_text(mismatch).replace("\n", "\n  ")
-    return WrongTensor(str(first_place), described(title, parallel, first_place.module))
+            is_right[place] = flag == EQUAL
+    return is_right
 
 
 def _first_wrong_place(is_right: Mapping[Place, bool]) -> Place | None:
@@ -212,9 +226,7 @@ def _last_right_before(place: Place, is_right: Mapping[Place, bool]) -> str:
     return f"{earlier[-1]}, which is right" if earlier else "none"
 
 
-def _pair(
-    place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelModel
-) -> _Compared | None:
+def _pair(place: Place, tensor: _SeenTensor, whole: Tensor, parallel: ParallelModel) -> Pair | None:
     """Cut one device's tensor as the parallel run has it, to compare the two.
 
     A whole [8, 4] under "b/dp c" on dp=2 -> rows 0-3 or 4-7, beside this process's block [4, 4]. A
@@ -231,22 +243,19 @@ def _pair(
     x = tensor.value
     if len(tensor.layout.dims) != x.ndim and ELLIPSIS not in tensor.layout.names:
         return None  # the default layout of an output without a rule was a guess
-    hooks: ModuleHooks | None = parallel.hooks[place.module]
-    if place.side == "input":
-        hooks = parallel.hooks[place.module].parent
     # Axes that the rule does not name are as in the module around an input, or in this one.
-    layout = with_outer_axes(
-        tensor.layout.resolved(x.ndim), tensor.named_axes, _layout_inside(hooks)
-    )
+    hooks = parallel.hooks[place.module]
+    around = _layout_inside(hooks.parent if place.side == "input" else hooks)
+    layout = with_outer_axes(tensor.layout.resolved(x.ndim), tensor.named_axes, around)
+    without_tags = Layout(layout.dims)
     try:
-        block = context.redistribute(whole, unsharded(layout), Layout(layout.dims), whole.shape)
+        block = context.redistribute(whole, unsharded(layout), without_tags, whole.shape)
     except XshardError:  # the layout does not fit
         return None
+    name = f"{place} as '{layout_text(layout)}'"
     sharding = Sharding(layout, context.axes, tuple(whole.shape))
-    wanted = Wanted(
-        "output", f"{place} as '{layout_text(layout)}'", sharding, block, largest_value(whole)
-    )
-    return _Compared(wanted, _reduced(x, layout, context))
+    wanted = Wanted("output", name, sharding, block, largest_value(whole))
+    return Pair(wanted, _reduced(x, layout, context))
 
 
 def mismatch_of(
@@ -254,10 +263,8 @@ def mismatch_of(
 ) -> Mismatch:
     """Report an array that is wrong on some process. largest: the largest value of its kind."""
     # The kit looks at numpy arrays of all processes together, and finds what kind of mistake it is.
-    arrays = (array_of(block.cpu().contiguous()), array_of(wanted.block.cpu().contiguous()))
-    from_all = _from_all_processes(arrays, context)
-    found = tuple(pair[0] for pair in from_all)
-    expected = tuple(pair[1] for pair in from_all)
+    blocks = [array_of(x.cpu().contiguous()) for x in (block, wanted.block)]
+    found, expected = zip(*_from_all_processes(blocks, context), strict=True)
     case = Case.of(found, expected, wanted.sharding, tol, largest, {})
     subject = Subject(wanted.kind, wanted.name, "torch", context.axes, "one device")
     return located(subject, case)

@@ -46,8 +46,8 @@ class GatheredParameter:
     to_use: str
     to_storage: str
     shape: tuple[int, ...]
-    is_kept: bool = True
-    is_shared: bool = False
+    is_kept: bool
+    is_shared: bool
 
     @property
     def tensor(self) -> Any:
@@ -79,33 +79,28 @@ class ParameterMoves:
         self, parameters: Sequence[GatheredParameter], blocks: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return parameters as modules use them, from their blocks in storage, differentiably."""
-        return self._move(parameters, blocks, is_gradient=False)
+        return self._move_of(parameters, is_gradient=False)(blocks)
 
     def reduce_gradients(
         self, parameters: Sequence[GatheredParameter], gradients: Sequence[Tensor]
     ) -> list[Tensor]:
         """Return gradients as parameters are stored, from those of the gathered tensors."""
-        return self._move(parameters, gradients, is_gradient=True)
+        return self._move_of(parameters, is_gradient=True)(gradients)
 
-    def _move(
-        self, parameters: Sequence[GatheredParameter], tensors: Sequence[Tensor], is_gradient: bool
-    ) -> list[Tensor]:
-        # Gather blocks of parameters, or with `is_gradient` bring gradients back to storage,
-        # together.
-        if not parameters:
-            return []
-        if (
-            torch.compiler.is_compiling()
-        ):  # nothing is kept for the next pass: the graph is what is kept
-            return _Move(parameters, self.context, is_gradient).record(tensors)
-        # A move is prepared once per set of parameters. There are a few: all of a module, those
-        # that are not shared between passes, and those that the backward pass gathers again.
+    def _move_of(self, parameters: Sequence[GatheredParameter], is_gradient: bool) -> _Move:
+        """Return the move of some parameters to use, or of their gradients to storage, made once.
+
+        A module has a few such sets: all its parameters, those that passes do not share, and those
+        that the backward pass gathers again.
+        """
+        if torch.compiler.is_compiling():
+            return _Move(parameters, self.context, is_gradient)  # only the graph is kept
         key = (tuple(parameters), is_gradient)
         move = self._moves.get(key)
         if move is None:
             move = _Move(parameters, self.context, is_gradient)
             self._moves[key] = move
-        return move(tensors)
+        return move
 
 
 # What a plan depends on in a tensor, and what decides whether autograd records its move. It is read in C,
@@ -128,28 +123,31 @@ class _Move:
         self._context = context
         self._names = [parameter.name for parameter in parameters]
         self._shapes = [parameter.shape for parameter in parameters]
-        # Texts "layout -> layout", one per parameter: to storage for gradients, to use for
-        # parameters.
+        self._comm_dtype: CommDtypeLike = context.comm_dtype
+        # Texts "layout -> layout", one per parameter.
+        self._layouts = [parameter.to_use for parameter in parameters]
         if is_gradient:
             self._layouts = [parameter.to_storage for parameter in parameters]
-            # `comm_dtypes` gives (forward, backward). The move of gradients is called as a forward
-            # move, and has to travel in the second.
-            self._comm_dtype: CommDtypeLike = comm_dtypes(context.comm_dtype)[1]
-        else:
-            self._layouts = [parameter.to_use for parameter in parameters]
-            self._comm_dtype = context.comm_dtype
+            # A dtype forward and one backward: this move runs forward, with gradients, which travel
+            # in the second.
+            _, self._comm_dtype = comm_dtypes(context.comm_dtype)
         self._prepared: dict[Hashable, list[SharedMove]] = {}
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Move the tensors of all parameters with few collectives, by kept executables.
+        """Move one tensor for each parameter: blocks to use, as [o/dp, i] -> [o, i], or gradients back.
 
-        Blocks in storage -> gathered tensors, as [o/dp, i] -> [o, i], or gradients the other way
-        round. Every forward pass of a module calls this, so that a call with known tensors has to
-        be quick.
+        Hot: every forward pass of a module calls it. Tensors of a known kind move by executables
+        that were prepared before, with few collectives.
         """
+        if not tensors:
+            return []
+        if torch.compiler.is_compiling():
+            # One by one: the compiler joins the collectives of a graph by itself.
+            moves = zip(tensors, self._layouts, self._shapes, strict=True)
+            return [self._redistribute(x, layout, shape) for x, layout, shape in moves]
         # These debugging modes compare calls or replicas each time, which only `redistribute` does.
         if desync.ALWAYS or are_replicas_checked(None):
-            return self._redistribute(tensors)
+            return self._redistribute(list(tensors), self._layouts, self._shapes)
         check_not_swapped()
         profile = resolve_profile(self._context.profile)
         kinds = tuple(map(_kind_of, tensors))
@@ -157,24 +155,24 @@ class _Move:
         # profile, the process groups (new ones with a new world), whether autograd records, and the
         # tensors' shapes and dtypes.
         key = (profile, world_key(), torch.is_grad_enabled(), kinds)
-        moves = self._prepared.get(key)
-        if moves is None:
+        prepared = self._prepared.get(key)
+        if prepared is None:
             if any(type(x) not in PLAIN_TYPES for x in tensors):
-                return self._redistribute(tensors)  # an executable would keep fake tensors
-            moves = self._prepare(tensors)
-            self._prepared[key] = moves
+                # An executable would keep fake tensors.
+                return self._redistribute(list(tensors), self._layouts, self._shapes)
+            prepared = self._prepare(tensors)
+            self._prepared[key] = prepared
 
-        # At most two: tensors with a gradient move together, and those without.
         results: dict[int, Tensor] = {}
-        for shared in moves:
+        for shared in prepared:
             results.update(zip(shared.indices, shared.run(tensors), strict=True))
         return [results[i] for i in range(len(tensors))]
 
     def _prepare(self, tensors: Sequence[Tensor]) -> list[SharedMove]:
-        """Plan the move of each tensor, and group the moves that share collectives.
+        """Plan the move of each tensor, and return the moves in groups that share collectives.
 
-        Returns at most two groups: tensors with a gradient, and those without. An error begins with
-        the name of the parameter.
+        There are at most two groups: tensors with a gradient, and those without. An error begins
+        with the name of the parameter.
         """
         executables = {}
         for i, x in enumerate(tensors):
@@ -191,34 +189,16 @@ class _Move:
                 executables[i] = call.executable_for(x)
         return share_collectives(executables, dict(enumerate(tensors)), bucket_bytes=None)
 
-    def _redistribute(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Move tensors together by the public verb."""
+    def _redistribute(self, x: Any, layouts: Any, shapes: Any) -> Any:
+        """Move one tensor, or several together, by the public verb."""
         return redistribute(
-            list(tensors),
-            self._layouts,
+            x,
+            layouts,
             self._context.mesh,
-            shape=self._shapes,
+            shape=shapes,
             profile=self._context.profile,
             comm_dtype=self._comm_dtype,
         )
-
-    def record(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Move tensors one by one while torch.compile records, and return the moved ones.
-
-        They do not share collectives here: the compiler joins those of a graph by itself.
-        """
-        moved = []
-        for i, x in enumerate(tensors):
-            y = redistribute(
-                x,
-                self._layouts[i],
-                self._context.mesh,
-                shape=self._shapes[i],
-                profile=self._context.profile,
-                comm_dtype=self._comm_dtype,
-            )
-            moved.append(y)
-        return moved
 
 
 class _SavedView(NamedTuple):
@@ -233,8 +213,8 @@ class _SavedView(NamedTuple):
 class Regathering:
     """Lets autograd save gathered parameters as references; the backward pass gathers them again.
 
-    blocks: the parameters in storage, which stay in memory. gathered: the tensors that modules use. gather:
-    the function from the one to the other.
+    blocks: the parameters in storage, which stay in memory. gathered: the tensors that modules use, in the
+    same order, whose memory is free after the forward pass. gather: the function from the one to the other.
     """
 
     def __init__(
@@ -243,8 +223,6 @@ class Regathering:
         gathered: Sequence[Tensor],
         gather: Callable[[Sequence[Tensor]], list[Tensor]],
     ) -> None:
-        # blocks: the parameters in storage. gathered: the same ones as modules use them, in the
-        # same order. gather: makes the gathered tensors from the blocks.
         self._blocks = blocks
         self._gather = gather
         self._writes = [writes_to(x) for x in blocks]
@@ -255,14 +233,17 @@ class Regathering:
         for i, x in enumerate(gathered):
             if x.numel():
                 self._index_of_memory[x.untyped_storage().data_ptr()] = i
-        self._gathered_again: list[Tensor] = []
+        self._gathered_again: list[Tensor] = []  # filled by the backward pass
 
     def saving(self) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves references."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> Tensor | _SavedView:
-        """Replace a view of a gathered parameter by a reference. Hot: for every tensor that is saved."""
+        """Return what autograd saves of a tensor: a reference, if it is a view of a gathered parameter.
+
+        Hot: called for every tensor that is saved.
+        """
         if x.layout is not torch.strided:
             return x
         i = self._index_of_memory.get(x.untyped_storage().data_ptr())
@@ -270,24 +251,24 @@ class Regathering:
             return x
         return _SavedView(i, x.shape, x.stride(), x.storage_offset())
 
-    def _unpack(self, packed: Tensor | _SavedView) -> Tensor:
-        """Return a tensor that autograd saved, when the backward pass asks for it.
+    def _unpack(self, saved: Tensor | _SavedView) -> Tensor:
+        """Return to the backward pass the tensor of which `_pack` returned `saved`.
 
-        Of a gathered parameter only the shape, stride and offset of the saved view were kept. The
-        first such request gathers all parameters again, in one message; the view is then taken of
-        the new tensor. Any other tensor was saved as it is. Raises XshardError if a parameter was
-        written to since the forward pass.
+        The first reference gathers all parameters again, in one message. Raises XshardError if one
+        of them was written to since the forward pass.
         """
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(saved, Tensor):
+            return saved
         if not self._gathered_again:
-            # After an optimiser's step in between, other values than in the forward pass would come
-            # back.
-            if self._writes != [writes_to(x) for x in self._blocks]:
-                raise XshardError(
-                    "a parameter was written to between its forward and its backward pass"
-                )
-            with torch.no_grad():
-                self._gathered_again.extend(self._gather(self._blocks))
-        whole = self._gathered_again[packed.number]
-        return whole.as_strided(packed.shape, packed.stride, packed.offset)
+            self._gather_again()
+        whole = self._gathered_again[saved.number]
+        return whole.as_strided(saved.shape, saved.stride, saved.offset)
+
+    def _gather_again(self) -> None:
+        # After an optimiser's step, say, other values than in the forward pass would come back.
+        if self._writes != [writes_to(x) for x in self._blocks]:
+            raise XshardError(
+                "a parameter was written to between its forward and its backward pass"
+            )
+        with torch.no_grad():
+            self._gathered_again = self._gather(self._blocks)

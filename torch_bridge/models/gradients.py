@@ -26,10 +26,18 @@ from xshard import XshardError, trees
 
 @dataclass(eq=False)
 class Gradient:
-    """The gradient of one parameter: what `.grad` of this process means now.
+    """The gradient of one parameter, and what the parameter's `.grad` on this process is now.
 
-    It is a sum along `axes`, or, while `share` is not None, this process's addend of one. `earlier` is then
-    the sum of earlier passes, to which that of the shares is added.
+    A share is what one backward pass on this process adds; the sum of the shares of all processes along
+    `axes` is the gradient of that pass. In a backward pass, a gradient goes through these states:
+
+        state       .grad               share     earlier
+        SUMMED      sum of all passes   None      None       begin and end; the sum may be None
+        PUT ASIDE   None                None      the sum    autograd is about to add a share
+        SHARE       the share           .grad     the sum    complete, or waits for more of the pass
+        SENT        None                None      the sum    the share is in a message
+
+    `no_sync` leaves the state at SHARE, to which the next pass adds.
     """
 
     parameter: Tensor
@@ -38,18 +46,18 @@ class Gradient:
     earlier: Tensor | None = None
 
     def has_share(self) -> bool:
-        """Return whether `.grad` is this process's share; forget a share that somebody else took out."""
+        """Return whether the state is SHARE; after `zero_grad()` or the like it is SUMMED again."""
         if self.share is not None and self.parameter.grad is not self.share:
             self.forget()
         return self.share is not None
 
     def forget(self) -> None:
-        """Forget both the share and the sum of earlier passes."""
+        """Take `.grad` as it is for the sum of all passes: any state -> SUMMED."""
         self.share = None
         self.earlier = None
 
     def take_share(self) -> Tensor | None:
-        """Return this process's share, if there is one, and take it out of `.grad`."""
+        """Return the share for a message: SHARE -> SENT; None, and nothing changes, without a share."""
         if not self.has_share():
             return None
         share = self.share
@@ -58,48 +66,52 @@ class Gradient:
         return share
 
     def put_aside_sum(self) -> None:
-        """Keep a sum of earlier passes while `.grad` adds up this process's share of the next one."""
+        """Make room in `.grad` for a share: SUMMED -> PUT ASIDE; a share stays, and more is added to it."""
         if not self.has_share() and self.parameter.grad is not None:
             self.earlier = self.parameter.grad
             self.parameter.grad = None
 
-    def add(self, total: Tensor) -> None:
-        """Make `.grad` the sum of earlier passes and of this one."""
+    def add_sum(self, total: Tensor) -> None:
+        """Add the sum of all processes' shares to that of earlier passes: SENT -> SUMMED."""
+        # A parameter that only other processes have used is still SUMMED: its sum is in `.grad`.
         earlier = self.parameter.grad if self.earlier is None else self.earlier
         total = total.view(self.parameter.shape)
         self.parameter.grad = total if earlier is None else earlier + total
         self.earlier = None
 
     def undo(self) -> None:
-        """Make `.grad` the sum of earlier passes again."""
+        """Bring the sum of earlier passes back, without the share: any state -> SUMMED."""
         if self.has_share() or self.earlier is not None:
             self.parameter.grad = self.earlier
         self.forget()
 
 
-@torch.no_grad()
-def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callable[[], None]:
-    """Start the all-reduce of several gradients as one message; return a function that ends it.
+def _take_message(bucket: Sequence[Gradient]) -> tuple[Tensor, list[bool]]:
+    """Take the shares of a bucket out of `.grad`, and join them to one flat tensor.
 
-    A share is what this process's backward pass has added to a gradient; its sum over processes is
-    the gradient. The message is all shares, flat, then a flag per parameter, 1.0 if this process
-    used it: the sum of the flags counts the processes that did. A share of shape [2, 2], and
-    none of a parameter [3] -> 4 numbers, 3 zeros, 1.0, 0.0.
-
-    Shares are taken out of `.grad`; the returned function waits, and adds the sums to `.grad`.
+    After the shares comes a flag for each: 1.0, or 0.0 for a parameter that this process has not
+    used. A share [[1, 2], [3, 4]] and none of a parameter of shape [3] -> 1 2 3 4, 0 0 0, 1 0. The
+    second result is the flags again.
     """
     shares = [gradient.take_share() for gradient in bucket]
-    is_used = [share is not None for share in shares]
-    # A parameter without a share counts as zeros: all processes send messages of one size.
-    flat_shares = []
+    has_share = [share is not None for share in shares]
+    addends = []
     for gradient, share in zip(bucket, shares, strict=True):
+        # Zeros for a missing share: all processes send messages of one size.
         addend = torch.zeros_like(gradient.parameter) if share is None else share
-        flat_shares.append(addend.reshape(-1))
-    lengths = [len(x) for x in flat_shares]
-    flags = flat_shares[0].new_tensor([float(used) for used in is_used])
-    message = torch.cat([*flat_shares, flags])
-    del share, shares, addend, flat_shares  # their memory is free while the bucket is on its way
+        addends.append(addend.reshape(-1))
+    flags = addends[0].new_tensor([float(flag) for flag in has_share])
+    return torch.cat([*addends, flags]), has_share
 
+
+@torch.no_grad()
+def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callable[[], None]:
+    """Start the all-reduce of a bucket of gradients; return a function that waits and ends it.
+
+    The shares leave `.grad` now (SHARE -> SENT). The returned function adds their sums over
+    processes to the sums of earlier passes (SENT -> SUMMED).
+    """
+    message, has_share = _take_message(bucket)
     # `async_op`: the sum is only started, and the backward pass goes on meanwhile.
     pending: Any = redistribute(
         message,
@@ -111,39 +123,40 @@ def _begin_sums(bucket: Sequence[Gradient], context: ParallelContext) -> Callabl
     )
 
     def finish() -> None:
-        """Wait for the sums, and add them to `.grad`; a parameter that no process used stays."""
-        *sums, users = pending.wait().split([*lengths, len(lengths)])
-        for gradient, total, n_users, used in zip(bucket, sums, users, is_used, strict=True):
-            # `n_users > 0` reads a number from the device, for which the host waits: only where
-            # needed.
-            if used or n_users > 0:
-                gradient.add(total)
+        """Wait for the sums, and put them into `.grad`."""
+        lengths = [gradient.parameter.numel() for gradient in bucket]
+        # The sums of the flags: how many processes have used each parameter.
+        *sums, users = pending.wait().split([*lengths, len(bucket)])
+        for gradient, total, n_users, is_used in zip(bucket, sums, users, has_share, strict=True):
+            # A parameter that no process has used keeps its gradient. `n_users > 0` makes the host
+            # wait for the device, so that it comes second.
+            if is_used or n_users > 0:
+                gradient.add_sum(total)
 
     return finish
 
 
 @dataclass(eq=False)
 class BackwardPass:
-    """What has come in one backward pass.
+    """What one backward pass has done so far.
 
     Attributes:
-        n_missing: How many gradients each bucket still lacks.
-        announced: Gradients that autograd is about to add to `.grad`.
-        arrived: Gradients that it has added, each counted once.
-        finish_sums: The functions that end the sums begun so far, of the first buckets.
+        missing: Gradients whose share has not come; inside `no_sync` none is taken out.
+        announced: Gradients whose share autograd has computed, and not yet added to `.grad`.
+        finish_sums: The functions that end the sums begun so far, one for each bucket, in order.
     """
 
-    n_missing: list[int]
+    missing: set[Gradient]
     announced: set[Gradient] = field(default_factory=set)
-    arrived: set[Gradient] = field(default_factory=set)
     finish_sums: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Gradients:
-    """Sums gradients in every backward pass, unless `syncs` is False; then once calls `after_first`.
+    """Sums gradients over processes in every backward pass, while `syncs` is True.
 
-    There is a `BackwardPass` from the first gradient of a backward pass to its end. In between, full
-    buckets are sent, always in the order of `_buckets`: a later one waits for those before it.
+    There is a `BackwardPass` from the first gradient of a backward pass to its end, and None otherwise.
+    In between, full buckets are sent, always in the order of `_buckets`: a later one waits for those before
+    it. After the first pass that sums, `after_first` is called once.
     """
 
     _pass: BackwardPass | None = None
@@ -159,7 +172,11 @@ class Gradients:
         self.bucket_bytes = bucket_bytes
         self.syncs = True
         # Parameters whose axes have length 1 have nothing to sum over processes.
-        self.sharded = [each for each in sharded if context.axes.size(*each.axes_summed_later) > 1]
+        self.sharded = [
+            parameter
+            for parameter in sharded
+            if context.axes.size(*parameter.axes_summed_later) > 1
+        ]
         self.after_first: Callable[[], None] | None = None
         self._handles: list[Any] = []
         self._follow([parameter.tensor for parameter in self.sharded])
@@ -178,7 +195,7 @@ class Gradients:
         return any(gradient.has_share() for gradient in self._gradients)
 
     def prepare(self) -> None:
-        """Undo a backward pass that failed, and follow parameters that are new, before a forward pass."""
+        """Get ready for a forward pass: undo a backward pass that failed, and follow new parameters."""
         if is_in_backward_pass():
             return  # a checkpoint computes the model again
         self._undo()
@@ -188,42 +205,38 @@ class Gradients:
             self._follow(parameters)
 
     def _undo(self) -> None:
-        """Forget a backward pass that has not come to its end."""
+        """Make all gradients the sums of earlier passes, if a backward pass has not come to its end."""
         if self._pass is not None:
             for gradient in self._gradients:
                 gradient.undo()
         self._pass = None
 
     def _follow(self, parameters: Sequence[Tensor]) -> None:
-        """Register autograd hooks on these parameters, and assign their gradients to buckets.
+        """Sum the gradients of these tensors from now on, and no longer those of earlier ones.
 
-        Replaces all hooks and buckets of before, and forgets a backward pass that was under way.
-        Frozen parameters get no hooks.
+        Makes a `Gradient` with two autograd hooks for each tensor that is trained, and the buckets.
+        No backward pass is under way afterwards.
 
         Args:
             parameters: The tensors that are the parameters now, one for each of `sharded`, in
                 order.
         """
-        for handle in self._handles:  # hooks of earlier tensors, which may be parameters no longer
+        for handle in self._handles:
             handle.remove()
         self._handles = []
         self._gradients = []
+        mesh_axes = self.context.axes.axes
         for x, parameter in zip(parameters, self.sharded, strict=True):
-            if x.requires_grad:
-                # Always in the order of the mesh: buckets are for equal tuples of axes.
-                axes = [
-                    axis for axis in self.context.axes.axes if axis in parameter.axes_summed_later
-                ]
-                self._gradients.append(Gradient(x, tuple(axes)))
-        for gradient in self._gradients:
-            x = gradient.parameter
+            if not x.requires_grad:
+                continue
+            # In the order of the mesh: a bucket is for equal tuples of axes.
+            axes = tuple(axis for axis in mesh_axes if axis in parameter.axes_summed_later)
+            gradient = Gradient(x, axes)
             before = x.register_hook(partial(self._before_share, gradient))
             after = x.register_post_accumulate_grad_hook(partial(self._after_share, gradient))
             self._handles += [before, after]
+            self._gradients.append(gradient)
         self._buckets = self._make_buckets()
-        self._bucket_of: dict[Gradient, int] = {}
-        for i, bucket in enumerate(self._buckets):
-            self._bucket_of.update(dict.fromkeys(bucket, i))
         self._pass = None
 
     def _make_buckets(self) -> list[list[Gradient]]:
@@ -234,9 +247,12 @@ class Gradients:
         """
         # A backward pass comes to the parameters of the last modules first.
         last_first = self._gradients[::-1]
-        keys = [(one.axes, one.parameter.dtype, one.parameter.device) for one in last_first]
-        sizes = [one.parameter.nbytes for one in last_first]
-        groups = trees.group_by_bytes(sizes, self.bucket_bytes, keys)
+        sizes = [gradient.parameter.nbytes for gradient in last_first]
+        kinds = []
+        for gradient in last_first:
+            x = gradient.parameter
+            kinds.append((gradient.axes, x.dtype, x.device))
+        groups = trees.group_by_bytes(sizes, self.bucket_bytes, kinds)  # numbers in `last_first`
         # A bucket is sent when its last gradient is there: buckets are in the order of these.
         groups.sort(key=itemgetter(-1))
         buckets = []
@@ -244,30 +260,22 @@ class Gradients:
             buckets.append([last_first[i] for i in group])
         return buckets
 
-    def _new_pass(self) -> BackwardPass:
-        return BackwardPass([len(bucket) for bucket in self._buckets])
-
     def _before_share(self, gradient: Gradient, _: Tensor) -> None:
-        """Note that a share comes, before autograd adds it to `.grad`; a hook of the parameter.
+        """Make room in `.grad` for a share; a hook, before autograd adds the share.
 
-        A share is this process's addend of the gradient. The sum of earlier passes is put aside
-        meanwhile, so that only the share is sent.
+        The first one of a backward pass begins the `BackwardPass`, and asks autograd to call `_end`.
         """
-        if self._pass is None:  # the first gradient of this backward pass
-            self._pass = self._new_pass()
+        if self._pass is None:
+            self._pass = BackwardPass(missing=set(self._gradients))
             call_after_backward(self._end)
         self._pass.announced.add(gradient)
         gradient.put_aside_sum()
 
     def _after_share(self, gradient: Gradient, x: Tensor) -> None:
-        """Note that a parameter has its `.grad`; send its bucket if that was the last one missing.
+        """Note that `.grad` of parameter `x` is its share, and send buckets that are full now.
 
-        autograd calls this hook after each time that it has added to `.grad`. The share is what
-        this process's backward pass gives; the sum over processes comes later.
-
-        Args:
-            gradient: The gradient of the parameter.
-            x: The parameter.
+        A hook, after autograd has added to `.grad`. It may come twice for a parameter, as in a
+        checkpoint: if the bucket has been sent in between, `_sum_rest` sums the second share.
         """
         running = self._pass
         assert x.grad is not None
@@ -277,63 +285,59 @@ class Gradients:
             raise XshardError(
                 "a gradient of a parallel model is sparse, or has a gradient itself", hint=hint
             )
-        # Autograd may have made a new tensor of two shares: `.grad` as it is now is the whole share.
+        # To a share that was there autograd may have added in a new tensor.
         gradient.share = x.grad
         running.announced.discard(gradient)
-        # Inside `no_sync` nothing is sent. A gradient that comes a second time, as in a checkpoint,
-        # must not be counted twice; if its bucket has been sent already, `_sum_rest` sums the rest.
-        if not self.syncs or gradient in running.arrived:
-            return
-        running.arrived.add(gradient)
-        running.n_missing[self._bucket_of[gradient]] -= 1
-        self._send_full_buckets(running)
+        if self.syncs:
+            running.missing.discard(gradient)
+            self._send_full_buckets(running)
 
     def _send_full_buckets(self, running: BackwardPass) -> None:
-        """Begin the sums of the next buckets in order, up to the first one that is not full."""
-        # In order, as other processes may fill buckets in another one: all have to send alike.
-        for i in range(len(running.finish_sums), len(self._buckets)):
-            if running.n_missing[i]:
+        """Begin the sums of the next buckets in order, up to the first one that is not full.
+
+        In order, as other processes may fill buckets in another one: all have to send alike.
+        """
+        for bucket in self._buckets[len(running.finish_sums) :]:
+            # Hot, and quick: the last gradient of a bucket is asked first, and comes last.
+            if not running.missing.isdisjoint(reversed(bucket)):
                 return
-            running.finish_sums.append(_begin_sums(self._buckets[i], self.context))
+            running.finish_sums.append(_begin_sums(bucket, self.context))
 
     @torch.no_grad()
     def _end(self) -> None:
-        """End the backward pass: send the buckets that are left, wait, and put the sums into `.grad`.
+        """End the backward pass: all sums are in `.grad`; inside `no_sync`, shares stay there.
 
-        Autograd calls this when it has computed all gradients. Inside `no_sync` nothing is sent.
-        After the first pass that sums, `after_first` checks that replicas are equal. Raises
-        XshardError if a gradient was computed and never came to `.grad`, as in
-        `torch.autograd.grad`.
+        Autograd calls this when it has computed all gradients. After the first pass that sums,
+        `after_first` checks that replicas are equal. Raises XshardError, and undoes the pass, if a
+        gradient was computed and never came to `.grad`, as in `torch.autograd.grad`.
         """
         running = self._pass
         if running is None:
             return
-        # Hooks of a parameter see its gradient also in `torch.autograd.grad`, which returns it in
-        # place of adding it to `.grad`.
         if running.announced:
             self._undo()
             what = "torch.autograd.grad would give each process its share of a parameter's gradient"
             raise XshardError(what, hint="call backward(), after which .grad is the whole one")
         if self.syncs:
-            self._sum_rest(running)
+            self._sum_rest(running.finish_sums)
         self._pass = None
         if self.syncs and self.after_first is not None:
             check = self.after_first
             self.after_first = None  # before the call: the check is made once, even if it raises
             check()
 
-    def _sum_rest(self, running: BackwardPass) -> None:
-        """Send the buckets that are left, and wait; repeat while `.grad` has unsummed shares.
+    def _sum_rest(self, finish_sums: list[Callable[[], None]]) -> None:
+        """Sum all shares that are left, so that every `.grad` is a sum.
 
-        A parameter may get a second share after its bucket was sent, as in a checkpoint. Another
-        round of all buckets then sums these, and `_pass` is a new one for it.
+        finish_sums: the functions that end the sums of the first buckets, which are under way. The
+        other buckets are sent now, also with no share: other processes may have some.
         """
         while True:
-            for bucket in self._buckets[len(running.finish_sums) :]:
-                running.finish_sums.append(_begin_sums(bucket, self.context))
-            for finish in running.finish_sums:
+            for bucket in self._buckets[len(finish_sums) :]:
+                finish_sums.append(_begin_sums(bucket, self.context))
+            for finish in finish_sums:
                 finish()
-            running = self._new_pass()
-            self._pass = running
             if not self.unsummed:
                 return
+            # Second shares came after their buckets were sent: another round of all buckets.
+            finish_sums = []

@@ -64,18 +64,18 @@ class TensorRule:
     def move(self, x: Tensor, context: ParallelContext, outside: KnownDims, where: str) -> Moved:
         """Redistribute an input or output of a module as its rule says.
 
-        "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i].
+        "b i/tp -> b i" on tp=4: [b, i/4] -> [b, i]. The global shape, which a block alone may not
+        tell, is found with the help of known dims: names with their global lengths, as i = 16. Both
+        are kept for the next block of this shape; the first one sets `last`.
 
         Args:
             x: This process's block.
             context: The mesh and options.
-            outside: The dims whose lengths are known around the module. They tell the global shape
-                where the block does not.
+            outside: The dims that are known around the module.
             where: The name of the tensor in errors.
 
         Returns:
-            The block afterwards, and the dims known from then on. A known dim is a name with its
-            global length, as i = 16, for the modules inside.
+            The block afterwards, and the dims that are known from then on, inside the module.
         """
         if torch.compiler.is_compiling():
             # No cache here: looking it up would make the graph valid for this shape alone. The
@@ -91,7 +91,7 @@ class TensorRule:
         shape = arriving_shape(self.rule, context.axes, device, tuple(x.shape), outside)
         y = self._redistributed(x, shape, context)
         known = known_inside(self.rule, shape, y.shape, outside, where)
-        # Kept only after all has succeeded: a block that fails a check is checked again in the next
+        # Only now that all has succeeded: a block that fails a check is checked again in the next
         # call.
         self._arrivals[key] = _Arrival(shape, known)
         self.last = TensorFacts(shape, x.dtype, x.requires_grad)
@@ -145,21 +145,19 @@ class ModuleHooks:
     @property
     def summed_axes(self) -> frozenset[str]:
         """Axes over which one of the outputs is a sum."""
-        axes: set[str] = set()
-        for output in self.outputs:
-            axes.update(output.rule.src.tagged("sum"))
-        return frozenset(axes)
+        axes = [output.rule.src.tagged("sum") for output in self.outputs]
+        return frozenset[str]().union(*axes)
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move the arguments by their rules, and gather the parameters; a hook of the module.
+        """Move the arguments by their rules, then gather the parameters; a hook of the module.
 
-        It returns the arguments with which torch then calls `forward`. Rows that the rule routes
-        are sent to the processes of their experts.
+        Returns the arguments with which torch then calls `forward`. Rows that a rule routes are
+        sent to the processes of their experts. `after_forward` ends what begins here.
         """
-        # The modules around this one have seen the global lengths of some named dims, as s = 8192.
-        # A name has one length everywhere, so that these help where a block alone does not tell.
+        # Modules around this one know the global lengths of some named dims, as s = 8192. A name
+        # has one length everywhere, so that these help where a block alone does not tell.
         known = self.parent.known_dims if self.parent is not None else ()
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for rule in self.inputs:
@@ -177,11 +175,14 @@ class ModuleHooks:
         return moved_args, {name: values[name] for name in kwargs}
 
     def after_forward(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """Put the parameters back and move the results; a hook, always called, also after an error."""
-        self.parameters.end_pass()  # whatever happened inside
+        """Give the module its blocks back, and move the results; a hook of the module.
+
+        It is always called, also after an error: then `result` is None.
+        """
+        self.parameters.end_pass()
         if self.experts is not None:
             result = self.experts.leave(result)
-        if result is None:  # an error is on its way
+        if result is None:
             return None
         for rule in self.outputs:
             result = self._move_output(rule, result)
@@ -201,8 +202,8 @@ class ModuleHooks:
     def _with_parameter_dims(self, rule: TensorRule, x: Tensor, known: KnownDims) -> KnownDims:
         """Add the dims of an output that are as long as one of the parameters: its global length counts."""
         names = rule.rule.src.resolved(x.ndim).names
-        rows = dict(zip(names, x.shape, strict=True))
-        dims = [dim for dim in self.parameter_dims if rows.get(dim.name) == dim.local_length]
+        lengths = dict(zip(names, x.shape, strict=True))
+        dims = [dim for dim in self.parameter_dims if lengths.get(dim.name) == dim.local_length]
         return (*dims, *known)
 
     def argument(self, key: Key, values: Mapping[Any, Any]) -> int | str | None:
@@ -252,14 +253,14 @@ class ModuleHooks:
         key = _part_key(rule.key, parts)
         if not isinstance(parts.get(key), Tensor):
             return result
-        parts[key] = self._move(rule, parts[key], self.known_dims, "output").block
+        moved = self._move(rule, parts[key], self.known_dims, "output")
         if isinstance(result, Tensor):
-            return parts[key]
-        if isinstance(
-            result, Mapping
-        ):  # as of transformers: a dict with attributes, filled in place
-            result[key] = parts[key]  # type: ignore[index]  # it is mutable
+            return moved.block
+        if isinstance(result, Mapping):
+            # Changed in place: transformers' are dicts with attributes.
+            result[key] = moved.block  # type: ignore[index]  # it is mutable
             return result
+        parts[key] = moved.block
         make = type(result)
         if hasattr(result, "_fields"):  # a NamedTuple takes its fields one by one
             return make(*parts.values())

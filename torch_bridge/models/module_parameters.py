@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -18,17 +17,13 @@ from torch_bridge.models.parameters import ParallelContext
 from torch_bridge.models.shared import SharedParameters
 
 
-class State(Enum):
-    """Which tensors modules have as their parameters."""
-
-    STORED = "the blocks in storage, which optimisers have"
-    GATHERED = "gathered tensors, during a forward pass"
-
-
 class ModuleParameters:
     """Owns the parameters that one module gathers, for itself and for modules inside it.
 
         STORED --begin_pass--> GATHERED --end_pass--> STORED
+
+    STORED: modules have the blocks in storage, which optimisers have. GATHERED: they have gathered tensors,
+    during a forward pass.
 
     Nothing else puts gathered tensors in the place of blocks; blocks are replaced only between passes, by
     `ShardedParameter.set_block`. `begin_pass` and `end_pass` are called before and after each forward pass
@@ -48,8 +43,8 @@ class ModuleParameters:
         self._moves = ParameterMoves(context)
         self._shared: SharedParameters | None = None
         self._passes = 0  # forward passes of the module that have begun and not ended
-        self._blocks: Sequence[Tensor] = ()  # in storage, while modules have gathered tensors
-        self._saving: ExitStack | None = None  # autograd's hooks, while they save references
+        self._blocks: Sequence[Tensor] = ()  # in storage, while GATHERED
+        self._regathering: ExitStack | None = None  # autograd's hooks, while they save references
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleParameters:
         """Copy for the copy of a model, outside of any pass."""
@@ -59,11 +54,6 @@ class ModuleParameters:
         new.parameters = copy.deepcopy(self.parameters, memo)
         new._shared = copy.deepcopy(self._shared, memo)
         return new
-
-    @property
-    def state(self) -> State:
-        """Which tensors modules have now."""
-        return State.GATHERED if self._blocks else State.STORED
 
     @property
     def has_unsummed_gradients(self) -> bool:
@@ -90,36 +80,41 @@ class ModuleParameters:
     def begin_pass(self) -> None:
         """Gather the parameters, and put them into the modules in place of the blocks.
 
-        Called before each forward pass of the module; `end_pass` puts the blocks back. A pass
-        inside another one, of a module that calls itself, changes nothing.
+        STORED -> GATHERED, before each forward pass of the module. A module may call itself: an
+        inner pass uses what the outermost one has gathered, and nothing changes.
         """
         self._passes += 1
-        # A module may call itself: the passes inside use what the outermost one has gathered.
         if self._passes > 1 or not self.parameters:
             return
         # All are gathered before any is replaced: an error leaves the modules as they were.
         blocks = [parameter.tensor for parameter in self.parameters]
         tensors = self._gather_for_pass()
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._begin_saving(blocks, tensors)
+            self._begin_regathering(blocks, tensors)
         self._blocks = blocks
-        for parameter, x in zip(self.parameters, tensors, strict=True):
-            parameter.set_tensor(x)
+        self._set_tensors(tensors)
 
     def end_pass(self) -> None:
-        """Give modules their blocks in storage: GATHERED -> STORED, unless other passes go on."""
-        if self._passes == 1 and self.state is State.GATHERED:
-            for parameter, block in zip(self.parameters, self._blocks, strict=True):
-                parameter.set_tensor(block)
+        """Give modules their blocks in storage again: GATHERED -> STORED, after the outermost pass."""
+        if self._passes == 1 and self._blocks:
+            self._set_tensors(self._blocks)
             self._blocks = ()
-            if self._saving is not None:
-                self._saving.close()
-                self._saving = None
+            if self._regathering is not None:
+                self._regathering.close()
+                self._regathering = None
         # An error before `begin_pass` ends a pass that never began.
         self._passes = max(self._passes - 1, 0)
 
+    def _set_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Let modules use these tensors, one for each parameter in order."""
+        for parameter, x in zip(self.parameters, tensors, strict=True):
+            parameter.set_tensor(x)
+
     def _gather_for_pass(self) -> list[Tensor]:
-        """Return the tensor of every parameter: shared with other passes, or gathered now, all together."""
+        """Return the tensor of every parameter: shared with other passes, or gathered now, all together.
+
+        Modules have their blocks still.
+        """
         tensors: dict[str, Tensor] = {}
         if self._shared is not None and not torch.compiler.is_compiling():
             tensors = self._shared.take()
@@ -130,23 +125,21 @@ class ModuleParameters:
             tensors[parameter.name] = x
         return [tensors[parameter.name] for parameter in self.parameters]
 
-    def _begin_saving(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Let autograd drop gathered parameters; the backward pass gathers them again.
+    def _begin_regathering(self, blocks: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """From now until `end_pass`, let autograd save references to gathered tensors.
 
-        In place of such a tensor autograd saves which parameter it is. Parameters with `is_kept`
-        are saved as usual.
+        The backward pass gathers them again. Parameters with `is_kept` are saved as usual.
 
         Args:
             blocks: The parameters in storage.
             tensors: The gathered ones, in the same order.
         """
-        dropped = [i for i, parameter in enumerate(self.parameters) if not parameter.is_kept]
-        if not any(blocks[i].requires_grad for i in dropped):
+        numbers = [i for i, parameter in enumerate(self.parameters) if not parameter.is_kept]
+        dropped_blocks = [blocks[i] for i in numbers]
+        if not any(block.requires_grad for block in dropped_blocks):
             return  # no backward pass needs them
-        gather = partial(self._moves.gather, [self.parameters[i] for i in dropped])
-        regathering = Regathering(
-            [blocks[i] for i in dropped], [tensors[i] for i in dropped], gather
-        )
+        gather = partial(self._moves.gather, [self.parameters[i] for i in numbers])
+        regathering = Regathering(dropped_blocks, [tensors[i] for i in numbers], gather)
         # Entered here and left in `end_pass`: a forward pass lies between two hooks of its module.
-        self._saving = ExitStack()
-        self._saving.enter_context(regathering.saving())
+        self._regathering = ExitStack()
+        self._regathering.enter_context(regathering.saving())

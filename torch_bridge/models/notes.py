@@ -21,7 +21,7 @@ NOTE = "in the parallel module "
 LISTED = 8  # most parameters, and most attributes, in a note
 
 
-def described(title: str, parallel: ParallelModel, path: str, ruled: str | None = None) -> str:
+def described(title: str, parallel: ParallelModel, path: str) -> str:
     """Write a few lines about a module, for errors: its rules, and its parameters' blocks.
 
         <title>
@@ -31,19 +31,12 @@ def described(title: str, parallel: ParallelModel, path: str, ruled: str | None 
     Args:
         title: The first line.
         parallel: The state of the parallel model.
-        path: The name of the module whose parameters are listed, `LISTED` at most.
-        ruled: The name of the module whose rules are shown; None for the same one.
+        path: The name of the module.
     """
     lines = [title]
-    hooks = parallel.hooks.get(path if ruled is None else ruled)
-    if hooks is not None:
-        lines += _rule_lines(hooks)
-    parameters = list(parallel.used_inside(path).items())
-    for name, sharding in parameters[:LISTED]:
-        block_shape = sharding.local_shape(parallel.context.processes.device)
-        lines.append(
-            f"{name}: {layout_text(sharding.layout)}, block {block_shape} of {sharding.shape}"
-        )
+    if path in parallel.hooks:
+        lines += _rule_lines(parallel.hooks[path])
+    lines += _parameter_lines(parallel, path)
     return "\n  ".join(lines)
 
 
@@ -56,14 +49,26 @@ def _rule_lines(hooks: ModuleHooks) -> list[str]:
     return lines
 
 
-def is_raised_in(error: BaseException, depth: int) -> bool:
-    """Return whether an error leaves the frame `depth` calls up, and not some frame outside of it.
+def _parameter_lines(parallel: ParallelModel, path: str) -> list[str]:
+    """Write a line for each of the first parameters inside a module: its layout, and its block."""
+    lines = []
+    parameters = list(parallel.used_inside(path).items())
+    for name, sharding in parameters[:LISTED]:
+        layout = layout_text(sharding.layout)
+        block_shape = sharding.local_shape(parallel.context.processes.device)
+        lines.append(f"{name}: {layout}, block {block_shape} of {sharding.shape}")
+    return lines
+
+
+def leaves_call_of_hook(error: BaseException) -> bool:
+    """Return whether an error leaves the module whose hook calls this, and not something around it.
 
     An error may be handled around the call of a model: `sys.exc_info()` then has it, too.
     """
     if error.__traceback__ is None:
         return False
-    return error.__traceback__.tb_frame is sys._getframe(depth + 1)
+    # Up from here: the hook, and the frame of torch that called the module's `forward`.
+    return error.__traceback__.tb_frame is sys._getframe(2)
 
 
 def has_note(error: BaseException) -> bool:
@@ -74,41 +79,40 @@ def has_note(error: BaseException) -> bool:
 def note_on(error: BaseException, parallel: ParallelModel) -> str:
     """Write the note that is added to an error in a module: what the rules did to it.
 
-    It names the module, its rules and the blocks of its parameters, and attributes with the whole
-    length of a dim that is sharded, as `n_heads = 12` where a process has 3 heads: the most common
-    mistake.
+    Of the modules that the error came through, it shows the rules of the innermost one with rules,
+    the blocks of the innermost one with parameters, and each attribute that is the whole length of
+    a sharded dim. `n_heads = 12`, where a process has 3 heads, is the most common mistake: a module
+    that reshapes by it gets a shape that its block does not have.
     """
-    # The modules in the error's traceback: never empty, as the one whose hook calls this is in it.
+    # Never empty: the module whose hook calls this is one of them.
     modules = _modules_inner_first(error, parallel)
     paths = [parallel.names[module] for module in modules]
-    where = paths[0] if paths[0] else "(the model)"
-    title = f"{NOTE}{where}, a {type(modules[0]).__name__}"
+    innermost = paths[0] if paths[0] else "(the model)"
+    lines = [f"{NOTE}{innermost}, a {type(modules[0]).__name__}"]
 
-    # The innermost module with a rule, and the innermost one that has parameters.
-    ruled_paths = [path for path in paths if path in parallel.hooks]
-    paths_with_parameters = [path for path in paths if parallel.used_inside(path)]
-    ruled = ruled_paths[0] if ruled_paths else paths[0]
-    path = paths_with_parameters[0] if paths_with_parameters else ""
-    lines = [described(title, parallel, path, ruled)]
+    with_rules = [path for path in paths if path in parallel.hooks]
+    if with_rules:
+        lines += _rule_lines(parallel.hooks[with_rules[0]])
+    with_parameters = [path for path in paths if parallel.used_inside(path)]
+    lines += _parameter_lines(parallel, with_parameters[0] if with_parameters else "")
 
-    # A module that reshapes by such an attribute gets a shape that its block does not have.
     sharded_lengths = _sharded_lengths(parallel, paths[-1])
-    for module_path, module in zip(paths, modules, strict=True):
+    for path, module in zip(paths, modules, strict=True):
         counted = ", ".join(_counted(module, sharded_lengths)[:LISTED])
         if counted:
             hint = "whole lengths of sharded dims: counts= makes them local"
-            lines.append(f"{title_of(module_path)} has {counted}, {hint}")
+            lines.append(f"{title_of(path)} has {counted}, {hint}")
     return "\n  ".join(lines)
 
 
 def _modules_inner_first(error: BaseException, parallel: ParallelModel) -> list[nn.Module]:
     """Return the modules of the model whose methods an error has come through, each once."""
-    modules: dict[nn.Module, None] = {}
+    modules = []
     for frame, _ in traceback.walk_tb(error.__traceback__):  # outer frames first
         called = frame.f_locals.get("self")
         if isinstance(called, nn.Module) and called in parallel.names:
-            modules[called] = None
-    return list(modules)[::-1]
+            modules.append(called)
+    return list(dict.fromkeys(modules))[::-1]
 
 
 def _sharded_lengths(parallel: ParallelModel, path: str) -> set[int]:
@@ -125,10 +129,13 @@ def _counted(module: nn.Module, lengths: Collection[int]) -> list[str]:
     """Write the attributes of a module, and products of two, that are equal to one of the lengths."""
     if isinstance(module, nn.Linear | nn.Embedding):  # which do not read theirs
         return []
-    numbers = [(name, n) for name, n in vars(module).items() if type(n) is int and n > 1]
-    counted = [f"{name}={n}" for name, n in numbers if n in lengths]
+    counts = {}
+    for name, value in vars(module).items():
+        if type(value) is int and value > 1:
+            counts[name] = value
+    counted = [f"{name}={n}" for name, n in counts.items() if n in lengths]
     # A view may have the product of two lengths, as heads * head_dim.
-    for (first, m), (second, n) in itertools.combinations(numbers, 2):
-        if m * n in lengths:
-            counted.append(f"{first}={m} * {second}={n}")
+    for first, second in itertools.combinations(counts, 2):
+        if counts[first] * counts[second] in lengths:
+            counted.append(f"{first}={counts[first]} * {second}={counts[second]}")
     return counted

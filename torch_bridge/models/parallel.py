@@ -17,9 +17,8 @@ from torch_bridge.models.experts import Count
 from torch_bridge.models.gradients import Gradients
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside
-from torch_bridge.models.notes import has_note, is_raised_in, note_on
+from torch_bridge.models.notes import has_note, leaves_call_of_hook, note_on
 from torch_bridge.models.parameters import ParallelContext, ShardedParameter
-from torch_bridge.redistribution import redistribute
 from xshard import Layout, Sharding, XshardError
 from xshard.errors import api_boundary
 from xshard.models import ParameterUse
@@ -35,6 +34,7 @@ class ParallelModel:
         context: The mesh and options.
         parameters: All parameters and buffers, tied ones once.
         uses: How modules use each parameter, by its names.
+        used_shardings: The layouts in use, with global shapes, in the same way.
         hooks: The hooks of modules with rules, by their names.
         gradients: Sums gradients in backward passes.
         find_arrivals: `arrivals` of a model without rules.
@@ -46,6 +46,7 @@ class ParallelModel:
     context: ParallelContext
     parameters: Sequence[ShardedParameter]
     uses: dict[str, ParameterUse]
+    used_shardings: dict[str, Sharding]
     hooks: Mapping[str, ModuleHooks]
     gradients: Gradients
     find_arrivals: Callable[[Mapping[Any, Any]], dict[Any, Any]] | None = None
@@ -82,7 +83,7 @@ class ParallelModel:
         if torch.compiler.is_compiling():
             return
         error = sys.exc_info()[1]
-        if error is not None and not has_note(error) and is_raised_in(error, depth=1):
+        if error is not None and not has_note(error) and leaves_call_of_hook(error):
             error.add_note(note_on(error, self))
 
     def refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -118,18 +119,15 @@ class ParallelModel:
         return by_name
 
     def used_inside(self, path: str) -> dict[str, Sharding]:
-        """Return how modules use the parameters inside a module, by name."""
-        shardings = {}
-        for name, parameter in self.by_name.items():
-            if name in self.uses and is_inside(name, path):
-                use = self.uses[name]
-                used = use.used.in_order(use.stored.names)
-                shardings[name] = parameter.sharding.with_layout(used)
-        return shardings
+        """Return how modules use the parameters inside a module, by name; tied ones together."""
+        names = [
+            name for name in self.by_name if name in self.used_shardings and is_inside(name, path)
+        ]
+        return {name: self.used_shardings[name] for name in names}
 
     def compare(self) -> None:
         """Raise ReplicaError, on all processes, if parameters or gradients that should be equal are not."""
-        blocks: list[tuple[str, Tensor, Sharding]] = []
+        blocks = []
         for parameter in self.parameters:
             x = parameter.tensor
             if not isinstance(x, nn.Parameter):
@@ -219,43 +217,38 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
             "gradients are each process's share", hint="a pass outside of no_sync sums them"
         )
     # Each block is counted on one process: the sum over all of them counts every element once.
-    norms = _norms_counted_here(parallel, norm_type)
-    is_largest = math.isinf(norm_type)
-    block = norms.max() if is_largest else (norms**norm_type).sum()
-    reduction = "max" if is_largest else "sum"
-    axes = ",".join(parallel.context.axes.axes)
-    total = redistribute(block, f"() | {reduction}({axes}) -> ()", parallel.context.mesh)
-    return total if is_largest else total ** (1 / norm_type)
+    norms = _norms_to_count(parallel, norm_type)
+    if math.isinf(norm_type):
+        return parallel.context.reduced(norms.max(), "max")
+    total = parallel.context.reduced((norms**norm_type).sum(), "sum")
+    return total ** (1 / norm_type)
 
 
-def _norms_counted_here(parallel: ParallelModel, norm_type: float) -> Tensor:
-    """Return the norms of the gradient blocks that this process counts for the model: `[n]`.
+def _norms_to_count(parallel: ParallelModel, norm_type: float) -> Tensor:
+    """Return the norms of the gradient blocks of which this process is the first owner: `[1 + n]`.
 
-    Several processes may have the same block, which must be counted once: the first of them along
-    each axis does. On dp=2, tp=2 a gradient "o/tp i" is counted by the two processes with dp=0, one
-    half by each. The first number is a 0, and the dtype float32 or wider.
+    Processes along the axes that do not shard a gradient have equal blocks, which count once. On
+    dp=2, tp=2 a gradient "o/tp i" counts on the two processes with dp=0, one half on each. The first
+    norm is 0, for a process that has nothing to count. The dtype is float32 or wider.
     """
     context = parallel.context
     position = context.axes.coords(context.processes.device)
-    # Axes along which this process is not the first. If one of them does not shard a gradient, the
-    # first process along it has the same block, and counts it.
-    later_axes = {axis for axis, i in zip(context.axes.axes, position, strict=True) if i > 0}
-    if parallel.parameters:
-        example = parallel.parameters[0].tensor
-    else:
-        example = torch.zeros(())
+    # Axes along which this process is not the first.
+    later_axes = {context.axes.axes[i] for i, coordinate in enumerate(position) if coordinate}
+    example = parallel.parameters[0].tensor if parallel.parameters else torch.zeros(())
     dtype = torch.promote_types(example.dtype, torch.float32)
 
-    # A zero, because a process with nothing to count still takes part in the sum over all.
     norms = [torch.zeros((), dtype=dtype, device=example.device)]
     for parameter in parallel.parameters:
         gradient = parameter.tensor.grad
         if gradient is None or not gradient.numel():
             continue
-        if later_axes <= set(parameter.sharding.layout.axes):
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide)
-            norms.append(norm.to(norms[0]))
+        # An earlier process along one of these axes has the same block, and counts it.
+        if later_axes.difference(parameter.sharding.layout.axes):
+            continue
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(gradient, norm_type, dtype=wide)
+        norms.append(norm.to(norms[0]))
     return torch.stack(norms)
 
 

@@ -19,13 +19,13 @@ from torch_bridge.models.hooks import ModuleHooks, TensorRule
 from torch_bridge.models.module_parameters import ModuleParameters
 from torch_bridge.models.names import module_of, title_of
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel
-from torch_bridge.models.parameters import Init, ParallelContext, ShardedParameter, shard_all
-from torch_bridge.models.uses import enclosing, parameters_by_rules
+from torch_bridge.models.parameters import Init, ParallelContext, shard_all
+from torch_bridge.models.uses import ModelParameters, enclosing, parameters_by_rules
 from torch_bridge.redistribution.blocks import tensor_device_of
 from xshard import Mesh, ProfileLike, Rules, Sharding, XshardError, models
 from xshard.arguments import explained, limit_of
 from xshard.errors import ShapeError, api_boundary, located
-from xshard.models import ParameterUse, rule_of
+from xshard.models import rule_of
 from xshard.rules import Pattern, RulesLike
 
 
@@ -45,8 +45,7 @@ class _PreparedModel(NamedTuple):
 
     hooks: Mapping[str, ModuleHooks]
     counts: list[Count]
-    parameters: list[ShardedParameter]
-    uses: dict[str, ParameterUse]
+    parameters: ModelParameters
 
 
 @api_boundary
@@ -140,14 +139,11 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
     if hasattr(model, ATTRIBUTE):
         raise XshardError("the model is parallel already", hint="write all rules in one call")
     context = ParallelContext(mesh, profile, comm_dtype)
-    rules = _ModelRules(
-        parameters,
-        inputs,
-        {} if outputs is None else outputs,
-        {} if counts is None else counts,
-        gathers,
-        keep,
-    )
+    if outputs is None:
+        outputs = {}
+    if counts is None:
+        counts = {}
+    rules = _ModelRules(parameters, inputs, outputs, counts, gathers, keep)
     largest_bucket = limit_of(bucket_bytes, "bucket_bytes")
 
     # Processes compare their calls before any of them cuts a tensor: it would not be undone.
@@ -161,19 +157,20 @@ def parallelize(  # noqa: PLR0913  public: rules of several kinds, and how they 
 
     compare_ranks(context.processes.ranks, "parallelize", facts)  # calls `facts` once
     (ready,) = prepared
+    sharded, uses, used_shardings = ready.parameters
 
     is_recording = torch.is_grad_enabled()
     # A model made in inference mode can be trained: its blocks are not inference tensors.
     with torch.inference_mode(False), torch.set_grad_enabled(is_recording):
-        shard_all(ready.parameters, context, init, tensor_device_of(None, device, mesh))
-        gradients = Gradients(context, ready.parameters, largest_bucket)
+        shard_all(sharded, context, init, tensor_device_of(None, device, mesh))
+        gradients = Gradients(context, sharded, largest_bucket)
     for module_hooks in ready.hooks.values():
         module_hooks.parameters.share_between_passes(gradients)
     # From here on modules count their own part, as of heads.
     for count in ready.counts:
         setattr(count.module, count.attribute, count.local)
     parallel = ParallelModel(
-        context, ready.parameters, ready.uses, ready.hooks, gradients, counts=ready.counts
+        context, sharded, uses, used_shardings, ready.hooks, gradients, counts=ready.counts
     )
     _attach(model, parallel)
     return model
@@ -183,9 +180,9 @@ def _prepare(model: nn.Module, context: ParallelContext, rules: _ModelRules) -> 
     """Read the rules of a model. Raises what is wrong with them; no tensor is changed."""
     hooks = _module_hooks(model, context, rules)
     counts = _counts(model, context.axes, Rules(rules.counts))
-    by_rules = parameters_by_rules(model, context, Rules(rules.parameters), hooks, rules.keep)
-    counts += route_experts(hooks, context, by_rules.sharded, by_rules.uses)
-    return _PreparedModel(hooks, counts, by_rules.sharded, by_rules.uses)
+    parameters = parameters_by_rules(model, context, Rules(rules.parameters), hooks, rules.keep)
+    counts += route_experts(hooks, context, parameters.sharded, parameters.used_shardings)
+    return _PreparedModel(hooks, counts, parameters)
 
 
 def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
@@ -194,48 +191,49 @@ def _facts_of(rules: _ModelRules, prepared: _PreparedModel) -> dict[str, str]:
     for kind in ("parameters", "inputs", "outputs", "counts"):
         facts[kind] = str(dict(Rules(getattr(rules, kind))))
     # Two models may have the same rules.
-    shapes = [parameter.sharding.shape for parameter in prepared.parameters]
+    shapes = [parameter.sharding.shape for parameter in prepared.parameters.sharded]
     n_elements = sum(math.prod(shape) for shape in shapes)
     facts["model"] = f"of {len(shapes)} tensors, {n_elements} elements"
     return facts
 
 
 def _attach(model: nn.Module, parallel: ParallelModel) -> None:
-    """Register all hooks on a model and its modules, and keep the parallel state as its attribute.
+    """Register the hooks of rules on a model and its modules, and the state as the model's attribute.
 
-    torch calls hooks in the order in which they are registered. The model's `begin` comes before
-    all (`prepend`), notes on errors come after the other hooks of their module.
+    Before, the model runs as ever; afterwards, by its rules. torch calls hooks in the order in which
+    they are registered. The model's `begin` comes before all (`prepend`), notes on errors come after
+    the other hooks of their module.
     """
     parallel.names = {module: name for name, module in model.named_modules()}
     for module, name in parallel.names.items():
-        if name in parallel.hooks:
-            hooks = parallel.hooks[name]
+        hooks = parallel.hooks.get(name)
+        if hooks is not None:
             module.register_forward_pre_hook(hooks.before_forward, with_kwargs=True)
             module.register_forward_hook(hooks.after_forward, always_call=True)
-        if name in parallel.hooks or not name:
+        if hooks is not None or module is model:
             module.register_forward_hook(parallel.add_note, always_call=True)
     model.register_forward_pre_hook(parallel.begin, prepend=True)
 
-    modules_with_blocks: dict[nn.Module, None] = {}  # in order, each once
+    modules_with_blocks = []
     for parameter in parallel.sharded:
-        modules_with_blocks.update(dict.fromkeys(place.module for place in parameter.places))
-    for module in modules_with_blocks:
+        modules_with_blocks += [place.module for place in parameter.places]
+    for module in dict.fromkeys(modules_with_blocks):  # each once
         module.register_state_dict_pre_hook(parallel.refuse_state_dict)
     setattr(model, ATTRIBUTE, parallel)
 
 
 def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
-    """Describe a model without rules in the form that `verify`, `grad_norm` and others take.
+    """Describe a model without rules as a parallel model, for `verify`, `grad_norm` and others.
 
     Its parameters are whole on every process, and its own layers sum their gradients over
-    processes, as in `nn.domain_parallel`. It is as if one rule for the whole model said that
-    activations differ along all mesh axes, and moved nothing: no hook is registered, and no
-    gradient is summed here.
+    processes, as in `nn.domain_parallel`. The model stays as it is: nothing is registered, and
+    nothing summed here.
     """
-    root = ModuleHooks(
-        "",
-        [],
-        context,
+    # As if a rule for the whole model said that activations differ along all axes; it is only read.
+    rule_for_all = ModuleHooks(
+        name="",
+        arguments=[],
+        context=context,
         parent=None,
         inputs=[TensorRule(None, rule_of("...", context.axes))],
         outputs=(),
@@ -243,22 +241,27 @@ def replicated(model: nn.Module, context: ParallelContext) -> ParallelModel:
         gathers=False,
         parameters=ModuleParameters(context),
     )
-    by_rules = parameters_by_rules(model, context, Rules({"**": "..."}), {"": root})
-    gradients = Gradients(context, (), None)
-    return ParallelModel(context, by_rules.sharded, by_rules.uses, {}, gradients)
+    whole = Rules({"**": "..."})
+    by_rules = parameters_by_rules(model, context, whole, hooks={"": rule_for_all})
+    no_sums = Gradients(context, (), bucket_bytes=None)
+    return ParallelModel(
+        context,
+        by_rules.sharded,
+        by_rules.uses,
+        by_rules.used_shardings,
+        hooks={},
+        gradients=no_sums,
+    )
 
 
 def _module_hooks(
     model: nn.Module, context: ParallelContext, rules: _ModelRules
 ) -> dict[str, ModuleHooks]:
-    """Make an object with the hooks of each module that has a rule, or that gathers parameters.
+    """Make the hooks of each module that has a rule, or that gathers parameters.
 
-    Returns them by the name of the module, outer modules first. Nothing is registered yet. Hooks
-    know the hooks of the nearest module around them with a rule for its input (their parent), and
-    the mesh axes along which activations differ inside: those of the parent, and what the module's
-    own rules add.
-
-    Raises NotationError or XshardError for a rule that is malformed or fits no module.
+    Returns them by the name of the module, outer modules first. Nothing is registered yet, and they
+    gather no parameters yet. Raises NotationError or XshardError for a rule that is malformed or
+    fits no module.
     """
     modules = _called_modules(model)
     names = list(modules)
@@ -266,17 +269,20 @@ def _module_hooks(
     inputs = Rules(rules.inputs).match(names, partial=True, what="module")
     outputs = Rules(rules.outputs).match(names, partial=True, what="module")
     gathering = _gathering_modules(rules.gathers, names, inputs)
+    with_hooks = {*inputs, *outputs, *gathering}
 
     hooks: dict[str, ModuleHooks] = {}
     for name, module in modules.items():
-        if name not in inputs and name not in outputs and name not in gathering:
+        if name not in with_hooks:
             continue
         # Rows may be routed into a module, to experts; they come back without a rule.
         input_rules = _tensor_rules(inputs.get(name), name, context, routes=True)
         output_rules = _tensor_rules(outputs.get(name), name, context, routes=False)
-        # Outer modules come first, so that the hooks around this one exist already.
+        # The nearest module around this one with a rule for its input; outer modules come first.
         parent = enclosing(module_of(name), hooks, "inputs") if name else None
+        # Axes along which activations differ inside: as in the parent, but for what rules name.
         outside = parent.varying if parent is not None else frozenset[str]()
+        varying = models.varying_axes(outside, [rule.rule for rule in input_rules])
         hooks[name] = ModuleHooks(
             name,
             list(inspect.signature(module.forward).parameters),
@@ -284,7 +290,7 @@ def _module_hooks(
             parent,
             input_rules,
             output_rules,
-            varying=models.varying_axes(outside, [rule.rule for rule in input_rules]),
+            varying,
             gathers=name in gathering,
             parameters=ModuleParameters(context),
         )
@@ -294,7 +300,7 @@ def _module_hooks(
 def _gathering_modules(
     gathers: Pattern | None, names: Sequence[str], inputs: Collection[str]
 ) -> set[str]:
-    """Return the names of the modules that gather the parameters inside them.
+    """Return the names of the modules that gather the parameters inside them for a forward pass.
 
     Args:
         gathers: As for `parallelize`: a pattern of names, as "blocks.*"; None for all modules with
@@ -304,8 +310,9 @@ def _gathering_modules(
     """
     if gathers is None:
         return set(inputs)
-    # The model ("") gathers what no other module does.
+    # Rules match patterns to names; here the layout does not count.
     matched = Rules({gathers: "..."}).match(names, partial=True, what="module")
+    # The model ("") gathers what no other module does.
     return {"", *matched}
 
 
@@ -320,7 +327,7 @@ def _called_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
-    """Find integer attributes of modules, as a number of heads, that each process has a part of.
+    """Read the rules for integer attributes of modules, as numbers of heads: whole, and local.
 
     `attention.n_heads` = 12 under the rule "h/tp" on tp=4 -> 3 on each process. Nothing is set yet.
     Raises ShapeError if a number does not divide evenly.
@@ -331,9 +338,10 @@ def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
     for full_name, text in texts.items():
         count = attributes[full_name]
         with located(full_name):
-            # A count is like an array of so many elements, of which each process has a part.
-            layout = Sharding(rule_of(text, axes).src, axes, (count.whole,)).layout
-            n_parts = axes.size(*layout.axes)
+            # The count is the length of a dim, and its rule the layout of an array of this dim.
+            rule = rule_of(text, axes)
+            dim = Sharding(rule.src, axes, shape=(count.whole,))
+            n_parts = axes.size(*dim.layout.axes)
             if count.whole % n_parts:
                 hint = f"processes would count unlike parts of {count.whole}; shard it over fewer of them"
                 what = f"{count.whole} is not divisible by {n_parts}"
@@ -344,7 +352,7 @@ def _counts(model: nn.Module, axes: Mesh, rules: Rules) -> list[Count]:
 
 def _integer_attributes(model: nn.Module) -> dict[str, Count]:
     """Return the integers of all modules by full names, as "layers.0.attn.num_heads", still whole."""
-    attributes: dict[str, Count] = {}
+    attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if type(value) is int:  # a bool is an int, too

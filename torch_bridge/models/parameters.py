@@ -50,6 +50,11 @@ class ParallelContext:
         """Move a block, without its history, to another layout."""
         return redistribute(x.detach(), (src, dst), self.mesh, shape=shape, profile=self.profile)
 
+    def reduced(self, x: Tensor, kind: str) -> Tensor:
+        """Return the "sum", "max" or "min" of a tensor over all processes, which all call it."""
+        axes = ",".join(self.axes.axes)
+        return redistribute(x, f"... | {kind}({axes}) -> ...", self.mesh)
+
     def compare(self, blocks: Iterable[tuple[str, Tensor, Sharding]]) -> None:
         """Raise ReplicaError on all processes if blocks differ that should be equal on several.
 
@@ -57,10 +62,10 @@ class ParallelContext:
         two processes share is not compared. All processes call it.
 
         Args:
-            blocks: Each with its name for errors, and its global shape and layout.
+            blocks: For each a name for errors, the block, and its layout with the global shape.
         """
         processes = self.processes
-        pairs: list[tuple[Comparison, Tensor]] = []
+        pairs = []
         for name, block, sharding in blocks:
             check = ReplicaCheck(
                 sharding,
@@ -70,7 +75,7 @@ class ParallelContext:
                 cotangents=False,
                 name=name,
             )
-            if check.axes:
+            if check.axes:  # along which processes have replicas
                 comparison = Comparison(check, processes.ranks, processes, processes)
                 pairs.append((comparison, block.detach()))
         if pairs:
@@ -137,10 +142,10 @@ class ShardedParameter:
         return context.redistribute(self.tensor, layout, unsharded(layout), self.sharding.shape)
 
     def set_block(self, block: Tensor) -> None:
-        """Make a block the data of the parameter: an optimiser, for one, still has the same object."""
+        """Let modules have this block. A parameter stays the same object, which optimisers may have."""
         old = self.tensor
-        new = block  # a buffer is simply replaced
-        if isinstance(old, nn.Parameter):  # of which optimisers, for one, may have a reference
+        new = block
+        if isinstance(old, nn.Parameter):
             # `.data` cannot lead to another device, nor be set on a tensor made in inference mode.
             is_reused = old.device == block.device and not old.is_inference()
             new = old if is_reused else nn.Parameter(block, old.requires_grad)
@@ -161,19 +166,19 @@ def shard_all(
     init: Init,
     device: torch.device | None,
 ) -> None:
-    """Replace every parameter and buffer of a model by this process's block of it.
+    """Replace every parameter and buffer of a model by this process's block, in place.
 
     Whole tensors are made and freed one by one: beside the blocks, memory is needed for the largest
-    one. Raises XshardError if processes begin with different values.
+    one. Raises XshardError, when all are cut, if processes began with different values.
 
     Args:
-        parameters: The parameters and buffers, with whole tensors.
+        parameters: The parameters and buffers, whole before and blocks afterwards.
         context: The mesh and options.
         init: Where tensors on the meta device get their values: a state dict, or a function that
             initialises one module; without it, their blocks stay on the meta device.
         device: The device of tensors that were on the meta device.
     """
-    sums: dict[str, Tensor] = {}
+    sums = {}
     for parameter in parameters:
         x = parameter.tensor
         if x.is_meta and isinstance(init, Mapping):
@@ -182,8 +187,7 @@ def shard_all(
             _initialise(parameter.places[0].module, init, device)
             x = parameter.tensor
         if not x.is_meta:
-            # The sum of all elements, by which processes find out whether they began with equal
-            # values.
+            # By their sum processes find out whether they began with equal values.
             sums[parameter.name] = x.detach().double().sum()
         parameter.set_block(parameter.block_of(x, context))
     if sums:
@@ -200,32 +204,32 @@ def _check_no_graph(x: nn.Parameter, name: str) -> None:
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], Any], device: Any) -> None:
-    """Call the user's `init` on one module whose tensors are on the meta device.
+    """Give values to the tensors of a module that are on the meta device, by the user's `init`.
 
-    Tensors on the meta device become real ones, into which `init` writes. Tensors of the module
-    that have values already, as blocks, are put back afterwards, because `init` writes to all of
-    them.
+    Afterwards the module has real tensors in their place, which `init` has written to. Its other
+    tensors are as before, although `init` writes to all: they may be blocks already.
 
     Args:
         module: The module; its own tensors are replaced in place, those of modules inside stay.
         init: A function of a module that writes to its tensors.
         device: The device of tensors that were on the meta device.
     """
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
-    for tensors in (parameters_of(module), buffers_of(module)):
-        before += [(tensors, name, x) for name, x in tensors.items() if x is not None]
+    earlier = {}
+    for name, x in {**parameters_of(module), **buffers_of(module)}.items():
+        if x is not None:
+            earlier[Place(module, name)] = x
 
-    for tensors, name, old in before:
-        new = torch.empty_like(old, device=device if old.is_meta else old.device)
-        if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new, old.requires_grad)
-        tensors[name] = new
+    for place, x in earlier.items():
+        new = torch.empty_like(x, device=device if x.is_meta else x.device)
+        if isinstance(x, nn.Parameter):
+            new = nn.Parameter(new, x.requires_grad)
+        place.set_tensor(new)
     init(module)
 
     # `init` has written to stand-ins of the tensors that had values: these come back as they were.
-    for tensors, name, old in before:
-        if not old.is_meta:
-            tensors[name] = old
+    for place, x in earlier.items():
+        if not x.is_meta:
+            place.set_tensor(x)
 
 
 def _initial(
@@ -233,7 +237,8 @@ def _initial(
 ) -> Tensor:
     """Return the whole value of a parameter or buffer, taken from the state dict `init`.
 
-    Raises XshardError if the state dict lacks it, or has it in another shape.
+    The model stays as it is. Raises XshardError if the state dict lacks the parameter, or has it in
+    another shape.
 
     Args:
         init: Values by name.
@@ -262,11 +267,10 @@ def _check_equal(sums: Mapping[str, Tensor], context: ParallelContext) -> None:
         sums: The sum of the elements of each whole tensor on this process, by name.
         context: The mesh and options.
     """
-    axes = ",".join(context.axes.axes)
     own_sums = torch.stack(list(sums.values()))
     # One collective finds both ends, as min(x) = -max(-x).
     both = torch.stack([own_sums, -own_sums])
-    largest, minus_smallest = redistribute(both, f"a b | max({axes}) -> a b", context.mesh)
+    largest, minus_smallest = context.reduced(both, "max")
     # Sums of equal values may differ by rounding, as processes may add in another order.
     size = torch.maximum(largest.abs(), minus_smallest.abs())
     is_different = (largest + minus_smallest).abs() > SAME_SEED * size

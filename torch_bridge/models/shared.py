@@ -16,15 +16,6 @@ from torch_bridge.models.gradients import Gradients
 from torch_bridge.versions.autograd import writes_to
 
 
-class _BlockState(NamedTuple):
-    """What changes when somebody replaces a parameter, writes to it, or freezes it."""
-
-    identity: int
-    address: int
-    writes: int
-    requires_grad: bool
-
-
 class _GradientMark(NamedTuple):
     """`.grad` of a parameter in storage, and the writes to it, when a leaf last got a gradient."""
 
@@ -45,9 +36,9 @@ class SharedParameters:
         HELD  --forward, a block has changed--> HELD      gathered again; the gradients so far go on
         HELD  --backward of a pass outside no_sync--> EMPTY      one move sums the gradients into storage
 
-    Nothing can tell when you drop gradients, as `zero_grad()` does. So `.grad` of the parameter in storage
-    is marked whenever a leaf gets a gradient, and zeros if there is none. If the mark no longer fits, what
-    the leaf has added up belongs to the past, and is dropped too.
+    Nothing tells a leaf when you drop gradients, as `zero_grad()` does to the parameters in storage. So
+    `.grad` there, zeros if there is none, is marked whenever a leaf gets a gradient. If it is another tensor
+    later, or has been written to, you have dropped what the leaf has added up.
     """
 
     def __init__(
@@ -61,7 +52,7 @@ class SharedParameters:
         self._gradients = gradients
         self._leaves: list[Tensor] = []
         self._blocks: list[Tensor] = []  # from which the leaves were gathered
-        self._block_states: list[_BlockState] = []  # of these, at that time
+        self._block_states: list[tuple[int, ...]] = []  # of these, at that time
         self._marks: dict[int, _GradientMark] = {}  # by the number of the leaf
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedParameters:
@@ -78,101 +69,110 @@ class SharedParameters:
     @property
     def has_unsummed_gradients(self) -> bool:
         """Whether leaves have added up gradients that nothing has summed yet."""
-        with_gradient = [i for i, leaf in enumerate(self._leaves) if leaf.grad is not None]
-        return any(self._is_mark_valid(i) for i in with_gradient)
+        for i, leaf in enumerate(self._leaves):
+            if leaf.grad is not None and not self._is_gradient_dropped(i):
+                return True
+        return False
 
     def take(self) -> dict[str, Tensor]:
-        """Return gathered parameters for a forward pass, by name; {} if it gathers its own.
+        """Return gathered tensors for a forward pass, by name; {} if the module gathers its own.
 
-        Inside `no_sync`, the first pass gathers the parameters, and all use these tensors, whose
-        `.grad` adds up. The next pass outside uses them a last time: its backward pass sums the
-        gradients of all passes over processes (`_LastPass`). A pass outside with no pass inside
-        before it gets {}.
+        - Inside `no_sync`: the leaves, whose `.grad` adds up over passes; HELD afterwards.
+        - Outside, HELD: the same values as results of `_LastPass`, whose backward pass sums the gradients
+          of all passes over processes. It stays HELD until then.
+        - Outside, EMPTY: {}, as there are no earlier gradients to sum.
         """
-        # Modules have their blocks now, as no pass has begun.
-        blocks = [parameter.tensor for parameter in self.parameters]
-        if not blocks or (self._gradients.syncs and not self.is_held):
-            return {}  # outside `no_sync`, and no pass inside has gathered anything
-        # After an optimiser's step, or with another tensor as a parameter, the gathered tensors
-        # would be outdated: they are gathered again.
-        states = [_state_of(x) for x in blocks]
-        if not self.is_held or states != self._block_states:
-            self._blocks = blocks
-            self._block_states = states
-            self._gather()
+        syncs = self._gradients.syncs  # False inside `no_sync`
+        if syncs and not self.is_held:
+            return {}
+        self._gather_if_changed()
+        tensors = self._leaves
         # A pass under `no_grad`, as an evaluation, is not the last: the next training pass still
         # sums.
-        is_last = self._gradients.syncs and torch.is_grad_enabled()
-        tensors = _LastPass.apply(self, *blocks) if is_last else self._leaves
-        return {p.name: x for p, x in zip(self.parameters, tensors, strict=True)}
+        if syncs and torch.is_grad_enabled():
+            tensors = _LastPass.apply(self, *self._blocks)
+        names = [parameter.name for parameter in self.parameters]
+        return dict(zip(names, tensors, strict=True))
 
-    def _gather(self) -> None:
-        """Gather all parameters as new leaves, which take over the gradients so far."""
-        earlier = (
-            [leaf.grad for leaf in self._leaves] if self.is_held else [None] * len(self._blocks)
-        )
+    def _gather_if_changed(self) -> None:
+        """Hold leaves of the parameters as they are now: EMPTY -> HELD, or HELD with newer leaves.
+
+        After an optimiser's step, or with another tensor as a parameter, the leaves so far are
+        outdated. New ones take over their gradients.
+        """
+        # Modules have their blocks in storage now, as no pass has begun.
+        blocks = [parameter.tensor for parameter in self.parameters]
+        block_states = [_state_of(x) for x in blocks]
+        if self.is_held and block_states == self._block_states:
+            return
+        earlier_leaves = self._leaves
         with torch.no_grad():
-            self._leaves = self._moves.gather(self.parameters, self._blocks)
+            self._leaves = self._moves.gather(self.parameters, blocks)
+        self._blocks = blocks
+        self._block_states = block_states
         for i, leaf in enumerate(self._leaves):
-            if self._blocks[i].requires_grad:  # a frozen parameter is gathered, and that is all
-                leaf.requires_grad_()
-                leaf.register_hook(partial(self._before_gradient, i))
-                leaf.grad = earlier[i]
+            if not blocks[i].requires_grad:  # frozen
+                continue
+            leaf.requires_grad_()
+            leaf.register_hook(partial(self._before_gradient, i))
+            if earlier_leaves:
+                leaf.grad = earlier_leaves[i].grad
 
     def _before_gradient(self, i: int, _: Tensor) -> None:
-        """Mark `.grad` in storage, before autograd adds a gradient to a leaf; a hook of the leaf."""
+        """Mark `.grad` in storage; a hook of leaf `i`, before autograd adds a gradient to it."""
         block = self._blocks[i]
-        if not self._is_mark_valid(i):  # you have dropped the gradients so far
+        if self._is_gradient_dropped(i):
             self._leaves[i].grad = None
         if block.grad is None:
             block.grad = torch.zeros_like(block)
         self._marks[i] = _GradientMark(block.grad, writes_to(block.grad))
 
-    def _is_mark_valid(self, i: int) -> bool:
-        """Return whether `.grad` in storage is as it was when the leaf last got a gradient."""
+    def _is_gradient_dropped(self, i: int) -> bool:
+        """Return whether you have dropped what leaf `i` has added up, as by `zero_grad()`.
+
+        Then `.grad` in storage is not as it was marked when the leaf last got a gradient. True,
+        too, before its first gradient.
+        """
         mark = self._marks.get(i)
         gradient = self._blocks[i].grad
         if mark is None or gradient is None:
-            return False
-        return gradient is mark.gradient and writes_to(gradient) == mark.writes
+            return True
+        return gradient is not mark.gradient or writes_to(gradient) != mark.writes
 
     def sum_gradients(
         self, leaves: Sequence[Tensor], last_gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Sum the gradients of all passes that shared gathered parameters, over processes too.
+        """Sum the gradients of all passes that shared the leaves, over passes and processes.
 
-        The gathered tensors are freed. A gathered [o, i] on dp=2, stored as "o/dp i": gradients [o,
-        i] of each pass -> one block [o/2, i].
+        HELD -> EMPTY. A gathered [o, i] on dp=2, stored as "o/dp i": a gradient [o, i] of each pass
+        -> one block [o/2, i].
 
         Args:
-            leaves: The gathered tensors of the last pass.
-            last_gradients: Their gradients by that pass, which autograd does not add to `.grad`.
+            leaves: The leaves of the last pass. Those held now may be newer.
+            last_gradients: Their gradients by the last pass, which are not in `.grad` of the leaves.
 
         Returns:
             A gradient for each leaf, as a block in storage; None for a frozen parameter.
         """
-        # These are the leaves of the pass whose backward pass this is. Those held now may be
-        # others, if parameters were gathered again since.
-        trained = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-        totals = []
-        for i in trained:
-            earlier = leaves[i].grad
-            leaves[i].grad = None
-            if earlier is None or not self._is_mark_valid(i):
-                totals.append(last_gradients[i])
-            else:
-                totals.append(earlier + last_gradients[i])
         self._leaves = []
+        totals = {}  # of all passes on this process, by the number of the leaf
+        for i, leaf in enumerate(leaves):
+            if not leaf.requires_grad:
+                continue
+            totals[i] = last_gradients[i]
+            if leaf.grad is not None and not self._is_gradient_dropped(i):
+                totals[i] = leaf.grad + last_gradients[i]
+            leaf.grad = None
 
-        sums = self._moves.reduce_gradients([self.parameters[i] for i in trained], totals)
-        results: list[Tensor | None] = [None] * len(leaves)
-        for i, total in zip(trained, sums, strict=True):
-            results[i] = total
-        return results
+        trained = [self.parameters[i] for i in totals]
+        sums = self._moves.reduce_gradients(trained, list(totals.values()))
+        sum_by_number = dict(zip(totals, sums, strict=True))
+        return [sum_by_number.get(i) for i in range(len(leaves))]
 
 
-def _state_of(x: Tensor) -> _BlockState:
-    return _BlockState(id(x), x.data_ptr(), writes_to(x), x.requires_grad)
+def _state_of(x: Tensor) -> tuple[int, ...]:
+    """Return what changes when somebody replaces a parameter, writes to it, or freezes it."""
+    return id(x), x.data_ptr(), writes_to(x), x.requires_grad
 
 
 class _LastPass(torch.autograd.Function):
@@ -186,10 +186,10 @@ class _LastPass(torch.autograd.Function):
         ctx.shared = shared
         ctx.leaves = shared._leaves
         # New tensors of the same memory: a leaf is no result of a function.
-        tensors = [leaf.detach() for leaf in ctx.leaves]
-        frozen = [x for x, leaf in zip(tensors, ctx.leaves, strict=True) if not leaf.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
-        return tuple(tensors)
+        tensors = tuple(leaf.detach() for leaf in ctx.leaves)
+        pairs = zip(tensors, blocks, strict=True)
+        ctx.mark_non_differentiable(*[x for x, block in pairs if not block.requires_grad])
+        return tensors
 
     @staticmethod
     @once_differentiable

@@ -43,7 +43,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         XshardError: The model is not parallel.
     """
     parallel = parallel_of(model)
-    state: dict[str, Any] = {}
+    state = {}
     for name, x in model.state_dict(keep_vars=True).items():
         state[name] = x.detach() if isinstance(x, Tensor) else x
     # `state_dict()` of the model has blocks for these: they are replaced by DTensors of global

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -9,24 +10,28 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from torch_bridge.models.embedding import shard_embedding
-from torch_bridge.models.experts import Uses
 from torch_bridge.models.gathered import GatheredParameter
 from torch_bridge.models.hooks import ModuleHooks
 from torch_bridge.models.names import is_inside, module_of, title_of
 from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter
-from xshard import Rules, Sharding, models
+from xshard import Mesh, Rules, Sharding, models
 from xshard.errors import PlanError, located
 from xshard.models import ParameterUse, layout_text, use_of
 from xshard.rules import Pattern
 
 Hooks = Mapping[str, ModuleHooks]  # by the name of the module, outer ones first
+Uses = Mapping[str, ParameterUse]  # by the name of the parameter
 
 
 class ModelParameters(NamedTuple):
-    """Every parameter and buffer, tied ones once, and the use of each parameter by name."""
+    """Every parameter and buffer, tied ones once, and the use of each parameter by name.
+
+    used_shardings: the layouts in use, with dims in the order of the tensor, and global shapes.
+    """
 
     sharded: list[ShardedParameter]
     uses: dict[str, ParameterUse]
+    used_shardings: dict[str, Sharding]
 
 
 def enclosing(
@@ -75,14 +80,18 @@ def parameters_by_rules(
     texts = rules.match([*parameters, *buffers_with_rule], what="parameter")
 
     by_identity: dict[int, ShardedParameter] = {}  # a tied parameter is one object
-    uses: dict[str, ParameterUse] = {}
+    uses = {}
+    used_shardings = {}
     for name, x in {**parameters, **buffers}.items():
         is_buffer = name in buffers
-        if not is_buffer and enclosing(module_of(name), hooks, "inputs") is None:
+        path = module_of(name)
+        around = enclosing(path, hooks, "inputs")
+        if around is None and not is_buffer:
             _refuse_without_input_rule(name)
-        place = Place(model.get_submodule(module_of(name)), name.rpartition(".")[2])
+        varying = around.varying if around is not None else frozenset[str]()
+        place = Place(model.get_submodule(path), name.rpartition(".")[2])
         with located(name):
-            rule = _read_rule(name, x, texts.get(name, "..."), is_buffer, context, hooks)
+            rule = _read_rule(x, texts.get(name, "..."), is_buffer, context.axes, varying)
             _shard_embedding(place.module, name, rule.used, context, hooks)
         parameter = by_identity.setdefault(id(x), ShardedParameter([], [], rule.stored))
         _check_stored_alike(name, rule.stored, parameter)
@@ -90,28 +99,26 @@ def parameters_by_rules(
         parameter.places.append(place)
         if not is_buffer:
             uses[name] = rule.use
+            used_shardings[name] = rule.used
         # The output of a module may have a dim of its parameter, as o of "o i": its length is then
         # known.
-        if module_of(name) in hooks:
+        if path in hooks:
             dims = models.dims_of_parameter(rule.used, context.processes.device)
-            hooks[module_of(name)].parameter_dims += dims
+            hooks[path].parameter_dims += dims
 
     # These need all uses: those of a tied parameter, and of the other parameters of a module.
     sharded = list(by_identity.values())
-    _check_added_once(uses, sharded, hooks)
+    _check_biases(uses, used_shardings, hooks)
     for parameter in sharded:
         if parameter.name in uses:
-            _gather_for_uses(parameter, uses, hooks, keep_rules)
-    return ModelParameters(sharded, uses)
+            _plan_uses(parameter, uses, hooks, keep_rules)
+    return ModelParameters(sharded, uses, used_shardings)
 
 
 def _keep_rules(keep: bool | Pattern) -> Rules:
     """Return rules that match the parameters to keep: all, none, or those of a pattern."""
-    if keep is True:
-        return Rules({"**": "..."})
-    if keep is False or keep == "":
-        return Rules({})
-    return Rules({keep: "..."})
+    pattern = "**" if keep is True else keep
+    return Rules({pattern: "..."} if pattern else {})
 
 
 def _refuse_without_input_rule(name: str) -> None:
@@ -130,18 +137,16 @@ class _ReadRule(NamedTuple):
 
 
 def _read_rule(
-    name: str, x: Tensor, text: str, is_buffer: bool, context: ParallelContext, hooks: Hooks
+    x: Tensor, text: str, is_buffer: bool, axes: Mesh, varying: frozenset[str]
 ) -> _ReadRule:
-    """Read the rule of a tensor, inside a module whose activations vary along some axes."""
-    around = enclosing(module_of(name), hooks, "inputs")
-    varying = around.varying if around is not None else frozenset[str]()
-    use = use_of(text, x.ndim, context.axes, varying)
+    """Read the rule of a tensor. varying: axes along which activations around it differ."""
+    use = use_of(text, x.ndim, axes, varying)
     if is_buffer:  # never gathered: it is stored as it is used
         use = use._replace(stored=use.used)
-    shape = tuple(x.shape)
+    stored = Sharding(use.stored, axes, tuple(x.shape))
     # Both sides may name dims in another order; a tensor has one.
-    used = Sharding(use.used.in_order(use.stored.names), context.axes, shape)
-    return _ReadRule(use, Sharding(use.stored, context.axes, shape), used)
+    used = stored.with_layout(use.used.in_order(use.stored.names))
+    return _ReadRule(use, stored, used)
 
 
 def _shard_embedding(
@@ -158,28 +163,23 @@ def _check_stored_alike(name: str, stored: Sharding, parameter: ShardedParameter
     """Raise PlanError if a tied parameter is stored in two ways; names of dims may differ."""
     first = parameter.sharding.layout  # of the first name
     if [dim.shards for dim in first.dims] != [dim.shards for dim in stored.layout.dims]:
-        first_way = layout_text(first)
         this_way = layout_text(stored.layout)
+        what = f"{name} is {parameter.name}, stored as '{this_way}', not '{layout_text(first)}'"
         hint = "tied parameters are stored in one way; uses may differ, as in 'v c -> v/tp c'"
-        raise PlanError(
-            f"{name} is {parameter.name}, stored as '{this_way}', not '{first_way}'", hint=hint
-        )
+        raise PlanError(what, hint=hint)
 
 
-def _gather_for_uses(
-    parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules
-) -> None:
-    """Tell modules to gather a parameter that is stored under another layout than used.
+def _plan_uses(parameter: ShardedParameter, uses: Uses, hooks: Hooks, keep_rules: Rules) -> None:
+    """Let modules gather a parameter for its uses, and decide where its gradient is summed.
 
-    Of the module with the parameter and those around it, the nearest one that gathers does. "o/dp i
-    -> o i": the block [o/2, i] is gathered to [o, i]; the gradient [o, i] is summed over dp and
-    scattered on its way back. Sets `axes_summed_later`: the axes over which no such move sums the
-    gradient, so that buckets do after the backward pass.
+    The nearest module around it that gathers does so: "o/dp i -> o i" gathers the block [o/2, i] to
+    [o, i] before a forward pass, and sums and scatters the gradient [o, i] on its way back. The axes
+    over which no use sums the gradient become `axes_summed_later`, for buckets after the backward
+    pass. A module whose input's gradient could be incomplete gets a hook that checks this.
     """
-    parameter.axes_summed_later = models.axes_summed_after_all_uses(
-        [uses[name] for name in parameter.names]
-    )
-    for name, place in zip(parameter.names, parameter.places, strict=True):
+    names = parameter.names
+    parameter.axes_summed_later = models.axes_summed_after_all_uses([uses[name] for name in names])
+    for name, place in zip(names, parameter.places, strict=True):
         use = uses[name]
         if use.unsummed_axes:
             check = partial(check_apart, name, use)
@@ -199,52 +199,45 @@ def _gather_for_uses(
             shape=parameter.sharding.shape,
             # Dropping what the outermost module gathers would save nothing: the backward pass
             # begins with its last parameters, and would gather all of them again at once.
-            is_kept=gatherer.parent is None or is_named,
+            is_kept=is_named or gatherer.parent is None,
             # Passes cannot share a tied parameter: the one gathered tensor would lack the gradients
             # of its other uses.
-            is_shared=is_named and len(parameter.names) == 1,
+            is_shared=is_named and len(names) == 1,
         )
         gatherer.parameters.add(gathered)
 
 
-def _check_added_once(uses: Uses, sharded: list[ShardedParameter], hooks: Hooks) -> None:
-    """Raise PlanError for a parameter that each process would add, as a bias, to what is sharded.
+def _check_biases(uses: Uses, shardings: Mapping[str, Sharding], hooks: Hooks) -> None:
+    """Raise PlanError for a whole parameter, as a bias, that every process would add to its addend.
 
-    A bias [o] beside a weight "o i/tp": each process's result is an addend of the sum over tp, and
-    would have the bias in it, so that the sum has it 4 times on tp=4.
+    With a weight "o i/tp", each process's result is an addend of the sum over tp. A bias [o] that is
+    added to each of them is in the sum 4 times on tp=4.
+
+    There are two signs of such addends: the rule for the module's output says "sum(tp)", or a
+    larger parameter of the module, to whose result this one is added, is sharded over tp.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for parameter in sharded:
-        shapes.update(dict.fromkeys(parameter.names, parameter.sharding.shape))
-    names_by_module: dict[str, list[str]] = {}
-    for name in sorted(uses, key=module_of):
-        names_by_module.setdefault(module_of(name), []).append(name)
-
-    # Two signs that a parameter, as a bias, is added to a sum: the rule of its module's output says
-    # "sum(tp)", or a larger parameter of the same module is sharded.
-    for path, names in names_by_module.items():
-        summed = _axes_of_addends(path, uses, hooks)
-        siblings = [(uses[name], shapes[name]) for name in names]
-        for name in names:
-            # A weight in the same module that has the dims of this one and more, as "o i" beside
-            # "o", is a matrix, to whose result this one is added.
-            axes = summed | models.axes_of_larger_parameters(shapes[name], siblings)
-            repeated = axes - set(uses[name].used.axes) - uses[name].whole_axes
-            if repeated:
-                _refuse_added(name, uses[name], repeated)
+    for path, group in itertools.groupby(sorted(uses, key=module_of), key=module_of):
+        names = list(group)
+        output_axes = _axes_of_addends(path, uses, hooks)
+        siblings = [(uses[name], shardings[name].shape) for name in names]
+        for name, (use, shape) in zip(names, siblings, strict=True):
+            addend_axes = output_axes | models.axes_of_larger_parameters(shape, siblings)
+            # Along its own axes it is sharded, too; along `whole_axes` its rule says that it is meant.
+            repeated_axes = addend_axes.difference(use.used.axes, use.whole_axes)
+            if repeated_axes:
+                _refuse_added(name, use, repeated_axes)
 
 
 def _axes_of_addends(path: str, uses: Uses, hooks: Hooks) -> set[str]:
     """Return the axes over which a module's output is a sum, and that shard a parameter inside it."""
     if path not in hooks:
         return set()
-    summed = hooks[path].summed_axes
-    axes: set[str] = set()
+    sharding_axes: set[str] = set()
     for name, use in uses.items():
         if is_inside(name, path):
             for dim in use.used.dims:
-                axes.update(summed.intersection(dim.axes))
-    return axes
+                sharding_axes.update(dim.axes)
+    return sharding_axes & hooks[path].summed_axes
 
 
 def _refuse_added(name: str, use: ParameterUse, axes: set[str]) -> None:
@@ -258,12 +251,13 @@ def _refuse_added(name: str, use: ParameterUse, axes: set[str]) -> None:
 
 
 def check_apart(name: str, use: ParameterUse, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise PlanError if the gradient of a module's input would lack the parts of other processes.
+    """Raise PlanError if an input's gradient would lack other processes' parts; a hook of the module.
 
-    With a weight "o/tp i", each process computes with its rows, and gets the part of the input's
-    gradient that comes through them. The parts have to be summed over tp, and no rule says so. A
-    hook of the module before its forward pass; an input without a gradient, as of a first layer, is
-    fine.
+    With a weight "o/tp i", each process computes with its rows, and the input's gradient that comes
+    through them is one addend of a sum over tp. No rule says that it is to be summed. An input
+    without a gradient, as of a first layer, is fine.
+
+    name, use: of the weight.
     """
     if not any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
         return

@@ -18,9 +18,8 @@ from torch_bridge.mesh.process_mesh import on_this_process_alone
 from torch_bridge.models.names import is_inside
 from torch_bridge.models.notes import described
 from torch_bridge.models.parallel import ATTRIBUTE, ParallelModel, parallel_of
-from torch_bridge.models.parameters import ParallelContext, ShardedParameter, unsharded
+from torch_bridge.models.parameters import ParallelContext, Place, ShardedParameter, unsharded
 from torch_bridge.models.uses import check_apart
-from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.modules import buffers_of, forward_hooks_of, uncompiled
 from xshard import Layout, Sharding, XshardError, dtypes, tolerances
 from xshard.errors import ShapeError, api_boundary, located
@@ -43,14 +42,14 @@ class Wanted(NamedTuple):
     largest: float
 
 
-class _Results(NamedTuple):
-    """The loss and the gradients of one device, and the blocks of the parallel model, in the same order."""
+class Pair(NamedTuple):
+    """An array of both runs: what one device computes, and this process's block of the parallel run."""
 
-    wanted: list[Wanted]
-    blocks: list[Tensor]
+    wanted: Wanted
+    block: Tensor
 
 
-Run = Callable[[Watch], _Results]
+Run = Callable[[Watch], list[Pair]]  # the loss, and then the gradients in the order of parameters
 
 
 @api_boundary
@@ -117,17 +116,17 @@ def verify(
     whole_call = _gathered_call(call, parallel)
     source = _source_of(model, parallel, original)
 
-    def run(watch: Watch) -> _Results:
+    def run(watch: Watch) -> list[Pair]:
         wanted = _on_one_device(source, parallel, whole_call, loss, watch)
         # After the copy, whose memory is free then; both begin with the same random numbers.
         with _unchanged(model, parallel), _same_random_numbers(parallel):
             with watch(model):
                 value = _run(model, call, loss, parallel).detach()
             gradients = [_gradient(parameter.tensor) for parameter in parallel.trained]
-        return _Results(wanted, [value, *gradients])
+        blocks = [value, *gradients]
+        return [Pair(right, block) for right, block in zip(wanted, blocks, strict=True)]
 
-    results = run(nullcontext)
-    _compare(results, parallel, tol, run)
+    _compare(run(nullcontext), parallel, tol, run)
 
 
 def _call_of(batch: Any) -> Call:
@@ -149,32 +148,34 @@ def _source_of(model: Module, parallel: ParallelModel, original: Module | None) 
 
 
 def _gathered_call(call: Call, parallel: ParallelModel) -> Call:
-    """Make the arguments for the model on one device, from those of this process.
+    """Return the whole arguments of a call, for the model on one device.
 
-    Arguments that are sharded by a rule are gathered: [b/2, i] on each process of dp=2 -> [b, i].
-    Others are whole already. All processes call it. Raises ReplicaError if they end with different
-    arguments.
+    Arguments that arrive sharded by a rule are gathered: [b/2, i] on each process of dp=2 -> [b, i].
+    Others are whole already. All processes call it. Raises ReplicaError if their whole arguments
+    differ.
     """
     context = parallel.context
     arrivals = parallel.arrivals(call)
     whole_call = dict(call)
-    blocks: list[tuple[str, Tensor, Sharding]] = []
+    blocks = []
     for key, x in call.items():
         if not isinstance(x, Tensor):
             continue
+        # A tensor without a rule is whole.
         layout, shape = arrivals.get(key, (Layout("..."), None))
-        layout = layout.resolved(x.ndim)  # a tensor without a rule is whole, and is compared
+        layout = layout.resolved(x.ndim)
+        whole_layout = unsharded(layout)
         name = f"argument {key!r} of the batch"
         with located(name):
-            whole = context.redistribute(x, layout, unsharded(layout), shape)
+            whole = context.redistribute(x, layout, whole_layout, shape)
         whole_call[key] = whole
-        blocks.append((name, whole, Sharding(unsharded(layout), context.axes, tuple(whole.shape))))
+        blocks.append((name, whole, Sharding(whole_layout, context.axes, tuple(whole.shape))))
     context.compare(blocks)
     return whole_call
 
 
 def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None = None) -> Tensor:
-    """Run a model forward and backward, and return the loss; `.grad` has the gradients.
+    """Run a model forward and backward, and return the loss; gradients are added to `.grad`.
 
     Args:
         model: A parallel model, or the copy on one device.
@@ -186,10 +187,15 @@ def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None =
     Raises:
         ShapeError: The loss is no scalar.
     """
-    args = [x for key, x in call.items() if not isinstance(key, str)]
-    named = {key: x for key, x in call.items() if isinstance(key, str)}
+    args = []
+    kwargs = {}
+    for key, x in call.items():
+        if isinstance(key, str):
+            kwargs[key] = x
+        else:
+            args.append(x)
     with torch.enable_grad():
-        result: Any = model(*args, **named)
+        result: Any = model(*args, **kwargs)
         try:
             value = _default_loss(result) if loss is None else loss(result)
         except Exception as error:
@@ -199,8 +205,9 @@ def _run(model: Module, call: Call, loss: Loss, parallel: ParallelModel | None =
                 error.add_note(described(title, parallel, last_path))
             raise
     if not isinstance(value, Tensor) or value.ndim:
-        is_tensor = isinstance(value, Tensor)
-        what = f"shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+        what = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            what = f"shape {tuple(value.shape)}"
         raise ShapeError(f"the loss is a scalar tensor, not {what}", hint="loss=lambda result: ...")
     value.backward()
     return value
@@ -216,7 +223,8 @@ def _on_one_device(
 ) -> list[Wanted]:
     """Run a copy of the model with whole tensors on this process alone, to know what is right.
 
-    Returns the loss and this process's block of each gradient, cut out of the whole ones.
+    Returns the loss, and this process's block of each gradient, cut out of the whole ones. `source`
+    stays as it is, and the copy is dropped.
 
     Args:
         source: The module to copy.
@@ -230,16 +238,16 @@ def _on_one_device(
         XshardError: The model draws random numbers.
     """
     context = parallel.context
-    copied = _copied(source, parallel)
+    model, whole_tensors = _copied(source, parallel)
     # Inside, a loss function that redistributes does so on a mesh of one process: it sends nothing.
     with (
         on_this_process_alone(),
         _eager(),
-        watch(copied.model),
+        watch(model),
         _same_random_numbers(parallel) as has_drawn,
     ):
         try:
-            value = _run(copied.model, call, loss).detach()
+            value = _run(model, call, loss).detach()
         except Exception as error:
             note = "in the copy on one device; original= is the model before it was changed beside its rules"
             error.add_note(note)
@@ -251,7 +259,7 @@ def _on_one_device(
     # The loss comes first in the list, so that an error about several arrays begins with it.
     scalar = Sharding(Layout("()"), context.axes, ())
     wanted_loss = Wanted("output", "loss", scalar, value, value.abs().item())
-    return [wanted_loss, *_cut_gradients(copied.tensors, parallel)]
+    return [wanted_loss, *_cut_gradients(whole_tensors, parallel)]
 
 
 def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[Wanted]:
@@ -269,10 +277,9 @@ def _cut_gradients(tensors: dict[str, Tensor], parallel: ParallelModel) -> list[
         whole = tensors.pop(parameter.name)
         gradient = _gradient(whole)
         block = parameter.block_of(gradient, parallel.context)
-        wanted.append(
-            Wanted("gradient", parameter.name, parameter.sharding, block, largest_value(gradient))
-        )
-        whole.grad = None
+        largest = largest_value(gradient)
+        wanted.append(Wanted("gradient", parameter.name, parameter.sharding, block, largest))
+        whole.grad = None  # the copy of the model still has the parameter
     return wanted
 
 
@@ -292,18 +299,11 @@ def largest_value(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
 
-class _Copy(NamedTuple):
-    """A copy of a model without rules, and its whole tensors by name."""
-
-    model: Module
-    tensors: dict[str, Tensor]
-
-
-def _copied(source: Module, parallel: ParallelModel) -> _Copy:
+def _copied(source: Module, parallel: ParallelModel) -> tuple[Module, dict[str, Tensor]]:
     """Copy a model as on one device: with whole tensors and counts, and no hooks of ours.
 
-    Sharded tensors are gathered, so that all processes call it. Replicated parameters are not
-    copied: they share the model's memory.
+    Returns the whole tensors by name, too. Sharded tensors are gathered, so that all processes call
+    it. Replicated parameters are not copied: they share the model's memory.
 
     Args:
         source: The parallel model itself, or the model from which it was made.
@@ -313,8 +313,8 @@ def _copied(source: Module, parallel: ParallelModel) -> _Copy:
     source_tensors.update(source.named_buffers())
     # `deepcopy` looks objects up here by their ids before it copies them: the state of the parallel
     # model is not copied, and whole tensors take the place of blocks.
-    memo: dict[int, Any] = {id(x): x for x in (parallel, *parallel.hooks.values())}
-    tensors: dict[str, Tensor] = {}
+    memo = _states_by_id(parallel)
+    tensors = {}
     for parameter in parallel.parameters:
         whole = _whole_tensor(parameter, parallel.context)
         tensors[parameter.name] = whole
@@ -323,15 +323,19 @@ def _copied(source: Module, parallel: ParallelModel) -> _Copy:
                 raise XshardError(f"{name} is in the parallel model, and missing in original=")
             memo[id(source_tensors[name])] = whole
 
-    model: Module = copy.deepcopy(source, memo)  # notes in `memo` what became of each module
+    model = copy.deepcopy(source, memo)  # notes in `memo` what became of each module
     model.__dict__.pop(ATTRIBUTE, None)
     for count in parallel.counts:
-        if (
-            id(count.module) in memo
-        ):  # else the copy is of original=, whose attribute is whole already
+        # No copy of this module: the source is original=, whose attribute is whole already.
+        if id(count.module) in memo:
             setattr(memo[id(count.module)], count.attribute, count.whole)
     _remove_hooks(model, parallel)
-    return _Copy(model, tensors)
+    return model, tensors
+
+
+def _states_by_id(parallel: ParallelModel) -> dict[int, Any]:
+    """Return the objects whose methods are the hooks of a parallel model, by their ids."""
+    return {id(state): state for state in (parallel, *parallel.hooks.values())}
 
 
 def _whole_tensor(parameter: ShardedParameter, context: ParallelContext) -> Tensor:
@@ -345,7 +349,7 @@ def _whole_tensor(parameter: ShardedParameter, context: ParallelContext) -> Tens
 
 def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
     """Remove the hooks of rules from the copy of a parallel model."""
-    states = {id(state) for state in (parallel, *parallel.hooks.values())}
+    states = _states_by_id(parallel)
     for module in model.modules():
         for hooks in forward_hooks_of(module):
             for key, hook in list(hooks.items()):
@@ -357,54 +361,51 @@ def _remove_hooks(model: Module, parallel: ParallelModel) -> None:
 
 @contextmanager
 def _unchanged(model: Module, parallel: ParallelModel) -> Iterator[None]:
-    """Let a `with` block run the model, and afterwards put back gradients and buffers as they were.
+    """Let a `with` block train the model; put back gradients and buffers as they were.
 
-    Inside, all gradients begin as None. `parallelize` checks gradients after the first backward
-    pass of a model: a pass inside does not count as that one.
+    Inside, all gradients begin as None, and the check of the model's first backward pass (of
+    `parallelize`) is off: a pass inside does not count as the first.
     """
-    gradients = [(parameter.tensor, parameter.tensor.grad) for parameter in parallel.trained]
-    buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+    gradients = {parameter.tensor: parameter.tensor.grad for parameter in parallel.trained}
+    buffers = []
     for module in model.modules():
-        tensors = buffers_of(module)
-        for name, x in tensors.items():
+        for name, x in buffers_of(module).items():
             if x is not None:
-                buffers.append((tensors, name, x, x.clone()))
-    after_first = (
-        parallel.gradients.after_first
-    )  # the check after the first pass; None once it is done
+                buffers.append((Place(module, name), x, x.clone()))
+    check_of_first = parallel.gradients.after_first  # None once it is done
     parallel.gradients.after_first = None
-    for x, _ in gradients:
+    for x in gradients:
         x.grad = None
     try:
         yield
     finally:
-        parallel.gradients.after_first = after_first
-        for x, gradient in gradients:
+        parallel.gradients.after_first = check_of_first
+        for x, gradient in gradients.items():
             x.grad = gradient
-        for tensors, name, x, values in buffers:
-            tensors[name] = x.copy_(values)
+        for place, x, values in buffers:
+            # The module may have replaced the buffer, or have written to it.
+            place.set_tensor(x.copy_(values))
 
 
 @contextmanager
 def _same_random_numbers(parallel: ParallelModel) -> Iterator[Callable[[], bool]]:
     """Let random numbers go on afterwards as before; yield a function that tells if some were drawn."""
-    devices = {p.tensor.get_device() for p in parallel.parameters if p.tensor.is_cuda}
-    ordered_devices = sorted(devices)
+    devices = sorted({p.tensor.get_device() for p in parallel.parameters if p.tensor.is_cuda})
 
     def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ordered_devices)]
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
     # The call of the model draws on devices that have parameters; others are left alone.
-    with torch.random.fork_rng(ordered_devices):
+    with torch.random.fork_rng(devices):
         before = states()
         yield lambda: not all(map(torch.equal, before, states()))
 
 
-def largest_of(wanted: Sequence[Wanted]) -> dict[str, float]:
-    """Return the largest value of each kind."""
+def _largest_by_kind(pairs: Sequence[Pair]) -> dict[str, float]:
+    """Return the largest value of all outputs, and that of all gradients."""
     largest: dict[str, float] = {}
-    for one in wanted:
-        largest[one.kind] = max(one.largest, largest.get(one.kind, one.largest))
+    for wanted, _ in pairs:
+        largest[wanted.kind] = max(wanted.largest, largest.get(wanted.kind, 0.0))
     return largest
 
 
@@ -413,87 +414,93 @@ VALUES_DIFFER = 1
 SHAPES_DIFFER = 2
 
 
-def compare_on_all(
-    wanted: Sequence[Wanted], blocks: Sequence[Tensor], tol: float, context: ParallelContext
-) -> list[int]:
+def compare_on_all(pairs: Sequence[Pair], tol: float, context: ParallelContext) -> list[int]:
     """Compare blocks with the right ones; return one flag per array, the same on all.
 
     A flag is EQUAL, VALUES_DIFFER or SHAPES_DIFFER. All processes call it, with blocks of the same
     arrays, and get the worst flag of all processes for each array.
 
     Args:
-        wanted: This process's blocks by one device.
-        blocks: The blocks of the parallel run, in the same order.
+        pairs: The right block of each array, and the block of the parallel run.
         tol: The tolerance, relative to the largest value of an array.
         context: The mesh and options.
     """
-    largest_of_kind = largest_of(wanted)
+    largest_by_kind = _largest_by_kind(pairs)
     flags = []
-    for one, block in zip(wanted, blocks, strict=True):
-        if block.shape != one.block.shape:
-            flags.append(float(SHAPES_DIFFER))
-            continue
+    for wanted, block in pairs:
         # An array near zero is a sum in which large terms cancel, with the rounding errors of
         # these. So a difference is allowed of `tol` times the array's own largest value, or times
         # 1/100 of the largest value of all arrays of its kind (gradients, or outputs), whichever is
         # more.
-        absolute = tol * max(one.largest, largest_of_kind[one.kind] / 100)
-        is_close = torch.isclose(block.double(), one.block.double(), tol, absolute).all()
-        flags.append(float(EQUAL if is_close else VALUES_DIFFER))
-    # The maximum over processes, so that all of them raise, and about the same arrays.
-    text = f"n | max({','.join(context.axes.axes)}) -> n"
-    own_flags = torch.tensor(flags, device=blocks[0].device)
-    return [int(flag) for flag in redistribute(own_flags, text, context.mesh).tolist()]
+        largest = max(wanted.largest, largest_by_kind[wanted.kind] / 100)
+        flag = EQUAL
+        if block.shape != wanted.block.shape:
+            flag = SHAPES_DIFFER
+        elif not torch.allclose(block.double(), wanted.block.double(), tol, tol * largest):
+            flag = VALUES_DIFFER
+        flags.append(float(flag))
+    # The worst flag, so that all processes raise, and about the same arrays.
+    own_flags = torch.tensor(flags, device=pairs[0].block.device)
+    worst_flags = context.reduced(own_flags, "max")
+    return [int(flag) for flag in worst_flags.tolist()]
 
 
 @torch.no_grad()
-def _compare(results: _Results, parallel: ParallelModel, tol: float | None, run: Run) -> None:
+def _compare(pairs: list[Pair], parallel: ParallelModel, tol: float | None, run: Run) -> None:
     """Raise EquivalenceError on all processes if a block differs on any of them from one device's.
 
     The error names each wrong array, and the first wrong module, which is found by running both
     models again.
 
     Args:
-        results: What one device computes, and the blocks of the parallel run.
+        pairs: The loss and the gradients of both runs.
         parallel: The state of the parallel model.
         tol: The tolerance; None goes by the lowest precision among the dtypes.
         run: Makes both runs again, to find the first module that is wrong.
     """
-    context = parallel.context
-    wanted = results.wanted
-    blocks = results.blocks
     if tol is None:
-        tol = tolerances.rounding(dtypes.name_of(x.dtype) for x in blocks)
-    flags = compare_on_all(wanted, blocks, tol, context)
-    numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
-    if not numbers:
+        tol = tolerances.rounding(dtypes.name_of(block.dtype) for _, block in pairs)
+    flags = compare_on_all(pairs, tol, parallel.context)
+    wrong_numbers = [i for i, flag in enumerate(flags) if flag != EQUAL]
+    if not wrong_numbers:
         return
+    first = _first_wrong(pairs, wrong_numbers, parallel, tol, run) if parallel.hooks else None
+    raise _difference(pairs, wrong_numbers, first, tol, parallel.context)
+
+
+def _difference(
+    pairs: Sequence[Pair],
+    wrong_numbers: Sequence[int],
+    first: WrongTensor | None,
+    tol: float,
+    context: ParallelContext,
+) -> Exception:
+    """Return the EquivalenceError about all wrong arrays. All processes call it.
+
+    first: the first wrong module, if the model has rules. It explains all that follows, unless the
+    kit has found another cause for an array.
+    """
     # Imported now, because they load the kit, which is slow.
     from torch_bridge.models.first_wrong import mismatch_of
     from xshard.testing.diagnosis.causes import Cause
     from xshard.testing.mismatch import EquivalenceError
 
-    first: WrongTensor | None = None
-    if parallel.hooks:
-        first = _first_wrong(wanted, numbers, parallel, tol, run)
-    # The first wrong module explains all that follows, unless the kit has found a cause of its own.
-    cause = Cause("module", f"wrong already: {first.place}") if first is not None else None
-    largest = largest_of(wanted)
-    mismatches: list[Any] = []
-    for i in numbers:
-        one = wanted[i]
-        mismatch = mismatch_of(one, blocks[i], largest[one.kind], tol, context)
-        if mismatch.cause is None:
+    largest_by_kind = _largest_by_kind(pairs)
+    mismatches = []
+    for wanted, block in [pairs[i] for i in wrong_numbers]:
+        mismatch = mismatch_of(wanted, block, largest_by_kind[wanted.kind], tol, context)
+        if first is not None and mismatch.cause is None:
+            cause = Cause("module", f"wrong already: {first.place}")
             mismatch = replace(mismatch, cause=cause)
-        is_first = not mismatches  # the long text about the module goes with the first array only
-        text = first.text if first is not None and is_first else ""
-        mismatches.append(replace(mismatch, first=text))
-    raise EquivalenceError(mismatches, len(wanted))
+        mismatches.append(mismatch)
+    if first is not None:  # the long text about the module goes with the first array only
+        mismatches[0] = replace(mismatches[0], first=first.text)
+    return EquivalenceError(mismatches, len(pairs))
 
 
 def _first_wrong(
-    wanted: Sequence[Wanted],
-    numbers: Sequence[int],
+    pairs: Sequence[Pair],
+    wrong_numbers: Sequence[int],
     parallel: ParallelModel,
     tol: float,
     run: Run,
@@ -504,8 +511,8 @@ def _first_wrong(
     that is wrong, else the gradient that a backward pass comes to first.
 
     Args:
-        wanted: The loss (number 0) and the gradients by one device, in the order of parameters.
-        numbers: Which of them are wrong, ascending.
+        pairs: The loss and then the gradients, in the order of parameters.
+        wrong_numbers: Which of them are wrong, ascending.
         parallel: The state of the parallel model.
         tol: The tolerance.
         run: Makes both runs; it takes a context to watch modules in.
@@ -521,14 +528,12 @@ def _first_wrong(
     if found is not None:
         return found
 
-    # All outputs are right, so that the loss function is wrong (number 0), or a gradient. A backward
-    # pass comes to the parameters of the last modules first: the last wrong one is where it began.
-    is_loss = numbers[0] == 0
-    name = wanted[0].name if is_loss else wanted[numbers[-1]].name
-    title = name if is_loss else f"gradient of {name}"
+    # A backward pass comes to the parameters of the last modules first: there it went wrong first.
+    name = pairs[wrong_numbers[-1]].wanted.name
+    title = f"gradient of {name}"
+    if wrong_numbers[0] == 0:
+        name = title = pairs[0].wanted.name
     place = f"the {title}, while outputs of modules with rules are right"
-    text = place
-    inner = [path for path in parallel.hooks if is_inside(name, path)]
-    if inner:
-        text = described(place, parallel, inner[-1])
+    around = [path for path in parallel.hooks if is_inside(name, path)]  # outer ones first
+    text = described(place, parallel, around[-1]) if around else place
     return WrongTensor(place, text)

@@ -50,31 +50,30 @@ _RECORDS = {
 
 
 def open_dcp(path: str | Path) -> Checkpoint:
-    """Open a folder that `torch.distributed.checkpoint.save` wrote; no tensor is read yet.
+    """Open a folder that `torch.distributed.checkpoint.save` (DCP) wrote; no tensor is read yet.
 
     Raises FileError for metadata with anything but records of DCP, and for tensors with parts
     outside of the folder or of their files, or parts that overlap or leave a gap.
     """
     folder = Path(path)
-    arrays: dict[str, _Tensor] = {}
-    constants: dict[str, _Item] = {}
+    arrays = {}
+    constants = {}
     with _malformed(folder / METADATA):
         with (folder / METADATA).open("rb") as file:
             records = _Records(file).load()
-        items: dict[Any, _Item] = {}
+        # Where bytes lie, by name and by the position of the part in the tensor; None for a value
+        # that is no tensor, such as a step number.
+        items = {}
         for index, info in records.storage_data.items():
-            # The key is a name, and where the part begins in the tensor; None for a value that is no
-            # tensor, such as a step number.
-            offset = None if index.offset is None else tuple(index.offset)
-            items[index.fqn, offset] = _item(folder, info)
-        # The names of the state dict, each a tensor in parts or a value.
+            position = None if index.offset is None else tuple(index.offset)
+            items[index.fqn, position] = _item(folder, info)
         for name, record in records.state_dict_metadata.items():
             if isinstance(record, metadata.BytesStorageMetadata):
                 constants[name] = items[name, None]
             else:
                 arrays[name] = _tensor(name, record, items)
 
-    places: dict[str, str] = {}
+    places = {}
     for name, tensor in arrays.items():
         files = {part.item.file.name for part in tensor.parts}
         places[name] = ", ".join(sorted(files))
@@ -106,11 +105,8 @@ class _Item(NamedTuple):
     def load(self, device: str) -> Any:
         """Return the tensor or value; on the device "meta" no numbers are read."""
         with self.file.open("rb") as file:
-            return torch.load(self._view(file), map_location=device, weights_only=True)
-
-    def _view(self, file: Any) -> Any:
-        """Return the part of the file as a file of its own, as `torch.load` needs it."""
-        return file_view(file, self.offset, self.length)
+            own_file = file_view(file, self.offset, self.length)
+            return torch.load(own_file, map_location=device, weights_only=True)
 
 
 class _Constants(UserDict[str, Any]):
@@ -134,12 +130,12 @@ class _Part:
     def numbers(self) -> Mapped:
         """Map this part of a tensor from its file into memory, as a numpy array, unread.
 
-        A part is one saved block. Raises FileError if the file does not hold such a tensor.
+        A part is one saved block. Raises FileError if the file does not hold such a tensor: the
+        metadata may be of another save than the file.
         """
-        # The metadata may be of another save than the file: dtype, shape and strides are compared.
         shape = tuple(rows.stop - rows.start for rows in self.box)
         with _malformed(self.item.file):
-            tensor = self.item.load("meta")
+            tensor = self.item.load("meta")  # shape, dtype and strides, no numbers
             self._check(tensor, shape)
             strides_bytes = tuple(stride * tensor.itemsize for stride in tensor.stride())
             start_byte = _first_byte(tensor)
@@ -236,23 +232,24 @@ def _item(folder: Path, info: Any) -> _Item:
 def _tensor(name: str, record: Any, items: Mapping[Any, _Item]) -> _Tensor:
     """Find the saved parts of one tensor in a checkpoint's metadata.
 
-    record: torch's: dtype, global shape, and for each part its offsets and sizes. items: where the
-    bytes of each part lie, by name and offsets. Raises FileError unless the parts cover each
-    element once, and if the bytes of a part are too few.
+    A part is a box of the tensor: rows 4 to 7 of [8, 3] begin at (4, 0), and have sizes (4, 3).
+    Raises FileError unless the parts cover each element once, and if the bytes of a part are too few.
+
+    record: torch's record of the tensor. items: where the bytes of each part lie, by the name of the
+    tensor and the position of the part.
     """
     dtype = dtypes.name_of(record.properties.dtype)
     shape = tuple(record.size)
-    chunks = np.array([(chunk.offsets, chunk.sizes) for chunk in record.chunks], np.int64)
-    chunks = chunks.reshape(
-        len(record.chunks), 2, len(shape)
-    )  # numpy cannot infer the shape [chunks, 2, dims] if there are no chunks or dims
-    starts = chunks[:, 0]  # [chunks, dims]
-    sizes = chunks[:, 1]
+    boxes = np.array([(chunk.offsets, chunk.sizes) for chunk in record.chunks], np.int64)
+    # numpy cannot infer this shape if there are no parts or dims.
+    boxes = boxes.reshape(len(record.chunks), 2, len(shape))
+    starts = boxes[:, 0]  # [parts, dims]
+    sizes = boxes[:, 1]
     _check_cover(name, shape, starts, sizes)
-    parts: list[_Part] = []
+    parts = []
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
-        stop = [first + n for first, n in zip(start, size, strict=True)]
-        part = _Part(tuple(map(slice, start, stop)), items[name, tuple(start)], dtype)
+        box = tuple(slice(first, first + n) for first, n in zip(start, size, strict=True))
+        part = _Part(box, items[name, tuple(start)], dtype)
         n_elements = math.prod(size)
         if n_elements * dtypes.itemsize(dtype) > part.item.length:
             raise FileError(f"{name}: {n_elements} elements of {dtype} in {part.item.length} bytes")

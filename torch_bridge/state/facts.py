@@ -73,37 +73,41 @@ def describe_tree(
     """
     tensors, constants = tensors_and_constants(tree)
     mesh = _source_mesh(tensors, mesh)
-    # All tensors must be on one mesh: a transfer plan has a single source.
     axes = mesh_of(mesh)
     ranks = ranks_of(mesh)
     if rank() not in ranks:
         raise MeshError(
             f"rank {rank()} is not in {mesh!r} and brings a tree", hint="pass None there"
         )
-    # A pair is rules of the source and rules of the target. Otherwise one set of rules has both, as
-    # in "n/dp d -> n d/dp".
-    is_pair = isinstance(rules, list | tuple)
-    rule_of = _source_rules(rules, list(tensors))
-    if shapes is None:
-        shapes = {}
-
-    blocks: dict[str, Tensor] = {}
     # Numbers and strings of the tree travel in this description; tensors are sent later.
     structure = pytree.treespec_dumps(pytree.tree_structure(tree))
     facts = {
         "mesh": json.dumps([str(axes), ranks]),
         "tree": json.dumps([structure, constants]),
     }
+    blocks = {}
+    source_rules = _source_rules(rules, list(tensors))
+    has_arrows = not _is_pair(rules)
     for name, x in tensors.items():
         with located(trees.place_of(name)):
-            rule = sides_or_one(rule_of[name]) if name in rule_of else None
-            local = local_array(name, x, rule, mesh, ranks, shapes.get(name))
-            blocks[name] = _block_on_mesh(local, axes, ranks)
-            layout = _layout_text(x, rule, local.sharding.layout, has_arrows=not is_pair)
-            device_type = blocks[name].device.type
-            fact = LeafFact(local.sharding.shape, name_of(x.dtype), layout, device_type)
+            rule = sides_or_one(source_rules[name]) if name in source_rules else None
+            shape = None if shapes is None else shapes.get(name)
+            array = local_array(name, x, rule, mesh, ranks, shape)
+            block = _block_on_mesh(array, axes, ranks)
+            layout = _layout_text(x, rule, array.sharding.layout, has_arrows=has_arrows)
+            dtype = name_of(x.dtype)
+        blocks[name] = block
+        fact = LeafFact(array.sharding.shape, dtype, layout, block.device.type)
         facts[LEAF + name] = json.dumps(fact)
     return blocks, facts
+
+
+def _is_pair(rules: Any) -> bool:
+    """Return whether rules are a pair: of the source, and of the target.
+
+    Otherwise one set of rules has both, as in "n/dp d -> n d/dp".
+    """
+    return isinstance(rules, list | tuple)
 
 
 def _source_rules(rules: Any, names: list[str]) -> Mapping[str, Any]:
@@ -111,7 +115,7 @@ def _source_rules(rules: Any, names: list[str]) -> Mapping[str, Any]:
 
     None of them has one if all are DTensors, whose placements say it.
     """
-    src_rules = rules[0] if isinstance(rules, list | tuple) else rules
+    src_rules = rules[0] if _is_pair(rules) else rules
     if src_rules is None:
         return {}
     return Rules(src_rules).match(names)
@@ -131,7 +135,7 @@ def _source_mesh(tensors: Mapping[str, Tensor], mesh: MeshLike | None) -> MeshLi
 def _block_on_mesh(local: LocalArray, axes: Mesh, ranks: Sequence[int]) -> Tensor:
     """Return this process's block.
 
-    Raises MeshError if the array is on another mesh than its tree.
+    Raises MeshError if the array is on another mesh than its tree: a transfer has one source.
     """
     is_on_mesh = local.sharding.mesh == axes and local.ranks == ranks
     if not is_on_mesh or local.block is None:
@@ -142,24 +146,24 @@ def _block_on_mesh(local: LocalArray, axes: Mesh, ranks: Sequence[int]) -> Tenso
 def _layout_text(x: Tensor, rule: Sides | None, layout: Layout, *, has_arrows: bool) -> str:
     """Return the text of a tensor's layout, or of its move "layout -> layout".
 
-    rule: the user's, for its name; None: it has none, and the text is `layout`, which its
-    placements say. has_arrows: rules say both source and target. Then a DTensor's rule without an
-    arrow is its target only: with placements (Shard(0),) on dp, "n d/dp" -> "n/dp d -> n d/dp".
+    This is the user's rule, but for a DTensor, which has a layout already. Its rule may be missing,
+    or be the target alone: with placements (Shard(0),) on dp, "n d/dp" -> "n/dp d -> n d/dp".
+
+    layout: how the tensor is sharded. has_arrows: rules are for moves, from source to target.
     """
     if rule is None:
         return str(layout)
-    if not isinstance(x, DTensor):
-        return rule.text
-    if has_arrows and ARROW not in rule.text:
-        dst = rule.dst.resolved(x.ndim)
-        return f"{layout.with_names(dst.names)} -> {dst}"
-    check_placed(x, rule.src, rule.text)
+    if isinstance(x, DTensor):
+        if has_arrows and ARROW not in rule.text:
+            dst = rule.dst.resolved(x.ndim)
+            return f"{layout.with_names(dst.names)} -> {dst}"
+        check_placed(x, rule.src, rule.text)
     return rule.text
 
 
 def leaf_facts(facts: Facts) -> dict[str, LeafFact]:
     """Return what is known of each tensor of a described tree, by name."""
-    leaves: dict[str, LeafFact] = {}
+    leaves = {}
     for key, text in facts.items():
         if key.startswith(LEAF):
             leaves[key.removeprefix(LEAF)] = LeafFact._make(json.loads(text))
@@ -183,22 +187,24 @@ def plan_described(
     "source -> target". names: how the target names the tensors. route: the target mesh, and the
     devices of both ends.
     """
-    leaves = leaf_facts(dict(facts))
     src_mesh, _ = mesh_in(dict(facts))
-    # Rules are patterns, and names may contain "*" and the like: escaped, they match themselves.
-    src_rules = {re.compile(re.escape(name)): leaf.layout for name, leaf in leaves.items()}
-    rules: Any = src_rules
-    if dst_rules is not None:
-        rules = (src_rules, dict(dst_rules))
+    shapes = {}
+    dtypes = {}
+    src_rules: dict[Any, str] = {}
+    for name, leaf in leaf_facts(dict(facts)).items():
+        shapes[name] = leaf.shape
+        dtypes[name] = leaf.dtype
+        # Rules are patterns, and names may contain "*" and the like: escaped, they match themselves.
+        src_rules[re.compile(re.escape(name))] = leaf.layout
     return plan_transfer(
-        {name: leaf.shape for name, leaf in leaves.items()},
-        rules,
+        shapes,
+        src_rules if dst_rules is None else (src_rules, dict(dst_rules)),
         src_mesh=src_mesh,
         dst_mesh=route.dst_mesh,
         src_devices=route.src_devices,
         dst_devices=route.dst_devices,
         names=names,
-        dtypes={name: leaf.dtype for name, leaf in leaves.items()},
+        dtypes=dtypes,
         profile=route.profile,
         bucket_bytes=route.bucket_bytes,
     )
@@ -206,20 +212,18 @@ def plan_described(
 
 def target_rules(rules: Any) -> Pairs | None:
     """Return the second of a pair of rules, hashable; None for rules with arrows."""
-    if not isinstance(rules, list | tuple):
+    if not _is_pair(rules):
         return None
     return tuple(Rules(rules[1]).items())
 
 
 def rules_text(rules: Any, names: Names | None) -> dict[str, str]:
     """Return rules and names as text, which processes compare."""
-    sides = rules if isinstance(rules, list | tuple) else (rules,)
-    texts: list[str] = []
+    sides = rules if _is_pair(rules) else (rules,)
+    texts = []
     for side in sides:  # None stands for the layouts of DTensors
         texts.append(str(None if side is None else dict(Rules(side))))
-    names_text = ""
-    if names is not None:
-        names_text = str(names.relations)
+    names_text = "" if names is None else str(names.relations)
     return {"rules": " -> ".join(texts), "names": names_text}
 
 
@@ -239,23 +243,21 @@ def rebuild_tree(
 ) -> Any:
     """Build the sender's tree (a dict, list, ...) from received tensors.
 
-    received: by name. facts: the sender's description, with the structure, numbers and strings.
-    names: how tensors were renamed, or None; renamed tensors do not fit the structure, and are
-    returned as the dict by name.
+    received: by name; some move back to the CPU, in place. facts: the sender's description, with
+    the structure, numbers and strings. names: how tensors were renamed, or None; renamed tensors do
+    not fit the structure, and are returned as the dict by name.
     """
     _return_to_cpu(received, plan, leaf_facts(facts))
     if names:
         return received
-    spec, constants = json.loads(facts["tree"])
-    template = pytree.treespec_loads(spec)
-    # Unflattening takes values in order, not by name. A tree with numbers in place of the leaves
-    # shows the names in that order.
-    numbered = pytree.tree_unflatten(range(template.num_leaves), template)
-    in_order = dict.fromkeys(
-        trees.leaf_name(path) for path, _ in pytree.tree_flatten_with_path(numbered)[0]
-    )
-    leaves = {**in_order, **constants, **received}
-    return pytree.tree_unflatten(leaves.values(), template)
+    structure_text, constants = json.loads(facts["tree"])
+    structure = pytree.treespec_loads(structure_text)
+    # Leaves go into the structure in order. A tree of numbers shows their names in that order.
+    numbered = pytree.tree_unflatten(range(structure.num_leaves), structure)
+    paths_and_numbers, _ = pytree.tree_flatten_with_path(numbered)
+    value_of = {**constants, **received}
+    values = [value_of[trees.leaf_name(path)] for path, _ in paths_and_numbers]
+    return pytree.tree_unflatten(values, structure)
 
 
 def _return_to_cpu(

@@ -6,7 +6,7 @@ All processes succeed or fail together.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -177,6 +177,7 @@ def load(  # noqa: PLR0913  one option for each thing that a file does not say
             loading.plan_new(rules, mesh, names, dtype)
         else:
             loading.plan_into(like, rules, mesh, names, strict)
+            loading.read_constants(like)
         if verify:
             # Each process checks a part of the files.
             compare_checksums(loading.checkpoint, ranks.index(rank()), len(ranks))
@@ -240,12 +241,10 @@ class _Loading:
         names: Names | None,
         strict: bool,
     ) -> None:
-        """Plan which part of each saved array this process reads, for a model or a tree of tensors.
+        """Plan the load of stored arrays into the tensors of a model or a tree; fills `loads`.
 
-        like: the model or tree that is loaded into. rules: layouts of its tensors by patterns of
-        names. names: how names in the files differ from the model's. strict: raise for tensors that
-        only one side has. The plans are left in `self.loads`, numbers and strings in
-        `self.constants`.
+        like: the model or tree. rules: layouts of its tensors by patterns of names. names: how names
+        in the files differ from the model's. strict: raise for tensors that only one side has.
         """
         stored = stored_as(self.checkpoint, names)
         shapes = {name: array.shape for name, array in stored.items()}
@@ -261,16 +260,19 @@ class _Loading:
             if name is None:  # not in the files; not strict
                 continue
             with errors.located(name):
-                array_dtype = dtypes.name_of(array.dtype)
-                load = load_of(
-                    self.checkpoint, stored[name], array_dtype, array.sharding, self.profile
-                )
-                self.loads[name] = _ArrayLoad(load, array)
-        if not isinstance(like, nn.Module):  # a module has no numbers or texts of its own
-            for keys, x in tree_flatten_with_path(like)[0]:
-                if not isinstance(x, Tensor):
-                    name = leaf_name(keys)
-                    self.constants[name] = self.checkpoint.constant(name, x)
+                dtype = dtypes.name_of(array.dtype)
+                load = load_of(self.checkpoint, stored[name], dtype, array.sharding, self.profile)
+            self.loads[name] = _ArrayLoad(load, array)
+
+    def read_constants(self, like: Any) -> None:
+        """Read the numbers and texts that a tree to fill has; a module has none of its own."""
+        if isinstance(like, nn.Module):
+            return
+        paths_and_leaves, _ = tree_flatten_with_path(like)
+        for path, x in paths_and_leaves:
+            if not isinstance(x, Tensor):
+                name = leaf_name(path)
+                self.constants[name] = self.checkpoint.constant(name, x)
 
     def facts(self) -> dict[str, Any]:
         """Return the shape and the layout in which each array is read: all ranks have to agree."""
@@ -282,54 +284,75 @@ class _Loading:
     def read(self, device: torch.device | str) -> dict[str, Tensor]:
         """Read this process's blocks of all arrays from the files, and return them by name.
 
-        Replicas share the reading: each reads a part of the rows, and sends it to the others. This
-        happens in groups of arrays of limited bytes, which threads read in parallel.
+        Replicas share the reading: each reads a part of the rows, and sends it to the others.
         """
         names = list(self.loads)
         shared_bytes = [_shared_bytes(load) for load, _ in self.loads.values()]
-        tensors: dict[str, Tensor] = {}
+        tensors = {}
         with ThreadPoolExecutor(_n_threads(len(self.ranks))) as threads:
             # Rows that are read for other processes too are in memory twice until they are sent: a
             # group has at most BUCKET_BYTES of them, or one array.
-            for group in group_by_bytes(shared_bytes, BUCKET_BYTES):
-                group_names = [names[i] for i in group]
-                # A DTensor's mesh may lack this process, which then has no block of it.
-                local = [name for name in group_names if rank() in self.loads[name].array.ranks]
-                tensors |= {name: self.loads[name].array.target(device) for name in local}
-                blocks = threads.map(self._reader(tensors), local)
-                self._share(dict(zip(local, blocks, strict=True)), tensors)
+            for numbers in group_by_bytes(shared_bytes, BUCKET_BYTES):
+                group = [names[i] for i in numbers]
+                tensors.update(self._read_group(group, device, threads))
         return tensors
 
-    def _reader(self, tensors: Mapping[str, Tensor]) -> Callable[[str], Tensor | None]:
-        """Return a function that reads one array into its tensor, or returns it to share."""
+    def _read_group(
+        self, names: Sequence[str], device: torch.device | str, threads: ThreadPoolExecutor
+    ) -> dict[str, Tensor]:
+        """Read this process's blocks of some arrays by threads, share them, and return them by name."""
+        tensors = {}
+        for name in names:
+            array = self.loads[name].array
+            # A DTensor's mesh may lack this process, which then has no block of it.
+            if rank() in array.ranks:
+                tensors[name] = array.target(device)
+        parts = threads.map(self._read_array, tensors, tensors.values())
+        self._share(dict(zip(tensors, parts, strict=True)), tensors)
+        return tensors
 
-        def read(name: str) -> Tensor | None:
-            load, array = self.loads[name]
-            return _read(self.checkpoint, load, array.device, tensors[name])
+    def _read_array(self, name: str, out: Tensor) -> Tensor | None:
+        """Read one array: this process's block into `out`, or the part that it reads for replicas.
 
-        return read
+        Such a part is some rows of the block: it is returned, to be shared, and `out` is not written
+        to yet. Otherwise returns None.
+        """
+        load, array = self.loads[name]
+        stored_dtype = getattr(torch, load.stored)
+        # numpy cannot write to GPUs, nor to views that torch conjugates or negates when it reads them.
+        is_view = out.is_conj() or out.is_neg()
+        is_writable = out.device.type == "cpu" and not is_view and out.dtype == stored_dtype
+        if is_writable and not load.is_shared:
+            # Into its memory, without a copy.
+            read_block(self.checkpoint, load, array.device, _as_numpy(out))
+            return None
+        rows = torch.from_numpy(read_block(self.checkpoint, load, array.device)).view(stored_dtype)
+        if load.is_shared:
+            return rows.to(out.device, out.dtype)
+        out.copy_(rows)
+        return None
 
-    def _share(self, blocks: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
+    def _share(self, parts: Mapping[str, Tensor | None], tensors: Mapping[str, Tensor]) -> None:
         """Send the rows that this process has read to its replicas, many arrays in one collective.
 
-        blocks: what was read, by name; None: not shared, as each process reads all it needs.
-        tensors: results, by name, which are written to.
+        parts: what was read for replicas, by name; None for an array that each process reads whole.
+        tensors: the blocks, by name, which are filled from the parts of all replicas.
         """
         by_mesh: dict[MeshLike, dict[str, Tensor]] = {}
-        for name, block in blocks.items():
-            if block is not None:
-                by_mesh.setdefault(self.loads[name].array.mesh, {})[name] = block
+        for name, part in parts.items():
+            if part is not None:
+                on_mesh = by_mesh.setdefault(self.loads[name].array.mesh, {})
+                on_mesh[name] = part
         for mesh, on_mesh in by_mesh.items():
-            moves: dict[str, str] = {}
-            shapes: dict[str, tuple[int, ...]] = {}
+            moves = {}
+            shapes = {}
             for name in on_mesh:
                 load = self.loads[name].load
+                # From the layout of parts, which also cuts rows over replicas, to that of blocks.
                 moves[name] = f"{load.source.layout} -> {load.target.layout}"
                 shapes[name] = load.array.shape
-            # From the layout of what was read, which also cuts rows over replicas, to the layout
-            # that the user asked for.
-            moved = redistribute(on_mesh, moves, mesh, shape=shapes, profile=self.profile)
-            for name, block in moved.items():
+            blocks = redistribute(on_mesh, moves, mesh, shape=shapes, profile=self.profile)
+            for name, block in blocks.items():
                 tensors[name].copy_(block)
 
     def replace_meta(self, tensors: Mapping[str, Tensor]) -> None:
@@ -357,27 +380,6 @@ def _shared_bytes(load: Load) -> int:
     if not load.is_shared:
         return 0
     return dtypes.n_bytes(load.source.max_local_shape, load.stored)
-
-
-def _read(checkpoint: Checkpoint, load: Load, device: int, out: Tensor) -> Tensor | None:
-    """Read this process's block of one array from a checkpoint.
-
-    out: the tensor for the final block, to which the block is written. If it lies on the CPU and
-    has the dtype of the file, the file is read into its memory without a copy. Returns None then;
-    if the block is only a share of the rows, to be sent to replicas, it is returned instead.
-    """
-    stored_dtype = getattr(torch, load.stored)
-    # numpy cannot write to GPUs, nor to views that torch conjugates or negates when it reads them.
-    is_plain = out.device.type == "cpu" and not (out.is_conj() or out.is_neg())
-    is_direct = is_plain and not load.is_shared and out.dtype == stored_dtype
-    if is_direct:
-        read_block(checkpoint, load, device, _as_numpy(out))
-        return None
-    block = torch.from_numpy(read_block(checkpoint, load, device)).view(stored_dtype)
-    if load.is_shared:
-        return block.to(out.device, out.dtype)
-    out.copy_(block)
-    return None
 
 
 def _as_numpy(x: Tensor) -> NDArray[Any]:

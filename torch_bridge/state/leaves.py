@@ -56,18 +56,18 @@ def axes_of(mesh: MeshLike | None) -> Mesh:
 def all_or_none(
     ranks: Sequence[int], call: str, work: Callable[[], Any], *, timeout: timedelta | None = None
 ) -> list[Any]:
-    """Run a function on several ranks, so that it succeeds on all of them or raises on all.
+    """Run `work` on several ranks, and return the result of each, in their order.
 
-    ranks: all of them call this. call: in the user's words, for errors. work: its result must be
-    such that JSON can hold it. timeout: how long to wait for the others; None: as long as a
-    collective. Returns the result of each rank, in their order. Raises as `compare_ranks` does.
+    All of these ranks call it. If `work` fails on one, all raise, as `compare_ranks` does. call:
+    the name of the call in errors. work: JSON must be able to hold its result. timeout: how long to
+    wait for the others; None: as long as a collective.
     """
     if len(ranks) == 1:
         return [work()]
 
     def result() -> CallFacts:
-        # Ranks exchange a description of a call. Results go into the part of it that may differ
-        # between ranks.
+        # Ranks describe a call to each other. The part `own` may differ between them: it carries
+        # results.
         return CallFacts(everywhere={}, within={}, part=(), own={"": json.dumps(work())})
 
     reports = compare_ranks(ranks, call, result, timeout)
@@ -126,30 +126,31 @@ def local_arrays(
 ) -> tuple[dict[str, LocalArray], dict[str, Constant]]:
     """List the tensors of a model or a tree by name, each with its block and how it is sharded.
 
-    tree: a model, or dicts and lists of tensors. rules: layouts by patterns of names, for tensors
-    that are no DTensors; None: they are replicated. mesh: for these tensors; None: all processes.
-    shapes: global, by name, where blocks differ in size. The second result has numbers and strings,
-    by name. Raises as `local_array` does, with the name of the tensor.
+    The second result has its numbers and strings, by name. A parallel model and DTensors say
+    themselves how they are sharded; other tensors are sharded by `rules`.
+
+    tree: a model, or dicts and lists of tensors. rules: layouts by patterns of names; None: all are
+    replicated. mesh: for tensors with rules; None: all processes. shapes: global, by name, where
+    blocks differ in size. Raises as `local_array` does, with the name of the tensor.
     """
     if isinstance(tree, nn.Module) and hasattr(tree, ATTRIBUTE):
         return _arrays_of_parallel(tree), {}
     if isinstance(tree, nn.Module):
         tree = tree.state_dict()
     tensors, constants = tensors_and_constants(tree)
-    without_layout = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
+    without_placements = [name for name, x in tensors.items() if not isinstance(x, DTensor)]
     if rules is None:
         rules = {"**": "..."}
-    layouts = Rules(rules).match(without_layout, what="tensor")
+    layouts = Rules(rules).match(without_placements, what="tensor")
     ranks = processes_of(mesh)
     if mesh is None:
         mesh = axes_of(None)
-    if shapes is None:
-        shapes = {}
-    arrays: dict[str, LocalArray] = {}
+    arrays = {}
     for name, x in tensors.items():
         with errors.located(trees.place_of(name)):
             rule = sides_or_one(Layout.parse(layouts[name])) if name in layouts else None
-            arrays[name] = local_array(name, x, rule, mesh, ranks, shapes.get(name))
+            shape = None if shapes is None else shapes.get(name)
+            arrays[name] = local_array(name, x, rule, mesh, ranks, shape)
     return arrays, constants
 
 
@@ -161,7 +162,7 @@ def _arrays_of_parallel(model: nn.Module) -> dict[str, LocalArray]:
     """
     parallel = parallel_of(model)
     saved_names = set(model.state_dict(keep_vars=True))
-    arrays: dict[str, LocalArray] = {}
+    arrays = {}
     for parameter in parallel.parameters:
         if saved_names.isdisjoint(parameter.names):  # a buffer that is not persistent
             continue
@@ -185,9 +186,10 @@ def tensors_and_constants(tree: Any) -> tuple[dict[str, Tensor], dict[str, Const
     leaves of other types, and for two leaves of one name.
     """
     # Containers of torch's pytrees: dicts, lists, tuples and named tuples.
-    named_leaves = [(trees.leaf_name(path), x) for path, x in tree_flatten_with_path(tree)[0]]
-    tensors: dict[str, Tensor] = {}
-    constants: dict[str, Constant] = {}
+    paths_and_leaves, _ = tree_flatten_with_path(tree)
+    named_leaves = [(trees.leaf_name(path), x) for path, x in paths_and_leaves]
+    tensors = {}
+    constants = {}
     for name, x in trees.named_once(named_leaves).items():
         if isinstance(x, Tensor):
             tensors[name] = x
@@ -208,14 +210,16 @@ def local_array(
     rule: Sides | None,
     mesh: MeshLike,
     ranks: Sequence[int],
-    shape: Any = None,
+    shape: Any,
 ) -> LocalArray:
     """Describe one tensor as this process's block of a sharded array.
 
     A DTensor says itself how it is sharded; a plain tensor is a block under the left side of
-    `rule`: [4, 3] under "n/dp d" on dp=2 is of an array [8, 3]. shape: the global shape; None if
-    all blocks have one size. name: for errors. Raises XshardError for sparse and quantized tensors
-    and for a tensor without a layout, ShapeError for a block that does not fit its layout.
+    `rule`: [4, 3] under "n/dp d" on dp=2 is of an array [8, 3]. Raises XshardError for sparse and
+    quantized tensors and for a tensor without a layout, ShapeError for a block that does not fit.
+
+    rule: its layouts in the source and the target, or None. mesh, ranks: of a plain tensor. shape:
+    the global shape; None: as if all blocks had one size.
     """
     if x.layout != torch.strided:
         raise XshardError(f"a tensor of {x.layout}", hint="x.to_dense() or x.dequantize()")
@@ -242,18 +246,17 @@ def _array_of_dtensor(name: str, x: DTensor) -> LocalArray:
 
     The block is None on a process outside of the DTensor's mesh.
     """
-    device_mesh = x.device_mesh
     shape = tuple(x.shape)
-    axes = meshes.dtensor_axes(device_mesh)
-    rule = sides_or_one(from_placements(x.placements, axes, x.ndim, shape))
-    ranks = meshes.calling_ranks(device_mesh)
-    sharding = Sharding(rule.src, axes, shape)
+    axes = meshes.dtensor_axes(x.device_mesh)
+    layout = from_placements(x.placements, axes, x.ndim, shape)
+    ranks = meshes.calling_ranks(x.device_mesh)
+    sharding = Sharding(layout, axes, shape)
     if rank() not in ranks:
         # In place of a block torch has an empty tensor here.
-        return LocalArray([name], None, x.dtype, sharding, device_mesh, ranks)
-    mesh = meshes.dtensor_mesh(device_mesh)
+        return LocalArray([name], None, x.dtype, sharding, x.device_mesh, ranks)
+    mesh = meshes.dtensor_mesh(x.device_mesh)
     array = LocalArray([name], local_block(x), x.dtype, sharding, mesh, ranks)
-    _check_block_shape(array, rule)
+    _check_block_shape(array, sides_or_one(layout))
     return array
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from xshard.rules import RulesLike
 from xshard.state import Names
 from xshard.state.progress import Progress, reporting
 from xshard.state.transfer import BUCKET
-from xshard.state.tree_plan import ArrayPlan, TreePlan
+from xshard.state.tree_plan import ArrayPlan, PartMove, TreePlan
 
 
 @api_boundary
@@ -90,20 +91,24 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
     check_world()
     blocks: dict[str, torch.Tensor] = {}
 
-    # Runs inside the comparison of ranks, so that all of them raise if one cannot describe its
-    # tree.
     def prepared() -> CallFacts:
-        everywhere = {
+        """Describe the tree and the options to other ranks, and leave this rank's `blocks`.
+
+        It runs inside the comparison of ranks: all of them raise if one cannot describe its tree.
+        """
+        equal_on_all = {
             "destination": f"{mesh_of(dst_mesh)!r} on {ranks_of(dst_mesh)}",
             **tree_facts.rules_text(rules, names),
             "bucket_bytes": str(bucket_bytes),
         }
-        if tree is None:
-            return CallFacts(everywhere, within={}, part=(), own={})
-        local, facts = tree_facts.describe_tree(tree, rules, src_mesh, shapes)
-        blocks.update(local)
-        _, senders = tree_facts.mesh_in(facts)
-        return CallFacts(everywhere, within=facts, part=senders, own={})
+        facts: dict[str, str] = {}
+        senders: tuple[int, ...] = ()
+        if tree is not None:
+            local, facts = tree_facts.describe_tree(tree, rules, src_mesh, shapes)
+            blocks.update(local)
+            _, senders = tree_facts.mesh_in(facts)
+        # Senders compare their descriptions with each other.
+        return CallFacts(equal_on_all, within=facts, part=senders, own={})
 
     reports = compare_ranks(range(dist.get_world_size()), "transfer", prepared)
     facts = _facts_of_senders(reports)
@@ -127,20 +132,22 @@ def transfer(  # noqa: PLR0913  both meshes, and options of plans and of their e
 
 
 def _facts_of_senders(reports: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    """Find the description of the tree to send among the reports of all ranks.
+    """Return the description of the tree to send, out of the reports of all ranks.
 
-    Ranks of the source mesh report one, which has been compared, so that it is equal; all others
-    report an empty one. reports: by rank, as from `compare_ranks`. Returns the description. Raises
-    MeshError unless each rank of the source mesh has one.
+    Ranks of the source mesh report it as "within", and have compared it, so that it is equal; all
+    others report an empty one. Raises MeshError unless each rank of the source mesh has one.
     """
-    bring_tree = [rank for rank, report in reports.items() if report["within"]]
-    if not bring_tree:
+    descriptions = {}
+    for rank, report in reports.items():
+        if report["within"]:
+            descriptions[rank] = report["within"]
+    if not descriptions:
         hint = "ranks of src_mesh pass theirs, all others None"
         raise MeshError("no rank brings a tree", hint=hint)
-    facts: dict[str, str] = reports[bring_tree[0]]["within"]
+    facts, *_ = descriptions.values()
     _, senders = tree_facts.mesh_in(facts)
     # Each sender's block is needed: nobody can stand in for it.
-    missing = [rank for rank in senders if rank not in bring_tree]
+    missing = [rank for rank in senders if rank not in descriptions]
     if missing:
         hint = f"all of {senders} pass theirs"
         raise MeshError(f"ranks {missing} of the source bring no tree", hint=hint)
@@ -169,24 +176,30 @@ def execute(
     src_device = _position(plan.src_devices, rank)
     dst_device = _position(plan.dst_devices, rank)
     last_bucket = _last_bucket_of_blocks(plan)
-    received: dict[str, Tensor] = {}
+    received = {}
     with reporting(progress, plan.bytes_moved, group.rank() == 0) as report:
         for i, bucket in enumerate(plan.buckets):
-            parts = _parts_to_send(bucket, blocks, src_device, tensor_device)
+            moves = _moves_of(bucket)
+            parts = _parts_to_send(moves, blocks, src_device, tensor_device)
             # All messages of a bucket travel together: small arrays cost little more than one.
-            moves = [move for array in bucket for move in array.moves]
             exchanges = [lower_transfer(move.plan, tensor_device, group) for move in moves]
-            arrived = iter(run_transfers_together(exchanges, parts))
+            arrived = iter(run_transfers_together(exchanges, parts))  # a part for each move
             for array in bucket:
-                pieces = [next(arrived) for _ in array.moves]
+                array_parts = list(itertools.islice(arrived, len(array.moves)))
                 if dst_device is not None:
-                    received[array.name] = _assembled(array, pieces, dst_device)
+                    received[array.name] = _assembled(array, array_parts, dst_device)
             if donate:
-                # A block may be read by several buckets, as `names` can split arrays.
-                for name in [name for name in blocks if last_bucket.get(name) == i]:
-                    _free(blocks.pop(name))
+                # A block may be read by several moves and buckets, as `names` can split arrays.
+                for move in moves:
+                    if move.name in blocks and last_bucket[move.name] == i:
+                        _free(blocks.pop(move.name))
             report(sum(array.traffic.total() for array in bucket))
     return None if dst_device is None else received
+
+
+def _moves_of(bucket: Sequence[ArrayPlan]) -> list[PartMove]:
+    """Return the moves of all arrays of a bucket, in order: each brings a part of an array."""
+    return list(itertools.chain.from_iterable(array.moves for array in bucket))
 
 
 def _position(ranks: Sequence[int], rank: int) -> int | None:
@@ -196,35 +209,31 @@ def _position(ranks: Sequence[int], rank: int) -> int | None:
 
 def _last_bucket_of_blocks(plan: TreePlan) -> dict[str, int]:
     """Return the number of the last bucket that reads each source block."""
-    last_bucket: dict[str, int] = {}
+    last_bucket = {}
     for i, bucket in enumerate(plan.buckets):
-        for array in bucket:
-            last_bucket |= {move.name: i for move in array.moves}
+        for move in _moves_of(bucket):
+            last_bucket[move.name] = i
     return last_bucket
 
 
 def _parts_to_send(
-    bucket: Sequence[ArrayPlan],
+    moves: Sequence[PartMove],
     blocks: Mapping[str, Tensor],
     src_device: int | None,
     tensor_device: torch.device,
 ) -> list[Tensor]:
-    """Cut from this process's source blocks what each message of a bucket needs.
+    """Cut from this process's source blocks what each move sends.
 
-    bucket: arrays that are sent together. blocks: by name. src_device: this process's number in the
-    source mesh; None: it is outside, and its parts are empty. Returns one tensor per move, on
+    blocks: by name. src_device: this process's number in the source mesh; None: it is outside, and
+    its parts are empty, as moves want one on every process. Returns one tensor per move, on
     tensor_device, in the dtype that travels.
     """
-    parts: list[Tensor] = []
-    for array in bucket:
-        for move in array.moves:
-            part = torch.empty(
-                0, device=tensor_device
-            )  # the moves of a plan want one on every process
-            if src_device is not None:
-                index = move.src.numpy_index(src_device)
-                part = _part(blocks[move.name], index)
-            parts.append(part.to(tensor_device, getattr(torch, move.plan.dtype)))
+    parts = []
+    for move in moves:
+        part = torch.empty(0, device=tensor_device)
+        if src_device is not None:
+            part = _part(blocks[move.name], move.src.numpy_index(src_device))
+        parts.append(part.to(tensor_device, getattr(torch, move.plan.dtype)))
     return parts
 
 

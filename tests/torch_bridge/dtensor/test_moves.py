@@ -279,6 +279,8 @@ def test_how_much_is_sent() -> None:
         (grid, (8, 8), [P, P], [R, R], 1, 0),
         (grid, (8, 8), [P, P], [S0, S0], 1, 1),
         (init_device_mesh("cpu", (4, 1)), (8, 8), [R, S0], [R, S1], 0, 0),
+        # DTensor reduces the product, and leaves the shards of the other mesh dim where they are.
+        (grid, (8, 8), [Partial("product"), S0], [R, S0], 1, 0),
     ]
     for on, shape, src, dst, there, back in table:
         x = dtensor(whole_array(*shape), on, src).requires_grad_()
