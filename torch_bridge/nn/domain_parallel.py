@@ -16,6 +16,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
 from torch_bridge.models.parallel import ATTRIBUTE
 from torch_bridge.models.parallelize import replicated
 from torch_bridge.models.parameters import ParallelContext
+from torch_bridge.nn.function_call import tensors_in
 from torch_bridge.nn.layers import (
     LAYERS,
     Layer,
@@ -31,7 +32,7 @@ from torch_bridge.nn.placed import (
     recorded_placement,
     recorded_placements,
 )
-from torch_bridge.nn.propagation import Propagation, tensors_in
+from torch_bridge.nn.propagation import Propagation
 from torch_bridge.versions.autograd import is_in_backward_pass
 from torch_bridge.versions.modes import function_modes, without_torch_function
 from torch_bridge.versions.modules import children_of, replace_children, share_tensors_and_children

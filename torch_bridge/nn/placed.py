@@ -54,6 +54,10 @@ class Placement:
         return self.sharding.shape
 
     @property
+    def ndim(self) -> int:
+        return len(self.sharding.shape)
+
+    @property
     def axes(self) -> Axes:
         """The mesh axes that shard the array, in the order of the mesh."""
         return tuple(axis for axis in self.sharding.mesh.axes if axis in self.layout.axes)
