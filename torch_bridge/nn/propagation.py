@@ -182,9 +182,10 @@ def _along_dims(call: FunctionCall, position: int | None = 1, default: int | Non
 
 def _named_dims(call: FunctionCall, position: int | None) -> list[int]:
     """Return the dims that a call names: `x.sum((0, 1))` -> [0, 1], `softmax(x, dim=-1)` -> [-1]."""
-    candidates = [call.kwargs[key] for key in _DIMS_KEYWORDS if key in call.kwargs]
+    named = [call.kwargs[key] for key in _DIMS_KEYWORDS if key in call.kwargs]
+    candidates: Sequence[Any] = named
     if position is not None:
-        candidates = [*call.args[position : position + 1], *candidates]
+        candidates = (*call.args[position : position + 1], *named)
     if candidates and isinstance(candidates[0], list | tuple):
         candidates = candidates[0]
     # Another option may be in this place: `unbiased` in `x.std(False)`.

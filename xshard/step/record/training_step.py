@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -162,8 +163,8 @@ class TrainingStep:
     def is_saved(self, name: str) -> bool:
         """Tell whether the backward pass of an operation needs this array as its operand."""
         for op in self.consumers(name):
-            saved = [op.operands[i] for i in op.saved_operands if i < len(op.operands)]
-            if name in saved:
+            arrays = (*op.operands, op.name)  # the number after the operands stands for the result
+            if name in [arrays[i] for i in op.saved_operands]:
                 return True
         return False
 
@@ -176,18 +177,21 @@ class TrainingStep:
         three gathers.
         """
         ops = list[Op]()
-        share_between = dict[tuple[str, str], str]()  # (maker, user) -> name of the share
+        # For the name of each operation: what it takes in place of which operand.
+        shares_of_user = defaultdict[str, dict[str, str]](dict)
         for op in self.ops:
             # Makers come before users, so that the shares of all operands are there.
-            operands = [share_between.get((name, op.name), name) for name in op.operands]
-            ops.append(replace(op, operands=tuple(operands)))
+            shares = shares_of_user[op.name]
+            operands = tuple(shares.get(name, name) for name in op.operands)
+            ops.append(replace(op, operands=operands))
             # Operations that save nothing take the array as it is: they would gain nothing.
             savers = {user.name for user in self.consumers(op.name) if _saves_operands(user)}
             if len(savers) > 1:
                 share = self._share_of(op)
                 ops.append(share)
-                share_between |= {(op.name, saver): share.name for saver in savers}
-        return replace(self, ops=ops) if share_between else self
+                for saver in savers:
+                    shares_of_user[saver][op.name] = share.name
+        return replace(self, ops=ops) if len(ops) > len(self.ops) else self
 
     def _share_of(self, op: Op) -> Op:
         """Make the operation that hands the result of another one to several."""
