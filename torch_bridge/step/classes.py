@@ -171,10 +171,12 @@ def _permutation(call: Invocation) -> Call:
 
 @describes(["t", "transpose"])
 def _transposition(call: Invocation) -> Call:
-    order = list(range(call.first.ndim))
+    ndim = call.first.ndim
+    order = list(range(ndim))
     i = call.args.get("dim0", 0)  # `t` has no arguments
     j = call.args.get("dim1", -1)
-    order[i], order[j] = order[j], order[i]
+    order[i] = j % ndim
+    order[j] = i % ndim
     return _reordering(call, order)
 
 
@@ -191,7 +193,8 @@ def _embedding(call: Invocation) -> Call:
     *row_dims, width = call.result_dims
     # The vocabulary is a dim of the table alone.
     arrays = [row_dims, ["v", width], call.result_dims]
-    return Call([call.args["indices"], call.args["weight"]], LetteredOp(arrays, "lookup"))
+    operands = [call.args["indices"], call.args["weight"]]
+    return Call(operands, LetteredOp(arrays, "lookup"))
 
 
 @describes(["index"])
@@ -203,25 +206,30 @@ def _indexing(call: Invocation) -> Call:
     that it cannot be sharded: `x[:, i]` with x [8, 9, 5] and i [3] is "r0 u1 r2, r1 -> r0 r1 r2",
     where no mesh axis shards u1.
     """
-    x = call.args["self"]
-    index_of = {d: index for d, index in enumerate(call.args["indices"]) if index is not None}
+    index_of: dict[int, Tensor] = {}
+    for d, index in enumerate(call.args["indices"]):
+        if index is not None:
+            index_of[d] = index
     start = min(index_of)
-    if max(index_of) - start >= len(index_of):  # not neighbours
+    are_neighbours = max(index_of) - start < len(index_of)
+    if not are_neighbours:
         start = 0
     stop = start + max(index.ndim for index in index_of.values())
 
-    # Between `start` and `stop` are the result's dims that come from the index tensors.
-    picked_dims = call.result_dims[start:stop]
-    kept_dims = iter(call.result_dims[:start] + call.result_dims[stop:])
-    replaced_dims = [f"u{d}" for d in index_of]
-    array_dims: list[str] = []
-    for d in range(x.ndim):
-        array_dims.append(f"u{d}" if d in index_of else next(kept_dims))
+    # Between `start` and `stop` are the result's dims that come from the index tensors; the others
+    # come from the array.
+    result_dims = call.result_dims
+    picked_dims = result_dims[start:stop]
+    array_dims = [*result_dims[:start], *result_dims[stop:]]
     arrays = [array_dims]
+    replaced_dims: list[str] = []
     for d, index in index_of.items():
+        array_dims.insert(d, f"u{d}")
+        replaced_dims.append(f"u{d}")
         arrays.append(_dims_of_index(index, d, picked_dims, call.out.shape))
-    arrays.append(call.result_dims)
-    return Call([x, *index_of.values()], LetteredOp(arrays, "linear", replaced_dims))
+    arrays.append(result_dims)
+    operands = [call.args["self"], *index_of.values()]
+    return Call(operands, LetteredOp(arrays, "linear", replaced_dims))
 
 
 def _dims_of_index(
@@ -261,7 +269,8 @@ def _nll_loss(call: Invocation) -> Call:
     """
     rows = dim_letters(call.args["target"].ndim)
     scores = [*rows[:1], "v", *rows[1:]]
-    return Call(call.tensors[:2], LetteredOp([scores, rows, []], "loss"))
+    op = LetteredOp([scores, rows, []], "loss")
+    return Call(call.tensors[:2], op)
 
 
 @describes(["native_group_norm"])
@@ -283,15 +292,16 @@ def _written_into(call: Invocation) -> Call | None:
         return None  # the part may be transposed or have steps
     lengths = zip(call.result_dims, array.shape, part.shape, strict=True)
     cut_dims = {dim for dim, length, part_length in lengths if length != part_length}
-    return Call(call.tensors, describe_aligned(call.shapes, call.out.shape, whole=cut_dims))
+    op = describe_aligned(call.shapes, call.out.shape, whole=cut_dims)
+    return Call(call.tensors, op)
 
 
 @describes(["stack"])
 def _stack(call: Invocation) -> Call:
     """Describe arrays stacked along a new dim, which cannot be sharded."""
     # Operands lie one behind another along it, each on all devices.
-    new_dim = call.args["dim"] % call.out.ndim
-    places = [d for d in range(call.out.ndim) if d != new_dim]
+    places = list(range(call.out.ndim))
+    new_dim = places.pop(call.args["dim"])
     unsharded = [call.result_dims[new_dim]]
     places_of_operands = [places] * len(call.tensors)
     op = describe_by_places(call.shapes, call.out.shape, places_of_operands, whole=unsharded)
@@ -325,7 +335,8 @@ def _by_traits(call: Invocation) -> Call:
         kind = "linear"
     shape = call.out.shape
     if "dim" in call.args or "dims" in call.args:
-        op = describe_along(call.shapes, shape, _reduced_dims(call), kind, sums=call.name == "sum")
+        is_sum = call.name == "sum"
+        op = describe_along(call.shapes, shape, _reduced_dims(call), kind, sums=is_sum)
     elif call.is_pointwise or call.name in ALIGNED or WINDOWS.search(call.name):
         first_unsharded = call.out.ndim - _n_unsharded_last_dims(call)
         op = describe_aligned(call.shapes, shape, kind, call.result_dims[first_unsharded:])
@@ -377,7 +388,8 @@ def _leading_dims(call: Invocation) -> LetteredOp:
     out_ndim = call.out.ndim
     # A dim behind the result's has no place in it: real and imaginary part become one number.
     places = [_places_of_leading_dims(x.ndim, out_ndim) for x in call.tensors]
-    pairs = [*call.result_dims[call.first.ndim :], f"u0_{out_ndim}"]
+    added_dims = call.result_dims[call.first.ndim :]
+    pairs = [*added_dims, f"u0_{out_ndim}"]
     return describe_by_places(call.shapes, call.out.shape, places, kind, pairs)
 
 
@@ -401,7 +413,6 @@ def attention_call(
     each of g heads of keys serves r heads of queries, which are "(g r)": 8 heads of queries and 2
     of keys are g=2, r=4. Returns the description, and an empty tensor in the result's place.
     """
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
     key_dims = dim_letters(query.ndim - 2, "b")
     query_dims = key_dims
     lengths = dict[str, int]()
@@ -413,15 +424,15 @@ def attention_call(
 
     # One letter stands for one length: values may be wider than keys.
     depths = (query.shape[-1], value.shape[-1])
-    value_depth = "d"
-    if depths[0] != depths[1]:
-        value_depth = "e"
+    value_depth = "d" if depths[0] == depths[1] else "e"
     operands = [query, key, value]
-    arrays = [[*query_dims, "s", "d"], [*key_dims, "t", "d"], [*key_dims, "t", value_depth]]
+    score_dims = [*query_dims, "s", "t"]
+    arrays = [[*query_dims, "s", "d"], [*key_dims, "t", "d"]]
+    arrays.append([*key_dims, "t", value_depth])
     if attn_mask is not None:
         operands.append(attn_mask)
         score_shape = (*query.shape[:-1], key.shape[-2])
-        arrays.append(_mask_dims(attn_mask.shape, [*query_dims, "s", "t"], score_shape))
+        arrays.append(_mask_dims(attn_mask.shape, score_dims, score_shape))
     arrays.append([*query_dims, "s", value_depth])
 
     # Two FLOPs per multiply-add. Q K^T has b s t d of these, and P V has b s t e. The planner
@@ -434,7 +445,8 @@ def attention_call(
         unsharded.add("s")  # blocks of queries see different numbers of keys
         flops /= 2  # only scores below the diagonal
     op = LetteredOp(arrays, "attention", unsharded, {"flops": flops}, lengths)
-    return Call(operands, op), out
+    result_shape = (*query.shape[:-1], value.shape[-1])
+    return Call(operands, op), query.new_empty(result_shape)
 
 
 def _mask_dims(
@@ -457,5 +469,6 @@ def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
     bias_dims = all_dims[out.ndim - bias.ndim :]
     if is_convolution:
         bias_dims = [1]
-    op = describe_by_places([out.shape, bias.shape], out.shape, [all_dims, bias_dims])
+    places = [all_dims, bias_dims]
+    op = describe_by_places([out.shape, bias.shape], out.shape, places)
     return Call([out, bias], op._replace(work=FREE))
