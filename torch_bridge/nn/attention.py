@@ -115,12 +115,8 @@ class Queries(NamedTuple):
 
     def rows(self, rows: slice) -> Queries:
         """Return some of the queries."""
-        return self._replace(
-            q=self.q[:, :, rows],
-            cotangent=self.cotangent[:, :, rows],
-            y=self.y[:, :, rows],
-            log_sum=self.log_sum[:, :, rows],
-        )
+        q, cotangent, y, log_sum = [x[:, :, rows] for x in self[:4]]
+        return Queries(q, cotangent, y, log_sum, self.has_extra_column)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

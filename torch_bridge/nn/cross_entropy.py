@@ -33,9 +33,8 @@ from xshard.nn.cross_entropy import class_dim, rows_of_classes
 from xshard.ops import move, tag
 
 Axes = tuple[str, ...]
-Reduce = Callable[
-    [Tensor, str, Axes], Tensor
-]  # a tensor, "sum" or "max", mesh axes -> on all devices
+# A tensor, "sum" or "max", mesh axes -> its sum or maximum, on all devices.
+Reduce = Callable[[Tensor, str, Axes], Tensor]
 
 
 class LossOptions(NamedTuple):
@@ -67,32 +66,36 @@ def _cross_entropy(
         raise DtypeError(message, text=str(layout), hint="labels are numbers of classes")
     placement = placed_as(logits, layout, mesh, options.shape)
     sharding = placement.sharding
+    reduction = options.reduction
     dim, class_axes, token_axes = class_dim(
-        sharding, options.classes, logits.shape, labels.shape, options.reduction
+        sharding, options.classes, logits.shape, labels.shape, reduction
     )
     # An ignored label, such as -100, is no valid row number: class 0 is looked up in its place, and
     # the loss is set to 0 below.
     is_ignored = labels == options.ignore_index
     rows = _rows_of_classes(sharding, dim, placement.processes.device, logits.device)
-    tokens = labels.masked_fill(is_ignored, 0).long()
-    row_of_label = F.embedding(tokens, rows[:, None])[..., 0]
+    valid_labels = labels.masked_fill(is_ignored, 0).long()
+    row_of_label = F.embedding(valid_labels, rows[:, None]).squeeze(-1)
 
     reduce = partial(_reduced, processes=placement.processes, profile=options.profile)
     class_count = sharding.shape[dim]
-    local_logits = logits.movedim(dim, -1)
     losses = _losses(
-        local_logits, row_of_label, class_axes, reduce, options.label_smoothing, class_count
+        logits.movedim(dim, -1),
+        row_of_label,
+        class_axes,
+        reduce,
+        options.label_smoothing,
+        class_count,
     )
     losses = losses.masked_fill(is_ignored, 0)
-    if options.reduction == "none":
+    if reduction == "none":
         return losses
     # The sum of losses and the number of tokens travel in one all-reduce. Reduction "sum" does not
     # need the number, which costs it nothing.
     count = (~is_ignored).sum().to(losses)
-    total, count = reduce(torch.stack([losses.sum(), count]), "sum", token_axes)
-    if options.reduction == "mean":
-        return total / count
-    return total
+    sums = torch.stack([losses.sum(), count])
+    total, count = reduce(sums, "sum", token_axes)
+    return total / count if reduction == "mean" else total
 
 
 def _reduced(
@@ -101,7 +104,8 @@ def _reduced(
     """Return the sum, or another reduction, of a tensor over mesh axes: on all devices."""
     if not axes:
         return x
-    return redistribute(x, move(x.shape, tag(operation, axes), ""), processes, profile=profile)
+    expression = move(x.shape, tag(operation, axes), "")
+    return redistribute(x, expression, processes, profile=profile)
 
 
 def _losses(
@@ -126,11 +130,13 @@ def _losses(
     # Subtracting the largest log-sum-exp of a block keeps exponentials from overflowing. It cancels
     # in the loss, so that it needs no gradient.
     top = reduce(logits.detach().logsumexp(-1), "max", class_axes)
-    addends = [(logits - top[..., None]).exp().sum(-1), _chosen(logits, row_of_label)]
+    exponentials = (logits - top[..., None]).exp()
+    addends = [exponentials.sum(-1), _chosen(logits, row_of_label)]
     if smoothing:
         addends.append(logits.sum(-1))
     sums = reduce(torch.stack(addends), "sum", class_axes)
-    losses = top + sums[0].log() - (1 - smoothing) * sums[1]
+    losses = top + sums[0].log()
+    losses = losses - (1 - smoothing) * sums[1]
     if smoothing:
         losses = losses - smoothing / class_count * sums[2]
     return losses
@@ -142,7 +148,8 @@ def _chosen(logits: Tensor, row_of_label: Tensor) -> Tensor:
     if not local_count:
         return logits.sum(-1)  # zeros that depend on the logits, for autograd
     # Any row stands in for a class that is elsewhere.
-    chosen = logits.gather(-1, row_of_label[..., None] % local_count)[..., 0]
+    row = row_of_label % local_count
+    chosen = logits.gather(-1, row[..., None]).squeeze(-1)
     return chosen.masked_fill(row_of_label == local_count, 0)
 
 

@@ -55,6 +55,11 @@ class FunctionCall(NamedTuple):
         return [values[name] for name in order]
 
 
+def rows(names: str, rule: Rule) -> dict[str, Rule]:
+    """Return the rows of a table of rules for several functions: "add sub" -> {"add": rule, "sub": rule}."""
+    return dict.fromkeys(names.split(), rule)
+
+
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Generate the tensors among values, also inside lists and tuples."""
     for value in values:

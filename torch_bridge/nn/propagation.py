@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_bridge.nn.conv import pad
 from torch_bridge.nn.fft import KINDS, fft
-from torch_bridge.nn.function_call import FunctionCall, Rule, tensors_in
+from torch_bridge.nn.function_call import FunctionCall, Rule, rows, tensors_in
 from torch_bridge.nn.placed import (
     Placement,
     check_whole,
@@ -34,7 +34,7 @@ from torch_bridge.nn.placed import (
 from torch_bridge.nn.views import VIEWS, new_dims, view
 from torch_bridge.ops import copy_to
 from xshard import Layout, XshardError
-from xshard.errors import ShapeError, api_boundary, with_path
+from xshard.errors import api_boundary, with_path
 from xshard.notation.parser import Dim
 
 _DIMS_KEYWORDS = ("dim", "dims", "axis")
@@ -64,10 +64,9 @@ def _pointwise(call: FunctionCall) -> Any:
     kwargs = {key: _fitted(x, result) for key, x in call.kwargs.items()}
     y = call.func(*args, **kwargs)
     for part in tensors_in((y,)):  # frexp returns two
-        # Tensors without a known layout may have broadcast dims that are not sharded, so these
-        # lengths are taken from the result.
-        shape = result.global_lengths(part.shape)
-        record(part, result.with_dims(result.layout.dims, shape))
+        # Tensors without a known layout may have broadcast dims that are not sharded: these lengths
+        # are those of the block.
+        record(part, result.like_block(part))
     return y
 
 
@@ -90,7 +89,7 @@ def _with_parameters(call: FunctionCall, whole_last_dims: int) -> Tensor:
     y: Tensor = call.map_tensors(partial(_used_beside, placement)).run()
     # An embedding adds a dim; the product with a vector has one less.
     added_dim = next(new_dims(placement.layout))
-    dims = (*placement.layout.dims, added_dim)[: y.ndim]
+    dims = (*placement.dims, added_dim)[: y.ndim]
     lengths = (*placement.shape[:first], *y.shape[first:])
     return record(y, placement.with_dims(dims, lengths))
 
@@ -200,7 +199,7 @@ def _placement_along(placement: Placement, y: Tensor, dims: set[int]) -> Placeme
     lengths = []
     for d, length in zip(kept, y.shape, strict=True):
         lengths.append(placement.shape[d] if placement.is_sharded(d) else length)
-    return placement.with_dims([placement.layout.dims[d] for d in kept], lengths)
+    return placement.with_dims([placement.dims[d] for d in kept], lengths)
 
 
 def _extremum(call: FunctionCall) -> Any:
@@ -225,12 +224,12 @@ def _index_select(call: FunctionCall) -> Any:
     placement = recorded_placement(index)
     # The numbers of rows that others select are needed too: the result has them all.
     if placement is not None and placement.axes:
-        dims = [Dim(dim.name) for dim in placement.layout.dims]
+        dims = [Dim(dim.name) for dim in placement.dims]
         index = placement.redistribute(index, Layout(tuple(dims)))
     return _along_dims(FunctionCall(call.func, (x, dim, index), {}))
 
 
-def _fft(call: FunctionCall, kind: str, lengths_name: str, default_dims: Any) -> Tensor:
+def _fft(kind: str, lengths_name: str, default_dims: Any, call: FunctionCall) -> Tensor:
     """Apply a function of `torch.fft` to a block of a sharded array.
 
     It runs as our `fft`, which gathers sharded dims for the transform.
@@ -256,6 +255,14 @@ def _fft(call: FunctionCall, kind: str, lengths_name: str, default_dims: Any) ->
     )
 
 
+def _fft_rows(suffix: str, lengths_name: str, default_dims: Any) -> dict[str, Rule]:
+    """Return the rows of the table of rules for `fft2`, `rfft2` and so on, for the suffix "2"."""
+    table: dict[str, Rule] = {}
+    for kind in KINDS:
+        table[f"fft_{kind}{suffix}"] = partial(_fft, kind, lengths_name, default_dims)
+    return table
+
+
 def _global_fft_lengths(
     name: str, placement: Placement, dims: Sequence[int], lengths: Sequence[int]
 ) -> list[int]:
@@ -273,7 +280,7 @@ def _global_fft_lengths(
         is_block_length = placement.sharding.is_even and length == placement.local_shape[d]
         if length != -1 and not is_block_length:
             function = name.removeprefix("fft_")
-            message = f"{function}() of {length} rows of dim '{placement.layout.dims[d]}'"
+            message = f"{function}() of {length} rows of dim '{placement.dims[d]}'"
             raise XshardError(message, hint="sharded dims keep the length that they have")
         global_lengths.append(-1)
     return global_lengths
@@ -298,17 +305,12 @@ def _pad(call: FunctionCall) -> Tensor:
             y, result = pad(x, placement, pairs, mode, 0.0 if value is None else value)
             return record(y, result)
         shape[d] += sum(pair)
-    return record(call.run(), placement.with_dims(placement.layout.dims, shape))
-
-
-def _rows(names: str, rule: Rule) -> dict[str, Rule]:
-    """Return rows of the table of rules: for functions, with a blank between their names."""
-    return dict.fromkeys(names.split(), rule)
+    return record(call.run(), placement.with_shape(shape))
 
 
 # What is done for a function of blocks. Functions with torch's tag for elementwise ones need no row.
 _RULES: dict[str, Rule | None] = {
-    **_rows(
+    **rows(
         "alpha_dropout bfloat16 bool contiguous detach double dropout float half hardswish hardswish_ imag"
         " int log_sigmoid logsigmoid long masked_fill ones_like real requires_grad_ softsign tanhshrink to"
         " type_as where zeros_like",
@@ -316,27 +318,27 @@ _RULES: dict[str, Rule | None] = {
     ),
     "equal": None,  # it has torch's tag, but its result is one bool
     # Along dims, which must be whole: these dims stay, or they are reduced.
-    **_rows(
+    **rows(
         "all amax amin any argmax argmin count_nonzero cumprod cumsum log_softmax logcumsumexp logsumexp"
         " mean median prod softmax softmin std sum var",
         _along_dims,
     ),
-    **_rows("max min", _extremum),
+    **rows("max min", _extremum),
     "flip": _flip,
     "index_select": _index_select,
-    **_rows("argsort glu sort", partial(_along_dims, default=-1)),
-    **_rows("channel_shuffle local_response_norm", partial(_along_dims, position=None, default=1)),
+    **rows("argsort glu sort", partial(_along_dims, default=-1)),
+    **rows("channel_shuffle local_response_norm", partial(_along_dims, position=None, default=1)),
     "normalize": partial(_along_dims, position=2, default=1),
     "roll": partial(_along_dims, position=2),
     "topk": partial(_along_dims, position=2, default=-1),
-    **{f"fft_{kind}": partial(_fft, kind=kind, lengths_name="n", default_dims=-1) for kind in KINDS},
-    **{f"fft_{kind}2": partial(_fft, kind=kind, lengths_name="s", default_dims=(-2, -1)) for kind in KINDS},
-    **{f"fft_{kind}n": partial(_fft, kind=kind, lengths_name="s", default_dims=None) for kind in KINDS},
+    **_fft_rows("", "n", -1),
+    **_fft_rows("2", "s", (-2, -1)),
+    **_fft_rows("n", "s", None),
     "embedding": _embedding,
     "prelu": partial(_with_parameters, whole_last_dims=0),
-    **_rows("linear matmul", partial(_with_parameters, whole_last_dims=1)),
-    **_rows("layer_norm rms_norm", _norm),
-    **_rows("cat concat", _cat),
+    **rows("linear matmul", partial(_with_parameters, whole_last_dims=1)),
+    **rows("layer_norm rms_norm", _norm),
+    **rows("cat concat", _cat),
     "stack": _stack,
     "pad": _pad,
     **VIEWS,
@@ -408,11 +410,11 @@ def _broadcast(placements: Sequence[Placement]) -> Placement:
     are added in front, as in numpy. Raises ShapeError for lengths that differ.
     """
     base = max(placements, key=attrgetter("ndim"))
-    dims = list(base.layout.dims)
+    dims = list(base.dims)
     shape = list(base.shape)
     for placement in placements:
         first = base.ndim - placement.ndim  # the last dims are aligned
-        for d, dim in enumerate(placement.layout.dims, first):
+        for d, dim in enumerate(placement.dims, first):
             length = placement.shape[d - first]
             repeats_one_row = shape[d] == 1 and length != 1
             is_first_sharded = length == shape[d] and dim.axes and not dims[d].axes
@@ -421,7 +423,7 @@ def _broadcast(placements: Sequence[Placement]) -> Placement:
                 shape[d] = length
             elif length not in (1, shape[d]):
                 message = f"{length} rows of dim {dim.name!r} meet {shape[d]}"
-                raise ShapeError(message, text=str(placement.layout))
+                raise placement.shape_error(message)
     return base.with_dims(dims, shape)
 
 
@@ -443,13 +445,13 @@ def _fitted_tensor(x: Tensor, result: Placement) -> Tensor:
     """
     if x.ndim > result.ndim:
         message = f"{x.ndim} dims meet {result.ndim}"
-        raise ShapeError(message, text=str(result.layout), hint="as many dims")
-    target_dims = result.layout.dims[result.ndim - x.ndim :]
+        raise result.shape_error(message, "as many dims")
+    target_dims = result.dims[result.ndim - x.ndim :]
     placement = recorded_placement(x)
     if placement is None:
         _check_broadcasts(x, target_dims, result)
         return _used_beside(result, x)
-    dims = [Dim(dim.name) for dim in placement.layout.dims]
+    dims = [Dim(dim.name) for dim in placement.dims]
     for d, target in enumerate(target_dims):
         if placement.shape[d] > 1:
             dims[d] = replace(target, name=dims[d].name)
@@ -466,14 +468,14 @@ def _check_broadcasts(x: Tensor, dims: Sequence[Dim], result: Placement) -> None
         if length > 1 and dim.axes:
             message = f"{length} rows without a recorded sharding meet dim '{dim}'"
             hint = "slice it first, or make it an input of the model"
-            raise ShapeError(message, text=str(result.layout), hint=hint)
+            raise result.shape_error(message, hint)
 
 
 def _dim_number(dim: int, placement: Placement) -> int:
     """Return the number of a dim that may count from the end: -1 of 4 dims -> 3."""
     ndim = placement.ndim
     if not -ndim <= dim < ndim:
-        raise ShapeError(f"no dim {dim} in a block of {ndim} dims", text=str(placement.layout))
+        raise placement.shape_error(f"no dim {dim} in a block of {ndim} dims")
     return dim % ndim
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge.nn.function_call import FunctionCall, Rule
+from torch_bridge.nn.function_call import FunctionCall, Rule, rows, tensors_in
 from torch_bridge.nn.placed import Placement, needs_whole, placement_of, record
 from xshard import Layout, XshardError
 from xshard.layout.runs import as_intervals
@@ -37,7 +37,7 @@ def view(call: FunctionCall, *, takes_lengths: bool = False, is_merging: bool = 
     operation = "a slice" if call.name == "__getitem__" else f"{call.name}()"
     may_split = takes_lengths and is_merging
     y = call.run()
-    for part, target in zip(_as_tensors(y), _as_tensors(targets), strict=True):
+    for part, target in zip(tensors_in((y,)), tensors_in((targets,)), strict=True):
         trial = _Trial(placement, source, target)
         record(part, trial.placement_of_view(operation, may_split=may_split))
     return y
@@ -71,22 +71,17 @@ def _squeeze(call: FunctionCall) -> Tensor:
 
 # Functions and properties that return views -> their rules.
 VIEWS: dict[str, Rule] = {
-    **dict.fromkeys((
-        "H", "T", "chunk", "mH", "mT", "moveaxis", "movedim", "narrow", "permute", "select", "split",
-        "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unfold", "unsqueeze",
-    ), view),
+    **rows(
+        "H T chunk mH mT moveaxis movedim narrow permute select split swapaxes swapdims t tensor_split"
+        " transpose unbind unfold unsqueeze",
+        view,
+    ),
     "__getitem__": _slice,
     "squeeze": _squeeze,
     "expand": partial(view, takes_lengths=True),
     "flatten": partial(view, is_merging=True),
-    **dict.fromkeys(("reshape", "unflatten", "view"), partial(view, takes_lengths=True, is_merging=True)),
-}  # fmt: skip
-
-
-def _as_tensors(y: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    if isinstance(y, Tensor):
-        return (y,)
-    return y
+    **rows("reshape unflatten view", partial(view, takes_lengths=True, is_merging=True)),
+}
 
 
 def new_dims(layout: Layout) -> Iterator[Dim]:
@@ -132,7 +127,7 @@ class _Trial(NamedTuple):
         # Dims of the view are new and whole until a dim of the array is found in their place.
         dims = list(itertools.islice(new_dims(placement.layout), self.target.ndim))
         lengths = list(self.target.shape)
-        places_of_sharded = set[int]()
+        places_of_sharded = set()
         # Whole dims come first, so that a sharded dim wins where both are found in the same place.
         for d in sorted(range(placement.ndim), key=placement.is_sharded):
             viewed = self._find(d)
@@ -167,7 +162,7 @@ class _Trial(NamedTuple):
             global_length = self.target.shape[number]
             if is_sharded:
                 global_length = self.placement.shape[d]
-            return _ViewedDim(number, self.placement.layout.dims[d], global_length)
+            return _ViewedDim(number, self.placement.dims[d], global_length)
         return self._find_merged(d) if is_sharded else None
 
     def _find_merged(self, d: int) -> _ViewedDim | None:
@@ -196,14 +191,14 @@ class _Trial(NamedTuple):
         before, after = _ones_beside(self.source.shape, d)
         before_in_view, after_in_view = _ones_beside(self.target.shape, number)
         if before_in_view > before or after_in_view > after:
-            dim = self.placement.layout.dims[d]
+            dim = self.placement.dims[d]
             message = f"{operation} puts a dim of length 1 beside '{dim}'"
             raise XshardError(message, hint="unsqueeze() does")
 
 
 def _dims_with(x: Tensor, stride: int, length: int | None) -> list[int]:
     """Return the dims of a stride and a length (None: any); several only if some are of length 1."""
-    dims = list[int]()
+    dims = []
     for d in range(x.ndim):
         if x.stride(d) == stride and length in (None, x.shape[d]):
             dims.append(d)
@@ -212,7 +207,7 @@ def _dims_with(x: Tensor, stride: int, length: int | None) -> list[int]:
 
 def _dim_of_groups(placement: Placement, d: int, rows_per_row: int) -> Dim:
     """Return a sharded dim with several rows in place of each row, on the same devices."""
-    dim = placement.layout.dims[d]
+    dim = placement.dims[d]
     # Equal consecutive blocks stay so; others have other rows, which intervals list.
     if placement.sharding.is_even and {shard.order for shard in dim.shards} == {"block"}:
         return dim

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Size, Tensor
@@ -122,14 +122,14 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
     return _by_traits(invocation)
 
 
-def describes(names: Iterable[str]) -> Callable[[Description], Description]:
-    """Register the description of some operations.
+def describes(names: str) -> Callable[[Description], Description]:
+    """Register the description of some operations, "mm bmm".
 
     It returns None to leave a call to the traits.
     """
 
     def register(describe: Description) -> Description:
-        DESCRIPTIONS.update(dict.fromkeys(names, describe))
+        DESCRIPTIONS.update(dict.fromkeys(names.split(), describe))
         return describe
 
     return register
@@ -145,7 +145,7 @@ MATRIX_PRODUCTS = {
 }
 
 
-@describes(MATRIX_PRODUCTS)
+@describes(" ".join(MATRIX_PRODUCTS))
 def _matrix_product(call: Invocation) -> Call:
     op = LetteredOp(MATRIX_PRODUCTS[call.name], "contraction")
     if "add" in call.name:  # addmm(bias, a, b)
@@ -155,21 +155,19 @@ def _matrix_product(call: Invocation) -> Call:
 
 
 @describes(
-    split_words(
-        "view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh"
-    )
+    "view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh"
 )
 def _reshaping(call: Invocation) -> Call:
     """Describe an operation that keeps the order of elements: [6, 4] -> [2, 3, 4]."""
     return Call([call.first], view(call.first.shape, call.out.shape))
 
 
-@describes(["permute"])
+@describes("permute")
 def _permutation(call: Invocation) -> Call:
     return _reordering(call, call.args["dims"])
 
 
-@describes(["t", "transpose"])
+@describes("t transpose")
 def _transposition(call: Invocation) -> Call:
     ndim = call.first.ndim
     order = list(range(ndim))
@@ -187,7 +185,7 @@ def _reordering(call: Invocation, order: Sequence[int]) -> Call:
     return Call([call.first], LetteredOp([dims, reordered], "linear", work=FREE))
 
 
-@describes(["embedding"])
+@describes("embedding")
 def _embedding(call: Invocation) -> Call:
     """Describe a table of rows, looked up by number: "rows, vocabulary width -> rows width"."""
     *row_dims, width = call.result_dims
@@ -197,7 +195,7 @@ def _embedding(call: Invocation) -> Call:
     return Call(operands, LetteredOp(arrays, "lookup"))
 
 
-@describes(["index"])
+@describes("index")
 def _indexing(call: Invocation) -> Call:
     """Describe how indexing with tensors of numbers, as in x[i, :, j], may be sharded.
 
@@ -220,33 +218,20 @@ def _indexing(call: Invocation) -> Call:
     # come from the array.
     result_dims = call.result_dims
     picked_dims = result_dims[start:stop]
+    picked_shape = call.out.shape[start:stop]
     array_dims = [*result_dims[:start], *result_dims[stop:]]
     arrays = [array_dims]
-    replaced_dims: list[str] = []
+    replaced_dims = []
     for d, index in index_of.items():
         array_dims.insert(d, f"u{d}")
         replaced_dims.append(f"u{d}")
-        arrays.append(_dims_of_index(index, d, picked_dims, call.out.shape))
+        arrays.append(_broadcast_dims(index.shape, picked_dims, picked_shape, f"v{d}_"))
     arrays.append(result_dims)
     operands = [call.args["self"], *index_of.values()]
     return Call(operands, LetteredOp(arrays, "linear", replaced_dims))
 
 
-def _dims_of_index(
-    index: Tensor, indexed_dim: int, picked_dims: Sequence[str], out_shape: Size
-) -> list[str]:
-    """Return the letters of an array of numbers; a dim that is broadcast has one of its own."""
-    last_dims = picked_dims[len(picked_dims) - index.ndim :]
-    dims = list[str]()
-    for name, length in zip(last_dims, index.shape, strict=True):
-        if length != out_shape[int(name[1:])]:  # broadcast; "r3" is dim 3 of the result
-            dims.append(f"v{indexed_dim}{name}")
-        else:
-            dims.append(name)
-    return dims
-
-
-@describes(["convolution"])
+@describes("convolution")
 def _convolution(call: Invocation) -> Call | None:
     """Describe a convolution "b c l, o c k -> b o m" over any number of spatial dims."""
     is_transposed = call.args["transposed"]
@@ -261,7 +246,7 @@ def _convolution(call: Invocation) -> Call | None:
     return Call(call.tensors[:2], op, added=call.args.get("bias"))
 
 
-@describes(["nll_loss_forward"])
+@describes("nll_loss_forward")
 def _nll_loss(call: Invocation) -> Call:
     """Describe a loss of scores [rows, classes] and targets [rows].
 
@@ -273,7 +258,7 @@ def _nll_loss(call: Invocation) -> Call:
     return Call(call.tensors[:2], op)
 
 
-@describes(["native_group_norm"])
+@describes("native_group_norm")
 def _group_norm(call: Invocation) -> Call | None:
     if call.out.shape != call.first.shape:
         return None  # the mean or the deviation of each group
@@ -284,7 +269,7 @@ def _group_norm(call: Invocation) -> Call | None:
     return Call(call.tensors, op)
 
 
-@describes(["written"])  # by `StepRecorder`: torch says `copy_` of a view
+@describes("written")  # by `StepRecorder`: torch says `copy_` of a view
 def _written_into(call: Invocation) -> Call | None:
     """Describe an array after a write into a slice of it, whose cut dims cannot be sharded."""
     array, part = call.tensors
@@ -296,7 +281,7 @@ def _written_into(call: Invocation) -> Call | None:
     return Call(call.tensors, op)
 
 
-@describes(["stack"])
+@describes("stack")
 def _stack(call: Invocation) -> Call:
     """Describe arrays stacked along a new dim, which cannot be sharded."""
     # Operands lie one behind another along it, each on all devices.
@@ -387,14 +372,12 @@ def _leading_dims(call: Invocation) -> LetteredOp:
     kind = "linear" if call.name in PARTS else "opaque"
     out_ndim = call.out.ndim
     # A dim behind the result's has no place in it: real and imaginary part become one number.
-    places = [_places_of_leading_dims(x.ndim, out_ndim) for x in call.tensors]
+    places = []
+    for x in call.tensors:
+        places.append([d if d < out_ndim else None for d in range(x.ndim)])
     added_dims = call.result_dims[call.first.ndim :]
     pairs = [*added_dims, f"u0_{out_ndim}"]
     return describe_by_places(call.shapes, call.out.shape, places, kind, pairs)
-
-
-def _places_of_leading_dims(ndim: int, out_ndim: int) -> list[int | None]:
-    return [d if d < out_ndim else None for d in range(ndim)]
 
 
 def attention_call(
@@ -432,7 +415,7 @@ def attention_call(
     if attn_mask is not None:
         operands.append(attn_mask)
         score_shape = (*query.shape[:-1], key.shape[-2])
-        arrays.append(_mask_dims(attn_mask.shape, score_dims, score_shape))
+        arrays.append(_broadcast_dims(attn_mask.shape, score_dims, score_shape, "u"))
     arrays.append([*query_dims, "s", value_depth])
 
     # Two FLOPs per multiply-add. Q K^T has b s t d of these, and P V has b s t e. The planner
@@ -449,18 +432,18 @@ def attention_call(
     return Call(operands, op), query.new_empty(result_shape)
 
 
-def _mask_dims(
-    mask_shape: Size, score_dims: Sequence[str], score_shape: Sequence[int]
+def _broadcast_dims(
+    shape: Size, dims: Sequence[str], lengths: Sequence[int], prefix: str
 ) -> list[str]:
-    """Return the letters of a mask, which is aligned with the last dims of scores and broadcast."""
-    offset = len(score_dims) - len(mask_shape)
-    dims = list[str]()
-    for i, length in enumerate(mask_shape):
-        dim = score_dims[offset + i]
-        if length != score_shape[offset + i]:  # broadcast
-            dim = f"u{i}"
-        dims.append(dim)
-    return dims
+    """Return the letters of an array that is broadcast to `dims`, which have these lengths.
+
+    Its last dims are aligned. One of another length has a letter of its own, with the prefix.
+    """
+    first = len(dims) - len(shape)
+    own_dims = []
+    for d, length in enumerate(shape, first):
+        own_dims.append(dims[d] if length == lengths[d] else f"{prefix}{d}")
+    return own_dims
 
 
 def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:

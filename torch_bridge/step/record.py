@@ -165,7 +165,7 @@ class StepRecorder(TorchDispatchMode):
         {array: {its dim: letter}}, and the letters of dims that cannot be sharded.
         """
         links = Links()
-        unsharded: list[str] = []
+        unsharded = list[str]()
         if not _fits(self.stated_lengths, shape):
             return links, unsharded
         for dim, length in zip(result_dims, self.stated_lengths, strict=True):
@@ -213,7 +213,7 @@ class StepRecorder(TorchDispatchMode):
         """
         *arrays, result_dims = op.arrays
         for i, array in enumerate(linked):
-            dims: list[str] = []
+            dims = []
             for d in range(len(self.trace.shapes[array])):
                 dims.append(links[array].get(d, f"w{i}_{d}"))
             arrays.append(dims)
@@ -320,7 +320,7 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
     result = _run(model, state, inputs, recorder)
     step = recorder.trace.step(_add_loss(recorder, result))
 
-    unused: list[str] = []
+    unused = []
     for names in names_of_parameters.values():
         if "|".join(names) not in step.parameters:
             unused.extend(names)
@@ -484,7 +484,7 @@ def _fits(lengths: Sequence[int], shape: torch.Size) -> bool:
 
 def _whole_numbers(args: Iterable[Any]) -> tuple[int, ...]:
     """Return the numbers among arguments and inside lists: (x, 2, [3, 4]) -> (2, 3, 4)."""
-    values: list[Any] = []
+    values = list[Any]()
     for argument in args:
         if isinstance(argument, tuple | list):
             values.extend(argument)

@@ -211,18 +211,16 @@ class Attention:
 
     def heads_read(self, device: int) -> Rows:
         """Return the local head of keys that each of a device's heads of queries reads."""
-        dim = len(self.q.shape) + HEADS
-        query_heads = row_numbers(self.queries.held(dim, device))
+        query_heads = _rows_of(self.queries, HEADS, device)
         if self.query_heads_per_key_head == 1:
             return np.arange(len(query_heads))
-        key_heads = row_numbers(self.keys.held(dim, device))
+        key_heads = _rows_of(self.keys, HEADS, device)
         # A device's heads of keys are consecutive. Without heads there is no first: nothing to subtract.
         return query_heads // self.query_heads_per_key_head - key_heads[:1]
 
     def query_rows(self, device: int) -> Rows:
         """Return the global numbers of the rows of a device's queries."""
-        dim = len(self.q.shape) + SEQUENCE
-        return row_numbers(self.queries.held(dim, device))
+        return _rows_of(self.queries, SEQUENCE, device)
 
     def key_rows(self, device: int, round_index: int = 0) -> Rows:
         """Return the global rows of the keys that a device uses in round `round_index` of a ring."""
@@ -232,8 +230,7 @@ class Attention:
             ring = mesh.group(device, self.axes)
             origin = mesh.index(device, self.axes) - round_index
             device = ring[origin % len(ring)]
-        dim = len(self.kv.shape) + SEQUENCE
-        return row_numbers(self.keys.held(dim, device))
+        return _rows_of(self.keys, SEQUENCE, device)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -320,6 +317,11 @@ class Attention:
         """Separate a block of keys and the values beside them."""
         key_width = kv.shape[WIDTH] - self.value_width
         return kv[..., :key_width], kv[..., key_width:]
+
+
+def _rows_of(array: Sharding, dim: int, device: int) -> Rows:
+    """Return the global rows of a dim, counted from the last, that a device's block has."""
+    return row_numbers(array.held(len(array.shape) + dim, device))
 
 
 def _sharding_axes(dims: Sequence[Dim]) -> set[str]:
@@ -456,7 +458,7 @@ def _visible_range(window: Any) -> tuple[int | None, int | None]:
     if isinstance(window, tuple | list) and len(window) == 2:
         own_row = 0
         sides = window
-    lengths: list[int | None] = []
+    lengths = list[int | None]()
     for side in sides:
         if side is None:
             lengths.append(None)
@@ -531,7 +533,7 @@ def tiles(attn: Attention, device: int, round_index: int = 0) -> tuple[Tile, ...
     """
     q = attn.query_rows(device)
     k = attn.key_rows(device, round_index)
-    visible_tiles = list[Tile]()
+    visible_tiles = []
     # Runs of consecutive rows, since a mask of those is a band, which fused kernels know.
     for q_run, k_run in itertools.product(_runs(q), _runs(k)):
         tile = _tile(attn, q, k, q_run, k_run)
@@ -547,10 +549,9 @@ def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
     and (0,). Then, or if blocks differ in size or have many runs, the result is `(0,)`: the whole
     block is treated as one run.
     """
-    dim = len(array.shape) + SEQUENCE
-    starts = set[tuple[int, ...]]()
+    starts = set()
     for device in attn.devices:
-        rows = row_numbers(array.held(dim, device))
+        rows = _rows_of(array, SEQUENCE, device)
         starts.add(tuple(run.start for run in _runs(rows)))
     # One program for all devices, as JAX has it, cannot divide blocks in different ways.
     are_even = len(set(array.local_sizes[SEQUENCE])) == 1

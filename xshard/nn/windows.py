@@ -162,7 +162,7 @@ def interval_frame(
     output_intervals = _intervals(all_owned_rows(result, outputs, sizes))
     halo_before = []  # rows to receive; below 0: own rows that the part does not read
     halo_after = []
-    runs_by_part: list[tuple[OutputRun, ...]] = []
+    runs_by_part = []
     for (own_start, own_stop), (start, stop) in zip(row_intervals, output_intervals, strict=True):
         first = last = own_start  # a part without outputs reads nothing
         output_runs: tuple[OutputRun, ...] = ()

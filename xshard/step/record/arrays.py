@@ -64,10 +64,10 @@ def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[st
     axes_of = defaultdict[int, list[tuple[str]]](list)  # by placement
     for axis, placement in zip(axes, placements, strict=True):
         axes_of[placement].append((axis,))
-    dims = list[Dim]()
+    dims = []
     for number, name in enumerate(names):
         dims.append(Dim(name, tuple(map(Shard, axes_of[number]))))
-    tags = list[tuple[str, tuple[str]]]()
+    tags = []
     for kind, tag in TAGS.items():
         tags += [(kind, tagged_axis) for tagged_axis in axes_of[tag]]
     return Layout(tuple(dims), tuple(tags))

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, product
-from operator import itemgetter
 from typing import NamedTuple
 
 from xshard.layout import Layout
@@ -85,7 +84,7 @@ def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
     """
     n_operands = len(op.operands)
     with_gradient = {i for i, name in enumerate(op.operands) if name in step.differentiable}
-    needed = list[int]()
+    needed = []
     for i in op.saved_operands:
         if i == n_operands and step.is_saved(op.name):
             continue  # the result is saved by an operation that uses it
@@ -308,8 +307,22 @@ class _Join:
         pairs = product(first_rules, self.second.axis_rules)
         rules = [(*first, *second) for first, second in pairs]
         for i, j in self.equal_pairs:
-            rules = _agreeing(rules, i, j, self.spans)
+            agreeing = self._agreeing_placements(i, j)
+            rules = [rule for rule in rules if (rule[i], rule[j]) in agreeing]
         return rules
+
+    def _agreeing_placements(self, i: int, j: int) -> set[tuple[int, int]]:
+        """List the placements of arrays i and j that treat both alike, for both are one array.
+
+        They need the same tag (replicas, sums, copies), or dims that overlap. If array i is `(g d)`
+        and array j is c, sharding g in i agrees with sharding c in j, and so does sharding d.
+        """
+        agreeing = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}
+        for number_in_i, span in enumerate(self.spans[i]):
+            for number_in_j, other in enumerate(self.spans[j]):
+                if span.overlaps(other):
+                    agreeing.add((number_in_i, number_in_j))
+        return agreeing
 
     def _copying_rules(self) -> list[AxisRule]:
         """List the rules under which an axis only has copies of the first operation's result.
@@ -348,7 +361,7 @@ class _Join:
         is_view = _is_free(self.first) or _is_free(self.second)
         if self.between not in self.saved or is_view:
             return 0
-        return _elements([self.arrays[self.between]], self.step.lengths)
+        return _elements(self.first.arrays[-1:], self.step.lengths)
 
     @cached_property
     def inside(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -469,29 +482,9 @@ def _weight(op: Op) -> tuple[bool, bool, bool]:
     return op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"
 
 
-def _agreeing(
-    rules: Sequence[AxisRule], i: int, j: int, spans: Sequence[Sequence[Span]]
-) -> list[AxisRule]:
-    """Keep the sharding rules that treat arrays i and j alike, for both are one array.
-
-    A rule has a placement for each array: the dim that a mesh axis shards, or a negative tag. Both
-    arrays need the same tag (replicas, sums, copies), or dims that overlap. Array i is `(g d)` and
-    array j is c, the same dim: sharding g in i agrees with sharding c in j, and so does sharding d.
-
-    spans: for each array the place of its single dims: which dim of the array, from where to where.
-    """
-    agreeing = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}  # pairs of placements
-    for number_in_i, span in enumerate(spans[i]):
-        for number_in_j, other in enumerate(spans[j]):
-            if span.overlaps(other):
-                agreeing.add((number_in_i, number_in_j))
-    placements_in_both = itemgetter(i, j)
-    return [rule for rule in rules if placements_in_both(rule) in agreeing]
-
-
 def _spans(array: Layout, lengths: Mapping[str, int]) -> list[Span]:
     """Find the span of each single dim of an array."""
-    spans = list[Span]()
+    spans = []
     for number, dim in enumerate(array.dims):
         low = 1
         for name in names_of_dim(dim):

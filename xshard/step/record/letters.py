@@ -76,7 +76,7 @@ def _cut(ends: Sequence[int], cuts: Sequence[int], prefix: str) -> list[list[Fac
     A factor is named after its beginning, so that it has one name in both: `r64` begins after 64. A
     dim that cannot be cut has a name of its own, with the prefix.
     """
-    factors = list[list[Factor]]()
+    factors = []
     for d, (low, high) in enumerate(pairwise(ends)):
         # A dim of length 1 has no span between two different cuts.
         spans = list(pairwise(cut for cut in cuts if low <= cut <= high))
@@ -131,10 +131,10 @@ def describe_by_places(
             of both would not match.
         work: As `LetteredOp.work`.
     """
-    arrays = list[list[str]]()
+    arrays = []
     whole_dims = {*whole}
     for operand, shape in enumerate(shapes):
-        dims = list[str]()
+        dims = []
         for d, (length, place) in enumerate(zip(shape, places[operand], strict=True)):
             if place is not None and length == out[place]:
                 dims.append(f"r{place}")
@@ -191,7 +191,7 @@ def describe_along(
         places = [kept.index(d) if d in kept else None for d in range(ndim)]
     # Other operands with as many dims as the first have the same places; those with another number
     # of dims, such as a seed or an index, share no dim with the result.
-    all_places = list[list[int | None]]()
+    all_places = []
     for shape in shapes:
         all_places.append(places if len(shape) == ndim else [None] * len(shape))
     described = describe_by_places(shapes, out, all_places, kind, **work)

@@ -209,7 +209,7 @@ class Op:
             return (idle,)
         *operands, result = self.dims
         kind = KINDS[self.kind]
-        rules = list[AxisRule]()
+        rules = []
         # An axis may shard a dim that is gone in the result, where partial results add up.
         candidates = chain(result, *operands) if kind.sums else result
         for dim in dict.fromkeys(candidates):  # each once, in order
@@ -233,7 +233,7 @@ class Op:
 
     def text_of(self, rule: Sequence[int]) -> str:
         """Write a rule as a contraction over the axis `x`: `b c/x, f c/x -> b f | sum(x)`."""
-        texts = list[str]()
+        texts = []
         for placement, dims in zip(rule, self.dims, strict=False):
             texts.append(str(layout_of([placement], dims, "x")))
         *operands, result = texts

@@ -47,7 +47,7 @@ def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     *.up (before)  carry x 2        b d -> b d       x
     *.up           contraction x 2  b c, d c -> b d  *.up (before), *.w
     """
-    ops = list[Op]()
+    ops = []
     new_names = dict[str, str]()
     # For each operation a key without names: equal for operations that do the same.
     kinds = [_kind_of(op) for op in step.ops]
@@ -92,7 +92,7 @@ def _kind_of(op: Op) -> tuple[object, ...]:
 
 def _runs_from(kinds: Sequence[object], start: int) -> list[tuple[int, int]]:
     """List the sizes of blocks that repeat from `start` on, and how often; longest runs first."""
-    runs = list[tuple[int, int]]()
+    runs = []
     for end in range(start + 1, len(kinds)):
         if kinds[end] == kinds[start]:
             times = _count_repeats(kinds, start, end - start)
@@ -152,7 +152,7 @@ class _Run:
     @cached_property
     def sources(self) -> list[list[Source]]:
         """Where the operands of each operation of the run come from."""
-        sources = list[list[Source]]()
+        sources = []
         for i, op in enumerate(self.members):
             sources.append([self._source(i, name) for name in op.operands])
         return sources
@@ -187,7 +187,7 @@ class _Run:
 
     def _sources_by_block(self) -> list[list[Source]]:
         """List the sources of all operands of each block, one after the other."""
-        blocks = list[list[Source]]()
+        blocks = []
         for start in range(0, len(self.members), self.size):
             blocks.append(list(chain(*self.sources[start : start + self.size])))
         return blocks
@@ -251,7 +251,7 @@ class _Run:
         """
         carries = {source: self._carry(source) for source in self.carried}
         members = [self._member(i, carries) for i in range(self.size)]
-        own_carries = list[Op]()
+        own_carries = []
         for carry in carries.values():
             users = [i for i, op in enumerate(members) if carry.name in op.operands]
             user = members[users[0]]
@@ -295,7 +295,7 @@ class _Run:
         carries: by where the operand comes from.
         """
         op = self.members[i]
-        operands = list[str]()
+        operands = []
         # Sources are read off the second layer: the first one has no layer before it.
         sources = self.sources[self.size + i]
         for source, name in zip(sources, op.operands, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
-from typing import Any
 
 from xshard.step.record.arrays import COPY, REPLICAS, SUM
 from xshard.step.record.letters import Factor, LetteredOp, common_factors, grouped
@@ -77,7 +76,7 @@ class Trace:
         op: LetteredOp,
         operands: Sequence[str],
         shape: Sequence[int],
-        **fields: Any,
+        times: int = 1,
     ) -> str:
         """Record one operation of the step, with names for the dims of its result.
 
@@ -92,8 +91,7 @@ class Trace:
             operands: Names of arrays added before, in the order of `op`. More names than `op` has
                 operands are left out.
             shape: The shape of the result.
-            fields: Fields of `Op` in place of what `op` says. Without `enters` and `leaves` the
-                operation is inside a module.
+            times: How often it runs.
 
         Returns:
             The name again, so that calls can be nested.
@@ -109,7 +107,7 @@ class Trace:
         # Arrays with names keep them; a parameter gets those of its first use.
         for operand, dims in zip(operands, named_arrays, strict=False):
             self.dims.setdefault(operand, dims)
-        self.ops.append(self._op(name, op, operands, named_arrays, names_of, fields))
+        self.ops.append(self._op(name, op, operands, named_arrays, names_of, times))
         self.dims[name] = named_arrays[-1]
         return name
 
@@ -121,7 +119,7 @@ class Trace:
         """
         # Walked from the end, an operation is met only after all operations that use its result.
         needed = set(last)  # names of arrays
-        ops = list[Op]()
+        ops = []
         for op in reversed(self.ops):
             if op.name in needed:
                 needed.update(op.operands)
@@ -201,7 +199,7 @@ class Trace:
         operands: Sequence[str],
         arrays: Sequence[Names],
         names_of: Mapping[str, Sequence[str]],
-        fields: Mapping[str, Any],
+        times: int,
     ) -> Op:
         """Make an `Op` from an operation in letters: `a c, d c -> a d` with names in their place.
 
@@ -214,19 +212,25 @@ class Trace:
             operands: The names of its operands.
             arrays: The named dims of operands, then of the result.
             names_of: The named dims that each letter stands for.
-            fields: Fields of `Op` that replace all others.
+            times: How often it runs.
         """
-        whole = list[str]()  # dims that no mesh axis may shard
+        whole = []  # dims that no mesh axis may shard
         for letter, names in names_of.items():
             for dim in names:
                 if letter in written.whole or self.lengths[dim] == 1:
                     whole.append(dim)
         text = LetteredOp([list(map(grouped, dims)) for dims in arrays]).text
-        # "": no module begins or ends here. The bridge says afterwards where one does.
-        inside_a_module = {"enters": "", "leaves": ""}
-        # Later entries win: the caller's fields over all others.
-        fields = {**written.work, **inside_a_module, **fields}
-        op = Op(name, text, tuple(operands), written.kind, tuple(whole), **fields)
+        op = Op(
+            name,
+            text,
+            tuple(operands),
+            written.kind,
+            tuple(whole),
+            times=times,
+            enters="",  # no module begins or ends here: the bridge says afterwards where one does
+            leaves="",
+            **written.work,
+        )
         if not written.links:
             return op
         # Links are operands of which only the length is read. If a letter has several names, as in
@@ -294,7 +298,7 @@ def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[Axis
     # The other arrays: what is sharded there is the work that a device does.
     computing_dims = set(chain(*operands[:first_link], result))
     dims_of_links_alone = outermost - computing_dims
-    rules = list[AxisRule]()
+    rules = []
     for rule in op.axis_rules:
         placed = zip(op.dims, rule, strict=True)
         sharded = {dims[placement] for dims, placement in placed if placement >= 0}

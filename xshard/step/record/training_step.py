@@ -176,7 +176,7 @@ class TrainingStep:
         `norm -> norm (shared) -> q, k, v`: the activation moves once, to the share, and not in
         three gathers.
         """
-        ops = list[Op]()
+        ops = []
         # For the name of each operation: what it takes in place of which operand.
         shares_of_user = defaultdict[str, dict[str, str]](dict)
         for op in self.ops:
@@ -207,7 +207,7 @@ class TrainingStep:
         )
 
     def __str__(self) -> str:
-        rows = list[tuple[str, ...]]()
+        rows = []
         for op in self.ops:
             kind = f"{op.kind} x {op.times}" if op.times > 1 else op.kind
             rows.append((op.name, kind, op.text, ", ".join(op.operands)))
