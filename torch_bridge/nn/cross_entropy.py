@@ -24,7 +24,7 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.calls.move import between_graphs
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
-from torch_bridge.nn.placed import Lengths, placed_as
+from torch_bridge.nn.placed import Lengths, Placement, placed_as
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, ProfileLike, Sharding
 from xshard.contractions.attention import Verb
@@ -33,8 +33,8 @@ from xshard.nn.cross_entropy import class_dim, rows_of_classes
 from xshard.ops import move, tag
 
 Axes = tuple[str, ...]
-# A tensor, "sum" or "max", mesh axes -> its sum or maximum, on all devices.
-Reduce = Callable[[Tensor, str, Axes], Tensor]
+# A tensor, "sum" or "max" -> its sum or maximum over devices that have different classes.
+Reduce = Callable[[Tensor, str], Tensor]
 
 
 class LossOptions(NamedTuple):
@@ -65,41 +65,41 @@ def _cross_entropy(
         message = f"logits {logits.dtype}, labels {labels.dtype}"
         raise DtypeError(message, text=str(layout), hint="labels are numbers of classes")
     placement = placed_as(logits, layout, mesh, options.shape)
-    sharding = placement.sharding
-    reduction = options.reduction
-    dim, class_axes, token_axes = class_dim(
-        sharding, options.classes, logits.shape, labels.shape, reduction
+    classes = class_dim(
+        placement.sharding, options.classes, logits.shape, labels.shape, options.reduction
     )
-    # An ignored label, such as -100, is no valid row number: class 0 is looked up in its place, and
-    # the loss is set to 0 below.
-    is_ignored = labels == options.ignore_index
-    rows = _rows_of_classes(sharding, dim, placement.processes.device, logits.device)
-    valid_labels = labels.masked_fill(is_ignored, 0).long()
-    row_of_label = F.embedding(valid_labels, rows[:, None]).squeeze(-1)
-
     reduce = partial(_reduced, processes=placement.processes, profile=options.profile)
-    class_count = sharding.shape[dim]
+    # An ignored label, such as -100, is no class: class 0 is looked up in its place, and the loss is
+    # set to 0.
+    is_ignored = labels == options.ignore_index
+    row_of_label = _local_rows(labels.masked_fill(is_ignored, 0), placement, classes.dim)
     losses = _losses(
-        logits.movedim(dim, -1),
+        logits.movedim(classes.dim, -1),
         row_of_label,
-        class_axes,
-        reduce,
+        placement.shape[classes.dim],
         options.label_smoothing,
-        class_count,
+        partial(reduce, axes=classes.axes),
     )
     losses = losses.masked_fill(is_ignored, 0)
-    if reduction == "none":
+    if options.reduction == "none":
         return losses
     # The sum of losses and the number of tokens travel in one all-reduce. Reduction "sum" does not
     # need the number, which costs it nothing.
     count = (~is_ignored).sum().to(losses)
     sums = torch.stack([losses.sum(), count])
-    total, count = reduce(sums, "sum", token_axes)
-    return total / count if reduction == "mean" else total
+    total, count = reduce(sums, "sum", axes=classes.token_axes)
+    return total / count if options.reduction == "mean" else total
+
+
+def _local_rows(labels: Tensor, placement: Placement, dim: int) -> Tensor:
+    """Return the row of each label's class in this process's block, along the dim of classes."""
+    device = placement.processes.device
+    rows = _rows_of_classes(placement.sharding, dim, device, labels.device)
+    return F.embedding(labels.long(), rows[:, None]).squeeze(-1)
 
 
 def _reduced(
-    x: Tensor, operation: str, axes: Axes, *, processes: ProcessMesh, profile: ProfileLike
+    x: Tensor, operation: str, *, axes: Axes, processes: ProcessMesh, profile: ProfileLike
 ) -> Tensor:
     """Return the sum, or another reduction, of a tensor over mesh axes: on all devices."""
     if not axes:
@@ -109,12 +109,7 @@ def _reduced(
 
 
 def _losses(
-    logits: Tensor,
-    row_of_label: Tensor,
-    class_axes: Axes,
-    reduce: Reduce,
-    smoothing: float,
-    class_count: int,
+    logits: Tensor, row_of_label: Tensor, class_count: int, smoothing: float, reduce: Reduce
 ) -> Tensor:
     """Compute each token's cross entropy with two all-reduces over the devices that share classes.
 
@@ -122,19 +117,19 @@ def _losses(
     logits of the labels: loss = log(sum(exp(logits))) - logits[label].
 
     logits: `[tokens, this block's classes]`. row_of_label: `[tokens]`, the label's position among
-    this block's classes, or their number if another process has it. class_axes: mesh axes that
-    shard the classes. class_count: of all devices together.
+    this block's classes, or their number if another process has it. class_count: of all devices
+    together.
     """
     # Sums of many exponentials: in float32 or wider.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # Subtracting the largest log-sum-exp of a block keeps exponentials from overflowing. It cancels
     # in the loss, so that it needs no gradient.
-    top = reduce(logits.detach().logsumexp(-1), "max", class_axes)
+    top = reduce(logits.detach().logsumexp(-1), "max")
     exponentials = (logits - top[..., None]).exp()
     addends = [exponentials.sum(-1), _chosen(logits, row_of_label)]
     if smoothing:
         addends.append(logits.sum(-1))
-    sums = reduce(torch.stack(addends), "sum", class_axes)
+    sums = reduce(torch.stack(addends), "sum")
     losses = top + sums[0].log()
     losses = losses - (1 - smoothing) * sums[1]
     if smoothing:

@@ -119,9 +119,8 @@ def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     # so the backward pass fills the part's gradient up with zeros, and sums whole gradients.
     is_centred = isinstance(layer, nn.LayerNorm)  # RMSNorm has no mean, and no bias
     parameters = [layer.weight, layer.bias if is_centred else None]
-    weight, bias = placement.parameter_copies(parameters)
-    weight = _sharded_like_last_dims(weight, placement, first)
-    bias = _sharded_like_last_dims(bias, placement, first)
+    copies = placement.parameter_copies(parameters)
+    weight, bias = [_sharded_like_last_dims(x, placement, first) for x in copies]
     eps = layer.eps
     if eps is None:  # as in torch, by the dtype in which it computes
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps

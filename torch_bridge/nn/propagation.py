@@ -40,12 +40,10 @@ from xshard.notation.parser import Dim
 _DIMS_KEYWORDS = ("dim", "dims", "axis")
 _RANDOM = ("dropout", "alpha_dropout")
 
-# Functions that read properties of a tensor and return no tensor.
-_READING = frozenset((
-    "__bool__", "__format__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward",
-    "data_ptr", "dim", "element_size", "get_device", "has_names", "is_complex", "is_contiguous",
-    "is_floating_point", "ndimension", "numel", "register_hook", "retain_grad", "size", "stride", "type",
-))  # fmt: skip
+
+def _read(call: FunctionCall) -> Any:
+    """Run a function that reads properties of a tensor, and returns no tensor of its elements."""
+    return call.run()
 
 
 def _pointwise(call: FunctionCall) -> Any:
@@ -311,6 +309,12 @@ def _pad(call: FunctionCall) -> Tensor:
 # What is done for a function of blocks. Functions with torch's tag for elementwise ones need no row.
 _RULES: dict[str, Rule | None] = {
     **rows(
+        "__bool__ __format__ __hash__ __len__ __repr__ __set__ backward data_ptr dim element_size get_device"
+        " has_names is_complex is_contiguous is_floating_point ndimension numel register_hook retain_grad"
+        " size stride type",
+        _read,
+    ),
+    **rows(
         "alpha_dropout bfloat16 bool contiguous detach double dropout float half hardswish hardswish_ imag"
         " int log_sigmoid logsigmoid long masked_fill ones_like real requires_grad_ softsign tanhshrink to"
         " type_as where zeros_like",
@@ -524,7 +528,7 @@ def _only_reads(call: FunctionCall) -> bool:
     """Return whether a function, or a property, returns no tensor of the block's elements."""
     if getattr(call.func, "__name__", "") == "__get__":
         return call.name not in _RULES
-    return call.name in _READING
+    return _RULES.get(call.name) is _read
 
 
 def _of_blocks(call: FunctionCall) -> Any:

@@ -109,36 +109,31 @@ def apply_windows(
     block = placement.redistribute(x, geometry.source)
     if not all(geometry.runs):
         return no_outputs(geometry.result.local_shape, block, *copies), geometry.result
-    y = _apply_run_by_run(block, geometry.runs, (), op, copies)
-    return y, geometry.result
+    return _apply_run_by_run(block, geometry.runs, op, copies), geometry.result
 
 
 def _apply_run_by_run(
-    block: Tensor,
-    runs_by_dim: Sequence[Runs],
-    chosen: Runs,
-    op: WindowOp,
-    parameters: Sequence[Tensor | None],
+    block: Tensor, runs_by_dim: Sequence[Runs], op: WindowOp, parameters: Sequence[Tensor | None]
 ) -> Tensor:
     """Apply an op to each contiguous part of a block, and concatenate the outputs.
 
     A layout such as "h/zigzag(sp)" gives a device two runs of rows that are not neighbours, so no
-    window may reach from one to the other. Recursive, one dim after the other: `chosen` has a run
-    for each of the first dims, to which `block` has been cut already. runs_by_dim: all runs.
+    window may reach from one to the other. The block is cut along the first dim with several runs,
+    and the parts along the next ones.
     """
-    if len(chosen) == len(runs_by_dim):
-        return op(block, chosen, *parameters)
-    runs = runs_by_dim[len(chosen)]
-    dim = len(chosen) - len(runs_by_dim)  # from the end
-    if len(runs) == 1:  # no copies
-        return _apply_run_by_run(block, runs_by_dim, (*chosen, runs[0]), op, parameters)
-    # The rows of each run follow those of the one before; where they overlap they are twice
-    # in the block.
-    parts = block.split([run.rows for run in runs], dim)
-    outputs = []
-    for part, run in zip(parts, runs, strict=True):
-        outputs.append(_apply_run_by_run(part, runs_by_dim, (*chosen, run), op, parameters))
-    return torch.cat(outputs, dim)
+    for i, runs in enumerate(runs_by_dim):
+        if len(runs) == 1:
+            continue
+        dim = i - len(runs_by_dim)  # from the end
+        # The rows of each run follow those of the one before; where they overlap they are twice
+        # in the block.
+        parts = block.split([run.rows for run in runs], dim)
+        outputs = []
+        for part, run in zip(parts, runs, strict=True):
+            runs_of_part = (*runs_by_dim[:i], (run,), *runs_by_dim[i + 1 :])
+            outputs.append(_apply_run_by_run(part, runs_of_part, op, parameters))
+        return torch.cat(outputs, dim)
+    return op(block, [runs[0] for runs in runs_by_dim], *parameters)
 
 
 def no_outputs(shape: Sequence[int], *inputs: Tensor | None) -> Tensor:

@@ -101,7 +101,7 @@ Description = Callable[[Invocation], "Call | None"]
 DESCRIPTIONS: dict[str, Description] = {}
 
 
-def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> Call:
+def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool = False) -> Call:
     """Describe how one recorded torch operation may be sharded, for the search of layouts.
 
     name: of the operator, such as "mm". args: its arguments by name. out: one of its results. The

@@ -120,7 +120,7 @@ class StepRecorder(TorchDispatchMode):
             whole = viewed_tensor(x)
             if is_in_place and whole is not None:
                 # A slice of an array has been written to: later operations read the new array.
-                call = call_of("written", {"self": whole, "part": x}, whole, False)
+                call = call_of("written", {"self": whole, "part": x}, whole)
                 self.add("written", call, whole)
         return out
 
@@ -222,7 +222,7 @@ class StepRecorder(TorchDispatchMode):
     def name_of(self, x: Tensor) -> str:
         """Return the name of an array; one that no operation has made is a constant."""
         if x not in self.names:
-            self.add("constant", call_of("arange", {}, x, False), x)
+            self.add("constant", call_of("arange", {}, x), x)
         return self.names[x]
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -240,7 +240,7 @@ class StepRecorder(TorchDispatchMode):
         if x is None or x not in self.names or not path:
             return
         if sum(y is x for y in arguments) == 1:
-            self.add("input", call_of("alias", {"self": x}, x, False), x)
+            self.add("input", call_of("alias", {"self": x}, x), x)
             self.entered[self.names[x]] = path
 
     def leave(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
@@ -280,10 +280,11 @@ class Functions(TorchFunctionMode):
         is_shape = getattr(func, "__self__", None) is Tensor.shape or name == "size"
         if not is_shape or args[0] not in self.recorder.names:
             return result
-        x, *dim = args
+        x = args[0]
         array = self.recorder.names[x]
-        if isinstance(result, int):  # x.size(dim)
-            return Length(result, (array, dim[0] % x.ndim))
+        if isinstance(result, int):  # x.size(1) or x.size(dim=1)
+            dim = next(iter((*args[1:], *kwargs.values())))
+            return Length(result, (array, dim % x.ndim))
         lengths = [Length(n, (array, d)) for d, n in enumerate(result)]
         return torch.Size(lengths)
 
@@ -354,7 +355,7 @@ def _add_parameter(recorder: StepRecorder, parameter: nn.Parameter, names: list[
     recorder.names[x] = recorder.trace.parameter("|".join(names), x.shape)
     if len(names) > 1:
         # A tied parameter is stored once and gathered once for all its uses.
-        call = call_of("alias", {"self": x}, x, False)
+        call = call_of("alias", {"self": x}, x)
         share = call.op._replace(kind="share", work={})
         recorder.add("tied", call._replace(op=share), x)
     return x

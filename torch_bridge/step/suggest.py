@@ -28,7 +28,8 @@ class TorchSuggestion(Suggestion):
     @property
     def result(self) -> str:
         """The layout of the model's result as a loss takes it, of logits for example."""
-        (name,) = self.search.problem.step.ops[-1].operands
+        # Others are operands of which the code only reads lengths.
+        name, *_ = self.search.problem.step.ops[-1].operands
         return str(self.layouts[name][1])
 
 

@@ -291,27 +291,26 @@ def taps(
     output = np.arange(outputs, dtype=np.float64)
     # 5 rows with a scale of 1.5 are 7 outputs: torch then steps by 1 / 1.5, not by 5 / 7.
     step = length / outputs if scale is None else 1 / scale
-    if mode.startswith("nearest"):
-        shift = 0.0
-        if mode == "nearest-exact":  # of the centers of pixels
-            shift = 0.5
-        position = np.floor((output + shift) * step)
-        nearest = np.minimum(position.astype(np.int64), length - 1)
-        return Taps(nearest[:, None], np.ones((outputs, 1)))
-
-    # Where the center of each output lies among the rows, as a number of rows.
-    if align_corners:
+    is_nearest = mode.startswith("nearest")
+    # Where each output lies among the rows, as a number of rows.
+    if is_nearest:
+        shift = 0.5 if mode == "nearest-exact" else 0.0  # of the centers of pixels
+        position = (output + shift) * step
+    elif align_corners:
         # The first and the last output lie on the first and the last row.
-        center = output * ((length - 1) / max(outputs - 1, 1))
+        position = output * ((length - 1) / max(outputs - 1, 1))
     else:
-        center = (output + 0.5) * step - 0.5
+        position = (output + 0.5) * step - 0.5
     # As torch does: linear clamps positions before the first row, cubic does not.
     if mode == "linear":
-        center = np.maximum(center, 0.0)
-    first = np.floor(center).astype(np.int64)
-    part = center - first
+        position = np.maximum(position, 0.0)
+    first = np.floor(position).astype(np.int64)
+    part = position - first
 
-    if mode == "linear":
+    if is_nearest:
+        offsets = np.arange(1)
+        weights = [np.ones(outputs)]
+    elif mode == "linear":
         offsets = np.arange(2)
         weights = [1 - part, part]
     else:

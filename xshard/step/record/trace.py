@@ -111,14 +111,14 @@ class Trace:
         self.dims[name] = named_arrays[-1]
         return name
 
-    def step(self, *last: str, moves_anywhere: bool = False) -> TrainingStep:
+    def step(self, last: str, moves_anywhere: bool = False) -> TrainingStep:
         """Make the training step of the recorded operations that `last`, such as a loss, needs.
 
-        Operations on which none of them depends are left out, and so are arrays that only these
-        use. moves_anywhere: as in `TrainingStep`.
+        Operations on which it does not depend are left out, and so are arrays that only these use.
+        moves_anywhere: as in `TrainingStep`.
         """
         # Walked from the end, an operation is met only after all operations that use its result.
-        needed = set(last)  # names of arrays
+        needed = {last}  # names of arrays
         ops = []
         for op in reversed(self.ops):
             if op.name in needed:

@@ -191,7 +191,7 @@ class TrainingStep:
                 ops.append(share)
                 for saver in savers:
                     shares_of_user[saver][op.name] = share.name
-        return replace(self, ops=ops) if len(ops) > len(self.ops) else self
+        return replace(self, ops=ops)
 
     def _share_of(self, op: Op) -> Op:
         """Make the operation that hands the result of another one to several."""
