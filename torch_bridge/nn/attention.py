@@ -312,11 +312,7 @@ class ProcessAttention(AttentionCall):
         else:
             gradients = self._plain_gradients(queries, k, v, mask)
         # Kernels may have padded queries, keys and values to one width: drop these columns.
-        return TileGradients(
-            _narrowed(gradients.q, queries.q),
-            _narrowed(gradients.k, k),
-            _narrowed(gradients.v, v),
-        )
+        return TileGradients(*map(_narrowed, gradients, (queries.q, k, v)))
 
     def _plain_gradients(
         self, queries: Queries, k: Tensor, v: Tensor, mask: TileMask

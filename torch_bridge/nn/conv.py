@@ -122,10 +122,7 @@ def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -
     Returns that part, and its placement (layout and global shape).
     """
     _check_padding(placement, pads, mode)
-    if mode == "constant":
-        boundary = Boundary("constant", value)
-    else:
-        boundary = Boundary(BOUNDARIES[mode])
+    boundary = Boundary(mode, value) if mode == "constant" else Boundary(BOUNDARIES[mode])
     # A convolution with a kernel of one row and this padding has just these outputs: its exchange
     # of rows is used.
     windows = [Window(1, 1, 1, pair, "", boundary, boundary) for pair in pads]
@@ -155,8 +152,7 @@ def check_channels(placement: Placement, dim: int, channels: int) -> None:
         raise placement.shape_error(f"a block with {placement.ndim} dims", "as in b c h w")
     check_whole(placement, (dim,), "this layer")
     if placement.shape[dim] != channels:
-        message = f"{placement.shape[dim]} channels, the layer has {channels}"
-        raise placement.shape_error(message)
+        raise placement.shape_error(f"{placement.shape[dim]} channels, the layer has {channels}")
 
 
 class TransposedWindow(NamedTuple):

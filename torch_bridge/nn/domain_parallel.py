@@ -209,11 +209,6 @@ def _check_followed(module: nn.Module, path: str) -> None:
     raise XshardError(f"{name} ({kind.__name__}) {message}", hint=hint)
 
 
-def _is_followed() -> bool:
-    """Return whether records follow the functions that are called now."""
-    return any(isinstance(mode, Propagation) for mode in function_modes())
-
-
 @dataclass(eq=False, repr=False)
 class _Entrance:
     """The hooks where tensors enter a model, or a part of it that is called by itself, and leave it."""
@@ -257,7 +252,8 @@ class _Entrance:
         values = (*args, *kwargs.values())
         inputs = [x for x in values if isinstance(x, Tensor)]
         has_record = bool(recorded_placements(inputs))
-        is_followed = _is_followed()
+        # A mode of an outer module is active.
+        is_followed = any(isinstance(mode, Propagation) for mode in function_modes())
         if is_followed and (has_record or not is_model):
             return None
         # A part called in a backward pass, with blocks that have no record, is a checkpoint that
@@ -273,7 +269,7 @@ class _Entrance:
         args = tuple(map(with_record, args))
         kwargs = {name: with_record(x) for name, x in kwargs.items()}
         self._copy_parameters(module, first)
-        if not is_followed:  # else a mode is active already
+        if not is_followed:
             self.running[-1].enter_context(Propagation(self.paths))
         return args, kwargs
 
@@ -371,7 +367,7 @@ class _Converted(nn.Module):
     def _copies_by_name(self, placement: Placement) -> dict[str, Any]:
         """Return copies of its parameters, except parameters of layers, which copy their own."""
         # Buffers are used as they are: they have no gradients.
-        parameters: dict[str, Tensor] = {}
+        parameters = {}
         for prefix, module in self.module.named_modules():
             if not isinstance(module, Layer):
                 parameters.update(module.named_parameters(prefix, recurse=False))

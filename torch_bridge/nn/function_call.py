@@ -24,8 +24,7 @@ class FunctionCall(NamedTuple):
         """The name of the function, or of the property that it reads, as "mT" for `x.mT`."""
         name: str = getattr(self.func, "__name__", str(self.func))
         if name == "__get__":
-            property_name: str = self.func.__self__.__name__  # type: ignore[attr-defined]  # the descriptor's
-            return property_name
+            name = self.func.__self__.__name__  # type: ignore[attr-defined]  # the descriptor's
         return name
 
     def run(self) -> Any:
@@ -47,11 +46,11 @@ class FunctionCall(NamedTuple):
         For `torch.cat([x, y], axis=1)`, `arguments("tensors", dim=0)` is `[[x, y], 1]`: the dim may
         also be called "axis", as in numpy.
         """
-        values = dict(defaults)
         order = (*names, *defaults)
-        values.update(zip(order, self.args, strict=False))
-        for key, value in self.kwargs.items():
-            values["dim" if key == "axis" else key] = value
+        by_position = dict(zip(order, self.args, strict=False))
+        values = {**defaults, **by_position, **self.kwargs}
+        if "axis" in values:
+            values["dim"] = values["axis"]
         return [values[name] for name in order]
 
 

@@ -267,7 +267,7 @@ def _placed_as(
     if layout.tags or any(dim.overlap for dim in layout.dims):
         message = "layers work on blocks of values that do not overlap"
         raise NotationError(message, text=text, hint="as in b c h/sp w")
-    known_lengths: dict[str, int | None] = {}
+    known_lengths = {}
     if shape is not None:
         if len(shape) != len(local_shape):
             raise ShapeError(f"shape {shape} of a block with {len(local_shape)} dims", text=text)

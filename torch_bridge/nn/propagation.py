@@ -179,10 +179,9 @@ def _along_dims(call: FunctionCall, position: int | None = 1, default: int | Non
 
 def _named_dims(call: FunctionCall, position: int | None) -> list[int]:
     """Return the dims that a call names: `x.sum((0, 1))` -> [0, 1], `softmax(x, dim=-1)` -> [-1]."""
-    named = [call.kwargs[key] for key in _DIMS_KEYWORDS if key in call.kwargs]
-    candidates: Sequence[Any] = named
+    candidates: Any = [call.kwargs[key] for key in _DIMS_KEYWORDS if key in call.kwargs]
     if position is not None:
-        candidates = (*call.args[position : position + 1], *named)
+        candidates = [*call.args[position : position + 1], *candidates]
     if candidates and isinstance(candidates[0], list | tuple):
         candidates = candidates[0]
     # Another option may be in this place: `unbiased` in `x.std(False)`.
@@ -191,13 +190,11 @@ def _named_dims(call: FunctionCall, position: int | None) -> list[int]:
 
 def _placement_along(placement: Placement, y: Tensor, dims: set[int]) -> Placement:
     """Return the placement of a result, which has `dims`, with any lengths, or has lost them."""
-    kept = list(range(placement.ndim))
-    if y.ndim != placement.ndim:
-        kept = [d for d in kept if d not in dims]
-    lengths = []
-    for d, length in zip(kept, y.shape, strict=True):
-        lengths.append(placement.shape[d] if placement.is_sharded(d) else length)
-    return placement.with_dims([placement.dims[d] for d in kept], lengths)
+    if y.ndim == placement.ndim:
+        return placement.like_block(y)
+    kept = [d for d in range(placement.ndim) if d not in dims]
+    kept_dims = [placement.dims[d] for d in kept]
+    return placement.with_dims(kept_dims, [placement.shape[d] for d in kept])
 
 
 def _extremum(call: FunctionCall) -> Any:
@@ -227,7 +224,7 @@ def _index_select(call: FunctionCall) -> Any:
     return _along_dims(FunctionCall(call.func, (x, dim, index), {}))
 
 
-def _fft(kind: str, lengths_name: str, default_dims: Any, call: FunctionCall) -> Tensor:
+def _fft(call: FunctionCall, kind: str, lengths_name: str, default_dims: Any) -> Tensor:
     """Apply a function of `torch.fft` to a block of a sharded array.
 
     It runs as our `fft`, which gathers sharded dims for the transform.
@@ -235,8 +232,8 @@ def _fft(kind: str, lengths_name: str, default_dims: Any, call: FunctionCall) ->
     lengths_name: torch's name of the argument with one or several lengths, "n" or "s".
     default_dims: one or several; None: the last ones, as many as there are lengths, or all.
     """
-    options = {lengths_name: None, "dim": default_dims, "norm": None}
-    x, lengths, dims, norm = call.arguments("input", **options)
+    defaults = {lengths_name: None, "dim": default_dims, "norm": None}
+    x, lengths, dims, norm = call.arguments("input", **defaults)
     placement = placement_of(x)
     if isinstance(lengths, int):
         lengths = [lengths]
@@ -255,10 +252,8 @@ def _fft(kind: str, lengths_name: str, default_dims: Any, call: FunctionCall) ->
 
 def _fft_rows(suffix: str, lengths_name: str, default_dims: Any) -> dict[str, Rule]:
     """Return the rows of the table of rules for `fft2`, `rfft2` and so on, for the suffix "2"."""
-    table: dict[str, Rule] = {}
-    for kind in KINDS:
-        table[f"fft_{kind}{suffix}"] = partial(_fft, kind, lengths_name, default_dims)
-    return table
+    rule = partial(_fft, lengths_name=lengths_name, default_dims=default_dims)
+    return {f"fft_{kind}{suffix}": partial(rule, kind=kind) for kind in KINDS}
 
 
 def _global_fft_lengths(
@@ -272,15 +267,13 @@ def _global_fft_lengths(
     """
     global_lengths = []
     for d, length in zip(dims, lengths, strict=True):
-        if not placement.is_sharded(d):
-            global_lengths.append(length)
-            continue
-        is_block_length = placement.sharding.is_even and length == placement.local_shape[d]
-        if length != -1 and not is_block_length:
-            function = name.removeprefix("fft_")
-            message = f"{function}() of {length} rows of dim '{placement.dims[d]}'"
-            raise XshardError(message, hint="sharded dims keep the length that they have")
-        global_lengths.append(-1)
+        if placement.is_sharded(d) and length != -1:
+            if not placement.sharding.is_even or length != placement.local_shape[d]:
+                function = name.removeprefix("fft_")
+                message = f"{function}() of {length} rows of dim '{placement.dims[d]}'"
+                raise XshardError(message, hint="sharded dims keep the length that they have")
+            length = -1
+        global_lengths.append(length)
     return global_lengths
 
 
@@ -299,7 +292,7 @@ def _pad(call: FunctionCall) -> Tensor:
     shape = list(placement.shape)
     for d, pair in enumerate(pairs, first):
         if any(pair) and placement.is_sharded(d):
-            # Only the first and last devices have the ends of the array.
+            # Only the first and last devices have the ends of the array, so that rows move.
             y, result = pad(x, placement, pairs, mode, 0.0 if value is None else value)
             return record(y, result)
         shape[d] += sum(pair)
@@ -426,8 +419,7 @@ def _broadcast(placements: Sequence[Placement]) -> Placement:
                 dims[d] = replace(dim, name=dims[d].name)
                 shape[d] = length
             elif length not in (1, shape[d]):
-                message = f"{length} rows of dim {dim.name!r} meet {shape[d]}"
-                raise placement.shape_error(message)
+                raise placement.shape_error(f"{length} rows of dim {dim.name!r} meet {shape[d]}")
     return base.with_dims(dims, shape)
 
 
@@ -448,8 +440,7 @@ def _fitted_tensor(x: Tensor, result: Placement) -> Tensor:
     length 1 along sharded dims.
     """
     if x.ndim > result.ndim:
-        message = f"{x.ndim} dims meet {result.ndim}"
-        raise result.shape_error(message, "as many dims")
+        raise result.shape_error(f"{x.ndim} dims meet {result.ndim}", "as many dims")
     target_dims = result.dims[result.ndim - x.ndim :]
     placement = recorded_placement(x)
     if placement is None:
@@ -471,8 +462,7 @@ def _check_broadcasts(x: Tensor, dims: Sequence[Dim], result: Placement) -> None
     for length, dim in zip(x.shape, dims, strict=True):
         if length > 1 and dim.axes:
             message = f"{length} rows without a recorded sharding meet dim '{dim}'"
-            hint = "slice it first, or make it an input of the model"
-            raise result.shape_error(message, hint)
+            raise result.shape_error(message, "slice it first, or make it an input of the model")
 
 
 def _dim_number(dim: int, placement: Placement) -> int:

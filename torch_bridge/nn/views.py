@@ -220,14 +220,10 @@ def _dim_of_groups(placement: Placement, d: int, rows_per_row: int) -> Dim:
 
 def _ones_beside(shape: Sequence[int], d: int) -> tuple[int, int]:
     """Count the dims of length 1 right before dim `d` and right after it: [1, 1, 8, 1, 3], 2 -> (2, 1)."""
-    return _leading_ones(shape[:d][::-1]), _leading_ones(shape[d + 1 :])
-
-
-def _leading_ones(lengths: Sequence[int]) -> int:
-    """Count the lengths of 1 at the start."""
-    count = 0
-    for length in lengths:
-        if length != 1:
-            break
-        count += 1
-    return count
+    first = d
+    while first > 0 and shape[first - 1] == 1:
+        first -= 1
+    end = d + 1
+    while end < len(shape) and shape[end] == 1:
+        end += 1
+    return d - first, end - d - 1

@@ -204,7 +204,7 @@ def _indexing(call: Invocation) -> Call:
     that it cannot be sharded: `x[:, i]` with x [8, 9, 5] and i [3] is "r0 u1 r2, r1 -> r0 r1 r2",
     where no mesh axis shards u1.
     """
-    index_of: dict[int, Tensor] = {}
+    index_of = {}
     for d, index in enumerate(call.args["indices"]):
         if index is not None:
             index_of[d] = index
@@ -398,7 +398,7 @@ def attention_call(
     """
     key_dims = dim_letters(query.ndim - 2, "b")
     query_dims = key_dims
-    lengths = dict[str, int]()
+    lengths = {}
     if query.shape[:-2] != key.shape[:-2]:
         key_dims = [*key_dims[:-1], "g"]
         query_dims = [*query_dims[:-1], "(g r)"]
@@ -410,8 +410,7 @@ def attention_call(
     value_depth = "d" if depths[0] == depths[1] else "e"
     operands = [query, key, value]
     score_dims = [*query_dims, "s", "t"]
-    arrays = [[*query_dims, "s", "d"], [*key_dims, "t", "d"]]
-    arrays.append([*key_dims, "t", value_depth])
+    arrays = [[*query_dims, "s", "d"], [*key_dims, "t", "d"], [*key_dims, "t", value_depth]]
     if attn_mask is not None:
         operands.append(attn_mask)
         score_shape = (*query.shape[:-1], key.shape[-2])

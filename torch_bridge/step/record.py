@@ -313,7 +313,7 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
         recorder.names[x] = recorder.trace.input(name, x.shape)
 
     # Parameters and buffers get meta tensors of their own, so that the model stays as it is.
-    state: dict[str, Tensor] = {}
+    state = {}
     for name, x in model.named_buffers():
         state[name] = torch.empty_like(x, device="meta")
     for parameter, names in names_of_parameters.items():
@@ -334,16 +334,12 @@ def _inputs_by_name(model: nn.Module, batch: Any) -> dict[str, Any]:
         values = batch if isinstance(batch, tuple) else (batch,)
         names = inspect.signature(model.forward).parameters
         batch = dict(zip(names, values, strict=False))
-    inputs = dict(batch)
-    for name, x in batch.items():
-        if isinstance(x, Tensor):
-            inputs[name] = _to_meta(x)
-    return inputs
+    return {name: _to_meta(x) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
 def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return each parameter once, with all its names: tied ones have several."""
-    names: dict[nn.Parameter, list[str]] = {}
+    names = dict[nn.Parameter, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
@@ -420,17 +416,12 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
     dropped, except where a plan may have to move its tensor.
     """
     left = recorder.left
-    ops: dict[str, Op] = {}
-    for op in step.ops:
-        ops[op.name] = replace(op, leaves=left.get(op.name, ""))
+    ops = {op.name: replace(op, leaves=left.get(op.name, "")) for op in step.ops}
     for name, path in recorder.entered.items():  # outer modules first
         if name in ops:
             _merge_input(ops, name, path, left)
     # A module that is called twice gives its name to the last of its results.
-    last_results: dict[str, str] = {}
-    for name, path in left.items():
-        if name in ops:
-            last_results[path] = name
+    last_results = {path: name for name, path in left.items() if name in ops}
     new_names = {name: path for path, name in last_results.items()}
     return replace(step, ops=[renamed(op, new_names) for op in ops.values()])
 

@@ -140,8 +140,8 @@ class Attention:
         sharding_axes = _sharding_axes(dims)
         # Devices with other queries use the same keys: copies, so that their gradients are summed.
         copies = tuple(axis for axis in queries.axes if axis not in sharding_axes)
-        tags = [("copy", copies)] if copies else []
-        return self.kv.with_layout(Layout(dims, tuple(tags)))
+        tags = (("copy", copies),) if copies else ()
+        return self.kv.with_layout(Layout(dims, tags))
 
     @property
     def result(self) -> Sharding:
@@ -244,9 +244,7 @@ class Attention:
         With a ring of 8 devices that is 8, or fewer if a window ends before: later blocks would be
         masked for all queries.
         """
-        n_blocks = 1
-        if self.method == RING:
-            n_blocks = len(self.devices)
+        n_blocks = len(self.devices) if self.method == RING else 1
         if self.left is None:
             return n_blocks
         # The last round in which some device has scores that count. Earlier rounds without any have

@@ -43,8 +43,7 @@ def class_dim(
     tokens = tuple(block[:d]) + tuple(block[d + 1 :])
     if tuple(labels) != tokens:
         what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
-        hint = f"labels are {tokens}, all dims but {name!r}"
-        raise ShapeError(what, text=str(layout), hint=hint)
+        raise ShapeError(what, text=str(layout), hint=f"labels are {tokens}, all dims but {name!r}")
     token_dims = list(layout.dims)
     class_axes = token_dims.pop(d).axes
     token_axes: Axes = ()

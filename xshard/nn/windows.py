@@ -76,9 +76,7 @@ def _halo_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int) 
     base: the dilation of the input, as in `window_frame`.
     """
     padding_before, padding_after = window.padding
-    places = 0  # rows, with the places between them
-    if length:
-        places = (length - 1) * base + 1
+    places = max(0, (length - 1) * base + 1)  # rows, with the places between them
     last_start = places + padding_before + padding_after - _span(window)
     outputs = max(0, last_start // window.s + 1)
     reads = _tap_rows(_span(window), window.s, base, padding_before)

@@ -150,12 +150,8 @@ def _may_be_one_kernel(first: Op, second: Op, is_movable: bool, step: TrainingSt
 
     is_movable: a rule of a module can move the array between both.
     """
-    if first.kind not in LIGHT:
-        return False
-    if second.kind == "attention":
-        if is_movable:
-            return False
-    elif second.kind not in LIGHT:
+    takes_elements = LIGHT if is_movable else (*LIGHT, "attention")
+    if first.kind not in LIGHT or second.kind not in takes_elements:
         return False
     return step.moves_anywhere or not _are_apart(first, second, is_movable, step)
 

@@ -61,7 +61,7 @@ def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
             ops += run.as_one_block()
             new_names |= run.new_names
             start += len(run.members)
-    parameters = dict[str, str]()
+    parameters = {}
     for name, text in step.parameters.items():
         parameters[new_names.get(name, name)] = text
     # What follows a run uses the results of its last layer, by their old names.

@@ -181,7 +181,7 @@ class Trace:
         letter_lengths = [lengths[letter] for letter in letters]
         factors_by_name, factors_by_letter = common_factors(name_lengths, letter_lengths)
         # These factors have names of their own; one that is all of a named dim gets the dim's name.
-        dim_of_factor = dict[str, str]()
+        dim_of_factor = {}
         for dim, factors in zip(names, factors_by_name, strict=True):
             if len(factors) == 1:
                 dim_of_factor[factors[0].name] = dim

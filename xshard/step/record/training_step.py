@@ -128,7 +128,7 @@ class TrainingStep:
     @cached_property
     def arrays(self) -> Mapping[str, Layout]:
         """The dims of every array by its name: of inputs, parameters and results."""
-        arrays = dict[str, Layout]()
+        arrays = {}
         for name, text in (*self.inputs.items(), *self.parameters.items()):
             arrays[name] = parse_arrays(f"{ARROW} {text}")[-1]
         for op in self.ops:
