@@ -249,8 +249,7 @@ class _Entrance:
         they are, as an outer module has prepared them, or a checkpoint computes them again.
         """
         self.running.append(ExitStack())
-        values = (*args, *kwargs.values())
-        inputs = [x for x in values if isinstance(x, Tensor)]
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         has_record = bool(recorded_placements(inputs))
         # A mode of an outer module is active.
         is_followed = any(isinstance(mode, Propagation) for mode in function_modes())
@@ -319,8 +318,7 @@ class _Entrance:
             # A part of the model has other channels: only the lengths of sharded dims are known.
             pairs = zip(layout.dims, shape, strict=True)
             shape = tuple(length if dim.axes else None for dim, length in pairs)
-        placement = placed_as(x, layout, self.mesh, shape)
-        return replace(placement, gradient_share_axes=self.shares)
+        return replace(placed_as(x, layout, self.mesh, shape), gradient_share_axes=self.shares)
 
     def _leave(self, *_: Any) -> None:
         # It is empty if a pre-hook before `_enter` has raised: torch calls this hook then too.

@@ -210,7 +210,6 @@ def _check_positions(ids: Tensor, layout: Layout, mesh: MeshLike, shape: Sequenc
     if is_wrong_somewhere:
         message = "elsewhere"
         if is_wrong:
-            first_ids = ids[0, :8].tolist()
-            message = f"{first_ids}... of rows {rows[:8].tolist()}"
+            message = f"{ids[0, :8].tolist()}... of rows {rows[:8].tolist()}"
         hint = f"position_ids=xt.positions('{layout}', mesh, shape=shape, dim='s')[None]; or documents="
         raise ShapeError(f"position_ids {message}", text=str(layout), hint=hint)

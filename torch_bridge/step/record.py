@@ -54,9 +54,7 @@ class Length(int):
 
     def __mul__(self, other: Any) -> int:
         n = int(self) * other
-        if isinstance(other, Length):
-            return Length(n, *self.origins, *other.origins)
-        return n
+        return Length(n, *self.origins, *other.origins) if isinstance(other, Length) else n
 
 
 class _OpenModule(NamedTuple):
@@ -470,8 +468,7 @@ def _fits(lengths: Sequence[int], shape: torch.Size) -> bool:
     """Return whether stated lengths are those of a result, and not of one on the way to it."""
     if len(lengths) != len(shape):
         return False
-    pairs = zip(lengths, shape, strict=True)
-    return all(length in (-1, actual) for length, actual in pairs)
+    return all(length in (-1, actual) for length, actual in zip(lengths, shape, strict=True))
 
 
 def _whole_numbers(args: Iterable[Any]) -> tuple[int, ...]:

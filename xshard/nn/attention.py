@@ -285,8 +285,7 @@ class Attention:
         n_devices = len(self.devices)
 
         def layout_of(shard: Shard) -> Layout:
-            dims = (Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k"))
-            return Layout(dims)
+            return Layout((Dim("b"), Dim("h"), Dim("s", (shard,)), Dim("k")))
 
         src = layout_of(Shard(self.axes))
         dst = layout_of(rotated(self.axes, n_devices, self.block_rows, by))

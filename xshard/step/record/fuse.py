@@ -42,13 +42,12 @@ def fuse_operations(step: TrainingStep) -> TrainingStep:
         joined_any = False
         for name in list(ops):
             joined_any |= _join_makers_into(ops, name, step)
-    parameters = {**step.parameters}
-    # A parameter has the dims of the first operation that uses it. In reversed order the first use
-    # is written last, and stays.
-    for op in reversed(ops.values()):
+    first_uses = dict[str, str]()
+    for op in ops.values():
         for name, array in zip(op.operands, op.arrays, strict=False):
-            if name in parameters:
-                parameters[name] = str(array)
+            first_uses.setdefault(name, str(array))
+    # A parameter has the dims of the first operation that uses it.
+    parameters = {name: first_uses[name] for name in step.parameters}
     return replace(step, ops=tuple(ops.values()), parameters=parameters)
 
 
@@ -98,8 +97,7 @@ def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
 
 def _uses(ops: Mapping[str, Op], op: Op) -> int:
     """Count the operations that use a result."""
-    users = [user for user in ops.values() if op.name in (*user.operands, user.again)]
-    return len(users)
+    return sum(op.name in (*user.operands, user.again) for user in ops.values())
 
 
 def _is_free(op: Op) -> bool:
@@ -244,8 +242,8 @@ class _Join:
     @cached_property
     def names(self) -> dict[int, str]:
         """The names of operands, by number."""
-        names_in_second = enumerate(self.second.operands, self.start)
-        return dict(chain(enumerate(self.first.operands), names_in_second))
+        names = dict(enumerate(self.first.operands))
+        return names | dict(enumerate(self.second.operands, self.start))
 
     @cached_property
     def entered(self) -> tuple[str, str]:
@@ -412,7 +410,6 @@ class _Join:
         shown_operands = [text if text else "()" for text in operand_texts]  # (): a scalar
         kind, accesses = self._kind_and_accesses()
         flops, inner = self._flops_and_inner()
-        saved_places = [place for place, i in enumerate(self.visible) if i in self.saved]
         return Op(
             name=self.second.name,
             text=f"{', '.join(shown_operands)} {ARROW} {result_text}",
@@ -422,7 +419,7 @@ class _Join:
             times=self.second.times,
             enters=self._enters(),
             leaves=self.step.module(self.second, left=True),
-            keeps=tuple(saved_places),
+            keeps=tuple(place for place, i in enumerate(self.visible) if i in self.saved),
             flops=flops if flops else None,  # None: the number of the operation's class
             accesses=accesses,
             inside=tuple(text for text, _ in self.inside),
