@@ -248,7 +248,7 @@ class ProcessAttention(AttentionCall):
         rows: Any = self.attn.query_rows(device)[tile.q]
         keys: Any = self.attn.key_rows(device, round_index)[tile.k]
         is_causal = tile.kind == CAUSAL and (any_length or len(rows) == len(keys))
-        is_causal = is_causal and self.alibi is None  # kernels take one of both
+        is_causal = is_causal and self.alibi is None  # kernels take this or a bias
         # Kernels have causal and full masks built in: no tensor of booleans is needed for them.
         is_built_in = self.documents[0] is None and (is_causal or tile.kind == ALL)
         if is_built_in and self.alibi is None and self.kernel:

@@ -128,7 +128,8 @@ def _transformed(
     sharded = [step for step in transforms if placement.is_sharded(step.dim)]
     whole = [step for step in transforms if not placement.is_sharded(step.dim)]
     is_last_sharded = placement.is_sharded(dims[-1])
-    if kind.has_real_input if is_last_sharded else kind.has_real_output:
+    begins_with_sharded = kind.has_real_input if is_last_sharded else kind.has_real_output
+    if begins_with_sharded:
         x, placement = _transform_sharded_dims(x, placement, sharded, norm)
         return _transform_whole_dims(x, placement, whole, norm)
     x, placement = _transform_whole_dims(x, placement, whole, norm)
