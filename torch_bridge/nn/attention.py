@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,14 +71,12 @@ class TileMask(NamedTuple):
 
     def as_bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return the mask as one bias, -inf where scores do not count; None if all count alike."""
-        if self.visible is None:
-            if self.bias is None:
-                return None
-            return self.bias.to(dtype)
         bias = self.bias
-        if bias is None:
-            bias = torch.zeros((), device=self.visible.device)
-        return torch.where(self.visible, bias, float("-inf")).to(dtype)
+        if self.visible is not None:
+            if bias is None:
+                bias = torch.zeros((), device=self.visible.device)
+            bias = torch.where(self.visible, bias, float("-inf"))
+        return None if bias is None else bias.to(dtype)
 
     def for_gpu(self, q: Tensor) -> Tensor | None:
         """Return a bias for all heads, as the kernel reads it: rows begin at multiples of 16 bytes."""
@@ -86,7 +84,8 @@ class TileMask(NamedTuple):
         if bias is None:
             return None
         keys = bias.shape[-1]
-        aligned = F.pad(bias, (0, -keys % 8))[..., :keys]  # a view of wider rows
+        wider = F.pad(bias, (0, -keys % 8))
+        aligned = wider[..., :keys]
         return aligned.expand(*q.shape[:2], -1, -1)
 
 
@@ -116,12 +115,8 @@ class Queries(NamedTuple):
 
     def rows(self, rows: slice) -> Queries:
         """Return some of the queries."""
-        return self._replace(
-            q=self.q[:, :, rows],
-            cotangent=self.cotangent[:, :, rows],
-            y=self.y[:, :, rows],
-            log_sum=self.log_sum[:, :, rows],
-        )
+        q, cotangent, y, log_sum = [x[:, :, rows] for x in self[:4]]
+        return Queries(q, cotangent, y, log_sum, self.has_extra_column)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -169,7 +164,8 @@ class ProcessAttention(AttentionCall):
         """Return the result and the log-sum-exps of queries, by the keys of all rounds."""
         if self.attn.method == RING:
             # Every block is as long as the longest, so that all messages have one size.
-            kv = F.pad(kv, (0, 0, 0, self.attn.block_rows - kv.shape[2]))
+            missing_rows = self.attn.block_rows - kv.shape[2]
+            kv = F.pad(kv, (0, 0, 0, missing_rows))
         elif is_plain and self.attn.method != REDUCE:
             return self._fused(q, kv), q[..., 0]  # log-sum-exps are not returned
         return BlockAttention.apply(self, q, kv)  # type: ignore[no-any-return]  # torch has no type for it
@@ -183,11 +179,10 @@ class ProcessAttention(AttentionCall):
         return torch.as_tensor(x, device=self.like.device)
 
     def in_score_dtype(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(self.like.dtype, torch.float32)
-        return x.detach().to(self.like.device, dtype)
+        return x.detach().to(self.like.device, _score_dtype(self.like))
 
     def product(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+        return (q @ k.mT).to(_score_dtype(q))
 
     # Attention by torch's own function, which autograd and torch.func know.
 
@@ -203,6 +198,7 @@ class ProcessAttention(AttentionCall):
         for tile in tiles(self.attn, self.processes.device):
             rows = q[:, :, tile.q]
             keys = k[:, :, tile.k]
+            values = v[:, :, tile.k]
             # A boolean mask is not converted to a float one: torch's kernels take it as it is.
             mask = self.mask(tile, any_length=True)
             bias = mask.visible if mask.bias is None else mask.as_bias(q.dtype)
@@ -212,10 +208,8 @@ class ProcessAttention(AttentionCall):
                 # than queries, these are the last queries: the last one sees the last key.
                 bias = _causal_bias(rows.shape[2], keys.shape[2])
                 is_causal = False
-            part = F.scaled_dot_product_attention(
-                rows, keys, v[:, :, tile.k], bias, is_causal=is_causal, scale=self.scale
-            )
-            parts.append(part)
+            attend = partial(F.scaled_dot_product_attention, is_causal=is_causal, scale=self.scale)
+            parts.append(attend(rows, keys, values, bias))
         if not parts:
             # Empty, but differentiable: this device must take part in the backward collective.
             return q @ k.mT @ v
@@ -250,19 +244,21 @@ class ProcessAttention(AttentionCall):
         any_length: a causal mask is allowed with unequal numbers of queries and keys; kernels that
         are called with `is_causal` take equal numbers only.
         """
-        rows: Any = self.attn.query_rows(self.processes.device)[tile.q]
-        keys: Any = self.attn.key_rows(self.processes.device, round_index)[tile.k]
-        is_causal = (
-            tile.kind == CAUSAL and self.alibi is None and (any_length or len(rows) == len(keys))
-        )
+        device = self.processes.device
+        rows: Any = self.attn.query_rows(device)[tile.q]
+        keys: Any = self.attn.key_rows(device, round_index)[tile.k]
+        is_causal = tile.kind == CAUSAL and (any_length or len(rows) == len(keys))
+        is_causal = is_causal and self.alibi is None  # kernels take this or a bias
         # Kernels have causal and full masks built in: no tensor of booleans is needed for them.
-        is_plain = self.documents[0] is None and (is_causal or tile.kind == ALL)
-        if is_plain and self.alibi is None and self.kernel:
+        is_built_in = self.documents[0] is None and (is_causal or tile.kind == ALL)
+        if is_built_in and self.alibi is None and self.kernel:
             return TileMask(rows, keys, None, is_causal, None)  # nothing to send to a GPU
         rows = self.as_integers(rows)
         keys = self.as_integers(keys)
-        visible = None if is_plain else self.visible(rows, keys)
-        return TileMask(rows, keys, visible, is_plain and is_causal, self.bias(rows, keys))
+        bias = self.bias(rows, keys)
+        if is_built_in:
+            return TileMask(rows, keys, None, is_causal, bias)
+        return TileMask(rows, keys, self.visible(rows, keys), False, bias)
 
     @cached_property
     def kernel(self) -> str:
@@ -286,8 +282,9 @@ class ProcessAttention(AttentionCall):
             y, log_sum = self._plain_attention(q, k, v, mask)
         # Kernels disagree on the log-sum-exp of a row that sees nothing.
         if mask.visible is not None:
-            log_sum = log_sum.masked_fill(~mask.visible.any(-1), float("-inf"))
-        return TileResult(y[..., : v.shape[-1]], log_sum)
+            sees_nothing = ~mask.visible.any(-1)
+            log_sum = log_sum.masked_fill(sees_nothing, float("-inf"))
+        return TileResult(_narrowed(y, v), log_sum)
 
     def _plain_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> TileResult:
         """Compute a tile with softcap or dropout, which fused kernels lack."""
@@ -296,8 +293,8 @@ class ProcessAttention(AttentionCall):
         # -inf of a row that sees nothing would make NaN of its weights.
         finite = log_sum.clamp(min=torch.finfo(scores.dtype).min)
         weights = (scores - finite[..., None]).exp()
-        y = (weights * self.dropout_factors(mask.rows, mask.keys)).to(v.dtype) @ v
-        return TileResult(y, log_sum)
+        weights = weights * self.dropout_factors(mask.rows, mask.keys)
+        return TileResult(weights.to(v.dtype) @ v, log_sum)
 
     def tile_gradients(
         self, queries: Queries, k: Tensor, v: Tensor, mask: TileMask
@@ -315,11 +312,7 @@ class ProcessAttention(AttentionCall):
         else:
             gradients = self._plain_gradients(queries, k, v, mask)
         # Kernels may have padded queries, keys and values to one width: drop these columns.
-        return TileGradients(
-            gradients.q[..., : queries.q.shape[-1]],
-            gradients.k[..., : k.shape[-1]],
-            gradients.v[..., : v.shape[-1]],
-        )
+        return TileGradients(*map(_narrowed, gradients, (queries.q, k, v)))
 
     def _plain_gradients(
         self, queries: Queries, k: Tensor, v: Tensor, mask: TileMask
@@ -330,27 +323,36 @@ class ProcessAttention(AttentionCall):
         dV = (P * D)^T dY, dS = P * (dY V^T * D - sum(dY * Y)), dQ = dS K, dK = dS^T Q. dS is also
         multiplied by `slope`, the derivative of the scores by the products of queries and keys.
         """
-        scores, slope = self.scores(queries.q, k, mask.rows, mask.keys)
+        q, dy, y, log_sum, _ = queries
+        scores, slope = self.scores(q, k, mask.rows, mask.keys)
         # `log_sum` is over the keys of all tiles, so these weights are those of the whole softmax.
-        weights = (scores - queries.log_sum[..., None]).exp()
+        weights = (scores - log_sum[..., None]).exp()
         dropout_factors = self.dropout_factors(mask.rows, mask.keys)
-        cotangent = queries.cotangent.to(weights.dtype)
+        wide_dy = dy.to(weights.dtype)
         # `y` is the output over all keys: (dY * Y) summed is the softmax's term of all tiles.
-        change = cotangent @ v.mT.to(cotangent.dtype) * dropout_factors
-        change = change - (cotangent * queries.y).sum(-1, keepdim=True)
-        change = weights * change * slope
+        ds = wide_dy @ v.mT.to(weights.dtype) * dropout_factors
+        ds = ds - (wide_dy * y).sum(-1, keepdim=True)
+        ds = weights * ds * slope
+        dq = ds.to(k.dtype) @ k
+        dk = ds.mT.to(q.dtype) @ q
         weights = weights * dropout_factors
-        return TileGradients(
-            change.to(k.dtype) @ k,
-            change.mT.to(queries.q.dtype) @ queries.q,
-            weights.mT.to(v.dtype) @ queries.cotangent,
-        )
+        return TileGradients(dq, dk, weights.mT.to(v.dtype) @ dy)
 
     def send(self, block: Tensor, distance: int = 1) -> Callable[[], Tensor]:
         """Begin to send a block along the ring -> a function that waits for the block that arrives."""
         layouts, shape = self.attn.rotation(block.shape, distance)
         pending = redistribute(block, layouts, self.processes, shape=shape, async_op=True)
         return pending.wait  # type: ignore[union-attr]  # it is pending: async_op
+
+
+def _score_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of scores of queries or keys: float32 or wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _narrowed(x: Tensor, like: Tensor) -> Tensor:
+    """Return as many columns as another tensor has."""
+    return x[..., : like.shape[-1]]
 
 
 def _causal_bias(row_count: int, key_count: int) -> Any:
@@ -376,13 +378,14 @@ def _cpu_gradients(
     queries: Queries, k: Tensor, v: Tensor, mask: TileMask, scale: float | None
 ) -> TileGradients:
     """Return the gradients of one tile from the kernel for CPUs."""
-    q, k, v, cotangent, y = _padded_to_one_width(queries.q, k, v, queries.cotangent, queries.y)
+    q, cotangent, y, log_sum, _ = queries
+    q, k, v, cotangent, y = _padded_to_one_width(q, k, v, cotangent, y)
     dropout = 0.0
-    gradients = kernels.cpu_attention_gradients(
-        cotangent, q, k, v, y, queries.log_sum, dropout, mask.is_causal,
-        attn_mask=mask.as_bias(q.dtype), scale=scale,
-    )  # fmt: skip
-    return TileGradients(gradients[0], gradients[1], gradients[2])
+    bias = mask.as_bias(q.dtype)
+    dq, dk, dv = kernels.cpu_attention_gradients(
+        cotangent, q, k, v, y, log_sum, dropout, mask.is_causal, attn_mask=bias, scale=scale
+    )
+    return TileGradients(dq, dk, dv)
 
 
 def _gpu_attention(
@@ -392,11 +395,11 @@ def _gpu_attention(
     q, k, v = _padded_to_one_width(q, k, v, multiple=8)
     with_log_sum = True
     dropout = 0.0
-    results = kernels.gpu_attention(
+    y, log_sum, *_ = kernels.gpu_attention(
         q, k, v, mask.for_gpu(q), with_log_sum, dropout, mask.is_causal, scale=scale
     )
-    log_sum = results[1][..., : q.shape[2]]  # it is padded to whole tiles of the kernel
-    return TileResult(results[0], log_sum)
+    # It is padded to whole tiles of the kernel.
+    return TileResult(y, log_sum[..., : q.shape[2]])
 
 
 def _gpu_gradients(
@@ -407,30 +410,33 @@ def _gpu_gradients(
     queries: with outputs, their gradient, and log-sum-exps over all keys. Widths are padded to
     one multiple of 8, so the gradients may have more columns than the inputs.
     """
-    q, k, v, cotangent, y = _padded_to_one_width(
-        queries.q, k, v, queries.cotangent, queries.y, multiple=8
-    )
+    q, cotangent, y, log_sum, _ = queries
+    q, k, v, cotangent, y = _padded_to_one_width(q, k, v, cotangent, y, multiple=8)
     # The kernel takes the strides of its own result for granted.
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
     # It reads log-sum-exps padded to a multiple of 32 rows, and a state of dropout, which it
     # ignores at a rate of 0.
     padding = -q.shape[2] % 32
-    log_sum = F.pad(queries.log_sum, (0, padding), value=float("inf"))
+    log_sum = F.pad(log_sum, (0, padding), value=float("inf"))
     dropout = 0.0
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     is_needed = [True, True, True, False]  # the bias has no gradient
-    gradients = kernels.gpu_attention_gradients(
+    dq, dk, dv, *_ = kernels.gpu_attention_gradients(
         cotangent, q, k, v, mask.for_gpu(q), y, log_sum, state, state, dropout, is_needed, mask.is_causal,
         scale=scale,
     )  # fmt: skip
-    return TileGradients(gradients[0], gradients[1], gradients[2])
+    return TileGradients(dq, dk, dv)
 
 
 def _padded_to_one_width(*blocks: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
     """Return blocks padded with zeros to one width, which fused kernels need; zeros change nothing."""
     width = max(x.shape[-1] for x in blocks)
     width += -width % multiple
-    return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in blocks)
+    padded = []
+    for x in blocks:
+        missing = width - x.shape[-1]
+        padded.append(F.pad(x, (0, missing)) if missing else x)
+    return tuple(padded)
 
 
 class BlockAttention(torch.autograd.Function):
@@ -446,15 +452,17 @@ class BlockAttention(torch.autograd.Function):
         q: [batch, heads, rows, width]. Returns the outputs in q's dtype, and their log-sum-exps
         [batch, heads, rows], -inf for rows that see no key.
         """
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        y = q.new_zeros((*q.shape[:3], call.attn.value_width), dtype=dtype)
-        log_sum = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
+        dtype = _score_dtype(q)
+        rows = q.shape[:3]
+        y = q.new_zeros((*rows, call.attn.value_width), dtype=dtype)
+        log_sum = q.new_full(rows, float("-inf"), dtype=dtype)
         # Each process passes on every block, also one that its queries do not see: the next
         # process in the ring waits for it.
         for round_index, block in call.attn.blocks_by_round(kv, call.send):
             for tile in tiles(call.attn, call.processes.device, round_index):
                 k, v = call.read(block[:, :, tile.k])
-                part = call.attend(q[:, :, tile.q], k, v, call.mask(tile, round_index))
+                mask = call.mask(tile, round_index)
+                part = call.attend(q[:, :, tile.q], k, v, mask)
                 _merge_tile(y[:, :, tile.q], log_sum[:, :, tile.q], part)
         # Partial results were merged in float32 or wider; the log-sum-exps stay in that dtype.
         y = y.to(q.dtype)
@@ -483,12 +491,10 @@ class BlockAttention(torch.autograd.Function):
         if log_sum_cotangent is not None:
             queries = _with_log_sum_column(queries, log_sum_cotangent)
         q_gradient = torch.zeros_like(q, dtype=log_sum.dtype)
-        wait: Callable[[], Tensor] | None = (
-            None  # for the gradient of a block, which travels with it
-        )
+        wait: Callable[[], Tensor] | None = None
         for round_index, block in call.attn.blocks_by_round(kv, call.send):
             kv_gradient = _add_gradients_of_block(call, queries, block, round_index, q_gradient)
-            if wait is not None:
+            if wait is not None:  # what other devices have added to the gradient of this block
                 kv_gradient = wait() + kv_gradient
             if call.attn.method == RING:
                 is_last = round_index + 1 == call.attn.rounds
@@ -506,7 +512,8 @@ def _merge_tile(y: Tensor, log_sum: Tensor, part: TileResult) -> None:
     # -inf for rows that have seen nothing so far.
     finite = merged.clamp(min=torch.finfo(merged.dtype).min)
     y *= (log_sum - finite).exp()[..., None]
-    y += part.y * (part.log_sum - finite).exp()[..., None]
+    weights = (part.log_sum - finite).exp()
+    y += part.y * weights[..., None]
     log_sum.copy_(merged)
 
 
@@ -535,13 +542,13 @@ def _add_gradients_of_block(
     kv_gradient = torch.zeros_like(block, dtype=queries.log_sum.dtype)
     for tile in tiles(call.attn, call.processes.device, round_index):
         k, v = call.read(block[:, :, tile.k])
-        width = v.shape[-1]
+        wide_v = v
         if queries.has_extra_column:
-            v = F.pad(v, (0, 1))  # for the gradient of the log-sum-exps: a column of zeros
+            wide_v = F.pad(v, (0, 1))  # for the gradient of the log-sum-exps: a column of zeros
         mask = call.mask(tile, round_index)
-        addends = call.tile_gradients(queries.rows(tile.q), k, v, mask)
+        addends = call.tile_gradients(queries.rows(tile.q), k, wide_v, mask)
         q_gradient[:, :, tile.q] += addends.q
-        kv_addend = torch.cat((addends.k, addends.v[..., :width]), -1)
+        kv_addend = torch.cat((addends.k, _narrowed(addends.v, v)), -1)
         call.add_gradient(kv_gradient[:, :, tile.k], kv_addend)
     return kv_gradient
 
@@ -564,7 +571,7 @@ def _attention(
     if implementation is not None:
         hint = "it is JAX's: torch.nn.attention.sdpa_kernel() chooses torch's"
         raise XshardError(f"implementation={implementation!r}", hint=hint)
-    q, k, v = (as_tensor(x, name) for x, name in zip(qkv, "qkv", strict=True))
+    q, k, v = map(as_tensor, qkv, "qkv")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         message = f"queries {q.dtype}, keys {k.dtype}, values {v.dtype}"
         raise DtypeError(message, hint="one floating dtype")

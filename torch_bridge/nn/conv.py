@@ -25,6 +25,7 @@ from torch_bridge.nn.window import (
     apply_windows,
     geometry_of,
     no_outputs,
+    per_dim,
     window_frames,
 )
 from torch_bridge.redistribution import redistribute
@@ -62,13 +63,6 @@ def rank_of(layer: Any) -> int:
     return int(type(layer).__name__[-2])
 
 
-def per_dim(value: Any, rank: int) -> tuple[Any, ...]:
-    """Return an option of a layer for each spatial dim: 3 -> (3, 3), (1, 2) -> (1, 2)."""
-    if isinstance(value, Sequence):
-        return tuple(value)
-    return (value,) * rank
-
-
 def conv(
     x: Tensor, placement: Placement, weight: Tensor, bias: Tensor | None, form: Convolution
 ) -> Outputs:
@@ -97,17 +91,13 @@ def conv(
 @lru_cache(maxsize=4096)
 def _conv_geometry(placement: Placement, form: Convolution, weight_shape: torch.Size) -> Geometry:
     """Return which rows this process reads, and where its outputs are. Raises ShapeError."""
-    channel_dim = len(placement.shape) - len(form.kernel) - 1
+    channel_dim = placement.ndim - len(form.kernel) - 1
     check_channels(placement, channel_dim, weight_shape[1] * form.groups)
     _check_padding(placement, form.padding, form.padding_mode)
     # Beyond the ends of the array, the exchange brings what torch's padding would.
     boundary = Boundary(BOUNDARIES[form.padding_mode])
-    windows = [
-        Window(kernel, stride, dilation, padding, form.outputs, boundary, boundary)
-        for kernel, stride, dilation, padding in zip(
-            form.kernel, form.stride, form.dilation, form.padding, strict=True
-        )
-    ]
+    options = zip(form.kernel, form.stride, form.dilation, form.padding, strict=True)
+    windows = [Window(*numbers, form.outputs, boundary, boundary) for numbers in options]
     return geometry_of(placement, window_frames(placement, windows), weight_shape[0])
 
 
@@ -121,9 +111,7 @@ def _check_padding(placement: Placement, pads: Pairs, mode: str) -> None:
         longest_padding = length - repeated_rows
         if not 0 <= min(pair) <= max(pair) <= longest_padding:
             message = f"{mode} padding {pair} of {length} rows"
-            raise ShapeError(
-                message, text=str(placement.layout), hint=f"from 0 to {longest_padding}"
-            )
+            raise placement.shape_error(message, f"from 0 to {longest_padding}")
 
 
 def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -> Outputs:
@@ -134,10 +122,7 @@ def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -
     Returns that part, and its placement (layout and global shape).
     """
     _check_padding(placement, pads, mode)
-    if mode == "constant":
-        boundary = Boundary("constant", value)
-    else:
-        boundary = Boundary(BOUNDARIES[mode])
+    boundary = Boundary(mode, value) if mode == "constant" else Boundary(BOUNDARIES[mode])
     # A convolution with a kernel of one row and this padding has just these outputs: its exchange
     # of rows is used.
     windows = [Window(1, 1, 1, pair, "", boundary, boundary) for pair in pads]
@@ -153,8 +138,8 @@ def pad(x: Tensor, placement: Placement, pads: Pairs, mode: str, value: float) -
 
 def _local_padding(placement: Placement, pads: Pairs) -> list[int]:
     """Return the padding of dims that are not sharded, as `F.pad` takes it: the last dim first."""
-    first = len(placement.shape) - len(pads)
-    local_padding: list[int] = []
+    first = placement.ndim - len(pads)
+    local_padding = list[int]()
     for d, pair in reversed(list(enumerate(pads, first))):
         # Sharded dims get their padding with the rows of neighbours.
         local_padding.extend((0, 0) if placement.is_sharded(d) else pair)
@@ -164,12 +149,10 @@ def _local_padding(placement: Placement, pads: Pairs) -> list[int]:
 def check_channels(placement: Placement, dim: int, channels: int) -> None:
     """Raise NotationError if the channels are sharded, ShapeError if their number is wrong."""
     if dim < 0:  # the layer has more dims than the block
-        message = f"a block with {len(placement.shape)} dims"
-        raise ShapeError(message, text=str(placement.layout), hint="as in b c h w")
+        raise placement.shape_error(f"a block with {placement.ndim} dims", "as in b c h w")
     check_whole(placement, (dim,), "this layer")
     if placement.shape[dim] != channels:
-        message = f"{placement.shape[dim]} channels, the layer has {channels}"
-        raise ShapeError(message, text=str(placement.layout))
+        raise placement.shape_error(f"{placement.shape[dim]} channels, the layer has {channels}")
 
 
 class TransposedWindow(NamedTuple):
@@ -198,15 +181,17 @@ def conv_transpose(
     def spread_rows(rows: Tensor, runs: Runs, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Run torch's transposed convolution on the rows, and keep this device's outputs only."""
         if 0 in rows.shape:  # no input reaches these outputs
-            y = no_outputs([0], rows, weight).sum().expand(geometry.result.local_shape)
+            zero = no_outputs([0], rows, weight).sum()
+            y = zero.expand(geometry.result.local_shape)
         else:
-            full = spread(rows, weight, None, layer.stride, 0, 0, layer.groups, layer.dilation)
+            y = spread(rows, weight, None, layer.stride, 0, 0, layer.groups, layer.dilation)
             # Rows of neighbours also reach outputs of theirs. `_crop` gives negative padding, which
             # cuts these off.
-            y = F.pad(full, _crop(runs, windows, full.shape[-len(windows) :]))
+            y = F.pad(y, _crop(runs, windows, y.shape[-len(windows) :]))
         if bias is None:
             return y
-        return y + bias.view(-1, *(1,) * len(windows))
+        spatial_ones = (1,) * len(windows)
+        return y + bias.view(-1, *spatial_ones)
 
     return apply_windows(x, placement, geometry, spread_rows, layer.weight, layer.bias)
 
@@ -219,23 +204,23 @@ def _transposed_windows(
     output_size: torch's argument: the spatial lengths of the global result, or None. It replaces
     the layer's output padding, as a stride of 2 makes 8 or 9 outputs from equally many inputs.
     """
-    rank = len(layer.kernel_size)
-    options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding, layer.output_padding)
-    windows = list(map(TransposedWindow, *options))
+    output_padding = layer.output_padding
     if output_size is not None:
-        # As in torch's layer: output padding is the asked length minus the length without it.
-        lengths = zip(windows, output_size[-rank:], placement.shape[-rank:], strict=True)
-        windows = [
-            window._replace(output_padding=length - _unpadded_length(window, rows))
-            for window, length, rows in lengths
-        ]
-    return tuple(windows)
+        output_padding = _output_padding(layer, placement, output_size)
+    options = (layer.kernel_size, layer.stride, layer.dilation, layer.padding, output_padding)
+    return tuple(map(TransposedWindow, *options))
 
 
-def _unpadded_length(window: TransposedWindow, rows: int) -> int:
-    """Return the length of a transposed convolution of some rows, without output padding."""
-    span = window.dilation * (window.kernel - 1) + 1
-    return (rows - 1) * window.stride - 2 * window.padding + span
+def _output_padding(layer: Any, placement: Placement, output_size: Ints) -> list[int]:
+    """Return what is missing in the outputs of a layer at the spatial lengths that are asked for."""
+    rank = len(layer.kernel_size)
+    lengths = zip(placement.shape[-rank:], output_size[-rank:], strict=True)
+    output_padding = []
+    for i, (rows, length) in enumerate(lengths):
+        span = layer.dilation[i] * (layer.kernel_size[i] - 1) + 1
+        outputs_of_rows = (rows - 1) * layer.stride[i] + span
+        output_padding.append(length - outputs_of_rows + 2 * layer.padding[i])
+    return output_padding
 
 
 def _crop(runs: Runs, windows: Sequence[TransposedWindow], lengths: Sequence[int]) -> list[int]:
@@ -244,12 +229,12 @@ def _crop(runs: Runs, windows: Sequence[TransposedWindow], lengths: Sequence[int
     lengths: of the outputs of the rows that the process has, which begin at row `run.first * stride` of the
     array before its padding is cut off.
     """
-    crop: list[int] = []
-    # `F.pad` takes the last dim first.
-    for run, window, length in reversed(list(zip(runs, windows, lengths, strict=True))):
-        offset = run.start + window.padding - run.first * window.stride
-        crop.append(-offset)
-        crop.append(run.outputs + offset - length)
+    crop = list[int]()
+    for run, window, length in zip(runs, windows, lengths, strict=True):
+        first_output = run.first * window.stride - window.padding
+        before = run.start - first_output
+        after = length - before - run.outputs
+        crop[:0] = (-before, -after)  # `F.pad` takes the last dim first
     return crop
 
 
@@ -261,9 +246,11 @@ def _transposed_geometry(
     groups: int,
 ) -> Geometry:
     """Return which rows reach this process's outputs. Raises ShapeError."""
-    first = len(placement.shape) - len(windows)
+    first = placement.ndim - len(windows)
     check_channels(placement, first - 1, weight_shape[0])
-    frames = [_transposed_frame(placement, d, window) for d, window in enumerate(windows, first)]
+    frames = []
+    for d, window in enumerate(windows, first):
+        frames.append(_transposed_frame(placement, d, window))
     return geometry_of(placement, frames, weight_shape[1] * groups)
 
 
@@ -280,22 +267,14 @@ def _transposed_frame(placement: Placement, d: int, window: TransposedWindow) ->
             f"output_padding {extra} with stride {window.stride} and dilation {window.dilation}"
         )
         raise ShapeError(message, hint="output_padding must be smaller than stride or dilation")
-    dim = placement.layout.dims[d]
+    dim, length, sizes = placement.along(d)
+    kernel, stride, dilation, padding, _ = window
     frame = transposed_frame(
-        dim,
-        placement.shape[d],
-        placement.sharding.mesh.sizes_of(dim.axes),
-        k=window.kernel,
-        s=window.stride,
-        d=window.dilation,
-        p=window.padding,
-        extra=extra,
+        dim, length, sizes, k=kernel, s=stride, d=dilation, p=padding, extra=extra
     )
     if frame.length < 1:
-        message = (
-            f"no output: {placement.shape[d]} rows of dim {dim.name!r}, padding {window.padding}"
-        )
-        raise ShapeError(message, text=str(placement.layout))
+        message = f"no output: {length} rows of dim {dim.name!r}, padding {padding}"
+        raise placement.shape_error(message)
     return frame
 
 
@@ -310,8 +289,11 @@ def padding_pairs(
     if padding == "valid":
         return ((0, 0),) * len(kernel)
     if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        return tuple((total // 2, total - total // 2) for total in totals)
+        pairs = []
+        for k, d in zip(kernel, dilation, strict=True):
+            before = d * (k - 1) // 2
+            pairs.append((before, d * (k - 1) - before))
+        return tuple(pairs)
     if isinstance(padding, str):
         raise XshardError(f"padding={padding!r}", hint="'same', 'valid' or numbers")
     return tuple((p, p) for p in padding)
@@ -363,14 +345,9 @@ def avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
         sums = _window_sums(rows, pooling, is_ceil=layer.ceil_mode)
         divisor = getattr(layer, "divisor_override", None)  # 1-D pools have none
         if not divisor:
-            divisor = _counts(
-                placement.shape[-len(windows) :],
-                pooling.windows,
-                tuple(window.padding[0] for window in windows),
-                tuple(runs),
-                include_pad=layer.count_include_pad,
-                like=Like(sums.dtype, sums.device),
-            )
+            lengths = placement.shape[-len(windows) :]
+            like = Like(sums.dtype, sums.device)
+            divisor = _counts(lengths, pooling.windows, tuple(runs), layer.count_include_pad, like)
         return sums / divisor
 
     return apply_windows(x, placement, pooling.geometry, pool_rows)
@@ -386,26 +363,23 @@ def _window_sums(rows: Tensor, pooling: Pooling, *, is_ceil: bool) -> Tensor:
         kernel = (1, *kernel)
         stride = (1, *stride)
         padding = (0, *padding)
-        wide = rows.unsqueeze(-2)
-        return F.avg_pool2d(wide, kernel, stride, padding, is_ceil, divisor_override=1).squeeze(-2)
+        high = rows.unsqueeze(-2)
+        sums = F.avg_pool2d(high, kernel, stride, padding, is_ceil, divisor_override=1)
+        return sums.squeeze(-2)
     average = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
     return average(rows, kernel, stride, padding, is_ceil, divisor_override=1)
 
 
 def _pool_windows(layer: Any, boundary: Boundary) -> PoolWindows:
     """Return the windows of a pool, without what `ceil_mode` adds; boundary: the values of its padding."""
-    rank = rank_of(layer)
-    numbers = zip(
-        per_dim(layer.kernel_size, rank),
-        per_dim(layer.stride, rank),
-        per_dim(getattr(layer, "dilation", 1), rank),
-        per_dim(layer.padding, rank),
-        strict=True,
-    )
-    return tuple(
-        Window(kernel, stride, dilation, (padding, padding), layer.outputs, boundary, boundary)
-        for kernel, stride, dilation, padding in numbers
-    )
+    layer_dilation = getattr(layer, "dilation", 1)  # average pools have none
+    options = (layer.kernel_size, layer.stride, layer_dilation, layer.padding)
+    options_by_dim = [per_dim(option, rank_of(layer)) for option in options]
+    windows = []
+    for kernel, stride, dilation, padding in zip(*options_by_dim, strict=True):
+        pair = (padding, padding)
+        windows.append(Window(kernel, stride, dilation, pair, layer.outputs, boundary, boundary))
+    return tuple(windows)
 
 
 @lru_cache(maxsize=4096)
@@ -418,7 +392,7 @@ def _pooling(placement: Placement, windows: PoolWindows, is_ceil: bool) -> Pooli
     """
     wider_windows = []
     local_padding = []
-    for d, window in enumerate(windows, len(placement.shape) - len(windows)):
+    for d, window in enumerate(windows, placement.ndim - len(windows)):
         padding = window.padding[0]
         span = window.d * (window.k - 1) + 1
         if not 0 <= padding <= span // 2:
@@ -436,9 +410,7 @@ def _pooling(placement: Placement, windows: PoolWindows, is_ceil: bool) -> Pooli
 def _counts(
     lengths: Ints,
     windows: PoolWindows,
-    padding: Ints,
     runs: tuple[OutputRun, ...],
-    *,
     include_pad: bool,
     like: Like,
 ) -> int | Tensor:
@@ -449,11 +421,11 @@ def _counts(
     8 rows, kernel 3, stride 1, padding 1, without `include_pad`: 2, 3, 3, 3, 3, 3, 3, 2.
     """
     counts = np.ones((), np.int64)  # the product of the counts along each dim
-    for length, window, run, padding_after in zip(lengths, windows, runs, padding, strict=True):
+    for length, window, run in zip(lengths, windows, runs, strict=True):
         outputs = range(run.start, run.start + run.outputs)
-        dim_counts = pool_counts(
-            length, window, outputs, padding=padding_after, include_pad=include_pad
-        )
+        # Rows that `ceil_mode` adds after the end do not count: as many do as before the array.
+        padding = window.padding[0]
+        dim_counts = pool_counts(length, window, outputs, padding=padding, include_pad=include_pad)
         counts = counts[..., None] * dim_counts
     kernel_size = math.prod(window.k for window in windows)
     if (counts == kernel_size).all():
@@ -468,19 +440,20 @@ def global_avg_pool(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     Blocks are summed, the sums are added over the devices, and divided by the global size. Returns
     `(..., 1, 1)`, equal on all devices along the spatial dims' axes, and its placement.
     """
-    first = len(placement.shape) - rank_of(layer)
-    spatial_dims = tuple(range(first, len(placement.shape)))
-    axes: list[str] = []
+    first = placement.ndim - rank_of(layer)
+    spatial_dims = tuple(range(first, placement.ndim))
+    dims = list(placement.dims)
+    shape = list(placement.shape)
     for d in spatial_dims:
-        axes.extend(placement.layout.dims[d].axes)
-    dims = list(placement.layout.dims)
-    dims[first:] = [Dim(dim.name) for dim in dims[first:]]
-    result = placement.with_dims(dims, (*placement.shape[:first], *(1 for _ in spatial_dims)))
+        dims[d] = Dim(dims[d].name)
+        shape[d] = 1
+    result = placement.with_dims(dims, shape)
 
     # The mesh axes that shard the spatial dims hold different rows: an all-reduce adds their sums.
     total = x.sum(spatial_dims, keepdim=True)
+    axes = placement.axes_of(spatial_dims)
     if axes:
-        partial_sums = replace(result.layout, tags=(("sum", tuple(axes)),))
+        partial_sums = replace(result.layout, tags=(("sum", axes),))
         layouts = (partial_sums, result.layout)
         total = redistribute(total, layouts, placement.processes, shape=result.shape)
     return total / math.prod(placement.shape[first:]), result

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch_bridge.autodiff.blocks import as_tensor
 from torch_bridge.calls.move import between_graphs
 from torch_bridge.mesh.process_mesh import MeshLike, ProcessMesh
-from torch_bridge.nn.placed import Lengths, placed_as
+from torch_bridge.nn.placed import Lengths, Placement, placed_as
 from torch_bridge.redistribution import redistribute
 from xshard import Layout, ProfileLike, Sharding
 from xshard.contractions.attention import Verb
@@ -33,9 +33,8 @@ from xshard.nn.cross_entropy import class_dim, rows_of_classes
 from xshard.ops import move, tag
 
 Axes = tuple[str, ...]
-Reduce = Callable[
-    [Tensor, str, Axes], Tensor
-]  # a tensor, "sum" or "max", mesh axes -> on all devices
+# A tensor, "sum" or "max" -> its sum or maximum over devices that have different classes.
+Reduce = Callable[[Tensor, str], Tensor]
 
 
 class LossOptions(NamedTuple):
@@ -66,22 +65,20 @@ def _cross_entropy(
         message = f"logits {logits.dtype}, labels {labels.dtype}"
         raise DtypeError(message, text=str(layout), hint="labels are numbers of classes")
     placement = placed_as(logits, layout, mesh, options.shape)
-    sharding = placement.sharding
-    dim, class_axes, token_axes = class_dim(
-        sharding, options.classes, logits.shape, labels.shape, options.reduction
+    classes = class_dim(
+        placement.sharding, options.classes, logits.shape, labels.shape, options.reduction
     )
-    # An ignored label, such as -100, is no valid row number: class 0 is looked up in its place, and
-    # the loss is set to 0 below.
-    is_ignored = labels == options.ignore_index
-    rows = _rows_of_classes(sharding, dim, placement.processes.device, logits.device)
-    tokens = labels.masked_fill(is_ignored, 0).long()
-    row_of_label = F.embedding(tokens, rows[:, None])[..., 0]
-
     reduce = partial(_reduced, processes=placement.processes, profile=options.profile)
-    class_count = sharding.shape[dim]
-    local_logits = logits.movedim(dim, -1)
+    # An ignored label, such as -100, is no class: class 0 is looked up in its place, and the loss is
+    # set to 0.
+    is_ignored = labels == options.ignore_index
+    row_of_label = _local_rows(labels.masked_fill(is_ignored, 0), placement, classes.dim)
     losses = _losses(
-        local_logits, row_of_label, class_axes, reduce, options.label_smoothing, class_count
+        logits.movedim(classes.dim, -1),
+        row_of_label,
+        placement.shape[classes.dim],
+        options.label_smoothing,
+        partial(reduce, axes=classes.axes),
     )
     losses = losses.masked_fill(is_ignored, 0)
     if options.reduction == "none":
@@ -89,28 +86,30 @@ def _cross_entropy(
     # The sum of losses and the number of tokens travel in one all-reduce. Reduction "sum" does not
     # need the number, which costs it nothing.
     count = (~is_ignored).sum().to(losses)
-    total, count = reduce(torch.stack([losses.sum(), count]), "sum", token_axes)
-    if options.reduction == "mean":
-        return total / count
-    return total
+    sums = torch.stack([losses.sum(), count])
+    total, count = reduce(sums, "sum", axes=classes.token_axes)
+    return total / count if options.reduction == "mean" else total
+
+
+def _local_rows(labels: Tensor, placement: Placement, dim: int) -> Tensor:
+    """Return the row of each label's class in this process's block, along the dim of classes."""
+    device = placement.processes.device
+    rows = _rows_of_classes(placement.sharding, dim, device, labels.device)
+    return F.embedding(labels.long(), rows[:, None]).squeeze(-1)
 
 
 def _reduced(
-    x: Tensor, operation: str, axes: Axes, *, processes: ProcessMesh, profile: ProfileLike
+    x: Tensor, operation: str, *, axes: Axes, processes: ProcessMesh, profile: ProfileLike
 ) -> Tensor:
     """Return the sum, or another reduction, of a tensor over mesh axes: on all devices."""
     if not axes:
         return x
-    return redistribute(x, move(x.shape, tag(operation, axes), ""), processes, profile=profile)
+    expression = move(x.shape, tag(operation, axes), "")
+    return redistribute(x, expression, processes, profile=profile)
 
 
 def _losses(
-    logits: Tensor,
-    row_of_label: Tensor,
-    class_axes: Axes,
-    reduce: Reduce,
-    smoothing: float,
-    class_count: int,
+    logits: Tensor, row_of_label: Tensor, class_count: int, smoothing: float, reduce: Reduce
 ) -> Tensor:
     """Compute each token's cross entropy with two all-reduces over the devices that share classes.
 
@@ -118,19 +117,21 @@ def _losses(
     logits of the labels: loss = log(sum(exp(logits))) - logits[label].
 
     logits: `[tokens, this block's classes]`. row_of_label: `[tokens]`, the label's position among
-    this block's classes, or their number if another process has it. class_axes: mesh axes that
-    shard the classes. class_count: of all devices together.
+    this block's classes, or their number if another process has it. class_count: of all devices
+    together.
     """
     # Sums of many exponentials: in float32 or wider.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # Subtracting the largest log-sum-exp of a block keeps exponentials from overflowing. It cancels
     # in the loss, so that it needs no gradient.
-    top = reduce(logits.detach().logsumexp(-1), "max", class_axes)
-    addends = [(logits - top[..., None]).exp().sum(-1), _chosen(logits, row_of_label)]
+    top = reduce(logits.detach().logsumexp(-1), "max")
+    exponentials = (logits - top[..., None]).exp()
+    addends = [exponentials.sum(-1), _chosen(logits, row_of_label)]
     if smoothing:
         addends.append(logits.sum(-1))
-    sums = reduce(torch.stack(addends), "sum", class_axes)
-    losses = top + sums[0].log() - (1 - smoothing) * sums[1]
+    sums = reduce(torch.stack(addends), "sum")
+    losses = top + sums[0].log()
+    losses = losses - (1 - smoothing) * sums[1]
     if smoothing:
         losses = losses - smoothing / class_count * sums[2]
     return losses
@@ -142,7 +143,8 @@ def _chosen(logits: Tensor, row_of_label: Tensor) -> Tensor:
     if not local_count:
         return logits.sum(-1)  # zeros that depend on the logits, for autograd
     # Any row stands in for a class that is elsewhere.
-    chosen = logits.gather(-1, row_of_label[..., None] % local_count)[..., 0]
+    row = row_of_label % local_count
+    chosen = logits.gather(-1, row[..., None]).squeeze(-1)
     return chosen.masked_fill(row_of_label == local_count, 0)
 
 

@@ -16,6 +16,7 @@ from torch_bridge.mesh.process_mesh import MeshLike, process_mesh
 from torch_bridge.models.parallel import ATTRIBUTE
 from torch_bridge.models.parallelize import replicated
 from torch_bridge.models.parameters import ParallelContext
+from torch_bridge.nn.function_call import tensors_in
 from torch_bridge.nn.layers import (
     LAYERS,
     Layer,
@@ -31,12 +32,12 @@ from torch_bridge.nn.placed import (
     recorded_placement,
     recorded_placements,
 )
-from torch_bridge.nn.propagation import Propagation, tensors_in
+from torch_bridge.nn.propagation import Propagation
 from torch_bridge.versions.autograd import is_in_backward_pass
 from torch_bridge.versions.modes import function_modes, without_torch_function
 from torch_bridge.versions.modules import children_of, replace_children, share_tensors_and_children
 from xshard import Layout, XshardError
-from xshard.errors import ShapeError, api_boundary
+from xshard.errors import api_boundary
 from xshard.notation.parser import ELLIPSIS
 
 Converters = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
@@ -122,13 +123,9 @@ def domain_parallel(
     root = conversion.converted(model, "")
     processes = process_mesh(mesh)
     axes = tuple(axis for axis in processes.mesh.axes if axis in layout.axes)
-    entrance = _Entrance(
-        layout=layout,
-        mesh=mesh,
-        shape=None if shape is None else tuple(shape),
-        paths=conversion.paths,
-        shares=() if sum_gradients else axes,
-    )
+    lengths = None if shape is None else tuple(shape)
+    shares = () if sum_gradients else axes
+    entrance = _Entrance(layout, mesh, lengths, conversion.paths, shares)
     entrance.attach(root)
     # What `xt.verify`, `xt.grad_norm` and others look for.
     if sum_gradients:
@@ -169,16 +166,15 @@ class _Conversion:
             if isinstance(module, kind):
                 return _Converted(converter(module), path)
         if type(module) in LAYERS:
-            layer: nn.Module = layer_of(module, self.layout, self.mesh, path, self.outputs)
-            return layer
+            return layer_of(module, self.layout, self.mesh, path, self.outputs)
         # Its own code runs on blocks; only its children are replaced.
         _check_followed(module, path)
-        new: nn.Module = share_state(module, type(module))
+        new = share_state(module, type(module))
         prefix = f"{path}." if path else ""
-        children = {
-            name: None if child is None else self.converted(child, prefix + name)
-            for name, child in children_of(module).items()
-        }
+        children = dict(children_of(module))
+        for name, child in children.items():
+            if child is not None:
+                children[name] = self.converted(child, prefix + name)
         replace_children(new, children)
         self.paths[id(new)] = path
         return new
@@ -211,11 +207,6 @@ def _check_followed(module: nn.Module, path: str) -> None:
         return  # the user's own code, which is followed as it runs
     name = path if path else "the model"
     raise XshardError(f"{name} ({kind.__name__}) {message}", hint=hint)
-
-
-def _is_followed() -> bool:
-    """Return whether records follow the functions that are called now."""
-    return any(isinstance(mode, Propagation) for mode in function_modes())
 
 
 @dataclass(eq=False, repr=False)
@@ -260,24 +251,24 @@ class _Entrance:
         self.running.append(ExitStack())
         inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         has_record = bool(recorded_placements(inputs))
-        is_followed = _is_followed()
+        # A mode of an outer module is active.
+        is_followed = any(isinstance(mode, Propagation) for mode in function_modes())
         if is_followed and (has_record or not is_model):
             return None
         # A part called in a backward pass, with blocks that have no record, is a checkpoint that
         # computes activations again: it restores what was recorded in the forward pass.
         if not is_model and not has_record and is_in_backward_pass():
             return None
-        blocks = [x for x in inputs if recorded_placement(x) is not None or self._has_layout(x)]
+        blocks = [x for x in inputs if recorded_placement(x) or self._has_layout(x)]
         if not blocks:
             raise XshardError(f"no input has the dims of '{self.layout}'")
         # Replicated inputs, and parameters, are on the processes of the first block.
         first = self._placed(blocks[0], is_model=is_model)
-        args = tuple(self._with_record(x, first, is_model=is_model) for x in args)
-        kwargs = {
-            name: self._with_record(x, first, is_model=is_model) for name, x in kwargs.items()
-        }
+        with_record = partial(self._with_record, first=first, is_model=is_model)
+        args = tuple(map(with_record, args))
+        kwargs = {name: with_record(x) for name, x in kwargs.items()}
         self._copy_parameters(module, first)
-        if not is_followed:  # else a mode is active already
+        if not is_followed:
             self.running[-1].enter_context(Propagation(self.paths))
         return args, kwargs
 
@@ -296,8 +287,8 @@ class _Entrance:
             if self._has_layout(x):
                 placement = self._placed(x, is_model=is_model)
             else:
-                # A replicated input is used by all devices: its gradient is the sum of theirs. A
-                # copy sums it in the backward pass, unless the user asked for unsummed gradients.
+                # Where it is used beside blocks, the gradients of all devices are summed. If the user
+                # asked for shares of gradients, the backward pass of this copy makes one of the sum.
                 placement = first.replicated_like(x)
                 (copy,) = placement.parameter_copies([x])
                 assert copy is not None
@@ -306,17 +297,11 @@ class _Entrance:
 
     def _copy_parameters(self, module: nn.Module, placement: Placement) -> None:
         """Make copies of all parameters until the module ends: their gradients are summed together."""
-        axes = placement.axes
-        if axes == placement.gradient_share_axes or not torch.is_grad_enabled():
-            return
-        parameters = [x for x in module.parameters() if x.requires_grad]
-        if not parameters:
-            return
-        copies = placement.make_copies(parameters, axes)
-        by_key = {
-            (id(parameter), axes): copy for parameter, copy in zip(parameters, copies, strict=True)
-        }
-        self.running[-1].callback(COPIES.reset, COPIES.set(by_key))
+        if placement.needs_copies:
+            parameters = [x for x in module.parameters() if x.requires_grad]
+            copies = placement.make_copies(parameters)
+            if copies:
+                self.running[-1].callback(COPIES.reset, COPIES.set(copies))
 
     def _has_layout(self, x: Tensor) -> bool:
         """Return whether a tensor has as many dims as the layout: it is sharded, unless it has a record."""
@@ -331,9 +316,8 @@ class _Entrance:
         shape = self.shape
         if shape is not None and not is_model:
             # A part of the model has other channels: only the lengths of sharded dims are known.
-            shape = tuple(
-                length if dim.axes else None for dim, length in zip(layout.dims, shape, strict=True)
-            )
+            pairs = zip(layout.dims, shape, strict=True)
+            shape = tuple(length if dim.axes else None for dim, length in pairs)
         return replace(placed_as(x, layout, self.mesh, shape), gradient_share_axes=self.shares)
 
     def _leave(self, *_: Any) -> None:
@@ -373,38 +357,34 @@ class _Converted(nn.Module):
             y = torch.func.functional_call(self.module, copies, args, kwargs)
             if copies:
                 check_no_checkpoint(self.path, tensors_in((y,)), tensors_in(inputs))
-        return self._with_records(y, placement)
+        for part in tensors_in((y,)):
+            if recorded_placement(part) is None:
+                self._record(part, placement)
+        return y
 
     def _copies_by_name(self, placement: Placement) -> dict[str, Any]:
         """Return copies of its parameters, except parameters of layers, which copy their own."""
         # Buffers are used as they are: they have no gradients.
-        parameters: dict[str, Tensor] = {}
+        parameters = {}
         for prefix, module in self.module.named_modules():
             if not isinstance(module, Layer):
                 parameters.update(module.named_parameters(prefix, recurse=False))
         copies = placement.parameter_copies(list(parameters.values()))
         return dict(zip(parameters, copies, strict=True))
 
-    def _with_records(self, y: Any, placement: Placement) -> Any:
-        if isinstance(y, tuple | list):
-            return type(y)(self._with_record(part, placement) for part in y)
-        return self._with_record(y, placement)
-
-    def _with_record(self, y: Any, placement: Placement) -> Any:
+    def _record(self, y: Tensor, placement: Placement) -> None:
         """Record that an output is sharded like the first input. Raises ShapeError if it is not as long."""
-        if not isinstance(y, Tensor) or recorded_placement(y) is not None:
-            return y
+        local_shape = placement.local_shape
         if not _keeps_lengths(y.shape, placement):
-            message = f"{self.path}: a block of shape {placement.local_shape} became one of {tuple(y.shape)}"
+            message = f"{self.path}: a block of shape {local_shape} became one of {tuple(y.shape)}"
             hint = "sharded dims keep their lengths, unless a layer returns them"
-            raise ShapeError(message, text=str(placement.layout), hint=hint)
-        shape = placement.global_lengths(y.shape)
-        return record(y, placement.with_dims(placement.layout.dims, shape))
+            raise placement.shape_error(message, hint)
+        record(y, placement.like_block(y))
 
 
 def _keeps_lengths(shape: Sequence[int], placement: Placement) -> bool:
     """Return whether a block has the dims of a placement, and as many rows of its sharded dims."""
-    local_shape = placement.local_shape
-    if len(shape) != len(local_shape):
+    if len(shape) != placement.ndim:
         return False
-    return all(shape[d] == local_shape[d] for d in range(len(shape)) if placement.is_sharded(d))
+    sharded_dims = filter(placement.is_sharded, range(placement.ndim))
+    return all(shape[d] == placement.local_shape[d] for d in sharded_dims)

@@ -99,9 +99,8 @@ def fft(
         raise XshardError(f"kind={kind!r}", hint=f"there are: {', '.join(KINDS)}")
     names = dims.split()
     if not names or not set(names) <= set(placement.layout.names):
-        raise XshardError(
-            f"dims={dims!r}", text=str(placement.layout), hint='names of dims, as in "h w"'
-        )
+        hint = 'names of dims, as in "h w"'
+        raise XshardError(f"dims={dims!r}", text=str(placement.layout), hint=hint)
     numbers = [placement.layout.names.index(name) for name in names]
     y, result = _transformed(x, placement, KINDS[kind], numbers, lengths, norm)
     return record(y, result)
@@ -121,7 +120,6 @@ def _transformed(
     before; so all of them share two moves. x: this process's block. dims: numbers, the last one
     is halved by real kinds such as "rfft". Returns the block of the result and its placement.
     """
-    last_dim = dims[-1]  # which real kinds halve or double
     transforms = _dim_transforms(kind, dims, lengths)
     # A real input ("rfft") is transformed along the last dim first, and a real output ("irfft")
     # last; all other transforms are complex. The group with the last dim goes first or last, too.
@@ -129,11 +127,8 @@ def _transformed(
         transforms.reverse()
     sharded = [step for step in transforms if placement.is_sharded(step.dim)]
     whole = [step for step in transforms if not placement.is_sharded(step.dim)]
-    if placement.is_sharded(last_dim):
-        begins_with_sharded = kind.has_real_input
-    else:
-        begins_with_sharded = kind.has_real_output
-
+    is_last_sharded = placement.is_sharded(dims[-1])
+    begins_with_sharded = kind.has_real_input if is_last_sharded else kind.has_real_output
     if begins_with_sharded:
         x, placement = _transform_sharded_dims(x, placement, sharded, norm)
         return _transform_whole_dims(x, placement, whole, norm)
@@ -166,20 +161,21 @@ def _transform_sharded_dims(
     """
     if not transforms:
         return x, placement
-    dims = list(placement.layout.dims)
-    layout = _layout_with_whole(placement, [step.dim for step in transforms])
+    transformed = [step.dim for step in transforms]
+    layout = _layout_with_whole(placement, transformed)
     x = placement.redistribute(x, layout)
-    placement = placement.with_dims(layout.dims, placement.shape)
-    y, placement = _transform_whole_dims(x, placement, transforms, norm)
-    # Real kinds change the length of a dim, and lengths= of any.
-    for d in (step.dim for step in transforms):
-        has_sizes = any(shard.numbers for shard in dims[d].shards)
-        if has_sizes and y.shape[d] != x.shape[d]:
-            # Sizes or intervals in the layout, such as 3 and 5 of 8 rows, do not fit the new
-            # length: as even parts as possible replace them.
-            dims[d] = Dim(dims[d].name, (Shard(dims[d].axes, "balanced"),))
-    result = placement.with_dims(dims, placement.shape)
-    return placement.redistribute(y, result.layout), result
+    gathered = placement.with_dims(layout.dims, placement.shape)
+    y, gathered = _transform_whole_dims(x, gathered, transforms, norm)
+    dims = list(placement.dims)
+    for d in transformed:
+        # Real kinds change the length of a dim, and lengths= of any. Sizes or intervals in the
+        # layout, such as 3 and 5 of 8 rows, then do not fit: as even parts as possible replace them.
+        dim = dims[d]
+        has_sizes = any(shard.numbers for shard in dim.shards)
+        if has_sizes and gathered.shape[d] != placement.shape[d]:
+            dims[d] = Dim(dim.name, (Shard(dim.axes, "balanced"),))
+    result = gathered.with_dims(dims, gathered.shape)
+    return gathered.redistribute(y, result.layout), result
 
 
 def _transform_whole_dims(
@@ -198,16 +194,15 @@ def _layout_with_whole(placement: Placement, whole: Sequence[int]) -> Layout:
     whole: numbers of dims. "h/sp w" with h whole -> "h w/balanced(sp)"; balanced: the sizes of
     parts differ by at most 1. Without another dim, each device gets the whole array.
     """
-    dims = list(placement.layout.dims)
-    axes: list[str] = []
+    dims = list(placement.dims)
     for d in whole:
-        axes.extend(dims[d].axes)  # free for another dim
         dims[d] = Dim(dims[d].name)
     others = [d for d in range(len(dims)) if d not in whole]
     if others:
         # A longer dim is cut into more even parts. The length is that of a device's block, as the
         # dim may be sharded already; then it is cut further.
-        longest = max(others, key=lambda d: max(placement.sharding.local_sizes[d]))
-        shards = (*dims[longest].shards, Shard(tuple(axes), "balanced"))
-        dims[longest] = replace(dims[longest], shards=shards)
+        longest_blocks = [max(sizes) for sizes in placement.sharding.local_sizes]
+        longest = max(others, key=longest_blocks.__getitem__)
+        shard = Shard(placement.axes_of(whole), "balanced")
+        dims[longest] = replace(dims[longest], shards=(*dims[longest].shards, shard))
     return Layout(tuple(dims))

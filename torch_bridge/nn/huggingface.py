@@ -100,7 +100,7 @@ class _Implementation:
         """
         self._check_call(query, key, attention_mask, options)
         order = self._order()  # from transformers' order of dims to the layout's
-        q = query.permute(order)
+        q, k, v = [x.permute(order) for x in (query, key, value)]
         documents = options.get("documents")
         if attention_mask is not None:
             documents = _with_padding(documents, attention_mask)
@@ -111,21 +111,24 @@ class _Implementation:
         if documents is not None and order.index(0) > order.index(2):
             documents = documents.mT  # batch after rows, as in the layout
         is_causal = options.get("is_causal")
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
         y = attention(
             q,
-            key.permute(order),
-            value.permute(order),
+            k,
+            v,
             self.layout,
             self.mesh,
             how=self.how,
             documents=documents,
             window=options.get("sliding_window"),
             scale=options.get("scaling"),
-            causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            causal=is_causal,
             softcap=options.get("softcap"),
             shape=self.shape,
         )
-        return y.permute([order.index(dim) for dim in (0, 2, 1, 3)]), None
+        # [batch, rows, heads, width], in the order of transformers.
+        return y.permute(*map(order.index, (0, 2, 1, 3))), None
 
     def _order(self) -> list[int]:
         """Return which of transformers' dims (batch, heads, rows, width) each dim of the layout is."""
@@ -143,9 +146,8 @@ class _Implementation:
         """
         for option in _REFUSED_OPTIONS:
             if options.get(option) is not None:
-                raise XshardError(
-                    f"{self.name!r} with {option}", hint="attention over sharded sequences lacks it"
-                )
+                hint = "attention over sharded sequences lacks it"
+                raise XshardError(f"{self.name!r} with {option}", hint=hint)
         if attention_mask is not None and attention_mask.ndim != 2:
             message = f"{self.name!r} with an attention_mask of {attention_mask.ndim} dims"
             hint = "a mask of tokens, [batch, rows]; documents= of packed tokens"

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from torch_bridge.mesh.process_mesh import MeshLike
 from torch_bridge.nn import conv as convs
 from torch_bridge.nn import norm as norms
-from torch_bridge.nn.conv import Convolution, padding_pairs, per_dim
+from torch_bridge.nn.conv import Convolution, padding_pairs
 from torch_bridge.nn.placed import Outputs, Placement, placed_as, record, recorded_placement
-from torch_bridge.nn.window import interpolate
+from torch_bridge.nn.window import interpolate, per_dim
 from torch_bridge.ops import halo_exchange, trim_halo
 from torch_bridge.versions.modes import without_torch_function
 from torch_bridge.versions.modules import copy_forward_hooks
 from xshard import Layout, Mesh, XshardError
 from xshard.errors import MeshError, ShapeError, api_boundary, with_path
 from xshard.ops import Axes, HaloWidth
+
+# Torch class -> its class of layers, whose second base it is.
+LAYERS: dict[type[nn.Module], type[Any]] = {}
 
 
 class OnlyOption(NamedTuple):
@@ -43,6 +46,11 @@ class Layer:
     in_model: bool  # inputs must have a record
     only_option: ClassVar[OnlyOption | None] = None
 
+    def __init_subclass__(cls) -> None:
+        _, *torch_classes = cls.__bases__
+        for torch_class in torch_classes:  # none for a mixin of several layers
+            LAYERS[torch_class] = cls
+
     if TYPE_CHECKING:  # the attributes of the torch class
 
         def __getattr__(self, name: str) -> Any: ...
@@ -56,8 +64,10 @@ class Layer:
         try:
             if self.in_model and recorded_placement(input) is None:
                 message = f"nothing is known of an input of shape {tuple(input.shape)}"
-                hint = "it comes from a function that cannot be followed, or not from the model's inputs; "
-                hint += "activations are checkpointed by xt.nn.checkpoint"
+                hint = (
+                    "it comes from a function that cannot be followed, or not from the model's inputs; "
+                    "activations are checkpointed by xt.nn.checkpoint"
+                )
                 raise ShapeError(message, hint=hint)
             placement = placed_as(input, self.layout, self.mesh)
             with without_torch_function():
@@ -71,17 +81,17 @@ class Layer:
 
     def extra_repr(self) -> str:
         options = super().extra_repr()  # type: ignore[misc]  # of the torch class
-        if options:
-            return f"{options}, '{self.layout}'"
-        return f"'{self.layout}'"
+        separator = ", " if options else ""
+        return f"{options}{separator}'{self.layout}'"
 
 
 class _ConvLayer(Layer):
     def compute(self, x: Tensor, placement: Placement) -> Outputs:
+        padding = padding_pairs(self.padding, self.kernel_size, self.dilation)
         form = Convolution(
             self.kernel_size,
             self.stride,
-            padding_pairs(self.padding, self.kernel_size, self.dilation),
+            padding,
             self.dilation,
             self.groups,
             self.padding_mode,
@@ -249,20 +259,6 @@ class UpsamplingBilinear2d(_UpsampleLayer, nn.UpsamplingBilinear2d):
     """Torch's layer on blocks `(b, c, h, w)`."""
 
 
-_LAYER_CLASSES: tuple[type[Any], ...] = (
-    Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d,
-    AvgPool1d, AvgPool2d, AvgPool3d, AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d,
-    MaxPool1d, MaxPool2d, MaxPool3d, BatchNorm1d, BatchNorm2d, BatchNorm3d,
-    InstanceNorm1d, InstanceNorm2d, InstanceNorm3d, GroupNorm, LayerNorm, RMSNorm,
-    Upsample, UpsamplingNearest2d, UpsamplingBilinear2d,
-)  # fmt: skip
-
-# Torch class -> its class of layers, whose second base it is.
-LAYERS: dict[type[nn.Module], type[Any]] = {
-    layer_class.__bases__[1]: layer_class for layer_class in _LAYER_CLASSES
-}
-
-
 def torch_class_with_layer(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Return the nearest class of `LAYERS` that a class is or inherits from."""
     for ancestor in kind.__mro__:
@@ -371,15 +367,7 @@ class HaloExchange(nn.Module):
         Args:
             x: This process's block. All processes of the axes call it.
         """
-        return halo_exchange(
-            x,
-            self.halo_width,
-            self.dim,
-            self.axis,
-            self._mesh(),
-            boundary=self.boundary,
-            shape=self.shape,
-        )
+        return self._move(halo_exchange, x)
 
     @api_boundary
     def trim(self, x: Tensor) -> Tensor:
@@ -390,20 +378,16 @@ class HaloExchange(nn.Module):
         Args:
             x: A block with a halo, such as the result of this module.
         """
-        return trim_halo(
-            x,
-            self.halo_width,
-            self.dim,
-            self.axis,
-            self._mesh(),
-            boundary=self.boundary,
-            shape=self.shape,
-        )
+        return self._move(trim_halo, x)
 
-    def _mesh(self) -> MeshLike:
-        if self.mesh is not None:
-            return self.mesh
-        return Mesh({str(self.axis): dist.get_world_size()})
+    def _move(self, move: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Call one of the functions of `torch_bridge.ops` for halos with this module's options."""
+        mesh = self.mesh
+        if mesh is None:
+            mesh = Mesh({str(self.axis): dist.get_world_size()})
+        return move(
+            x, self.halo_width, self.dim, self.axis, mesh, boundary=self.boundary, shape=self.shape
+        )
 
     def extra_repr(self) -> str:
         return f"{self.halo_width}, dim={self.dim}, axis={self.axis!r}, boundary={self.boundary!r}"

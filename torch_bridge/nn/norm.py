@@ -14,7 +14,6 @@ from torch_bridge.nn.placed import Outputs, Placement
 from torch_bridge.redistribution import redistribute
 from torch_bridge.versions.modules import check_input_dim, dim_count_without_batch
 from xshard.errors import ShapeError
-from xshard.notation.parser import Dim
 from xshard.ops import move, tag
 
 Dims = Sequence[int]
@@ -45,9 +44,7 @@ def _standardise(
     reshaped into groups. count: global elements per mean. is_centred: False takes the mean to be 0,
     as RMSNorm does. Returns the block, mean and variance.
     """
-    axes: tuple[str, ...] = ()
-    for d in array_dims:
-        axes += placement.layout.dims[d].axes
+    axes = placement.axes_of(array_dims)
 
     def global_mean(addends: Tensor) -> Tensor:
         total = addends.sum(tuple(dims), keepdim=True)
@@ -59,7 +56,8 @@ def _standardise(
         return total / count
 
     # In a dtype that is wide enough for sums over many elements, as in torch's own norms.
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    is_half = x.dtype in (torch.float16, torch.bfloat16)
+    wide = x.float() if is_half else x
     mean = wide.new_zeros(())
     if is_centred:
         mean = global_mean(wide)
@@ -79,9 +77,7 @@ def instance_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     """Normalise a block `(b, c, ...)` over all dims after the channels."""
     check_input_dim(layer, x)
     if x.ndim == dim_count_without_batch(layer):
-        raise ShapeError(
-            f"{x.ndim} dims, without a batch", text=str(placement.layout), hint="x[None]"
-        )
+        raise placement.shape_error(f"{x.ndim} dims, without a batch", "x[None]")
     return _normalise_groups(layer, x, placement, x.shape[1])
 
 
@@ -94,21 +90,17 @@ def _normalise_groups(layer: Any, x: Tensor, placement: Placement, group_count: 
     """
     channels = placement.shape[1]
     check_channels(placement, 1, channels if layer.weight is None else len(layer.weight))
-    if channels % group_count:
-        raise ShapeError(f"{channels} channels in {group_count} groups", text=str(placement.layout))
-    group_size = channels // group_count
-    grouped = x.reshape(x.shape[0], group_count, group_size, *x.shape[2:])
+    group_size, remainder = divmod(channels, group_count)
+    if remainder:
+        raise placement.shape_error(f"{channels} channels in {group_count} groups")
+    grouped = x.unflatten(1, (group_count, group_size))
+    dims = range(2, grouped.ndim)
     # The channels are whole: only the dims after them can be sharded.
-    standardised = _standardise(
-        grouped,
-        placement,
-        dims=range(2, grouped.ndim),
-        array_dims=range(2, x.ndim),
-        count=group_size * math.prod(placement.shape[2:]),
-        eps=layer.eps,
-    )
-    weight, bias = placement.parameter_copies([layer.weight, layer.bias])
+    array_dims = range(2, x.ndim)
+    count = group_size * math.prod(placement.shape[2:])
+    standardised = _standardise(grouped, placement, dims, array_dims, count, layer.eps)
     y = standardised.block.reshape(x.shape)
+    weight, bias = placement.parameter_copies([layer.weight, layer.bias])
     return _scale_and_shift(y, weight, bias, dims_after=x.ndim - 2), placement
 
 
@@ -120,24 +112,21 @@ def layer_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     Returns the block and its placement. Raises ShapeError if the last dims are others.
     """
     normalized_shape = tuple(layer.normalized_shape)
-    first = len(placement.shape) - len(normalized_shape)
+    first = placement.ndim - len(normalized_shape)
     if placement.shape[first:] != normalized_shape:
-        raise ShapeError(
-            f"last dims of {placement.shape}, not {normalized_shape}", text=str(placement.layout)
-        )
+        raise placement.shape_error(f"last dims of {placement.shape}, not {normalized_shape}")
     # First the copies whose gradients are summed over devices, then their cut to this block's part:
     # so the backward pass fills the part's gradient up with zeros, and sums whole gradients.
     is_centred = isinstance(layer, nn.LayerNorm)  # RMSNorm has no mean, and no bias
-    weight, bias = placement.parameter_copies([layer.weight, layer.bias if is_centred else None])
-    weight = _sharded_like_last_dims(weight, placement, first)
-    bias = _sharded_like_last_dims(bias, placement, first)
+    parameters = [layer.weight, layer.bias if is_centred else None]
+    copies = placement.parameter_copies(parameters)
+    weight, bias = [_sharded_like_last_dims(x, placement, first) for x in copies]
     eps = layer.eps
     if eps is None:  # as in torch, by the dtype in which it computes
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    dims = range(first, len(placement.shape))
-    standardised = _standardise(
-        x, placement, dims, dims, math.prod(normalized_shape), eps, is_centred=is_centred
-    )
+    dims = range(first, placement.ndim)
+    count = math.prod(normalized_shape)
+    standardised = _standardise(x, placement, dims, dims, count, eps, is_centred=is_centred)
     return _scale_and_shift(standardised.block, weight, bias, dims_after=0), placement
 
 
@@ -149,26 +138,20 @@ def _sharded_like_last_dims(
     The parameter has the dims of the array from `first` on, such as `[c]` of "b s c/tp": with tp=2
     and c=8 the result has 4 rows. None stays None; without sharded dims it is returned whole.
     """
-    dims = placement.layout.dims[first:]
-    used_axes = _axes_of(dims)
+    used_axes = placement.axes_of(range(first, placement.ndim))
     if parameter is None or not used_axes:
         return parameter
     # "copy" declares that each process uses its own copy, whose gradients are summed. Along axes
     # that do not cut these dims, the parts are such copies still.
     unused_axes = tuple(axis for axis in placement.axes if axis not in used_axes)
-    src = " ".join(dim.name for dim in dims) + tag("copy", placement.axes)
-    dst = " ".join(str(dim) for dim in dims)
+    dims = placement.dims[first:]
+    src = " ".join(dim.name for dim in dims)
+    dst = " ".join(map(str, dims))
     if unused_axes:
         dst += tag("copy", unused_axes)
+    expression = f"{src}{tag('copy', placement.axes)} -> {dst}"
     shape = placement.shape[first:]
-    return redistribute(parameter, f"{src} -> {dst}", placement.processes, shape=shape)
-
-
-def _axes_of(dims: Sequence[Dim]) -> set[str]:
-    axes: set[str] = set()
-    for dim in dims:
-        axes.update(dim.axes)
-    return axes
+    return redistribute(parameter, expression, placement.processes, shape=shape)
 
 
 def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
@@ -184,27 +167,20 @@ def batch_norm(layer: Any, x: Tensor, placement: Placement) -> Outputs:
     weight, bias = placement.parameter_copies([layer.weight, layer.bias])
     has_statistics = layer.running_mean is not None
     if has_statistics and not layer.training:
-        y = nn.functional.batch_norm(
-            x,
-            layer.running_mean,
-            layer.running_var,
-            weight,
-            bias,
-            training=False,
-            momentum=0.0,
-            eps=layer.eps,
-        )
-        return y, placement
+        statistics = (layer.running_mean, layer.running_var)
+        return nn.functional.batch_norm(x, *statistics, weight, bias, eps=layer.eps), placement
     # torch refuses one value per channel, whose variance is 0; here the global array counts.
-    count = math.prod(placement.shape) // max(1, placement.shape[1])
+    n_channels = max(1, placement.shape[1])
+    count = math.prod(placement.shape) // n_channels
     if count <= 1:
         message = f"one value per channel of a {placement.shape} array"
         raise ShapeError(message, hint="normalise over more, or call eval()")
-    dims = [d for d in range(x.ndim) if d != 1]
+    dims = [d for d in range(x.ndim) if d != 1]  # all but the channels
     standardised = _standardise(x, placement, dims, dims, count, layer.eps)
     if has_statistics:
         _update_statistics(layer, standardised, count)
-    return _scale_and_shift(standardised.block, weight, bias, dims_after=x.ndim - 2), placement
+    y = _scale_and_shift(standardised.block, weight, bias, dims_after=x.ndim - 2)
+    return y, placement
 
 
 def _update_statistics(layer: Any, standardised: Standardised, count: int) -> None:
@@ -216,7 +192,7 @@ def _update_statistics(layer: Any, standardised: Standardised, count: int) -> No
         momentum = 1 / float(layer.num_batches_tracked)
     mean = standardised.mean.detach().flatten()
     # As torch: the running variance is unbiased, the one that normalises is not.
-    unbiased = (standardised.variance.detach() * (count / (count - 1))).flatten()
+    unbiased = standardised.variance.detach().flatten() * (count / (count - 1))
     layer.running_mean.lerp_(mean.to(layer.running_mean), momentum)
     layer.running_var.lerp_(unbiased.to(layer.running_var), momentum)
 

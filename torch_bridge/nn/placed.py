@@ -17,6 +17,7 @@ from xshard import Layout, Sharding
 from xshard.errors import NotationError, ShapeError, api_boundary
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
+from xshard.layout.partition import Sizes
 from xshard.notation.parser import Dim
 from xshard.ops import tag
 
@@ -49,14 +50,29 @@ class Placement:
         return self.sharding.layout
 
     @property
+    def dims(self) -> tuple[Dim, ...]:
+        return self.sharding.layout.dims
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole array."""
         return self.sharding.shape
 
     @property
+    def ndim(self) -> int:
+        return len(self.sharding.shape)
+
+    @property
     def axes(self) -> Axes:
         """The mesh axes that shard the array, in the order of the mesh."""
         return tuple(axis for axis in self.sharding.mesh.axes if axis in self.layout.axes)
+
+    def axes_of(self, dims: Iterable[int]) -> Axes:
+        """Return the mesh axes that shard some dims, in the order of the dims."""
+        axes: Axes = ()
+        for d in dims:
+            axes += self.dims[d].axes
+        return axes
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -64,28 +80,40 @@ class Placement:
         return self.sharding.local_shape(self.processes.device)
 
     def is_sharded(self, dim: int) -> bool:
-        return bool(self.layout.dims[dim].axes)
+        return bool(self.dims[dim].axes)
+
+    def along(self, dim: int) -> tuple[Dim, int, Sizes]:
+        """Return a dim, its length, and the sizes of the mesh axes that shard it."""
+        sharded = self.dims[dim]
+        return sharded, self.shape[dim], self.sharding.mesh.sizes_of(sharded.axes)
 
     def with_dims(self, dims: Sequence[Dim], shape: Sequence[int]) -> Placement:
         """Return the placement of another array on the same processes."""
-        sharding = Sharding(Layout(tuple(dims)), self.sharding.mesh, tuple(shape))
-        return replace(self, sharding=sharding)
+        layout = Layout(tuple(dims))
+        return replace(self, sharding=Sharding(layout, self.sharding.mesh, tuple(shape)))
+
+    def with_shape(self, shape: Sequence[int]) -> Placement:
+        """Return the placement of an array with other lengths."""
+        return self.with_dims(self.dims, shape)
 
     def with_length(self, dim: int, length: int) -> Placement:
         """Return the placement of the array with another length of one dim."""
         shape = list(self.shape)
         shape[dim] = length
-        return self.with_dims(self.layout.dims, shape)
+        return self.with_shape(shape)
 
     def replicated_like(self, x: Tensor) -> Placement:
         """Return the placement of a tensor that all of these processes have whole."""
-        return self.with_dims([Dim(f"d{i}") for i in range(x.ndim)], x.shape)
+        dims = [Dim(f"d{i}") for i in range(x.ndim)]
+        return self.with_dims(dims, x.shape)
 
-    def global_lengths(self, local_shape: Sequence[int]) -> list[int]:
-        """Return the shape of an array sharded like this one, whose blocks have other whole dims."""
-        return [
-            self.shape[d] if self.is_sharded(d) else length for d, length in enumerate(local_shape)
-        ]
+    def like_block(self, y: Tensor) -> Placement:
+        """Return the placement of an array sharded like this one, a block of which has other whole dims."""
+        shape = list(y.shape)
+        for d in range(self.ndim):
+            if self.is_sharded(d):
+                shape[d] = self.shape[d]
+        return self.with_shape(shape)
 
     def redistribute(self, x: Tensor, layout: Layout) -> Tensor:
         """Redistribute a block with this placement."""
@@ -99,30 +127,41 @@ class Placement:
         Parameters that are None or need no gradient are returned as they are. Copies that were made
         when the model was entered are used again, so that one all-reduce sums all their gradients.
         """
-        axes = self.axes
-        # No sum is needed without mesh axes, and none is wanted where the user asked that each
-        # process keep its own share of the gradients (`sum_gradients=False`).
-        if axes == self.gradient_share_axes or not torch.is_grad_enabled():
+        if not self.needs_copies:
             return list(parameters)
-        copies = dict(COPIES.get({}))  # by ids: parameters are alive as long as their module runs
-        missing = [
-            parameter
-            for parameter in parameters
-            if parameter is not None
-            and parameter.requires_grad
-            and (id(parameter), axes) not in copies
-        ]
-        if missing:
-            for parameter, copy in zip(missing, self.make_copies(missing, axes), strict=True):
-                copies[id(parameter), axes] = copy
-        return [copies.get((id(parameter), axes), parameter) for parameter in parameters]
+        axes = self.axes
+        made_before = COPIES.get({})
+        missing = []
+        for x in parameters:
+            if x is not None and x.requires_grad and (id(x), axes) not in made_before:
+                missing.append(x)
+        copies = {**made_before, **self.make_copies(missing)}
+        return [copies.get((id(x), axes), x) for x in parameters]
 
-    def make_copies(self, parameters: Sequence[Tensor], axes: Axes) -> Sequence[Tensor]:
-        """Return copies along the axes: one collective sums the gradients of all."""
+    @property
+    def needs_copies(self) -> bool:
+        """Whether gradients of parameters must be summed over devices, or be cut into shares.
+
+        Those of their uses are shares over `axes`; the user gets shares over `gradient_share_axes`.
+        """
+        return self.axes != self.gradient_share_axes and torch.is_grad_enabled()
+
+    def make_copies(self, parameters: Sequence[Tensor]) -> dict[CopyKey, Tensor]:
+        """Return copies by the ids of parameters: one collective sums the gradients of all."""
+        if not parameters:
+            return {}
+        axes = self.axes
         # Forward nothing moves; backward a copy's gradients are summed.
         src = "..." + _copy_tag(self.gradient_share_axes)
         dst = "..." + _copy_tag(axes)
-        return redistribute(list(parameters), f"{src} -> {dst}", self.processes)
+        copies = redistribute(list(parameters), f"{src} -> {dst}", self.processes)
+        # Ids are unique, as parameters live as long as their module runs.
+        keys = [(id(x), axes) for x in parameters]
+        return dict(zip(keys, copies, strict=True))
+
+    def shape_error(self, reason: str, hint: str | None = None) -> ShapeError:
+        """Return an error that shows the layout."""
+        return ShapeError(reason, text=str(self.layout), hint=hint)
 
 
 def _copy_tag(axes: Axes) -> str:
@@ -135,12 +174,10 @@ Lengths = Sequence[int | None] | None  # of dims; None for the lengths of equal 
 
 def needs_whole(placement: Placement, dim: int, operation: str) -> NotationError:
     """Return the error of an operation that needs a sharded dim whole."""
-    sharded = placement.layout.dims[dim]
-    return NotationError(
-        f"{operation} needs dim {sharded.name!r} whole",
-        text=str(placement.layout),
-        hint=f"redistribute first, as in '{sharded} -> {sharded.name}'",
-    )
+    sharded = placement.dims[dim]
+    reason = f"{operation} needs dim {sharded.name!r} whole"
+    hint = f"redistribute first, as in '{sharded} -> {sharded.name}'"
+    return NotationError(reason, text=str(placement.layout), hint=hint)
 
 
 def check_whole(placement: Placement, dims: Iterable[int], operation: str) -> None:
@@ -230,19 +267,20 @@ def _placed_as(
     if layout.tags or any(dim.overlap for dim in layout.dims):
         message = "layers work on blocks of values that do not overlap"
         raise NotationError(message, text=text, hint="as in b c h/sp w")
-    known_lengths: dict[str, int | None] = {}
+    known_lengths = {}
     if shape is not None:
         if len(shape) != len(local_shape):
             raise ShapeError(f"shape {shape} of a block with {len(local_shape)} dims", text=text)
         names = layout.resolved(len(local_shape)).names
         known_lengths = dict(zip(names, shape, strict=True))
     whole_shape = global_shape(layout, processes.mesh, local_shape, text, known_lengths)
-    placement = Placement(Sharding(layout, mesh_of(processes.mesh), whole_shape), processes)
+    sharding = Sharding(layout, mesh_of(processes.mesh), whole_shape)
+    placement = Placement(sharding, processes)
     # If blocks differ in size and no shape was given, some processes have inferred a wrong shape.
     if placement.local_shape != local_shape:
         message = f"the block has shape {local_shape}, not {placement.local_shape}"
         hint = (
             f"this process's part of a {whole_shape} array; pass shape= where blocks differ in size"
         )
-        raise ShapeError(message, text=text, hint=hint)
+        raise placement.shape_error(message, hint)
     return placement

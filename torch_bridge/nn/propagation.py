@@ -7,12 +7,13 @@ are moved, and gradients of replicated ones summed. Others are refused: results 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_bridge.nn.conv import pad
 from torch_bridge.nn.fft import KINDS, fft
+from torch_bridge.nn.function_call import FunctionCall, Rule, rows, tensors_in
 from torch_bridge.nn.placed import (
     Placement,
     check_whole,
@@ -29,130 +31,65 @@ from torch_bridge.nn.placed import (
     recorded_placement,
     recorded_placements,
 )
-from torch_bridge.nn.views import VIEWS, function_name, new_dims, view
+from torch_bridge.nn.views import VIEWS, new_dims, view
 from torch_bridge.ops import copy_to
-from torch_bridge.versions.pytree import tree_map_only
 from xshard import Layout, XshardError
-from xshard.errors import ShapeError, api_boundary, with_path
+from xshard.errors import api_boundary, with_path
 from xshard.notation.parser import Dim
 
-Function = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Rule = Callable[[Function, Args, Kwargs], Any]
-
-# Functions that work element by element, though torch has no tag for them.
-_POINTWISE = frozenset((
-    "alpha_dropout", "bfloat16", "bool", "contiguous", "detach", "double", "dropout", "float", "half",
-    "hardswish", "hardswish_", "imag", "int", "log_sigmoid", "logsigmoid", "long", "masked_fill",
-    "ones_like", "real", "requires_grad_", "softsign", "tanhshrink", "to", "type_as", "where", "zeros_like",
-))  # fmt: skip
+_DIMS_KEYWORDS = ("dim", "dims", "axis")
 _RANDOM = ("dropout", "alpha_dropout")
 
 
-class DimsArgument(NamedTuple):
-    """Where a function along some dims has them: its position (None: in no argument), and its default."""
-
-    position: int | None
-    default: int | None  # None: all dims
+def _read(call: FunctionCall) -> Any:
+    """Run a function that reads properties of a tensor, and returns no tensor of its elements."""
+    return call.run()
 
 
-# Functions along dims, which must be whole: these dims stay, or they are reduced.
-_ALONG_DIMS: dict[str, DimsArgument] = {
-    **dict.fromkeys((
-        "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "cumprod", "cumsum", "flip",
-        "index_select", "log_softmax", "logcumsumexp", "logsumexp", "max", "mean", "median", "min", "prod",
-        "softmax", "softmin", "std", "sum", "var",
-    ), DimsArgument(1, None)),
-    **dict.fromkeys(("argsort", "glu", "sort"), DimsArgument(1, -1)),
-    **dict.fromkeys(("channel_shuffle", "local_response_norm"), DimsArgument(None, 1)),
-    "normalize": DimsArgument(2, 1), "roll": DimsArgument(2, None), "topk": DimsArgument(2, -1),
-}  # fmt: skip
-_DIMS_KEYWORDS = ("dim", "dims", "axis")
-
-# Functions that read properties of a tensor and return no tensor.
-_READING = frozenset((
-    "__bool__", "__format__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward",
-    "data_ptr", "dim", "element_size", "get_device", "has_names", "is_complex", "is_contiguous",
-    "is_floating_point", "ndimension", "numel", "register_hook", "retain_grad", "size", "stride", "type",
-))  # fmt: skip
-_FOLLOWED_PROPERTIES = VIEWS | {"imag", "real"}
-
-# Functions of a block and of parameters -> the number of the block's last dims that they need whole.
-_WHOLE_LAST_DIMS = {"embedding": 0, "linear": 1, "matmul": 1, "prelu": 0}
-_NORMS = ("layer_norm", "rms_norm")  # as many as `normalized_shape` has
-
-
-class FftFunction(NamedTuple):
-    """A function of `torch.fft`: the kind of its transform, and its arguments."""
-
-    kind: str
-    length_argument: str
-    default_dim: Any  # one dim, several, or None for the last ones, as many as it has lengths
-
-
-_FFT_FUNCTIONS = {
-    **{f"fft_{kind}": FftFunction(kind, "n", -1) for kind in KINDS},
-    **{f"fft_{kind}2": FftFunction(kind, "s", (-2, -1)) for kind in KINDS},
-    **{f"fft_{kind}n": FftFunction(kind, "s", None) for kind in KINDS},
-}
-
-
-def _pointwise(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _pointwise(call: FunctionCall) -> Any:
     """Apply an elementwise torch function, such as `add`, to blocks of sharded arrays.
 
     Arguments that are sharded differently are first moved to the layout of the result: "h/sp w"
     plus "h w" is "h/sp w". Each result gets a note of that layout and its global shape. Raises
     XshardError for an in-place function whose first argument would have to be moved.
     """
-    name = func.__name__
-    inputs = list(tensors_in((*args, *kwargs.values())))
-    result = _broadcast(recorded_placements(inputs))
-    fitted_args = tuple(_fitted(x, result) for x in args)
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    if is_in_place and fitted_args[0] is not args[0]:
-        message = f"{name}() on a tensor that is not sharded like its result"
+    result = _broadcast(recorded_placements(call.tensors()))
+    args = tuple(_fitted(x, result) for x in call.args)
+    is_in_place = call.name.endswith("_") and not call.name.endswith("__")
+    if is_in_place and args[0] is not call.args[0]:
+        message = f"{call.name}() on a tensor that is not sharded like its result"
         raise XshardError(message, hint="not in place")
-    fitted_kwargs = {key: _fitted(x, result) for key, x in kwargs.items()}
-    y = func(*fitted_args, **fitted_kwargs)
+    kwargs = {key: _fitted(x, result) for key, x in call.kwargs.items()}
+    y = call.func(*args, **kwargs)
     for part in tensors_in((y,)):  # frexp returns two
-        # Tensors without a known layout may have broadcast dims that are not sharded, so these
-        # lengths are taken from the result.
-        record(part, result.with_dims(result.layout.dims, result.global_lengths(part.shape)))
+        # Tensors without a known layout may have broadcast dims that are not sharded: these lengths
+        # are those of the block.
+        record(part, result.like_block(part))
     return y
 
 
-def _with_parameters(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _with_parameters(call: FunctionCall, whole_last_dims: int) -> Tensor:
     """Apply a torch function of a block and parameters, such as `linear` or `layer_norm`.
 
-    The last dims of the block, which the function works on, must not be sharded; the dims before
-    them may be, as s of "b s/sp c" in a linear layer. Returns the result with a note of its layout
-    and global shape. Raises XshardError if another argument is a sharded block, too.
+    It needs the last dims of the block whole, as c of "b s/sp c" in a linear layer; the dims before
+    them may be sharded. Returns the result with a note of its layout and global shape. Raises
+    XshardError if another argument is a sharded block, too.
     """
-    x = args[0]
-    name = func.__name__
+    x, *others = call.args
     placement = recorded_placement(x)
     # A product of two blocks could need rows that other processes have, so that all other arguments
     # must be parameters.
-    others = list(tensors_in((*args[1:], *kwargs.values())))
-    if placement is None or not all(_may_be_parameter(other) for other in others):
-        raise _not_of_blocks(name)
-    if name == "embedding":
-        _check_embedding(kwargs)
-    if name in _NORMS:
-        _, normalized_shape = _arguments(args, kwargs, ("input", "normalized_shape"))
-        whole_dims = len(normalized_shape)
-    else:
-        whole_dims = _WHOLE_LAST_DIMS[name]
-    first = len(placement.shape) - whole_dims
-    check_whole(placement, range(first, len(placement.shape)), f"{name}()")
-    options, kwargs = tree_map_only(Tensor, partial(_used_beside, placement), (args[1:], kwargs))
-    y = func(x, *options, **kwargs)
+    tensors = tensors_in((*others, *call.kwargs.values()))
+    if placement is None or not all(map(_may_be_parameter, tensors)):
+        raise _not_of_blocks(call.name)
+    first = placement.ndim - whole_last_dims
+    check_whole(placement, range(first, placement.ndim), f"{call.name}()")
+    y: Tensor = call.map_tensors(partial(_used_beside, placement)).run()
     # An embedding adds a dim; the product with a vector has one less.
     added_dim = next(new_dims(placement.layout))
-    dims = (*placement.layout.dims, added_dim)[: y.ndim]
-    shape = (*placement.shape[:first], *y.shape[first:])
-    return record(y, placement.with_dims(dims, shape))
+    dims = (*placement.dims, added_dim)[: y.ndim]
+    lengths = (*placement.shape[:first], *y.shape[first:])
+    return record(y, placement.with_dims(dims, lengths))
 
 
 def _may_be_parameter(x: Tensor) -> bool:
@@ -162,126 +99,141 @@ def _may_be_parameter(x: Tensor) -> bool:
     return is_replicated and x.ndim <= 2
 
 
-def _check_embedding(kwargs: Kwargs) -> None:
-    """Raise XshardError for options that depend on all tokens of the batch, or make sparse gradients."""
+def _norm(call: FunctionCall) -> Tensor:
+    """Normalise over last dims that are whole, as many as `normalized_shape` has."""
+    _, normalized_shape = call.arguments("input", "normalized_shape")
+    return _with_parameters(call, len(normalized_shape))
+
+
+def _embedding(call: FunctionCall) -> Tensor:
+    """Look up rows of a table by the numbers in a block: "b s/sp" -> "b s/sp d0".
+
+    Raises XshardError for options that depend on all tokens of the batch, or make sparse gradients.
+    """
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if kwargs.get(option):
-            raise XshardError(
-                "embedding() with max_norm, scale_grad_by_freq or sparse", hint="without them"
-            )
+        if call.kwargs.get(option):
+            message = "embedding() with max_norm, scale_grad_by_freq or sparse"
+            raise XshardError(message, hint="without them")
+    return _with_parameters(call, 0)
 
 
-def _cat(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _cat(call: FunctionCall) -> Tensor:
     """Apply `torch.cat` to blocks of sharded arrays, along a dim that is not sharded.
 
     Blocks that are sharded differently are first moved to one layout. Raises XshardError if the
     dim is sharded, as local rows would come in the wrong order, and for a tensor without a known
     layout among the blocks.
     """
-    tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
+    tensors, dim = call.arguments("tensors", dim=0)
     placements = recorded_placements(tensors)
     for placement in placements:
         check_whole(placement, (_dim_number(dim, placement),), "cat()")
     if len(placements) < len(tensors):
-        raise XshardError(
-            "cat() of a block and a tensor without a placement", hint="slice it first"
-        )
+        message = "cat() of a block and a tensor without a placement"
+        raise XshardError(message, hint="slice it first")
     d = _dim_number(dim, placements[0])
     # The layout of the result is found as for elementwise functions. Lengths along the concatenated
     # dim may differ, and are left out of it: each counts as 1.
     one_row = _broadcast([placement.with_length(d, 1) for placement in placements])
-    lengths = [placement.shape[d] for placement in placements]
     # All are moved to this layout, so that along the other dims each device has the same rows.
-    parts = [
-        _fitted(x, one_row.with_length(d, length))
-        for x, length in zip(tensors, lengths, strict=True)
-    ]
-    return record(func(parts, d), one_row.with_length(d, sum(lengths)))
+    parts = []
+    length = 0
+    for x, placement in zip(tensors, placements, strict=True):
+        parts.append(_fitted(x, one_row.with_length(d, placement.shape[d])))
+        length += placement.shape[d]
+    return record(call.func(parts, d), one_row.with_length(d, length))
 
 
-def _stack(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _stack(call: FunctionCall) -> Tensor:
     """Stack blocks along a new dim: concatenate blocks with one row there."""
-    tensors, dim = _arguments(args, kwargs, ("tensors", "dim"), 0)
-    rows = [view(torch.unsqueeze, (x, dim), {}) if recorded_placement(x) else x for x in tensors]
-    return _cat(torch.cat, (rows, dim), {})
+    tensors, dim = call.arguments("tensors", dim=0)
+    rows = []
+    for x in tensors:
+        if recorded_placement(x) is not None:  # any other tensor is refused by `_cat`
+            x = view(FunctionCall(torch.unsqueeze, (x, dim), {}))
+        rows.append(x)
+    return _cat(FunctionCall(torch.cat, (rows, dim), {}))
 
 
-def _along_dims(func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a torch function along dims that are not sharded, such as `sum`, `softmax` or `max`.
+def _along_dims(call: FunctionCall, position: int | None = 1, default: int | None = None) -> Any:
+    """Apply a torch function along dims that are not sharded, such as `sum`, `softmax` or `sort`.
 
-    "b h/sp c" summed over c is "b h/sp"; softmax over c keeps "b h/sp c". Without dims the
-    function's default is taken, often all dims. Results get a note of their layout and global
-    shape. Raises an error if one of the dims is sharded. With two tensors, `max` and `min` are
-    elementwise.
+    "b h/sp c" summed over c is "b h/sp"; softmax over c keeps "b h/sp c". Results get a note of
+    their layout and global shape. Raises NotationError if one of the dims is sharded.
+
+    position: of the dims among the arguments; None: the function takes none. default: the dim of a
+    call that names none; None: all dims.
     """
-    x = args[0]
-    name = func.__name__
-    candidates = _dims_candidates(name, args, kwargs)
-    other = kwargs.get("other", candidates[0] if candidates else None)
-    if isinstance(other, Tensor):  # the larger, or the smaller, of two tensors
-        return _pointwise(func, args, kwargs)
-    placement = placement_of(x)
-    dims = [d for d in candidates if isinstance(d, int) and not isinstance(d, bool)]
+    placement = placement_of(call.args[0])
+    dims = _named_dims(call, position)
     if not dims:
-        default = _ALONG_DIMS[name].default
-        if default is None:
-            dims = list(range(len(placement.shape)))
-        else:
-            dims = [default]
+        dims = list(range(placement.ndim)) if default is None else [default]
     # No other process has rows of a dim that is not sharded, so that the local result is right.
     numbers = {_dim_number(d, placement) for d in dims}
-    check_whole(placement, sorted(numbers), f"{name}()")
-    y = func(*args, **kwargs)
+    check_whole(placement, sorted(numbers), f"{call.name}()")
+    y = call.run()
     for part in tensors_in((y,)):  # max returns two
         record(part, _placement_along(placement, part, numbers))
     return y
 
 
-def _dims_candidates(name: str, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-    """Return the arguments where a function has its dims; it may have others there, as `max(x, other)`."""
-    position = _ALONG_DIMS[name].position
-    candidates: list[Any] = []
+def _named_dims(call: FunctionCall, position: int | None) -> list[int]:
+    """Return the dims that a call names: `x.sum((0, 1))` -> [0, 1], `softmax(x, dim=-1)` -> [-1]."""
+    candidates: Any = [call.kwargs[key] for key in _DIMS_KEYWORDS if key in call.kwargs]
     if position is not None:
-        last = len(args) if name == "flip" else position + 1  # flip(x, 0, 1) has all others
-        candidates.extend(args[position:last])
-    candidates.extend(kwargs[key] for key in _DIMS_KEYWORDS if key in kwargs)
+        candidates = [*call.args[position : position + 1], *candidates]
     if candidates and isinstance(candidates[0], list | tuple):
-        return candidates[0]
-    return candidates
+        candidates = candidates[0]
+    # Another option may be in this place: `unbiased` in `x.std(False)`.
+    return [d for d in candidates if isinstance(d, int) and not isinstance(d, bool)]
 
 
 def _placement_along(placement: Placement, y: Tensor, dims: set[int]) -> Placement:
     """Return the placement of a result, which has `dims`, with any lengths, or has lost them."""
-    rank = len(placement.shape)
-    kept = [d for d in range(rank) if y.ndim == rank or d not in dims]
-    lengths = [
-        placement.shape[d] if placement.is_sharded(d) else length
-        for d, length in zip(kept, y.shape, strict=True)
-    ]
-    return placement.with_dims([placement.layout.dims[d] for d in kept], lengths)
+    if y.ndim == placement.ndim:
+        return placement.like_block(y)
+    kept = [d for d in range(placement.ndim) if d not in dims]
+    kept_dims = [placement.dims[d] for d in kept]
+    return placement.with_dims(kept_dims, [placement.shape[d] for d in kept])
 
 
-def _index_select(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _extremum(call: FunctionCall) -> Any:
+    """Apply `max` or `min`: along dims, or, of two tensors, element by element."""
+    _, other = call.arguments("input", other=None)
+    if isinstance(other, Tensor):
+        return _pointwise(call)
+    return _along_dims(call)
+
+
+def _flip(call: FunctionCall) -> Any:
+    """Reverse dims: `x.flip(0, 1)` has one argument for each, unlike other functions along dims."""
+    x, *dims = call.args
+    if len(dims) > 1:
+        call = call._replace(args=(x, dims))
+    return _along_dims(call)
+
+
+def _index_select(call: FunctionCall) -> Any:
     """Select rows of a dim that is whole, by numbers that all processes have."""
-    x, dim, index = _arguments(args, kwargs, ("input", "dim", "index"))
+    x, dim, index = call.arguments("input", "dim", "index")
     placement = recorded_placement(index)
     # The numbers of rows that others select are needed too: the result has them all.
     if placement is not None and placement.axes:
-        whole = Layout(tuple(Dim(dim.name) for dim in placement.layout.dims))
-        index = placement.redistribute(index, whole)
-    return _along_dims(func, (x, dim, index), {})
+        dims = [Dim(dim.name) for dim in placement.dims]
+        index = placement.redistribute(index, Layout(tuple(dims)))
+    return _along_dims(FunctionCall(call.func, (x, dim, index), {}))
 
 
-def _fft(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _fft(call: FunctionCall, kind: str, lengths_name: str, default_dims: Any) -> Tensor:
     """Apply a function of `torch.fft` to a block of a sharded array.
 
-    It runs as our `fft`, which gathers sharded dims for the transform. Torch's arguments `n` or `s`
-    and `dim` are given as one number or several; without `dim`, the last dims or all are
-    transformed, as in torch.
+    It runs as our `fft`, which gathers sharded dims for the transform.
+
+    lengths_name: torch's name of the argument with one or several lengths, "n" or "s".
+    default_dims: one or several; None: the last ones, as many as there are lengths, or all.
     """
-    function = _FFT_FUNCTIONS[func.__name__]
-    names = ("input", function.length_argument, "dim", "norm")
-    x, lengths, dims, norm = _arguments(args, kwargs, names, None, function.default_dim, None)
+    defaults = {lengths_name: None, "dim": default_dims, "norm": None}
+    x, lengths, dims, norm = call.arguments("input", **defaults)
     placement = placement_of(x)
     if isinstance(lengths, int):
         lengths = [lengths]
@@ -291,16 +243,17 @@ def _fft(func: Function, args: Args, kwargs: Kwargs) -> Any:
         dims = range(-len(lengths if lengths else placement.shape), 0)
     numbers = [_dim_number(d, placement) for d in dims]
     if lengths:
-        lengths = _global_fft_lengths(func.__name__, placement, numbers, lengths)
+        lengths = _global_fft_lengths(call.name, placement, numbers, lengths)
+    names = " ".join(placement.layout.names[d] for d in numbers)
     return fft(
-        x,
-        placement.layout,
-        placement.processes,
-        " ".join(placement.layout.names[d] for d in numbers),
-        kind=function.kind,
-        lengths=lengths,
-        norm=norm,
+        x, placement.layout, placement.processes, names, kind=kind, lengths=lengths, norm=norm
     )
+
+
+def _fft_rows(suffix: str, lengths_name: str, default_dims: Any) -> dict[str, Rule]:
+    """Return the rows of the table of rules for `fft2`, `rfft2` and so on, for the suffix "2"."""
+    rule = partial(_fft, lengths_name=lengths_name, default_dims=default_dims)
+    return {f"fft_{kind}{suffix}": partial(rule, kind=kind) for kind in KINDS}
 
 
 def _global_fft_lengths(
@@ -312,58 +265,123 @@ def _global_fft_lengths(
     8 means all rows. -1 stands for all rows, in arguments and result. name: the torch function, for
     errors. Raises XshardError if the transform would cut or pad a sharded dim.
     """
-    result = list(lengths)
-    for i, d in enumerate(dims):
-        if placement.is_sharded(d) and lengths[i] != -1:
-            if not placement.sharding.is_even or lengths[i] != placement.local_shape[d]:
+    global_lengths = []
+    for d, length in zip(dims, lengths, strict=True):
+        if placement.is_sharded(d) and length != -1:
+            if not placement.sharding.is_even or length != placement.local_shape[d]:
                 function = name.removeprefix("fft_")
-                message = f"{function}() of {lengths[i]} rows of dim '{placement.layout.dims[d]}'"
+                message = f"{function}() of {length} rows of dim '{placement.dims[d]}'"
                 raise XshardError(message, hint="sharded dims keep the length that they have")
-            result[i] = -1
-    return result
+            length = -1
+        global_lengths.append(length)
+    return global_lengths
 
 
-def _pad(func: Function, args: Args, kwargs: Kwargs) -> Any:
+def _pad(call: FunctionCall) -> Tensor:
     """Apply `F.pad` to a block of a sharded array: the global array is padded, not each block.
 
     Dims that are not sharded are padded locally by torch. If a sharded dim is padded, rows move
     between devices, as the padded array is cut into parts anew. Returns the block with a note of
     its layout and global shape.
     """
-    names = ("input", "pad", "mode", "value")
-    x, pads, mode, value = _arguments(args, kwargs, names, "constant", None)
+    x, pads, mode, value = call.arguments("input", "pad", mode="constant", value=None)
     placement = placement_of(x)
     # torch lists the pairs from the last dim to the first: here they are in the order of dims.
     pairs = tuple(zip(pads[::2], pads[1::2], strict=True))[::-1]
     first = x.ndim - len(pairs)
-    # With a sharded dim, only the first and last devices have the ends of the array.
-    if any(any(pair) and placement.is_sharded(d) for d, pair in enumerate(pairs, first)):
-        y, result = pad(x, placement, pairs, mode, 0.0 if value is None else value)
-        return record(y, result)
     shape = list(placement.shape)
     for d, pair in enumerate(pairs, first):
+        if any(pair) and placement.is_sharded(d):
+            # Only the first and last devices have the ends of the array, so that rows move.
+            y, result = pad(x, placement, pairs, mode, 0.0 if value is None else value)
+            return record(y, result)
         shape[d] += sum(pair)
-    return record(func(*args, **kwargs), placement.with_dims(placement.layout.dims, shape))
+    return record(call.run(), placement.with_shape(shape))
 
 
-def _of_replicated(func: Function, args: Args, kwargs: Kwargs, placement: Placement) -> Any:
+# What is done for a function of blocks. Functions with torch's tag for elementwise ones need no row.
+_RULES: dict[str, Rule | None] = {
+    **rows(
+        "__bool__ __format__ __hash__ __len__ __repr__ __set__ backward data_ptr dim element_size get_device"
+        " has_names is_complex is_contiguous is_floating_point ndimension numel register_hook retain_grad"
+        " size stride type",
+        _read,
+    ),
+    **rows(
+        "alpha_dropout bfloat16 bool contiguous detach double dropout float half hardswish hardswish_ imag"
+        " int log_sigmoid logsigmoid long masked_fill ones_like real requires_grad_ softsign tanhshrink to"
+        " type_as where zeros_like",
+        _pointwise,
+    ),
+    "equal": None,  # it has torch's tag, but its result is one bool
+    # Along dims, which must be whole: these dims stay, or they are reduced.
+    **rows(
+        "all amax amin any argmax argmin count_nonzero cumprod cumsum log_softmax logcumsumexp logsumexp"
+        " mean median prod softmax softmin std sum var",
+        _along_dims,
+    ),
+    **rows("max min", _extremum),
+    "flip": _flip,
+    "index_select": _index_select,
+    **rows("argsort glu sort", partial(_along_dims, default=-1)),
+    **rows("channel_shuffle local_response_norm", partial(_along_dims, position=None, default=1)),
+    "normalize": partial(_along_dims, position=2, default=1),
+    "roll": partial(_along_dims, position=2),
+    "topk": partial(_along_dims, position=2, default=-1),
+    **_fft_rows("", "n", -1),
+    **_fft_rows("2", "s", (-2, -1)),
+    **_fft_rows("n", "s", None),
+    "embedding": _embedding,
+    "prelu": partial(_with_parameters, whole_last_dims=0),
+    **rows("linear matmul", partial(_with_parameters, whole_last_dims=1)),
+    **rows("layer_norm rms_norm", _norm),
+    **rows("cat concat", _cat),
+    "stack": _stack,
+    "pad": _pad,
+    **VIEWS,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _rule_of(name: str) -> Rule | None:
+    if name in _RULES:
+        return _RULES[name]
+    if _has_pointwise_tag(name):
+        return _pointwise
+    return None
+
+
+def _has_pointwise_tag(name: str) -> bool:
+    """Return whether torch says that a function works element by element."""
+    for op_name in (name, name.strip("_")):  # `__add__` and `add_` are `add`
+        packet = getattr(torch.ops.aten, op_name, None)
+        if packet is None:
+            continue
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        if any(torch.Tag.pointwise in overload.tags for overload in overloads):
+            return True
+    return False
+
+
+def _of_replicated(call: FunctionCall, placement: Placement) -> Any:
     """Apply any function to replicated values: its results are replicated too."""
-    _check_not_random(function_name(func), args, kwargs)
+    if call.name in _RANDOM:
+        _check_not_random(call)
     if placement.gradient_share_axes:
-        args, kwargs = tree_map_only(Tensor, partial(_used_beside, placement), (args, kwargs))
-    result = func(*args, **kwargs)
+        call = call.map_tensors(partial(_used_beside, placement))
+    result = call.run()
     for y in tensors_in((result,)):
         record(y, placement.replicated_like(y))
     return result
 
 
-def _check_not_random(name: str, args: Args, kwargs: Kwargs) -> None:
+def _check_not_random(call: FunctionCall) -> None:
     """Raise XshardError for dropout of a replicated tensor in training."""
-    if name not in _RANDOM:
-        return
-    _, p, training = _arguments(args, kwargs, ("input", "p", "training"), 0.5, True)
+    _, p, training = call.arguments("input", p=0.5, training=True)
     if training and p > 0:
-        message = f"{name}() of a whole tensor in training: devices would draw different numbers"
+        message = (
+            f"{call.name}() of a whole tensor in training: devices would draw different numbers"
+        )
         raise XshardError(message, hint="use it on blocks, or after the model")
 
 
@@ -374,7 +392,8 @@ def _used_beside(placement: Placement, x: Tensor) -> Tensor:
         (copy,) = placement.parameter_copies([x])
         assert copy is not None
         return copy
-    missing_axes = tuple(axis for axis in placement.axes if axis not in placement_of_x.axes)
+    axes = placement_of_x.axes
+    missing_axes = tuple(axis for axis in placement.axes if axis not in axes)
     if missing_axes and x.requires_grad and torch.is_grad_enabled():
         return copy_to(x, missing_axes, placement.processes)
     return x
@@ -387,54 +406,50 @@ def _broadcast(placements: Sequence[Placement]) -> Placement:
     shards it: "h/sp w" and "h w/tp" -> "h/sp w/tp". Dims of length 1 broadcast, and missing ones
     are added in front, as in numpy. Raises ShapeError for lengths that differ.
     """
-    rank = max(len(placement.shape) for placement in placements)
-    base = next(placement for placement in placements if len(placement.shape) == rank)
-    dims = list(base.layout.dims)
+    base = max(placements, key=attrgetter("ndim"))
+    dims = list(base.dims)
     shape = list(base.shape)
     for placement in placements:
-        for d in range(-1, -len(placement.shape) - 1, -1):  # broadcasting aligns the last dims
-            dim = placement.layout.dims[d]
-            length = placement.shape[d]
-            is_longer = shape[d] == 1 and length != 1
-            is_first_sharded = bool(dim.axes) and not dims[d].axes and length == shape[d]
-            if is_longer or is_first_sharded:
+        first = base.ndim - placement.ndim  # the last dims are aligned
+        for d, dim in enumerate(placement.dims, first):
+            length = placement.shape[d - first]
+            repeats_one_row = shape[d] == 1 and length != 1
+            is_first_sharded = length == shape[d] and dim.axes and not dims[d].axes
+            if repeats_one_row or is_first_sharded:
                 dims[d] = replace(dim, name=dims[d].name)
                 shape[d] = length
             elif length not in (1, shape[d]):
-                message = f"{length} rows of dim {dim.name!r} meet {shape[d]}"
-                raise ShapeError(message, text=str(placement.layout))
+                raise placement.shape_error(f"{length} rows of dim {dim.name!r} meet {shape[d]}")
     return base.with_dims(dims, shape)
 
 
 def _fitted(x: Any, result: Placement) -> Any:
-    """Move an argument of an elementwise function to the layout of the result.
-
-    Along its own dims it is sharded as the result is; dims of length 1 stay whole, as they
-    broadcast. A tensor without a known layout is a parameter or a constant, equal on all devices:
-    it must have length 1 along sharded dims. Lists are moved item by item; other values are
-    returned as they are.
-    """
+    """Move the tensors of an argument of an elementwise function to the layout of the result."""
+    if isinstance(x, Tensor):
+        return _fitted_tensor(x, result)
     if isinstance(x, list | tuple):
         return type(x)(_fitted(item, result) for item in x)
-    if not isinstance(x, Tensor):
-        return x
-    offset = len(result.shape) - x.ndim
-    if offset < 0:
-        message = f"{x.ndim} dims meet {len(result.shape)}"
-        raise ShapeError(message, text=str(result.layout), hint="as many dims")
-    target_dims = result.layout.dims[offset:]
+    return x
+
+
+def _fitted_tensor(x: Tensor, result: Placement) -> Tensor:
+    """Move a tensor to the layout of the result that it is broadcast to.
+
+    For a result "b h/sp w", "h w" becomes "h/sp w"; dims of length 1 stay whole, as they broadcast.
+    A tensor without a known layout is a parameter or a constant, equal on all devices: it must have
+    length 1 along sharded dims.
+    """
+    if x.ndim > result.ndim:
+        raise result.shape_error(f"{x.ndim} dims meet {result.ndim}", "as many dims")
+    target_dims = result.dims[result.ndim - x.ndim :]
     placement = recorded_placement(x)
-    # A parameter or a constant: on all processes equal, if it broadcasts along sharded dims.
     if placement is None:
         _check_broadcasts(x, target_dims, result)
         return _used_beside(result, x)
-    dims = [
-        # A dim of one row broadcasts: it stays whole.
-        replace(target if length > 1 else Dim(target.name), name=dim.name)
-        for dim, length, target in zip(
-            placement.layout.dims, placement.shape, target_dims, strict=True
-        )
-    ]
+    dims = [Dim(dim.name) for dim in placement.dims]
+    for d, target in enumerate(target_dims):
+        if placement.shape[d] > 1:
+            dims[d] = replace(target, name=dims[d].name)
     fitted = placement.with_dims(dims, placement.shape)
     # Two notations may give each device the same rows: then nothing is moved.
     if not placement.sharding.means_the_same_as(fitted.sharding):
@@ -447,74 +462,15 @@ def _check_broadcasts(x: Tensor, dims: Sequence[Dim], result: Placement) -> None
     for length, dim in zip(x.shape, dims, strict=True):
         if length > 1 and dim.axes:
             message = f"{length} rows without a recorded sharding meet dim '{dim}'"
-            hint = "slice it first, or make it an input of the model"
-            raise ShapeError(message, text=str(result.layout), hint=hint)
+            raise result.shape_error(message, "slice it first, or make it an input of the model")
 
 
 def _dim_number(dim: int, placement: Placement) -> int:
     """Return the number of a dim that may count from the end: -1 of 4 dims -> 3."""
-    rank = len(placement.shape)
-    if not -rank <= dim < rank:
-        raise ShapeError(f"no dim {dim} in a block of {rank} dims", text=str(placement.layout))
-    return dim % rank
-
-
-def _arguments(args: Args, kwargs: Kwargs, names: Sequence[str], *defaults: Any) -> list[Any]:
-    """Return the arguments with these names, by position or by name; the last ones have defaults."""
-    values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-    values.update(zip(names, args, strict=False))
-    for key, value in kwargs.items():
-        name = "dim" if key == "axis" else key
-        if name in names:
-            values[name] = value
-    return [values[name] for name in names]
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Generate the tensors among values, also inside lists and tuples."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-
-
-_RULES: dict[str, Rule] = {
-    "cat": _cat,
-    "concat": _cat,
-    "pad": _pad,
-    "stack": _stack,
-    **dict.fromkeys(_ALONG_DIMS, _along_dims),
-    "index_select": _index_select,  # after `_ALONG_DIMS`, which it calls
-    **dict.fromkeys(_FFT_FUNCTIONS, _fft),
-    **dict.fromkeys((*_WHOLE_LAST_DIMS, *_NORMS), _with_parameters),
-    **dict.fromkeys(VIEWS, view),
-}
-
-
-@lru_cache(maxsize=1024)
-def _rule_of(name: str) -> Rule | None:
-    if name in _RULES:
-        return _RULES[name]
-    if _is_pointwise(name):
-        return _pointwise
-    return None
-
-
-def _is_pointwise(name: str) -> bool:
-    """Return whether torch says that a function works element by element, or we know it."""
-    if name in _POINTWISE:
-        return True
-    if name == "equal":  # it has torch's tag, but its result is one bool
-        return False
-    for op_name in (name, name.strip("_")):  # `__add__` and `add_` are `add`
-        packet = getattr(torch.ops.aten, op_name, None)
-        if packet is None:
-            continue
-        overloads = [getattr(packet, overload) for overload in packet.overloads()]
-        if any(torch.Tag.pointwise in overload.tags for overload in overloads):
-            return True
-    return False
+    ndim = placement.ndim
+    if not -ndim <= dim < ndim:
+        raise placement.shape_error(f"no dim {dim} in a block of {ndim} dims")
+    return dim % ndim
 
 
 def _not_of_blocks(name: str) -> XshardError:
@@ -532,38 +488,20 @@ class Propagation(TorchFunctionMode):
 
     # Hot: called for every torch function of the model's code.
     def __torch_function__(
-        self, func: Function, types: Any, args: Any = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Apply the rule of a function of blocks; leave others as they are."""
-        if kwargs is None:
-            kwargs = {}
-        placements = recorded_placements(tensors_in((*args, *kwargs.values())))
-        if not placements or _only_reads(func):
-            return func(*args, **kwargs)
+        call = FunctionCall(func, args, {} if kwargs is None else kwargs)
+        placements = recorded_placements(call.tensors())
+        if not placements or _only_reads(call):
+            return call.run()
         try:
-            return self._follow(func, args, kwargs, placements)
+            # No argument is sharded: each process computes what one device would, without a rule.
+            if not any(placement.axes for placement in placements):
+                return _of_replicated(call, placements[0])
+            return _of_blocks(call)
         except XshardError as error:
             raise with_path(error, self._path()) from None
-
-    def _follow(
-        self, func: Function, args: Args, kwargs: Kwargs, placements: Sequence[Placement]
-    ) -> Any:
-        """Apply a torch function to blocks, by the rule for its name that also derives the layout.
-
-        placements: the known layouts and global shapes of its tensor arguments. Raises XshardError
-        for a function without a rule, unless its arguments are replicated.
-        """
-        # No argument is sharded: each process computes what one device would, without a rule.
-        if not any(placement.axes for placement in placements):
-            return _of_replicated(func, args, kwargs, placements[0])
-        name = function_name(func)
-        rule = _rule_of(name)
-        if rule is None:
-            raise _not_of_blocks(name)
-        if not args:  # called as f(input=x): the rules expect the first tensor by position
-            args = (kwargs["input"],)
-            kwargs = {key: value for key, value in kwargs.items() if key != "input"}
-        return rule(func, args, kwargs)
 
     def _path(self) -> str:
         """Return the path of the innermost module of the model on the call stack."""
@@ -576,11 +514,25 @@ class Propagation(TorchFunctionMode):
         return ""
 
 
-def _only_reads(func: Function) -> bool:
+def _only_reads(call: FunctionCall) -> bool:
     """Return whether a function, or a property, returns no tensor of the block's elements."""
-    if getattr(func, "__name__", "") == "__get__":
-        return function_name(func) not in _FOLLOWED_PROPERTIES
-    return function_name(func) in _READING
+    if getattr(call.func, "__name__", "") == "__get__":
+        return call.name not in _RULES
+    return _RULES.get(call.name) is _read
+
+
+def _of_blocks(call: FunctionCall) -> Any:
+    """Apply a torch function to blocks, by the rule for its name that also derives the layout.
+
+    Raises XshardError for a function without a rule.
+    """
+    rule = _rule_of(call.name)
+    if rule is None:
+        raise _not_of_blocks(call.name)
+    if not call.args:  # called as f(input=x): the rules expect the first tensor by position
+        kwargs = dict(call.kwargs)
+        call = FunctionCall(call.func, (kwargs.pop("input"),), kwargs)
+    return rule(call)
 
 
 @api_boundary

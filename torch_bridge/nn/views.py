@@ -3,84 +3,85 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_bridge.nn.function_call import FunctionCall, Rule, rows, tensors_in
 from torch_bridge.nn.placed import Placement, needs_whole, placement_of, record
 from xshard import Layout, XshardError
 from xshard.layout.runs import as_intervals
 from xshard.notation.parser import INTERVALS, Dim, Shard
 
-# They merge and split neighbouring dims, so that the array without data must be contiguous.
-_MERGING = frozenset(("flatten", "reshape", "unflatten", "view"))
-# Their arguments are lengths, and in a model's code these are the block's.
-_TAKES_LENGTHS = frozenset(("expand", "reshape", "unflatten", "view"))
-VIEWS = _MERGING | _TAKES_LENGTHS | frozenset((
-    "H", "T", "__getitem__", "chunk", "mH", "mT", "moveaxis", "movedim", "narrow", "permute", "select",
-    "split", "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unfold",
-    "unsqueeze",
-))  # fmt: skip
 
+def view(call: FunctionCall, *, takes_lengths: bool = False, is_merging: bool = False) -> Any:
+    """Apply a torch function that returns views of its first argument, here a block.
 
-def function_name(func: Callable[..., Any]) -> str:
-    """Return the name of a function, or of the property that it reads, as "mT" for `x.mT`."""
-    name: str = getattr(func, "__name__", str(func))
-    if name == "__get__":
-        property_name: str = func.__self__.__name__  # type: ignore[attr-defined]  # the descriptor's
-        return property_name
-    return name
+    `permute` of "h/sp w" returns "w h/sp". This is found out by a trial: the function is also
+    called on a tensor without data, and the strides of that view tell which dim is where. Records
+    the layout and global shape of each result. Raises NotationError if the view would need rows of
+    other devices.
 
-
-def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a torch function that returns views (`permute`, `x[...]`, ...) to a block.
-
-    To learn how the result is sharded, the function is also called on a tensor without data, whose
-    dims are recognised in the view by their strides and lengths. `permute` of "h/sp w" -> "w h/sp".
-    Each result gets a note of its layout and global shape. Raises NotationError if the view would
-    need rows of other devices.
+    takes_lengths: as in `x.view(2, -1)`. In the code of a model they are lengths of the block, not
+    of the array. is_merging: the view may merge neighbouring dims, or split them, as `flatten`.
     """
-    x, *options = args
-    name = function_name(func)
+    x, *options = call.args
     placement = placement_of(x)
-    if name == "__getitem__":
-        _check_index(options[0])
-    is_local = name in _TAKES_LENGTHS
-    is_merging = name in _MERGING
-    source = _without_data(x.shape if is_local else placement.shape, x.dtype, is_merging)
-    targets = func(source, *options, **kwargs)
-    operation = "a slice" if name == "__getitem__" else f"{name}()"
-    if name == "squeeze":
-        # A dim of one row in the block may have more rows in the global array. torch would drop it;
-        # the view of the global shape says which dims go.
-        result = _view_placement(placement, source, targets, operation, may_split=False)
-        return record(x.reshape(result.local_shape), result)
-    y = func(*args, **kwargs)
-    for part, target in zip(_as_tensors(y), _as_tensors(targets), strict=True):
-        result = _view_placement(
-            placement, source, target, operation, may_split=is_local and is_merging
-        )
-        record(part, result)
+    trial_shape = x.shape if takes_lengths else placement.shape
+    source = _without_data(trial_shape, x.dtype, is_contiguous=is_merging)
+    targets = call.func(source, *options, **call.kwargs)
+    operation = "a slice" if call.name == "__getitem__" else f"{call.name}()"
+    may_split = takes_lengths and is_merging
+    y = call.run()
+    for part, target in zip(tensors_in((y,)), tensors_in((targets,)), strict=True):
+        trial = _Trial(placement, source, target)
+        record(part, trial.placement_of_view(operation, may_split=may_split))
     return y
 
 
-def _check_index(index: Any) -> None:
-    """Raise XshardError unless it has slices and numbers only."""
+def _slice(call: FunctionCall) -> Any:
+    """Take rows of a block, as `x[:, :4]`. Raises XshardError unless all indices are slices or numbers."""
+    x, index = call.args
+    placement_of(x)  # raises for any other tensor, such as a table that a block is the index of
     for item in index if isinstance(index, tuple) else (index,):
         is_plain = isinstance(item, slice | int | EllipsisType | None)
         if isinstance(item, bool) or not is_plain:  # to Python, True is a number
-            raise XshardError(
-                "a block indexed by more than slices and numbers", hint="as in x[:, :4]"
-            )
+            message = "a block indexed by more than slices and numbers"
+            raise XshardError(message, hint="as in x[:, :4]")
+    return view(call)
 
 
-def _as_tensors(y: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    if isinstance(y, Tensor):
-        return (y,)
-    return y
+def _squeeze(call: FunctionCall) -> Tensor:
+    """Drop the dims that have length 1 in the array.
+
+    torch would also drop a dim with one row in this block, though the array may have more rows. So
+    the trial with the array's shape says which dims go.
+    """
+    x, *options = call.args
+    placement = placement_of(x)
+    source = _without_data(placement.shape, x.dtype)
+    trial = _Trial(placement, source, call.func(source, *options, **call.kwargs))
+    result = trial.placement_of_view("squeeze()")
+    return record(x.reshape(result.local_shape), result)
+
+
+# Functions and properties that return views -> their rules.
+VIEWS: dict[str, Rule] = {
+    **rows(
+        "H T chunk mH mT moveaxis movedim narrow permute select split swapaxes swapdims t tensor_split"
+        " transpose unbind unfold unsqueeze",
+        view,
+    ),
+    "__getitem__": _slice,
+    "squeeze": _squeeze,
+    "expand": partial(view, takes_lengths=True),
+    "flatten": partial(view, is_merging=True),
+    **rows("reshape unflatten view", partial(view, takes_lengths=True, is_merging=True)),
+}
 
 
 def new_dims(layout: Layout) -> Iterator[Dim]:
@@ -90,16 +91,18 @@ def new_dims(layout: Layout) -> Iterator[Dim]:
             yield Dim(f"d{i}")
 
 
-def _without_data(shape: Sequence[int], dtype: torch.dtype, is_contiguous: bool) -> Tensor:
+def _without_data(
+    shape: Sequence[int], dtype: torch.dtype, *, is_contiguous: bool = False
+) -> Tensor:
     """Return a tensor in which strides tell the dims apart, also dims of length 1, unless contiguous."""
     if is_contiguous:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
     # The strides of longer dims, which differ also where a length is 1 or 0.
-    strides = torch.empty([length + 2 for length in shape], device="meta").stride()
-    return torch.empty_strided(tuple(shape), strides, dtype=dtype, device="meta")
+    longer = torch.empty([length + 2 for length in shape], device="meta")
+    return torch.empty_strided(tuple(shape), longer.stride(), dtype=dtype, device="meta")
 
 
-class ViewedDim(NamedTuple):
+class _ViewedDim(NamedTuple):
     """A dim of the array as a view has it: its number there, and its length in the array."""
 
     number: int
@@ -107,115 +110,120 @@ class ViewedDim(NamedTuple):
     length: int
 
 
-def _view_placement(
-    placement: Placement, source: Tensor, target: Tensor, operation: str, *, may_split: bool
-) -> Placement:
-    """Derive the layout and global shape of a view from those of the viewed array.
+class _Trial(NamedTuple):
+    """A view of a tensor without data, `source` -> `target`; placement: of the block that is viewed."""
 
-    source, target: a tensor without data and its view. operation: for errors, as in "view()".
-    may_split: `view(2, -1)` and the like are given lengths of the block, and may have split a dim.
-    Raises NotationError if the view needs all rows of a sharded dim.
-    """
-    # Dims of the view are new and whole until a dim of the array is found in their place.
-    dims = list(itertools.islice(new_dims(placement.layout), target.ndim))
-    lengths = list(target.shape)
-    whole: list[ViewedDim] = []
-    sharded: dict[int, ViewedDim] = {}
-    for d, dim in enumerate(placement.layout.dims):
-        viewed = _viewed_dim(placement, source, target, d)
-        if not placement.is_sharded(d):
+    placement: Placement
+    source: Tensor
+    target: Tensor
+
+    def placement_of_view(self, operation: str, *, may_split: bool = False) -> Placement:
+        """Derive the layout and global shape of the same view of the block.
+
+        operation: for errors, as "view()". may_split: a dim may have been split by lengths of the
+        block. Raises NotationError if the view needs all rows of a sharded dim.
+        """
+        placement = self.placement
+        # Dims of the view are new and whole until a dim of the array is found in their place.
+        dims = list(itertools.islice(new_dims(placement.layout), self.target.ndim))
+        lengths = list(self.target.shape)
+        places_of_sharded = set()
+        # Whole dims come first, so that a sharded dim wins where both are found in the same place.
+        for d in sorted(range(placement.ndim), key=placement.is_sharded):
+            viewed = self._find(d)
+            if placement.is_sharded(d):
+                if viewed is None or viewed.number in places_of_sharded:
+                    raise needs_whole(placement, d, operation)
+                if may_split:
+                    self._check_ones_beside(viewed.number, d, operation)
+                places_of_sharded.add(viewed.number)
             if viewed is not None:
-                whole.append(viewed)
-            continue
-        if viewed is None or viewed.number in sharded:
-            raise needs_whole(placement, d, operation)
-        if may_split and _has_more_ones_beside(target, viewed.number, source, d):
-            # `view(6, -1)` of a block with 6 of 12 rows gives [6, 1]. If 6 is a fixed number of
-            # groups, one device would have [6, 2]: which one is meant cannot be told.
+                dims[viewed.number] = viewed.dim
+                lengths[viewed.number] = viewed.length
+        return placement.with_dims(dims, lengths)
+
+    def _find(self, d: int) -> _ViewedDim | None:
+        """Find dim `d` of the array in the view, by its stride.
+
+        A view keeps the strides of its dims: in `x.permute(1, 0)` of [4, 3], the dim with stride 3
+        is the second. A sharded dim must keep its length, or have a multiple of it after merging.
+        None: it is not in the view, or it is unclear where.
+        """
+        is_sharded = self.placement.is_sharded(d)
+        stride = self.source.stride(d)
+        # A whole dim may have another length in the view, as by a slice.
+        length = self.source.shape[d] if is_sharded else None
+        like_it = _dims_with(self.source, stride, length)
+        like_it_in_view = _dims_with(self.target, stride, length)
+        # Dims of length 1 may share a stride with a neighbour. If the view has as many dims with
+        # this stride as the array, they are taken to be in the same order.
+        if len(like_it) == len(like_it_in_view):
+            number = like_it_in_view[like_it.index(d)]
+            global_length = self.target.shape[number]
+            if is_sharded:
+                global_length = self.placement.shape[d]
+            return _ViewedDim(number, self.placement.dims[d], global_length)
+        return self._find_merged(d) if is_sharded else None
+
+    def _find_merged(self, d: int) -> _ViewedDim | None:
+        """Find the dim of the view into which a sharded dim was merged with the dims after it.
+
+        `flatten` of "h/sp w", 4 rows of 3 on this device -> 12 rows: 3 for each row of h, so the
+        merged dim is sharded as h is. None: the view has no such dim.
+        """
+        if not self.source.is_contiguous():
+            return None
+        stride = self.source.stride(d)
+        for number, length in enumerate(self.target.shape):
+            rows_per_row, remainder = divmod(stride, self.target.stride(number))
+            has_all_rows = length == rows_per_row * self.source.shape[d]
+            if rows_per_row > 1 and remainder == 0 and has_all_rows:
+                dim = _dim_of_groups(self.placement, d, rows_per_row)
+                return _ViewedDim(number, dim, rows_per_row * self.placement.shape[d])
+        return None
+
+    def _check_ones_beside(self, number: int, d: int, operation: str) -> None:
+        """Raise XshardError if the view has more dims of length 1 beside a sharded dim than the array.
+
+        `view(6, -1)` of a block with 6 of 12 rows gives [6, 1]. If 6 is a fixed number of groups,
+        one device would have [6, 2]: which one is meant cannot be told.
+        """
+        before, after = _ones_beside(self.source.shape, d)
+        before_in_view, after_in_view = _ones_beside(self.target.shape, number)
+        if before_in_view > before or after_in_view > after:
+            dim = self.placement.dims[d]
             message = f"{operation} puts a dim of length 1 beside '{dim}'"
             raise XshardError(message, hint="unsqueeze() does")
-        sharded[viewed.number] = viewed
-    # Sharded dims come last, so that they win where a whole dim was found in the same place.
-    for viewed in (*whole, *sharded.values()):
-        dims[viewed.number] = viewed.dim
-        lengths[viewed.number] = viewed.length
-    return placement.with_dims(dims, lengths)
-
-
-def _viewed_dim(placement: Placement, source: Tensor, target: Tensor, d: int) -> ViewedDim | None:
-    """Find a dim of an array in a view of it, by its stride.
-
-    A view keeps the strides of its dims: in `x.permute(1, 0)` of [4, 3], the dim with stride 3 is
-    the second. source, target: the array and its view, without data. d: the dim to find. A sharded
-    dim must keep its length, or have a multiple of it after merging. None: it is not in the view,
-    or it is unclear where.
-    """
-    is_sharded = placement.is_sharded(d)
-    # A whole dim may have another length in the view, as by a slice.
-    length = source.shape[d] if is_sharded else None
-    before = _dims_with(source, source.stride(d), length)
-    after = _dims_with(target, source.stride(d), length)
-    # Dims of length 1 may share a stride with a neighbour. If the view has as many dims with this
-    # stride as the array, they are taken to be in the same order.
-    if len(before) == len(after):
-        number = after[before.index(d)]
-        global_length = placement.shape[d] if is_sharded else target.shape[number]
-        return ViewedDim(number, placement.layout.dims[d], global_length)
-    if is_sharded:
-        return _grouped_dim(placement, source, target, d)
-    return None
 
 
 def _dims_with(x: Tensor, stride: int, length: int | None) -> list[int]:
     """Return the dims of a stride and a length (None: any); several only if some are of length 1."""
-    return [i for i in range(x.ndim) if x.stride(i) == stride and length in (None, x.shape[i])]
-
-
-def _grouped_dim(placement: Placement, source: Tensor, target: Tensor, d: int) -> ViewedDim | None:
-    """Find the dim of a view into which a sharded dim was merged with the dims after it.
-
-    `flatten` of "h/sp w", 4 rows of 3 on this device -> 12 rows: 3 for each row of h, so the
-    merged dim is sharded as h is. source, target: the array and its view, without data. d: the
-    sharded dim. None: the view has no such dim.
-    """
-    if not source.is_contiguous():
-        return None
-    stride = source.stride(d)
-    for number, length in enumerate(target.shape):
-        rows_per_row = stride // target.stride(number)
-        is_multiple = rows_per_row * target.stride(number) == stride
-        if rows_per_row > 1 and is_multiple and length == rows_per_row * source.shape[d]:
-            dim = _dim_of_groups(placement, d, rows_per_row)
-            return ViewedDim(number, dim, rows_per_row * placement.shape[d])
-    return None
+    dims = []
+    for d in range(x.ndim):
+        if x.stride(d) == stride and length in (None, x.shape[d]):
+            dims.append(d)
+    return dims
 
 
 def _dim_of_groups(placement: Placement, d: int, rows_per_row: int) -> Dim:
     """Return a sharded dim with several rows in place of each row, on the same devices."""
-    dim = placement.layout.dims[d]
+    dim = placement.dims[d]
     # Equal consecutive blocks stay so; others have other rows, which intervals list.
     if placement.sharding.is_even and {shard.order for shard in dim.shards} == {"block"}:
         return dim
     intervals = []
     for runs in placement.sharding.owned_by_position(d):
-        intervals.append(tuple((rows_per_row * as_intervals(runs)).ravel().tolist()))
+        ends = rows_per_row * as_intervals(runs)
+        intervals.append(tuple(ends.ravel().tolist()))
     return Dim(dim.name, (Shard(dim.axes, INTERVALS, tuple(intervals)),))
 
 
-def _has_more_ones_beside(target: Tensor, number: int, source: Tensor, d: int) -> bool:
-    """Return whether more dims of length 1 are right before or after a dim of a view than in the array."""
-    is_more_before = _leading_ones(target.shape[:number][::-1]) > _leading_ones(
-        source.shape[:d][::-1]
-    )
-    is_more_after = _leading_ones(target.shape[number + 1 :]) > _leading_ones(source.shape[d + 1 :])
-    return is_more_before or is_more_after
-
-
-def _leading_ones(lengths: Sequence[int]) -> int:
-    """Count the lengths of 1 at the start."""
-    count = 0
-    for length in lengths:
-        if length != 1:
-            break
-        count += 1
-    return count
+def _ones_beside(shape: Sequence[int], d: int) -> tuple[int, int]:
+    """Count the dims of length 1 right before dim `d` and right after it: [1, 1, 8, 1, 3], 2 -> (2, 1)."""
+    first = d
+    while first > 0 and shape[first - 1] == 1:
+        first -= 1
+    end = d + 1
+    while end < len(shape) and shape[end] == 1:
+        end += 1
+    return d - first, end - d - 1

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,13 @@ class Geometry:
     runs: tuple[tuple[OutputRun, ...], ...]  # the process's own, along each dim
 
 
+def per_dim(value: Any, rank: int) -> tuple[Any, ...]:
+    """Return an option of a layer for each spatial dim: 3 -> (3, 3), (1, 2) -> (1, 2)."""
+    if isinstance(value, Sequence):
+        return tuple(value)
+    return (value,) * rank
+
+
 def geometry_of(
     placement: Placement, frames: Sequence[Frame], channels: int | None = None
 ) -> Geometry:
@@ -49,22 +56,23 @@ def geometry_of(
     Returns the layout with the needed rows (such as halos), the placement of the result, and this
     device's share of rows and outputs per dim.
     """
-    sharding = placement.sharding
-    device = placement.processes.device
-    source_dims = list(placement.layout.dims)
-    result_dims = list(placement.layout.dims)
+    source_dims = list(placement.dims)
+    result_dims = list(placement.dims)
     shape = list(placement.shape)
-    first = len(shape) - len(frames)
     runs = []
+    first = placement.ndim - len(frames)
     for d, frame in enumerate(frames, first):
         source_dims[d] = frame.source
         result_dims[d] = frame.result
         shape[d] = frame.length
-        runs.append(frame.runs[sharding.dim_device(d, device)])
+        # This process's part of the dim: others may have the same one.
+        part = placement.sharding.dim_device(d, placement.processes.device)
+        runs.append(frame.runs[part])
     if channels is not None:
         shape[first - 1] = channels
     source = replace(placement.layout, dims=tuple(source_dims))
-    return Geometry(source, placement.with_dims(result_dims, shape), tuple(runs))
+    result = placement.with_dims(result_dims, shape)
+    return Geometry(source, result, tuple(runs))
 
 
 def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame]:
@@ -76,19 +84,16 @@ def window_frames(placement: Placement, windows: Sequence[Window]) -> list[Frame
     ShapeError if there would be no output.
     """
     frames = []
-    first = len(placement.shape) - len(windows)
+    first = placement.ndim - len(windows)
     for d, window in enumerate(windows, first):
-        dim = placement.layout.dims[d]
-        sizes = placement.sharding.mesh.sizes_of(dim.axes)
-        frame = window_frame(dim, placement.shape[d], sizes, window)
+        dim, length, sizes = placement.along(d)
+        frame = window_frame(dim, length, sizes, window)
         # A dim that is not sharded stays as it is: the op itself pads it.
         frames.append(frame if dim.axes else replace(frame, source=dim))
     if any(frame.length < 1 for frame in frames):
         kernel = tuple(window.k for window in windows)
         message = f"no output: kernel {kernel} over {placement.shape[first:]}"
-        raise ShapeError(
-            message, text=str(placement.layout), hint="a smaller kernel, or more padding"
-        )
+        raise placement.shape_error(message, "a smaller kernel, or more padding")
     return frames
 
 
@@ -104,37 +109,31 @@ def apply_windows(
     block = placement.redistribute(x, geometry.source)
     if not all(geometry.runs):
         return no_outputs(geometry.result.local_shape, block, *copies), geometry.result
-    y = _apply_run_by_run(block, geometry.runs, (), op, copies)
-    return y, geometry.result
+    return _apply_run_by_run(block, geometry.runs, op, copies), geometry.result
 
 
 def _apply_run_by_run(
-    block: Tensor,
-    runs_by_dim: Sequence[Runs],
-    chosen: Runs,
-    op: WindowOp,
-    parameters: Sequence[Tensor | None],
+    block: Tensor, runs_by_dim: Sequence[Runs], op: WindowOp, parameters: Sequence[Tensor | None]
 ) -> Tensor:
     """Apply an op to each contiguous part of a block, and concatenate the outputs.
 
     A layout such as "h/zigzag(sp)" gives a device two runs of rows that are not neighbours, so no
-    window may reach from one to the other. Recursive, one dim after the other: `chosen` has a run
-    for each of the first dims, to which `block` has been cut already. runs_by_dim: all runs.
+    window may reach from one to the other. The block is cut along the first dim with several runs,
+    and the parts along the next ones.
     """
-    if len(chosen) == len(runs_by_dim):
-        return op(block, chosen, *parameters)
-    runs = runs_by_dim[len(chosen)]
-    dim = len(chosen) - len(runs_by_dim)  # from the end
-    if len(runs) == 1:
-        return _apply_run_by_run(block, runs_by_dim, (*chosen, runs[0]), op, parameters)
-    # The rows of each run follow those of the one before; where they overlap they are twice
-    # in the block.
-    parts = block.split([run.rows for run in runs], dim)
-    outputs = [
-        _apply_run_by_run(part, runs_by_dim, (*chosen, run), op, parameters)
-        for part, run in zip(parts, runs, strict=True)
-    ]
-    return torch.cat(outputs, dim)
+    for i, runs in enumerate(runs_by_dim):
+        if len(runs) == 1:
+            continue
+        dim = i - len(runs_by_dim)  # from the end
+        # The rows of each run follow those of the one before; where they overlap they are twice
+        # in the block.
+        parts = block.split([run.rows for run in runs], dim)
+        outputs = []
+        for part, run in zip(parts, runs, strict=True):
+            runs_of_part = (*runs_by_dim[:i], (run,), *runs_by_dim[i + 1 :])
+            outputs.append(_apply_run_by_run(part, runs_of_part, op, parameters))
+        return torch.cat(outputs, dim)
+    return op(block, [runs[0] for runs in runs_by_dim], *parameters)
 
 
 def no_outputs(shape: Sequence[int], *inputs: Tensor | None) -> Tensor:
@@ -185,22 +184,16 @@ def interpolate(
     Returns the block of the result and its placement. Raises XshardError for a mode or arguments
     that torch does not take, ShapeError for lengths.
     """
-    rank = len(placement.shape) - 2
+    rank = placement.ndim - 2
     if mode not in MODES or MODES[mode].rank not in (None, rank):
-        raise XshardError(
-            f"no interpolation {mode!r} of {rank} dims", hint=f"modes are: {', '.join(MODES)}"
-        )
-    lengths, factors = _resampled_lengths(
-        placement.shape[2:], size, scale_factor, uses_scale=not recompute_scale_factor
-    )
-    resampled = _resampling(
-        placement,
-        lengths,
-        factors,
-        MODES[mode].of_dim,
-        is_aligned=bool(align_corners),
-        like=Like(x.dtype, x.device),
-    )
+        hint = f"modes are: {', '.join(MODES)}"
+        raise XshardError(f"no interpolation {mode!r} of {rank} dims", hint=hint)
+    lengths, factors = _resampled_lengths(placement.shape[2:], size, scale_factor)
+    if recompute_scale_factor:  # by the rounded lengths
+        factors = (None,) * rank
+    mode_of_dim = MODES[mode].of_dim
+    like = Like(x.dtype, x.device)
+    resampled = _resampling(placement, lengths, factors, mode_of_dim, bool(align_corners), like)
 
     def weigh_rows(rows: Tensor, _runs: Runs) -> Tensor:
         for d, local_taps in enumerate(resampled.taps, 2):
@@ -211,40 +204,28 @@ def interpolate(
 
 
 def _resampled_lengths(
-    lengths: Ints,
-    size: int | Sequence[int] | None,
-    scale_factor: float | Sequence[float] | None,
-    *,
-    uses_scale: bool,
+    lengths: Ints, size: int | Sequence[int] | None, scale_factor: float | Sequence[float] | None
 ) -> tuple[Ints, Factors]:
     """Compute the output lengths of an interpolation, and the scales for positions in the input.
 
-    lengths: global, per spatial dim. 5 rows with scale_factor 1.5 -> 7 outputs and scale 1.5.
-    As in torch, a scale is None where positions use the ratio of lengths, 7 / 5: for a size, or
-    without `uses_scale`. Raises ShapeError for an output without rows.
+    lengths: global, per spatial dim. 5 rows with scale_factor 1.5 -> 7 outputs and scale 1.5. For a
+    size, scales are None: as in torch, positions use the ratio of lengths, 7 / 5. Raises ShapeError
+    for an output without rows.
     """
     if (size is None) == (scale_factor is None):
         raise XshardError("one of size and scale_factor", hint="as in scale_factor=2")
     rank = len(lengths)
-    factors: Factors = (None,) * rank
-    if scale_factor is not None:
-        scales: Sequence[float]
-        if isinstance(scale_factor, int | float):
-            scales = (scale_factor,) * rank
-        else:
-            scales = scale_factor
-        outputs = tuple(math.floor(n * scale) for n, scale in zip(lengths, scales, strict=True))
-        # Otherwise scales stay None: positions use the rounded lengths.
-        if uses_scale:
-            factors = tuple(float(scale) for scale in scales)
-    elif isinstance(size, int):
-        outputs = (size,) * rank
+    if size is not None:
+        outputs = per_dim(size, rank)
+        factors: Factors = (None,) * rank
     else:
-        outputs = () if size is None else tuple(size)
+        scales = per_dim(scale_factor, rank)
+        pairs = zip(lengths, scales, strict=True)
+        outputs = tuple(math.floor(length * scale) for length, scale in pairs)
+        factors = tuple(map(float, scales))
     if len(outputs) != rank or min(outputs, default=0) < 1:
-        raise ShapeError(
-            f"interpolation of {lengths} to {outputs}", hint="one length >= 1 per spatial dim"
-        )
+        message = f"interpolation of {lengths} to {outputs}"
+        raise ShapeError(message, hint="one length >= 1 per spatial dim")
     return outputs, factors
 
 
@@ -252,10 +233,11 @@ def _weighted_sum(rows: Tensor, dim: int, local_taps: Sequence[Tap]) -> Tensor:
     """Return the outputs along one dim: the sum of rows times weights."""
     if len(local_taps) == 1:  # a single input needs no weight
         return rows.index_select(dim, local_taps[0].rows)
-    weight_shape = (-1, *(1,) * (rows.ndim - dim - 1))  # broadcasts along the dims after it
-    parts = [
-        rows.index_select(dim, tap.rows) * tap.weights.view(weight_shape) for tap in local_taps
-    ]
+    dims_after = (1,) * (rows.ndim - dim - 1)
+    parts = []
+    for tap in local_taps:
+        weights = tap.weights.view(-1, *dims_after)
+        parts.append(rows.index_select(dim, tap.rows) * weights)
     return sum(parts[1:], start=parts[0])
 
 
@@ -273,7 +255,6 @@ def _resampling(
     outputs: Ints,
     factors: Factors,
     mode: str,
-    *,
     is_aligned: bool,
     like: Like,
 ) -> Resampling:
@@ -283,20 +264,17 @@ def _resampling(
     mode: of one dim, such as "linear". is_aligned: torch's `align_corners`. The result is cached,
     with its tensors, which have the device and dtype of `like`.
     """
-    global_taps = []
-    frames = []
-    for i in range(len(outputs)):
-        dim = placement.layout.dims[2 + i]
-        length = placement.shape[2 + i]
-        dim_taps = taps(mode, length, outputs[i], align_corners=is_aligned, scale=factors[i])
-        sizes = placement.sharding.mesh.sizes_of(dim.axes)
+    global_taps = []  # of each spatial dim: the input rows of all its outputs
+    frames = []  # of each spatial dim: who needs which of these rows
+    for i, factor in enumerate(factors):
+        dim, length, sizes = placement.along(2 + i)
+        dim_taps = taps(mode, length, outputs[i], align_corners=is_aligned, scale=factor)
         global_taps.append(dim_taps)
         frames.append(resampled_frame(dim, length, sizes, dim_taps))
     geometry = geometry_of(placement, frames)
-    local_taps = [
-        _local_taps(dim_taps, runs, like)
-        for dim_taps, runs in zip(global_taps, geometry.runs, strict=True)
-    ]
+    local_taps = []
+    for dim_taps, runs in zip(global_taps, geometry.runs, strict=True):
+        local_taps.append(_local_taps(dim_taps, runs, like))
     return Resampling(geometry, tuple(local_taps))
 
 
@@ -306,6 +284,8 @@ def _local_taps(dim_taps: Taps, runs: Runs, like: Like) -> tuple[Tap, ...]:
     if runs:
         (run,) = runs  # an interpolation has one run of outputs at most
     outputs = slice(run.start, run.start + run.outputs)
-    rows = torch.from_numpy(dim_taps.inputs[outputs] - run.first).to(like.device)
-    weights = torch.from_numpy(dim_taps.weights[outputs]).to(like.device, like.dtype)
+    local_rows = dim_taps.inputs[outputs] - run.first
+    rows = torch.from_numpy(local_rows).to(like.device)
+    local_weights = dim_taps.weights[outputs]
+    weights = torch.from_numpy(local_weights).to(like.device, like.dtype)
     return tuple(map(Tap, rows.unbind(1), weights.unbind(1)))

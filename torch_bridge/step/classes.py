@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Size, Tensor
@@ -101,7 +101,7 @@ Description = Callable[[Invocation], "Call | None"]
 DESCRIPTIONS: dict[str, Description] = {}
 
 
-def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> Call:
+def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool = False) -> Call:
     """Describe how one recorded torch operation may be sharded, for the search of layouts.
 
     name: of the operator, such as "mm". args: its arguments by name. out: one of its results. The
@@ -122,14 +122,14 @@ def call_of(name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool)
     return _by_traits(invocation)
 
 
-def describes(names: Iterable[str]) -> Callable[[Description], Description]:
-    """Register the description of some operations.
+def describes(names: str) -> Callable[[Description], Description]:
+    """Register the description of some operations, "mm bmm".
 
     It returns None to leave a call to the traits.
     """
 
     def register(describe: Description) -> Description:
-        DESCRIPTIONS.update(dict.fromkeys(names, describe))
+        DESCRIPTIONS.update(dict.fromkeys(names.split(), describe))
         return describe
 
     return register
@@ -145,7 +145,7 @@ MATRIX_PRODUCTS = {
 }
 
 
-@describes(MATRIX_PRODUCTS)
+@describes(" ".join(MATRIX_PRODUCTS))
 def _matrix_product(call: Invocation) -> Call:
     op = LetteredOp(MATRIX_PRODUCTS[call.name], "contraction")
     if "add" in call.name:  # addmm(bias, a, b)
@@ -155,26 +155,26 @@ def _matrix_product(call: Invocation) -> Call:
 
 
 @describes(
-    split_words(
-        "view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh"
-    )
+    "view _unsafe_view _reshape_alias unsqueeze squeeze alias detach clone _to_copy lift_fresh"
 )
 def _reshaping(call: Invocation) -> Call:
     """Describe an operation that keeps the order of elements: [6, 4] -> [2, 3, 4]."""
     return Call([call.first], view(call.first.shape, call.out.shape))
 
 
-@describes(["permute"])
+@describes("permute")
 def _permutation(call: Invocation) -> Call:
     return _reordering(call, call.args["dims"])
 
 
-@describes(["t", "transpose"])
+@describes("t transpose")
 def _transposition(call: Invocation) -> Call:
-    order = list(range(call.first.ndim))
+    ndim = call.first.ndim
+    order = list(range(ndim))
     i = call.args.get("dim0", 0)  # `t` has no arguments
     j = call.args.get("dim1", -1)
-    order[i], order[j] = order[j], order[i]
+    order[i] = j % ndim
+    order[j] = i % ndim
     return _reordering(call, order)
 
 
@@ -185,16 +185,17 @@ def _reordering(call: Invocation, order: Sequence[int]) -> Call:
     return Call([call.first], LetteredOp([dims, reordered], "linear", work=FREE))
 
 
-@describes(["embedding"])
+@describes("embedding")
 def _embedding(call: Invocation) -> Call:
     """Describe a table of rows, looked up by number: "rows, vocabulary width -> rows width"."""
     *row_dims, width = call.result_dims
     # The vocabulary is a dim of the table alone.
     arrays = [row_dims, ["v", width], call.result_dims]
-    return Call([call.args["indices"], call.args["weight"]], LetteredOp(arrays, "lookup"))
+    operands = [call.args["indices"], call.args["weight"]]
+    return Call(operands, LetteredOp(arrays, "lookup"))
 
 
-@describes(["index"])
+@describes("index")
 def _indexing(call: Invocation) -> Call:
     """Describe how indexing with tensors of numbers, as in x[i, :, j], may be sharded.
 
@@ -203,42 +204,34 @@ def _indexing(call: Invocation) -> Call:
     that it cannot be sharded: `x[:, i]` with x [8, 9, 5] and i [3] is "r0 u1 r2, r1 -> r0 r1 r2",
     where no mesh axis shards u1.
     """
-    x = call.args["self"]
-    index_of = {d: index for d, index in enumerate(call.args["indices"]) if index is not None}
+    index_of = {}
+    for d, index in enumerate(call.args["indices"]):
+        if index is not None:
+            index_of[d] = index
     start = min(index_of)
-    if max(index_of) - start >= len(index_of):  # not neighbours
+    are_neighbours = max(index_of) - start < len(index_of)
+    if not are_neighbours:
         start = 0
     stop = start + max(index.ndim for index in index_of.values())
 
-    # Between `start` and `stop` are the result's dims that come from the index tensors.
-    picked_dims = call.result_dims[start:stop]
-    kept_dims = iter(call.result_dims[:start] + call.result_dims[stop:])
-    replaced_dims = [f"u{d}" for d in index_of]
-    array_dims: list[str] = []
-    for d in range(x.ndim):
-        array_dims.append(f"u{d}" if d in index_of else next(kept_dims))
+    # Between `start` and `stop` are the result's dims that come from the index tensors; the others
+    # come from the array.
+    result_dims = call.result_dims
+    picked_dims = result_dims[start:stop]
+    picked_shape = call.out.shape[start:stop]
+    array_dims = [*result_dims[:start], *result_dims[stop:]]
     arrays = [array_dims]
+    replaced_dims = []
     for d, index in index_of.items():
-        arrays.append(_dims_of_index(index, d, picked_dims, call.out.shape))
-    arrays.append(call.result_dims)
-    return Call([x, *index_of.values()], LetteredOp(arrays, "linear", replaced_dims))
+        array_dims.insert(d, f"u{d}")
+        replaced_dims.append(f"u{d}")
+        arrays.append(_broadcast_dims(index.shape, picked_dims, picked_shape, f"v{d}_"))
+    arrays.append(result_dims)
+    operands = [call.args["self"], *index_of.values()]
+    return Call(operands, LetteredOp(arrays, "linear", replaced_dims))
 
 
-def _dims_of_index(
-    index: Tensor, indexed_dim: int, picked_dims: Sequence[str], out_shape: Size
-) -> list[str]:
-    """Return the letters of an array of numbers; a dim that is broadcast has one of its own."""
-    last_dims = picked_dims[len(picked_dims) - index.ndim :]
-    dims = list[str]()
-    for name, length in zip(last_dims, index.shape, strict=True):
-        if length != out_shape[int(name[1:])]:  # broadcast; "r3" is dim 3 of the result
-            dims.append(f"v{indexed_dim}{name}")
-        else:
-            dims.append(name)
-    return dims
-
-
-@describes(["convolution"])
+@describes("convolution")
 def _convolution(call: Invocation) -> Call | None:
     """Describe a convolution "b c l, o c k -> b o m" over any number of spatial dims."""
     is_transposed = call.args["transposed"]
@@ -253,7 +246,7 @@ def _convolution(call: Invocation) -> Call | None:
     return Call(call.tensors[:2], op, added=call.args.get("bias"))
 
 
-@describes(["nll_loss_forward"])
+@describes("nll_loss_forward")
 def _nll_loss(call: Invocation) -> Call:
     """Describe a loss of scores [rows, classes] and targets [rows].
 
@@ -261,10 +254,11 @@ def _nll_loss(call: Invocation) -> Call:
     """
     rows = dim_letters(call.args["target"].ndim)
     scores = [*rows[:1], "v", *rows[1:]]
-    return Call(call.tensors[:2], LetteredOp([scores, rows, []], "loss"))
+    op = LetteredOp([scores, rows, []], "loss")
+    return Call(call.tensors[:2], op)
 
 
-@describes(["native_group_norm"])
+@describes("native_group_norm")
 def _group_norm(call: Invocation) -> Call | None:
     if call.out.shape != call.first.shape:
         return None  # the mean or the deviation of each group
@@ -275,7 +269,7 @@ def _group_norm(call: Invocation) -> Call | None:
     return Call(call.tensors, op)
 
 
-@describes(["written"])  # by `StepRecorder`: torch says `copy_` of a view
+@describes("written")  # by `StepRecorder`: torch says `copy_` of a view
 def _written_into(call: Invocation) -> Call | None:
     """Describe an array after a write into a slice of it, whose cut dims cannot be sharded."""
     array, part = call.tensors
@@ -283,15 +277,16 @@ def _written_into(call: Invocation) -> Call | None:
         return None  # the part may be transposed or have steps
     lengths = zip(call.result_dims, array.shape, part.shape, strict=True)
     cut_dims = {dim for dim, length, part_length in lengths if length != part_length}
-    return Call(call.tensors, describe_aligned(call.shapes, call.out.shape, whole=cut_dims))
+    op = describe_aligned(call.shapes, call.out.shape, whole=cut_dims)
+    return Call(call.tensors, op)
 
 
-@describes(["stack"])
+@describes("stack")
 def _stack(call: Invocation) -> Call:
     """Describe arrays stacked along a new dim, which cannot be sharded."""
     # Operands lie one behind another along it, each on all devices.
-    new_dim = call.args["dim"] % call.out.ndim
-    places = [d for d in range(call.out.ndim) if d != new_dim]
+    places = list(range(call.out.ndim))
+    new_dim = places.pop(call.args["dim"])
     unsharded = [call.result_dims[new_dim]]
     places_of_operands = [places] * len(call.tensors)
     op = describe_by_places(call.shapes, call.out.shape, places_of_operands, whole=unsharded)
@@ -325,7 +320,8 @@ def _by_traits(call: Invocation) -> Call:
         kind = "linear"
     shape = call.out.shape
     if "dim" in call.args or "dims" in call.args:
-        op = describe_along(call.shapes, shape, _reduced_dims(call), kind, sums=call.name == "sum")
+        is_sum = call.name == "sum"
+        op = describe_along(call.shapes, shape, _reduced_dims(call), kind, sums=is_sum)
     elif call.is_pointwise or call.name in ALIGNED or WINDOWS.search(call.name):
         first_unsharded = call.out.ndim - _n_unsharded_last_dims(call)
         op = describe_aligned(call.shapes, shape, kind, call.result_dims[first_unsharded:])
@@ -376,13 +372,12 @@ def _leading_dims(call: Invocation) -> LetteredOp:
     kind = "linear" if call.name in PARTS else "opaque"
     out_ndim = call.out.ndim
     # A dim behind the result's has no place in it: real and imaginary part become one number.
-    places = [_places_of_leading_dims(x.ndim, out_ndim) for x in call.tensors]
-    pairs = [*call.result_dims[call.first.ndim :], f"u0_{out_ndim}"]
+    places = []
+    for x in call.tensors:
+        places.append([d if d < out_ndim else None for d in range(x.ndim)])
+    added_dims = call.result_dims[call.first.ndim :]
+    pairs = [*added_dims, f"u0_{out_ndim}"]
     return describe_by_places(call.shapes, call.out.shape, places, kind, pairs)
-
-
-def _places_of_leading_dims(ndim: int, out_ndim: int) -> list[int | None]:
-    return [d if d < out_ndim else None for d in range(ndim)]
 
 
 def attention_call(
@@ -401,10 +396,9 @@ def attention_call(
     each of g heads of keys serves r heads of queries, which are "(g r)": 8 heads of queries and 2
     of keys are g=2, r=4. Returns the description, and an empty tensor in the result's place.
     """
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
     key_dims = dim_letters(query.ndim - 2, "b")
     query_dims = key_dims
-    lengths = dict[str, int]()
+    lengths = {}
     if query.shape[:-2] != key.shape[:-2]:
         key_dims = [*key_dims[:-1], "g"]
         query_dims = [*query_dims[:-1], "(g r)"]
@@ -413,15 +407,14 @@ def attention_call(
 
     # One letter stands for one length: values may be wider than keys.
     depths = (query.shape[-1], value.shape[-1])
-    value_depth = "d"
-    if depths[0] != depths[1]:
-        value_depth = "e"
+    value_depth = "d" if depths[0] == depths[1] else "e"
     operands = [query, key, value]
+    score_dims = [*query_dims, "s", "t"]
     arrays = [[*query_dims, "s", "d"], [*key_dims, "t", "d"], [*key_dims, "t", value_depth]]
     if attn_mask is not None:
         operands.append(attn_mask)
         score_shape = (*query.shape[:-1], key.shape[-2])
-        arrays.append(_mask_dims(attn_mask.shape, [*query_dims, "s", "t"], score_shape))
+        arrays.append(_broadcast_dims(attn_mask.shape, score_dims, score_shape, "u"))
     arrays.append([*query_dims, "s", value_depth])
 
     # Two FLOPs per multiply-add. Q K^T has b s t d of these, and P V has b s t e. The planner
@@ -434,21 +427,22 @@ def attention_call(
         unsharded.add("s")  # blocks of queries see different numbers of keys
         flops /= 2  # only scores below the diagonal
     op = LetteredOp(arrays, "attention", unsharded, {"flops": flops}, lengths)
-    return Call(operands, op), out
+    result_shape = (*query.shape[:-1], value.shape[-1])
+    return Call(operands, op), query.new_empty(result_shape)
 
 
-def _mask_dims(
-    mask_shape: Size, score_dims: Sequence[str], score_shape: Sequence[int]
+def _broadcast_dims(
+    shape: Size, dims: Sequence[str], lengths: Sequence[int], prefix: str
 ) -> list[str]:
-    """Return the letters of a mask, which is aligned with the last dims of scores and broadcast."""
-    offset = len(score_dims) - len(mask_shape)
-    dims = list[str]()
-    for i, length in enumerate(mask_shape):
-        dim = score_dims[offset + i]
-        if length != score_shape[offset + i]:  # broadcast
-            dim = f"u{i}"
-        dims.append(dim)
-    return dims
+    """Return the letters of an array that is broadcast to `dims`, which have these lengths.
+
+    Its last dims are aligned. One of another length has a letter of its own, with the prefix.
+    """
+    first = len(dims) - len(shape)
+    own_dims = []
+    for d, length in enumerate(shape, first):
+        own_dims.append(dims[d] if length == lengths[d] else f"{prefix}{d}")
+    return own_dims
 
 
 def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
@@ -457,5 +451,6 @@ def bias_call(out: Tensor, bias: Tensor, is_convolution: bool) -> Call:
     bias_dims = all_dims[out.ndim - bias.ndim :]
     if is_convolution:
         bias_dims = [1]
-    op = describe_by_places([out.shape, bias.shape], out.shape, [all_dims, bias_dims])
+    places = [all_dims, bias_dims]
+    op = describe_by_places([out.shape, bias.shape], out.shape, places)
     return Call([out, bias], op._replace(work=FREE))

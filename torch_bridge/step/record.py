@@ -35,7 +35,7 @@ from xshard.step.record.training_step import TrainingStep
 SIZED = {"view", "reshape", "expand", "zeros", "ones", "full", "empty", "arange"}
 LARGEST = 2**20  # elements of numbers that have values: more would cost seconds and memory
 NUMBERED = re.compile(r"(^|\.)\d+$")  # modules of a list, which may be repeated
-# Arrays -> their dims -> letters of a result with the same lengths.
+# Arrays whose lengths were read -> the dims -> letters of the result's dims that have these lengths.
 Links = dict[str, dict[int, str]]
 
 
@@ -94,12 +94,13 @@ class StepRecorder(TorchDispatchMode):
         # Torch calls this for each operator of the forward pass: it runs without data, and is added
         # to the trace. Operations on few known numbers, as of `arange`, are also computed on the
         # CPU, as later code may read a number from them.
-        kwargs = kwargs or {}
+        kwargs = {} if kwargs is None else kwargs
         name = schema_of(func).name.partition("::")[2]
         if name == "_local_scalar_dense":
             return self._number(args[0])
         # Tensors that the code makes on the CPU, as of a literal, go to the meta device, too.
-        out = func(*tree_map_only(Tensor, _to_meta, args), **_on_device(kwargs, "meta"))
+        meta_args = tree_map_only(Tensor, _to_meta, args)
+        out = func(*meta_args, **_on_device(kwargs, "meta"))
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         arguments = _arguments_by_name(func, args, kwargs)
         if self._has_values(arguments, results):
@@ -117,14 +118,15 @@ class StepRecorder(TorchDispatchMode):
             whole = viewed_tensor(x)
             if is_in_place and whole is not None:
                 # A slice of an array has been written to: later operations read the new array.
-                call = call_of("written", {"self": whole, "part": x}, whole, False)
+                call = call_of("written", {"self": whole, "part": x}, whole)
                 self.add("written", call, whole)
         return out
 
     def _number(self, x: Tensor) -> Any:
         """Return the number in a tensor of one element. Raises PlanError if it depends on data."""
         if x not in self.values:
-            reader = self._open_modules[-1].path or "the model"
+            path = self._open_modules[-1].path
+            reader = path if path else "the model"
             hint = (
                 "operations have to be the same for all data: leave out a mask that they depend on"
             )
@@ -133,15 +135,17 @@ class StepRecorder(TorchDispatchMode):
 
     def _has_values(self, arguments: Mapping[str, Any], results: Sequence[Tensor]) -> bool:
         """Return whether results are few numbers that depend on no input."""
+        if sum(x.numel() for x in results) > LARGEST:
+            return False
         tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
-        n_elements = sum(x.numel() for x in results)
-        return n_elements <= LARGEST and all(x in self.values for x in tensors)
+        return self.values.keys() >= set(tensors)
 
     def _record(self, name: str, args: Mapping[str, Any], out: Tensor, is_pointwise: bool) -> None:
         """Record one result of an operation, and the bias that is added to it, if there is one."""
         # An operation with several results is several operations, one per result.
         call = call_of(name, args, out, is_pointwise)
-        links, unsharded = self._linked_dims(call.op.arrays[-1], out.shape)
+        result_dims = call.op.arrays[-1]
+        links, unsharded = self._linked_dims(result_dims, out.shape)
         op = call.op._replace(whole={*call.op.whole, *unsharded})
         self.add(name, call._replace(op=op), out, links)
         if call.added is not None:
@@ -159,17 +163,17 @@ class StepRecorder(TorchDispatchMode):
         {array: {its dim: letter}}, and the letters of dims that cannot be sharded.
         """
         links = Links()
-        unsharded: list[str] = []
+        unsharded = list[str]()
         if not _fits(self.stated_lengths, shape):
             return links, unsharded
         for dim, length in zip(result_dims, self.stated_lengths, strict=True):
-            dim_letters = dim.strip("()").split()
-            origins = getattr(length, "origins", ())
-            if len(origins) == len(dim_letters):
-                for letter, (array, d) in zip(dim_letters, origins, strict=True):
+            letters = dim.strip("()").split()
+            origins = length.origins if isinstance(length, Length) else ()
+            if len(origins) == len(letters):
+                for letter, (array, d) in zip(letters, origins, strict=True):
                     links.setdefault(array, {})[d] = letter
             elif length != -1:
-                unsharded.extend(dim_letters)
+                unsharded.extend(letters)
         return links, unsharded
 
     def add(self, name: str, call: Call, out: Tensor, links: Links | None = None) -> None:
@@ -191,44 +195,50 @@ class StepRecorder(TorchDispatchMode):
             op = op._replace(kind="source", work={**op.work, "accesses": None})
             self._constants.add(name)
 
-        linked: list[str] = []
-        for array, letter_of in (links or {}).items():
-            if array in operands:  # its dims say it already
-                continue
-            # Its other dims get letters that no other operand has: they are free.
-            prefix = f"w{len(linked)}_"
-            dims: list[str] = []
-            for d in range(len(self.trace.shapes[array])):
-                dims.append(letter_of.get(d, f"{prefix}{d}"))
-            *operand_dims, result_dims = op.arrays
-            op = op._replace(arrays=[*operand_dims, dims, result_dims])
-            linked.append(array)
-        op = op._replace(links=len(linked))
-        self.trace.add(name, op, [*operands, *linked], out.shape)
+        if links:
+            # An operand's dims are the result's by its own letters.
+            linked = [array for array in links if array not in operands]
+            op = self._with_links(op, linked, links)
+            operands += linked
+        self.trace.add(name, op, operands, out.shape)
         self.names[out] = name
+
+    def _with_links(self, op: LetteredOp, linked: Sequence[str], links: Links) -> LetteredOp:
+        """Add operands of which only lengths are read: `y = zeros(x.shape[0], 8)` takes x.
+
+        `-> r0 r1` becomes `r0 w0_1 -> r0 r1`: dim 0 of x has the result's letter, its other dims
+        have letters of their own. linked: the names of these operands.
+        """
+        *arrays, result_dims = op.arrays
+        for i, array in enumerate(linked):
+            dims = []
+            for d in range(len(self.trace.shapes[array])):
+                dims.append(links[array].get(d, f"w{i}_{d}"))
+            arrays.append(dims)
+        return op._replace(arrays=[*arrays, result_dims], links=len(linked))
 
     def name_of(self, x: Tensor) -> str:
         """Return the name of an array; one that no operation has made is a constant."""
         if x not in self.names:
-            self.add("constant", call_of("arange", {}, x, False), x)
+            self.add("constant", call_of("arange", {}, x), x)
         return self.names[x]
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a module begins, and that its first tensor argument enters it.
 
-        Called by a hook before each module's `forward`. A plan may move a module's input to another
-        layout, so this is recorded as an operation "input" that returns the tensor as it is. A rule
-        moves one argument: a tensor that is passed twice has none. path: "" for the whole model,
-        which has none either.
+        Called by a hook before each module's `forward`. A plan may move the input of a module to
+        another layout. So it is recorded as the result of an operation "input", which returns the
+        tensor as it is; but not for a tensor that is passed twice, as a plan moves one argument.
+        path: "" for the whole model, whose input is moved by nothing.
         """
         arguments = (*args, *kwargs.values())
         x = first_tensor(arguments)
-        n_ops_before = len(self.trace.ops)
-        opened = _OpenModule(path, x, self.names.get(x), n_ops_before)
+        opened = _OpenModule(path, x, self.names.get(x), len(self.trace.ops))
         self._open_modules.append(opened)
-        n_uses = sum(y is x for y in arguments)
-        if path and x is not None and x in self.names and n_uses == 1:
-            self.add("input", call_of("alias", {"self": x}, x, False), x)
+        if x is None or x not in self.names or not path:
+            return
+        if sum(y is x for y in arguments) == 1:
+            self.add("input", call_of("alias", {"self": x}, x), x)
             self.entered[self.names[x]] = path
 
     def leave(self, path: str, module: nn.Module, args: Any, result: Any) -> None:
@@ -254,7 +264,7 @@ class Functions(TorchFunctionMode):
         # Torch calls this for each of its functions. Attention is recorded here as one operation.
         # `x.shape[0]` and `x.size(0)` return integers that know which dim of which tensor they are,
         # so that a `reshape` to them keeps that dim sharded.
-        kwargs = kwargs or {}
+        kwargs = {} if kwargs is None else kwargs
         if func is F.scaled_dot_product_attention:
             call, out = attention_call(*args, **kwargs)
             self.recorder.add("attention", call, out)
@@ -268,10 +278,13 @@ class Functions(TorchFunctionMode):
         is_shape = getattr(func, "__self__", None) is Tensor.shape or name == "size"
         if not is_shape or args[0] not in self.recorder.names:
             return result
-        array = self.recorder.names[args[0]]
-        if isinstance(result, int):  # x.size(dim)
-            return Length(result, (array, args[1] % args[0].ndim))
-        return torch.Size([Length(n, (array, d)) for d, n in enumerate(result)])
+        x = args[0]
+        array = self.recorder.names[x]
+        if isinstance(result, int):  # x.size(1) or x.size(dim=1)
+            dim = next(iter((*args[1:], *kwargs.values())))
+            return Length(result, (array, dim % x.ndim))
+        lengths = [Length(n, (array, d)) for d, n in enumerate(result)]
+        return torch.Size(lengths)
 
 
 def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, ...]]:
@@ -289,22 +302,24 @@ def record_step(model: nn.Module, batch: Any) -> tuple[TrainingStep, tuple[str, 
         hint = 'as in {"input_ids": torch.zeros(16, 8192, dtype=torch.int64)}'
         raise PlanError("the batch lacks a tensor", hint=hint)
     names_of_parameters = _names_of_parameters(model)
-    dtypes = [parameter.dtype for parameter in names_of_parameters] or [torch.float32]
-    n_examples = next(iter(tensors.values())).shape[0]
+    dtypes = [parameter.dtype for parameter in names_of_parameters]
+    dtype = dtypes[0] if dtypes else torch.float32
     # The batch size is the length of the first input's first dim.
-    trace = Trace(n_examples, name_of(dtypes[0]))
-
-    # Parameters get meta tensors of their own, so that the model stays as it is.
-    recorder = StepRecorder(trace)
+    first_input, *_ = tensors.values()
+    recorder = StepRecorder(Trace(first_input.shape[0], name_of(dtype)))
     for name, x in tensors.items():
-        recorder.names[x] = trace.input(name, x.shape)
-    state = {name: torch.empty_like(x, device="meta") for name, x in model.named_buffers()}
+        recorder.names[x] = recorder.trace.input(name, x.shape)
+
+    # Parameters and buffers get meta tensors of their own, so that the model stays as it is.
+    state = {}
+    for name, x in model.named_buffers():
+        state[name] = torch.empty_like(x, device="meta")
     for parameter, names in names_of_parameters.items():
         state[names[0]] = _add_parameter(recorder, parameter, names)
     result = _run(model, state, inputs, recorder)
-    step = trace.step(_add_loss(recorder, result))
+    step = recorder.trace.step(_add_loss(recorder, result))
 
-    unused: list[str] = []
+    unused = []
     for names in names_of_parameters.values():
         if "|".join(names) not in step.parameters:
             unused.extend(names)
@@ -317,16 +332,12 @@ def _inputs_by_name(model: nn.Module, batch: Any) -> dict[str, Any]:
         values = batch if isinstance(batch, tuple) else (batch,)
         names = inspect.signature(model.forward).parameters
         batch = dict(zip(names, values, strict=False))
-    inputs = dict(batch)
-    for name, x in batch.items():
-        if isinstance(x, Tensor):
-            inputs[name] = _to_meta(x)
-    return inputs
+    return {name: _to_meta(x) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
 def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Return each parameter once, with all its names: tied ones have several."""
-    names: dict[nn.Parameter, list[str]] = {}
+    names = dict[nn.Parameter, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
@@ -338,8 +349,9 @@ def _add_parameter(recorder: StepRecorder, parameter: nn.Parameter, names: list[
     recorder.names[x] = recorder.trace.parameter("|".join(names), x.shape)
     if len(names) > 1:
         # A tied parameter is stored once and gathered once for all its uses.
-        call = call_of("alias", {"self": x}, x, False)
-        recorder.add("tied", call._replace(op=call.op._replace(kind="share", work={})), x)
+        call = call_of("alias", {"self": x}, x)
+        share = call.op._replace(kind="share", work={})
+        recorder.add("tied", call._replace(op=share), x)
     return x
 
 
@@ -377,7 +389,8 @@ def _add_loss(recorder: StepRecorder, result: Any) -> str:
     shape = trace.shapes[name]
     if not shape:  # the model returns its loss
         return name
-    return trace.add(":loss", LetteredOp([dim_letters(len(shape)), []], "loss"), (name,), ())
+    loss = LetteredOp([dim_letters(len(shape)), []], "loss")
+    return trace.add(":loss", loss, (name,), ())
 
 
 def first_tensor(values: Any) -> Tensor | None:
@@ -400,16 +413,15 @@ def _with_modules(step: TrainingStep, recorder: StepRecorder) -> TrainingStep:
     was recorded as an operation "input"; it is merged with the operation that reads it, or
     dropped, except where a plan may have to move its tensor.
     """
-    ops: dict[str, Op] = {}
-    for op in step.ops:
-        ops[op.name] = replace(op, leaves=recorder.left.get(op.name, ""))
+    left = recorder.left
+    ops = {op.name: replace(op, leaves=left.get(op.name, "")) for op in step.ops}
     for name, path in recorder.entered.items():  # outer modules first
         if name in ops:
-            _merge_input(ops, name, path, recorder.left)
+            _merge_input(ops, name, path, left)
     # A module that is called twice gives its name to the last of its results.
-    last = {path: name for name, path in recorder.left.items() if name in ops}
-    names = {name: path for path, name in last.items()}
-    return replace(step, ops=[renamed(op, names) for op in ops.values()])
+    last_results = {path: name for name, path in left.items() if name in ops}
+    new_names = {name: path for path, name in last_results.items()}
+    return replace(step, ops=[renamed(op, new_names) for op in ops.values()])
 
 
 def _merge_input(ops: dict[str, Op], name: str, path: str, left: Mapping[str, str]) -> None:
@@ -417,26 +429,27 @@ def _merge_input(ops: dict[str, Op], name: str, path: str, left: Mapping[str, st
 
     A plan may move a tensor there. If a single operation reads the input, as its first operand,
     that one is marked as the module's beginning instead. Else "input" stays where a move may pay:
-    the tensor has users outside, or the module or its predecessor is in a list, as "layers.3". Else
-    it is dropped: the module's operations read the tensor itself.
+    the tensor has users outside, or this may be one of many equal layers. Else it is dropped: the
+    module's operations read the tensor itself.
 
     ops: by name, changed in place. name: of the operation "input". path: of the module. left: the
     module that each operation ends.
     """
     (origin,) = ops[name].operands
     users = _users(ops, name)
-    # A single user is marked as the beginning; an inner module that it begins too marks it later.
     is_begun = len(users) == 1 and users[0].operands[0] == name
-    is_repeated = NUMBERED.search(path) or NUMBERED.search(left.get(origin, "0"))
-    if not is_begun and (is_repeated or len(_users(ops, origin)) > 1):
-        ops[name] = replace(ops[name], enters=path)
-        return
+    if not is_begun:
+        # A tensor that ends no module may be the sum between two layers.
+        module_before = left.get(origin)
+        may_be_repeated = module_before is None or NUMBERED.search(module_before)
+        if may_be_repeated or NUMBERED.search(path) or len(_users(ops, origin)) > 1:
+            ops[name] = replace(ops[name], enters=path)
+            return
     del ops[name]
     for op in users:
         merged = renamed(op, {name: origin})
-        if is_begun:
-            merged = replace(merged, enters=path)
-        ops[op.name] = merged
+        # If an inner module begins with it too, that one is marked later.
+        ops[op.name] = replace(merged, enters=path) if is_begun else merged
 
 
 def _users(ops: Mapping[str, Op], name: str) -> list[Op]:
@@ -446,9 +459,9 @@ def _users(ops: Mapping[str, Op], name: str) -> list[Op]:
 def _arguments_by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments of an operation of torch, defaults included."""
     schema = schema_of(func).arguments
+    names = [argument.name for argument in schema]
     defaults = {x.name: x.default_value for x in schema if x.has_default_value()}
-    positional = dict(zip([x.name for x in schema], args, strict=False))
-    return {**defaults, **positional, **kwargs}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _fits(lengths: Sequence[int], shape: torch.Size) -> bool:
@@ -460,7 +473,7 @@ def _fits(lengths: Sequence[int], shape: torch.Size) -> bool:
 
 def _whole_numbers(args: Iterable[Any]) -> tuple[int, ...]:
     """Return the numbers among arguments and inside lists: (x, 2, [3, 4]) -> (2, 3, 4)."""
-    values: list[Any] = []
+    values = list[Any]()
     for argument in args:
         if isinstance(argument, tuple | list):
             values.extend(argument)

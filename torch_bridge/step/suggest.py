@@ -28,7 +28,8 @@ class TorchSuggestion(Suggestion):
     @property
     def result(self) -> str:
         """The layout of the model's result as a loss takes it, of logits for example."""
-        (name,) = self.search.problem.step.ops[-1].operands
+        # Others are operands of which the code only reads lengths.
+        name, *_ = self.search.problem.step.ops[-1].operands
         return str(self.layouts[name][1])
 
 
@@ -68,5 +69,6 @@ def suggest(model: nn.Module, batch: Any, mesh: MeshLike, **options: Any) -> Tor
         ('o/dp/tp i', 'b s8192 -> b s8192 | copy(dp,tp)', 'b n8192/dp/tp')
     """
     step, unused = record_step(model, batch)
-    plan = suggest_step(fuse_operations(find_repeated(step)[0]), mesh_of(mesh), **options)
+    step, _ = find_repeated(step)
+    plan = suggest_step(fuse_operations(step), mesh_of(mesh), **options)
     return TorchSuggestion(plan.search, plan.assignment, plan.bound, plan.by_hand, unused=unused)

@@ -7,6 +7,7 @@ keys, and sees the keys from `left` places before it to `right` places after it.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,9 +43,9 @@ ALL = "all"
 CAUSAL = "causal"
 SOME = "some"
 
-BITS = (
-    2**31 - 1
-)  # of random numbers: products by 27 bits fit into int64, and uint32 gives the same bits
+# Of random numbers: products by 27 bits fit into int64, and uint32 gives the same bits.
+BITS = 2**31 - 1
+UNLIMITED = sys.maxsize  # more than the number of any row
 MOST_RUNS = 4  # blocks of more runs, as under `cyclic`, are one tile: many small products are slow
 
 T = TypeVar("T")
@@ -98,15 +99,14 @@ class Attention:
         `b s/cp h k` for both: (cp,).
         """
         of_queries = self.q.layout.dims[SEQUENCE].axes
+        of_keys = self.kv.layout.dims[SEQUENCE].axes
         # An axis that shards batches or heads of queries must shard those of keys,
         # too, and not rows.
-        taken = _sharding_axes(self.q.layout.dims[:SEQUENCE])
-        of_keys = tuple(a for a in self.kv.layout.dims[SEQUENCE].axes if a not in taken)
+        excluded = _sharding_axes(self.q.layout.dims[:SEQUENCE])
+        of_keys = tuple(axis for axis in of_keys if axis not in excluded)
         if self.method == REDUCE and of_keys:  # keys stay where they are, and queries move
             return of_keys
-        if of_queries:
-            return of_queries
-        return of_keys
+        return of_queries if of_queries else of_keys
 
     @cached_property
     def queries(self) -> Sharding:
@@ -119,7 +119,8 @@ class Attention:
         heads = dims[HEADS]
         rows = dims[SEQUENCE]
         if self.method == ULYSSES and self.axes:  # whole sequences of some heads
-            dims[HEADS] = replace(heads, shards=(*heads.shards, Shard(self.axes, "balanced")))
+            shards = (*heads.shards, Shard(self.axes, "balanced"))
+            dims[HEADS] = replace(heads, shards=shards)
             dims[SEQUENCE] = Dim(rows.name)
         elif self.method == RING and not rows.axes:  # only keys are sharded: queries follow them
             dims[SEQUENCE] = Dim(rows.name, (Shard(self.axes),))
@@ -134,21 +135,22 @@ class Attention:
     def keys(self) -> Sharding:
         """The sharding under which keys and values are used; in a ring, in its first round."""
         queries = self.queries.layout
-        dims = (*queries.dims[:HEADS], self._key_heads(), self._key_rows(), queries.dims[WIDTH])
+        *batch, _, _, width = queries.dims
+        dims = (*batch, self._key_heads(), self._key_rows(), width)
         sharding_axes = _sharding_axes(dims)
         # Devices with other queries use the same keys: copies, so that their gradients are summed.
         copies = tuple(axis for axis in queries.axes if axis not in sharding_axes)
-        tags = [("copy", copies)] if copies else []
-        return self.kv.with_layout(Layout(dims, tuple(tags)))
+        tags = (("copy", copies),) if copies else ()
+        return self.kv.with_layout(Layout(dims, tags))
 
     @property
     def result(self) -> Sharding:
         """The sharding under which the result is computed."""
-        tags: tuple[tuple[str, tuple[str, ...]], ...] = ()
+        layout = Layout(self.queries.layout.dims)
         if self.method == REDUCE:  # by each device's own keys
-            tags = (("sum", self.axes),)
-        layout = Layout(self.queries.layout.dims, tags)
-        return replace(self.queries, layout=layout, shape=(*self.q.shape[:WIDTH], self.value_width))
+            layout = replace(layout, tags=(("sum", self.axes),))
+        shape = (*self.q.shape[:WIDTH], self.value_width)
+        return replace(self.queries, layout=layout, shape=shape)
 
     @property
     def target(self) -> Sharding:
@@ -209,25 +211,26 @@ class Attention:
 
     def heads_read(self, device: int) -> Rows:
         """Return the local head of keys that each of a device's heads of queries reads."""
-        dim = len(self.q.shape) + HEADS
-        query_heads = row_numbers(self.queries.held(dim, device))
+        query_heads = _rows_of(self.queries, HEADS, device)
         if self.query_heads_per_key_head == 1:
             return np.arange(len(query_heads))
-        key_heads = row_numbers(self.keys.held(dim, device))
+        key_heads = _rows_of(self.keys, HEADS, device)
         # A device's heads of keys are consecutive. Without heads there is no first: nothing to subtract.
         return query_heads // self.query_heads_per_key_head - key_heads[:1]
 
     def query_rows(self, device: int) -> Rows:
         """Return the global numbers of the rows of a device's queries."""
-        return row_numbers(self.queries.held(len(self.q.shape) + SEQUENCE, device))
+        return _rows_of(self.queries, SEQUENCE, device)
 
     def key_rows(self, device: int, round_index: int = 0) -> Rows:
         """Return the global rows of the keys that a device uses in round `round_index` of a ring."""
         if round_index:
-            # Blocks travel to the next device, so the one in use began `turn` devices before.
-            ring = self.q.mesh.group(device, self.axes)
-            device = ring[(self.q.mesh.index(device, self.axes) - round_index) % len(ring)]
-        return row_numbers(self.keys.held(len(self.kv.shape) + SEQUENCE, device))
+            # Blocks travel to the next device, so the one in use began `round_index` devices before.
+            mesh = self.q.mesh
+            ring = mesh.group(device, self.axes)
+            origin = mesh.index(device, self.axes) - round_index
+            device = ring[origin % len(ring)]
+        return _rows_of(self.keys, SEQUENCE, device)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -241,17 +244,15 @@ class Attention:
         With a ring of 8 devices that is 8, or fewer if a window ends before: later blocks would be
         masked for all queries.
         """
-        n_blocks = 1
-        if self.method == RING:
-            n_blocks = len(self.devices)
+        n_blocks = len(self.devices) if self.method == RING else 1
         if self.left is None:
             return n_blocks
         # The last round in which some device has scores that count. Earlier rounds without any have
         # to run as well, since blocks reach later devices only through them.
         last = 0
-        for turn in range(1, n_blocks):
-            if any(tiles(self, device, turn) for device in self.devices):
-                last = turn
+        for round_index in range(1, n_blocks):
+            if any(tiles(self, device, round_index) for device in self.devices):
+                last = round_index
         return last + 1
 
     def visible(self, q: Rows, k: Rows) -> NDArray[np.bool_]:
@@ -300,20 +301,24 @@ class Attention:
         kv: this device's own block, which round 0 uses. send: begins to send a block to the next
         device, and returns a function that waits for the block that arrives and returns it.
         """
-        for turn in range(self.rounds):
-            is_last = turn + 1 == self.rounds
-            if is_last:  # nobody needs this block any more
-                yield turn, kv
-                return
+        last = self.rounds - 1
+        for round_index in range(last):
             # Before the caller gets its turn, so that messages and computing happen
             # at the same time.
             wait = send(kv)
-            yield turn, kv
+            yield round_index, kv
             kv = wait()
+        yield last, kv  # nobody needs this block any more
 
     def split(self, kv: Any) -> tuple[Any, Any]:
         """Separate a block of keys and the values beside them."""
-        return kv[..., : -self.value_width], kv[..., -self.value_width :]
+        key_width = kv.shape[WIDTH] - self.value_width
+        return kv[..., :key_width], kv[..., key_width:]
+
+
+def _rows_of(array: Sharding, dim: int, device: int) -> Rows:
+    """Return the global rows of a dim, counted from the last, that a device's block has."""
+    return row_numbers(array.held(len(array.shape) + dim, device))
 
 
 def _sharding_axes(dims: Sequence[Dim]) -> set[str]:
@@ -332,15 +337,17 @@ def dim_order(layout: Layout, sequence: str, heads: str) -> tuple[str, ...]:
     """
     for name, option in ((sequence, "sequence"), (heads, "heads")):
         if name not in layout.names[:-1]:
-            is_last = name in layout.names
-            what = "the last dim is the width of a head" if is_last else f"no dim {name!r}"
+            what = f"no dim {name!r}"
+            if name in layout.names:
+                what = "the last dim is the width of a head"
             hint = f"{option}= names the dim, as in b s/cp h k"
             raise NotationError(what, text=str(layout), hint=hint)
     if layout.dims[-1].axes:
         what = "the width of heads is sharded"
         raise NotationError(what, text=str(layout), hint="products are sums over it")
-    batch = tuple(name for name in layout.names[:-1] if name not in (sequence, heads))
-    return (*batch, heads, sequence, layout.names[-1])
+    *others, width = layout.names
+    batch = [name for name in others if name not in (sequence, heads)]
+    return (*batch, heads, sequence, width)
 
 
 def key_order(kv_layout: Layout, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -363,21 +370,23 @@ def key_lengths(
 ) -> list[int | None]:
     """Return the global length of each dim of keys, as far as queries and options tell it.
 
-    Batches are as many as of queries. None stands for a length that is inferred from the blocks:
-    the width, and heads and rows unless `kv_heads` and `kv_length` give them.
+    None stands for a length that is inferred from the blocks: the width, and heads and rows unless
+    `kv_heads` and `kv_length` give them. Batches are as many as of queries.
 
     heads: the name of the dim of heads.
     """
-    lengths: dict[str, int | None] = dict(zip(q.layout.names[:-1], q.shape[:-1], strict=True))
-    rows = [name for name in kv_layout.names[:-1] if name not in lengths]
-    if kv_length is not None and not rows:
+    lengths: dict[str, int | None] = dict.fromkeys(kv_layout.names)
+    # Rows of keys with the name of the queries' rows are as many as those.
+    names_in_queries = q.layout.names[:-1]
+    lengths.update(zip(names_in_queries, q.shape[:-1], strict=True))
+    own_rows = [name for name in kv_layout.names[:-1] if name not in names_in_queries]
+    if kv_length is not None and not own_rows:
         hint = "rows of keys that are others than the queries' rows have another name, as in b t/cp h k"
         raise XshardError(f"kv_length={kv_length}", text=str(kv_layout), hint=hint)
-    # Keys whose rows have a name of their own, as t beside s, have their own number of rows. Heads
-    # of keys may be fewer than of queries.
-    lengths |= dict.fromkeys(rows, kv_length)
-    lengths[heads] = kv_heads
-    return [lengths.get(name) for name in kv_layout.names]
+    for name in own_rows:
+        lengths[name] = kv_length
+    lengths[heads] = kv_heads  # which may be fewer than of queries
+    return [lengths[name] for name in kv_layout.names]
 
 
 def attention(
@@ -400,15 +409,18 @@ def attention(
     offset of the keys.
     Raises XshardError for an unknown method or a wrong window, and ShapeError if arrays do not fit.
     """
-    if how not in (AUTO, *METHODS):
-        raise XshardError(f"unknown how={how!r}", hint=f"there are: {', '.join((AUTO, *METHODS))}")
+    methods = (AUTO, *METHODS)
+    if how not in methods:
+        raise XshardError(f"unknown how={how!r}", hint=f"there are: {', '.join(methods)}")
     left, right = _visible_range(window)
     if causal:  # no later rows, also if the window allows some
         right = 0
     _check_shapes(q, k, v)
     # Keys and values travel side by side, along the width.
-    kv = replace(k, shape=(*k.shape[:WIDTH], k.shape[WIDTH] + v.shape[WIDTH]))
-    attn = Attention(q, kv, v.shape[WIDTH], how, left, right, offset)
+    *lengths, key_width = k.shape
+    value_width = v.shape[WIDTH]
+    kv = replace(k, shape=(*lengths, key_width + value_width))
+    attn = Attention(q, kv, value_width, how, left, right, offset)
     # The sequence is not sharded, so that all methods are the same: "gather"
     # without anything to send.
     if q.mesh.size(*attn.axes) == 1:
@@ -438,10 +450,12 @@ def _visible_range(window: Any) -> tuple[int | None, int | None]:
     3 -> (2, 2), as the number counts the query's own row. (2, 0) -> (2, 0). None, for no limit ->
     (None, None). Raises XshardError for other values.
     """
-    is_pair = isinstance(window, tuple | list) and len(window) == 2
-    sides = window if is_pair else (window, window)
-    own_row = 0 if is_pair else 1  # one number counts the query's own row
-    lengths: list[int | None] = []
+    own_row = 1  # one number counts the query's own row
+    sides: Sequence[Any] = (window, window)
+    if isinstance(window, tuple | list) and len(window) == 2:
+        own_row = 0
+        sides = window
+    lengths = list[int | None]()
     for side in sides:
         if side is None:
             lengths.append(None)
@@ -489,18 +503,19 @@ def document_move(
     are for keys.
     """
     array = attn.kv if of_keys else attn.q
-    names = array.layout.names  # in `dim_order`
-    wanted = (*names[:HEADS], names[SEQUENCE])
+    *batch, _, sequence, _ = array.layout.names  # in `dim_order`
+    wanted = [*batch, sequence]
     if ndim == 1:  # the same documents in all batches
-        wanted = (names[SEQUENCE],)
+        wanted = [sequence]
     # The numbers have their dims in the order of the caller's layout.
-    dims = tuple(dim for dim in layout.dims if dim.name in wanted)
-    batch = {dim.name: dim for dim in attn.q.layout.dims[:HEADS]}
-    gathered = tuple(batch.get(dim.name, Dim(dim.name)) for dim in dims)
-    shape = [array.shape[array.dim_index(dim.name)] for dim in dims]
-    stored = [dim.name for dim in dims]
-    order = [stored.index(name) for name in wanted]
-    return DocumentMove((Layout(dims), Layout(gathered)), shape, order)
+    src_dims = [dim for dim in layout.dims if dim.name in wanted]
+    names = [dim.name for dim in src_dims]
+    batch_dims = {dim.name: dim for dim in attn.q.layout.dims[:HEADS]}
+    dst_dims = [batch_dims.get(name, Dim(name)) for name in names]
+    layouts = (Layout(tuple(src_dims)), Layout(tuple(dst_dims)))
+    shape = [array.shape[array.dim_index(name)] for name in names]
+    order = [names.index(name) for name in wanted]
+    return DocumentMove(layouts, shape, order)
 
 
 @layout_cache(maxsize=4096)
@@ -515,7 +530,7 @@ def tiles(attn: Attention, device: int, round_index: int = 0) -> tuple[Tile, ...
     """
     q = attn.query_rows(device)
     k = attn.key_rows(device, round_index)
-    visible_tiles = list[Tile]()
+    visible_tiles = []
     # Runs of consecutive rows, since a mask of those is a band, which fused kernels know.
     for q_run, k_run in itertools.product(_runs(q), _runs(k)):
         tile = _tile(attn, q, k, q_run, k_run)
@@ -531,10 +546,9 @@ def run_starts(attn: Attention, array: Sharding) -> tuple[int, ...]:
     and (0,). Then, or if blocks differ in size or have many runs, the result is `(0,)`: the whole
     block is treated as one run.
     """
-    dim = len(array.shape) + SEQUENCE
-    starts = set[tuple[int, ...]]()
+    starts = set()
     for device in attn.devices:
-        rows = row_numbers(array.held(dim, device))
+        rows = _rows_of(array, SEQUENCE, device)
         starts.add(tuple(run.start for run in _runs(rows)))
     # One program for all devices, as JAX has it, cannot divide blocks in different ways.
     are_even = len(set(array.local_sizes[SEQUENCE])) == 1
@@ -565,13 +579,8 @@ def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile
     # p sees keys p - left ... p + right.
     q_start, q_stop = _spanned_interval(q[q_run] + attn.offset)
     k_start, k_stop = _spanned_interval(k[k_run])
-    farther_than_any = int(k.max()) + int(q.max()) + abs(attn.offset) + 1
-    left = farther_than_any
-    if attn.left is not None:
-        left = attn.left
-    right = farther_than_any
-    if attn.right is not None:
-        right = attn.right
+    left = UNLIMITED if attn.left is None else attn.left
+    right = UNLIMITED if attn.right is None else attn.right
 
     # The keys that some query sees.
     first_key = max(k_start, q_start - left)
@@ -586,22 +595,19 @@ def _tile(attn: Attention, q: Rows, k: Rows, q_run: slice, k_run: slice) -> Tile
     # The queries that see some of these keys.
     first_query = max(q_start, first_key - right)
     end_query = min(q_stop, end_key + left)
-    queries = slice(q_run.start + first_query - q_start, q_run.start + end_query - q_start)
-    keys = slice(k_run.start + first_key - k_start, k_run.start + end_key - k_start)
 
+    kind = SOME
     last_sees_first_key = end_query - 1 - first_key <= left
     first_sees_last_key = end_key - 1 - first_query <= right
-    if not last_sees_first_key:
-        kind = SOME
-    elif first_sees_last_key:
+    last_sees_just_all = end_key - end_query == right
+    if last_sees_first_key and first_sees_last_key:
         kind = ALL
-    elif (
-        attn.right is not None and end_key - end_query == right
-    ):  # the last sees just up to the end
+    elif last_sees_first_key and last_sees_just_all:
         kind = CAUSAL
-    else:
-        kind = SOME
-    return Tile(queries, keys, kind)
+    from_place = q_run.start - q_start  # to a local row of queries
+    from_key = k_run.start - k_start
+    queries = slice(first_query + from_place, end_query + from_place)
+    return Tile(queries, slice(first_key + from_key, end_key + from_key), kind)
 
 
 def _spanned_interval(places: Rows) -> Interval:

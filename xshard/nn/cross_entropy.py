@@ -40,15 +40,16 @@ def class_dim(
         raise XshardError(f"unknown reduction={reduction!r}", hint=hint)
     layout = sharding.layout
     d = layout.dim_index(name)
-    tokens = (*block[:d], *block[d + 1 :])
+    tokens = tuple(block[:d]) + tuple(block[d + 1 :])
     if tuple(labels) != tokens:
         what = f"labels of shape {tuple(labels)}, logits of shape {tuple(block)}"
-        hint = f"labels are {tokens}, all dims but {name!r}"
-        raise ShapeError(what, text=str(layout), hint=hint)
+        raise ShapeError(what, text=str(layout), hint=f"labels are {tokens}, all dims but {name!r}")
+    token_dims = list(layout.dims)
+    class_axes = token_dims.pop(d).axes
     token_axes: Axes = ()
-    for dim in (*layout.dims[:d], *layout.dims[d + 1 :]):
+    for dim in token_dims:
         token_axes += dim.axes
-    return ClassDim(d, layout.dims[d].axes, token_axes)
+    return ClassDim(d, class_axes, token_axes)
 
 
 def rows_of_classes(sharding: Sharding, dim: int, device: int) -> NDArray[np.int64]:

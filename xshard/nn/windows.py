@@ -56,34 +56,38 @@ def window_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int 
     sizes: of the mesh axes that shard the dim. base: the dilation of the input: 2 puts one place
     between neighbouring rows, which holds the boundary's value.
     """
-    padding_before, padding_after = window.padding
-    stride = window.s
-    span = _span(window)
-    if base > 1 or min(padding_before, padding_after) < 0:
-        # The notation of windows in layouts cannot say this. So each device gets a halo of just the
-        # rows that its outputs read.
-        dilated = 0  # the number of rows with the places between them
-        if length:
-            dilated = (length - 1) * base + 1
-        outputs = max(0, (dilated + padding_before + padding_after - span) // stride + 1)
-        reads = _tap_rows(span, stride, base, padding_before)
-        return interval_frame(
-            dim, length, sizes, outputs, reads, rule=window.out, beyond=window.before
-        )
+    if base > 1 or min(window.padding) < 0:
+        return _halo_frame(dim, length, sizes, window, base)
     source = replace(dim, overlap=window)
     result, outputs = output_dim(source, length, sizes)
     runs_by_part = []
     for coords in itertools.product(*map(range, sizes)):
-        runs = []
-        for run in unrolled(window_outputs(source, window, length, sizes, coords)):
-            if run.length:
-                # The windows of consecutive outputs follow each other: together one interval of
-                # rows, from the start of the first to the end of the last.
-                first_row = run.start * stride - padding_before
-                rows = (run.length - 1) * stride + span
-                runs.append(OutputRun(first_row, rows, run.start, run.length))
+        output_runs = unrolled(window_outputs(source, window, length, sizes, coords))
+        runs = [
+            _rows_of_outputs(run.start, run.length, window) for run in output_runs if run.length
+        ]
         runs_by_part.append(tuple(runs))
     return Frame(source, result, outputs, tuple(runs_by_part))
+
+
+def _halo_frame(dim: Dim, length: int, sizes: Sizes, window: Window, base: int) -> Frame:
+    """Plan a window that the notation of layouts lacks, by a halo of the rows that outputs read.
+
+    base: the dilation of the input, as in `window_frame`.
+    """
+    padding_before, padding_after = window.padding
+    places = max(0, (length - 1) * base + 1)  # rows, with the places between them
+    last_start = places + padding_before + padding_after - _span(window)
+    outputs = max(0, last_start // window.s + 1)
+    reads = _tap_rows(_span(window), window.s, base, padding_before)
+    return interval_frame(dim, length, sizes, outputs, reads, rule=window.out, beyond=window.before)
+
+
+def _rows_of_outputs(start: int, outputs: int, window: Window) -> OutputRun:
+    """Find the rows that consecutive outputs read: one interval, as their windows follow each other."""
+    first_row = start * window.s - window.padding[0]
+    rows = (outputs - 1) * window.s + _span(window)
+    return OutputRun(first_row, rows, start, outputs)
 
 
 def _span(window: Window) -> int:
@@ -112,7 +116,8 @@ def transposed_frame(
     span = d * (k - 1) + 1
     outputs = 0
     if length:
-        outputs = max(0, (length - 1) * s - 2 * p + span + extra)
+        outputs_of_rows = (length - 1) * s + span
+        outputs = max(0, outputs_of_rows - 2 * p + extra)
     # The same as a convolution of stride 1 over rows with s - 1 empty ones between them.
     reads = _tap_rows(span, 1, s, span - 1 - p)
     return interval_frame(dim, length, sizes, outputs, reads)
@@ -145,36 +150,33 @@ def interval_frame(
         ShapeError: The parts of the dim are not intervals.
     """
     owned = all_owned_rows(dim, length, sizes)
-    for part_runs in owned:
-        if len(part_runs) > 1 or any(run.repeats > 1 for run in part_runs):
+    for runs in owned:
+        if len(runs) > 1 or any(run.repeats > 1 for run in runs):
             what = f"the parts of '{dim}' are not intervals"
             raise ShapeError(what, hint="redistribute to contiguous parts first, as in h/sp")
     row_intervals = _intervals(owned)
     # Which outputs a part has decides which rows it reads.
     result = _result_dim(dim, length, outputs, row_intervals, rule)
     output_intervals = _intervals(all_owned_rows(result, outputs, sizes))
-    halo_before = []
+    halo_before = []  # rows to receive; below 0: own rows that the part does not read
     halo_after = []
-    runs: list[tuple[OutputRun, ...]] = []
-    for owned_rows, (start, stop) in zip(row_intervals, output_intervals, strict=True):
-        own_first, own_last = owned_rows
-        first = last = own_first  # a part without outputs reads nothing
+    runs_by_part = []
+    for (own_start, own_stop), (start, stop) in zip(row_intervals, output_intervals, strict=True):
+        first = last = own_start  # a part without outputs reads nothing
+        output_runs: tuple[OutputRun, ...] = ()
         if start < stop:
             first, last = reads(start, stop)
-        if beyond == EMPTY:  # there is nothing to read beyond the ends
-            first = min(max(first, 0), length)
-            last = min(max(last, 0), length)
-        last = max(first, last)  # an empty interval, where all rows are beyond an end
-        # Rows to receive before and after the device's own. Negative: own rows that
-        # it does not read.
-        halo_before.append(own_first - first)
-        halo_after.append(last - own_last)
-        if start < stop:
-            runs.append((OutputRun(first, last - first, start, stop - start),))
-        else:
-            runs.append(())
-    source = Dim(dim.name, dim.shards, Halo(tuple(halo_before), tuple(halo_after), beyond, beyond))
-    return Frame(source, result, outputs, tuple(runs))
+            if beyond == EMPTY:  # there is nothing to read beyond the ends
+                first = min(max(first, 0), length)
+                last = min(last, length)
+            last = max(first, last)  # an empty interval, where all rows are beyond an end
+            output_runs = (OutputRun(first, last - first, start, stop - start),)
+        halo_before.append(own_start - first)
+        halo_after.append(last - own_stop)
+        runs_by_part.append(output_runs)
+    halo = Halo(tuple(halo_before), tuple(halo_after), beyond, beyond)
+    source = Dim(dim.name, dim.shards, halo)
+    return Frame(source, result, outputs, tuple(runs_by_part))
 
 
 def _tap_rows(span: int, stride: int, base: int, padding: int) -> Reads:
@@ -199,17 +201,15 @@ def _result_dim(
 
     rule: "balanced": in blocks that differ by one at most. "aligned": each device has the same
     share of outputs as of rows: rows 4 + 2 and 3 outputs -> outputs 2 + 1. "": with the shards of
-    the rows, or as "aligned" if these have given sizes, which add up to the number of
-    rows and no other.
+    the rows. If these have given sizes, which would not add up to the number of outputs, that is
+    done as for "aligned".
 
     row_intervals: the rows [start, stop) of each device.
     """
-    if not dim.axes:
-        return Dim(dim.name, dim.shards)
-    if rule == "balanced":
+    if dim.axes and rule == "balanced":
         return Dim(dim.name, (Shard(dim.axes, rule),))
     has_sizes = any(shard.order == SIZES for shard in dim.shards)
-    if rule != "aligned" and not has_sizes:
+    if not dim.axes or (rule != "aligned" and not has_sizes):
         return Dim(dim.name, dim.shards)
     # Scale the ends of the rows' blocks to outputs; the last end gives the number of outputs.
     edges = [0]
@@ -231,19 +231,20 @@ def _intervals(parts: tuple[Runs, ...]) -> list[Interval]:
 def pool_window(length: int, window: Window, *, ceil: bool) -> Window:
     """Return the window of a pool; with `ceil`, padded further at its end, as torch's `ceil_mode`.
 
-    5 rows, 2 taps, stride 2: two windows, and a third over row 4 and one row
-    of padding with `ceil`.
+    5 rows, 2 taps, stride 2: two windows; with `ceil` a third one, over row 4 and a row of padding.
     """
     if not ceil:
         return window
     padding_before, padding_after = window.padding
     span = _span(window)
     padded = length + padding_before + padding_after
-    last_start = -(-(padded - span) // window.s) * window.s
+    last_window = -(-(padded - span) // window.s)  # rounded up: it may need more padding
+    last_start = last_window * window.s
     # A last window that would begin in the padding after the array does not count.
     if last_start >= length + padding_before:
         return window
-    return replace(window, p=(padding_before, padding_after + last_start + span - padded))
+    missing = last_start + span - padded
+    return replace(window, p=(padding_before, padding_after + missing))
 
 
 def pool_counts(
@@ -256,7 +257,8 @@ def pool_counts(
     length: number of rows. outputs: the numbers of the outputs to count for. padding: how many rows
     after the array count as padding. include_pad: torch's `count_include_pad`.
     """
-    first = np.asarray(outputs, np.int64) * window.s - window.padding[0]
+    starts = np.asarray(outputs, np.int64) * window.s
+    first = starts - window.padding[0]
     last = np.minimum(first + window.k, length + padding)
     if not include_pad:
         first = np.maximum(first, 0)
@@ -287,36 +289,34 @@ def taps(
     output = np.arange(outputs, dtype=np.float64)
     # 5 rows with a scale of 1.5 are 7 outputs: torch then steps by 1 / 1.5, not by 5 / 7.
     step = length / outputs if scale is None else 1 / scale
-    if mode.startswith("nearest"):
-        shift = 0.0
-        if mode == "nearest-exact":  # of the centers of pixels
-            shift = 0.5
-        nearest = np.floor((output + shift) * step).astype(np.int64)
-        nearest = np.minimum(nearest, length - 1)
-        return Taps(nearest[:, None], np.ones((outputs, 1)))
-
-    # Where the center of each output lies among the rows, as a number of rows.
-    if align_corners:
+    is_nearest = mode.startswith("nearest")
+    # Where each output lies among the rows, as a number of rows.
+    if is_nearest:
+        shift = 0.5 if mode == "nearest-exact" else 0.0  # of the centers of pixels
+        position = (output + shift) * step
+    elif align_corners:
         # The first and the last output lie on the first and the last row.
-        center = np.zeros_like(output)
-        if outputs > 1:
-            center = output * ((length - 1) / (outputs - 1))
+        position = output * ((length - 1) / max(outputs - 1, 1))
     else:
-        center = (output + 0.5) * step - 0.5
+        position = (output + 0.5) * step - 0.5
     # As torch does: linear clamps positions before the first row, cubic does not.
     if mode == "linear":
-        center = np.maximum(center, 0.0)
-    first = np.floor(center).astype(np.int64)
-    part = center - first
+        position = np.maximum(position, 0.0)
+    first = np.floor(position).astype(np.int64)
+    part = position - first
 
-    if mode == "linear":
-        offsets = range(2)
+    if is_nearest:
+        offsets = np.arange(1)
+        weights = [np.ones(outputs)]
+    elif mode == "linear":
+        offsets = np.arange(2)
         weights = [1 - part, part]
     else:
-        offsets = range(-1, 3)
-        weights = [_cubic(part + 1), _cubic(part), _cubic(1 - part), _cubic(2 - part)]
+        offsets = np.arange(-1, 3)
+        distances = (part + 1, part, 1 - part, 2 - part)
+        weights = list(map(_cubic, distances))
     # Beyond the ends the first or the last row counts again.
-    inputs = np.clip(first[:, None] + np.array(offsets), 0, length - 1)
+    inputs = np.clip(first[:, None] + offsets, 0, length - 1)
     return Taps(inputs, np.stack(weights, 1))
 
 

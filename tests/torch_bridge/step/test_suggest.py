@@ -212,6 +212,19 @@ def test_lengths_that_are_said_are_those_of_the_result():
     assert by_name[":clone"] == () and by_name[":_unsafe_view"] == ("x",)
 
 
+class Heads(torch.nn.Sequential):
+    """The first length of the result is read from the input, by a keyword."""
+
+    def forward(self, x):
+        return super().forward(x).reshape(x.size(dim=0), 4, 4)
+
+
+def test_a_loss_of_a_result_with_a_length_that_was_read():
+    model = Heads(torch.nn.Linear(16, 16))
+    plan = xt.suggest(model, torch.empty(8, 16), xs.Mesh(dp=2), micro_batches=1)
+    assert plan.result == "b n16" and plan.search.problem.step.ops[-1].operands == ("0", "x")
+
+
 def test_an_array_that_is_two_arguments_of_a_module_does_not_move_there():
     step, _ = record_step(Twice(), torch.empty(4, 4))
     assert [op.enters for op in step.ops if op.enters] == ["inner"]

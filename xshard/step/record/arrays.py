@@ -8,7 +8,9 @@ is `(SUM, 1)`.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 
 from xshard.caches import layout_cache
 from xshard.errors import NotationError, ShapeError
@@ -31,7 +33,8 @@ def parse_arrays(text: str) -> tuple[Layout, ...]:
         operands = operands[1:]
     arrays = tuple(Layout(*side) for side in (*operands, *results))
     for array in arrays:
-        if array.axes or len(set(dims_of(array))) < len(dims_of(array)):
+        names = dims_of(array)
+        if array.axes or len(set(names)) < len(names):
             hint = "an operation has the dims of arrays, each once, and no axes"
             raise NotationError(f"'{array}' in an operation", text=text, hint=hint)
     return arrays
@@ -39,7 +42,7 @@ def parse_arrays(text: str) -> tuple[Layout, ...]:
 
 def dims_of(array: Layout) -> tuple[str, ...]:
     """List the single dims of an array: `b s (g d)` -> b, s, g, d."""
-    return tuple(name for dim in array.dims for name in names_of_dim(dim))
+    return tuple(chain.from_iterable(map(names_of_dim, array.dims)))
 
 
 def shape_of(array: Layout, lengths: Mapping[str, int]) -> tuple[int, ...]:
@@ -58,16 +61,15 @@ def length_of(names: Collection[str], lengths: Mapping[str, int]) -> int:
 
 def layout_of(placements: Sequence[int], names: Sequence[str], axes: Sequence[str]) -> Layout:
     """Write placements as a layout: (0, SUM) on axes dp tp, dims b c -> `b/dp c | sum(tp)`."""
-    axes_of = dict[int, list[str]]()  # by placement
+    axes_of = defaultdict[int, list[tuple[str]]](list)  # by placement
     for axis, placement in zip(axes, placements, strict=True):
-        axes_of.setdefault(placement, []).append(axis)
-    dims = list[Dim]()
+        axes_of[placement].append((axis,))
+    dims = []
     for number, name in enumerate(names):
-        shards = tuple(Shard((axis,)) for axis in axes_of.get(number, ()))
-        dims.append(Dim(name, shards))
-    tags = list[tuple[str, tuple[str]]]()
+        dims.append(Dim(name, tuple(map(Shard, axes_of[number]))))
+    tags = []
     for kind, tag in TAGS.items():
-        tags += [(kind, (axis,)) for axis in axes_of.get(tag, ())]
+        tags += [(kind, tagged_axis) for tagged_axis in axes_of[tag]]
     return Layout(tuple(dims), tuple(tags))
 
 
@@ -78,7 +80,7 @@ def placements_of(layout: Layout, axes: Sequence[str]) -> list[int]:
     the axis shards, or a tag. Raises NotationError for layouts that the search does not know, such
     as uneven blocks.
     """
-    placement_of = dict[str, int]()  # by axis
+    placement_of = dict[str, int]()
     for number, dim in enumerate(layout.dims):
         placement_of |= dict.fromkeys(dim.axes, number)
     for kind, tagged_axes in layout.tags:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, combinations, pairwise, product
-from operator import mul
+from itertools import chain, combinations, product
 from typing import NamedTuple
 
 from xshard.layout import Layout
@@ -43,13 +42,12 @@ def fuse_operations(step: TrainingStep) -> TrainingStep:
         joined_any = False
         for name in list(ops):
             joined_any |= _join_makers_into(ops, name, step)
-    parameters = {**step.parameters}
-    # A parameter has the dims of the first operation that uses it. In reversed order the first use
-    # is written last, and stays.
-    for op in reversed(ops.values()):
+    first_uses = dict[str, str]()
+    for op in ops.values():
         for name, array in zip(op.operands, op.arrays, strict=False):
-            if name in parameters:
-                parameters[name] = str(array)
+            first_uses.setdefault(name, str(array))
+    # A parameter has the dims of the first operation that uses it.
+    parameters = {name: first_uses[name] for name in step.parameters}
     return replace(step, ops=tuple(ops.values()), parameters=parameters)
 
 
@@ -85,8 +83,8 @@ def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
     """
     n_operands = len(op.operands)
     with_gradient = {i for i, name in enumerate(op.operands) if name in step.differentiable}
-    needed = list[int]()
-    for i in op.saved_operands:  # the number after the last operand stands for the result
+    needed = []
+    for i in op.saved_operands:
         if i == n_operands and step.is_saved(op.name):
             continue  # the result is saved by an operation that uses it
         # In a product the gradient of one operand is computed from the others, so that operand i
@@ -99,7 +97,7 @@ def _with_needed_operands(op: Op, step: TrainingStep) -> Op:
 
 def _uses(ops: Mapping[str, Op], op: Op) -> int:
     """Count the operations that use a result."""
-    return sum(op.name in (*other.operands, other.again) for other in ops.values())
+    return sum(op.name in (*user.operands, user.again) for user in ops.values())
 
 
 def _is_free(op: Op) -> bool:
@@ -112,32 +110,46 @@ def _may_join(
 ) -> bool:
     """Tell whether an operation may be fused into another that has its result as operand `number`.
 
-    Views, casts and constants cost nothing ("free"): they may go into any neighbour, and be
-    computed again for each use. Functions of elements go into one another, and into attention. All
-    of this only where no rule of a module is lost, which could have moved the array between both.
+    It may where nothing is computed twice, and no rule of a module is lost that could have moved
+    the array between both. Views, casts and constants cost nothing: they may go into any neighbour,
+    and be computed again for each use.
 
     first: the operation that makes the array. second: the one that takes it.
     """
     if first.times != second.times or first.kind in APART or second.kind in APART:
         return False  # layers that run another number of times, and some kinds, stay apart
-    is_only_use = _uses(ops, first) == 1
+    has_one_user = _uses(ops, first) == 1
     is_movable = _is_movable_between(first, second, number, step)
     if _is_free(first):
         # A user's rule for a module's input moves the operand of the operation that begins it. If
         # that one were computed again in each of several users, one rule would have several arrays
         # to move.
         may_be_repeated = step.moves_anywhere or not step.module(first, left=False)
-        return not is_movable and (is_only_use or may_be_repeated)
-    if not is_only_use:
+        return not is_movable and (has_one_user or may_be_repeated)
+    if not has_one_user:
         return False  # real work would be done twice
     if _is_free(second):
-        # A broadcast, (8,) -> (4, 8), is not fused into what makes the small array: that is cheaper
-        # to move than the large one. It may join the operation that follows.
-        elements_before = _elements(first.arrays[-1:], step.lengths)
-        elements_after = _elements(second.arrays[-1:], step.lengths)
-        return not is_movable and elements_after <= elements_before
-    takes_light_work = second.kind in LIGHT or (second.kind == "attention" and not is_movable)
-    if first.kind not in LIGHT or not takes_light_work:
+        return not is_movable and not _widens(first, second, step)
+    return _may_be_one_kernel(first, second, is_movable, step)
+
+
+def _widens(first: Op, second: Op, step: TrainingStep) -> bool:
+    """Tell whether an operation broadcasts the result of another, as (8,) -> (4, 8).
+
+    It is not fused into what makes the small array: that is cheaper to move than the large one. It
+    may join the operation that follows.
+    """
+    elements_before = _elements(first.arrays[-1:], step.lengths)
+    return _elements(second.arrays[-1:], step.lengths) > elements_before
+
+
+def _may_be_one_kernel(first: Op, second: Op, is_movable: bool, step: TrainingStep) -> bool:
+    """Tell whether functions of elements may be one, or be computed inside attention.
+
+    is_movable: a rule of a module can move the array between both.
+    """
+    takes_elements = LIGHT if is_movable else (*LIGHT, "attention")
+    if first.kind not in LIGHT or second.kind not in takes_elements:
         return False
     return step.moves_anywhere or not _are_apart(first, second, is_movable, step)
 
@@ -150,8 +162,9 @@ def _is_movable_between(first: Op, second: Op, number: int, step: TrainingStep) 
     """
     if step.moves_anywhere:
         return False
-    enters = number == 0 and step.module(second, left=False)
-    return bool(enters or step.module(first, left=True))
+    if step.module(first, left=True):
+        return True
+    return number == 0 and bool(step.module(second, left=False))
 
 
 def _are_apart(first: Op, second: Op, is_movable: bool, step: TrainingStep) -> bool:
@@ -182,13 +195,16 @@ class Span(NamedTuple):
     low: int
     high: int
 
+    def overlaps(self, other: Span) -> bool:
+        return self.dim == other.dim and self.low < other.high and other.low < self.high
+
 
 @dataclass(frozen=True, eq=False)
 class _Join:
     """Two operations that become one: `second` has the result of `first` as operand `number`.
 
-    The arrays of both have numbers here. For `first` = `x, w -> h` and `second` = `h, v -> y` they
-    are 0 x, 1 w, 2 h (as made: `between`), 3 h (as used: `start` + `number`), 4 v, 5 y (`result`).
+    The arrays of both are numbered. For `first` = `x, w -> h` and `second` = `h, v -> y` they are
+    0 x, 1 w, 2 h (as made: `between`), 3 h (as used: `start` + `number`), 4 v, 5 y (`result`).
     Arrays inside an operation that is itself a chain come after its result. A rule of the joined
     operation has a placement for each number.
     """
@@ -227,8 +243,7 @@ class _Join:
     def names(self) -> dict[int, str]:
         """The names of operands, by number."""
         names = dict(enumerate(self.first.operands))
-        names.update(enumerate(self.second.operands, self.start))
-        return names
+        return names | dict(enumerate(self.second.operands, self.start))
 
     @cached_property
     def entered(self) -> tuple[str, str]:
@@ -249,8 +264,10 @@ class _Join:
     @cached_property
     def all_operands(self) -> list[int]:
         """The operands in their order; two may have one name."""
-        others = [self.start + i for i in range(len(self.second.operands)) if i != self.number]
-        return [*others[: self.place], *range(self.between), *others[self.place :]]
+        operands = list(range(self.start, self.result))
+        del operands[self.number]  # the array in between
+        operands[self.place : self.place] = range(self.between)
+        return operands
 
     @cached_property
     def equal_pairs(self) -> list[tuple[int, int]]:
@@ -280,11 +297,26 @@ class _Join:
         in between, and to operands of one name.
         """
         # A consumer may take copies of a result whose own rules know only replicas.
-        pairs = product((*self.first.axis_rules, *self._copying_rules()), self.second.axis_rules)
+        first_rules = (*self.first.axis_rules, *self._copying_rules())
+        pairs = product(first_rules, self.second.axis_rules)
         rules = [(*first, *second) for first, second in pairs]
         for i, j in self.equal_pairs:
-            rules = _agreeing(rules, i, j, self.spans)
+            agreeing = self._agreeing_placements(i, j)
+            rules = [rule for rule in rules if (rule[i], rule[j]) in agreeing]
         return rules
+
+    def _agreeing_placements(self, i: int, j: int) -> set[tuple[int, int]]:
+        """List the placements of arrays i and j that treat both alike, for both are one array.
+
+        They need the same tag (replicas, sums, copies), or dims that overlap. If array i is `(g d)`
+        and array j is c, sharding g in i agrees with sharding c in j, and so does sharding d.
+        """
+        agreeing = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}
+        for number_in_i, span in enumerate(self.spans[i]):
+            for number_in_j, other in enumerate(self.spans[j]):
+                if span.overlaps(other):
+                    agreeing.add((number_in_i, number_in_j))
+        return agreeing
 
     def _copying_rules(self) -> list[AxisRule]:
         """List the rules under which an axis only has copies of the first operation's result.
@@ -297,7 +329,9 @@ class _Join:
             # Numbers made in place have no gradient: their replicas serve as copies, too.
             for rule in self.first.axis_rules:
                 if rule[self.between] == REPLICAS:
-                    rules.append((*rule[: self.between], COPY, *rule[self.between + 1 :]))
+                    placements = list(rule)
+                    placements[self.between] = COPY
+                    rules.append(tuple(placements))
         return rules
 
     @cached_property
@@ -321,45 +355,48 @@ class _Join:
         is_view = _is_free(self.first) or _is_free(self.second)
         if self.between not in self.saved or is_view:
             return 0
-        return _elements([self.arrays[self.between]], self.step.lengths)
+        return _elements(self.first.arrays[-1:], self.step.lengths)
 
     @cached_property
     def inside(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dims inside a fused operation that restrict how it can be sharded, though none sees them.
+        """Dims of arrays inside the joined operation, which restrict how it can be sharded.
 
-        Each is a text, such as `(g d)`, and one placement for each rule in `rules`: which part of
-        that dim the mesh axis shards under the rule, or a negative tag. The array in between is `(g
-        d)` in one operation and c in the other. Blocks of `(g d)` are contiguous, so that axes
-        shard g first. If only c is visible, the joined operation has to remember `(g d)`, and which
-        part of it (0 for g, 1 for d) each rule shards.
-
-        Hidden arrays of the two operations themselves, with one dim each, stay.
+        If the array in between is `(g d)` in one operation and c in the other, and only c is
+        visible, `(g d)` has to be remembered: blocks of it are contiguous, so that axes shard g
+        before d. It is listed with its placement under each rule in `rules`: the part of the dim
+        that the rule shards (0 for g, 1 for d), or REPLICAS.
         """
-        hidden_arrays = [
-            *range(self.between + 1, self.start),  # after the first one's result
-            *range(self.result + 1, len(self.arrays)),  # after the second one's
-        ]
-        hidden_dims = [(i, 0) for i in hidden_arrays]  # array, dim
+        restrictions = dict[tuple[str, tuple[int, ...]], None]()  # in order, each once
+        for i, dim in self._hidden_dims():
+            placements = self._placements_in(i, dim)
+            if max(placements) >= 0:  # else no rule shards it, so that it restricts nothing
+                text = self.arrays[i].dims[dim].name
+                restrictions[text, placements] = None
+        return list(restrictions)
+
+    def _hidden_dims(self) -> list[tuple[int, int]]:
+        """List the dims to remember, as the number of the array and that of the dim there."""
+        # What chains remember already are arrays of one dim: after the result of the first
+        # operation, and after that of the second.
+        remembered = (
+            *range(self.between + 1, self.start),
+            *range(self.result + 1, len(self.arrays)),
+        )
+        hidden_dims = [(i, 0) for i in remembered]
         # Arrays of a pair are one array, named by both operations: either may split a dim in two.
         reversed_pairs = [(j, i) for i, j in self.equal_pairs]
         for i, j in (*self.equal_pairs, *reversed_pairs):
             for dim in range(len(self.arrays[i].dims)):
-                spans = [span for span in self.spans[i] if span.dim == dim]
-                spans_in_other = [span for span in self.spans[j] if span.dim == dim]
-                if len(spans) > 1 and spans != spans_in_other:
+                spans = _spans_of_dim(self.spans[i], dim)
+                if len(spans) > 1 and spans != _spans_of_dim(self.spans[j], dim):
                     hidden_dims.append((i, dim))
-        restrictions = dict[tuple[str, tuple[int, ...]], None]()  # in order, each once
-        for i, dim in hidden_dims:
-            placements = self._placements_in(i, dim)
-            # Placements >= 0 shard the dim: one that no rule shards restricts nothing.
-            if max(placements) >= 0:
-                restrictions[self.arrays[i].dims[dim].name, placements] = None
-        return list(restrictions)
+        return hidden_dims
 
     def _placements_in(self, i: int, dim: int) -> tuple[int, ...]:
         """Say for each rule which part of one dim of an array is sharded, REPLICAS for none."""
-        numbers = [number for number, span in enumerate(self.spans[i]) if span.dim == dim]
-        part_of = {number: part for part, number in enumerate(numbers)}
+        dims_of_spans = [span.dim for span in self.spans[i]]
+        first = dims_of_spans.index(dim)
+        part_of = {first + part: part for part in range(dims_of_spans.count(dim))}
         return tuple(part_of.get(rule[i], REPLICAS) for rule in self.rules)
 
     @property
@@ -369,14 +406,13 @@ class _Join:
         `x -> cast -> norm` is `x -> norm`: the operands are those of the first, in place of its
         result, and the others of the second.
         """
-        operand_texts = [
-            str(self.arrays[i]) if self.arrays[i].dims else "()" for i in self.operands
-        ]
+        *operand_texts, result_text = [str(self.arrays[i]) for i in self.visible]
+        shown_operands = [text if text else "()" for text in operand_texts]  # (): a scalar
         kind, accesses = self._kind_and_accesses()
         flops, inner = self._flops_and_inner()
         return Op(
             name=self.second.name,
-            text=f"{', '.join(operand_texts)} {ARROW} {self.arrays[self.result]}",
+            text=f"{', '.join(shown_operands)} {ARROW} {result_text}",
             operands=tuple(self.names[i] for i in self.operands),
             kind=kind,
             rules=self._rules_of_visible(),
@@ -394,8 +430,9 @@ class _Join:
         """Restrict the rules to arrays that the joined operation has, then to `inside`."""
         rules = dict[AxisRule, None]()  # in order, each once
         for number, rule in enumerate(self.rules):
+            in_visible = [rule[i] for i in self.visible]
             in_hidden_dims = [placements[number] for _, placements in self.inside]
-            rules[(*(rule[i] for i in self.visible), *in_hidden_dims)] = None
+            rules[*in_visible, *in_hidden_dims] = None
         # `Op.axis_rules` adds the idle rule, replicas everywhere.
         return tuple(rule for rule in rules if set(rule) != {REPLICAS})
 
@@ -438,33 +475,20 @@ def _weight(op: Op) -> tuple[bool, bool, bool]:
     return op.kind not in LIGHT, not _is_free(op), op.kind == "pointwise"
 
 
-def _agreeing(
-    rules: Sequence[AxisRule], i: int, j: int, spans: Sequence[Sequence[Span]]
-) -> list[AxisRule]:
-    """Keep the sharding rules that treat arrays i and j alike, for both are one array.
-
-    A rule has a placement for each array: the dim that a mesh axis shards, or a negative tag. Both
-    arrays need the same tag (replicas, sums, copies), or dims that overlap. Array i is `(g d)` and
-    array j is c, the same dim: sharding g in i agrees with sharding c in j, and so does sharding d.
-
-    spans: for each array the place of its single dims: which dim of the array, from where to where.
-    """
-    agreeing = {(tag, tag) for tag in (REPLICAS, SUM, COPY)}  # pairs of placements
-    for number_in_i, span in enumerate(spans[i]):
-        for number_in_j, other in enumerate(spans[j]):
-            overlap = span.low < other.high and other.low < span.high
-            if span.dim == other.dim and overlap:
-                agreeing.add((number_in_i, number_in_j))
-    return [rule for rule in rules if (rule[i], rule[j]) in agreeing]
-
-
 def _spans(array: Layout, lengths: Mapping[str, int]) -> list[Span]:
     """Find the span of each single dim of an array."""
-    spans = list[Span]()
+    spans = []
     for number, dim in enumerate(array.dims):
-        ends = accumulate((lengths[name] for name in names_of_dim(dim)), mul, initial=1)
-        spans += [Span(number, low, high) for low, high in pairwise(ends)]
+        low = 1
+        for name in names_of_dim(dim):
+            high = low * lengths[name]
+            spans.append(Span(number, low, high))
+            low = high
     return spans
+
+
+def _spans_of_dim(spans: Sequence[Span], dim: int) -> list[Span]:
+    return [span for span in spans if span.dim == dim]
 
 
 def _elements(arrays: Iterable[Layout], lengths: Mapping[str, int]) -> int:

@@ -63,28 +63,28 @@ def common_factors(before: Shape, after: Shape) -> tuple[list[list[Factor]], lis
     has one name. A dim that ends inside a dim of the other shape is a factor of its own, and so is
     a dim of length 1.
     """
-    products_before = list(accumulate(before, mul, initial=1))
-    products_after = list(accumulate(after, mul, initial=1))
-    every_product = {*products_before, *products_after}
-    return (
-        [_factors(d, 0, ends, every_product) for d, ends in enumerate(pairwise(products_before))],
-        [_factors(d, 1, ends, every_product) for d, ends in enumerate(pairwise(products_after))],
-    )
+    # (64, 4096) -> 1, 64, 262144: where dims begin and end, in elements of the dims before.
+    ends_before = list(accumulate(before, mul, initial=1))
+    ends_after = list(accumulate(after, mul, initial=1))
+    cuts = sorted({*ends_before, *ends_after})
+    return _cut(ends_before, cuts, "u0"), _cut(ends_after, cuts, "u1")
 
 
-def _factors(d: int, side: int, ends: tuple[int, int], products: Collection[int]) -> list[Factor]:
-    """Cut a dim at the ends of dims on both sides.
+def _cut(ends: Sequence[int], cuts: Sequence[int], prefix: str) -> list[list[Factor]]:
+    """Cut each dim of a shape at the ends of dims of both shapes.
 
-    ends: the products of lengths up to the beginning and to the end of the dim. They name a factor,
-    too: `r64` begins where 64 elements of outer dims are.
+    A factor is named after its beginning, so that it has one name in both: `r64` begins after 64. A
+    dim that cannot be cut has a name of its own, with the prefix.
     """
-    low, high = ends
-    # A dim of length 1 has no span between two different products.
-    cuts = sorted(product for product in products if low <= product <= high)
-    spans = list(pairwise(cuts))
-    if not spans or any(end % start for start, end in spans):
-        return [Factor(f"u{side}_{d}", high // low)]
-    return [Factor(f"r{start}", end // start) for start, end in spans]
+    factors = []
+    for d, (low, high) in enumerate(pairwise(ends)):
+        # A dim of length 1 has no span between two different cuts.
+        spans = list(pairwise(cut for cut in cuts if low <= cut <= high))
+        if not spans or any(end % start for start, end in spans):
+            factors.append([Factor(f"{prefix}_{d}", high // low)])
+        else:
+            factors.append([Factor(f"r{start}", end // start) for start, end in spans])
+    return factors
 
 
 def split_words(text: str) -> frozenset[str]:
@@ -115,12 +115,11 @@ def describe_by_places(
     whole: Collection[str] = (),
     **work: Any,
 ) -> LetteredOp:
-    """Describe an operation as an einsum-like text, by where each operand's dim is in the result.
+    """Describe an operation as an einsum-like text, by where its operands' dims are in the result.
 
-    A dim that is one of the result has the result's letter; any other has a letter of its own.
-    A bias of shape (8,) added to (4, 8), with the places [(0, 1), (1,)], is `r0 r1, r1 -> r0 r1`.
-    A column of shape (4, 1) in place of the bias, with the places (0, 1), is broadcast:
-    `r0 r1, r0 u1_1 -> r0 r1`.
+    A bias of shape (8,) added to (4, 8) is `r0 r1, r1 -> r0 r1`: dim 0 of the bias is dim 1 of the
+    result, so the places are [(0, 1), (1,)]. A dim of another length, or without a place, has a
+    letter of its own: a column of shape (4, 1) with the places (0, 1) is `r0 u1_1`.
 
     Args:
         shapes: The shape of each operand.
@@ -130,32 +129,32 @@ def describe_by_places(
         whole: Letters of dims that no mesh axis may shard. A dim longer than 1 that the operation
             makes longer or shorter (slices, padding) is one of these, too, on both sides: blocks
             of both would not match.
-        work: As `Written.work`.
+        work: As `LetteredOp.work`.
     """
-    arrays = list[list[str]]()
+    arrays = []
     whole_dims = {*whole}
     for operand, shape in enumerate(shapes):
-        dims = list[str]()
+        dims = []
         for d, (length, place) in enumerate(zip(shape, places[operand], strict=True)):
             if place is not None and length == out[place]:
                 dims.append(f"r{place}")
                 continue
-            unshared = f"u{operand}_{d}"  # no dim of the result
-            dims.append(unshared)
+            own_letter = f"u{operand}_{d}"
+            dims.append(own_letter)
             # Length 1 at the place of a longer dim is a broadcast: the result's dim may be sharded.
             if place is not None and length > 1:
-                whole_dims |= {f"r{place}", unshared}
+                whole_dims |= {f"r{place}", own_letter}
         arrays.append(dims)
     arrays.append(dim_letters(len(out)))
-    # `whole` may have letters of dims that are not there, such as a reduced one.
-    return LetteredOp(arrays, kind, whole_dims.intersection(chain(*arrays)), work)
+    return LetteredOp(arrays, kind, whole_dims, work)
 
 
 def describe_aligned(
     shapes: Shapes, out: Shape, kind: str = "linear", whole: Collection[str] = (), **work: Any
 ) -> LetteredOp:
     """Describe an operation with broadcasting: the last dims of operands are the result's."""
-    places = [range(len(out) - len(shape), len(out)) for shape in shapes]
+    ndim = len(out)
+    places = [range(ndim - len(shape), ndim) for shape in shapes]
     return describe_by_places(shapes, out, places, kind, whole, **work)
 
 
@@ -168,12 +167,11 @@ def describe_along(
     sums: bool = False,
     **work: Any,
 ) -> LetteredOp:
-    """Describe a softmax, sum or the like, which works along some dims, in einsum-like letters.
+    """Describe an operation that works along some dims, such as a softmax or a sum.
 
-    A softmax along the last dim keeps it: `r0 r1 -> r0 r1` with r1 whole, for every element of the
-    result needs all of it. A sum over dim 0 has no such dim in the result: `u0_0 r0 -> r0`. With
-    `sums` a mesh axis may shard u0_0, for partial results add up. Other dims are the result's, in
-    their order.
+    A softmax keeps these dims, but an element of its result needs all of them: along dim 1 it is
+    `r0 r1 -> r0 r1`, and no mesh axis may shard r1. A sum over dim 0 is `u0_0 r0 -> r0`: the dim is
+    gone. With `sums` an axis may shard u0_0, for partial results add up.
 
     Args:
         shapes: The shape of each operand.
@@ -181,31 +179,30 @@ def describe_along(
         dims: The numbers of the dims, which may be negative as in torch.
         kind: The class of the operation, one of `KINDS`.
         sums: The result is a sum over these dims, so that none of them needs to be whole.
-        work: As `Written.work`.
+        work: As `LetteredOp.work`.
     """
     ndim = len(shapes[0])
-    # torch allows dims 0 and -1 for a scalar, which has none: `max` avoids a division by 0.
     numbers = [dims] if isinstance(dims, int) else dims
+    # torch allows dims 0 and -1 for a scalar, which has none: `max` avoids a division by 0.
     worked_along = {d % max(ndim, 1) for d in numbers}
-    has_them_in_result = len(out) == ndim  # as in a softmax; in a reduction they are gone
-    next_place = iter(range(len(out)))
-    # The result's dim for each dim of the first operand; None if it is gone.
-    places = list[int | None]()
-    for d in range(ndim):
-        is_in_result = has_them_in_result or d not in worked_along
-        places.append(next(next_place) if is_in_result else None)
+    places: list[int | None] = [*range(ndim)]
+    if len(out) != ndim:  # a reduction: only the other dims are in the result
+        kept = [d for d in range(ndim) if d not in worked_along]
+        places = [kept.index(d) if d in kept else None for d in range(ndim)]
     # Other operands with as many dims as the first have the same places; those with another number
     # of dims, such as a seed or an index, share no dim with the result.
-    places_by_shape = [places if len(shape) == ndim else [None] * len(shape) for shape in shapes]
-    # For a dim that is gone this is `rNone`, no letter of any array: `describe_by_places` leaves it
-    # out.
-    whole = {f"r{places[d]}" for d in worked_along}
-    written = describe_by_places(shapes, out, places_by_shape, kind, whole, **work)
+    all_places = []
+    for shape in shapes:
+        all_places.append(places if len(shape) == ndim else [None] * len(shape))
+    described = describe_by_places(shapes, out, all_places, kind, **work)
     if sums:
-        return written._replace(whole=set())
-    # Each element of the result needs all of a dim that is gone.
-    not_in_result = {dim for dim in chain(*written.arrays) if dim.startswith("u")}
-    return written._replace(whole={*written.whole, *not_in_result})
+        return described._replace(whole=())
+    # Each element of the result needs all of a dim that is gone, or all of these dims.
+    whole = {*described.whole}
+    whole.update(dim for dim in chain(*described.arrays) if dim.startswith("u"))
+    if len(out) == ndim:
+        whole.update(f"r{d}" for d in worked_along)
+    return described._replace(whole=whole)
 
 
 def view(before: Shape, after: Shape) -> LetteredOp:
@@ -217,7 +214,7 @@ def view(before: Shape, after: Shape) -> LetteredOp:
     ('r1 r4 u0_2 -> r1 u1_1 r40', ['r4', 'r40', 'u0_2', 'u1_1'])
     """
     dims_before, dims_after = common_factors(before, after)
-    arrays = [[_joined(dim) for dim in dims_before], [_joined(dim) for dim in dims_after]]
+    arrays = [list(map(_joined, dims)) for dims in (dims_before, dims_after)]
     lengths_before = dict(chain(*dims_before))
     lengths_after = dict(chain(*dims_after))
     whole = lengths_before.keys() ^ lengths_after.keys()  # factors of one side only
@@ -245,21 +242,25 @@ def convolution(
     n_spatial = len(out) - 2  # beside batch and channels
     if not orders:
         orders = [range(n_spatial + 2)] * 3
-    operand_order = orders[0]
-    channels = (shapes[0][operand_order[1]], out[orders[2][1]])  # the operand's, the result's
-    has_wide_groups = groups > 1 and channels != (groups, groups)
+    operand_order, _, result_order = orders
+    operand_channels = shapes[0][operand_order[1]]
+    result_channels = out[result_order[1]]
+    is_depthwise = operand_channels == result_channels == groups  # each channel by itself
+    has_wide_groups = groups > 1 and not is_depthwise
     if has_wide_groups:
         kernel_channels = ["o", "i"]  # i: the operand's channels in one group
     elif groups == 1:
         kernel_channels = ["o", "c"]
-    else:  # depthwise: each channel by itself
+    else:
         kernel_channels = ["c", "one"]
-    operand_spatial, kernel_spatial, result_spatial = [dim_letters(n_spatial, s) for s in "lkm"]
-    arrays_in_order = [
+    operand_spatial = dim_letters(n_spatial, "l")
+    kernel_spatial = dim_letters(n_spatial, "k")
+    result_spatial = dim_letters(n_spatial, "m")
+    arrays_in_order = (
         ["b", "c", *operand_spatial],
         [*kernel_channels, *kernel_spatial],
         ["b", kernel_channels[0], *result_spatial],
-    ]
+    )
     arrays = list(map(_reordered, arrays_in_order, orders))
     whole = {*operand_spatial, *kernel_spatial, *result_spatial}
     if has_wide_groups:
@@ -267,8 +268,8 @@ def convolution(
     # Work is 2 operations per element of b, o, m, k and the summed channels. `flops` are per
     # element of the space of all dims, which has l, too, and c beside i: divide these out.
     uncounted = operand_order[1:] if has_wide_groups else operand_order[2:]
-    flops = 2.0 / math.prod(shapes[0][d] for d in uncounted)
-    return LetteredOp(arrays, "contraction", whole, {"flops": flops})
+    n_uncounted = math.prod(shapes[0][d] for d in uncounted)
+    return LetteredOp(arrays, "contraction", whole, {"flops": 2.0 / n_uncounted})
 
 
 def _reordered(names: Sequence[str], numbers: Sequence[int]) -> list[str]:

@@ -209,11 +209,11 @@ class Op:
             return (idle,)
         *operands, result = self.dims
         kind = KINDS[self.kind]
-        rules = list[AxisRule]()
-        for dim in dict.fromkeys(chain(result, *operands)):  # each once, in order
-            # Sharding a dim that the result lacks gives partial results, which only sums add up.
-            is_possible = dim in result or kind.sums
-            if is_possible and dim not in self.whole:
+        rules = []
+        # An axis may shard a dim that is gone in the result, where partial results add up.
+        candidates = chain(result, *operands) if kind.sums else result
+        for dim in dict.fromkeys(candidates):  # each once, in order
+            if dim not in self.whole:
                 rules.append(self._rule_that_shards(dim))
         for tag in kind.passes:
             # A class lists the tags that pass through it. The sum of two arrays of partial sums is
@@ -227,14 +227,16 @@ class Op:
         Operands without it are copies: each device uses them for a part of the work, so that their
         gradients are partial sums. A result without it is a partial sum.
         """
-        *operands, result = self.dims
-        placements = [dims.index(dim) if dim in dims else COPY for dims in operands]
-        return (*placements, result.index(dim) if dim in result else SUM)
+        tags = [COPY] * len(self.operands) + [SUM]
+        placed = zip(self.dims, tags, strict=True)
+        return tuple(dims.index(dim) if dim in dims else tag for dims, tag in placed)
 
     def text_of(self, rule: Sequence[int]) -> str:
         """Write a rule as a contraction over the axis `x`: `b c/x, f c/x -> b f | sum(x)`."""
-        pairs = zip(rule, self.dims, strict=False)
-        *operands, result = [str(layout_of([way], dims, "x")) for way, dims in pairs]
+        texts = []
+        for placement, dims in zip(rule, self.dims, strict=False):
+            texts.append(str(layout_of([placement], dims, "x")))
+        *operands, result = texts
         return f"{', '.join(operands)} {ARROW} {result}".strip()
 
 

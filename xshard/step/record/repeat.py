@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from xshard.notation.parser import ARROW
@@ -45,34 +47,33 @@ def find_repeated(step: TrainingStep) -> tuple[TrainingStep, dict[str, str]]:
     *.up (before)  carry x 2        b d -> b d       x
     *.up           contraction x 2  b c, d c -> b d  *.up (before), *.w
     """
-    ops = list(step.ops)  # shrinks while it is walked: runs behind `start` are blocks already
-    names = dict[str, str]()
+    ops = []
+    new_names = dict[str, str]()
     # For each operation a key without names: equal for operations that do the same.
-    kinds = [_kind_of(op) for op in ops]
+    kinds = [_kind_of(op) for op in step.ops]
     start = 0
-    while start < len(ops):
-        run = _longest_run_at(ops, kinds, step, start)
+    while start < len(step.ops):
+        run = _longest_run_at(start, kinds, step)
         if run is None:
+            ops.append(step.ops[start])
             start += 1
-            continue
-        block = run.as_one_block()
-        names |= run.new_names
-        end = start + run.size * run.times
-        following = [renamed(op, names) for op in ops[end:]]
-        ops[start:] = [*block, *following]
-        kinds[start:end] = [("",)] * len(block)  # equal to no operation that follows
-        start += len(block)
-    parameters = {names.get(name, name): text for name, text in step.parameters.items()}
-    return replace(step, ops=ops, parameters=parameters), names
+        else:
+            ops += run.as_one_block()
+            new_names |= run.new_names
+            start += len(run.members)
+    parameters = {}
+    for name, text in step.parameters.items():
+        parameters[new_names.get(name, name)] = text
+    # What follows a run uses the results of its last layer, by their old names.
+    ops = [renamed(op, new_names) for op in ops]
+    return replace(step, ops=ops, parameters=parameters), new_names
 
 
-def _longest_run_at(
-    ops: Sequence[Op], kinds: Sequence[object], step: TrainingStep, start: int
-) -> _Run | None:
+def _longest_run_at(start: int, kinds: Sequence[object], step: TrainingStep) -> _Run | None:
     """Find the longest run of equal blocks from operation `start` on that can be one block."""
     # The longest first: two layers of a kind may be a part of a block of both.
     for size, times in _runs_from(kinds, start):
-        run = _Run(ops, step, start, size, times)
+        run = _Run(step, start, size, times)
         # "" among the new names: parameters of the blocks have no pattern for a rule.
         if run.is_repeated and "" not in run.new_names.values():
             return run
@@ -86,18 +87,19 @@ def in_first_block(pattern: str) -> str:
 
 def _kind_of(op: Op) -> tuple[object, ...]:
     """Return what is equal in equal operations of two blocks."""
-    return (NUMBER.sub("*", op.name), *(getattr(op, field) for field in EQUAL_FIELDS))
+    return NUMBER.sub("*", op.name), attrgetter(*EQUAL_FIELDS)(op)
 
 
 def _runs_from(kinds: Sequence[object], start: int) -> list[tuple[int, int]]:
     """List the sizes of blocks that repeat from `start` on, and how often; longest runs first."""
-    runs = list[tuple[int, int]]()
+    runs = []
     for end in range(start + 1, len(kinds)):
         if kinds[end] == kinds[start]:
             times = _count_repeats(kinds, start, end - start)
             if times > 1:
                 runs.append((end - start, times))
-    return sorted(runs, key=lambda run: (-run[0] * run[1], run[0]))
+    # Of runs of one length, that of smaller blocks comes first: the sort keeps their order.
+    return sorted(runs, key=math.prod, reverse=True)
 
 
 def _count_repeats(kinds: Sequence[object], start: int, size: int) -> int:
@@ -123,16 +125,19 @@ class Source(NamedTuple):
 class _Run:
     """A run of `times` blocks of `size` operations each, from number `start` on."""
 
-    ops: Sequence[Op]
     step: TrainingStep
     start: int
     size: int
     times: int
 
+    @property
+    def _end(self) -> int:
+        return self.start + self.size * self.times
+
     @cached_property
     def members(self) -> Sequence[Op]:
         """The operations of the run."""
-        return self.ops[self.start : self.start + self.size * self.times]
+        return self.step.ops[self.start : self._end]
 
     @property
     def columns(self) -> list[Sequence[Op]]:
@@ -142,35 +147,34 @@ class _Run:
     @cached_property
     def numbers(self) -> dict[str, int]:
         """The number of each operation, counted from the first one of the run."""
-        return {op.name: i for i, op in enumerate(self.ops, -self.start)}
+        return {op.name: i for i, op in enumerate(self.step.ops, -self.start)}
 
     @cached_property
     def sources(self) -> list[list[Source]]:
         """Where the operands of each operation of the run come from."""
-        return [
-            [self._source(i, name) for name in op.operands] for i, op in enumerate(self.members)
-        ]
+        sources = []
+        for i, op in enumerate(self.members):
+            sources.append([self._source(i, name) for name in op.operands])
+        return sources
 
     def _source(self, i: int, name: str) -> Source:
         """Say where operation i of a run of layers has its operand `name` from.
 
-        It is said so that equal layers have equal sources. In layers of 2 operations, `1.up` takes
-        `0.down`, the second operation of the layer before: (BLOCK_BEFORE, 1). So does `2.up`, which
-        takes `1.down`. Other sources are the same layer, with the number of the operation there; a
-        parameter, with a star for the layer's number; and anything else, by name.
+        In layers of 2 operations, `1.up` takes `0.down`, the second operation of the layer before:
+        (BLOCK_BEFORE, 1). So does `2.up`, which takes `1.down`: equal layers have equal sources.
+        Other sources are the same layer, with the number of the operation there; a parameter, with
+        a star for the layer's number; and anything else, by name.
         """
         if name in self.step.parameters:
-            # Parameters of equal layers are equal but for the number of the layer.
             return Source(PARAMETER, NUMBER.sub("*", name))
         if name not in self.numbers:
             return Source(ELSEWHERE, name)  # an input
-        block_start = i // self.size * self.size
-        offset = self.numbers[name] - block_start
+        block = i // self.size
+        offset = self.numbers[name] - block * self.size
         if offset >= 0:
             return Source(SAME_BLOCK, offset)
         # The first block has none before it; results of two blocks before count as elsewhere.
-        is_first_block = i < self.size
-        if is_first_block or offset < -self.size:
+        if block == 0 or offset < -self.size:
             return Source(ELSEWHERE, name)
         return Source(BLOCK_BEFORE, offset + self.size)
 
@@ -182,8 +186,11 @@ class _Run:
         return {source: first for source, first in pairs if source.kind == BLOCK_BEFORE}
 
     def _sources_by_block(self) -> list[list[Source]]:
-        starts = range(0, len(self.members), self.size)
-        return [[*chain(*self.sources[i : i + self.size])] for i in starts]
+        """List the sources of all operands of each block, one after the other."""
+        blocks = []
+        for start in range(0, len(self.members), self.size):
+            blocks.append(list(chain(*self.sources[start : start + self.size])))
+        return blocks
 
     @property
     def is_repeated(self) -> bool:
@@ -203,11 +210,11 @@ class _Run:
         if {source.kind for source in self.carried.values()} != {ELSEWHERE}:
             return False  # nothing is handed on, or the first block takes a parameter in its place
         # Once the run is one block, only the last block's results can be named from outside.
-        end = self.start + len(self.members)
         used_outside = set[str]()
-        for op in (*self.ops[: self.start], *self.ops[end:]):
+        for op in (*self.step.ops[: self.start], *self.step.ops[self._end :]):
             used_outside.update((*op.operands, op.again))
-        return used_outside.isdisjoint(op.name for op in self.members[: -self.size])
+        all_but_last_block = self.members[: -self.size]
+        return used_outside.isdisjoint(op.name for op in all_but_last_block)
 
     @cached_property
     def taken(self) -> set[str]:
@@ -244,24 +251,25 @@ class _Run:
         """
         carries = {source: self._carry(source) for source in self.carried}
         members = [self._member(i, carries) for i in range(self.size)]
-        block = [*carries.values(), *members]
+        own_carries = []
         for carry in carries.values():
-            users = [op for op in block if carry.name in op.operands]
-            is_copied_once = len(users) == 1 and users[0].text == carry.text
-            if is_copied_once and users[0].accesses == 0:
+            users = [i for i, op in enumerate(members) if carry.name in op.operands]
+            user = members[users[0]]
+            is_copied_once = len(users) == 1 and user.text == carry.text
+            if is_copied_once and user.accesses == 0:
                 # A module may begin with an operation that only copies its input (no accesses to
                 # memory). It becomes the carry itself. So the carry begins the module, and a user's
                 # rule for the module's input moves what comes from the layer before.
-                copy = users[0]
-                block[block.index(copy)] = replace(
-                    copy,
+                members[users[0]] = replace(
+                    user,
                     kind="carry",
                     operands=carry.operands,
                     again=carry.again,
                     accesses=None,  # as of all carries
                 )
-                block.remove(carry)
-        return block
+            else:
+                own_carries.append(carry)
+        return [*own_carries, *members]
 
     def _carry(self, source: Source) -> Op:
         """Make the operation that stands for what the block before made."""
@@ -287,7 +295,7 @@ class _Run:
         carries: by where the operand comes from.
         """
         op = self.members[i]
-        operands = list[str]()
+        operands = []
         # Sources are read off the second layer: the first one has no layer before it.
         sources = self.sources[self.size + i]
         for source, name in zip(sources, op.operands, strict=True):
@@ -327,11 +335,10 @@ def _starred(names: Sequence[str], taken: Collection[str]) -> str:
     if len(differing) > 1:
         return ""  # a pattern has one star
     place = differing[0]  # a number: equal blocks have names that are equal but for numbers
-    first_name = [column[0] for column in columns]
-    head = "".join(first_name[:place])
-    tail = "".join(first_name[place + 1 :])
+    head = "".join(pieces[0][:place])
+    tail = "".join(pieces[0][place + 1 :])
     # A star stands for a part of a name between dots, or for a piece of one, but for no dot.
-    fits_star = re.compile(f"{re.escape(head)}[^.]+{re.escape(tail)}").fullmatch
-    fits_no_other = all(name in names for name in taken if fits_star(name))
+    star = re.compile(f"{re.escape(head)}[^.]+{re.escape(tail)}")
+    fits_no_other = all(name in names for name in taken if star.fullmatch(name))
     number = "*" if fits_no_other else f"{{{','.join(columns[place])}}}"
     return f"{head}{number}{tail}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
-from typing import Any
 
 from xshard.step.record.arrays import COPY, REPLICAS, SUM
 from xshard.step.record.letters import Factor, LetteredOp, common_factors, grouped
@@ -13,12 +12,8 @@ from xshard.step.record.op import AxisRule, Op
 from xshard.step.record.training_step import TrainingStep
 
 Names = list[list[str]]  # [dims][parts]: the names of each dim of an array, several for `(g d)`
-ORIGINS = {
-    "": 0,
-    "n": 1,
-    "s": 2,
-    "b": 3,
-}  # by first letter: unnamed, made here, of an input, the batch
+# By the first letter of a name: dims without a name, made by an operation, of an input, the batch.
+ORIGINS = ("", "n", "s", "b")
 
 
 @dataclass
@@ -81,7 +76,7 @@ class Trace:
         op: LetteredOp,
         operands: Sequence[str],
         shape: Sequence[int],
-        **fields: Any,
+        times: int = 1,
     ) -> str:
         """Record one operation of the step, with names for the dims of its result.
 
@@ -96,8 +91,7 @@ class Trace:
             operands: Names of arrays added before, in the order of `op`. More names than `op` has
                 operands are left out.
             shape: The shape of the result.
-            fields: Fields of `Op` in place of what `op` says. Without `enters` and `leaves` the
-                operation is inside a module.
+            times: How often it runs.
 
         Returns:
             The name again, so that calls can be nested.
@@ -105,27 +99,27 @@ class Trace:
         operands = operands[: len(op.arrays) - 1]  # others have no dims that matter
         # Operands first, the result last, in all lists of arrays below.
         letter_arrays = [_letters_of(dims) for dims in op.arrays]
-        shapes = [*(self.shapes[operand] for operand in operands), tuple(shape)]
+        self.shapes[name] = tuple(shape)
+        shapes = [self.shapes[array] for array in (*operands, name)]
         lengths = _lengths_of_letters(op, letter_arrays, shapes)
         names_of = self._names_of_letters(letter_arrays, operands, lengths)
         named_arrays = [_in_names(array, names_of) for array in letter_arrays]
         # Arrays with names keep them; a parameter gets those of its first use.
         for operand, dims in zip(operands, named_arrays, strict=False):
             self.dims.setdefault(operand, dims)
-        self.ops.append(self._op(name, op, operands, named_arrays, names_of, fields))
+        self.ops.append(self._op(name, op, operands, named_arrays, names_of, times))
         self.dims[name] = named_arrays[-1]
-        self.shapes[name] = (*shape,)
         return name
 
-    def step(self, *last: str, moves_anywhere: bool = False) -> TrainingStep:
+    def step(self, last: str, moves_anywhere: bool = False) -> TrainingStep:
         """Make the training step of the recorded operations that `last`, such as a loss, needs.
 
-        Operations on which none of them depends are left out, and so are arrays that only these
-        use. moves_anywhere: as in `TrainingStep`.
+        Operations on which it does not depend are left out, and so are arrays that only these use.
+        moves_anywhere: as in `TrainingStep`.
         """
         # Walked from the end, an operation is met only after all operations that use its result.
-        needed = set(last)  # names of arrays
-        ops = list[Op]()
+        needed = {last}  # names of arrays
+        ops = []
         for op in reversed(self.ops):
             if op.name in needed:
                 needed.update(op.operands)
@@ -133,11 +127,12 @@ class Trace:
         ops.reverse()
         # What no operation makes is there before the step: a parameter, or else an input.
         stored = needed.difference(op.name for op in ops)
+        inputs = dict[str, str]()
         parameters = dict[str, str]()
         for array, dims in self.dims.items():  # not over `stored`: the order is that of first uses
-            if array in stored and array not in self.inputs:
-                parameters[array] = _text_of(dims)
-        inputs = {name: _text_of(self.dims[name]) for name in self.inputs if name in stored}
+            if array in stored:
+                texts = inputs if array in self.inputs else parameters
+                texts[array] = _text_of(dims)
         return TrainingStep(ops, self.lengths, inputs, parameters, "b", self.dtype, moves_anywhere)
 
     def _names_of_letters(
@@ -155,9 +150,9 @@ class Trace:
         # Until an operand names it, a letter is one dim without a name ("").
         factors = {letter: [Factor("", length)] for letter, length in lengths.items()}
         for operand, dims in zip(operands, arrays, strict=False):
-            # A parameter has no names before its first use.
-            for letters, names in zip(dims, self.dims.get(operand, ()), strict=False):
-                for letter, candidate in self._factors(letters, names, lengths).items():
+            names_of_dims = self.dims.get(operand, ())  # a parameter has none before its first use
+            for letters, names in zip(dims, names_of_dims, strict=False):
+                for letter, candidate in self._named_factors(letters, names, lengths).items():
                     # Several operands may name one dim. The best names, by `_preference`, are kept,
                     # and are those of the result.
                     factors[letter] = max(factors[letter], candidate, key=_preference)
@@ -171,30 +166,31 @@ class Trace:
                 names_of[letter].append(self._take(wanted, length, taken))
         return names_of
 
-    def _factors(
+    def _named_factors(
         self, letters: Sequence[str], names: Sequence[str], lengths: Mapping[str, int]
     ) -> dict[str, list[Factor]]:
-        """Match the names of one dim of an operand to the letters that an operation gives it.
+        """Find which named dims each letter stands for, where one dim of an array has both.
 
-        A merged dim has several names, or several letters. Returns for each letter the factors of
-        its length, with names. The dim `(b s512)` of lengths 64 and 512 is written in letters as
-        `(a c)`. If a and c have the lengths 64 and 512, a is b and c is s512. If they have 64 * 8
-        and 64, a is b and a factor 8, c a factor 64: pieces of s512, which have no name ("").
+        An operand's dim may be merged: it has the names [b, s512], of lengths 64 and 512, and the
+        letters [a, c]. If a and c are 64 and 512 long, a is b and c is s512. If they are 512 and 64
+        long, a is b and 8 rows of s512, and c the rest: pieces of a dim have no name ("").
         """
         name_lengths = [self.lengths[name] for name in names]
         if len(letters) == 1:
             return {letters[0]: list(map(Factor, names, name_lengths))}
         letter_lengths = [lengths[letter] for letter in letters]
         factors_by_name, factors_by_letter = common_factors(name_lengths, letter_lengths)
-        # Factors have names like r64 here; a factor that is all of a named dim gets the dim's name.
-        dim_of_factor = dict[str, str]()
+        # These factors have names of their own; one that is all of a named dim gets the dim's name.
+        dim_of_factor = {}
         for dim, factors in zip(names, factors_by_name, strict=True):
             if len(factors) == 1:
                 dim_of_factor[factors[0].name] = dim
-        matched = dict[str, list[Factor]]()
+        named = dict[str, list[Factor]]()
         for letter, factors in zip(letters, factors_by_letter, strict=True):
-            matched[letter] = [Factor(dim_of_factor.get(name, ""), size) for name, size in factors]
-        return matched
+            named[letter] = []
+            for factor, length in factors:
+                named[letter].append(Factor(dim_of_factor.get(factor, ""), length))
+        return named
 
     def _op(
         self,
@@ -203,7 +199,7 @@ class Trace:
         operands: Sequence[str],
         arrays: Sequence[Names],
         names_of: Mapping[str, Sequence[str]],
-        fields: Mapping[str, Any],
+        times: int,
     ) -> Op:
         """Make an `Op` from an operation in letters: `a c, d c -> a d` with names in their place.
 
@@ -216,19 +212,25 @@ class Trace:
             operands: The names of its operands.
             arrays: The named dims of operands, then of the result.
             names_of: The named dims that each letter stands for.
-            fields: Fields of `Op` that replace all others.
+            times: How often it runs.
         """
-        whole = list[str]()  # dims that no mesh axis may shard
+        whole = []  # dims that no mesh axis may shard
         for letter, names in names_of.items():
-            is_whole = letter in written.whole
-            # A dim of length 1 cannot be sharded.
-            whole += [dim for dim in names if is_whole or self.lengths[dim] == 1]
-        text = LetteredOp([[*map(grouped, dims)] for dims in arrays]).text
-        # "": no module begins or ends here. The bridge says afterwards where one does.
-        inside_a_module = {"enters": "", "leaves": ""}
-        # Later entries win: the caller's fields over all others.
-        fields = {**written.work, **inside_a_module, **fields}
-        op = Op(name, text, tuple(operands), written.kind, tuple(whole), **fields)
+            for dim in names:
+                if letter in written.whole or self.lengths[dim] == 1:
+                    whole.append(dim)
+        text = LetteredOp([list(map(grouped, dims)) for dims in arrays]).text
+        op = Op(
+            name,
+            text,
+            tuple(operands),
+            written.kind,
+            tuple(whole),
+            times=times,
+            enters="",  # no module begins or ends here: the bridge says afterwards where one does
+            leaves="",
+            **written.work,
+        )
         if not written.links:
             return op
         # Links are operands of which only the length is read. If a letter has several names, as in
@@ -264,7 +266,7 @@ def _letters_of(dims: Sequence[str]) -> Names:
 
 def _in_names(array: Names, names_of: Mapping[str, Sequence[str]]) -> Names:
     """Replace the letters of an array by names, of which one letter may have several."""
-    return [[*chain.from_iterable(names_of[letter] for letter in dim)] for dim in array]
+    return [list(chain(*map(names_of.__getitem__, letters))) for letters in array]
 
 
 def _lengths_of_letters(
@@ -280,37 +282,44 @@ def _lengths_of_letters(
 
 
 def _rules_beside_links(op: Op, n_links: int, outermost: set[str]) -> tuple[AxisRule, ...]:
-    """List what one mesh axis may do in an operation that reads only lengths from some operands.
+    """List what one mesh axis may do in an operation that reads only lengths of some operands.
 
     These are its last `n_links` operands, the links: `y = zeros(x.shape[0], 8)` has the link x. An
-    axis that shards a dim which a link has, too, shards it in the link, so that the length which a
-    device reads there is right for its block. Otherwise no value of the link matters, so that the
-    axis may do anything there: shard a dim that only the link has, replicate, sum or copy.
+    axis that shards y along that dim must shard x, too: then the length read on a device is that of
+    its own block of y. Otherwise the axis may do anything in x.
 
-    op: with the dims of links beside those of other operands. outermost: the first dim of each
-    letter, which an axis shards before the others. Returns rules, each with one placement (the
-    number of a dim, or a negative tag) for every operand and the result.
+    op: with the links among its operands. outermost: the first named dim of each letter, which an
+    axis shards before the others. Returns rules, each with one placement (the number of a dim, or
+    a negative tag) for every operand and the result.
     """
     *operands, result = op.dims
-    link_arrays = operands[-n_links:]
-    computing_dims = set(chain(*operands[:-n_links], result))  # of what is not only a link
-    tags = [REPLICAS, SUM, COPY]
-    free_choices = [tags + _places_of(outermost - computing_dims, dims) for dims in link_arrays]
-    rules = list[AxisRule]()
+    first_link = len(operands) - n_links
+    links = operands[first_link:]
+    # The other arrays: what is sharded there is the work that a device does.
+    computing_dims = set(chain(*operands[:first_link], result))
+    dims_of_links_alone = outermost - computing_dims
+    rules = []
     for rule in op.axis_rules:
-        # Placements >= 0 are numbers of dims, tags are negative.
-        sharded = {dims[place] for dims, place in zip(op.dims, rule, strict=True) if place >= 0}
+        placed = zip(op.dims, rule, strict=True)
+        sharded = {dims[placement] for dims, placement in placed if placement >= 0}
         if not sharded <= computing_dims & outermost:
             continue  # blocks of an inner dim do not divide the length that is read
-        choices = list[list[int]]()  # placements to choose from, for each link
-        for dims, free_choice in zip(link_arrays, free_choices, strict=True):
-            same_dim = _places_of(sharded, dims)
-            choices.append(same_dim if same_dim else free_choice)
-        # A rule ends with the placements in the links and in the result.
-        in_operands = rule[: -n_links - 1]
-        rules += [(*in_operands, *in_links, rule[-1]) for in_links in product(*choices)]
+        choices = [_choices_in_link(link, sharded, dims_of_links_alone) for link in links]
+        for in_links in product(*choices):
+            rules.append((*rule[:first_link], *in_links, rule[-1]))
     # `Op.axis_rules` adds the idle rule, replicas everywhere: it must not be there twice.
     return tuple(rule for rule in rules if set(rule) != {REPLICAS})
+
+
+def _choices_in_link(link: Sequence[str], sharded: set[str], free: set[str]) -> list[int]:
+    """List what an axis that shards the dims `sharded` may do in an array whose lengths are read.
+
+    It shards the same dim, if the array has it; else it may shard a dim of `free`, or none.
+    """
+    same_dim = _places_of(sharded, link)
+    if same_dim:
+        return same_dim
+    return [REPLICAS, SUM, COPY, *_places_of(free, link)]
 
 
 def _places_of(names: set[str], dims: Sequence[str]) -> list[int]:
@@ -323,4 +332,4 @@ def _preference(factors: Sequence[Factor]) -> tuple[int, int]:
 
     (b, s512) is before (n32768), and that before no name at all.
     """
-    return len(factors), ORIGINS[factors[0].name[:1]]
+    return len(factors), ORIGINS.index(factors[0].name[:1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -127,7 +128,7 @@ class TrainingStep:
     @cached_property
     def arrays(self) -> Mapping[str, Layout]:
         """The dims of every array by its name: of inputs, parameters and results."""
-        arrays = dict[str, Layout]()
+        arrays = {}
         for name, text in (*self.inputs.items(), *self.parameters.items()):
             arrays[name] = parse_arrays(f"{ARROW} {text}")[-1]
         for op in self.ops:
@@ -162,8 +163,8 @@ class TrainingStep:
     def is_saved(self, name: str) -> bool:
         """Tell whether the backward pass of an operation needs this array as its operand."""
         for op in self.consumers(name):
-            saved = [op.operands[i] for i in op.saved_operands if i < len(op.operands)]
-            if name in saved:
+            arrays = (*op.operands, op.name)  # the number after the operands stands for the result
+            if name in [arrays[i] for i in op.saved_operands]:
                 return True
         return False
 
@@ -175,19 +176,22 @@ class TrainingStep:
         `norm -> norm (shared) -> q, k, v`: the activation moves once, to the share, and not in
         three gathers.
         """
-        ops = list[Op]()
-        share_between = dict[tuple[str, str], str]()  # (maker, user) -> name of the share
+        ops = []
+        # For the name of each operation: what it takes in place of which operand.
+        shares_of_user = defaultdict[str, dict[str, str]](dict)
         for op in self.ops:
             # Makers come before users, so that the shares of all operands are there.
-            operands = [share_between.get((name, op.name), name) for name in op.operands]
-            ops.append(replace(op, operands=tuple(operands)))
+            shares = shares_of_user[op.name]
+            operands = tuple(shares.get(name, name) for name in op.operands)
+            ops.append(replace(op, operands=operands))
             # Operations that save nothing take the array as it is: they would gain nothing.
             savers = {user.name for user in self.consumers(op.name) if _saves_operands(user)}
             if len(savers) > 1:
                 share = self._share_of(op)
                 ops.append(share)
-                share_between |= {(op.name, saver): share.name for saver in savers}
-        return replace(self, ops=ops) if share_between else self
+                for saver in savers:
+                    shares_of_user[saver][op.name] = share.name
+        return replace(self, ops=ops)
 
     def _share_of(self, op: Op) -> Op:
         """Make the operation that hands the result of another one to several."""
@@ -203,7 +207,7 @@ class TrainingStep:
         )
 
     def __str__(self) -> str:
-        rows = list[tuple[str, ...]]()
+        rows = []
         for op in self.ops:
             kind = f"{op.kind} x {op.times}" if op.times > 1 else op.kind
             rows.append((op.name, kind, op.text, ", ".join(op.operands)))
