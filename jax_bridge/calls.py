@@ -254,15 +254,16 @@ def are_keys(x: jax.Array) -> bool:
 class KeyWords(NamedTuple):
     """PRNG keys as the words that they consist of, `[..., words]`.
 
-    `sides` is the expression with a dim for the words; `back` makes keys of words again.
+    `array` is their type if only the type of the keys is known. `sides` is the expression with a
+    dim for the words; `back` makes keys of words again.
     """
 
-    array: jax.Array
+    array: Any
     sides: Sides
     back: Callable[[jax.Array], jax.Array]
 
 
-def as_words(keys: jax.Array, parsed: Sides) -> KeyWords:
+def as_words(keys: jax.Array | jax.ShapeDtypeStruct, parsed: Sides) -> KeyWords:
     """Take PRNG keys apart into the integers that they consist of, which collectives can send.
 
     Keys [n] under "n/dp -> n" become words [n, 2] under "n/dp words0 -> n words0".
@@ -271,9 +272,15 @@ def as_words(keys: jax.Array, parsed: Sides) -> KeyWords:
     """
     src = _with_words(parsed.src.resolved(keys.ndim), parsed.text)
     dst = _with_words(parsed.dst.resolved(keys.ndim), parsed.text)
+    if isinstance(keys, jax.ShapeDtypeStruct):
+        # A process without the keys knows their type, of which JAX does not tell the generator.
+        words = jax.eval_shape(jax.random.key_data, keys)
+        keys = jnp.empty(0, keys.dtype)
+    else:
+        words = jax.random.key_data(keys)
     # The generator is no part of the words: it is remembered for the way back.
     keys_of = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
-    return KeyWords(jax.random.key_data(keys), Sides(src, dst, parsed.text), keys_of)
+    return KeyWords(words, Sides(src, dst, parsed.text), keys_of)
 
 
 def _with_words(layout: Layout, text: str) -> Layout:

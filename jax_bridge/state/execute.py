@@ -204,7 +204,7 @@ def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: 
 
     Without stages, or in a process without devices of the mesh, blocks are returned as they are.
     """
-    if not stages or not any(map(_is_here, devices)):
+    if not stages or not any(map(is_here, devices)):
         return blocks
     part = plan.sub_plan(stages)
     # A plan may split axes into sub-axes; JAX knows them as axes of a mesh.
@@ -338,13 +338,13 @@ def _exchange(
     Returns:
         For each new block the arrays by device of this process; empty in a process without any.
     """
-    if not any(map(_is_here, devices)):
+    if not any(map(is_here, devices)):
         return [{} for _ in new_blocks]
     idle = [device for device in devices if device not in senders]
     arrays = []
     for source in sources:
         blocks = source.blocks
-        if any(map(_is_here, idle)):
+        if any(map(is_here, idle)):
             # One program runs on all devices: those that send nothing need a block, too.
             zeros = _side_by_side(source.shape, idle)
             block = jnp.zeros(zeros.shape, source.dtype, device=zeros.sharding)
@@ -408,5 +408,5 @@ def _spec(block: Shape) -> PartitionSpec:
     return PartitionSpec(AXIS)
 
 
-def _is_here(device: jax.Device) -> bool:
+def is_here(device: jax.Device) -> bool:
     return device.process_index == jax.process_index()
