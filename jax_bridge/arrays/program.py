@@ -63,9 +63,10 @@ def make_program(
     Returns:
         The plans, the shardings that the program expects, and the program: arrays -> moved arrays.
     """
-    plans = list[Plan]()
-    sources = list[StoredArray]()
-    targets = list[StoredArray]()
+    plans = []
+    sources = []
+    targets = []
+    donated = []
     for i, (expression, shape, dtype, path) in enumerate(moves):
         text = sides(expression).text
         with located(path):
@@ -74,6 +75,9 @@ def make_program(
             targets.append(StoredArray.of(plan.target, mesh, text, path))
             sources.append(StoredArray.of(plan.source, mesh, text, path))
         plans.append(plan)
+        # XLA can write a result into donated memory of the same size only.
+        if donate and plan.source.max_local_size == plan.target.max_local_size:
+            donated.append(i)
         LOG.info(
             "array %d of %d: %s, %s%s: %d steps, %s received by the busiest device",
             i + 1,
@@ -91,16 +95,7 @@ def make_program(
         pairs = zip(plans, arrays, strict=True)
         return [_move(x, plan=plan, mesh=mesh.in_context) for plan, x in pairs]
 
-    reusable = []
-    for i, plan in enumerate(plans):
-        # XLA can write a result into donated memory of the same size only.
-        if plan.source.max_local_size == plan.target.max_local_size:
-            reusable.append(i)
-    out_shardings = None
-    # For a mesh without devices an outer jit, which knows the devices, decides.
-    if not isinstance(mesh.in_context, AbstractMesh):
-        out_shardings = [target.sharding for target in targets]
-    donated = reusable if donate else []
+    out_shardings = [target.sharding_on_devices for target in targets]
     jitted = jax.jit(run, donate_argnums=donated, out_shardings=out_shardings)
     return Program(tuple(plans), tuple(sources), run, jitted)
 
@@ -119,7 +114,7 @@ def _planned(
         return planner.plan(expression, free, shape, dtype.name, profile=profile)
     with mark_errors(text):
         check_given("the array is", expression, dtype.name, shape)
-        mesh.free(expression.axes, text, expression.mesh)
+        mesh.check_plan(expression, text)
     return expression
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from jax_bridge.mesh.context import AnyMesh, axis_span, free_axes, jax_mesh, xshard_mesh
 from jax_bridge.specs import from_partition_spec, storage_layout, storage_sharding
 from jax_bridge.versions import unreduced_kind, with_sharding
-from xshard import Layout, Mesh, Sharding, XshardError
+from xshard import ContractionPlan, Layout, Mesh, Plan, Sharding, XshardError
 from xshard.arguments import is_on as is_set
 from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.layout.runs import row_numbers
@@ -83,13 +83,12 @@ def record_order(array: Any, stored: Sharding) -> Any:
 
     Args:
         array: The array. A tracer is returned as it is.
-        stored: Its layout and mesh. For PRNG keys that of their words, which have one dim more.
+        stored: Its sharding. For PRNG keys that of their words, which have one dim more.
     """
     if isinstance(array, Tracer):
         return array  # a note on a tracer would not reach the array that it stands for
-    if len(stored.shape) > array.ndim:
-        # The words of PRNG keys have a dim more than the keys.
-        layout = replace(stored.layout, dims=stored.layout.dims[: array.ndim])
+    if len(stored.shape) > array.ndim:  # of the words of PRNG keys
+        layout = replace(stored.layout, dims=stored.layout.dims[:-1])
         stored = Sharding(layout, stored.mesh, array.shape)
     setattr(array, _RECORD, stored)
     return array
@@ -111,16 +110,18 @@ def check_order(array: Any, source: Sharding, text: str) -> None:
     Raises:
         ShapeError: The recorded order is another one; under XSHARD_DEBUG also if none is recorded.
     """
-    known = recorded_order(array)
-    if isinstance(array, Tracer) or (known is None and not STRICT):
+    if isinstance(array, Tracer):
         return
-    known_orders = () if known is None else _orders(known)
-    if known_orders == _orders(source):
-        return
-    if known is None:
-        reason = f"nothing says that the rows of the array are stored as '{source.layout}'"
+    recorded = recorded_order(array)
+    if recorded is not None:
+        if _orders(recorded) == _orders(source):
+            return
+        reason = f"the rows of the array are stored as '{recorded.layout}'"
     else:
-        reason = f"the rows of the array are stored as '{known.layout}'"
+        # Results of JAX have no record, and are believed, unless XSHARD_DEBUG is on.
+        if not STRICT or not _orders(source):
+            return
+        reason = f"nothing says that the rows of the array are stored as '{source.layout}'"
     hint = f"write their order on the left, or say what it is: stored_as(array, '{source.layout}')"
     raise ShapeError(reason, text=text, hint=hint)
 
@@ -161,7 +162,10 @@ def _orders(stored: Sharding) -> tuple[_OrderedShard, ...]:
 
 
 class ArrayMesh(NamedTuple):
-    """The mesh of a call's arrays, and the same with the axis types of the context."""
+    """The mesh of a call's arrays, and the same with the axis types of the context.
+
+    Inside a `shard_map` over some axes these are Manual in the context, and not on the arrays.
+    """
 
     of_arrays: JaxMesh | AbstractMesh
     in_context: JaxMesh | AbstractMesh
@@ -183,23 +187,22 @@ class ArrayMesh(NamedTuple):
         context = jax.sharding.get_abstract_mesh()
         if context.empty or array_mesh.abstract_mesh == context:
             return cls(array_mesh, array_mesh)
-        # Inside a `shard_map` the context has the same axes, some of them manual.
+        # Axes of the context may have other types, but not other names or sizes.
         if tuple(array_mesh.shape.items()) != tuple(context.shape.items()):
             reason = f"the array is on {xshard_mesh(array_mesh)!r}, the context has {xshard_mesh(context)!r}"
             hint = "leave the context, or let jax.reshard take the array to its mesh first"
             raise MeshError(reason, text=texts[0] if texts else None, hint=hint)
         return cls(array_mesh, context)
 
-    def free(self, axes: Sequence[str], text: str, planned: Mesh | None = None) -> Mesh:
+    def free(self, axes: Sequence[str], text: str) -> Mesh:
         """Return the axes that may shard global arrays: those that no `shard_map` made manual.
 
         Args:
             axes: The axes that an expression names.
             text: The expression, for errors.
-            planned: The mesh of a plan that the user passed, whose axes must have the same sizes.
 
         Raises:
-            MeshError: One of `axes` is manual, or not as planned.
+            MeshError: One of `axes` is manual.
         """
         free = Mesh(free_axes(self.in_context))
         # An axis that the mesh lacks is refused later, when layouts are put on the mesh.
@@ -212,11 +215,15 @@ class ArrayMesh(NamedTuple):
                     "redistribute its blocks along this one"
                 )
                 raise MeshError(reason, text=text, span=span, hint=hint)
-            if planned is None:
-                continue
-            if axis not in free.axes or free.size(axis) != planned.size(axis):
-                raise MeshError(f"the plan is for {planned!r}, the array is on {free!r}", text=text)
         return free
+
+    def check_plan(self, plan: Plan | ContractionPlan, text: str) -> None:
+        """Raise MeshError unless a plan that the user passed is for axes that are free here."""
+        free = self.free(plan.axes, text)
+        for axis in plan.axes:
+            if axis not in free.axes or free.size(axis) != plan.mesh.size(axis):
+                reason = f"the plan is for {plan.mesh!r}, the array is on {free!r}"
+                raise MeshError(reason, text=text)
 
 
 class StoredArray(NamedTuple):
@@ -239,6 +246,11 @@ class StoredArray(NamedTuple):
             sharding = storage_sharding(array.layout, mesh.in_context)
         return cls(array, mesh, sharding, text, path)
 
+    @property
+    def sharding_on_devices(self) -> NamedSharding | None:
+        """The sharding; None on a mesh without devices: an outer jit, which knows them, decides."""
+        return None if isinstance(self.mesh.in_context, AbstractMesh) else self.sharding
+
     def check(self, x: jax.Array, donate: bool = False) -> None:
         """Raise ShapeError for an array that is known to be sharded otherwise.
 
@@ -260,21 +272,23 @@ class StoredArray(NamedTuple):
 
         Raises MeshError for an array on devices if the user passed a mesh without devices.
         """
+        spec = self.sharding.spec
         if isinstance(x, Tracer):
             # Only along Explicit axes the sharding is part of the type.
-            known = jax.typeof(x).sharding
-            if known.mesh.empty or any(kind != AxisType.Explicit for kind in known.mesh.axis_types):
+            actual = jax.typeof(x).sharding
+            mesh = actual.mesh
+            if mesh.empty or any(kind != AxisType.Explicit for kind in mesh.axis_types):
                 return None
-            source = NamedSharding(known.mesh, self.sharding.spec, memory_kind=known.memory_kind)
+            expected = NamedSharding(mesh, spec, memory_kind=actual.memory_kind)
         elif not x.committed:
             return None  # XLA may put it anywhere
         elif isinstance(self.mesh.of_arrays, AbstractMesh):
             reason = "the array is on devices, the mesh passed lacks them"
             raise MeshError(reason, text=self.text, hint="pass the jax.Mesh, or nothing")
         else:
-            known = x.sharding
-            source = NamedSharding(self.mesh.of_arrays, self.sharding.spec)
-        return None if are_same_shardings(known, source, x.ndim) else known
+            actual = x.sharding
+            expected = NamedSharding(self.mesh.of_arrays, spec)
+        return None if are_same_shardings(actual, expected, x.ndim) else actual
 
     def bring(self, x: jax.Array) -> jax.Array:
         """Give an array the mesh and the axis types that the program expects.
@@ -289,14 +303,14 @@ class StoredArray(NamedTuple):
             return x  # most arrays, at the cost of this test alone
         mesh = jax.typeof(x).sharding.mesh
         target = self.sharding.mesh
-        if is_traced:
-            is_placed = not mesh.empty
+        is_on_devices = not mesh.empty if is_traced else x.committed
+        if is_on_devices:
+            has_types = has_context_types or mesh.empty or mesh == target
         else:
-            is_placed = x.committed
-        if is_placed and (has_context_types or mesh.empty or mesh == target):
+            # With Auto axes XLA places it when the program runs.
+            has_types = AxisType.Explicit not in target.axis_types
+        if has_types:
             return x
-        if not is_placed and AxisType.Explicit not in target.axis_types:
-            return x  # XLA places it when the program runs
         typed = with_sharding(jax.typeof(x), self.sharding)
         spec = typed.sharding.spec  # without Auto axes, which are no part of a type
         return jax.reshard(x, NamedSharding(target, spec))
@@ -429,8 +443,9 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | Abst
         if common is not None and not _are_one(mesh, common):
             reason = f"the arrays are on several meshes: {common} and {mesh}"
             raise MeshError(reason, text=text, hint="one call moves the arrays of one mesh")
+        # JAX knows the mesh of a tracer without its devices: another array may tell them.
         if common is None or isinstance(common, AbstractMesh):
-            common = mesh  # a mesh with devices rather than one without
+            common = mesh
     if common is not None:
         return common
     context = jax.sharding.get_abstract_mesh()
