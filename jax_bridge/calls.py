@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_bridge.autodiff.function import MODES, apply
+from jax_bridge.autodiff.function import MODES, apply, new_name
 from jax_bridge.mesh.axis_types import as_varying, axis_size, is_typed, varying_axes
 from jax_bridge.mesh.context import (
     AnyMesh,
@@ -297,10 +297,7 @@ def _with_words(layout: Layout, text: str) -> Layout:
     if has_overlap or any(kind != "copy" for kind, _ in layout.tags):
         hint = "keys are only moved: use copy alone, and no overlap"
         raise DtypeError(f"PRNG keys under '{layout}'", text=text, hint=hint)
-    number = 0
-    while f"words{number}" in layout.names:
-        number += 1
-    return replace(layout, dims=(*layout.dims, Dim(f"words{number}")))
+    return replace(layout, dims=(*layout.dims, Dim(new_name("words", layout.names))))
 
 
 # The verb.

@@ -87,13 +87,6 @@ def check_shapes(expected: Shapes, shapes: Shapes, text: str) -> None:
             raise ShapeError(what, text=text, span=span, hint=hint)
 
 
-class _PlannedBlocks(NamedTuple):
-    """A plan for this device's blocks, and the part of the mesh around the call that it runs on."""
-
-    plan: ContractionPlan
-    mesh: Mesh
-
-
 class _Mover(NamedTuple):
     """Moves blocks by parts of a contraction's plan. text: the expression, for errors."""
 
@@ -131,11 +124,9 @@ def einsum_blocks(
     Returns:
         The block of the result.
     """
-    planned = _planned(given, blocks, mesh, shapes, options)
-    plan = planned.plan
-    text = contraction_of(given).text
-    operands = _named_operands(planned, blocks, text, inferred=shapes is None)
-    mover = _Mover(planned.mesh, plan.text)
+    plan, mesh_of_plan = _planned(given, blocks, mesh, shapes, options)
+    mover = _Mover(mesh_of_plan, plan.text)
+    operands = _named_operands(plan, blocks, mover, inferred=shapes is None)
     for part in plan.parts:
         # As in opt_einsum, indices count the operands that are left; a result is appended.
         contracted = [operands[i] for i in part.operand_indices]
@@ -150,24 +141,24 @@ def einsum_blocks(
 
 
 def _named_operands(
-    planned: _PlannedBlocks, blocks: Sequence[jax.Array], text: str, *, inferred: bool
+    plan: ContractionPlan, blocks: Sequence[jax.Array], mover: _Mover, *, inferred: bool
 ) -> list[jax.Array]:
     """Check the blocks of all operands, and give each one dim per name.
 
     Composed dims such as "(h d)" are split, and diagonals of "i i" are taken.
 
     Args:
-        planned: The plan.
+        plan: The plan.
         blocks: A block of each operand.
-        text: The expression, for errors.
+        mover: The mesh around the call, and the expression for errors.
         inferred: Whether the global shapes follow from the blocks.
     """
-    plan = planned.plan
+    text = mover.text
     operands = []
     spans = text_spans(text).layouts  # the last one is the result's, as of `plan.arrays`
     for x, array, move, span in zip(blocks, plan.arrays, plan.moves, spans, strict=False):
         check_block_shape(x.shape, array, text, inferred=inferred, start=span[0])
-        x = with_entry_type(x, move, text, planned.mesh.axes, span)
+        x = with_entry_type(x, move, text, mover.mesh.axes, span)
         named = move.source
         rows_of = partial(_global_rows, named)
         operands.append(named_block(x, array.layout, named, named.max_local_shape, rows_of))
@@ -180,8 +171,10 @@ def _planned(
     mesh: AnyMesh | None,
     shapes: Shapes | None,
     options: EinsumOptions,
-) -> _PlannedBlocks:
+) -> tuple[ContractionPlan, Mesh]:
     """Plan the contraction of blocks, or check that the given plan fits them.
+
+    Returns the plan, and the part of the mesh around the call that it runs on.
 
     Args:
         given: The contraction, or a plan of it.
@@ -195,13 +188,13 @@ def _planned(
     if isinstance(given, ContractionPlan):
         part_of_mesh = planned_mesh_in_context(mesh, given.mesh, given.axes, call.text)
         check_operands(given, given.shapes if shapes is None else shapes, dtype.name)
-        return _PlannedBlocks(given, part_of_mesh)
+        return given, part_of_mesh
     layouts = (*call.operands, call.result)
     part_of_mesh, machine = mesh_and_machine(mesh, layouts, call.text, options.profile)
     if shapes is None:
         shapes = global_lengths(call, part_of_mesh, tuple(x.shape for x in blocks))
     options = options._replace(profile=machine)
-    return _PlannedBlocks(options.plan(call, part_of_mesh, shapes, dtype), part_of_mesh)
+    return options.plan(call, part_of_mesh, shapes, dtype), part_of_mesh
 
 
 def _global_rows(sharding: Sharding, name: str) -> jax.Array:
@@ -219,12 +212,11 @@ def _contract_locally(
     """
     layouts = [move.dst for move in part.moves]
     layouts.append(part.result.src)
-    number_of_name: dict[str, int] = {}  # `jnp.einsum` takes numbers in place of letters
-    numbers: list[tuple[int, ...]] = []
+    # `jnp.einsum` takes numbers in place of letters: a name's is its place among all names.
+    all_names: list[str] = []
     for layout in layouts:
-        for name in layout.names:
-            number_of_name.setdefault(name, len(number_of_name))
-        numbers.append(tuple(number_of_name[name] for name in layout.names))
+        all_names += layout.names
+    numbers = [tuple(map(all_names.index, layout.names)) for layout in layouts]
 
     arithmetic = {"preferred_element_type": options.dtype, "precision": options.precision}
     if len(operands) == 1:

@@ -134,9 +134,7 @@ def _difference_along(axis: str, values: jax.Array) -> jax.Array:
     # Equal infinities differ by 0. A difference of whole numbers may wrap around, but not to 0.
     difference = jnp.where(largest == smallest, 0, largest - smallest)
     difference = jnp.abs(difference.astype(np.float32))
-    largest_size = abs(largest.astype(np.float32))
-    smallest_size = abs(smallest.astype(np.float32))
-    size = jnp.maximum(largest_size, smallest_size)
+    size = jnp.abs(jnp.stack([largest, smallest]).astype(np.float32)).max(0)
     size = jnp.where(jnp.isfinite(size), size, 0)
     # `initial` for blocks without elements, which have no maximum.
     return jnp.stack([difference.max(initial=0), size.max(initial=0)])
@@ -191,7 +189,11 @@ def _comparable(x: jax.Array) -> jax.Array:
 
 
 def _batched(
-    x: jax.Array, dim: int | None, batch: Batch, **checks: ReplicaCheck | None
+    bind: Callable[..., jax.Array],
+    x: jax.Array,
+    dim: int | None,
+    batch: Batch,
+    **checks: ReplicaCheck | None,
 ) -> tuple[jax.Array, int | None]:
     """Compare a batch of blocks as one block (the rule of `jax.vmap`).
 
@@ -202,7 +204,7 @@ def _batched(
             what = f"check_replicated along {batch.name!r}, which is a batch of vmap"
             hint = "it compares devices: use jax.shard_map or jax.pmap over the axis"
             raise XshardError(what, text=check.text, hint=hint)
-    return _expect(batch_first(x, dim, batch.size), **checks), 0
+    return bind(batch_first(x, dim, batch.size), **checks), 0
 
 
 def _compare_cotangent(

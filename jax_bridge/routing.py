@@ -80,15 +80,11 @@ def _exchanged(
         places = jnp.full_like(starts, lax.axis_index(axis) * capacity)
         # JAX wants all arguments to be declared different on all devices along the same axes.
         varying = sorted(varying_axes(x))
-        return lax.ragged_all_to_all(
-            x,
-            as_varying(jnp.zeros_like(x), varying),
-            as_varying(starts.astype(jnp.int32), varying),
-            as_varying(n_sent.astype(jnp.int32), varying),
-            as_varying(places.astype(jnp.int32), varying),
-            as_varying(n_received.astype(jnp.int32), varying),
-            axis_name=axis,
-        )
+        output = as_varying(jnp.zeros_like(x), varying)
+        offsets_and_sizes = []
+        for numbers in (starts, n_sent, places, n_received):
+            offsets_and_sizes.append(as_varying(numbers.astype(jnp.int32), varying))
+        return lax.ragged_all_to_all(x, output, *offsets_and_sizes, axis_name=axis)
 
     if any(map(is_vmapped, axis)):
         return padded(x)

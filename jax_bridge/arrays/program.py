@@ -26,7 +26,7 @@ from jax_bridge.mesh.axis_types import as_tagged
 from jax_bridge.mesh.context import free_axes
 from jax_bridge.specs import storage_sharding
 from jax_bridge.versions import Batch, linear_primitive, with_sharding
-from xshard import Layout, Plan, ProfileLike, Sharding, planner
+from xshard import Plan, ProfileLike, planner
 from xshard.errors import MeshError, located
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
@@ -150,11 +150,18 @@ def _transposed(cotangent: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMes
 
 
 def _batched(
-    x: jax.Array, dim: int | None, batch: Batch, *, plan: Plan, mesh: JaxMesh | AbstractMesh
+    bind: Callable[..., jax.Array],
+    x: jax.Array,
+    dim: int | None,
+    batch: Batch,
+    *,
+    plan: Plan,
+    mesh: JaxMesh | AbstractMesh,
 ) -> tuple[jax.Array, int | None]:
     """Move a batch of arrays under `jax.vmap` at once, as one array with the batch as first dim.
 
     Args:
+        bind: The move.
         x: The arrays.
         dim: The batch's dim of `x`; None if `x` is the same for the whole batch.
         batch: The batch's length, and the mesh axes that shard it.
@@ -165,8 +172,8 @@ def _batched(
         The result, and its batch dim.
     """
     if dim is None:
-        return _move(x, plan=plan, mesh=mesh), None
-    return _move(jnp.moveaxis(x, dim, 0), plan=_batched_plan(plan, batch), mesh=mesh), 0
+        return bind(x, plan=plan, mesh=mesh), None
+    return bind(jnp.moveaxis(x, dim, 0), plan=_batched_plan(plan, batch), mesh=mesh), 0
 
 
 def _batched_plan(plan: Plan, batch: Batch) -> Plan:
@@ -186,16 +193,10 @@ def _batched_plan(plan: Plan, batch: Batch) -> Plan:
     # Plan anew for the batched array, whose layouts name it: other steps can do without it.
     dim = batch_dim(plan, batch.mesh_axes)
 
-    def wider(side: Sharding) -> Layout:
-        return replace(side.layout, dims=(dim, *side.layout.dims))
-
-    return planner.plan(
-        (wider(plan.source), wider(plan.target)),
-        plan.mesh,
-        (batch.size, *plan.shape),
-        plan.dtype,
-        profile=plan.profile,
-    )
+    layouts = (plan.source.layout, plan.target.layout)
+    src, dst = (replace(layout, dims=(dim, *layout.dims)) for layout in layouts)
+    shape = (batch.size, *plan.shape)
+    return planner.plan((src, dst), plan.mesh, shape, plan.dtype, profile=plan.profile)
 
 
 _move: Callable[..., jax.Array] = linear_primitive(

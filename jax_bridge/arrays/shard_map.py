@@ -91,14 +91,14 @@ def shard_map(
         >>> up(jax.numpy.ones((4, 3)), jax.numpy.ones((3, 2))).sharding.spec
         P(None, 'tp')
     """
-    signature = _signature(with_map_digests(layouts, maps))
+    in_layouts, out_layouts = _signature(with_map_digests(layouts, maps))
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
 
     def decorate(f: Callable[..., Any]) -> Callable[..., Any]:
         mapped = _MappedFunction(
             f=f,
-            in_layouts=signature.arguments,
-            out_layouts=signature.results,
+            in_layouts=in_layouts,
+            out_layouts=out_layouts,
             mesh=None if mesh is None else jax_mesh(mesh),
             sizes={} if sizes is None else sizes,
             has_types=check_vma,
@@ -117,21 +117,14 @@ def shard_map(
     return decorate if f is None else decorate(f)
 
 
-class _Signature(NamedTuple):
-    """The layouts of a function's arguments and of its results, as trees."""
-
-    arguments: Any
-    results: Any
-
-
-def _signature(layouts: Any) -> _Signature:
-    """Read the layouts that the user gives: one text, or a pair."""
+def _signature(layouts: Any) -> Sequence[Any]:
+    """Return the layouts of arguments and those of results, from one text or from a pair."""
     if isinstance(layouts, str):
         arguments, results = parse_layouts(layouts, "signature")
         # The layout of one result is no tuple: the function returns an array, not a tuple of one.
-        return _Signature(arguments, results[0] if len(results) == 1 else results)
+        return arguments, results[0] if len(results) == 1 else results
     if isinstance(layouts, list | tuple) and len(layouts) == 2:
-        return _Signature(layouts[0], layouts[1])
+        return layouts
     hint = (
         '"b s/cp c, c f/tp -> b s/cp f/tp", '
         "or a pair: layouts of the arguments, layouts of the results"
@@ -259,10 +252,7 @@ class _Call(NamedTuple):
 
     def without_arrays(self) -> _Call:
         """Return the call without its arrays: a cached program must not keep their memory."""
-        leaves = []
-        for leaf in self.leaves:
-            is_constant = leaf.value is None
-            leaves.append(leaf if is_constant else leaf._replace(x=None))
+        leaves = [leaf if leaf.value is None else leaf._replace(x=None) for leaf in self.leaves]
         return self._replace(leaves=leaves)
 
 

@@ -409,20 +409,15 @@ def are_same_shardings(a: JaxSharding, b: NamedSharding, ndim: int) -> bool:
     return a == b or (_tags(a) == _tags(b) and a.is_equivalent_to(b, ndim))
 
 
-class _Tags(NamedTuple):
-    """What a spec says beside the dims: axes of addends and of copies, and how addends add up."""
+def _tags(sharding: JaxSharding) -> tuple[object, ...]:
+    """Return what a sharding says beside the dims, to compare it.
 
-    unreduced: frozenset[str]
-    reduced: frozenset[str]
-    kind: str
-
-
-def _tags(sharding: JaxSharding) -> _Tags:
-    """Return the tags of a sharding."""
+    Axes of addends, how these add up, and axes of copies.
+    """
     if not isinstance(sharding, NamedSharding):
-        return _Tags(frozenset(), frozenset(), "sum")
+        return frozenset(), "sum", frozenset()
     spec = sharding.spec
-    return _Tags(frozenset(spec.unreduced), frozenset(spec.reduced), unreduced_kind(spec))
+    return frozenset(spec.unreduced), unreduced_kind(spec), frozenset(spec.reduced)
 
 
 def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | AbstractMesh:

@@ -29,7 +29,7 @@ the border.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn
@@ -84,11 +84,16 @@ def move(plan: Plan, x: jax.Array) -> jax.Array:
 
 def batch_dim(plan: Plan, batch_axes: tuple[str, ...]) -> Dim:
     """Return a dim with a name that the plan's array does not have; mesh axes may shard it."""
-    taken_names = plan.source.layout.names
+    name = new_name("batch", plan.source.layout.names)
+    return Dim(name, (Shard(batch_axes),) if batch_axes else ())
+
+
+def new_name(kind: str, names: Sequence[str]) -> str:
+    """Return a name for one more dim: "batch0", or "batch1" if the dims have "batch0", and so on."""
     number = 0
-    while f"batch{number}" in taken_names:
+    while f"{kind}{number}" in names:
         number += 1
-    return Dim(f"batch{number}", (Shard(batch_axes),) if batch_axes else ())
+    return f"{kind}{number}"
 
 
 @lru_cache(maxsize=1024)
@@ -149,7 +154,7 @@ def _run(
 _abstract_eval = types_of(_run, ("plan", "devices"))
 
 
-def batch_rule(
+def _batch_rule(
     bind: Callable[..., Any],
     x: jax.Array,
     dim: int | None,
@@ -186,10 +191,6 @@ def batch_rule(
     return bind(x, plan=with_batch_dim(plan, batch.size), devices=devices), new_dim
 
 
-def _batch_move(*operands: Any, **params: Any) -> tuple[jax.Array, int | None]:
-    return batch_rule(_move, *operands, **params)
-
-
 def _transpose_move(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
     return _move(cotangent, plan=plan.backward, devices=devices)
 
@@ -199,7 +200,7 @@ _move: Callable[..., jax.Array] = linear_primitive(
     run=_run,
     abstract_eval=_abstract_eval,
     transpose=_transpose_move,
-    batch=_batch_move,
+    batch=_batch_rule,
     on_platforms=dict.fromkeys(ACCELERATORS, partial(_run, transport=RAGGED)),
 )
 
@@ -275,39 +276,28 @@ def _transpose_reverse_only(cotangent: jax.Array, *, plan: Plan, devices: str | 
     return _on_blocks(partial(_collectives, plan.backward, move), cotangent, devices)
 
 
-def _refuse(what: str, plan: Plan) -> NoReturn:
+def _refuse(what: str, x: jax.Array, *, plan: Plan, devices: str | None = None) -> NoReturn:
+    """Raise XshardError in place of an operation that `custom_vjp` lacks."""
     hint = (
         'ad="linear", the default, has every mode; "custom_vjp" has reverse mode: grad, vjp, jacrev'
     )
     raise XshardError(f"{what} of '{plan.src} -> {plan.dst}' with ad=\"custom_vjp\"", hint=hint)
 
 
-def _refuse_forward(x: jax.Array, *, plan: Plan, devices: str | None) -> NoReturn:
-    _refuse("forward mode", plan)
-
-
-def _refuse_transpose(cotangent: jax.Array, *, plan: Plan) -> NoReturn:
-    _refuse("linear_transpose", plan)
-
-
-def _batch_reverse_only(*operands: Any, **params: Any) -> tuple[jax.Array, int | None]:
-    return batch_rule(_reverse_only_primitive, *operands, **params)
-
-
 # The tangent in reverse mode: JAX only transposes it. To run it is forward mode, which is refused.
 _reverse_only_primitive: Callable[..., jax.Array] = linear_primitive(
     "xshard_pulled",
-    run=_refuse_forward,
+    run=partial(_refuse, "forward mode"),
     abstract_eval=_abstract_eval,
     transpose=_transpose_reverse_only,
-    batch=_batch_reverse_only,
+    batch=_batch_rule,
 )
 
 # The identity. A transposition meets it first, and is refused before it meets collectives.
 _no_transpose: Callable[..., jax.Array] = linear_primitive(
     "xshard_forward",
     run=lambda x, *, plan: x,
-    transpose=_refuse_transpose,
+    transpose=partial(_refuse, "linear_transpose"),
 )
 
 

@@ -195,6 +195,7 @@ def _transpose(
 
 
 def _batch(
+    bind: Callable[..., jax.Array],
     x: jax.Array,
     y: jax.Array,
     x_dim: int | None,
@@ -208,6 +209,7 @@ def _batch(
     """Run the product on a batch (the rule of `jax.vmap`): one more dim with a new name.
 
     Args:
+        bind: The product.
         x: The first operand.
         y: The second operand.
         x_dim: The batch dim of `x`; None if `x` is the same for the whole batch.
@@ -222,7 +224,7 @@ def _batch(
         The result, and its batch dim: the first, or None without a batch.
     """
     if x_dim is None and y_dim is None:
-        return _product(x, y, names=names, cuts=cuts, **options), None
+        return bind(x, y, names=names, cuts=cuts, **options), None
     first_names, second_names = names.operands
     batch_name = 1 + max(first_names + second_names, default=-1)  # a number that no dim has
 
@@ -237,7 +239,7 @@ def _batch(
     if cuts is not None:
         batch_cut = batch.mesh_axes if batch.mesh_axes else None
         cuts = (batch_cut, *cuts)
-    return _product(x, y, names=names, cuts=cuts, **options), 0
+    return bind(x, y, names=names, cuts=cuts, **options), 0
 
 
 _product: Callable[..., jax.Array] = bilinear_primitive(

@@ -343,9 +343,8 @@ def _mask(step: steps.Mask, x: jax.Array, context: StepContext) -> jax.Array:
 
 def _permute(step: steps.Permute, x: jax.Array, context: StepContext) -> jax.Array:
     """Send whole blocks to other devices."""
-    pairs = []
-    for receiver, sender in enumerate(sender_of_each_device(context.before, context.after)):
-        pairs.append((sender, receiver))
+    senders = sender_of_each_device(context.before, context.after)
+    pairs = [(sender, receiver) for receiver, sender in enumerate(senders)]
     return axis_types.ppermute(x, context.before.mesh, pairs)
 
 

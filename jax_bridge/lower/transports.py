@@ -133,11 +133,10 @@ def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
 
 def _coloured(messages: Sequence[Message]) -> list[Round]:
     """Put messages into the fewest rounds, each an edge colour."""
-    colours = edge_colours(_edges(messages))
-    by_colour: list[list[Message]] = [[] for _ in range(max(colours, default=-1) + 1)]
-    for message, colour in zip(messages, colours, strict=True):
+    by_colour = defaultdict[int, list[Message]](list)
+    for message, colour in zip(messages, edge_colours(_edges(messages)), strict=True):
         by_colour[colour].append(message)
-    return [tuple(same_colour) for same_colour in by_colour]
+    return [tuple(by_colour[colour]) for colour in sorted(by_colour)]
 
 
 def _one_per_device(local: Sequence[Message]) -> list[Round]:

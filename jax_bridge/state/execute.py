@@ -396,17 +396,10 @@ def _program(
     return jax.jit(on_devices, out_shardings=[NamedSharding(mesh, spec) for spec in out_specs])
 
 
-class _Whole(NamedTuple):
-    """The shape and the sharding of one array with a block on every device."""
-
-    shape: Shape
-    sharding: NamedSharding
-
-
-def _side_by_side(block: Shape, devices: Devices) -> _Whole:
+def _side_by_side(block: Shape, devices: Devices) -> tuple[Shape, NamedSharding]:
     """Return the array that has a block of this shape on every device, one after the other."""
     shape = (len(devices) * block[0], *block[1:]) if block else ()
-    return _Whole(shape, NamedSharding(JaxMesh(np.array(devices), (AXIS,)), _spec(block)))
+    return shape, NamedSharding(JaxMesh(np.array(devices), (AXIS,)), _spec(block))
 
 
 def _spec(block: Shape) -> PartitionSpec:

@@ -103,8 +103,7 @@ def save(
         raise XshardError("processes save different trees", hint=hint)
     plan = plans[0]
     process = jax.process_index()
-    leads = process == 0
-    save_blocks(plan.saving, Path(path), plan.block_of, all_or_none, process, leads=leads)
+    save_blocks(plan.saving, Path(path), plan.block_of, all_or_none, process, leads=process == 0)
 
 
 @api_boundary

@@ -24,7 +24,6 @@ from jax_bridge.arrays.stored import (
 )
 from jax_bridge.mesh.context import jax_mesh, machine_profile, xshard_mesh
 from jax_bridge.state.execute import (
-    Blocks,
     LocalBlocks,
     all_devices,
     assembled,
@@ -344,7 +343,11 @@ def _run(
         for bucket in plan.buckets:
             arrived = execute(source_blocks, bucket, devices)
             for array, blocks in zip(bucket, arrived, strict=True):
-                moved[array.name] = _new_leaf(array, blocks, targets, sources)
+                shape = array.sharding.shape
+                y = assembled(blocks, shape, array.dtype, targets[array.name])
+                if array.name in sources:  # with `names` it may be new
+                    y = sources[array.name].as_leaf(y)
+                moved[array.name] = record_order(y, array.sharding)
             # Wait for the bucket: JAX would start the next ones meanwhile, and devices would need
             # memory for all of them.
             jax.block_until_ready([moved[array.name] for array in bucket])
@@ -356,19 +359,6 @@ def _run(
                     _delete(sources[name])
             report(sum(array.traffic.total() for array in bucket))
     return moved
-
-
-def _new_leaf(
-    array: ArrayPlan,
-    blocks: Blocks,
-    targets: Mapping[str, NamedSharding],
-    sources: Mapping[str, _SourceArray],
-) -> jax.Array:
-    """Put the blocks that arrived together to an array, and make PRNG keys of the words of keys."""
-    y = assembled(blocks, array.sharding.shape, array.dtype, targets[array.name])
-    if array.name in sources:  # not if `names` gives it a new name
-        y = sources[array.name].as_leaf(y)
-    return record_order(y, array.sharding)
 
 
 def _count_moves(arrays: Iterable[ArrayPlan]) -> Counter[str]:
