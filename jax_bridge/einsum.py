@@ -264,9 +264,8 @@ def _contract_in_rounds(
             pieces = [mover.move(x, move)] * ring.products
         pieces_of_operands.append(pieces)
 
-    products = []
-    for one_of_each in zip(*pieces_of_operands, strict=True):
-        products.append(_contract_locally(part, one_of_each, options))
+    pieces_of_products = zip(*pieces_of_operands, strict=True)
+    products = [_contract_locally(part, pieces, options) for pieces in pieces_of_products]
 
     result_layout = part.result.src
     if ring.dim not in result_layout.names:  # it was summed

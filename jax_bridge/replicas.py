@@ -19,7 +19,14 @@ from jax import lax
 from jax_bridge.autodiff.function import apply
 from jax_bridge.lower.row_tables import with_zero_padding
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
-from jax_bridge.versions import ACCELERATORS, Batch, batch_first, host_callback, linear_primitive
+from jax_bridge.versions import (
+    ACCELERATORS,
+    Batch,
+    Operation,
+    batch_first,
+    host_callback,
+    linear_primitive,
+)
 from xshard import Mesh, Plan, XshardError, replicas
 from xshard.replicas import ReplicaCheck, checks_of
 
@@ -189,7 +196,7 @@ def _comparable(x: jax.Array) -> jax.Array:
 
 
 def _batched(
-    bind: Callable[..., jax.Array],
+    bind: Operation,
     x: jax.Array,
     dim: int | None,
     batch: Batch,
@@ -214,7 +221,7 @@ def _compare_cotangent(
 
 
 # The identity: compares the block by `entering`, and its cotangent by `returning`.
-_expect: Callable[..., jax.Array] = linear_primitive(
+_expect: Operation = linear_primitive(
     "xshard_expect",
     run=_compare,
     on_platforms=dict.fromkeys(ACCELERATORS, partial(_compare, on_cpu=False)),

@@ -36,6 +36,8 @@ def named_axes() -> Collection[object]:
 
 # Operations under every transformation of JAX.
 
+Operation = Callable[..., jax.Array]  # arrays, parameters by keyword -> an array
+
 
 class Batch(NamedTuple):
     """A batch of `vmap`: its length, its name if it has one, and the mesh axes that shard it."""
@@ -45,9 +47,7 @@ class Batch(NamedTuple):
     mesh_axes: tuple[str, ...]
 
 
-def linear_primitive(
-    name: str, *, transpose: Callable[..., jax.Array], **rules: Any
-) -> Callable[..., jax.Array]:
+def linear_primitive(name: str, *, transpose: Operation, **rules: Any) -> Operation:
     """Define a linear operation on one array, a primitive, for every transformation of JAX.
 
     Its derivative is itself, and its gradient is given by `transpose`. `jax.custom_vjp` would have
@@ -80,10 +80,10 @@ def linear_primitive(
 def bilinear_primitive(
     name: str,
     *,
-    run: Callable[..., jax.Array],
-    transposes: Sequence[Callable[..., jax.Array]],
+    run: Operation,
+    transposes: Sequence[Operation],
     **rules: Any,
-) -> Callable[..., jax.Array]:
+) -> Operation:
     """Define an operation on two arrays that is linear in each, as a product, as a JAX primitive.
 
     Args:
@@ -131,10 +131,10 @@ def _same_type(x: Any, **_: Any) -> tuple[Any, set[Any]]:
 def _primitive(
     name: str,
     *,
-    run: Callable[..., jax.Array],
+    run: Operation,
     abstract_eval: Callable[..., Any] = _same_type,
     batch: Callable[..., tuple[jax.Array, int | None]] | None = None,
-    on_platforms: Mapping[str, Callable[..., jax.Array]] | None = None,
+    on_platforms: Mapping[str, Operation] | None = None,
 ) -> Primitive:
     """Define an operation of JAX with its rules for running, types, vmap and compilation.
 
@@ -158,10 +158,10 @@ def _primitive(
 
     # The public `primitive_batchers` get neither the batch's name nor the axes that shard it.
     batching.fancy_primitive_batchers[primitive] = batched
-    runs: dict[str | None, Callable[..., jax.Array]] = {None: run}  # on all platforms
+    platforms: list[tuple[str | None, Operation]] = [(None, run)]  # None: those without their own
     if on_platforms is not None:
-        runs |= on_platforms  # in place of it on some
-    for platform, run_there in runs.items():
+        platforms += on_platforms.items()
+    for platform, run_there in platforms:
         lowering = mlir.lower_fun(run_there, multiple_results=False)
         mlir.register_lowering(primitive, lowering, platform=platform)
     return primitive
@@ -177,9 +177,7 @@ def _spread_axes(spmd_axis_name: tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(axis for axis in spmd_axis_name if kinds.get(axis) != AxisType.Explicit)
 
 
-def types_of(
-    run: Callable[..., jax.Array], static: Sequence[str]
-) -> Callable[..., tuple[Any, Any]]:
+def types_of(run: Operation, static: Sequence[str]) -> Callable[..., tuple[Any, Any]]:
     """Return an operation's rule for types (`abstract_eval`), which traces the operation.
 
     Args:

@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
-from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_even
 from jax_bridge.autodiff.function import batch_dim, with_batch_dim
 from jax_bridge.calls import MoveCall
 from jax_bridge.mesh.axis_types import as_tagged
-from jax_bridge.mesh.context import free_axes
+from jax_bridge.mesh.context import AnyJaxMesh, free_axes
 from jax_bridge.specs import storage_sharding
-from jax_bridge.versions import Batch, linear_primitive, with_sharding
+from jax_bridge.versions import Batch, Operation, linear_primitive, with_sharding
 from xshard import Plan, ProfileLike, planner
 from xshard.errors import MeshError, located
 from xshard.formatting import format_bytes
@@ -122,7 +120,7 @@ def _planned(
 
 
 @partial(jax.jit, static_argnames=("plan", "mesh"), inline=True)
-def _run(x: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array:
+def _run(x: jax.Array, *, plan: Plan, mesh: AnyJaxMesh) -> jax.Array:
     """Run a plan on the blocks of a global array."""
 
     def move_block(block: jax.Array) -> jax.Array:
@@ -138,25 +136,25 @@ def _run(x: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array
     return on_devices(x)
 
 
-def _type_of_result(aval: Any, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> tuple[Any, set[Any]]:
+def _type_of_result(aval: Any, *, plan: Plan, mesh: AnyJaxMesh) -> tuple[Any, set[Any]]:
     """Return the type of the moved array, and no effects."""
     sharding = storage_sharding(plan.target.layout, mesh)
     return with_sharding(aval, sharding, plan.target.shape), set()
 
 
-def _transposed(cotangent: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array:
+def _transposed(cotangent: jax.Array, *, plan: Plan, mesh: AnyJaxMesh) -> jax.Array:
     """Move a cotangent back, by the dual plan."""
     return _move(cotangent, plan=plan.backward, mesh=mesh)
 
 
 def _batched(
-    bind: Callable[..., jax.Array],
+    bind: Operation,
     x: jax.Array,
     dim: int | None,
     batch: Batch,
     *,
     plan: Plan,
-    mesh: JaxMesh | AbstractMesh,
+    mesh: AnyJaxMesh,
 ) -> tuple[jax.Array, int | None]:
     """Move a batch of arrays under `jax.vmap` at once, as one array with the batch as first dim.
 
@@ -199,7 +197,7 @@ def _batched_plan(plan: Plan, batch: Batch) -> Plan:
     return planner.plan((src, dst), plan.mesh, shape, plan.dtype, profile=plan.profile)
 
 
-_move: Callable[..., jax.Array] = linear_primitive(
+_move: Operation = linear_primitive(
     "xshard_reshard",
     run=_run,
     abstract_eval=_type_of_result,

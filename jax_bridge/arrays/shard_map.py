@@ -490,12 +490,8 @@ class _MappedFunction:
         argument 1 is array 2.
         """
         donated_names = {of_blocks.call.names[i] for i in self.donated}
-        donated = []
-        for number, leaf in enumerate(of_blocks.call.array_leaves):
-            argument_name = leaf.name.partition(".")[0]
-            if argument_name in donated_names:
-                donated.append(number)
-        return donated
+        names = [leaf.name.partition(".")[0] for leaf in of_blocks.call.array_leaves]
+        return [number for number, name in enumerate(names) if name in donated_names]
 
 
 def _traced_outputs(

@@ -17,11 +17,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.sharding import Mesh as JaxMesh
 from jax.sharding import Sharding as JaxSharding
 from numpy.typing import NDArray
 
-from jax_bridge.mesh.context import AnyMesh, axis_span, free_axes, jax_mesh, xshard_mesh
+from jax_bridge.mesh.context import AnyJaxMesh, AnyMesh, axis_span, free_axes, jax_mesh, xshard_mesh
 from jax_bridge.specs import from_partition_spec, storage_layout, storage_sharding
 from jax_bridge.versions import unreduced_kind, with_sharding
 from xshard import ContractionPlan, Layout, Mesh, Plan, Sharding, XshardError
@@ -167,8 +166,8 @@ class ArrayMesh(NamedTuple):
     Inside a `shard_map` over some axes these are Manual in the context, and not on the arrays.
     """
 
-    of_arrays: JaxMesh | AbstractMesh
-    in_context: JaxMesh | AbstractMesh
+    of_arrays: AnyJaxMesh
+    in_context: AnyJaxMesh
 
     @classmethod
     def of(
@@ -316,7 +315,7 @@ class StoredArray(NamedTuple):
         return jax.reshard(x, NamedSharding(target, spec))
 
 
-def is_on_mesh(x: jax.Array, mesh: JaxMesh | AbstractMesh) -> bool:
+def is_on_mesh(x: jax.Array, mesh: AnyJaxMesh) -> bool:
     """Return whether an array is sharded over the mesh."""
     array_mesh = _mesh_of_array(x)
     return array_mesh is not None and _are_one(array_mesh, mesh)
@@ -420,7 +419,7 @@ def _tags(sharding: JaxSharding) -> tuple[object, ...]:
     return frozenset(spec.unreduced), unreduced_kind(spec), frozenset(spec.reduced)
 
 
-def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | AbstractMesh:
+def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> AnyJaxMesh:
     """Return the one mesh of the arrays, or else of the context (`jax.set_mesh`).
 
     Args:
@@ -430,7 +429,7 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | Abst
     Raises:
         MeshError: The arrays are on several meshes, or nothing says on which.
     """
-    common: JaxMesh | AbstractMesh | None = None
+    common: AnyJaxMesh | None = None
     for array, text in zip(arrays, texts, strict=True):
         mesh = _mesh_of_array(array)
         if mesh is None:
@@ -452,7 +451,7 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | Abst
     return context
 
 
-def _mesh_of_array(x: jax.Array) -> JaxMesh | AbstractMesh | None:
+def _mesh_of_array(x: jax.Array) -> AnyJaxMesh | None:
     """Return the mesh that JAX knows of an array; None if it knows none."""
     if isinstance(x, Tracer):
         mesh = jax.typeof(x).sharding.mesh
@@ -462,7 +461,7 @@ def _mesh_of_array(x: jax.Array) -> JaxMesh | AbstractMesh | None:
     return None
 
 
-def _are_one(a: JaxMesh | AbstractMesh, b: JaxMesh | AbstractMesh) -> bool:
+def _are_one(a: AnyJaxMesh, b: AnyJaxMesh) -> bool:
     """Return whether meshes are equal; of a traced array JAX knows the mesh without its devices."""
     if a == b:
         return True

@@ -41,7 +41,14 @@ from jax import lax
 from jax_bridge.lower.row_tables import with_boundary_constants
 from jax_bridge.lower.rules import run
 from jax_bridge.lower.transports import PERMUTE, PERMUTE_UNBRANCHED, RAGGED, Transport
-from jax_bridge.versions import ACCELERATORS, Batch, batch_first, linear_primitive, types_of
+from jax_bridge.versions import (
+    ACCELERATORS,
+    Batch,
+    Operation,
+    batch_first,
+    linear_primitive,
+    types_of,
+)
 from xshard import Layout, Plan, XshardError
 from xshard.notation.parser import Dim, Shard
 from xshard.plans.max_min import max_min_plans
@@ -155,7 +162,7 @@ _abstract_eval = types_of(_run, ("plan", "devices"))
 
 
 def _batch_rule(
-    bind: Callable[..., Any],
+    bind: Operation,
     x: jax.Array,
     dim: int | None,
     batch: Batch,
@@ -195,7 +202,7 @@ def _transpose_move(cotangent: jax.Array, *, plan: Plan, devices: str | None) ->
     return _move(cotangent, plan=plan.backward, devices=devices)
 
 
-_move: Callable[..., jax.Array] = linear_primitive(
+_move: Operation = linear_primitive(
     "xshard_move",
     run=_run,
     abstract_eval=_abstract_eval,
@@ -285,7 +292,7 @@ def _refuse(what: str, x: jax.Array, *, plan: Plan, devices: str | None = None) 
 
 
 # The tangent in reverse mode: JAX only transposes it. To run it is forward mode, which is refused.
-_reverse_only_primitive: Callable[..., jax.Array] = linear_primitive(
+_reverse_only_primitive: Operation = linear_primitive(
     "xshard_pulled",
     run=partial(_refuse, "forward mode"),
     abstract_eval=_abstract_eval,
@@ -294,7 +301,7 @@ _reverse_only_primitive: Callable[..., jax.Array] = linear_primitive(
 )
 
 # The identity. A transposition meets it first, and is refused before it meets collectives.
-_no_transpose: Callable[..., jax.Array] = linear_primitive(
+_no_transpose: Operation = linear_primitive(
     "xshard_forward",
     run=lambda x, *, plan: x,
     transpose=partial(_refuse, "linear_transpose"),

@@ -6,7 +6,6 @@ it is computed in the order of the operand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.versions import (
     ACCELERATORS,
     Batch,
+    Operation,
     bilinear_primitive,
     cuts_of,
     linear_primitive,
@@ -195,7 +195,7 @@ def _transpose(
 
 
 def _batch(
-    bind: Callable[..., jax.Array],
+    bind: Operation,
     x: jax.Array,
     y: jax.Array,
     x_dim: int | None,
@@ -242,7 +242,7 @@ def _batch(
     return bind(x, y, names=names, cuts=cuts, **options), 0
 
 
-_product: Callable[..., jax.Array] = bilinear_primitive(
+_product: Operation = bilinear_primitive(
     "xshard_product",
     run=_run,
     abstract_eval=types_of(_run, ("names", "cuts", "preferred_element_type", "precision")),
@@ -251,7 +251,7 @@ _product: Callable[..., jax.Array] = bilinear_primitive(
 )
 
 # XLA:CPU would fold the order into the product, for which it then has no fast kernel.
-_in_order: Callable[..., jax.Array] = linear_primitive(
+_in_order: Operation = linear_primitive(
     "xshard_in_order",
     run=lax.optimization_barrier,
     transpose=lambda cotangent: cotangent,

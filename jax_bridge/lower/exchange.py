@@ -28,7 +28,15 @@ from jax_bridge.lower.row_tables import (
     pick_rows,
     row_of_this_device,
 )
-from jax_bridge.lower.transports import Round, Schedule, Transport, box_shape, rounds, scheduled
+from jax_bridge.lower.transports import (
+    Round,
+    Schedule,
+    Shape,
+    Transport,
+    box_shape,
+    rounds,
+    scheduled,
+)
 from jax_bridge.mesh.axis_types import as_varying, from_bits, long_axes, to_bits
 from xshard import Layout, Mesh, Sharding
 from xshard.steps import Exchange
@@ -38,7 +46,7 @@ COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 # How boxes tile a device's block: the first row of each box along every dim, sorted, and the number
 # of the round in which it arrives.
-Tiling = tuple[tuple[tuple[int, ...], int], ...]
+Tiling = tuple[tuple[Shape, int], ...]
 
 MOST_TILES = 32  # in all distinct tilings together: each tiling is compiled as a branch
 
@@ -145,7 +153,7 @@ def _with_box(
     start: list[Any],
     receives: NDArray[np.bool_],
     op: str | None,
-    axes: tuple[str, ...],
+    axes: Sequence[str],
 ) -> jax.Array:
     """Write a box into a block, or add it, on the devices that receive one.
 
@@ -248,7 +256,7 @@ class BoxStarts(NamedTuple):
 
 
 def _box_starts(
-    all_rounds: Sequence[Round], n_devices: int, axes: tuple[str, ...]
+    all_rounds: Sequence[Round], n_devices: int, axes: Sequence[str]
 ) -> list[BoxStarts]:
     """Look up where this device's boxes begin: one `BoxStarts` per round.
 
@@ -343,7 +351,7 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
     if len(shapes) > 1:
         return None
     # For each device a dict: where a box begins -> the round in which it arrives.
-    round_at: list[dict[tuple[int, ...], int]] = [{} for _ in range(after.mesh.n_devices)]
+    round_at: list[dict[Shape, int]] = [{} for _ in range(after.mesh.n_devices)]
     for r, messages in enumerate(schedule):
         for message in messages:
             start = tuple(_first_rows(message).received)
@@ -362,7 +370,7 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
 
 
 def _tiled_by_device(
-    tiling_of_device: Sequence[Tiling], box: Callable[[int], jax.Array], axes: tuple[str, ...]
+    tiling_of_device: Sequence[Tiling], box: Callable[[int], jax.Array], axes: Sequence[str]
 ) -> jax.Array:
     """Concatenate boxes as this device's tiling says: a branch for each distinct tiling."""
     distinct = list(dict.fromkeys(tiling_of_device))
@@ -403,7 +411,7 @@ class SentPart(NamedTuple):
     """
 
     block: int
-    shape: tuple[int, ...]
+    shape: Shape
     messages: tuple[Message, ...]
     op: str | None
 
@@ -411,9 +419,9 @@ class SentPart(NamedTuple):
 class NewBlock(NamedTuple):
     """A new block: parts of other blocks in `shape`, transposed to `order`, seen as `block`."""
 
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    block: tuple[int, ...]
+    shape: Shape
+    order: Shape
+    block: Shape
     dtypes: tuple[str, str]  # the one that travels, and the new block's
     parts: tuple[SentPart, ...]
 

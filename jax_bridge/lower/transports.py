@@ -28,6 +28,7 @@ from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, messages_to
 
 Round = tuple[Message, ...]
+Shape = tuple[int, ...]
 
 # Received elements per element of the messages; above it rounds are split by shape.
 MOST_PADDING = 1.02
@@ -90,7 +91,7 @@ def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
     return Schedule(tuple(local_rounds), tuple(sent))
 
 
-def box_shape(messages: Round) -> tuple[int, ...]:
+def box_shape(messages: Round) -> Shape:
     """Return the longest message along every dim: all boxes of a round are padded to it."""
     shapes = (message.shape for message in messages)
     return tuple(map(max, zip(*shapes, strict=True)))
@@ -125,7 +126,7 @@ def _is_local(message: Message) -> bool:
 
 def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
     """Group messages by the shape of their boxes, in the order in which shapes first occur."""
-    groups: dict[tuple[int, ...], list[Message]] = {}
+    groups: dict[Shape, list[Message]] = {}
     for message in messages:
         groups.setdefault(message.shape, []).append(message)
     return list(groups.values())
@@ -344,7 +345,7 @@ class RaggedArguments(NamedTuple):
 
 
 def ragged_arguments(
-    rounds: Sequence[Round], shapes: Sequence[tuple[int, ...]], n_devices: int
+    rounds: Sequence[Round], shapes: Sequence[Shape], n_devices: int
 ) -> RaggedArguments:
     """Compute offsets and sizes of the messages in a flat buffer with one box after the other.
 

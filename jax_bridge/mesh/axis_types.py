@@ -150,7 +150,7 @@ def _retype_transpose(cotangent: jax.Array, *, before: Any, after: Any) -> jax.A
 
 
 # The identity on blocks; only the type changes. JAX has no public operation for it.
-_retype: Callable[..., jax.Array] = linear_primitive(
+_retype: versions.Operation = linear_primitive(
     "xshard_retype",
     run=lambda x, **_: x,
     abstract_eval=lambda x, *, before, after: (versions.with_manual_type(x, after), set()),
@@ -223,9 +223,8 @@ def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.
     if set(axes) <= set(jax_order):
         axes.sort(key=jax_order.index)
     # With the axes in another order JAX numbers the devices differently.
-    jax_pairs = []
-    for sender, receiver in pairs:
-        jax_pairs.append((mesh.index(sender, axes), mesh.index(receiver, axes)))
+    number_of = partial(mesh.index, axes=axes)
+    jax_pairs = [(number_of(sender), number_of(receiver)) for sender, receiver in pairs]
     if any(map(is_vmapped, axes)):
         jax_pairs += _idle_pairs(jax_pairs, mesh.size(*axes))
     return as_bits(lambda bits: lax.ppermute(bits, tuple(axes), jax_pairs), x)

@@ -20,7 +20,9 @@ from xshard.layout.lengths import global_shape
 from xshard.notation.parser import mark_errors, text_spans
 from xshard.plans.expression import check_block
 
-AnyMesh = JaxMesh | AbstractMesh | Mesh
+# A mesh of JAX: one with devices, or as JAX knows it of a traced array, without them.
+AnyJaxMesh = JaxMesh | AbstractMesh
+AnyMesh = AnyJaxMesh | Mesh
 
 # Meshes of JAX and of xshard.
 
@@ -32,9 +34,9 @@ def xshard_mesh(mesh: AnyMesh) -> Mesh:
     return Mesh(dict(jax_mesh(mesh).shape))
 
 
-def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
+def jax_mesh(mesh: Any) -> AnyJaxMesh:
     """Return a mesh of JAX unchanged. Raises MeshError for anything else."""
-    if isinstance(mesh, JaxMesh | AbstractMesh):
+    if isinstance(mesh, AnyJaxMesh):
         return mesh
     why = "lacks devices" if isinstance(mesh, Mesh) else "is not a mesh"
     raise MeshError(
@@ -42,7 +44,7 @@ def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
     )
 
 
-def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
+def free_axes(mesh: AnyJaxMesh) -> dict[str, int]:
     """Return the sizes of the axes that may shard arrays: the axes that are not manual."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}

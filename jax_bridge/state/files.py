@@ -257,10 +257,8 @@ def _gathered(value: Any) -> list[Any]:
     lengths = multihost_utils.process_allgather(np.array(len(text)))
     n_padding = int(lengths.max()) - len(text)
     padded_texts = multihost_utils.process_allgather(np.pad(text, (0, n_padding)))
-    values = []
-    for padded, length in zip(padded_texts, lengths, strict=True):
-        values.append(json.loads(padded[:length].tobytes()))
-    return values
+    texts = [padded[:length] for padded, length in zip(padded_texts, lengths, strict=True)]
+    return [json.loads(text.tobytes()) for text in texts]
 
 
 # ---- save
@@ -459,9 +457,6 @@ def _aligned_memory(n_blocks: int, block_bytes: int) -> list[NDArray[np.uint8]]:
     # One memory for all: the system has large pages for it, but not for a single block.
     stride = -(-block_bytes // _ALIGNED) * _ALIGNED
     memory = np.empty(n_blocks * stride + _ALIGNED, np.uint8)
-    start = -memory.ctypes.data % _ALIGNED
-    blocks = []
-    for i in range(n_blocks):
-        offset = start + i * stride
-        blocks.append(memory[offset : offset + block_bytes])
-    return blocks
+    first = -memory.ctypes.data % _ALIGNED
+    offsets = [first + i * stride for i in range(n_blocks)]
+    return [memory[offset : offset + block_bytes] for offset in offsets]
