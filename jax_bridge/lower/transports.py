@@ -66,7 +66,7 @@ def rounds(step: Exchange, before: Sharding) -> Schedule:
 
 
 def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
-    """Put messages into as few rounds as possible, with at most one per device and end in each.
+    """Put messages into few rounds: in each a device sends at most one, and receives at most one.
 
     Messages 0->1, 0->2, 1->2: rounds (0->1, 1->2) and (0->2).
 
@@ -78,8 +78,8 @@ def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
     local = [message for message in messages if _is_local(message)]
     sent = _in_rounds([message for message in messages if not _is_local(message)])
     # Local messages join the rounds of the others if that adds no round: it costs nothing, since a
-    # device that receives nothing in a round writes a box all the same. There are at least as many
-    # rounds as messages at the busiest device; if that is too many already, nothing is tried.
+    # device that receives nothing in a round writes a box all the same. The busiest device has a
+    # message in every round; if it has more than there are rounds now, nothing is tried.
     if not adds and _most_at_one_vertex(_edges(messages)) <= len(sent):
         joint = _in_rounds(messages)
         if len(joint) <= len(sent):
@@ -103,7 +103,7 @@ def _edges(messages: Sequence[Message]) -> list[tuple[int, int]]:
 
 
 def _in_rounds(messages: Sequence[Message]) -> list[Round]:
-    """Put messages into the fewest rounds, or into more of one shape each.
+    """Put messages into the fewest rounds, or into more rounds with boxes of one shape in each.
 
     The boxes of a round are padded to the longest. If the busiest device would receive more than
     `MOST_PADDING` times its elements by that, messages of different shapes share no round.
