@@ -53,17 +53,14 @@ class MoveCall(NamedTuple):
     ad: str = "linear"
 
     @classmethod
-    def of(
-        cls, expression: Any, mesh: AnyMesh | None, shape: Any, ad: Derivatives, **options: Any
-    ) -> MoveCall:
+    def of(cls, expression: Any, *, shape: Any, ad: Derivatives, **options: Any) -> MoveCall:
         """Check the arguments of `redistribute`, and keep them.
 
         Args:
             expression: The layouts, or a plan.
-            mesh: The mesh; None for the one of the context.
             shape: The global shape; None to infer it.
             ad: How the call is differentiated.
-            options: `profile` and `check_replicated`.
+            options: `mesh`, `profile` and `check_replicated`.
 
         Raises:
             XshardError: As `redistribute` does.
@@ -75,7 +72,7 @@ class MoveCall(NamedTuple):
         if shape is not None:
             shape = lengths_of(shape)
         plan_given = expression if isinstance(expression, Plan) else None
-        return cls(sides_of(expression), plan_given, mesh, shape, ad=ad, **options)
+        return cls(sides_of(expression), plan_given, shape=shape, ad=ad, **options)
 
     def plan(self, x: jax.Array) -> Plan:
         """Plan the redistribution of a block, or check that the given plan fits it.
@@ -128,10 +125,9 @@ class MoveCall(NamedTuple):
     def _run_on_keys(self, keys: jax.Array, mesh_axes: Sequence[str] | None) -> jax.Array:
         """Redistribute a block of PRNG keys by the words that they consist of."""
         words = as_words(keys, self.sides)
-        call = self._replace(sides=words.sides)
-        if self.shape is not None:
-            n_words = words.array.shape[-1]
-            call = call._replace(shape=(*self.shape, n_words))
+        n_words = words.array.shape[-1]
+        shape = None if self.shape is None else (*self.shape, n_words)
+        call = self._replace(sides=words.sides, shape=shape)
         return words.back(call.run(words.array, mesh_axes))
 
 

@@ -123,8 +123,9 @@ def reshard(
 
     results = []
     for y, call, plan in zip(ys, calls, program.plans, strict=True):
-        result = y if call.back is None else call.back(y)
-        results.append(stored.record_order(result, plan.target))
+        if call.back is not None:
+            y = call.back(y)
+        results.append(stored.record_order(y, plan.target))
     return jax.tree.unflatten(jax.tree.structure(arrays), results)
 
 

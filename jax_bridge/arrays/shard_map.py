@@ -214,9 +214,10 @@ class _Border(NamedTuple):
         """
         # With check_vma=False JAX adds the gradients of all devices that hold the value: each uses
         # a copy of its own, which is what the tag `copy` says.
-        copies = tuple(axis for axis in self.axes.axes if axis not in array.layout.axes)
-        has_copies = copies and not self.has_types
-        return replace(array.layout, tags=(("copy", copies),) if has_copies else ())
+        copies: list[str] = []
+        if not self.has_types:
+            copies = [axis for axis in self.axes.axes if axis not in array.layout.axes]
+        return replace(array.layout, tags=(("copy", tuple(copies)),))
 
     def _border_array(self, array: Sharding, sides: Sides, path: str) -> _BorderArray:
         """Put together the array outside and the move of its blocks."""

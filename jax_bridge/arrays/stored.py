@@ -138,23 +138,18 @@ def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
     return rows
 
 
-class _OrderedShard(NamedTuple):
-    """A shard of a dim whose rows are not stored in their own order."""
-
-    dim: int
-    shard: Shard
-    axis_sizes: tuple[int, ...]
-
-
 @lru_cache(maxsize=4096)
-def _orders(stored: Sharding) -> tuple[_OrderedShard, ...]:
-    """List the shards of dims in another order than their rows' own: equal lists, equal orders."""
-    result = []
+def _orders(stored: Sharding) -> tuple[object, ...]:
+    """Return what tells the order of an array's rows, to compare it; () if it is their own.
+
+    For each shard of a dim in another order: the dim, the shard, and the sizes of its axes.
+    """
+    orders = []
     for i, dim in enumerate(stored.normal_layout.dims):
         if any(shard.order != "block" for shard in dim.shards):
             for shard in dim.shards:
-                result.append(_OrderedShard(i, shard, stored.mesh.sizes_of(shard.axes)))
-    return tuple(result)
+                orders.append((i, shard, stored.mesh.sizes_of(shard.axes)))
+    return tuple(orders)
 
 
 # Meshes and arrays of a call.
@@ -371,10 +366,9 @@ def stored_sharding(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: st
         ShapeError: Blocks would be uneven in an order other than the rows' own.
     """
     with mark_errors(text):
-        dims = []
-        for dim, length in zip(layout.resolved(len(shape)).dims, shape, strict=True):
-            dims.append(_even_dim(dim, mesh, length, text))
-        return Sharding(Layout(tuple(dims)), mesh, shape)
+        lengths = zip(layout.resolved(len(shape)).dims, shape, strict=True)
+        dims = tuple(_even_dim(dim, mesh, length, text) for dim, length in lengths)
+        return Sharding(Layout(dims), mesh, shape)
 
 
 def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
@@ -444,10 +438,8 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> AnyJaxMesh:
         return common
     context = jax.sharding.get_abstract_mesh()
     if context.empty:
-        text_of_first = texts[0] if texts else None
-        raise MeshError(
-            "JAX does not say on which mesh the array is", text=text_of_first, hint="pass mesh="
-        )
+        reason = "JAX does not say on which mesh the array is"
+        raise MeshError(reason, text=texts[0] if texts else None, hint="pass mesh=")
     return context
 
 

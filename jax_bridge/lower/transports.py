@@ -144,10 +144,8 @@ def _one_per_device(local: Sequence[Message]) -> list[Round]:
     """Put local messages into rounds: the first of every device, then the second, ..."""
     grouped = itertools.groupby(local, key=lambda message: message.dst)
     by_device = [list(of_device) for _, of_device in grouped]
-    result = []
-    for nth_of_devices in itertools.zip_longest(*by_device):
-        result.append(tuple(message for message in nth_of_devices if message is not None))
-    return result
+    # Devices with fewer messages have None in the later rounds.
+    return [tuple(filter(None, messages)) for messages in itertools.zip_longest(*by_device)]
 
 
 def _received(schedule: Sequence[Round], *, padded: bool) -> int:
@@ -275,9 +273,8 @@ def _by_ppermute(
     boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh
 ) -> list[jax.Array]:
     """Send the boxes of each round by one `ppermute`."""
-    return [
-        ppermute(box, mesh, _edges(messages)) for box, messages in zip(boxes, rounds, strict=True)
-    ]
+    pairs_of_rounds = map(_edges, rounds)
+    return [ppermute(box, mesh, pairs) for box, pairs in zip(boxes, pairs_of_rounds, strict=True)]
 
 
 def _by_ragged_all_to_all(

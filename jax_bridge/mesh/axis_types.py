@@ -90,7 +90,7 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
     Values stay. Axes without types, as under check_vma=False, are left out.
     """
-    typed_axes = [axis for axis in axes if is_typed(axis)]
+    typed_axes = list(filter(is_typed, axes))
     block_type = manual_type(x)
     invariant = tuple(axis for axis in typed_axes if axis not in block_type.vur)
     if invariant:
@@ -98,7 +98,7 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
         x = lax.pcast(x, invariant, to="varying")
     # Axes along which the value is unreduced (addends) or reduced (copies): only the type changes.
     tagged = block_type.unreduced | block_type.reduced
-    return _retyped(x, "varying", (axis for axis in typed_axes if axis in tagged))
+    return _retyped(x, "varying", tagged.intersection(typed_axes))
 
 
 def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -106,7 +106,7 @@ def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
     This has no derivative: `autodiff` wraps it.
     """
-    return _retyped(x, "invariant", (axis for axis in axes if is_typed(axis)))
+    return _retyped(x, "invariant", filter(is_typed, axes))
 
 
 def as_tagged(x: jax.Array, layout: Layout) -> jax.Array:
@@ -193,16 +193,12 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 def _is_short_float(dtype: Any) -> bool:
     """Return whether the dtype is a float of up to 16 bits, such as bfloat16 or float8."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return jnp.finfo(dtype).bits <= 16
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16
 
 
 def _is_short_integer(dtype: Any) -> bool:
     """Return whether the dtype is an integer shorter than a byte, such as int4."""
-    if not jnp.issubdtype(dtype, jnp.integer):
-        return False
-    return jnp.iinfo(dtype).bits < 8
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
 
 
 def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Array:

@@ -18,7 +18,7 @@ from jax_bridge.arrays.stored import record_order
 from jax_bridge.lower.exchange import AXIS, NewBlock, SentPart, transfer
 from jax_bridge.lower.transports import PERMUTE, RAGGED
 from jax_bridge.specs import storage_sharding
-from xshard import Mesh, Plan
+from xshard import Layout, Mesh, Plan
 from xshard.layout.runs import Segment, merged_segments, row_numbers
 from xshard.plans.plan import Stage
 from xshard.plans.transfer import Transfer
@@ -165,10 +165,10 @@ def _stages_of(move: PartMove) -> _Stages:
 
 def _runnable(array: ArrayPlan) -> ArrayPlan:
     """Replace the moves with steps that JAX cannot run by moves that only send messages."""
-    moves = []
-    for move in array.moves:
-        can_run = _can_run_steps(move, array.dtype)
-        moves.append(move if can_run else move._replace(plan=_transfer_alone(move.plan)))
+    moves = list(array.moves)
+    for i, move in enumerate(moves):
+        if not _can_run_steps(move, array.dtype):
+            moves[i] = move._replace(plan=_transfer_alone(move.plan))
     return replace(array, moves=tuple(moves))
 
 
@@ -269,8 +269,9 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
     """
     transfer_step = move.transfer
     # A box has its dims in the order of the source.
-    src_dim = _dim_of_part(move.src, move.plan.src.names, move.plan)
-    dst_dim = _dim_of_part(move.dst, move.plan.dst.names, move.plan)
+    src = move.plan.src
+    src_dim = _dim_of_part(move.src, src, src)
+    dst_dim = _dim_of_part(move.dst, move.plan.dst, src)
     messages: Iterable[Message] = transfer_step.messages
     if transfer_step.is_in_place:
         # Every device keeps its rows. The program builds new blocks of messages only, so that
@@ -282,9 +283,9 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
             box[src_dim] = _rows_of_block(box[src_dim], move.src, message.src, end=0)
         if dst_dim is not None:
             box[dst_dim] = _rows_of_block(box[dst_dim], move.dst, message.dst, end=1)
-        src = numbers.index(transfer_step.src_devices[message.src])
-        dst = numbers.index(transfer_step.dst_devices[message.dst])
-        sent = Message(src, dst, tuple(box))
+        sender = numbers.index(transfer_step.src_devices[message.src])
+        receiver = numbers.index(transfer_step.dst_devices[message.dst])
+        sent = Message(sender, receiver, tuple(box))
         if sent.size:
             yield sent
 
@@ -296,14 +297,14 @@ def _messages_in_place(step: Transfer) -> Iterator[Message]:
         yield Message(step.src_devices.index(device), dst, box)
 
 
-def _dim_of_part(sharded: PartSharding, names: tuple[str, ...], plan: Plan) -> int | None:
+def _dim_of_part(sharded: PartSharding, layout: Layout, box: Layout) -> int | None:
     """Return the dim of a box along which an array is moved in part; None if all of it is moved.
 
-    `names` are of the array's dims, as the part counts them.
+    `layout` has the dims in the order in which the part counts them, `box` in that of the box.
     """
     if not sharded.rows or sharded.part.dim is None:
         return None
-    return plan.src.names.index(names[sharded.part.dim])
+    return box.names.index(layout.names[sharded.part.dim])
 
 
 def _rows_of_block(

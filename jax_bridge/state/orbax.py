@@ -150,12 +150,10 @@ def _tensorstore_spec(folder: Path, name: str, tree: _SavedTree) -> dict[str, An
     """
     if not (folder / name).resolve().is_relative_to(folder.resolve()):
         raise FileError(f"{folder / METADATA}: '{name}' is not in the folder")
-    store: dict[str, Any]
+    store: dict[str, Any] = {"driver": "file", "path": f"{folder}/{name}/"}
     if tree.is_packed:
         files = {"driver": "file", "path": f"{folder}/"}
         store = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
-    else:
-        store = {"driver": "file", "path": f"{folder}/{name}/"}
     # Missing chunks are an error, not zeros.
     return {
         "driver": "zarr3" if tree.is_zarr3 else "zarr",
