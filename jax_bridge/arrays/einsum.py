@@ -150,7 +150,7 @@ def _are_blocks(call: Contraction) -> bool:
     Inside a `shard_map` over other axes only they are global arrays.
     """
     axes: set[str] = set()
-    for layout in (*call.operands, call.result):
+    for layout in call.arrays:
         axes.update(layout.axes)
     if not bound_sizes(axes):
         return False

@@ -89,7 +89,7 @@ def exchange(
 
 
 def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Return `out` with the boxes written or added that arrive from the blocks `x` of all devices.
+    """Send boxes of this device's block `x` to others, and put those that arrive into `out`.
 
     Boxes are cut as slices where possible, else gathered by tables of row positions.
     """
@@ -345,7 +345,8 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
         after: The sharding of the new blocks.
 
     Returns:
-        A tiling per device; None if boxes differ in shape, leave gaps, or tile in too many ways.
+        A tiling per device; None if boxes differ in shape, leave gaps, or if devices have so many
+        different tilings that a program with a branch for each would be too large.
     """
     shapes = {box_shape(messages) for messages in schedule}
     if len(shapes) > 1:
@@ -449,10 +450,12 @@ def transfer(
     """
     for new in new_blocks:
         travel_dtype, dtype = new.dtypes
+        # For the program every new block is whole: which rows it receives is in the messages.
         after = Sharding(Layout.parse("..."), Mesh({AXIS: n_devices}), new.shape)
         out = jnp.zeros(new.shape, travel_dtype)
         for part in new.parts:
             x = blocks[part.block].reshape(part.shape).astype(travel_dtype)
             schedule = scheduled(part.messages, adds=part.op is not None)
             out = _delivered(_Delivery(schedule, part.op, after, transport), x, out)
+        # Messages keep the order of a source's dims. Only then are dims put into the new order.
         yield out.transpose(new.order).reshape(new.block).astype(dtype)

@@ -150,7 +150,7 @@ def _one_per_device(local: Sequence[Message]) -> list[Round]:
 
 def _received(schedule: Sequence[Round], *, padded: bool) -> int:
     """Count the elements that the busiest device receives, with or without padding."""
-    elements: Counter[int] = Counter()
+    elements = Counter[int]()
     for messages in schedule:
         padded_size = math.prod(box_shape(messages))
         for message in messages:
@@ -346,8 +346,8 @@ def ragged_arguments(
 ) -> RaggedArguments:
     """Compute offsets and sizes of the messages in a flat buffer with one box after the other.
 
-    Two rounds with boxes of 6 and 4 elements: the message of the second begins at offset 6.
-    Sizes say how many elements from there on are sent.
+    Two rounds with boxes of 6 and 4 elements: the message of the second begins at offset 6. Sizes
+    say how many elements from there on are sent: of a message [2, 2] in a box [3, 2] 4.
 
     Args:
         rounds: The rounds, with at most one message per pair of devices in all of them.

@@ -363,7 +363,7 @@ def _run(
 
 def _count_moves(arrays: Iterable[ArrayPlan]) -> Counter[str]:
     """Count the moves that read each source array, by its name."""
-    counts: Counter[str] = Counter()
+    counts = Counter[str]()
     for array in arrays:
         counts.update(move.name for move in array.moves)
     return counts
