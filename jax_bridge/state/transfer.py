@@ -87,7 +87,7 @@ def transfer(  # noqa: PLR0913  one option for each decision of the user
         NotationError: The text is wrong. All errors come before anything is sent, with the name of
             the leaf.
         ShapeError: Blocks have several sizes, or an array has another sharding or order.
-        DtypeError: The numbers cannot be moved so.
+        DtypeError: The numbers cannot be moved so, as PRNG keys with `names`.
         MeshError: No array is on a mesh, the arrays are on several, or a mesh has no devices, or
             devices of another kind.
         PlanError: No plan leads from one layout to the other.
