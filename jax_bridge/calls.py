@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_bridge.autodiff.function import MODES, apply
+from jax_bridge.autodiff.function import MODES, apply, new_name
 from jax_bridge.mesh.axis_types import as_varying, axis_size, is_typed, varying_axes
 from jax_bridge.mesh.context import (
     AnyMesh,
@@ -53,17 +53,14 @@ class MoveCall(NamedTuple):
     ad: str = "linear"
 
     @classmethod
-    def of(
-        cls, expression: Any, mesh: AnyMesh | None, shape: Any, ad: Derivatives, **options: Any
-    ) -> MoveCall:
+    def of(cls, expression: Any, *, shape: Any, ad: Derivatives, **options: Any) -> MoveCall:
         """Check the arguments of `redistribute`, and keep them.
 
         Args:
             expression: The layouts, or a plan.
-            mesh: The mesh; None for the one of the context.
             shape: The global shape; None to infer it.
             ad: How the call is differentiated.
-            options: `profile` and `check_replicated`.
+            options: `mesh`, `profile` and `check_replicated`.
 
         Raises:
             XshardError: As `redistribute` does.
@@ -72,30 +69,38 @@ class MoveCall(NamedTuple):
             raise XshardError(
                 f"unknown derivatives ad={ad!r}", hint=f"they are: {', '.join(MODES)}"
             )
-        plan = expression if isinstance(expression, Plan) else None
-        lengths = None if shape is None else lengths_of(shape)
-        return cls(sides_of(expression), plan, mesh, lengths, ad=ad, **options)
+        if shape is not None:
+            shape = lengths_of(shape)
+        plan_given = expression if isinstance(expression, Plan) else None
+        return cls(sides_of(expression), plan_given, shape=shape, ad=ad, **options)
 
     def plan(self, x: jax.Array) -> Plan:
         """Plan the redistribution of a block, or check that the given plan fits it.
 
         Raises ShapeError for a block of another shape than the largest block of the global array.
         """
-        src, dst, text = self.sides
+        text = self.sides.text
         with mark_errors(text):
-            if self.plan_given is not None:
-                given = self.plan_given
-                mesh = planned_mesh_in_context(self.mesh, given.mesh, given.axes, text)
-                # Device numbers are of the whole mesh; this one is the part that the plan uses.
-                plan = replace(given, mesh=mesh, devices=())
-                check_given("the block is", plan, x.dtype.name, self.shape)
-            else:
-                mesh, machine = mesh_and_machine(self.mesh, (src, dst), text, self.profile)
-                shape = self.shape
-                if shape is None:
-                    shape = global_shape(src, mesh, x.shape, text)
-                plan = planner.plan(self.sides, mesh, shape, x.dtype.name, profile=machine)
+            given = self.plan_given
+            plan = self._new_plan(x) if given is None else self._checked(given, x)
         check_block_shape(x.shape, plan.source, text, inferred=self.shape is None)
+        return plan
+
+    def _new_plan(self, x: jax.Array) -> Plan:
+        """Plan the redistribution of a block."""
+        src, dst, text = self.sides
+        mesh, machine = mesh_and_machine(self.mesh, (src, dst), text, self.profile)
+        shape = self.shape
+        if shape is None:
+            shape = global_shape(src, mesh, x.shape, text)
+        return planner.plan(self.sides, mesh, shape, x.dtype.name, profile=machine)
+
+    def _checked(self, given: Plan, x: jax.Array) -> Plan:
+        """Return a given plan on the part of the mesh that it uses; it must fit the block."""
+        mesh = planned_mesh_in_context(self.mesh, given.mesh, given.axes, self.sides.text)
+        # Its device numbers are of the whole mesh.
+        plan = replace(given, mesh=mesh, devices=())
+        check_given("the block is", plan, x.dtype.name, self.shape)
         return plan
 
     def run(self, x: Any, mesh_axes: Sequence[str] | None = None) -> jax.Array:
@@ -103,9 +108,9 @@ class MoveCall(NamedTuple):
 
         Args:
             x: The block.
-            mesh_axes: At the border of a `shard_map` all axes of the mesh: the block must be equal
-                (invariant) along those that the left side does not name, and equal sides leave it
-                as it is. None: the plan's axes are checked alone.
+            mesh_axes: All axes of the mesh, for a block that crosses the border of a `shard_map`:
+                it must be equal (invariant) along those that the left side does not name, and
+                equal sides leave it as it is. None elsewhere: only the plan's axes are checked.
         """
         text = self.sides.text
         x = as_array(x, text)
@@ -120,10 +125,9 @@ class MoveCall(NamedTuple):
     def _run_on_keys(self, keys: jax.Array, mesh_axes: Sequence[str] | None) -> jax.Array:
         """Redistribute a block of PRNG keys by the words that they consist of."""
         words = as_words(keys, self.sides)
-        call = self._replace(sides=words.sides)
-        if self.shape is not None:
-            n_words = words.array.shape[-1]
-            call = call._replace(shape=(*self.shape, n_words))
+        n_words = words.array.shape[-1]
+        shape = None if self.shape is None else (*self.shape, n_words)
+        call = self._replace(sides=words.sides, shape=shape)
         return words.back(call.run(words.array, mesh_axes))
 
 
@@ -222,25 +226,25 @@ def with_entry_type(
         NotationError: The block varies, or is unreduced, along an axis of which the source says
             otherwise.
     """
+    src = plan.src
     block_type = manual_type(x)
     kind = unreduced_kind(block_type)
     for axis in plan.axes if axes is None else axes:
-        if kind != "sum" and axis in block_type.unreduced and axis not in plan.src.tagged(kind):
+        if kind != "sum" and axis in block_type.unreduced and axis not in src.tagged(kind):
             what = f"the block is unreduced along {axis!r}: its {kind} is pending"
             hint = f"write it on the left: {kind}({axis})"
-            raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
-        if axis in plan.src.axes or not is_typed(axis) or axis not in varying_axes(x):
-            continue
-        if axis_size(axis) == 1:
+        elif axis in src.axes or not is_typed(axis) or axis not in varying_axes(x):
+            continue  # the block is what the source says
+        elif axis_size(axis) == 1:
             # A block that varies along one device is still one value.
             x = lax.psum(x, axis)  # over one device a sum changes the type only
             continue
-        what = f"the block varies along {axis!r}, where the source holds one value"
-        hint = (
-            f"write what it is on the left: sum({axis}), mean({axis}), or copy({axis}) for copies"
-        )
+        else:
+            what = f"the block varies along {axis!r}, where the source holds one value"
+            kinds = f"sum({axis}), mean({axis}), or copy({axis}) for copies"
+            hint = f"write what it is on the left: {kinds}"
         raise NotationError(what, text=text, span=axis_span(axis, text, layout), hint=hint)
-    return as_varying(x, plan.src.axes)
+    return as_varying(x, src.axes)
 
 
 # PRNG keys.
@@ -254,15 +258,16 @@ def are_keys(x: jax.Array) -> bool:
 class KeyWords(NamedTuple):
     """PRNG keys as the words that they consist of, `[..., words]`.
 
-    `sides` is the expression with a dim for the words; `back` makes keys of words again.
+    `array` is their type if only the type of the keys is known. `sides` is the expression with a
+    dim for the words; `back` makes keys of words again.
     """
 
-    array: jax.Array
+    array: Any
     sides: Sides
     back: Callable[[jax.Array], jax.Array]
 
 
-def as_words(keys: jax.Array, parsed: Sides) -> KeyWords:
+def as_words(keys: jax.Array | jax.ShapeDtypeStruct, parsed: Sides) -> KeyWords:
     """Take PRNG keys apart into the integers that they consist of, which collectives can send.
 
     Keys [n] under "n/dp -> n" become words [n, 2] under "n/dp words0 -> n words0".
@@ -271,9 +276,15 @@ def as_words(keys: jax.Array, parsed: Sides) -> KeyWords:
     """
     src = _with_words(parsed.src.resolved(keys.ndim), parsed.text)
     dst = _with_words(parsed.dst.resolved(keys.ndim), parsed.text)
+    if isinstance(keys, jax.ShapeDtypeStruct):
+        # A process without the keys knows their type, of which JAX does not tell the generator.
+        words = jax.eval_shape(jax.random.key_data, keys)
+        keys = jnp.empty(0, keys.dtype)
+    else:
+        words = jax.random.key_data(keys)
     # The generator is no part of the words: it is remembered for the way back.
     keys_of = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(keys))
-    return KeyWords(jax.random.key_data(keys), Sides(src, dst, parsed.text), keys_of)
+    return KeyWords(words, Sides(src, dst, parsed.text), keys_of)
 
 
 def _with_words(layout: Layout, text: str) -> Layout:
@@ -282,10 +293,7 @@ def _with_words(layout: Layout, text: str) -> Layout:
     if has_overlap or any(kind != "copy" for kind, _ in layout.tags):
         hint = "keys are only moved: use copy alone, and no overlap"
         raise DtypeError(f"PRNG keys under '{layout}'", text=text, hint=hint)
-    number = 0
-    while f"words{number}" in layout.names:
-        number += 1
-    return replace(layout, dims=(*layout.dims, Dim(f"words{number}")))
+    return replace(layout, dims=(*layout.dims, Dim(new_name("words", layout.names))))
 
 
 # The verb.
@@ -347,11 +355,11 @@ def redistribute(
         (1, 4, 2)
     """
     layouts = with_map_digests(layouts, maps)
+    call_of = partial(
+        MoveCall.of, mesh=mesh, ad=ad, profile=profile, check_replicated=check_replicated
+    )
     if jax.tree_util.all_leaves([x]):  # most calls: one block, without a walk over trees
-        call = MoveCall.of(
-            layouts, mesh, shape, ad, profile=profile, check_replicated=check_replicated
-        )
-        moved: Any = call.run(x)
+        moved: Any = call_of(layouts, shape=shape).run(x)
         return moved
 
     results = []
@@ -359,14 +367,7 @@ def redistribute(
     shape_leaves = leaves_with_given_values(shape, x, _is_shape)
     for leaf, shape_leaf in zip(layout_leaves, shape_leaves, strict=True):
         with located(leaf.place):
-            call = MoveCall.of(
-                leaf.value,
-                mesh,
-                shape_leaf.value,
-                ad,
-                profile=profile,
-                check_replicated=check_replicated,
-            )
+            call = call_of(leaf.value, shape=shape_leaf.value)
             results.append(call.run(leaf.x))
     return jax.tree.unflatten(jax.tree.structure(x), results)
 

@@ -87,13 +87,6 @@ def check_shapes(expected: Shapes, shapes: Shapes, text: str) -> None:
             raise ShapeError(what, text=text, span=span, hint=hint)
 
 
-class _PlannedBlocks(NamedTuple):
-    """A plan for this device's blocks, and the part of the mesh around the call that it runs on."""
-
-    plan: ContractionPlan
-    mesh: Mesh
-
-
 class _Mover(NamedTuple):
     """Moves blocks by parts of a contraction's plan. text: the expression, for errors."""
 
@@ -131,31 +124,45 @@ def einsum_blocks(
     Returns:
         The block of the result.
     """
-    planned = _planned(given, blocks, mesh, shapes, options)
-    plan = planned.plan
-    text = contraction_of(given).text
-    remaining = []
+    plan, mesh_of_plan = _planned(given, blocks, mesh, shapes, options)
+    mover = _Mover(mesh_of_plan, plan.text)
+    operands = _named_operands(plan, blocks, mover, inferred=shapes is None)
+    for part in plan.parts:
+        # As in opt_einsum, indices count the operands that are left; a result is appended.
+        contracted = [operands[i] for i in part.operand_indices]
+        operands = [x for i, x in enumerate(operands) if i not in part.operand_indices]
+        if part.ring is not None:
+            result = _contract_in_rounds(part, part.ring, contracted, mover, options)
+        else:
+            moved = [mover.move(x, move) for x, move in zip(contracted, part.moves, strict=True)]
+            result = mover.move(_contract_locally(part, moved, options), part.result)
+        operands.append(result)
+    return operands[0].reshape(plan.arrays[-1].max_local_shape)
+
+
+def _named_operands(
+    plan: ContractionPlan, blocks: Sequence[jax.Array], mover: _Mover, *, inferred: bool
+) -> list[jax.Array]:
+    """Check the blocks of all operands, and give each one dim per name.
+
+    Composed dims such as "(h d)" are split, and diagonals of "i i" are taken.
+
+    Args:
+        plan: The plan.
+        blocks: A block of each operand.
+        mover: The mesh around the call, and the expression for errors.
+        inferred: Whether the global shapes follow from the blocks.
+    """
+    text = mover.text
+    operands = []
     spans = text_spans(text).layouts  # the last one is the result's, as of `plan.arrays`
     for x, array, move, span in zip(blocks, plan.arrays, plan.moves, spans, strict=False):
-        check_block_shape(x.shape, array, text, inferred=shapes is None, start=span[0])
-        x = with_entry_type(x, move, text, planned.mesh.axes, span)
-        # From here on a block has one dim per name: composed dims are split, diagonals taken.
-        source = move.source
-        rows_of = partial(_global_rows, source)
-        remaining.append(named_block(x, array.layout, source, source.max_local_shape, rows_of))
-
-    mover = _Mover(planned.mesh, plan.text)
-    for part in plan.parts:
-        operands = [remaining[i] for i in part.operand_indices]
-        # As in opt_einsum, indices count the operands that are left; a result is appended.
-        remaining = [x for i, x in enumerate(remaining) if i not in part.operand_indices]
-        if part.ring is not None:
-            result = _contract_in_rounds(part, part.ring, operands, mover, options)
-        else:
-            moved = [mover.move(x, move) for x, move in zip(operands, part.moves, strict=True)]
-            result = mover.move(_contract_locally(part, moved, options), part.result)
-        remaining.append(result)
-    return remaining[0].reshape(plan.arrays[-1].max_local_shape)
+        check_block_shape(x.shape, array, text, inferred=inferred, start=span[0])
+        x = with_entry_type(x, move, text, mover.mesh.axes, span)
+        named = move.source
+        rows_of = partial(_global_rows, named)
+        operands.append(named_block(x, array.layout, named, named.max_local_shape, rows_of))
+    return operands
 
 
 def _planned(
@@ -164,8 +171,10 @@ def _planned(
     mesh: AnyMesh | None,
     shapes: Shapes | None,
     options: EinsumOptions,
-) -> _PlannedBlocks:
+) -> tuple[ContractionPlan, Mesh]:
     """Plan the contraction of blocks, or check that the given plan fits them.
+
+    Returns the plan, and the part of the mesh around the call that it runs on.
 
     Args:
         given: The contraction, or a plan of it.
@@ -177,17 +186,15 @@ def _planned(
     call = contraction_of(given)
     dtype = jnp.result_type(*blocks)
     if isinstance(given, ContractionPlan):
-        named_mesh = planned_mesh_in_context(mesh, given.mesh, given.axes, call.text)
-        if shapes is None:
-            shapes = given.shapes
-        check_operands(given, shapes, dtype.name)
-        return _PlannedBlocks(given, named_mesh)
+        part_of_mesh = planned_mesh_in_context(mesh, given.mesh, given.axes, call.text)
+        check_operands(given, given.shapes if shapes is None else shapes, dtype.name)
+        return given, part_of_mesh
     layouts = (*call.operands, call.result)
-    context = mesh_and_machine(mesh, layouts, call.text, options.profile)
+    part_of_mesh, machine = mesh_and_machine(mesh, layouts, call.text, options.profile)
     if shapes is None:
-        shapes = global_lengths(call, context.mesh, tuple(x.shape for x in blocks))
-    options = options._replace(profile=context.machine)
-    return _PlannedBlocks(options.plan(call, context.mesh, shapes, dtype), context.mesh)
+        shapes = global_lengths(call, part_of_mesh, tuple(x.shape for x in blocks))
+    options = options._replace(profile=machine)
+    return options.plan(call, part_of_mesh, shapes, dtype), part_of_mesh
 
 
 def _global_rows(sharding: Sharding, name: str) -> jax.Array:
@@ -205,12 +212,11 @@ def _contract_locally(
     """
     layouts = [move.dst for move in part.moves]
     layouts.append(part.result.src)
-    number_of_name: dict[str, int] = {}  # `jnp.einsum` takes numbers in place of letters
-    numbers: list[tuple[int, ...]] = []
+    # `jnp.einsum` takes numbers in place of letters: a name's is its place among all names.
+    all_names: list[str] = []
     for layout in layouts:
-        for name in layout.names:
-            number_of_name.setdefault(name, len(number_of_name))
-        numbers.append(tuple(number_of_name[name] for name in layout.names))
+        all_names += layout.names
+    numbers = [tuple(map(all_names.index, layout.names)) for layout in layouts]
 
     arithmetic = {"preferred_element_type": options.dtype, "precision": options.precision}
     if len(operands) == 1:
@@ -249,25 +255,23 @@ def _contract_in_rounds(
     for i, (x, move) in enumerate(zip(operands, part.moves, strict=True)):
         if i == ring.operand:
             x = mover.move(x, ring.remaining_move)
-            dim = move.dst.dim_index(ring.dim)
-            pieces_of_operands.append(_travelling_pieces(x, dim, ring, mover))
-            continue
-        x = mover.move(x, move)
-        # An operand without the ring's dim takes part in every product as a whole.
-        if ring.dim in move.dst.names:
-            pieces_of_operands.append(_resident_pieces(x, move.dst.dim_index(ring.dim), ring))
+            pieces = _travelling_pieces(x, move.dst.dim_index(ring.dim), ring, mover)
+        elif ring.dim in move.dst.names:
+            x = mover.move(x, move)
+            pieces = _resident_pieces(x, move.dst.dim_index(ring.dim), ring)
         else:
-            pieces_of_operands.append([x] * ring.products)
+            # Without the ring's dim it takes part in every product as a whole.
+            pieces = [mover.move(x, move)] * ring.products
+        pieces_of_operands.append(pieces)
 
-    products = []
-    for pieces in zip(*pieces_of_operands, strict=True):
-        products.append(_contract_locally(part, pieces, options))
+    pieces_of_products = zip(*pieces_of_operands, strict=True)
+    products = [_contract_locally(part, pieces, options) for pieces in pieces_of_products]
 
     result_layout = part.result.src
-    if ring.dim not in result_layout.names:
+    if ring.dim not in result_layout.names:  # it was summed
         return mover.move(reduce(add, products), part.result)
     dim = result_layout.dim_index(ring.dim)
-    if ring.operand is None:
+    if ring.operand is None:  # sums travel
         return mover.move(_travelling_sums(products, dim, ring, mover), ring.remaining_move)
     return mover.move(_in_order_of_pieces(products, dim, ring), part.result)
 

@@ -135,6 +135,7 @@ def positions(
         sharding = sharding_in_context(layout, shape, mesh)
         return row_of_this_device(row_table(sharding, index), dim_axes)
 
+    # Outside: the rows of all blocks.
     if mesh is None:
         hint = (
             "outside shard_map and pmap pass a mesh: positions(layout, mesh, shape=shape, dim=dim)"

@@ -8,6 +8,7 @@ an axis is equal by JAX's own proof, and not compared along it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +19,14 @@ from jax import lax
 from jax_bridge.autodiff.function import apply
 from jax_bridge.lower.row_tables import with_zero_padding
 from jax_bridge.mesh.axis_types import bound_sizes, is_typed, varying_axes
-from jax_bridge.versions import ACCELERATORS, Batch, batch_first, host_callback, linear_primitive
+from jax_bridge.versions import (
+    ACCELERATORS,
+    Batch,
+    Operation,
+    batch_first,
+    host_callback,
+    linear_primitive,
+)
 from xshard import Mesh, Plan, XshardError, replicas
 from xshard.replicas import ReplicaCheck, checks_of
 
@@ -39,10 +47,11 @@ def apply_checked(plan: Plan, x: jax.Array, text: str, ad: str) -> jax.Array:
         The block under `plan.dst`.
     """
     check, cotangent_check = checks_of(plan, Mesh(bound_sizes(plan.mesh.axes)), text)
-    x = _expect(x, entering=_watched(check), returning=None)
+    x = _expect(x, entering=_watched(check), returning=None)  # checks the block on its way in
     y = apply(plan, x, ad)
     if cotangent_check is None:
         return y
+    # Checks the cotangent, which comes back here.
     return _expect(y, entering=None, returning=_watched(cotangent_check))
 
 
@@ -53,50 +62,67 @@ def _watched(check: ReplicaCheck) -> ReplicaCheck:
     return check._replace(see=replicas.WATCH(check))
 
 
-def _compared(x: jax.Array, check: ReplicaCheck | None, on_cpu: bool) -> jax.Array:
+def _compare(
+    x: jax.Array,
+    *,
+    entering: ReplicaCheck | None,
+    returning: ReplicaCheck | None,
+    on_cpu: bool = True,
+) -> jax.Array:
     """Compare a block with those of the other devices along some axes; raise if they differ.
 
     Args:
         x: The block.
-        check: What to compare; None to compare nothing.
+        entering: How to compare the block; None to compare nothing.
+        returning: How to compare its cotangent, in the backward pass.
         on_cpu: Whether the program is for CPUs, which raise in another way.
 
     Returns:
-        The block. It depends on the verdict, so that XLA cannot leave the comparison out.
+        The block.
     """
-    if check is None:
+    if entering is None:
         return x
-    if check.see is not None:
-        return _seen(x, check, check.see)
-    if not any(_may_differ(x, axis) for axis in check.axes):
+    if entering.see is not None:
+        is_checked = _show(x, entering, entering.see)
+    elif any(_may_differ(x, axis) for axis in entering.axes):
+        is_checked = _verdict(entering, _differences(x, entering), on_cpu)
+    else:
         return x
+    # The block depends on the check, so that XLA cannot leave it out.
+    return jnp.where(is_checked, x, jnp.zeros_like(x))
 
+
+def _differences(x: jax.Array, check: ReplicaCheck) -> jax.Array:
+    """Compare a block with those of the other devices along each axis of a check.
+
+    Returns:
+        The largest difference and the largest value, as every device found them: [devices, axes, 2].
+    """
     values = _comparable(with_zero_padding(x, check.sharding))
-    differences = []  # [axes][largest difference, largest value]
+    along_axes = []
     for axis in check.axes:
         if _may_differ(x, axis):
-            differences.append(_difference_along(axis, values))
+            along_axes.append(_difference_along(axis, values))
         else:
-            differences.append(jnp.zeros(2, np.float32))
+            along_axes.append(jnp.zeros(2, np.float32))
     device = lax.axis_index(check.mesh.axes)
     shape = (check.mesh.n_devices, len(check.axes), 2)
-    findings = jnp.zeros(shape, np.float32).at[device].set(jnp.stack(differences))
+    differences = jnp.zeros(shape, np.float32).at[device].set(jnp.stack(along_axes))
     # Every device gets the findings of all, also along axes that are not compared: then all raise,
     # or none. If some went on, they would wait in the next collective for ever.
     for axis in check.mesh.axes:
-        findings = lax.pmax(findings, axis)
-    return jnp.where(_verdict(check, findings, on_cpu), x, jnp.zeros_like(x))
+        differences = lax.pmax(differences, axis)
+    return differences
 
 
-def _seen(x: jax.Array, check: ReplicaCheck, see: Callable[[int, Any], object]) -> jax.Array:
-    """Show the block to a watcher on the host."""
+def _show(x: jax.Array, check: ReplicaCheck, see: Callable[[int, Any], object]) -> jax.Array:
+    """Show the block to a watcher on the host; True when it has seen it."""
 
     def show(device: np.ndarray, block: np.ndarray) -> None:
         see(int(device), block.copy())  # XLA will use the memory again
 
     device = lax.axis_index(check.mesh.axes)
-    is_seen = _on_host(show, device, with_zero_padding(x, check.sharding))
-    return jnp.where(is_seen, x, jnp.zeros_like(x))
+    return _on_host(show, device, with_zero_padding(x, check.sharding))
 
 
 def _difference_along(axis: str, values: jax.Array) -> jax.Array:
@@ -115,9 +141,7 @@ def _difference_along(axis: str, values: jax.Array) -> jax.Array:
     # Equal infinities differ by 0. A difference of whole numbers may wrap around, but not to 0.
     difference = jnp.where(largest == smallest, 0, largest - smallest)
     difference = jnp.abs(difference.astype(np.float32))
-    largest_size = abs(largest.astype(np.float32))
-    smallest_size = abs(smallest.astype(np.float32))
-    size = jnp.maximum(largest_size, smallest_size)
+    size = jnp.abs(jnp.stack([largest, smallest]).astype(np.float32)).max(0)
     size = jnp.where(jnp.isfinite(size), size, 0)
     # `initial` for blocks without elements, which have no maximum.
     return jnp.stack([difference.max(initial=0), size.max(initial=0)])
@@ -140,7 +164,7 @@ def _verdict(check: ReplicaCheck, findings: jax.Array, on_cpu: bool) -> jax.Arra
         fault = check.fault(np.asarray(findings))
         if fault is not None:
             raise fault
-        return np.ones((), bool)
+        return np.array(True)
 
     if on_cpu:
         # `pure_callback` would log a traceback on each device, and again at exit.
@@ -172,7 +196,11 @@ def _comparable(x: jax.Array) -> jax.Array:
 
 
 def _batched(
-    x: jax.Array, dim: int | None, batch: Batch, **checks: ReplicaCheck | None
+    bind: Operation,
+    x: jax.Array,
+    dim: int | None,
+    batch: Batch,
+    **checks: ReplicaCheck | None,
 ) -> tuple[jax.Array, int | None]:
     """Compare a batch of blocks as one block (the rule of `jax.vmap`).
 
@@ -183,19 +211,7 @@ def _batched(
             what = f"check_replicated along {batch.name!r}, which is a batch of vmap"
             hint = "it compares devices: use jax.shard_map or jax.pmap over the axis"
             raise XshardError(what, text=check.text, hint=hint)
-    return _expect(batch_first(x, dim, batch.size), **checks), 0
-
-
-def _compare_on_cpu(
-    x: jax.Array, *, entering: ReplicaCheck | None, returning: ReplicaCheck | None
-) -> jax.Array:
-    return _compared(x, entering, on_cpu=True)
-
-
-def _compare_on_accelerator(
-    x: jax.Array, *, entering: ReplicaCheck | None, returning: ReplicaCheck | None
-) -> jax.Array:
-    return _compared(x, entering, on_cpu=False)
+    return bind(batch_first(x, dim, batch.size), **checks), 0
 
 
 def _compare_cotangent(
@@ -205,10 +221,10 @@ def _compare_cotangent(
 
 
 # The identity: compares the block by `entering`, and its cotangent by `returning`.
-_expect: Callable[..., jax.Array] = linear_primitive(
+_expect: Operation = linear_primitive(
     "xshard_expect",
-    run=_compare_on_cpu,
-    on_platforms=dict.fromkeys(ACCELERATORS, _compare_on_accelerator),
+    run=_compare,
+    on_platforms=dict.fromkeys(ACCELERATORS, partial(_compare, on_cpu=False)),
     transpose=_compare_cotangent,
     batch=_batched,
 )

@@ -80,15 +80,11 @@ def _exchanged(
         places = jnp.full_like(starts, lax.axis_index(axis) * capacity)
         # JAX wants all arguments to be declared different on all devices along the same axes.
         varying = sorted(varying_axes(x))
-        return lax.ragged_all_to_all(
-            x,
-            as_varying(jnp.zeros_like(x), varying),
-            as_varying(starts.astype(jnp.int32), varying),
-            as_varying(n_sent.astype(jnp.int32), varying),
-            as_varying(places.astype(jnp.int32), varying),
-            as_varying(n_received.astype(jnp.int32), varying),
-            axis_name=axis,
-        )
+        output = as_varying(jnp.zeros_like(x), varying)
+        offsets_and_sizes = []
+        for numbers in (starts, n_sent, places, n_received):
+            offsets_and_sizes.append(as_varying(numbers.astype(jnp.int32), varying))
+        return lax.ragged_all_to_all(x, output, *offsets_and_sizes, axis_name=axis)
 
     if any(map(is_vmapped, axis)):
         return padded(x)
@@ -109,7 +105,8 @@ class Routed:
     sizes: jax.Array
     dropped: jax.Array
     _copies: Copies
-    _choice_of_row: jax.Array  # the number of each row among the choices of all copies that came
+    # For each row the choice that it is of: choices are counted copy by copy, `n_choices` of each.
+    _choice_of_row: jax.Array
 
     @api_boundary
     def back(self, y: jax.Array, weights: jax.Array | None = None) -> jax.Array:
@@ -130,21 +127,29 @@ class Routed:
         if y.ndim < 1 or len(y) != len(self.rows):
             hint = f"a result for each of {len(self.rows)} rows, in their order"
             raise ShapeError(f"results of shape {y.shape}", hint=hint)
-        copies = self._copies
-        is_row = jnp.arange(len(y)) < self.sizes.sum()
-        y = jnp.where(_per_row(is_row, y.ndim), y, 0)  # padding may hold anything
+        y = _with_zero_padding(y, self.sizes)  # it may hold anything
         if weights is not None:
-            n_weights = copies.n_rows * copies.n_choices
-            if len(weights) != copies.n_rows or weights.size != n_weights:
-                raise ShapeError(f"weights have shape {weights.shape}", hint="the shape of to")
-            # Each copy brings the weights of all choices of its row along; a row takes its own.
-            weights_of_choices = copies.send(weights.reshape(len(weights), -1)).reshape(-1)
-            factors = weights_of_choices[self._choice_of_row]
-            y = y * _per_row(factors, y.ndim).astype(y.dtype)
-        # A copy has one row per choice, so that choice numbers divide to copy numbers.
+            y = y * _per_row(self._weights_of_rows(weights), y.ndim).astype(y.dtype)
+        copies = self._copies
         copy_of_row = self._choice_of_row // copies.n_choices
-        sums = jnp.zeros((len(copies.row_of_copy), *y.shape[1:]), y.dtype)
-        return copies.home(sums.at[copy_of_row].add(y))
+        sums_of_copies = jnp.zeros((len(copies.row_of_copy), *y.shape[1:]), y.dtype)
+        return copies.home(sums_of_copies.at[copy_of_row].add(y))
+
+    def _weights_of_rows(self, weights: jax.Array) -> jax.Array:
+        """Bring the weights of choices, [rows, choices], to the rows that were sent: [n]."""
+        copies = self._copies
+        n_weights = copies.n_rows * copies.n_choices
+        if len(weights) != copies.n_rows or weights.size != n_weights:
+            raise ShapeError(f"weights have shape {weights.shape}", hint="the shape of to")
+        # Each copy brings the weights of all choices along; a row takes the one of its choice.
+        arrived = copies.send(weights.reshape(copies.n_rows, -1))  # [copies, choices]
+        return arrived.reshape(-1)[self._choice_of_row]
+
+
+def _with_zero_padding(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Overwrite the padding behind the rows of all groups with zeros."""
+    is_row = jnp.arange(len(rows)) < sizes.sum()
+    return jnp.where(_per_row(is_row, rows.ndim), rows, 0)
 
 
 def _per_row(values: jax.Array, ndim: int) -> jax.Array:
@@ -234,9 +239,8 @@ def route(
     # `n_groups` and come last.
     choice_of_row = jnp.argsort(arrived_groups, stable=True)
     sizes = jnp.bincount(arrived_groups, length=n_groups + 1)[:n_groups]
-    is_row = jnp.arange(len(choice_of_row)) < sizes.sum()
     rows = copies.send(x)[choice_of_row // n_choices]
-    rows = jnp.where(_per_row(is_row, x.ndim), rows, 0)
+    rows = _with_zero_padding(rows, sizes)
     return Routed(rows, sizes, placed.n_dropped, copies, choice_of_row)
 
 
@@ -278,14 +282,16 @@ def _placed_copies(device: jax.Array, n_devices: int, capacity: int) -> _PlacedC
         capacity: The most rows for each device; later ones are dropped.
     """
     n_rows = len(device)
-    goes = (device[:, :, None] == jnp.arange(n_devices)).any(1)  # [rows, devices]
+    buffer_length = n_devices * capacity
+    devices = jnp.arange(n_devices)
+    goes = (device[:, :, None] == devices).any(1)  # [rows, devices]
     place = jnp.cumsum(goes, 0) - 1  # the number of rows before it that go to the same device
     is_sent = goes & (place < capacity)
-    # [rows, devices] -> places in the buffer. Index `n_devices * capacity` is out of bounds: JAX
-    # drops what is written there.
-    index = jnp.where(is_sent, jnp.arange(n_devices) * capacity + place, n_devices * capacity)
+    # [rows, devices] -> places in the buffer. Its length is out of bounds: JAX drops what is
+    # written there.
+    index = jnp.where(is_sent, devices * capacity + place, buffer_length)
     rows = jnp.broadcast_to(jnp.arange(n_rows)[:, None], index.shape)
-    row_of_copy = jnp.full((n_devices * capacity,), n_rows).at[index].set(rows, mode="drop")
+    row_of_copy = jnp.full((buffer_length,), n_rows).at[index].set(rows, mode="drop")
     n_sent = is_sent.sum(0)
     return _PlacedCopies(row_of_copy, n_sent, goes.sum() - n_sent.sum())
 
@@ -296,7 +302,8 @@ def _groups_of_copies(
     """Return for each copy of a row the groups on the receiving device that the row chose.
 
     Groups are counted from 0 on each device. A choice of a group on another device, and padding,
-    get the number `n_groups`, which no group has.
+    get the number `n_groups`, which no group has. With 2 groups a device, a row that chose the
+    groups 0 and 3 has two copies: for device 0 with [0, 2], for device 1 with [2, 1].
 
     Args:
         choices: The device and the group of each choice: [rows, choices].
@@ -307,8 +314,9 @@ def _groups_of_copies(
     Returns:
         [devices * capacity, choices].
     """
-    devices = choices.device.at[row_of_copy].get(mode="fill", fill_value=n_devices)
-    groups = choices.local_group.at[row_of_copy].get(mode="fill", fill_value=0)
+    # [devices * capacity, choices] like the result; padding chose no device.
+    chosen_device = choices.device.at[row_of_copy].get(mode="fill", fill_value=n_devices)
+    chosen_group = choices.local_group.at[row_of_copy].get(mode="fill", fill_value=0)
     capacity = len(row_of_copy) // n_devices
     receiver = jnp.repeat(jnp.arange(n_devices), capacity)[:, None]
-    return jnp.where(devices == receiver, groups, n_groups)
+    return jnp.where(chosen_device == receiver, chosen_group, n_groups)

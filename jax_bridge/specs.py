@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -112,10 +113,9 @@ def from_partition_spec(
 
     if not names:
         names = [f"d{i}" for i in range(ndim)]
-    n_left_out = ndim - len(spec)  # a short spec leaves the last dims whole
-    entries = [*cuts_of(spec), *[None] * n_left_out]
     dims = []
-    for name, entry in zip(names, entries, strict=True):
+    # A short spec leaves the last dims whole: `zip_longest` gives them None.
+    for name, entry in zip_longest(names, cuts_of(spec)):
         axes = _axes_of(entry, spec)
         dims.append(Dim(name, (Shard(axes),) if axes else ()))
     # unreduced={"a"} becomes the tag sum(a), reduced={"b"} the tag copy(b).

@@ -34,30 +34,26 @@ def _never(x: Any) -> bool:
     return False
 
 
-def _always(x: Any) -> bool:
-    """Expect a value for every leaf."""
-    return True
-
-
 def leaves_with_given_values(
     given: Any,
     tree: Any,
     is_value: Callable[[Any], bool] = is_layout,
     *,
     is_leaf: Callable[[Any], bool] = _never,
-    takes_value: Callable[[Any], bool] = _always,
+    takes_value: Callable[[Any], bool] | None = None,
 ) -> list[Leaf]:
-    """List the leaves of a tree by name, each with the layout (or other value) given for it.
+    """List the leaves of a pytree by name, each with the layout (or other value) given for it.
 
-    Leaves are in JAX's order.
+    Of {"w": x, "b": [y]} with the layout "n" for all: ("b.0", y, "n") and ("w", x, "n"), in JAX's
+    order.
 
     Args:
-        given: One value for all leaves, rules, or a pytree prefix of these; names then count from
-            there.
+        given: One value for all leaves; or `Rules`, patterns over the leaves' names; or a pytree
+            prefix of these, as {"w": "n d", "b": "d"}. Patterns in it count from their place.
         tree: The tree.
-        is_value: True for one value.
-        is_leaf: True for inner nodes that count as leaves.
-        takes_value: False for leaves with the value None.
+        is_value: A test for one value, as opposed to a tree of values.
+        is_leaf: A test for inner nodes that count as leaves.
+        takes_value: A test for leaves that take a value; others get None. By default all do.
 
     Returns:
         The leaves.
@@ -74,9 +70,9 @@ def leaves_with_given_values(
         # What is neither a value nor a tree raises later, when it is read as a layout.
         return is_value(value) or _children(value) is None
 
-    what = ("the arrays", "the layouts")
+    names_in_errors = ("the arrays", "the layouts")
     branches = prefix_branches(
-        given, tree, is_one_value, what, children=_children, error=XshardError
+        given, tree, is_one_value, names_in_errors, children=_children, error=XshardError
     )
     return leaves_with_values(branches, partial(_named_leaves, is_leaf=is_leaf), takes_value)
 
@@ -104,12 +100,11 @@ def _named_leaves(tree: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, 
     def ends_path(x: Any) -> bool:
         return _is_box(x) or is_leaf(x)
 
-    boxes, _ = jax.tree_util.tree_flatten_with_path(tree, ends_path)
+    paths_and_boxes, _ = jax.tree_util.tree_flatten_with_path(tree, ends_path)
     named: list[tuple[str, Any]] = []
-    for path, box in boxes:
+    for path, box in paths_and_boxes:
         name = leaf_name(path)
-        for leaf in jax.tree.leaves(box, is_leaf=is_leaf):
-            named.append((name, leaf))
+        named += [(name, leaf) for leaf in jax.tree.leaves(box, is_leaf=is_leaf)]
     return named
 
 

@@ -36,6 +36,8 @@ def named_axes() -> Collection[object]:
 
 # Operations under every transformation of JAX.
 
+Operation = Callable[..., jax.Array]  # arrays, parameters by keyword -> an array
+
 
 class Batch(NamedTuple):
     """A batch of `vmap`: its length, its name if it has one, and the mesh axes that shard it."""
@@ -45,9 +47,7 @@ class Batch(NamedTuple):
     mesh_axes: tuple[str, ...]
 
 
-def linear_primitive(
-    name: str, *, transpose: Callable[..., jax.Array], **rules: Any
-) -> Callable[..., jax.Array]:
+def linear_primitive(name: str, *, transpose: Operation, **rules: Any) -> Operation:
     """Define a linear operation on one array, a primitive, for every transformation of JAX.
 
     Its derivative is itself, and its gradient is given by `transpose`. `jax.custom_vjp` would have
@@ -60,8 +60,8 @@ def linear_primitive(
             `run`, the operation, made of other operations;
             `on_platforms`, the same for platforms that differ, by name;
             `abstract_eval`, type of the array -> type of the result and effects; default: the same,
-            none; `batch`, the array, its batch dim or None, the `Batch` -> the result and its batch
-            dim; default: the same operation.
+            none; `batch`, the operation, the array, its batch dim or None, the `Batch` -> the
+            result and its batch dim; default: the same operation.
 
     Returns:
         The operation: array, parameters by keyword -> array.
@@ -80,18 +80,18 @@ def linear_primitive(
 def bilinear_primitive(
     name: str,
     *,
-    run: Callable[..., jax.Array],
-    transposes: Sequence[Callable[..., jax.Array]],
+    run: Operation,
+    transposes: Sequence[Operation],
     **rules: Any,
-) -> Callable[..., jax.Array]:
+) -> Operation:
     """Define an operation on two arrays that is linear in each, as a product, as a JAX primitive.
 
     Args:
         name: The name that jaxprs show.
         run: The operation, made of other operations.
         transposes: For each array: cotangent, type of the array, the other array -> its cotangent.
-        rules: Further rules, as of `linear_primitive`; `batch` takes both arrays, then both batch
-            dims.
+        rules: Further rules, as of `linear_primitive`; `batch` takes the operation, both arrays,
+            then both batch dims.
 
     Returns:
         The operation.
@@ -101,10 +101,11 @@ def bilinear_primitive(
     def jvp(primals: Any, tangents: Any, **params: object) -> tuple[jax.Array, Any]:
         """Differentiate a product: d(x y) = dx y + x dy, without terms known to be zero."""
         terms = []
-        if type(tangents[0]) is not ad.Zero:
-            terms.append(primitive.bind(tangents[0], primals[1], **params))
-        if type(tangents[1]) is not ad.Zero:
-            terms.append(primitive.bind(primals[0], tangents[1], **params))
+        for i, tangent in enumerate(tangents):
+            if not isinstance(tangent, ad.Zero):
+                factors = list(primals)
+                factors[i] = tangent
+                terms.append(primitive.bind(*factors, **params))
         # The value is computed by the operations themselves, not by the primitive: policies of
         # jax.checkpoint look for `dot_general`, say, in the jaxpr.
         return run(*primals, **params), reduce(ad.add_tangents, terms)
@@ -130,10 +131,10 @@ def _same_type(x: Any, **_: Any) -> tuple[Any, set[Any]]:
 def _primitive(
     name: str,
     *,
-    run: Callable[..., jax.Array],
+    run: Operation,
     abstract_eval: Callable[..., Any] = _same_type,
     batch: Callable[..., tuple[jax.Array, int | None]] | None = None,
-    on_platforms: Mapping[str, Callable[..., jax.Array]] | None = None,
+    on_platforms: Mapping[str, Operation] | None = None,
 ) -> Primitive:
     """Define an operation of JAX with its rules for running, types, vmap and compilation.
 
@@ -146,21 +147,23 @@ def _primitive(
     def batched(
         axis_data: Any, arrays: Any, dims: Any, **params: object
     ) -> tuple[jax.Array, int | None]:
+        """Run the operation on arrays of which some have a batch dim: `axis_data` says which batch."""
         if batch is None:  # the operation treats all dims alike: the batch is one more
             return primitive.bind(*arrays, **params), dims[0]
         mesh_axes = axis_data.explicit_mesh_axis
         if not mesh_axes:
             mesh_axes = _spread_axes(axis_data.spmd_name)
         axis = Batch(axis_data.size, axis_data.name, mesh_axes)
-        return batch(*arrays, *dims, axis, **params)
+        return batch(primitive.bind, *arrays, *dims, axis, **params)
 
     # The public `primitive_batchers` get neither the batch's name nor the axes that shard it.
     batching.fancy_primitive_batchers[primitive] = batched
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    platforms: list[tuple[str | None, Operation]] = [(None, run)]  # None: those without their own
     if on_platforms is not None:
-        for platform, run_on_platform in on_platforms.items():
-            lowering = mlir.lower_fun(run_on_platform, multiple_results=False)
-            mlir.register_lowering(primitive, lowering, platform=platform)
+        platforms += on_platforms.items()
+    for platform, run_there in platforms:
+        lowering = mlir.lower_fun(run_there, multiple_results=False)
+        mlir.register_lowering(primitive, lowering, platform=platform)
     return primitive
 
 
@@ -174,9 +177,7 @@ def _spread_axes(spmd_axis_name: tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(axis for axis in spmd_axis_name if kinds.get(axis) != AxisType.Explicit)
 
 
-def types_of(
-    run: Callable[..., jax.Array], static: Sequence[str]
-) -> Callable[..., tuple[Any, Any]]:
+def types_of(run: Operation, static: Sequence[str]) -> Callable[..., tuple[Any, Any]]:
     """Return an operation's rule for types (`abstract_eval`), which traces the operation.
 
     Args:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 
 from jax_bridge.arrays.program import LOG
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_order, record_order
@@ -17,7 +16,7 @@ from jax_bridge.calls import are_keys, as_array
 from jax_bridge.einsum import EinsumOptions, Given, check_operands, check_shapes, einsum_blocks
 from jax_bridge.mesh.axis_types import as_tagged, bound_sizes
 from jax_bridge.mesh.context import AnyMesh, free_axes, machine_profile
-from xshard import ContractionPlan, Mesh, ProfileLike
+from xshard import ContractionPlan, ProfileLike
 from xshard.contractions.expression import Contraction
 from xshard.contractions.plan import contraction_of
 from xshard.contractions.ring import NEVER
@@ -132,8 +131,8 @@ def _einsum_of_arrays(
     # A call like an earlier one does no more than this and its caller.
     text = contraction_of(given).text
     array_mesh = ArrayMesh.of(arrays, [text] * len(arrays), mesh)
-    options = options._replace(profile=machine_profile(options.profile, array_mesh.in_context))
-    program = _make_program(given, array_mesh, shapes, dtype, options)
+    profile = machine_profile(options.profile, array_mesh.in_context)
+    program = _make_program(given, array_mesh, shapes, dtype, options._replace(profile=profile))
     expected_shapes = tuple(array.shape for array in program.plan.arrays)
     check_shapes(expected_shapes, tuple(x.shape for x in arrays), text)
     # All arrays are checked before one is brought to its source: an error leaves nothing half done.
@@ -151,7 +150,7 @@ def _are_blocks(call: Contraction) -> bool:
     Inside a `shard_map` over other axes only they are global arrays.
     """
     axes: set[str] = set()
-    for layout in (*call.operands, call.result):
+    for layout in call.arrays:
         axes.update(layout.axes)
     if not bound_sizes(axes):
         return False
@@ -174,7 +173,7 @@ def _make_program(
     """Plan an einsum of global arrays, and make the jitted function that runs it.
 
     Args:
-        given: The contraction, or a plan of it.
+        given: The contraction, or a plan of it, which is checked.
         mesh: The mesh of the arrays.
         shapes: The operands' global shapes.
         dtype: The operands' common dtype.
@@ -185,10 +184,14 @@ def _make_program(
     for layout in call.arrays:
         named_axes += layout.axes
     free = mesh.free(named_axes, call.text)
-    plan = _planned(given, mesh, free, shapes, dtype, options)
-    stored = [StoredArray.of(array, mesh, call.text) for array in plan.arrays]
-    sources = stored[:-1]
-    target = stored[-1]
+    if isinstance(given, ContractionPlan):
+        check_operands(given, shapes, dtype.name)
+        mesh.check_plan(given, call.text)
+        plan = given
+    else:
+        plan = options.plan(given, free, shapes, dtype)
+    # The result is the last of the plan's arrays.
+    *sources, target = [StoredArray.of(array, mesh, call.text) for array in plan.arrays]
     LOG.info(
         "einsum %s, %s%s: %s received by the busiest device",
         call.text,
@@ -207,33 +210,5 @@ def _make_program(
         in_specs=tuple(source.sharding.spec for source in sources),
         out_specs=target.sharding.spec,
     )
-    # For a mesh without devices an outer jit, which knows the devices, decides.
-    has_devices = not isinstance(mesh.in_context, AbstractMesh)
-    out_sharding = target.sharding if has_devices else None
-    run = jax.jit(on_devices, out_shardings=out_sharding)
+    run = jax.jit(on_devices, out_shardings=target.sharding_on_devices)
     return _ContractionProgram(plan, sources, run)
-
-
-def _planned(
-    given: Given,
-    mesh: ArrayMesh,
-    free: Mesh,
-    shapes: Shapes,
-    dtype: np.dtype,
-    options: EinsumOptions,
-) -> ContractionPlan:
-    """Plan the einsum of global arrays, or check that a given plan fits them.
-
-    Args:
-        given: The contraction, or a plan of it.
-        mesh: The mesh of the arrays.
-        free: Its axes that no `shard_map` around the call made manual.
-        shapes: The operands' global shapes.
-        dtype: Their common dtype.
-        options: How the contraction is planned.
-    """
-    if not isinstance(given, ContractionPlan):
-        return options.plan(given, free, shapes, dtype)
-    check_operands(given, shapes, dtype.name)
-    mesh.free(given.axes, contraction_of(given).text, given.mesh)
-    return given

@@ -16,17 +16,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
-from jax.sharding import Mesh as JaxMesh
 
 from jax_bridge.arrays.stored import ArrayMesh, StoredArray, check_even
 from jax_bridge.autodiff.function import batch_dim, with_batch_dim
 from jax_bridge.calls import MoveCall
 from jax_bridge.mesh.axis_types import as_tagged
-from jax_bridge.mesh.context import free_axes
+from jax_bridge.mesh.context import AnyJaxMesh, free_axes
 from jax_bridge.specs import storage_sharding
-from jax_bridge.versions import Batch, linear_primitive, with_sharding
-from xshard import Layout, Plan, ProfileLike, Sharding, planner
+from jax_bridge.versions import Batch, Operation, linear_primitive, with_sharding
+from xshard import Plan, ProfileLike, planner
 from xshard.errors import MeshError, located
 from xshard.formatting import format_bytes
 from xshard.notation.parser import mark_errors
@@ -63,9 +61,10 @@ def make_program(
     Returns:
         The plans, the shardings that the program expects, and the program: arrays -> moved arrays.
     """
-    plans = list[Plan]()
-    sources = list[StoredArray]()
-    targets = list[StoredArray]()
+    plans = []
+    sources = []
+    targets = []
+    donated = []
     for i, (expression, shape, dtype, path) in enumerate(moves):
         text = sides(expression).text
         with located(path):
@@ -74,6 +73,9 @@ def make_program(
             targets.append(StoredArray.of(plan.target, mesh, text, path))
             sources.append(StoredArray.of(plan.source, mesh, text, path))
         plans.append(plan)
+        # XLA can write a result into donated memory of the same size only.
+        if donate and plan.source.max_local_size == plan.target.max_local_size:
+            donated.append(i)
         LOG.info(
             "array %d of %d: %s, %s%s: %d steps, %s received by the busiest device",
             i + 1,
@@ -91,16 +93,7 @@ def make_program(
         pairs = zip(plans, arrays, strict=True)
         return [_move(x, plan=plan, mesh=mesh.in_context) for plan, x in pairs]
 
-    reusable = []
-    for i, plan in enumerate(plans):
-        # XLA can write a result into donated memory of the same size only.
-        if plan.source.max_local_size == plan.target.max_local_size:
-            reusable.append(i)
-    out_shardings = None
-    # For a mesh without devices an outer jit, which knows the devices, decides.
-    if not isinstance(mesh.in_context, AbstractMesh):
-        out_shardings = [target.sharding for target in targets]
-    donated = reusable if donate else []
+    out_shardings = [target.sharding_on_devices for target in targets]
     jitted = jax.jit(run, donate_argnums=donated, out_shardings=out_shardings)
     return Program(tuple(plans), tuple(sources), run, jitted)
 
@@ -119,7 +112,7 @@ def _planned(
         return planner.plan(expression, free, shape, dtype.name, profile=profile)
     with mark_errors(text):
         check_given("the array is", expression, dtype.name, shape)
-        mesh.free(expression.axes, text, expression.mesh)
+        mesh.check_plan(expression, text)
     return expression
 
 
@@ -127,7 +120,7 @@ def _planned(
 
 
 @partial(jax.jit, static_argnames=("plan", "mesh"), inline=True)
-def _run(x: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array:
+def _run(x: jax.Array, *, plan: Plan, mesh: AnyJaxMesh) -> jax.Array:
     """Run a plan on the blocks of a global array."""
 
     def move_block(block: jax.Array) -> jax.Array:
@@ -143,23 +136,30 @@ def _run(x: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array
     return on_devices(x)
 
 
-def _type_of_result(aval: Any, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> tuple[Any, set[Any]]:
+def _type_of_result(aval: Any, *, plan: Plan, mesh: AnyJaxMesh) -> tuple[Any, set[Any]]:
     """Return the type of the moved array, and no effects."""
     sharding = storage_sharding(plan.target.layout, mesh)
     return with_sharding(aval, sharding, plan.target.shape), set()
 
 
-def _transposed(cotangent: jax.Array, *, plan: Plan, mesh: JaxMesh | AbstractMesh) -> jax.Array:
+def _transposed(cotangent: jax.Array, *, plan: Plan, mesh: AnyJaxMesh) -> jax.Array:
     """Move a cotangent back, by the dual plan."""
     return _move(cotangent, plan=plan.backward, mesh=mesh)
 
 
 def _batched(
-    x: jax.Array, dim: int | None, batch: Batch, *, plan: Plan, mesh: JaxMesh | AbstractMesh
+    bind: Operation,
+    x: jax.Array,
+    dim: int | None,
+    batch: Batch,
+    *,
+    plan: Plan,
+    mesh: AnyJaxMesh,
 ) -> tuple[jax.Array, int | None]:
     """Move a batch of arrays under `jax.vmap` at once, as one array with the batch as first dim.
 
     Args:
+        bind: The move.
         x: The arrays.
         dim: The batch's dim of `x`; None if `x` is the same for the whole batch.
         batch: The batch's length, and the mesh axes that shard it.
@@ -170,8 +170,8 @@ def _batched(
         The result, and its batch dim.
     """
     if dim is None:
-        return _move(x, plan=plan, mesh=mesh), None
-    return _move(jnp.moveaxis(x, dim, 0), plan=_batched_plan(plan, batch), mesh=mesh), 0
+        return bind(x, plan=plan, mesh=mesh), None
+    return bind(jnp.moveaxis(x, dim, 0), plan=_batched_plan(plan, batch), mesh=mesh), 0
 
 
 def _batched_plan(plan: Plan, batch: Batch) -> Plan:
@@ -191,19 +191,13 @@ def _batched_plan(plan: Plan, batch: Batch) -> Plan:
     # Plan anew for the batched array, whose layouts name it: other steps can do without it.
     dim = batch_dim(plan, batch.mesh_axes)
 
-    def wider(side: Sharding) -> Layout:
-        return replace(side.layout, dims=(dim, *side.layout.dims))
-
-    return planner.plan(
-        (wider(plan.source), wider(plan.target)),
-        plan.mesh,
-        (batch.size, *plan.shape),
-        plan.dtype,
-        profile=plan.profile,
-    )
+    layouts = (plan.source.layout, plan.target.layout)
+    src, dst = (replace(layout, dims=(dim, *layout.dims)) for layout in layouts)
+    shape = (batch.size, *plan.shape)
+    return planner.plan((src, dst), plan.mesh, shape, plan.dtype, profile=plan.profile)
 
 
-_move: Callable[..., jax.Array] = linear_primitive(
+_move: Operation = linear_primitive(
     "xshard_reshard",
     run=_run,
     abstract_eval=_type_of_result,

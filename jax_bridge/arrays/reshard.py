@@ -94,13 +94,14 @@ def reshard(
     if not leaves:
         return arrays
     calls = []
+    moves = []
     for leaf in leaves:
         with located(leaf.place):  # errors name the leaf
-            calls.append(_array_call(leaf.x, leaf.value))
-    array_mesh = ArrayMesh.of([call.x for call in calls], [call.sides.text for call in calls], mesh)
-    moves = []
-    for call, leaf in zip(calls, leaves, strict=True):
+            call = _array_call(leaf.x, leaf.value)
+        calls.append(call)
         moves.append((call.expression, call.x.shape, call.x.dtype, leaf.place))
+    texts = [sides_of(call.expression).text for call in calls]
+    array_mesh = ArrayMesh.of([call.x for call in calls], texts, mesh)
     # "auto" is looked up outside the cache: it stands for the machine of these devices.
     on_machine = machine_profile(profile, array_mesh.in_context)
     program = make_program(tuple(moves), array_mesh, donate, on_machine)
@@ -122,8 +123,9 @@ def reshard(
 
     results = []
     for y, call, plan in zip(ys, calls, program.plans, strict=True):
-        result = y if call.back is None else call.back(y)
-        results.append(stored.record_order(result, plan.target))
+        if call.back is not None:
+            y = call.back(y)
+        results.append(stored.record_order(y, plan.target))
     return jax.tree.unflatten(jax.tree.structure(arrays), results)
 
 
@@ -131,7 +133,6 @@ class ArrayCall(NamedTuple):
     """One array of a call, its expression, and for PRNG keys the function back to keys."""
 
     x: jax.Array
-    sides: Sides
     expression: Sides | Plan
     back: Callable[[jax.Array], jax.Array] | None = None
 
@@ -145,11 +146,11 @@ def _array_call(x: Any, expression: Any) -> ArrayCall:
     parsed = sides_of(expression)
     x = as_array(x, parsed.text)
     if isinstance(expression, Plan):
-        return ArrayCall(x, parsed, expression)
+        return ArrayCall(x, expression)
     if are_keys(x):
         words = as_words(x, parsed)
-        return ArrayCall(words.array, words.sides, words.sides, words.back)
-    return ArrayCall(x, parsed, parsed)
+        return ArrayCall(words.array, words.sides, words.back)
+    return ArrayCall(x, parsed)
 
 
 def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
@@ -165,19 +166,20 @@ def arrive(x: jax.Array, target: StoredArray) -> jax.Array:
     """
     with located(target.path):
         check_order(x, target.array, target.text)
-        sharding = target.other_sharding(x)
-        if sharding is not None:
-            mesh = target.mesh.of_arrays
-            if not is_on_mesh(x, mesh):
-                what = f"the array is not on the mesh: {sharding}"
-                raise MeshError(what, text=target.text, hint="place puts it there")
-            layout = target.array.layout
-            if recorded_order(x) is None:
-                # Nothing says in which order its rows are, as zigzag. They keep their order; only
-                # the axes change.
-                layout = storage_layout(layout)
-            x = reshard(x, (known_layout(x, sharding, target.array), layout), mesh)
-        return target.bring(x)
+        other = target.other_sharding(x)
+        if other is None:
+            return target.bring(x)
+        mesh = target.mesh.of_arrays
+        if not is_on_mesh(x, mesh):
+            what = f"the array is not on the mesh: {other}"
+            raise MeshError(what, text=target.text, hint="place puts it there")
+        layout = target.array.layout
+        if recorded_order(x) is None:
+            # Nothing says in which order its rows are, as zigzag. They keep their order; only the
+            # axes change.
+            layout = storage_layout(layout)
+        moved = reshard(x, (known_layout(x, other, target.array), layout), mesh)
+        return target.bring(moved)
 
 
 @api_boundary
@@ -227,14 +229,15 @@ def place(
     layouts = with_map_digests(layouts, maps)
     leaves = array_leaves(Rules(layouts) if isinstance(layouts, Mapping) else layouts, tree)
     # All targets first: an error leaves nothing half placed.
-    targets = []
-    for leaf in leaves:
-        with located(leaf.place):
-            targets.append(_target(leaf.x, leaf.value, array_mesh) if is_array(leaf.x) else None)
-    placed = []
-    for leaf, target in zip(leaves, targets, strict=True):
-        with located(leaf.place):
-            placed.append(leaf.x if target is None else _placed(leaf.x, target, profile))
+    targets = {}
+    for i, leaf in enumerate(leaves):
+        if is_array(leaf.x):
+            with located(leaf.place):
+                targets[i] = _target(leaf.x, leaf.value, array_mesh)
+    placed = [leaf.x for leaf in leaves]
+    for i, target in targets.items():
+        with located(leaves[i].place):
+            placed[i] = _placed(leaves[i].x, target, profile)
     return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
 

@@ -91,52 +91,40 @@ def shard_map(
         >>> up(jax.numpy.ones((4, 3)), jax.numpy.ones((3, 2))).sharding.spec
         P(None, 'tp')
     """
-    layouts = with_map_digests(layouts, maps)
-    if f is None:  # as a decorator: @shard_map(layouts=..., mesh=...)
-        return partial(
-            shard_map,
-            layouts=layouts,
-            mesh=mesh,
-            sizes=sizes,
+    in_layouts, out_layouts = _signature(with_map_digests(layouts, maps))
+    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+
+    def decorate(f: Callable[..., Any]) -> Callable[..., Any]:
+        mapped = _MappedFunction(
+            f=f,
+            in_layouts=in_layouts,
+            out_layouts=out_layouts,
+            mesh=None if mesh is None else jax_mesh(mesh),
+            sizes={} if sizes is None else sizes,
+            has_types=check_vma,
+            donated=donated,
             profile=profile,
-            check_vma=check_vma,
-            donate_argnums=donate_argnums,
         )
-    signature = _signature(layouts)
-    mapped = _MappedFunction(
-        f=f,
-        in_layouts=signature.arguments,
-        out_layouts=signature.results,
-        mesh=None if mesh is None else jax_mesh(mesh),
-        sizes={} if sizes is None else sizes,
-        has_types=check_vma,
-        donated=(donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums),
-        profile=profile,
-    )
 
-    @api_boundary
-    @wraps(f)
-    def of_arrays(*args: Any, **static: Any) -> Any:
-        return mapped(args, static)
+        @api_boundary
+        @wraps(f)
+        def of_arrays(*args: Any, **static: Any) -> Any:
+            return mapped(args, static)
 
-    return of_arrays
+        return of_arrays
+
+    # Without a function it is a decorator: @shard_map(layouts=..., mesh=...).
+    return decorate if f is None else decorate(f)
 
 
-class _Signature(NamedTuple):
-    """The layouts of a function's arguments and of its results, as trees."""
-
-    arguments: Any
-    results: Any
-
-
-def _signature(layouts: Any) -> _Signature:
-    """Read the layouts that the user gives: one text, or a pair."""
+def _signature(layouts: Any) -> Sequence[Any]:
+    """Return the layouts of arguments and those of results, from one text or from a pair."""
     if isinstance(layouts, str):
         arguments, results = parse_layouts(layouts, "signature")
         # The layout of one result is no tuple: the function returns an array, not a tuple of one.
-        return _Signature(arguments, results[0] if len(results) == 1 else results)
+        return arguments, results[0] if len(results) == 1 else results
     if isinstance(layouts, list | tuple) and len(layouts) == 2:
-        return _Signature(layouts[0], layouts[1])
+        return layouts
     hint = (
         '"b s/cp c, c f/tp -> b s/cp f/tp", '
         "or a pair: layouts of the arguments, layouts of the results"
@@ -153,8 +141,9 @@ class _BorderArray(NamedTuple):
     call: MoveCall
     outside: StoredArray
 
-    def move(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Move this device's block on its way in or out. axes: the mesh's."""
+    def move(self, x: jax.Array) -> jax.Array:
+        """Move this device's block on its way in or out."""
+        axes = tuple(free_axes(self.outside.mesh.in_context))
         with located(self.outside.path):
             return self.call.run(x, axes)
 
@@ -166,76 +155,69 @@ class _Border(NamedTuple):
     has_types: bool
     profile: ProfileLike
 
-    def argument(self, path: str, given: Any, shape: tuple[int, ...]) -> _BorderArray:
+    @property
+    def axes(self) -> Mesh:
+        """The axes that are manual inside: those that no other `shard_map` made manual."""
+        return Mesh(free_axes(self.mesh.in_context))
+
+    def argument(self, leaf: Leaf, shape: tuple[int, ...]) -> _BorderArray:
         """Plan how a global argument becomes this device's block as the function takes it.
 
         Args:
-            path: Its name, for errors.
-            given: Its layout, or "layout -> layout".
+            leaf: Its name, and its layout or "layout -> layout".
             shape: Its global shape.
         """
+        path = f"argument '{leaf.name}'"
         with located(path):
-            sides = self._resolved_sides(given, len(shape))
-            axes = self._axes_of(sides)
-            array = stored_sharding(sides.src, axes, shape, sides.text)
-            way_in = sides._replace(src=self._layout_at_border(array, axes))
+            sides = self._resolved_sides(leaf.value, len(shape))
+            array = stored_sharding(sides.src, self.axes, shape, sides.text)
+            way_in = sides._replace(src=self._layout_at_border(array))
             return self._border_array(array, way_in, path)
 
-    def result(
-        self, path: str, given: Any, block_shape: tuple[int, ...], lengths: Lengths
-    ) -> _BorderArray:
+    def result(self, leaf: Leaf, lengths: Lengths) -> _BorderArray:
         """Plan how this device's block of a result becomes a part of a global array.
 
         Args:
-            path: Its name, for errors.
-            given: Its layout, or "layout -> layout".
-            block_shape: The shape of a device's block.
+            leaf: Its name, its layout or "layout -> layout", and the type of the block.
             lengths: The global lengths that dims may have, by name. A block cannot tell: one of 3
                 rows on 4 devices may be of 12 rows, or padded from 9.
         """
+        path = f"result '{leaf.name}'" if leaf.name else "the result"
         with located(path):
-            sides = self._resolved_sides(given, len(block_shape))
-            axes = self._axes_of(sides)
+            block_shape = leaf.x.shape
+            sides = self._resolved_sides(leaf.value, len(block_shape))
             hint = (
                 "dims are as long as arguments have them: "
                 "take another name, or say sizes={{dim}: ...}"
             )
-            shape = global_shape(sides.src, axes, block_shape, sides.text, lengths, hint)
+            shape = global_shape(sides.src, self.axes, block_shape, sides.text, lengths, hint)
+            # On its way out the array's dims may change their order.
             length_of = dict(zip(sides.src.names, shape, strict=True))
             shape_outside = tuple(length_of[name] for name in sides.dst.names)
-            array = stored_sharding(sides.dst, axes, shape_outside, sides.text)
-            way_out = sides._replace(dst=self._layout_at_border(array, axes))
+            array = stored_sharding(sides.dst, self.axes, shape_outside, sides.text)
+            way_out = sides._replace(dst=self._layout_at_border(array))
             return self._border_array(array, way_out, path)
 
-    def _axes_of(self, sides: Sides) -> Mesh:
-        """Return the axes of the mesh that may shard arrays.
-
-        Raises MeshError if the sides name others.
-        """
-        return self.mesh.free((*sides.src.axes, *sides.dst.axes), sides.text)
-
     def _resolved_sides(self, given: Any, ndim: int) -> Sides:
-        """Parse a layout, or "layout -> layout", for an array of `ndim` dims."""
+        """Parse a layout, or "layout -> layout", for an array of `ndim` dims, and check its axes."""
         src, dst, text = sides_or_one(given)
-        axes = self._axes_of(Sides(src, dst, text))
+        axes = self.mesh.free((*src.axes, *dst.axes), text)
         with mark_errors(text):
             check_axes(src, axes, text)
             check_axes(dst, axes, text)
             return Sides(src.resolved(ndim), dst.resolved(ndim), text)
 
-    def _layout_at_border(self, array: Sharding, axes: Mesh) -> Layout:
+    def _layout_at_border(self, array: Sharding) -> Layout:
         """Return the layout of the blocks into which `jax.shard_map` splits a global array.
 
         It is the array's, with `copy` on the axes that do not shard it if there are no types.
         """
-        if self.has_types:
-            return replace(array.layout, tags=())
         # With check_vma=False JAX adds the gradients of all devices that hold the value: each uses
         # a copy of its own, which is what the tag `copy` says.
-        copies = tuple(axis for axis in axes.axes if axis not in array.layout.axes)
-        if not copies:
-            return replace(array.layout, tags=())
-        return replace(array.layout, tags=(("copy", copies),))
+        copies: list[str] = []
+        if not self.has_types:
+            copies = [axis for axis in self.axes.axes if axis not in array.layout.axes]
+        return replace(array.layout, tags=(("copy", tuple(copies)),))
 
     def _border_array(self, array: Sharding, sides: Sides, path: str) -> _BorderArray:
         """Put together the array outside and the move of its blocks."""
@@ -249,22 +231,29 @@ class _Border(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The arguments of one call."""
+    """The arguments of one call.
+
+    A leaf with a layout, its `value`, is an array. Others are constants of the program.
+    """
 
     names: list[str]  # of positional arguments
     tree: Any  # the structure of all arguments, by name
     structure: Any  # the same, and which leaves are arrays
     leaves: list[Leaf]
 
-    def without_arrays(self) -> _Call:
-        """Return the call without its arrays: a cached program must not keep their memory.
+    @property
+    def array_leaves(self) -> list[Leaf]:
+        """The leaves that are arrays."""
+        return [leaf for leaf in self.leaves if leaf.value is not None]
 
-        A leaf whose layout (`value`) is None is not an array; it stays.
-        """
-        leaves = []
-        for leaf in self.leaves:
-            is_constant = leaf.value is None
-            leaves.append(leaf if is_constant else leaf._replace(x=None))
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The other leaves with their types, as a part of a key: True == 1 is another constant."""
+        return tuple((type(leaf.x), leaf.x) for leaf in self.leaves if leaf.value is None)
+
+    def without_arrays(self) -> _Call:
+        """Return the call without its arrays: a cached program must not keep their memory."""
+        leaves = [leaf if leaf.value is None else leaf._replace(x=None) for leaf in self.leaves]
         return self._replace(leaves=leaves)
 
 
@@ -288,7 +277,6 @@ class _BlockFunction:
     f: Callable[..., Any]
     call: _Call  # with the values of arguments that are not arrays
     arguments: list[_BorderArray]  # for each leaf that is an array
-    axes: tuple[str, ...]  # the mesh's
 
     def __call__(self, blocks: Sequence[jax.Array]) -> _Outputs:
         """Run the user's function on one device's blocks of all array arguments.
@@ -303,7 +291,7 @@ class _BlockFunction:
                 values.append(leaf.x)
             else:
                 block, argument = next(remaining_blocks)
-                values.append(argument.move(block, self.axes))
+                values.append(argument.move(block))
         by_keyword = jax.tree.unflatten(self.call.tree, values)
         by_position = [by_keyword.pop(name) for name in self.call.names]
         leaves, structure = jax.tree.flatten(self.f(*by_position, **by_keyword))
@@ -351,15 +339,12 @@ class _MappedFunction:
         """
         # A call like an earlier one does no more than this, so all of it has to be fast.
         call = self._structured(args, static)
-        leaves_of_arrays = [leaf for leaf in call.leaves if leaf.value is not None]
-        arrays = [as_array(leaf.x, leaf.name) for leaf in leaves_of_arrays]
-        texts = [sides_or_one(leaf.value).text for leaf in leaves_of_arrays]
+        leaves = call.array_leaves
+        arrays = [as_array(leaf.x, leaf.name) for leaf in leaves]
+        texts = [sides_or_one(leaf.value).text for leaf in leaves]
         mesh = ArrayMesh.of(arrays, texts, self.mesh)
-
-        # Types are part of the key, since True == 1 would find the program of 1.
-        constants = tuple((type(leaf.x), leaf.x) for leaf in call.leaves if leaf.value is None)
         types = tuple((x.shape, x.dtype) for x in arrays)
-        key = (call.structure, constants, types, mesh)
+        key = (call.structure, call.constants, types, mesh)
         try:
             program = self.programs.get(key)
         except TypeError as error:
@@ -367,20 +352,15 @@ class _MappedFunction:
             what = f"an argument that is not an array lacks a hash: {error}"
             raise XshardError(what, hint=hint) from None
 
-        if program is not None:
-            arguments = program.arguments
-        else:
-            border = _Border(mesh, self.has_types, self.profile)
-            arguments = []
-            for leaf, x in zip(leaves_of_arrays, arrays, strict=True):
-                path = f"argument '{leaf.name}'"
-                arguments.append(border.argument(path, leaf.value, x.shape))
-        placed = [
-            arrive(x, argument.outside) for x, argument in zip(arrays, arguments, strict=True)
-        ]
+        border = _Border(mesh, self.has_types, self.profile)
         if program is None:
-            axes = tuple(free_axes(mesh.in_context))
-            of_blocks = _BlockFunction(self.f, call.without_arrays(), arguments, axes)
+            pairs = zip(leaves, arrays, strict=True)
+            arguments = [border.argument(leaf, x.shape) for leaf, x in pairs]
+        else:
+            arguments = program.arguments
+        placed = [arrive(x, to.outside) for x, to in zip(arrays, arguments, strict=True)]
+        if program is None:
+            of_blocks = _BlockFunction(self.f, call.without_arrays(), arguments)
             program = self._program(of_blocks, border, placed)
             self.programs[key] = program
         return program.result_of(program.run(*placed))
@@ -412,7 +392,8 @@ class _MappedFunction:
     def _leaves(self, names: Sequence[str], arguments: Mapping[str, Any]) -> list[Leaf]:
         """List the leaves of the arguments by name, each with its layout, and without its value.
 
-        The layout is None for a leaf that is not an array.
+        f(x, {"w": w}) under "n d, d f" has "x" with "n d" and "params.w" with "d f". The layout is
+        None for a leaf that is not an array.
 
         Args:
             names: The names of the positional arguments.
@@ -425,13 +406,12 @@ class _MappedFunction:
         if not isinstance(layouts, list | tuple):
             layouts = [layouts] * len(names)
         if len(layouts) != len(names):
+            reason = f"{len(names)} arguments by position, layouts for {len(layouts)}"
             hint = "one for each: a layout, Rules, a tree of these, or None"
-            raise XshardError(
-                f"{len(names)} arguments by position, layouts for {len(layouts)}", hint=hint
-            )
-        by_name: dict[str, Any] = dict.fromkeys(arguments)  # None for arguments by keyword
-        by_name |= zip(names, layouts, strict=True)
-        leaves = array_leaves(by_name, arguments)
+            raise XshardError(reason, hint=hint)
+        layout_of: dict[str, Any] = dict.fromkeys(arguments)  # None for arguments by keyword
+        layout_of |= zip(names, layouts, strict=True)
+        leaves = array_leaves(layout_of, arguments)
         for leaf in leaves:
             if leaf.value is None and is_array(leaf.x):
                 hint = "layouts are for arguments by position, None for other arguments than arrays"
@@ -452,20 +432,21 @@ class _MappedFunction:
         on_devices = partial(
             jax.shard_map,
             mesh=border.mesh.in_context,
-            axis_names=frozenset(of_blocks.axes),
+            axis_names=frozenset(border.axes.axes),
             check_vma=self.has_types,
             in_specs=tuple(argument.outside.sharding.spec for argument in of_blocks.arguments),
         )
         outputs = _traced_outputs(of_blocks, on_devices, placed)
         results = self._results(of_blocks, border, outputs)
 
-        def move_blocks(*blocks: jax.Array) -> list[jax.Array]:
+        def run_on_blocks(*blocks: jax.Array) -> list[jax.Array]:
+            """Run the function, and move the arrays of its result out; the rest is constant."""
             leaves = of_blocks(blocks).leaves
-            return [result.move(leaves[i], of_blocks.axes) for i, result in results.items()]
+            return [result.move(leaves[i]) for i, result in results.items()]
 
-        specs = [result.outside.sharding.spec for result in results.values()]
+        out_specs = [result.outside.sharding.spec for result in results.values()]
         run = jax.jit(
-            on_devices(move_blocks, out_specs=specs),
+            on_devices(run_on_blocks, out_specs=out_specs),
             donate_argnums=self._donated_arrays(of_blocks),
         )
         return _Program(of_blocks.arguments, run, results, outputs)
@@ -485,8 +466,7 @@ class _MappedFunction:
         results: dict[int, _BorderArray] = {}
         for i, leaf in enumerate(leaves):
             if is_array(leaf.x):
-                path = f"result '{leaf.name}'" if leaf.name else "the result"
-                results[i] = border.result(path, leaf.value, leaf.x.shape, lengths)
+                results[i] = border.result(leaf, lengths)
         return results
 
     def _lengths(self, arguments: Sequence[_BorderArray]) -> dict[str, set[int]]:
@@ -511,13 +491,8 @@ class _MappedFunction:
         argument 1 is array 2.
         """
         donated_names = {of_blocks.call.names[i] for i in self.donated}
-        donated = []
-        leaves_of_arrays = (leaf for leaf in of_blocks.call.leaves if leaf.value is not None)
-        for number, leaf in enumerate(leaves_of_arrays):
-            argument_name = leaf.name.partition(".")[0]
-            if argument_name in donated_names:
-                donated.append(number)
-        return donated
+        names = [leaf.name.partition(".")[0] for leaf in of_blocks.call.array_leaves]
+        return [number for number, name in enumerate(names) if name in donated_names]
 
 
 def _traced_outputs(

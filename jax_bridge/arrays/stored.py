@@ -17,14 +17,13 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.sharding import Mesh as JaxMesh
 from jax.sharding import Sharding as JaxSharding
 from numpy.typing import NDArray
 
-from jax_bridge.mesh.context import AnyMesh, axis_span, free_axes, jax_mesh, xshard_mesh
+from jax_bridge.mesh.context import AnyJaxMesh, AnyMesh, axis_span, free_axes, jax_mesh, xshard_mesh
 from jax_bridge.specs import from_partition_spec, storage_layout, storage_sharding
 from jax_bridge.versions import unreduced_kind, with_sharding
-from xshard import Layout, Mesh, Sharding, XshardError
+from xshard import ContractionPlan, Layout, Mesh, Plan, Sharding, XshardError
 from xshard.arguments import is_on as is_set
 from xshard.errors import MeshError, ShapeError, api_boundary
 from xshard.layout.runs import row_numbers
@@ -83,13 +82,12 @@ def record_order(array: Any, stored: Sharding) -> Any:
 
     Args:
         array: The array. A tracer is returned as it is.
-        stored: Its layout and mesh. For PRNG keys that of their words, which have one dim more.
+        stored: Its sharding. For PRNG keys that of their words, which have one dim more.
     """
     if isinstance(array, Tracer):
         return array  # a note on a tracer would not reach the array that it stands for
-    if len(stored.shape) > array.ndim:
-        # The words of PRNG keys have a dim more than the keys.
-        layout = replace(stored.layout, dims=stored.layout.dims[: array.ndim])
+    if len(stored.shape) > array.ndim:  # of the words of PRNG keys
+        layout = replace(stored.layout, dims=stored.layout.dims[:-1])
         stored = Sharding(layout, stored.mesh, array.shape)
     setattr(array, _RECORD, stored)
     return array
@@ -111,16 +109,18 @@ def check_order(array: Any, source: Sharding, text: str) -> None:
     Raises:
         ShapeError: The recorded order is another one; under XSHARD_DEBUG also if none is recorded.
     """
-    known = recorded_order(array)
-    if isinstance(array, Tracer) or (known is None and not STRICT):
+    if isinstance(array, Tracer):
         return
-    known_orders = () if known is None else _orders(known)
-    if known_orders == _orders(source):
-        return
-    if known is None:
-        reason = f"nothing says that the rows of the array are stored as '{source.layout}'"
+    recorded = recorded_order(array)
+    if recorded is not None:
+        if _orders(recorded) == _orders(source):
+            return
+        reason = f"the rows of the array are stored as '{recorded.layout}'"
     else:
-        reason = f"the rows of the array are stored as '{known.layout}'"
+        # Results of JAX have no record, and are believed, unless XSHARD_DEBUG is on.
+        if not STRICT or not _orders(source):
+            return
+        reason = f"nothing says that the rows of the array are stored as '{source.layout}'"
     hint = f"write their order on the left, or say what it is: stored_as(array, '{source.layout}')"
     raise ShapeError(reason, text=text, hint=hint)
 
@@ -138,33 +138,31 @@ def stored_rows(array: Sharding, dim: int) -> NDArray[np.int64] | None:
     return rows
 
 
-class _OrderedShard(NamedTuple):
-    """A shard of a dim whose rows are not stored in their own order."""
-
-    dim: int
-    shard: Shard
-    axis_sizes: tuple[int, ...]
-
-
 @lru_cache(maxsize=4096)
-def _orders(stored: Sharding) -> tuple[_OrderedShard, ...]:
-    """List the shards of dims in another order than their rows' own: equal lists, equal orders."""
-    result = []
+def _orders(stored: Sharding) -> tuple[object, ...]:
+    """Return what tells the order of an array's rows, to compare it; () if it is their own.
+
+    For each shard of a dim in another order: the dim, the shard, and the sizes of its axes.
+    """
+    orders = []
     for i, dim in enumerate(stored.normal_layout.dims):
         if any(shard.order != "block" for shard in dim.shards):
             for shard in dim.shards:
-                result.append(_OrderedShard(i, shard, stored.mesh.sizes_of(shard.axes)))
-    return tuple(result)
+                orders.append((i, shard, stored.mesh.sizes_of(shard.axes)))
+    return tuple(orders)
 
 
 # Meshes and arrays of a call.
 
 
 class ArrayMesh(NamedTuple):
-    """The mesh of a call's arrays, and the same with the axis types of the context."""
+    """The mesh of a call's arrays, and the same with the axis types of the context.
 
-    of_arrays: JaxMesh | AbstractMesh
-    in_context: JaxMesh | AbstractMesh
+    Inside a `shard_map` over some axes these are Manual in the context, and not on the arrays.
+    """
+
+    of_arrays: AnyJaxMesh
+    in_context: AnyJaxMesh
 
     @classmethod
     def of(
@@ -183,23 +181,22 @@ class ArrayMesh(NamedTuple):
         context = jax.sharding.get_abstract_mesh()
         if context.empty or array_mesh.abstract_mesh == context:
             return cls(array_mesh, array_mesh)
-        # Inside a `shard_map` the context has the same axes, some of them manual.
+        # Axes of the context may have other types, but not other names or sizes.
         if tuple(array_mesh.shape.items()) != tuple(context.shape.items()):
             reason = f"the array is on {xshard_mesh(array_mesh)!r}, the context has {xshard_mesh(context)!r}"
             hint = "leave the context, or let jax.reshard take the array to its mesh first"
             raise MeshError(reason, text=texts[0] if texts else None, hint=hint)
         return cls(array_mesh, context)
 
-    def free(self, axes: Sequence[str], text: str, planned: Mesh | None = None) -> Mesh:
+    def free(self, axes: Sequence[str], text: str) -> Mesh:
         """Return the axes that may shard global arrays: those that no `shard_map` made manual.
 
         Args:
             axes: The axes that an expression names.
             text: The expression, for errors.
-            planned: The mesh of a plan that the user passed, whose axes must have the same sizes.
 
         Raises:
-            MeshError: One of `axes` is manual, or not as planned.
+            MeshError: One of `axes` is manual.
         """
         free = Mesh(free_axes(self.in_context))
         # An axis that the mesh lacks is refused later, when layouts are put on the mesh.
@@ -212,11 +209,15 @@ class ArrayMesh(NamedTuple):
                     "redistribute its blocks along this one"
                 )
                 raise MeshError(reason, text=text, span=span, hint=hint)
-            if planned is None:
-                continue
-            if axis not in free.axes or free.size(axis) != planned.size(axis):
-                raise MeshError(f"the plan is for {planned!r}, the array is on {free!r}", text=text)
         return free
+
+    def check_plan(self, plan: Plan | ContractionPlan, text: str) -> None:
+        """Raise MeshError unless a plan that the user passed is for axes that are free here."""
+        free = self.free(plan.axes, text)
+        for axis in plan.axes:
+            if axis not in free.axes or free.size(axis) != plan.mesh.size(axis):
+                reason = f"the plan is for {plan.mesh!r}, the array is on {free!r}"
+                raise MeshError(reason, text=text)
 
 
 class StoredArray(NamedTuple):
@@ -239,6 +240,11 @@ class StoredArray(NamedTuple):
             sharding = storage_sharding(array.layout, mesh.in_context)
         return cls(array, mesh, sharding, text, path)
 
+    @property
+    def sharding_on_devices(self) -> NamedSharding | None:
+        """The sharding; None on a mesh without devices: an outer jit, which knows them, decides."""
+        return None if isinstance(self.mesh.in_context, AbstractMesh) else self.sharding
+
     def check(self, x: jax.Array, donate: bool = False) -> None:
         """Raise ShapeError for an array that is known to be sharded otherwise.
 
@@ -260,21 +266,23 @@ class StoredArray(NamedTuple):
 
         Raises MeshError for an array on devices if the user passed a mesh without devices.
         """
+        spec = self.sharding.spec
         if isinstance(x, Tracer):
             # Only along Explicit axes the sharding is part of the type.
-            known = jax.typeof(x).sharding
-            if known.mesh.empty or any(kind != AxisType.Explicit for kind in known.mesh.axis_types):
+            actual = jax.typeof(x).sharding
+            mesh = actual.mesh
+            if mesh.empty or any(kind != AxisType.Explicit for kind in mesh.axis_types):
                 return None
-            source = NamedSharding(known.mesh, self.sharding.spec, memory_kind=known.memory_kind)
+            expected = NamedSharding(mesh, spec, memory_kind=actual.memory_kind)
         elif not x.committed:
             return None  # XLA may put it anywhere
         elif isinstance(self.mesh.of_arrays, AbstractMesh):
             reason = "the array is on devices, the mesh passed lacks them"
             raise MeshError(reason, text=self.text, hint="pass the jax.Mesh, or nothing")
         else:
-            known = x.sharding
-            source = NamedSharding(self.mesh.of_arrays, self.sharding.spec)
-        return None if are_same_shardings(known, source, x.ndim) else known
+            actual = x.sharding
+            expected = NamedSharding(self.mesh.of_arrays, spec)
+        return None if are_same_shardings(actual, expected, x.ndim) else actual
 
     def bring(self, x: jax.Array) -> jax.Array:
         """Give an array the mesh and the axis types that the program expects.
@@ -289,20 +297,20 @@ class StoredArray(NamedTuple):
             return x  # most arrays, at the cost of this test alone
         mesh = jax.typeof(x).sharding.mesh
         target = self.sharding.mesh
-        if is_traced:
-            is_placed = not mesh.empty
+        is_on_devices = not mesh.empty if is_traced else x.committed
+        if is_on_devices:
+            has_types = has_context_types or mesh.empty or mesh == target
         else:
-            is_placed = x.committed
-        if is_placed and (has_context_types or mesh.empty or mesh == target):
+            # With Auto axes XLA places it when the program runs.
+            has_types = AxisType.Explicit not in target.axis_types
+        if has_types:
             return x
-        if not is_placed and AxisType.Explicit not in target.axis_types:
-            return x  # XLA places it when the program runs
         typed = with_sharding(jax.typeof(x), self.sharding)
         spec = typed.sharding.spec  # without Auto axes, which are no part of a type
         return jax.reshard(x, NamedSharding(target, spec))
 
 
-def is_on_mesh(x: jax.Array, mesh: JaxMesh | AbstractMesh) -> bool:
+def is_on_mesh(x: jax.Array, mesh: AnyJaxMesh) -> bool:
     """Return whether an array is sharded over the mesh."""
     array_mesh = _mesh_of_array(x)
     return array_mesh is not None and _are_one(array_mesh, mesh)
@@ -358,10 +366,9 @@ def stored_sharding(layout: Layout, mesh: Mesh, shape: tuple[int, ...], text: st
         ShapeError: Blocks would be uneven in an order other than the rows' own.
     """
     with mark_errors(text):
-        dims = []
-        for dim, length in zip(layout.resolved(len(shape)).dims, shape, strict=True):
-            dims.append(_even_dim(dim, mesh, length, text))
-        return Sharding(Layout(tuple(dims)), mesh, shape)
+        lengths = zip(layout.resolved(len(shape)).dims, shape, strict=True)
+        dims = tuple(_even_dim(dim, mesh, length, text) for dim, length in lengths)
+        return Sharding(Layout(dims), mesh, shape)
 
 
 def _even_dim(dim: Dim, mesh: Mesh, length: int, text: str) -> Dim:
@@ -395,23 +402,18 @@ def are_same_shardings(a: JaxSharding, b: NamedSharding, ndim: int) -> bool:
     return a == b or (_tags(a) == _tags(b) and a.is_equivalent_to(b, ndim))
 
 
-class _Tags(NamedTuple):
-    """What a spec says beside the dims: axes of addends and of copies, and how addends add up."""
+def _tags(sharding: JaxSharding) -> tuple[object, ...]:
+    """Return what a sharding says beside the dims, to compare it.
 
-    unreduced: frozenset[str]
-    reduced: frozenset[str]
-    kind: str
-
-
-def _tags(sharding: JaxSharding) -> _Tags:
-    """Return the tags of a sharding."""
+    Axes of addends, how these add up, and axes of copies.
+    """
     if not isinstance(sharding, NamedSharding):
-        return _Tags(frozenset(), frozenset(), "sum")
+        return frozenset(), "sum", frozenset()
     spec = sharding.spec
-    return _Tags(frozenset(spec.unreduced), frozenset(spec.reduced), unreduced_kind(spec))
+    return frozenset(spec.unreduced), unreduced_kind(spec), frozenset(spec.reduced)
 
 
-def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | AbstractMesh:
+def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> AnyJaxMesh:
     """Return the one mesh of the arrays, or else of the context (`jax.set_mesh`).
 
     Args:
@@ -421,7 +423,7 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | Abst
     Raises:
         MeshError: The arrays are on several meshes, or nothing says on which.
     """
-    common: JaxMesh | AbstractMesh | None = None
+    common: AnyJaxMesh | None = None
     for array, text in zip(arrays, texts, strict=True):
         mesh = _mesh_of_array(array)
         if mesh is None:
@@ -429,20 +431,19 @@ def mesh_of(arrays: Sequence[jax.Array], texts: Sequence[str]) -> JaxMesh | Abst
         if common is not None and not _are_one(mesh, common):
             reason = f"the arrays are on several meshes: {common} and {mesh}"
             raise MeshError(reason, text=text, hint="one call moves the arrays of one mesh")
+        # JAX knows the mesh of a tracer without its devices: another array may tell them.
         if common is None or isinstance(common, AbstractMesh):
-            common = mesh  # a mesh with devices rather than one without
+            common = mesh
     if common is not None:
         return common
     context = jax.sharding.get_abstract_mesh()
     if context.empty:
-        text_of_first = texts[0] if texts else None
-        raise MeshError(
-            "JAX does not say on which mesh the array is", text=text_of_first, hint="pass mesh="
-        )
+        reason = "JAX does not say on which mesh the array is"
+        raise MeshError(reason, text=texts[0] if texts else None, hint="pass mesh=")
     return context
 
 
-def _mesh_of_array(x: jax.Array) -> JaxMesh | AbstractMesh | None:
+def _mesh_of_array(x: jax.Array) -> AnyJaxMesh | None:
     """Return the mesh that JAX knows of an array; None if it knows none."""
     if isinstance(x, Tracer):
         mesh = jax.typeof(x).sharding.mesh
@@ -452,7 +453,7 @@ def _mesh_of_array(x: jax.Array) -> JaxMesh | AbstractMesh | None:
     return None
 
 
-def _are_one(a: JaxMesh | AbstractMesh, b: JaxMesh | AbstractMesh) -> bool:
+def _are_one(a: AnyJaxMesh, b: AnyJaxMesh) -> bool:
     """Return whether meshes are equal; of a traced array JAX knows the mesh without its devices."""
     if a == b:
         return True

@@ -29,7 +29,7 @@ the border.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn
@@ -41,7 +41,14 @@ from jax import lax
 from jax_bridge.lower.row_tables import with_boundary_constants
 from jax_bridge.lower.rules import run
 from jax_bridge.lower.transports import PERMUTE, PERMUTE_UNBRANCHED, RAGGED, Transport
-from jax_bridge.versions import ACCELERATORS, Batch, batch_first, linear_primitive, types_of
+from jax_bridge.versions import (
+    ACCELERATORS,
+    Batch,
+    Operation,
+    batch_first,
+    linear_primitive,
+    types_of,
+)
 from xshard import Layout, Plan, XshardError
 from xshard.notation.parser import Dim, Shard
 from xshard.plans.max_min import max_min_plans
@@ -64,13 +71,14 @@ def apply(plan: Plan, x: jax.Array, ad: str) -> jax.Array:
     """
     # A boundary such as constant(7) writes 7 into rows beyond the ends of the array. That is not
     # linear in x: the plan without it runs first, and the constants are written afterwards.
-    linear = plan.tangent
-    if plan.src.is_linear:
-        y = MODES[ad].forward(linear, x)
+    without_constants = plan.tangent
+    if plan.src.is_linear:  # no max or min is pending
+        y = MODES[ad].forward(without_constants, x)
     else:
-        y = _max_or_min(linear, ad, x)
-    has_constants = linear is not plan
-    return with_boundary_constants(y, plan.target) if has_constants else y
+        y = _max_or_min(without_constants, ad, x)
+    if without_constants is plan:
+        return y
+    return with_boundary_constants(y, plan.target)
 
 
 # Linear plans: a primitive that every transformation of JAX knows.
@@ -83,11 +91,16 @@ def move(plan: Plan, x: jax.Array) -> jax.Array:
 
 def batch_dim(plan: Plan, batch_axes: tuple[str, ...]) -> Dim:
     """Return a dim with a name that the plan's array does not have; mesh axes may shard it."""
-    taken_names = plan.source.layout.names
+    name = new_name("batch", plan.source.layout.names)
+    return Dim(name, (Shard(batch_axes),) if batch_axes else ())
+
+
+def new_name(kind: str, names: Sequence[str]) -> str:
+    """Return a name for one more dim: "batch0", or "batch1" if the dims have "batch0", and so on."""
     number = 0
-    while f"batch{number}" in taken_names:
+    while f"{kind}{number}" in names:
         number += 1
-    return Dim(f"batch{number}", (Shard(batch_axes),) if batch_axes else ())
+    return f"{kind}{number}"
 
 
 @lru_cache(maxsize=1024)
@@ -115,34 +128,41 @@ def with_batch_dim(plan: Plan, length: int, batch_axes: tuple[str, ...] = ()) ->
                 changes[field.name] = wider(value)
         return replace(step, **changes)  # type: ignore[type-var]  # the same
 
+    limit = plan.memory_limit
     return replace(
         plan,
         src=wider(plan.source.layout),
         dst=wider(plan.target.layout),
         shape=(length, *plan.shape),
         steps=tuple(map(wider_step, plan.steps)),
-        memory_limit=None if plan.memory_limit is None else length * plan.memory_limit,
+        memory_limit=None if limit is None else length * limit,
     )
+
+
+def _on_blocks(
+    move_block: Callable[[jax.Array], jax.Array], x: jax.Array, devices: str | None
+) -> jax.Array:
+    """Move a block; or the blocks of all devices, one after the other along the first dim of `x`.
+
+    devices: The name of the `vmap` of which the devices are the batch; None for one block.
+    """
+    if devices is None:
+        return move_block(x)
+    return jax.vmap(move_block, axis_name=devices)(x)
 
 
 def _run(
     x: jax.Array, *, plan: Plan, devices: str | None, transport: Transport = PERMUTE
 ) -> jax.Array:
-    """Run a plan.
-
-    devices: an axis named by `vmap`, if the first dim of `x` has a block per device.
-    """
-    run_block = partial(run, plan, transport=transport)
-    if devices is None:
-        return run_block(x)
-    return jax.vmap(run_block, axis_name=devices)(x)
+    """Run a plan. devices: as for `_on_blocks`."""
+    return _on_blocks(partial(run, plan, transport=transport), x, devices)
 
 
 _abstract_eval = types_of(_run, ("plan", "devices"))
 
 
-def batch_rule(
-    bind: Callable[..., Any],
+def _batch_rule(
+    bind: Operation,
     x: jax.Array,
     dim: int | None,
     batch: Batch,
@@ -161,7 +181,8 @@ def batch_rule(
         dim: The batch dim of `x`; None if `x` is the same for the whole batch.
         batch: The batch.
         plan: The operation's plan.
-        devices: The axis named by an outer `vmap` whose batch the devices are, if any.
+        devices: The name of another `vmap` whose batch is the devices, along the first dim of `x`;
+            None if there is none.
 
     Returns:
         The result, and its batch dim.
@@ -172,25 +193,21 @@ def batch_rule(
     if dim is None:
         return bind(x, plan=plan, devices=devices), None
     # The first dim stays the devices', if there are any.
-    result_dim = 0 if devices is None else 1
-    x = jnp.moveaxis(x, dim, result_dim)
-    return bind(x, plan=with_batch_dim(plan, batch.size), devices=devices), result_dim
-
-
-def _batch_move(*operands: Any, **params: Any) -> tuple[jax.Array, int | None]:
-    return batch_rule(_move, *operands, **params)
+    new_dim = 0 if devices is None else 1
+    x = jnp.moveaxis(x, dim, new_dim)
+    return bind(x, plan=with_batch_dim(plan, batch.size), devices=devices), new_dim
 
 
 def _transpose_move(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
     return _move(cotangent, plan=plan.backward, devices=devices)
 
 
-_move: Callable[..., jax.Array] = linear_primitive(
+_move: Operation = linear_primitive(
     "xshard_move",
     run=_run,
     abstract_eval=_abstract_eval,
     transpose=_transpose_move,
-    batch=_batch_move,
+    batch=_batch_rule,
     on_platforms=dict.fromkeys(ACCELERATORS, partial(_run, transport=RAGGED)),
 )
 
@@ -226,14 +243,16 @@ def _max_or_min_tangent(
     (tangent,) = tangents
     y = apply(plan, x, ad)
     plans = max_min_plans(plan)
-    # The blocks of inputs are compared with the result, brought to each device. It is computed
-    # from the output, or from the input again if the output lacks some rows, as after a slice.
-    compared = y if plans.result.src.is_linear else lax.stop_gradient(x)
-    has_won = x == mode.forward(plans.result, compared)
+    # The maximum comes back to each device, to be compared with its x. `plans.result` takes it from
+    # y, or reduces x again if y lacks some rows, as after a slice.
+    takes_y = plans.result.src.is_linear
+    maximum = mode.forward(plans.result, y if takes_y else lax.stop_gradient(x))
+    has_won = x == maximum
     n_winners = mode.forward(plans.count, has_won.astype(x.dtype))
     # Padding has no winner: it would be divided by 0.
     share = tangent / jnp.maximum(n_winners, 1)
     share = jnp.where(has_won, share, jnp.zeros_like(x))
+    # Shares are added up; JAX transposes this to `plans.cotangent`, as the gradient needs it.
     return y, mode.tangent(plans.cotangent.backward, share)
 
 
@@ -261,45 +280,31 @@ def _collectives_tangent(
 
 
 def _transpose_reverse_only(cotangent: jax.Array, *, plan: Plan, devices: str | None) -> jax.Array:
-    run_block = partial(_collectives, plan.backward, move)
-    if devices is None:
-        return run_block(cotangent)
-    return jax.vmap(run_block, axis_name=devices)(cotangent)
+    return _on_blocks(partial(_collectives, plan.backward, move), cotangent, devices)
 
 
-def _refuse(what: str, plan: Plan) -> NoReturn:
+def _refuse(what: str, x: jax.Array, *, plan: Plan, devices: str | None = None) -> NoReturn:
+    """Raise XshardError in place of an operation that `custom_vjp` lacks."""
     hint = (
         'ad="linear", the default, has every mode; "custom_vjp" has reverse mode: grad, vjp, jacrev'
     )
     raise XshardError(f"{what} of '{plan.src} -> {plan.dst}' with ad=\"custom_vjp\"", hint=hint)
 
 
-def _refuse_forward(x: jax.Array, *, plan: Plan, devices: str | None) -> NoReturn:
-    _refuse("forward mode", plan)
-
-
-def _refuse_transpose(cotangent: jax.Array, *, plan: Plan) -> NoReturn:
-    _refuse("linear_transpose", plan)
-
-
-def _batch_reverse_only(*operands: Any, **params: Any) -> tuple[jax.Array, int | None]:
-    return batch_rule(_reverse_only_primitive, *operands, **params)
-
-
 # The tangent in reverse mode: JAX only transposes it. To run it is forward mode, which is refused.
-_reverse_only_primitive: Callable[..., jax.Array] = linear_primitive(
+_reverse_only_primitive: Operation = linear_primitive(
     "xshard_pulled",
-    run=_refuse_forward,
+    run=partial(_refuse, "forward mode"),
     abstract_eval=_abstract_eval,
     transpose=_transpose_reverse_only,
-    batch=_batch_reverse_only,
+    batch=_batch_rule,
 )
 
 # The identity. A transposition meets it first, and is refused before it meets collectives.
-_no_transpose: Callable[..., jax.Array] = linear_primitive(
+_no_transpose: Operation = linear_primitive(
     "xshard_forward",
     run=lambda x, *, plan: x,
-    transpose=_refuse_transpose,
+    transpose=partial(_refuse, "linear_transpose"),
 )
 
 

@@ -6,7 +6,6 @@ it is computed in the order of the operand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.versions import (
     ACCELERATORS,
     Batch,
+    Operation,
     bilinear_primitive,
     cuts_of,
     linear_primitive,
@@ -59,40 +59,40 @@ def multiplied(x: jax.Array, y: jax.Array, names: ProductNames, **options: Any) 
 class _DimOrder(NamedTuple):
     """An order of dims in which a product is a matrix product, without transpositions."""
 
-    row_operand: int  # the operand whose dims begin the result
-    operand_dims: Names
-    result_dims: Names
+    left: int  # the number of the operand that is the left matrix: its dims begin the result
+    left_names: Names
+    result_names: Names
     n_copied: int  # elements to copy into this order and back
 
 
-def _dim_order(i: int, names: ProductNames, sizes: dict[int, int]) -> _DimOrder:
-    """Order dims so that the einsum is a batched matrix product with operand `i` as the left one.
+def _dim_order(left: int, names: ProductNames, lengths: dict[int, int]) -> _DimOrder:
+    """Order dims so that the einsum is a batched matrix product with one operand on the left.
 
-    The operand's dims: batch dims, its own dims (rows), summed dims; the result's: batch dims,
-    rows, the other operand's dims (columns). "ij,jk->ki" with operand 0 computes "ij,jk->ik" and
-    then transposes the result.
+    The left operand has batch dims, its own dims (rows), summed dims; the result has batch dims,
+    rows, the right operand's dims (columns). "ij,jk->ki" with operand 0 on the left computes
+    "ij,jk->ik" and then transposes the result.
 
     Args:
-        i: The operand: 0 or 1.
+        left: The number of the operand on the left: 0 or 1.
         names: The names of all dims.
-        sizes: The length of each dim by name, to count what transposing would copy.
+        lengths: The length of each dim by name, to count what transposing would copy.
     """
-    rows_names = names.operands[i]
-    other_names = names.operands[1 - i]
-    shared = set(rows_names) & set(other_names)
-    batch = [n for n in names.result if n in shared]
-    row_dims = [n for n in names.result if n not in other_names]
-    summed = [n for n in other_names if n in shared and n not in names.result]
-    columns = [n for n in names.result if n not in rows_names]
-    operand_dims = (*batch, *row_dims, *summed)
-    result_dims = (*batch, *row_dims, *columns)
+    left_names = names.operands[left]
+    right_names = names.operands[1 - left]
+    shared = set(left_names) & set(right_names)
+    batch = [name for name in names.result if name in shared]
+    rows = [name for name in names.result if name not in right_names]
+    columns = [name for name in names.result if name not in left_names]
+    summed = [name for name in right_names if name in shared and name not in names.result]
+    ordered_left = (*batch, *rows, *summed)
+    ordered_result = (*batch, *rows, *columns)
 
     n_copied = 0
-    if rows_names != operand_dims:
-        n_copied += prod(sizes[n] for n in rows_names)
-    if result_dims != names.result:
-        n_copied += prod(sizes[n] for n in result_dims)
-    return _DimOrder(i, operand_dims, result_dims, n_copied)
+    if left_names != ordered_left:
+        n_copied += prod(lengths[name] for name in left_names)
+    if names.result != ordered_result:
+        n_copied += prod(lengths[name] for name in names.result)
+    return _DimOrder(left, ordered_left, ordered_result, n_copied)
 
 
 def _run(
@@ -108,43 +108,39 @@ def _run(
             axes.
         options: As for `jnp.einsum`.
     """
-    sizes = dict(zip(names.operands[0], x.shape, strict=True))
-    sizes |= zip(names.operands[1], y.shape, strict=True)
-    by_first = _dim_order(0, names, sizes)
-    by_second = _dim_order(1, names, sizes)
-    order = by_first
-    if by_second.n_copied < by_first.n_copied:
-        order = by_second
+    first_names, second_names = names.operands
+    lengths = dict(zip(first_names + second_names, x.shape + y.shape, strict=True))
+    orders = (_dim_order(0, names, lengths), _dim_order(1, names, lengths))
+    order = min(orders, key=lambda order: order.n_copied)
 
-    i = order.row_operand
-    rows = (x, y)[i]
-    rows_names = names.operands[i]
-    other = (x, y)[1 - i]
-    other_names = names.operands[1 - i]
-    # If the operand has a dim that only it has and that is summed, `einsum` sums it before the
-    # product anyway: transposing the operand first would be of no use.
-    has_same_dims = sorted(rows_names) == sorted(order.operand_dims)
-    if rows_names != order.operand_dims and has_same_dims:
-        permutation = [rows_names.index(n) for n in order.operand_dims]
-        rows = _in_order(lax.transpose(rows, permutation))
-        rows_names = order.operand_dims
+    left = (x, y)[order.left]
+    left_names = names.operands[order.left]
+    right = (x, y)[1 - order.left]
+    right_names = names.operands[1 - order.left]
+    # A dim that only the left operand has, and that is summed, is in no order: `einsum` sums it
+    # before the product, so that transposing the operand first would be of no use.
+    has_all_dims = len(left_names) == len(order.left_names)
+    if left_names != order.left_names and has_all_dims:
+        permutation = list(map(left_names.index, order.left_names))
+        left = _in_order(lax.transpose(left, permutation))
+        left_names = order.left_names
 
     out_sharding = None
     if cuts is not None:
-        entries = [cuts[names.result.index(n)] for n in order.result_dims]
-        out_sharding = jax.P(*entries)
+        cut_of = dict(zip(names.result, cuts, strict=True))
+        out_sharding = jax.P(*map(cut_of.get, order.result_names))
     result = jnp.einsum(
-        rows,
-        rows_names,
-        other,
-        other_names,
-        order.result_dims,
+        left,
+        left_names,
+        right,
+        right_names,
+        order.result_names,
         out_sharding=out_sharding,
         **options,
     )
-    if order.result_dims == names.result:
+    if order.result_names == names.result:
         return result
-    permutation = [order.result_dims.index(n) for n in names.result]
+    permutation = list(map(order.result_names.index, names.result))
     return lax.transpose(_in_order(result), permutation)
 
 
@@ -168,22 +164,21 @@ def _transpose(
         operand_type: The operand's type.
         other: The other operand.
         names: The names of all dims of the product.
-        cuts: As for `_run`, of the product.
+        cuts: The Explicit axes that shard the result of the product; not needed.
         options: As for `jnp.einsum`.
     """
     operand_names = names.operands[i]
     other_names = names.operands[1 - i]
     # A dim that neither the result nor the other operand has was summed: the cotangent is equal all
     # along it. It is computed without the dim, and repeated at the end.
-    computed_dims = []
-    for dim, name in enumerate(operand_names):
-        if name in names.result or name in other_names:
-            computed_dims.append(dim)
+    known_names = {*names.result, *other_names}
+    computed_dims = [dim for dim, name in enumerate(operand_names) if name in known_names]
 
-    is_explicit = AxisType.Explicit in operand_type.sharding.mesh.axis_types
+    out_sharding = None
     computed_cuts = None
-    if is_explicit:
-        entries = cuts_of(operand_type.sharding.spec)
+    if AxisType.Explicit in operand_type.sharding.mesh.axis_types:
+        out_sharding = operand_type.sharding
+        entries = cuts_of(out_sharding.spec)
         computed_cuts = tuple(entries[dim] for dim in computed_dims)
     computed_names = tuple(operand_names[dim] for dim in computed_dims)
     y = _product(
@@ -196,11 +191,11 @@ def _transpose(
     y = lax.convert_element_type(y, operand_type.dtype)
     if len(computed_dims) == operand_type.ndim:
         return y
-    out_sharding = operand_type.sharding if is_explicit else None
     return lax.broadcast_in_dim(y, operand_type.shape, computed_dims, out_sharding=out_sharding)
 
 
 def _batch(
+    bind: Operation,
     x: jax.Array,
     y: jax.Array,
     x_dim: int | None,
@@ -214,37 +209,40 @@ def _batch(
     """Run the product on a batch (the rule of `jax.vmap`): one more dim with a new name.
 
     Args:
+        bind: The product.
         x: The first operand.
         y: The second operand.
         x_dim: The batch dim of `x`; None if `x` is the same for the whole batch.
         y_dim: The batch dim of `y`; None if `y` is the same for the whole batch.
         batch: The batch, with the mesh axes that shard it.
         names: The names of the dims of one product.
-        cuts: As for `_run`.
+        cuts: For each dim of one result the Explicit axes that shard it; None if there are no such
+            axes.
         options: As for `jnp.einsum`.
 
     Returns:
         The result, and its batch dim: the first, or None without a batch.
     """
     if x_dim is None and y_dim is None:
-        return _product(x, y, names=names, cuts=cuts, **options), None
+        return bind(x, y, names=names, cuts=cuts, **options), None
     first_names, second_names = names.operands
-    new_name = 1 + max(first_names + second_names, default=-1)
+    batch_name = 1 + max(first_names + second_names, default=-1)  # a number that no dim has
 
-    def wider(dims: Names, batch_dim: int | None) -> Names:
+    def with_batch(dims: Names, batch_dim: int | None) -> Names:
+        """Add the name of the batch: (0, 1) with batch dim 1 -> (0, 2, 1)."""
         if batch_dim is None:
             return dims
-        return (*dims[:batch_dim], new_name, *dims[batch_dim:])
+        return (*dims[:batch_dim], batch_name, *dims[batch_dim:])
 
-    operands = (wider(first_names, x_dim), wider(second_names, y_dim))
-    wider_names = ProductNames(operands, wider(names.result, 0))
+    operands = (with_batch(first_names, x_dim), with_batch(second_names, y_dim))
+    names = ProductNames(operands, (batch_name, *names.result))
     if cuts is not None:
         batch_cut = batch.mesh_axes if batch.mesh_axes else None
         cuts = (batch_cut, *cuts)
-    return _product(x, y, names=wider_names, cuts=cuts, **options), 0
+    return bind(x, y, names=names, cuts=cuts, **options), 0
 
 
-_product: Callable[..., jax.Array] = bilinear_primitive(
+_product: Operation = bilinear_primitive(
     "xshard_product",
     run=_run,
     abstract_eval=types_of(_run, ("names", "cuts", "preferred_element_type", "precision")),
@@ -253,7 +251,7 @@ _product: Callable[..., jax.Array] = bilinear_primitive(
 )
 
 # XLA:CPU would fold the order into the product, for which it then has no fast kernel.
-_in_order: Callable[..., jax.Array] = linear_primitive(
+_in_order: Operation = linear_primitive(
     "xshard_in_order",
     run=lax.optimization_barrier,
     transpose=lambda cotangent: cotangent,

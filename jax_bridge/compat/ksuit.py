@@ -70,11 +70,11 @@ def all_gather_nograd(x: ArrayLike, axis: Axes | None) -> jax.Array:
 
 @api_boundary
 def all_gather_nograd_clipped(x: ArrayLike, max_length: int, axis: Axes | None) -> jax.Array:
-    """Gather the samples that a distributed sampler dealt out in turns, in their original order.
+    """Gather the samples that a distributed sampler dealt out to P devices, in their first order.
 
-    Samples 0, 2, 4 on device 0 and 1, 3, 0 on device 1 with max_length 5 -> 0, 1, 2, 3, 4.
-    [n, ...] -> [min(P n, max_length), ...]: device r holds samples r, r + P, ..., the last ones as
-    filling.
+    Device r has the samples r, r + P, r + 2 P, ... If their number does not divide, the sampler
+    gives the first ones again as filling, which is left out here: samples 0, 2, 4 on device 0 and
+    1, 3, 0 on device 1 with max_length 5 -> 0, 1, 2, 3, 4. [n, ...] -> [min(P n, max_length), ...].
 
     Args:
         x: This device's samples.

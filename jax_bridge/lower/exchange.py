@@ -24,13 +24,21 @@ from jax_bridge.lower.row_tables import (
     Table,
     along_dim,
     inverse,
+    padded_table,
     pick_rows,
     row_of_this_device,
 )
-from jax_bridge.lower.transports import Round, Schedule, Transport, box_shape, rounds, scheduled
+from jax_bridge.lower.transports import (
+    Round,
+    Schedule,
+    Shape,
+    Transport,
+    box_shape,
+    rounds,
+    scheduled,
+)
 from jax_bridge.mesh.axis_types import as_varying, from_bits, long_axes, to_bits
 from xshard import Layout, Mesh, Sharding
-from xshard.notation.parser import Dim
 from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, rows_at
 
@@ -38,7 +46,7 @@ COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 # How boxes tile a device's block: the first row of each box along every dim, sorted, and the number
 # of the round in which it arrives.
-Tiling = tuple[tuple[tuple[int, ...], int], ...]
+Tiling = tuple[tuple[Shape, int], ...]
 
 MOST_TILES = 32  # in all distinct tilings together: each tiling is compiled as a branch
 
@@ -81,15 +89,17 @@ def exchange(
 
 
 def _delivered(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Return `out` with the boxes written or added that arrive from the blocks `x` of all devices.
+    """Send boxes of this device's block `x` to others, and put those that arrive into `out`.
 
     Boxes are cut as slices where possible, else gathered by tables of row positions.
     """
     all_rounds = delivery.schedule.all_rounds
     if not all_rounds:  # no rows to send
         return out
-    can_slice = delivery.op in (None, "sum") and all(map(_are_slices, all_rounds))
-    deliver = _by_slices if can_slice else _by_tables
+    deliver = _by_tables
+    # Slices are written or added; for max and min there are tables alone.
+    if delivery.op in (None, "sum") and all(map(_are_slices, all_rounds)):
+        deliver = _by_slices
 
     messages = itertools.chain.from_iterable(all_rounds)
     has_negative = any(message.sign < 0 for message in messages)
@@ -106,37 +116,34 @@ def _by_slices(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
     Of a block of 4 rows a device may send rows 2-3, which arrive at rows 0-1 of the receiver.
     """
     schedule = delivery.schedule
-    all_rounds = schedule.all_rounds
+    all_rounds = schedule.all_rounds  # first those in which devices keep boxes, then the others
     n_local = len(schedule.local)
     mesh = delivery.after.mesh
     axes = long_axes(mesh)
     starts = _box_starts(all_rounds, mesh.n_devices, axes)
 
-    def cut(r: int) -> jax.Array:
-        """Cut out the box that this device sends or keeps in a round."""
+    def cut_out(r: int) -> jax.Array:
+        """Cut out the box that this device sends or keeps in round r."""
         shape = box_shape(all_rounds[r])
         return lax.dynamic_slice(x, starts[r].sent, shape, allow_negative_indices=False)
 
-    boxes = [cut(r) for r in range(n_local, len(all_rounds))]
-    arrived = delivery.transport.send(boxes, schedule.sent, mesh)
+    boxes_to_send = [cut_out(r) for r in range(n_local, len(all_rounds))]
+    received = delivery.transport.send(boxes_to_send, schedule.sent, mesh)
 
-    def box(r: int) -> jax.Array:
-        """Return the box that arrives in a round.
-
-        Called late, so that a branch cuts only its own boxes.
-        """
-        if r < n_local:
-            return _signed(cut(r), all_rounds[r], mesh)
-        return _signed(arrived[r - n_local], all_rounds[r], mesh)
+    def arrived(r: int) -> jax.Array:
+        """Return the box that this device receives or keeps in round r."""
+        # Boxes to keep are cut out here, so that a branch of a `switch` cuts only its own.
+        box = cut_out(r) if r < n_local else received[r - n_local]
+        return _signed(box, all_rounds[r], mesh)
 
     # Boxes that fill the new block exactly are concatenated: one copy instead of one per box.
     if delivery.op is None and delivery.transport.branches:
         tiling_of_device = tilings(all_rounds, delivery.after)
         if tiling_of_device is not None:
-            return _tiled_by_device(tiling_of_device, box, axes)
+            return _tiled_by_device(tiling_of_device, arrived, axes)
     for r, messages in enumerate(all_rounds):
         receives = _receivers(messages, mesh.n_devices)
-        out = _with_box(out, box(r), starts[r].received, receives, delivery.op, axes)
+        out = _with_box(out, arrived(r), starts[r].received, receives, delivery.op, axes)
     return out
 
 
@@ -146,7 +153,7 @@ def _with_box(
     start: list[Any],
     receives: NDArray[np.bool_],
     op: str | None,
-    axes: tuple[str, ...],
+    axes: Sequence[str],
 ) -> jax.Array:
     """Write a box into a block, or add it, on the devices that receive one.
 
@@ -160,52 +167,62 @@ def _with_box(
         op: "sum" to add the box; None to overwrite what is there.
         axes: The axes that number the devices.
     """
-    if op is not None or not receives.all():
-        present = lax.dynamic_slice(out, start, box.shape, allow_negative_indices=False)
-        if op is not None:
-            box = present + box
-        if not receives.all():
-            box = jnp.where(row_of_this_device(receives, axes), box, present)
-    return lax.dynamic_update_slice(out, box, start, allow_negative_indices=False)
+    write = partial(lax.dynamic_update_slice, allow_negative_indices=False)
+    if op is None and receives.all():
+        return write(out, box, start)
+    present = lax.dynamic_slice(out, start, box.shape, allow_negative_indices=False)
+    if op is not None:
+        box = present + box
+    if not receives.all():
+        box = jnp.where(row_of_this_device(receives, axes), box, present)
+    return write(out, box, start)
 
 
 def _by_tables(delivery: _Delivery, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Send boxes of any rows: gather each into a compact box, and spread it over the new block.
+    """Send boxes of any rows: pack each into a compact box, and spread it over the new block.
 
     A box with the rows 0, 2 of `x` may arrive at the rows 3, 1 of `out`. Every box is spread to the
     shape of `out` by a table of positions, and written, or combined by the delivery's op, where it
     has elements.
     """
     schedule = delivery.schedule
-    all_rounds = schedule.all_rounds
+    all_rounds = schedule.all_rounds  # first those in which devices keep boxes, then the others
     n_local = len(schedule.local)
     mesh = delivery.after.mesh
     axes = long_axes(mesh)
-    tables = [_round_tables(messages, delivery.after) for messages in all_rounds]
+    tables_of_rounds = [_round_tables(messages, delivery.after) for messages in all_rounds]
 
     packed = []
-    for dims in tables:
+    for tables in tables_of_rounds:
         box = x
-        for dim, positions in enumerate(dims):
-            box = pick_rows(box, dim, positions.packing, axes)
+        for dim, table in enumerate(tables):
+            box = pick_rows(box, dim, table.packing, axes)
         packed.append(box)
     received = delivery.transport.send(packed[n_local:], schedule.sent, mesh)
-    arrived = packed[:n_local] + received  # in the order of all rounds
 
+    boxes = packed[:n_local] + received
     is_written = jnp.zeros(out.shape, bool)
-    for messages, box, dims in zip(all_rounds, arrived, tables, strict=True):
+    for messages, box, tables in zip(all_rounds, boxes, tables_of_rounds, strict=True):
         box = _signed(box, messages, mesh)
-        has_element = row_of_this_device(_receivers(messages, mesh.n_devices), axes)
-        for dim, positions in enumerate(dims):
-            box = pick_rows(box, dim, positions.placing, axes)
-            has_row = row_of_this_device(positions.placing != VOID, axes)
-            has_element = has_element & along_dim(has_row, dim, box.ndim)
+        for dim, table in enumerate(tables):
+            box = pick_rows(box, dim, table.placing, axes)
         if delivery.op is not None:
             # The first box at a place is written, not combined with the zero that is there.
             box = jnp.where(is_written, COMBINE[delivery.op](out, box), box)
+        has_element = _elements_of_box(messages, tables, mesh)
         out = jnp.where(has_element, box, out)
         is_written = is_written | has_element
     return out
+
+
+def _elements_of_box(messages: Round, tables: Sequence[DimTables], mesh: Mesh) -> jax.Array:
+    """Return a mask of this device's new block: True where a round brings an element."""
+    axes = long_axes(mesh)
+    mask = row_of_this_device(_receivers(messages, mesh.n_devices), axes)
+    for dim, table in enumerate(tables):
+        has_row = row_of_this_device(table.placing != VOID, axes)
+        mask = mask & along_dim(has_row, dim, len(tables))
+    return mask
 
 
 def _receivers(messages: Round, n_devices: int) -> NDArray[np.bool_]:
@@ -239,36 +256,40 @@ class BoxStarts(NamedTuple):
 
 
 def _box_starts(
-    all_rounds: Sequence[Round], n_devices: int, axes: tuple[str, ...]
+    all_rounds: Sequence[Round], n_devices: int, axes: Sequence[str]
 ) -> list[BoxStarts]:
     """Look up where this device's boxes begin: one `BoxStarts` per round.
 
-    A start is a list with one row number per dim: a constant if all devices have the same, else a
-    traced scalar that is looked up by the device's index.
+    A start has a row number for each dim: a constant if all devices have the same, since XLA
+    compiles slices at constant places to simple loops, else a traced scalar that is looked up by
+    the device's index.
 
     Args:
         all_rounds: The rounds; all boxes are slices.
         n_devices: The number of devices.
         axes: The mesh axes that number them.
     """
+    table = _table_of_starts(all_rounds, n_devices)
+    starts = [BoxStarts(list(sent), list(received)) for sent, received in table[0]]  # device 0's
+    differs = (table != table[0]).any(axis=0)
+    for r, end, dim in np.argwhere(differs).tolist():
+        starts[r][end][dim] = row_of_this_device(table[:, r, end, dim], axes)
+    return starts
+
+
+def _table_of_starts(all_rounds: Sequence[Round], n_devices: int) -> NDArray[np.int32]:
+    """Tabulate where the boxes of all devices begin: [devices, rounds, sent or received, dims]."""
     ndim = len(all_rounds[0][0].box)
-    # [devices, rounds, sent or received, dims]
-    starts = np.zeros((n_devices, len(all_rounds), 2, ndim), np.int32)
+    table = np.zeros((n_devices, len(all_rounds), 2, ndim), np.int32)
     for r, messages in enumerate(all_rounds):
         # A device without a box cuts out another's rows, which nobody reads: the more starts are
-        # equal, the more tables become constants.
-        starts[:, r] = _first_rows(messages[0])
+        # equal, the more of them are constants.
+        table[:, r] = _first_rows(messages[0])
         for message in messages:
             first_rows = _first_rows(message)
-            starts[message.src, r, 0] = first_rows.sent
-            starts[message.dst, r, 1] = first_rows.received
-
-    # Device 0's numbers are constants; those that differ on some device are replaced by a lookup.
-    # XLA compiles slices at constant places to simple loops.
-    result = [BoxStarts(list(sent), list(received)) for sent, received in starts[0]]
-    for r, side, dim in np.argwhere((starts != starts[0]).any(axis=0)).tolist():
-        result[r][side][dim] = row_of_this_device(starts[:, r, side, dim], axes)
-    return result
+            table[message.src, r, 0] = first_rows.sent
+            table[message.dst, r, 1] = first_rows.received
+    return table
 
 
 def _first_rows(message: Message) -> BoxStarts:
@@ -299,18 +320,16 @@ def _round_tables(messages: Round, after: Sharding) -> list[DimTables]:
     n_devices = after.mesh.n_devices
     tables = []
     for dim, box_length in enumerate(box_shape(messages)):
-        block_length = after.max_local_shape[dim]
-        packing = np.full((n_devices, box_length), VOID, np.int64)
-        placing = np.full((n_devices, block_length), VOID, np.int64)
-        # A device that sends nothing packs the rows that another device does, and nobody reads
-        # them: a table whose lines are all equal is compiled as a constant.
-        any_rows = rows_at(messages[0].box[dim], 0)
-        packing[:, : len(any_rows)] = any_rows
+        # A device that sends nothing packs the rows of the first message, and nobody reads them:
+        # a table whose lines are all equal is compiled as a constant.
+        first_rows = rows_at(messages[0].box[dim], 0)
+        packing = padded_table([first_rows] * n_devices, box_length)
+        placing = np.full((n_devices, after.max_local_shape[dim]), VOID, np.int64)
         for message in messages:
             sent_rows = rows_at(message.box[dim], 0)
-            packing[message.src, : len(sent_rows)] = sent_rows
             received_rows = rows_at(message.box[dim], 1)
-            placing[message.dst] = inverse(received_rows, block_length)
+            packing[message.src, : len(sent_rows)] = sent_rows
+            placing[message.dst] = inverse(received_rows, placing.shape[1])
         tables.append(DimTables(packing, placing))
     return tables
 
@@ -326,33 +345,33 @@ def tilings(schedule: Sequence[Round], after: Sharding) -> tuple[Tiling, ...] | 
         after: The sharding of the new blocks.
 
     Returns:
-        A tiling per device; None if boxes differ in shape, leave gaps, or tile in too many ways.
+        A tiling per device; None if boxes differ in shape, leave gaps, or if devices have so many
+        different tilings that a program with a branch for each would be too large.
     """
     shapes = {box_shape(messages) for messages in schedule}
     if len(shapes) > 1:
         return None
-    # By device: the place of each box, and the round in which it arrives.
-    rounds_of_places: list[dict[tuple[int, ...], int]] = [{} for _ in range(after.mesh.n_devices)]
+    # For each device a dict: where a box begins -> the round in which it arrives.
+    round_at: list[dict[Shape, int]] = [{} for _ in range(after.mesh.n_devices)]
     for r, messages in enumerate(schedule):
         for message in messages:
-            place = tuple(_first_rows(message).received)
-            rounds_of_places[message.dst][place] = r
+            start = tuple(_first_rows(message).received)
+            round_at[message.dst][start] = r
 
-    tiling_of_device = tuple(tuple(sorted(places.items())) for places in rounds_of_places)
+    tiling_of_device = tuple(tuple(sorted(of_device.items())) for of_device in round_at)
     # Boxes of one shape at different places do not overlap here. If they have as many elements as
     # the block, there is no gap.
     box_size = math.prod(shapes.pop())
     block_size = math.prod(after.max_local_shape)
     if any(len(tiling) * box_size != block_size for tiling in tiling_of_device):
         return None
-    n_compiled = sum(len(tiling) for tiling in set(tiling_of_device))
-    if n_compiled > MOST_TILES:
-        return None
-    return tiling_of_device
+    # Devices with equal tilings share one branch of the program.
+    n_compiled = sum(map(len, set(tiling_of_device)))
+    return tiling_of_device if n_compiled <= MOST_TILES else None
 
 
 def _tiled_by_device(
-    tiling_of_device: Sequence[Tiling], box: Callable[[int], jax.Array], axes: tuple[str, ...]
+    tiling_of_device: Sequence[Tiling], box: Callable[[int], jax.Array], axes: Sequence[str]
 ) -> jax.Array:
     """Concatenate boxes as this device's tiling says: a branch for each distinct tiling."""
     distinct = list(dict.fromkeys(tiling_of_device))
@@ -393,7 +412,7 @@ class SentPart(NamedTuple):
     """
 
     block: int
-    shape: tuple[int, ...]
+    shape: Shape
     messages: tuple[Message, ...]
     op: str | None
 
@@ -401,9 +420,9 @@ class SentPart(NamedTuple):
 class NewBlock(NamedTuple):
     """A new block: parts of other blocks in `shape`, transposed to `order`, seen as `block`."""
 
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    block: tuple[int, ...]
+    shape: Shape
+    order: Shape
+    block: Shape
     dtypes: tuple[str, str]  # the one that travels, and the new block's
     parts: tuple[SentPart, ...]
 
@@ -431,11 +450,12 @@ def transfer(
     """
     for new in new_blocks:
         travel_dtype, dtype = new.dtypes
-        dims = tuple(Dim(f"d{i}") for i in range(len(new.shape)))
-        after = Sharding(Layout(dims), Mesh({AXIS: n_devices}), new.shape)
+        # For the program every new block is whole: which rows it receives is in the messages.
+        after = Sharding(Layout.parse("..."), Mesh({AXIS: n_devices}), new.shape)
         out = jnp.zeros(new.shape, travel_dtype)
         for part in new.parts:
             x = blocks[part.block].reshape(part.shape).astype(travel_dtype)
             schedule = scheduled(part.messages, adds=part.op is not None)
             out = _delivered(_Delivery(schedule, part.op, after, transport), x, out)
+        # Messages keep the order of a source's dims. Only then are dims put into the new order.
         yield out.transpose(new.order).reshape(new.block).astype(dtype)

@@ -18,7 +18,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from xshard import Mesh, Sharding
-from xshard.steps.exchange.messages import boundary_fills
+from xshard.layout.block_rows import block_fills
 
 # The position of no row: a row of zeros is put there.
 VOID = -1
@@ -123,18 +123,18 @@ def _gather_chunks(x: jax.Array, dim: int, positions: Table, axes: Sequence[str]
     length = x.shape[dim]
     chunk_rows = _rows_moving_together(positions, length)
     n_chunks = length // chunk_rows
-    chunks = positions[:, ::chunk_rows] // chunk_rows
+    chunks = positions[:, ::chunk_rows] // chunk_rows  # all rows of a chunk are VOID, or none
     is_void = chunks < 0
     # JAX fills what is out of bounds; a negative index would count from the end.
     chunks = np.where(is_void, n_chunks, chunks)
     # Filling costs a comparison of every index with the bounds.
     mode = "fill" if is_void.any() else "promise_in_bounds"
 
-    x = with_lengths(x, dim, 1, n_chunks, chunk_rows)
+    in_chunks = with_lengths(x, dim, 1, n_chunks, chunk_rows)  # [..., length, ...] split in two
     indices = row_of_this_device(chunks.astype(np.int32), axes)
     index = (*[slice(None)] * dim, indices)
-    taken = x.at[index].get(mode=mode, fill_value=0, wrap_negative_indices=False)
-    return with_lengths(taken, dim, 2, positions.shape[1])
+    gathered = in_chunks.at[index].get(mode=mode, fill_value=0, wrap_negative_indices=False)
+    return with_lengths(gathered, dim, 2, positions.shape[1])
 
 
 def _rows_moving_together(positions: Table, length: int) -> int:
@@ -143,24 +143,23 @@ def _rows_moving_together(positions: Table, length: int) -> int:
     Few large chunks copy faster than many rows. Chunks begin at multiples of their size, in the
     block and in the result, so that both can be reshaped to [chunks, rows of a chunk].
 
-    [[4, 5, 6, 7, 0, 1]] of a block of 8 rows -> 2
+    [[4, 5, 6, 7, 0, 1]] of a block of 8 rows has the runs 4-7 and 0-1. They begin at the rows 4 and
+    0 of the block, and at the rows 0 and 4 of the result. 2 is the largest number that divides
+    these, 8, and the 6 rows of the result.
 
     Args:
         positions: The rows to gather: [devices, rows]; VOID (-1) is a row of zeros.
         length: The number of rows of the block.
     """
+    # A run begins where a row is not the one after the row before it. VOIDs are runs, too.
     previous = positions[:, :-1]
-    current = positions[:, 1:]
-    # True where a row does not continue the row before it. A run of VOID counts as a run, too.
-    starts_run = np.ones(positions.shape, bool)
-    after_void = current != VOID
-    after_row = current != previous + 1
-    starts_run[:, 1:] = np.where(previous == VOID, after_void, after_row)
+    expected = np.where(previous == VOID, VOID, previous + 1)
+    begins_run = np.ones(positions.shape, bool)
+    begins_run[:, 1:] = positions[:, 1:] != expected
 
-    # Every run begins at a multiple of the chunk, in the block and in the result.
-    run_sources = positions[starts_run]
+    run_sources = positions[begins_run]
     source_divisor = np.gcd.reduce(run_sources[run_sources != VOID])
-    target_divisor = np.gcd.reduce(np.nonzero(starts_run)[1])
+    target_divisor = np.gcd.reduce(np.nonzero(begins_run)[1])
     return math.gcd(length, positions.shape[1], int(source_divisor), int(target_divisor))
 
 
@@ -200,25 +199,24 @@ def with_boundary_constants(x: jax.Array, sharding: Sharding) -> jax.Array:
     on one side: with `h/sp:halo(1,1,constant(7))` their outermost rows become 7. Other blocks and
     rows stay, and padding at the end of a block becomes zero.
     """
-    long_axes = sharding.mesh.long_axes
-    for dim, length in enumerate(sharding.max_local_shape):
-        # The table is over the dim's own axes only: devices along other axes need equal values, and
-        # looking them up by these axes would make JAX take x for different along them.
-        axes = [axis for axis in sharding.layout.dims[dim].axes if axis in long_axes]
-        devices = sharding.mesh.group(0, axes)
-        constants = np.zeros((len(devices), length))
-        is_outside = np.zeros((len(devices), length), bool)
-        for line, device in enumerate(devices):
-            for box_dim, start, stop, constant in boundary_fills(sharding, device):
-                if box_dim == dim:
-                    constants[line, start:stop] = constant
-                    is_outside[line, start:stop] = True
+    mesh = sharding.mesh
+    for d, (dim, length) in enumerate(zip(sharding.layout.dims, sharding.shape, strict=True)):
+        # The tables are over the dim's own axes only: devices along other axes need equal values,
+        # and looking them up by these axes would make JAX take x for different along them.
+        n_blocks = mesh.size(*dim.axes)
+        constants = np.zeros((n_blocks, x.shape[d]))
+        is_outside = np.zeros(constants.shape, bool)
+        for block in range(n_blocks):
+            for start, stop, constant in block_fills(dim, length, mesh.sizes_of(dim.axes), block):
+                constants[block, start:stop] = constant
+                is_outside[block, start:stop] = True
 
         # `where` on an empty array would return the dtype of the constant, not that of x.
         if x.size and is_outside.any():
-            local_constants = row_of_this_device(constants, axes).astype(x.dtype)
-            fills = along_dim(local_constants, dim, x.ndim)
-            mask = along_dim(row_of_this_device(is_outside, axes), dim, x.ndim)
+            long_axes = [axis for axis in dim.axes if axis in mesh.long_axes]
+            local_constants = row_of_this_device(constants, long_axes).astype(x.dtype)
+            fills = along_dim(local_constants, d, x.ndim)
+            mask = along_dim(row_of_this_device(is_outside, long_axes), d, x.ndim)
             x = jnp.where(mask, fills, x)
     # The fills along one dim went over the whole extent of the others, padding included.
     return with_zero_padding(x, sharding)

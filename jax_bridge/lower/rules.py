@@ -6,6 +6,7 @@ once. A step works on the normal form of its layouts: all its axes have more tha
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from jax_bridge.mesh.axis_types import (
     group_arguments,
     is_vmapped,
     subgroup_arguments,
+    varying_axes,
     whole_axes,
 )
 from jax_bridge.versions import cuts_of
@@ -72,10 +74,9 @@ class StepContext(NamedTuple):
         # Collectives under `jax.vmap` take no `axis_index_groups`, and XLA has a reduce-scatter
         # for sums alone.
         can_split = op == "sum" and not any(map(is_vmapped, axes))
-        is_faster = can_split and self.fabric.has_phases(axes)
+        links = self.fabric.spans if can_split and self.fabric.has_phases(axes) else ()
         mesh = self.before.mesh
-        spans = self.fabric.spans if is_faster else ()
-        return Phases.of_axes(mesh, axes, spans, range(mesh.n_devices))
+        return Phases.of_axes(mesh, axes, links, numbers=range(mesh.n_devices))
 
     def group_arguments(self, phases: Phases) -> list[dict[str, Any]]:
         """Return the arguments of the collective of every phase, the fastest links first."""
@@ -108,43 +109,44 @@ def run(plan: Plan, x: jax.Array, transport: Transport = PERMUTE) -> jax.Array:
         The new block, padded with zeros. JAX's type says that it is equal on all devices along the
         plan's axes that `plan.dst` does not name (invariant, not varying).
     """
-    if explicit_axes(x):
+    if any(_explicit_axes(x)):
         return _part_by_part(partial(run, transport=transport), plan, x)
-    block_axes = axis_types.varying_axes(x)
-    stays_varying = block_axes.difference(plan.axes).union(plan.dst.axes)
-    # Between steps a block counts as different on all devices (varying along all axes), also one
-    # that a rule makes of constants: JAX refuses to mix the two types in an operation.
+    block_axes = varying_axes(x)
     axes = sorted(block_axes.union(plan.axes))
     if 0 in plan.shape:  # XLA has no collectives of nothing
-        x = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
+        y = as_varying(jnp.zeros(plan.target.max_local_shape, x.dtype), axes)
     else:
-        source = plan.source.with_layout(plan.source.normal_layout)
-        x = with_zero_padding(as_varying(x, axes), source)
-        for step, before, after in plan.stages:
-            fabric = plan.profile.fabric(before.mesh)
-            rule = RULES[type(step)]
-            x = as_varying(rule(step, x, StepContext(before, after, fabric, transport)), axes)
+        y = _run_steps(plan, x, axes, transport)
+    # The steps say nothing of replicas: the plan's target does, and along other axes than the
+    # plan's the block is what it was.
+    stays_varying = block_axes.difference(plan.axes).union(plan.dst.axes)
     # A permutation makes the block varying along all axes of the mesh, more than the plan's.
-    return axis_types.as_invariant(x, axis_types.varying_axes(x) - stays_varying)
+    return axis_types.as_invariant(y, varying_axes(y) - stays_varying)
+
+
+def _run_steps(plan: Plan, x: jax.Array, axes: Sequence[str], transport: Transport) -> jax.Array:
+    """Run the steps of a plan on a block, one after the other.
+
+    Between steps a block counts as different on all devices (varying) along `axes`, also one that a
+    rule makes of constants: JAX refuses to mix the two types in an operation.
+    """
+    source = plan.source.with_layout(plan.source.normal_layout)
+    x = with_zero_padding(as_varying(x, axes), source)
+    for step, before, after in plan.stages:
+        context = StepContext(before, after, plan.profile.fabric(before.mesh), transport)
+        x = as_varying(RULES[type(step)](step, x, context), axes)
+    return x
 
 
 # Blocks that Explicit axes shard further.
 
 
-def explicit_axes(x: jax.Array) -> frozenset[str]:
-    """Return the mesh axes of type Explicit over which JAX itself shards the block.
+def _explicit_axes(x: jax.Array) -> list[tuple[str, ...]]:
+    """Return the mesh axes of type Explicit over which JAX shards each dim of a block: [("tp",), ()].
 
     They occur inside a `shard_map` over other axes: a block there is still an array that is spread
     over the devices along Explicit axes.
     """
-    axes: set[str] = set()
-    for dim_axes in _explicit_axes_of_dims(x):
-        axes.update(dim_axes)
-    return frozenset(axes)
-
-
-def _explicit_axes_of_dims(x: jax.Array) -> list[tuple[str, ...]]:
-    """Return the Explicit axes that shard each dim of a block: [("tp",), ()]."""
     result: list[tuple[str, ...]] = []
     for entry in cuts_of(jax.typeof(x).sharding.spec):
         if entry is None:
@@ -172,10 +174,12 @@ def _part_by_part(
     Raises:
         ShapeError: The plan shards a dim that Explicit axes shard.
     """
-    sizes = jax.typeof(x).sharding.mesh.shape
+    sharding = jax.typeof(x).sharding
+    sizes = sharding.mesh.shape
     target = plan.target.layout
+    explicit_axes = _explicit_axes(x)
     part_shape = []
-    dims = zip(_explicit_axes_of_dims(x), plan.shape, plan.source.layout.dims, strict=True)
+    dims = zip(explicit_axes, plan.shape, plan.source.layout.dims, strict=True)
     for axes, length, dim in dims:
         if axes and (dim.shards or target.dim(dim.name).shards):
             reason = (
@@ -185,14 +189,14 @@ def _part_by_part(
             raise ShapeError(reason, text=f"{plan.src} -> {plan.dst}", hint=hint)
         part_shape.append(length // math.prod(sizes[axis] for axis in axes))
 
-    spec = jax.typeof(x).sharding.spec
+    spec = sharding.spec
     entries = cuts_of(spec)
     out_entries = [entries[plan.source.dim_index(name)] for name in target.names]
     on_parts = jax.shard_map(
         partial(move, replace(plan, shape=tuple(part_shape))),
         in_specs=spec,
         out_specs=PartitionSpec(*out_entries, unreduced=spec.unreduced, reduced=spec.reduced),
-        axis_names=explicit_axes(x),
+        axis_names=frozenset(itertools.chain(*explicit_axes)),
     )
     return on_parts(x)
 
@@ -265,18 +269,17 @@ def _all_reduce(step: steps.AllReduce, x: jax.Array, context: StepContext) -> ja
 
     # The arguments of each phase's collective, the fastest links first.
     scattered = context.group_arguments(phases)
-    slowest = scattered.pop()
-    has_whole_axes = "axis_index_groups" not in slowest
-    if not has_whole_axes:
-        # JAX has `psum` over whole axes only where values have types (check_vma). In groups of
-        # devices a scatter and a gather do the same.
-        scattered.append(slowest)
+    summed = []
+    # JAX has `psum` over whole axes only where values have types (check_vma). In groups of devices
+    # a scatter and a gather do the same.
+    if "axis_index_groups" not in scattered[-1]:
+        summed = [scattered.pop()]
     n_devices = context.before.mesh.size(*step.axes)
     pieces = jnp.pad(x.reshape(-1), (0, -x.size % n_devices))  # scattered in equal pieces
     for devices in scattered:
         pieces = lax.psum_scatter(pieces, **devices, tiled=True)
-    if has_whole_axes:
-        pieces = as_varying(lax.psum(pieces, **slowest), step.axes)
+    for devices in summed:
+        pieces = as_varying(lax.psum(pieces, **devices), step.axes)
     for devices in reversed(scattered):
         pieces = lax.all_gather(pieces, **devices, tiled=True)
     return pieces[: x.size].reshape(x.shape)
@@ -340,9 +343,8 @@ def _mask(step: steps.Mask, x: jax.Array, context: StepContext) -> jax.Array:
 
 def _permute(step: steps.Permute, x: jax.Array, context: StepContext) -> jax.Array:
     """Send whole blocks to other devices."""
-    pairs = []
-    for receiver, sender in enumerate(sender_of_each_device(context.before, context.after)):
-        pairs.append((sender, receiver))
+    senders = sender_of_each_device(context.before, context.after)
+    pairs = [(sender, receiver) for receiver, sender in enumerate(senders)]
     return axis_types.ppermute(x, context.before.mesh, pairs)
 
 
@@ -375,18 +377,19 @@ def _transpose(step: steps.Transpose, x: jax.Array, context: StepContext) -> jax
 def _rows_of_parts(
     before: Sharding, dim: str, shards: tuple[Shard, ...], phases: Phases
 ) -> NDArray[np.int64]:
-    """List the rows that device 0's part of a dim has, then device 1's, and so on.
+    """Return the rows of a dim, part by part, in the order in which a collective takes the parts.
 
-    8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5]. A collective that runs in
-    phases, within fast links and between them, numbers its devices in another order, and so its
-    parts.
+    Each device has a part: 8 rows in zigzag order over 2 devices -> [0, 1, 6, 7, 2, 3, 4, 5], the
+    rows of device 0, then those of device 1. A collective in phases takes first the devices that
+    fast links join, then the others.
     """
     mesh = before.mesh
-    parts = even_parts(before, dim, shards)
+    devices: Sequence[int] = mesh.group(0, phases.axes)
+    if phases.has_several_speeds:
+        devices = phases.devices_reached(0)
+    rows_of_parts = [row_numbers(part) for part in even_parts(before, dim, shards)]
     axes = axes_of(shards)
-    # Phases within fast links and between them leave parts in another order than one collective.
-    devices = phases.devices_reached(0) if phases.has_several_speeds else mesh.group(0, phases.axes)
-    return np.concatenate([row_numbers(parts[mesh.index(device, axes)]) for device in devices])
+    return np.concatenate([rows_of_parts[mesh.index(device, axes)] for device in devices])
 
 
 def _rows_in_order(x: jax.Array, dim: int, rows: NDArray[np.int64]) -> jax.Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from xshard.steps import Exchange
 from xshard.steps.exchange.messages import Message, messages_to
 
 Round = tuple[Message, ...]
+Shape = tuple[int, ...]
 
 # Received elements per element of the messages; above it rounds are split by shape.
 MOST_PADDING = 1.02
@@ -65,7 +66,7 @@ def rounds(step: Exchange, before: Sharding) -> Schedule:
 
 
 def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
-    """Put messages into as few rounds as possible, with at most one per device and end in each.
+    """Put messages into few rounds: in each a device sends at most one, and receives at most one.
 
     Messages 0->1, 0->2, 1->2: rounds (0->1, 1->2) and (0->2).
 
@@ -77,8 +78,8 @@ def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
     local = [message for message in messages if _is_local(message)]
     sent = _in_rounds([message for message in messages if not _is_local(message)])
     # Local messages join the rounds of the others if that adds no round: it costs nothing, since a
-    # device that receives nothing in a round writes a box all the same. There are at least as many
-    # rounds as messages at the busiest device; if that is too many already, nothing is tried.
+    # device that receives nothing in a round writes a box all the same. The busiest device has a
+    # message in every round; if it has more than there are rounds now, nothing is tried.
     if not adds and _most_at_one_vertex(_edges(messages)) <= len(sent):
         joint = _in_rounds(messages)
         if len(joint) <= len(sent):
@@ -90,7 +91,7 @@ def scheduled(messages: Sequence[Message], *, adds: bool) -> Schedule:
     return Schedule(tuple(local_rounds), tuple(sent))
 
 
-def box_shape(messages: Round) -> tuple[int, ...]:
+def box_shape(messages: Round) -> Shape:
     """Return the longest message along every dim: all boxes of a round are padded to it."""
     shapes = (message.shape for message in messages)
     return tuple(map(max, zip(*shapes, strict=True)))
@@ -102,7 +103,7 @@ def _edges(messages: Sequence[Message]) -> list[tuple[int, int]]:
 
 
 def _in_rounds(messages: Sequence[Message]) -> list[Round]:
-    """Put messages into the fewest rounds, or into more of one shape each.
+    """Put messages into the fewest rounds, or into more rounds with boxes of one shape in each.
 
     The boxes of a round are padded to the longest. If the busiest device would receive more than
     `MOST_PADDING` times its elements by that, messages of different shapes share no round.
@@ -125,7 +126,7 @@ def _is_local(message: Message) -> bool:
 
 def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
     """Group messages by the shape of their boxes, in the order in which shapes first occur."""
-    groups: dict[tuple[int, ...], list[Message]] = {}
+    groups: dict[Shape, list[Message]] = {}
     for message in messages:
         groups.setdefault(message.shape, []).append(message)
     return list(groups.values())
@@ -133,26 +134,23 @@ def _by_shape(messages: Sequence[Message]) -> list[list[Message]]:
 
 def _coloured(messages: Sequence[Message]) -> list[Round]:
     """Put messages into the fewest rounds, each an edge colour."""
-    colours = edge_colours(_edges(messages))
-    by_colour: list[list[Message]] = [[] for _ in range(max(colours, default=-1) + 1)]
-    for message, colour in zip(messages, colours, strict=True):
+    by_colour = defaultdict[int, list[Message]](list)
+    for message, colour in zip(messages, edge_colours(_edges(messages)), strict=True):
         by_colour[colour].append(message)
-    return [tuple(same_colour) for same_colour in by_colour]
+    return [tuple(by_colour[colour]) for colour in sorted(by_colour)]
 
 
 def _one_per_device(local: Sequence[Message]) -> list[Round]:
     """Put local messages into rounds: the first of every device, then the second, ..."""
     grouped = itertools.groupby(local, key=lambda message: message.dst)
     by_device = [list(of_device) for _, of_device in grouped]
-    result = []
-    for nth_of_devices in itertools.zip_longest(*by_device):
-        result.append(tuple(message for message in nth_of_devices if message is not None))
-    return result
+    # Devices with fewer messages have None in the later rounds.
+    return [tuple(filter(None, messages)) for messages in itertools.zip_longest(*by_device)]
 
 
 def _received(schedule: Sequence[Round], *, padded: bool) -> int:
     """Count the elements that the busiest device receives, with or without padding."""
-    elements: Counter[int] = Counter()
+    elements = Counter[int]()
     for messages in schedule:
         padded_size = math.prod(box_shape(messages))
         for message in messages:
@@ -181,82 +179,66 @@ def edge_colours(edges: Sequence[tuple[int, int]]) -> list[int]:
         >>> edge_colours([(0, 1), (0, 2), (1, 2)])
         [0, 1, 0]
     """
-    # edge_at[side][vertex][colour] is an edge; side 0 has the senders, side 1 the receivers.
-    edge_at: tuple[dict[int, dict[int, int]], ...] = ({}, {})
-    colours: list[int] = []
+    # Senders and receivers are different vertices: 0, 1, ... and -1, -2, ...
+    ends = [(sender, -1 - receiver) for sender, receiver in edges]
+    graph = _ColouredGraph(ends, [], defaultdict(dict))
     n_colours = _most_at_one_vertex(edges)
-    for edge, (sender, receiver) in enumerate(edges):
-        at_sender = edge_at[0].setdefault(sender, {})
-        at_receiver = edge_at[1].setdefault(receiver, {})
+    for sender, receiver in ends:
+        at_sender = graph.edge_at[sender]
+        at_receiver = graph.edge_at[receiver]
         colour = _first_free({**at_sender, **at_receiver})
         if colour >= n_colours:
             # No colour is free at both ends. Take one that is free at the sender. If the receiver
             # has it, swap it with one that is free there, along all edges that this affects.
             colour = _first_free(at_sender)
             if colour in at_receiver:
-                other_colour = _first_free(at_receiver)
-                path = _alternating_path(edges, edge_at, receiver, colour, other_colour)
-                _swap_colours(edges, edge_at, colours, path, (colour, other_colour))
-        colours.append(colour)
+                graph.swap(receiver, colour, _first_free(at_receiver))
+        edge = len(graph.colours)
+        graph.colours.append(colour)
         at_sender[colour] = edge
         at_receiver[colour] = edge
-    return colours
+    return graph.colours
 
 
-def _alternating_path(
-    edges: Sequence[tuple[int, int]],
-    edge_at: Sequence[dict[int, dict[int, int]]],
-    receiver: int,
-    colour: int,
-    next_colour: int,
-) -> list[int]:
-    """Return the edges on the path from a receiver whose colours are a, b, a, b, ...
+class _ColouredGraph(NamedTuple):
+    """A graph with some of its edges coloured.
 
-    Swapping the two colours on it frees `colour` at the receiver, and keeps all else valid.
-    The path cannot reach the sender of the edge that is being coloured: it would arrive there by
-    an edge of `colour`, which is free at that sender.
-
-    Args:
-        edges: The (sender, receiver) of each edge.
-        edge_at: The edge of each colour at each vertex: [side][vertex][colour]; side 0 is senders.
-        receiver: Where the path begins.
-        colour: The first colour, a.
-        next_colour: The other one, b.
+    Attributes:
+        ends: Both vertices of each edge, by the edge's number.
+        colours: The colour of each edge so far.
+        edge_at: For each vertex a dict: colour -> the edge there that has it.
     """
-    path: list[int] = []
-    side = 1
-    vertex = receiver
-    for wanted in itertools.cycle((colour, next_colour)):
-        edge = edge_at[side][vertex].get(wanted)
-        if edge is None:
-            break
-        path.append(edge)
-        side = 1 - side
-        vertex = edges[edge][side]
-    return path
 
+    ends: list[tuple[int, int]]
+    colours: list[int]
+    edge_at: defaultdict[int, dict[int, int]]
 
-def _swap_colours(
-    edges: Sequence[tuple[int, int]],
-    edge_at: Sequence[dict[int, dict[int, int]]],
-    colours: list[int],
-    path: Sequence[int],
-    pair: tuple[int, int],
-) -> None:
-    """Exchange the two colours of `pair` on the edges of a path, in `colours` and in `edge_at`.
+    def swap(self, start: int, colour: int, other: int) -> None:
+        """Free `colour` at a vertex, at which `other` is free: swap the two along a path.
 
-    Both are changed in place; they are as in `edge_colours`.
-    """
-    # All old entries are deleted first. Neighbours on the path take each other's colour, so that
-    # deleting as we go would delete new entries.
-    for edge in path:
-        for side, vertex in enumerate(edges[edge]):
-            del edge_at[side][vertex][colours[edge]]
-    other_colour = {pair[0]: pair[1], pair[1]: pair[0]}
-    for edge in path:
-        colours[edge] = other_colour[colours[edge]]
-        for side, vertex in enumerate(edges[edge]):
-            edge_at[side][vertex][colours[edge]] = edge
+        The path begins at the vertex; its edges have `colour`, `other`, `colour`, ... It cannot
+        reach the sender of the edge that is being coloured: it would arrive there by an edge of
+        `colour`, which is free at that sender.
+        """
+        path: list[int] = []
+        vertex = start
+        for wanted in itertools.cycle((colour, other)):
+            edge = self.edge_at[vertex].get(wanted)
+            if edge is None:
+                break
+            path.append(edge)
+            first, second = self.ends[edge]
+            vertex = second if vertex == first else first
+
+        # All old entries are deleted first. Neighbours on the path take each other's colour, so
+        # that deleting as we go would delete new entries.
+        for edge in path:
+            for vertex in self.ends[edge]:
+                del self.edge_at[vertex][self.colours[edge]]
+        for edge in path:
+            self.colours[edge] = other if self.colours[edge] == colour else colour
+            for vertex in self.ends[edge]:
+                self.edge_at[vertex][self.colours[edge]] = edge
 
 
 def _most_at_one_vertex(edges: Iterable[tuple[int, int]]) -> int:
@@ -291,9 +273,8 @@ def _by_ppermute(
     boxes: Sequence[jax.Array], rounds: Sequence[Round], mesh: Mesh
 ) -> list[jax.Array]:
     """Send the boxes of each round by one `ppermute`."""
-    return [
-        ppermute(box, mesh, _edges(messages)) for box, messages in zip(boxes, rounds, strict=True)
-    ]
+    pairs_of_rounds = map(_edges, rounds)
+    return [ppermute(box, mesh, pairs) for box, pairs in zip(boxes, pairs_of_rounds, strict=True)]
 
 
 def _by_ragged_all_to_all(
@@ -321,15 +302,8 @@ def _by_ragged_all_to_all(
         # JAX gives the result the type of the output buffer: zeros are declared different on all
         # devices (varying), as the data is.
         output = as_varying(jnp.zeros_like(buffer), varying_axes(buffer))
-        buffer = lax.ragged_all_to_all(
-            buffer,
-            output,
-            row_of_this_device(arguments.input_offsets, axes),
-            row_of_this_device(arguments.send_sizes, axes),
-            row_of_this_device(arguments.output_offsets, axes),
-            row_of_this_device(arguments.recv_sizes, axes),
-            axis_name=axes,
-        )
+        of_this_device = [row_of_this_device(table, axes) for table in arguments]
+        buffer = lax.ragged_all_to_all(buffer, output, *of_this_device, axis_name=axes)
         stops = np.cumsum([math.prod(shape) for shape in shapes])
         pieces = jnp.split(buffer, stops[:-1])
         for i, shape, piece in zip(members, shapes, pieces, strict=True):
@@ -347,14 +321,14 @@ def _once_per_pair(rounds: Sequence[Round]) -> list[list[int]]:
     pairs_of_groups: list[set[tuple[int, int]]] = []
     for i, messages in enumerate(rounds):
         pairs = set(_edges(messages))
-        for group, taken in zip(groups, pairs_of_groups, strict=True):
-            if pairs.isdisjoint(taken):
-                group.append(i)
-                taken.update(pairs)
-                break
-        else:
-            groups.append([i])
-            pairs_of_groups.append(pairs)
+        group = 0
+        while group < len(groups) and pairs & pairs_of_groups[group]:
+            group += 1
+        if group == len(groups):  # it fits none
+            groups.append([])
+            pairs_of_groups.append(set())
+        groups[group].append(i)
+        pairs_of_groups[group] |= pairs
     return groups
 
 
@@ -368,12 +342,12 @@ class RaggedArguments(NamedTuple):
 
 
 def ragged_arguments(
-    rounds: Sequence[Round], shapes: Sequence[tuple[int, ...]], n_devices: int
+    rounds: Sequence[Round], shapes: Sequence[Shape], n_devices: int
 ) -> RaggedArguments:
     """Compute offsets and sizes of the messages in a flat buffer with one box after the other.
 
-    Two rounds with boxes of 6 and 4 elements: the message of the second begins at offset 6.
-    Sizes say how many elements from there on are sent.
+    Two rounds with boxes of 6 and 4 elements: the message of the second begins at offset 6. Sizes
+    say how many elements from there on are sent: of a message [2, 2] in a box [3, 2] 4.
 
     Args:
         rounds: The rounds, with at most one message per pair of devices in all of them.
@@ -386,13 +360,12 @@ def ragged_arguments(
     for messages, shape in zip(rounds, shapes, strict=True):
         for message in messages:
             offsets[message.src, message.dst] = box_offset
-            size = 1  # a box without dims is one number
-            if shape:
-                # A message may be smaller than its padded box, which is flattened by rows: all up
-                # to its last element is sent.
-                last_element = [length - 1 for length in message.shape]
-                size = int(np.ravel_multi_index(last_element, shape)) + 1
-            sizes[message.src, message.dst] = size
+            # A message may be smaller than its padded box, which is flattened by rows: all up to
+            # its last element is sent.
+            last_element = 0
+            for length, box_length in zip(message.shape, shape, strict=True):
+                last_element = last_element * box_length + length - 1
+            sizes[message.src, message.dst] = last_element + 1
         box_offset += math.prod(shape)
     # A box has one place in the buffers of all devices, so offsets are equal at both ends.
     return RaggedArguments(offsets, sizes, offsets, sizes.T.copy())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +90,7 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
     Values stay. Axes without types, as under check_vma=False, are left out.
     """
-    typed_axes = [axis for axis in axes if is_typed(axis)]
+    typed_axes = list(filter(is_typed, axes))
     block_type = manual_type(x)
     invariant = tuple(axis for axis in typed_axes if axis not in block_type.vur)
     if invariant:
@@ -97,7 +98,7 @@ def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
         x = lax.pcast(x, invariant, to="varying")
     # Axes along which the value is unreduced (addends) or reduced (copies): only the type changes.
     tagged = block_type.unreduced | block_type.reduced
-    return _retyped(x, "varying", (axis for axis in typed_axes if axis in tagged))
+    return _retyped(x, "varying", tagged.intersection(typed_axes))
 
 
 def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -105,7 +106,7 @@ def as_invariant(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
     This has no derivative: `autodiff` wraps it.
     """
-    return _retyped(x, "invariant", (axis for axis in axes if is_typed(axis)))
+    return _retyped(x, "invariant", filter(is_typed, axes))
 
 
 def as_tagged(x: jax.Array, layout: Layout) -> jax.Array:
@@ -126,14 +127,16 @@ def _retyped(x: jax.Array, kind: str, axes: Iterable[str]) -> jax.Array:
     changed = frozenset(axes)
     if not changed:
         return x
-    old_type = manual_type(x)
-    # An axis is in one of the sets at most.
-    axes_by_kind = {
-        name: getattr(old_type, name) - changed for name in ("varying", "unreduced", "reduced")
+    old = manual_type(x)
+    # A type has three sets of axes. An axis is in one of them; an invariant one is in none.
+    sets = {
+        "varying": old.varying - changed,
+        "unreduced": old.unreduced - changed,
+        "reduced": old.reduced - changed,
     }
-    if kind != "invariant":  # an axis in none of the sets is invariant
-        axes_by_kind[kind] |= changed
-    return _retype(x, before=old_type, after=versions.changed_type(old_type, **axes_by_kind))
+    if kind != "invariant":
+        sets[kind] |= changed
+    return _retype(x, before=old, after=versions.changed_type(old, **sets))
 
 
 def _retype_transpose(cotangent: jax.Array, *, before: Any, after: Any) -> jax.Array:
@@ -147,7 +150,7 @@ def _retype_transpose(cotangent: jax.Array, *, before: Any, after: Any) -> jax.A
 
 
 # The identity on blocks; only the type changes. JAX has no public operation for it.
-_retype: Callable[..., jax.Array] = linear_primitive(
+_retype: versions.Operation = linear_primitive(
     "xshard_retype",
     run=lambda x, **_: x,
     abstract_eval=lambda x, *, before, after: (versions.with_manual_type(x, after), set()),
@@ -190,16 +193,12 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 def _is_short_float(dtype: Any) -> bool:
     """Return whether the dtype is a float of up to 16 bits, such as bfloat16 or float8."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return jnp.finfo(dtype).bits <= 16
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 16
 
 
 def _is_short_integer(dtype: Any) -> bool:
     """Return whether the dtype is an integer shorter than a byte, such as int4."""
-    if not jnp.issubdtype(dtype, jnp.integer):
-        return False
-    return jnp.iinfo(dtype).bits < 8
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
 
 
 def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.Array:
@@ -213,17 +212,15 @@ def ppermute(x: jax.Array, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> jax.
     Returns:
         The block that arrives here.
     """
-    # `mesh` and JAX may have axes in another order, and so number devices differently: the pairs
-    # are converted to JAX's numbers.
-    mesh_order = jax.sharding.get_abstract_mesh().axis_names
-    mesh = unfactored(mesh, mesh.axes)[0]
-    axes = list(long_axes(mesh))
+    mesh, _ = unfactored(mesh, mesh.axes)  # with the axes that JAX knows
+    axes = list(mesh.long_axes)
+    jax_order = jax.sharding.get_abstract_mesh().axis_names
     # An axis that is a batch of vmap is not in JAX's mesh. It is then the only one.
-    if all(axis in mesh_order for axis in axes):
-        axes.sort(key=mesh_order.index)
-    jax_pairs = []
-    for sender, receiver in pairs:
-        jax_pairs.append((mesh.index(sender, axes), mesh.index(receiver, axes)))
+    if set(axes) <= set(jax_order):
+        axes.sort(key=jax_order.index)
+    # With the axes in another order JAX numbers the devices differently.
+    number_of = partial(mesh.index, axes=axes)
+    jax_pairs = [(number_of(sender), number_of(receiver)) for sender, receiver in pairs]
     if any(map(is_vmapped, axes)):
         jax_pairs += _idle_pairs(jax_pairs, mesh.size(*axes))
     return as_bits(lambda bits: lax.ppermute(bits, tuple(axes), jax_pairs), x)
@@ -263,10 +260,9 @@ def group_arguments(mesh: Mesh, axes: Sequence[str]) -> dict[str, Any]:
         >>> group_arguments(fine, ("x_1",))["axis_index_groups"]
         ((0, 1), (2, 3))
     """
-    whole_mesh, names = unfactored(mesh, axes)
-    # Either the sub-axes make up whole axes, or no axis is split: JAX knows the names.
-    if whole_mesh is not mesh or not isinstance(mesh, SubAxisMesh):
-        return {"axis_name": names}
+    span = whole_axes(mesh, axes)
+    if span.sub_axes == tuple(axes):  # JAX knows these axes, as a whole
+        return {"axis_name": span.names}
     return subgroup_arguments(mesh, axes, lambda device: mesh.group(device, axes))
 
 
@@ -285,13 +281,13 @@ def subgroup_arguments(
     """
     span = whole_axes(mesh, [axis for axis in mesh.axes if axis in axes])
     # JAX names the devices of a group by their index along the whole axes.
-    groups: dict[tuple[int, ...], None] = {}  # as a set that keeps its order
-    for device in mesh.group(0, span.sub_axes):
-        groups[tuple(mesh.index(member, span.sub_axes) for member in members(device))] = None
+    number_of = partial(mesh.index, axes=span.sub_axes)
+    devices = mesh.group(0, span.sub_axes)
+    # All members of a group have the same one: `fromkeys` keeps each group once, in order.
+    groups = dict.fromkeys(tuple(map(number_of, members(device))) for device in devices)
 
     # JAX compiles a collective over whole axes without a list of groups.
-    all_devices = tuple(range(mesh.size(*span.sub_axes)))
-    if tuple(groups) == (all_devices,):
+    if tuple(groups) == (tuple(range(len(devices))),):
         return {"axis_name": span.names}
     return {"axis_name": span.names, "axis_index_groups": tuple(groups)}
 

@@ -20,7 +20,9 @@ from xshard.layout.lengths import global_shape
 from xshard.notation.parser import mark_errors, text_spans
 from xshard.plans.expression import check_block
 
-AnyMesh = JaxMesh | AbstractMesh | Mesh
+# A mesh of JAX: one with devices, or as JAX knows it of a traced array, without them.
+AnyJaxMesh = JaxMesh | AbstractMesh
+AnyMesh = AnyJaxMesh | Mesh
 
 # Meshes of JAX and of xshard.
 
@@ -32,9 +34,9 @@ def xshard_mesh(mesh: AnyMesh) -> Mesh:
     return Mesh(dict(jax_mesh(mesh).shape))
 
 
-def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
+def jax_mesh(mesh: Any) -> AnyJaxMesh:
     """Return a mesh of JAX unchanged. Raises MeshError for anything else."""
-    if isinstance(mesh, JaxMesh | AbstractMesh):
+    if isinstance(mesh, AnyJaxMesh):
         return mesh
     why = "lacks devices" if isinstance(mesh, Mesh) else "is not a mesh"
     raise MeshError(
@@ -42,7 +44,7 @@ def jax_mesh(mesh: Any) -> JaxMesh | AbstractMesh:
     )
 
 
-def free_axes(mesh: JaxMesh | AbstractMesh) -> dict[str, int]:
+def free_axes(mesh: AnyJaxMesh) -> dict[str, int]:
     """Return the sizes of the axes that may shard arrays: the axes that are not manual."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual}
@@ -115,6 +117,8 @@ def check_block_shape(
     local_shape: tuple[int, ...], sharding: Sharding, text: str, *, inferred: bool, start: int = 0
 ) -> None:
     """Raise ShapeError for a block that is not as large as the largest block of its array.
+
+    On 4 devices all blocks of an array [10, 3] under "n/dp d" are [3, 3], padded where they lack rows.
 
     Args:
         local_shape: The block's shape.
@@ -231,23 +235,23 @@ def _part_of_mesh(mesh: Mesh, named_axes: Sequence[str], text: str) -> Mesh:
                 f"the plan is for a mesh with axis {axis!r}, {mesh!r} lacks it", text=text
             )
         size = mesh.size(axis)
+        here = manual_sizes.get(axis)
         # Along an axis of one device nothing is sent: it need not be manual.
-        if axis not in manual_sizes and size > 1:
+        if here is None and size > 1:
             raise _not_manual(axis, manual_sizes, text)
-        if size != manual_sizes.get(axis, 1):
-            reason = f"axis {axis!r} has size {size} in {mesh!r}, and {manual_sizes[axis]} here"
+        if here is not None and here != size:
+            reason = f"axis {axis!r} has size {size} in {mesh!r}, and {here} here"
             raise MeshError(reason, text=text, span=axis_span(axis, text))
 
     part = Mesh({axis: mesh.size(axis) for axis in mesh.axes if axis in named_axes})
-    if len(part.long_axes) > 1:
-        _refuse_vmapped_axes(part.long_axes, text)
+    _check_vmapped_alone(part.long_axes, text)
     return part
 
 
-def _refuse_vmapped_axes(axes: Sequence[str], text: str) -> None:
-    """Raise MeshError if one of several axes is a batch of vmap."""
+def _check_vmapped_alone(axes: Sequence[str], text: str) -> None:
+    """Raise MeshError if an axis is a batch of vmap, and not the only one."""
     for axis in axes:
-        if is_vmapped(axis):
+        if len(axes) > 1 and is_vmapped(axis):
             reason = f"axis {axis!r} is a batch of vmap, and the expression names {len(axes)} axes"
             hint = "JAX lacks collectives over several axes under vmap; jax.shard_map has them"
             raise MeshError(reason, text=text, span=axis_span(axis, text), hint=hint)
@@ -301,25 +305,23 @@ def machine_profile(profile: ProfileLike, mesh: Any = None) -> ProfileLike:
 def _machine_of_device(device: jax.Device) -> Profile:
     """Return the profile of a device's kind, with the number of devices that fast links join.
 
-    Such a node is the devices of one process, of the processes of one host, or of a rack with
-    NVLink. With None as the number all devices are one node.
+    With None as the number fast links join all devices.
     """
     devices = jax.devices(device.platform)
     n_in_process = sum(other.process_index == device.process_index for other in devices)
     if device.platform == "cpu":
         # Gloo sends whatever leaves a process, also to another process of the same host.
-        has_one_process = n_in_process == len(devices)
-        return machine_of("host", None if has_one_process else n_in_process)
+        is_one_process = n_in_process == len(devices)
+        return machine_of("host", None if is_one_process else n_in_process)
 
     slice_index = getattr(device, "slice_index", None)
     if device.platform == "gpu" and slice_index is not None:
         # A slice of GPUs is their host, or a rack that NVLink joins.
         n_in_node = sum(other.slice_index == slice_index for other in devices)
     else:
+        # A node is a host, with one process or several.
         n_processes = len({other.process_index for other in devices})
         processes_of_node = node_processes(n_processes)
-        n_in_node = n_in_process
-        if processes_of_node is not None:
-            n_in_node *= processes_of_node
+        n_in_node = n_in_process * (1 if processes_of_node is None else processes_of_node)
     has_several_nodes = 1 < n_in_node < len(devices)
     return machine_of(device.device_kind, n_in_node if has_several_nodes else None)

@@ -18,8 +18,8 @@ from jax_bridge.arrays.stored import record_order
 from jax_bridge.lower.exchange import AXIS, NewBlock, SentPart, transfer
 from jax_bridge.lower.transports import PERMUTE, RAGGED
 from jax_bridge.specs import storage_sharding
-from xshard import Mesh, Plan
-from xshard.layout.runs import Runs, Segment, merged_segments, row_numbers
+from xshard import Layout, Mesh, Plan
+from xshard.layout.runs import Segment, merged_segments, row_numbers
 from xshard.plans.plan import Stage
 from xshard.plans.transfer import Transfer
 from xshard.state.relations import ArrayPart
@@ -58,35 +58,32 @@ def execute(
     Returns:
         This process's blocks of each new array.
     """
-    bucket = []
-    for array in plans:
-        moves = tuple(_runnable(move, array) for move in array.moves)
-        bucket.append(replace(array, moves=moves))
-    first_plan = bucket[0].moves[0].plan
-    src_devices = [devices[number] for number in first_plan.src_devices]
-    dst_devices = [devices[number] for number in first_plan.dst_devices]
+    runnable = [_runnable(array) for array in plans]
+    any_plan = runnable[0].moves[0].plan  # all are between the same devices
+    senders = [devices[number] for number in any_plan.src_devices]
+    receivers = [devices[number] for number in any_plan.dst_devices]
     # The program runs on the devices of both meshes, each once, in the order of their numbers.
-    numbers = sorted({*first_plan.src_devices, *first_plan.dst_devices})
+    numbers = sorted({*any_plan.src_devices, *any_plan.dst_devices})
 
-    sources: list[LocalBlocks] = []
-    new_blocks: list[NewBlock] = []
-    for array in bucket:
+    sources: list[LocalBlocks] = []  # of all moves; parts name them by their number
+    new_blocks = []
+    for array in runnable:
         parts = []
         for move in array.moves:
-            source = _source_of(move, arrays[move.name], src_devices)
+            source = _run_before(move, arrays[move.name], senders)
             shape = _with_added_dim(move.src, source.shape)
             messages = tuple(_messages(move, numbers))
             parts.append(SentPart(len(sources), shape, messages, move.transfer.op))
             sources.append(source)
         new_blocks.append(_new_block(array, tuple(parts)))
-    all_devices_in_order = tuple(devices[number] for number in numbers)
-    arrived = _exchange(sources, tuple(new_blocks), all_devices_in_order, src_devices)
+    participants = [devices[number] for number in numbers]
+    arrived = _exchange(sources, tuple(new_blocks), participants, senders)
 
     results = []
-    for blocks, array in zip(arrived, bucket, strict=True):
+    for blocks, array in zip(arrived, runnable, strict=True):
         # All parts of an array come to the same layout, so that the first plan tells how it goes on.
         move = array.moves[0]
-        results.append(_run_stages(blocks, move.plan, _stages_of(move).after, dst_devices))
+        results.append(_run_stages(blocks, move.plan, _stages_of(move).after, receivers))
     return results
 
 
@@ -166,29 +163,35 @@ def _stages_of(move: PartMove) -> _Stages:
     return _Stages(stages[:i], after)
 
 
-def _runnable(move: PartMove, array: ArrayPlan) -> PartMove:
-    """Replace a plan by one that only sends messages if its other steps cannot run in JAX.
+def _runnable(array: ArrayPlan) -> ArrayPlan:
+    """Replace the moves with steps that JAX cannot run by moves that only send messages."""
+    moves = list(array.moves)
+    for i, move in enumerate(moves):
+        if not _can_run_steps(move, array.dtype):
+            moves[i] = move._replace(plan=_transfer_alone(move.plan))
+    return replace(array, moves=tuple(moves))
 
-    Steps before and after the transfer run on a `jax.Array`, which has equal blocks. A move of a
-    part of an array (as q of a fused qkv), of uneven blocks, or with a change of dtype
-    has none between its steps: then each device sends its rows straight to the devices that
-    need them.
 
-    Args:
-        move: One source of the new array.
-        array: The new array.
+def _can_run_steps(move: PartMove, new_dtype: str) -> bool:
+    """Return whether JAX can run the steps of a move before and after its transfer.
+
+    They run on a `jax.Array`, which has equal blocks. A move of a part of an array (as q of a fused
+    qkv), of uneven blocks, or with a change of dtype has no such array between its steps.
     """
-    plan = move.plan
     stages = _stages_of(move)
     if not stages.before and not stages.after:
-        return move
+        return True  # there are no other steps
     is_whole = move.src.part.dim is None and move.dst.part.dim is None
     is_even = move.transfer.source.is_even and move.transfer.target.is_even
-    if is_whole and is_even and plan.dtype == array.dtype:
-        return move
+    return is_whole and is_even and move.plan.dtype == new_dtype
+
+
+def _transfer_alone(plan: Plan) -> Plan:
+    """Return a plan in which each device sends its rows straight to the devices that need them."""
     source = plan.source
+    # A transfer keeps the order of dims; transposes follow.
     target = plan.target.in_order(plan.src.names)
-    messages_alone = Transfer(
+    transfer_step = Transfer(
         source.with_layout(source.normal_layout),
         target.with_layout(target.normal_layout),
         plan.src_devices,
@@ -196,7 +199,7 @@ def _runnable(move: PartMove, array: ArrayPlan) -> PartMove:
         plan.profile,
     )
     transposes = [step for step in plan.steps if isinstance(step, Transpose)]
-    return move._replace(plan=replace(plan, steps=(messages_alone, *transposes), split=()))
+    return replace(plan, steps=(transfer_step, *transposes), split=())
 
 
 def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: Devices) -> Blocks:
@@ -204,7 +207,7 @@ def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: 
 
     Without stages, or in a process without devices of the mesh, blocks are returned as they are.
     """
-    if not stages or not any(map(_is_here, devices)):
+    if not stages or not any(map(is_here, devices)):
         return blocks
     part = plan.sub_plan(stages)
     # A plan may split axes into sub-axes; JAX knows them as axes of a mesh.
@@ -212,12 +215,12 @@ def _run_stages(blocks: Blocks, plan: Plan, stages: tuple[Stage, ...], devices: 
     return run_on_mesh(blocks, replace(part, mesh=mesh), devices)
 
 
-def _source_of(move: PartMove, array: LocalBlocks, src_devices: Devices) -> LocalBlocks:
-    """Return the blocks that a move sends: those of the array after the stages on the first mesh."""
-    before = _stages_of(move).before
-    # Without steps before it the transfer itself takes its part out of whole blocks.
-    sent = move.transfer.source if before else move.src.whole
-    blocks = _run_stages(array.blocks, move.plan, before, src_devices)
+def _run_before(move: PartMove, array: LocalBlocks, senders: Devices) -> LocalBlocks:
+    """Run the stages of a move before its transfer, and return the blocks that it sends."""
+    stages = _stages_of(move).before
+    # Without such stages the transfer itself takes its part out of whole blocks.
+    sent = move.transfer.source if stages else move.src.whole
+    blocks = _run_stages(array.blocks, move.plan, stages, senders)
     return LocalBlocks(blocks, jnp.dtype(array.dtype), sent.local_shape(0))
 
 
@@ -230,18 +233,23 @@ def _new_block(array: ArrayPlan, parts: tuple[SentPart, ...]) -> NewBlock:
     Boxes arrive with their dims in the order of the source; then the block is transposed to the
     order of the destination, unless later steps of the plan do that.
     """
-    move = array.moves[0]
+    move = array.moves[0]  # all moves bring their parts to one layout
     names = move.plan.src.names
     if _stages_of(move).after:
         # The steps after the transfer transpose: dims stay in the order of the source.
-        order = tuple(range(len(names)))
-        block = move.transfer.target.local_shape(0)
+        new_names = names
+        block_shape = move.transfer.target.local_shape(0)
     else:
-        order = tuple(names.index(name) for name in move.plan.dst.names)
-        block = array.sharding.local_shape(0)
-    transposed = _with_added_dim(move.dst, block)
-    shape_in_source_order = tuple(transposed[order.index(i)] for i in range(len(order)))
-    return NewBlock(shape_in_source_order, order, block, (move.plan.dtype, array.dtype), parts)
+        new_names = move.plan.dst.names
+        block_shape = array.sharding.local_shape(0)
+    new_lengths = dict(zip(new_names, _with_added_dim(move.dst, block_shape), strict=True))
+    return NewBlock(
+        shape=tuple(new_lengths[name] for name in names),
+        order=tuple(map(names.index, new_names)),
+        block=block_shape,
+        dtypes=(move.plan.dtype, array.dtype),
+        parts=parts,
+    )
 
 
 def _with_added_dim(sharded: PartSharding, block: Shape) -> Shape:
@@ -260,9 +268,10 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
         numbers: The numbers of the program's devices; its messages are between positions in these.
     """
     transfer_step = move.transfer
-    dst_names = move.plan.dst.names
-    # For each dim of a box, which is in the order of the source, its place in the destination.
-    dst_dims = [dst_names.index(name) for name in move.plan.src.names]
+    # A box has its dims in the order of the source.
+    src = move.plan.src
+    src_dim = _dim_of_part(move.src, src, src)
+    dst_dim = _dim_of_part(move.dst, move.plan.dst, src)
     messages: Iterable[Message] = transfer_step.messages
     if transfer_step.is_in_place:
         # Every device keeps its rows. The program builds new blocks of messages only, so that
@@ -270,17 +279,13 @@ def _messages(move: PartMove, numbers: Sequence[int]) -> Iterator[Message]:
         messages = _messages_in_place(transfer_step)
     for message in messages:
         box = list(message.box)
-        src_part = _rows_of_part(move.src, message.src)
-        if src_part is not None:
-            d = src_part.dim
-            box[d] = _shifted(box[d], src_part.rows, side=0)
-        dst_part = _rows_of_part(move.dst, message.dst)
-        if dst_part is not None:
-            d = dst_dims.index(dst_part.dim)
-            box[d] = _shifted(box[d], dst_part.rows, side=1)
-        src = numbers.index(transfer_step.src_devices[message.src])
-        dst = numbers.index(transfer_step.dst_devices[message.dst])
-        sent = Message(src, dst, tuple(box))
+        if src_dim is not None:
+            box[src_dim] = _rows_of_block(box[src_dim], move.src, message.src, end=0)
+        if dst_dim is not None:
+            box[dst_dim] = _rows_of_block(box[dst_dim], move.dst, message.dst, end=1)
+        sender = numbers.index(transfer_step.src_devices[message.src])
+        receiver = numbers.index(transfer_step.dst_devices[message.dst])
+        sent = Message(sender, receiver, tuple(box))
         if sent.size:
             yield sent
 
@@ -292,30 +297,34 @@ def _messages_in_place(step: Transfer) -> Iterator[Message]:
         yield Message(step.src_devices.index(device), dst, box)
 
 
-class _PartRows(NamedTuple):
-    """The rows that a part of an array has along one dim of a block."""
+def _dim_of_part(sharded: PartSharding, layout: Layout, box: Layout) -> int | None:
+    """Return the dim of a box along which an array is moved in part; None if all of it is moved.
 
-    dim: int
-    rows: Runs
-
-
-def _rows_of_part(sharded: PartSharding, device: int) -> _PartRows | None:
-    """Return the rows of a part in a device's block; None if the part is the whole block."""
-    dim = sharded.part.dim
-    if not sharded.rows or dim is None:
+    `layout` has the dims in the order in which the part counts them, `box` in that of the box.
+    """
+    if not sharded.rows or sharded.part.dim is None:
         return None
-    return _PartRows(dim, sharded.rows[sharded.whole.dim_device(dim, device)])
+    return box.names.index(layout.names[sharded.part.dim])
 
 
-def _shifted(segments: tuple[Segment, ...], rows: Runs, side: int) -> tuple[Segment, ...]:
-    """Renumber rows of a part as rows of the block, at the sender (side 0) or the receiver (1).
+def _rows_of_block(
+    segments: tuple[Segment, ...], sharded: PartSharding, device: int, end: int
+) -> tuple[Segment, ...]:
+    """Renumber rows of a part as rows of a device's block.
 
     A part of the rows 4-7 of a block: its row 0 is row 4.
+
+    Args:
+        segments: The rows of a message along the dim of the part.
+        sharded: The part.
+        device: The sender or receiver.
+        end: 0 to renumber the rows at the sender, 1 at the receiver.
     """
-    sent_and_received = [rows_at(segments, 0), rows_at(segments, 1)]
-    sent_and_received[side] = row_numbers(rows)[sent_and_received[side]]
-    lengths = np.ones_like(sent_and_received[0])
-    return merged_segments(np.stack([*sent_and_received, lengths], axis=1))
+    assert sharded.part.dim is not None
+    rows_of_part = sharded.rows[sharded.whole.dim_device(sharded.part.dim, device)]
+    ends = [rows_at(segments, 0), rows_at(segments, 1)]
+    ends[end] = row_numbers(rows_of_part)[ends[end]]
+    return merged_segments(np.stack([*ends, np.ones_like(ends[0])], axis=1))
 
 
 # ---- program
@@ -338,19 +347,19 @@ def _exchange(
     Returns:
         For each new block the arrays by device of this process; empty in a process without any.
     """
-    if not any(map(_is_here, devices)):
+    if not any(map(is_here, devices)):
         return [{} for _ in new_blocks]
-    idle = [device for device in devices if device not in senders]
+    receivers_only = [device for device in devices if device not in senders]
     arrays = []
     for source in sources:
         blocks = source.blocks
-        if any(map(_is_here, idle)):
+        if any(map(is_here, receivers_only)):
             # One program runs on all devices: those that send nothing need a block, too.
-            zeros = _side_by_side(source.shape, idle)
-            block = jnp.zeros(zeros.shape, source.dtype, device=zeros.sharding)
-            blocks = {**blocks, **blocks_of(block)}
-        whole = _side_by_side(source.shape, devices)
-        arrays.append(assembled(blocks, whole.shape, source.dtype, whole.sharding))
+            shape, sharding = _side_by_side(source.shape, receivers_only)
+            zeros = jnp.zeros(shape, source.dtype, device=sharding)
+            blocks = {**blocks, **blocks_of(zeros)}
+        shape, sharding = _side_by_side(source.shape, devices)
+        arrays.append(assembled(blocks, shape, source.dtype, sharding))
     mesh = JaxMesh(np.array(devices), (AXIS,))
     run = _program(tuple(source.shape for source in sources), new_blocks, mesh)
     with jax.set_mesh(mesh):  # the caller may have set another
@@ -388,17 +397,10 @@ def _program(
     return jax.jit(on_devices, out_shardings=[NamedSharding(mesh, spec) for spec in out_specs])
 
 
-class _Whole(NamedTuple):
-    """The shape and the sharding of one array with a block on every device."""
-
-    shape: Shape
-    sharding: NamedSharding
-
-
-def _side_by_side(block: Shape, devices: Devices) -> _Whole:
+def _side_by_side(block: Shape, devices: Devices) -> tuple[Shape, NamedSharding]:
     """Return the array that has a block of this shape on every device, one after the other."""
     shape = (len(devices) * block[0], *block[1:]) if block else ()
-    return _Whole(shape, NamedSharding(JaxMesh(np.array(devices), (AXIS,)), _spec(block)))
+    return shape, NamedSharding(JaxMesh(np.array(devices), (AXIS,)), _spec(block))
 
 
 def _spec(block: Shape) -> PartitionSpec:
@@ -408,5 +410,6 @@ def _spec(block: Shape) -> PartitionSpec:
     return PartitionSpec(AXIS)
 
 
-def _is_here(device: jax.Device) -> bool:
+def is_here(device: jax.Device) -> bool:
+    """Return whether a device is one of this process's."""
     return device.process_index == jax.process_index()

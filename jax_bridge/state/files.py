@@ -103,8 +103,7 @@ def save(
         raise XshardError("processes save different trees", hint=hint)
     plan = plans[0]
     process = jax.process_index()
-    leads = process == 0
-    save_blocks(plan.saving, Path(path), plan.block_of, all_or_none, process, leads=leads)
+    save_blocks(plan.saving, Path(path), plan.block_of, all_or_none, process, leads=process == 0)
 
 
 @api_boundary
@@ -163,13 +162,14 @@ def load(  # noqa: PLR0913  one option for each decision of the user
     if isinstance(jax_mesh(mesh), AbstractMesh):
         raise MeshError("an abstract mesh cannot hold arrays", hint="pass a jax.Mesh")
     profile = load_profile(machine_profile(profile, mesh))
-    leaves = [] if like is None else array_leaves("...", like)
+    leaves = []
     types = None
     if like is not None:
+        leaves = array_leaves("...", like)
         types = {leaf.name: leaf.x for leaf in leaves if is_array(leaf.x)}
-    constants: dict[str, Any] = {}
 
-    def plan() -> _LoadPlan:
+    def plan_reads() -> _LoadPlan:
+        """Read what the checkpoint says of its arrays, and plan how each is read."""
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         planned = plan_load(
             checkpoint,
@@ -182,25 +182,26 @@ def load(  # noqa: PLR0913  one option for each decision of the user
             profile=profile,
         )
         loads = {name: _held_by_jax(name, load, mesh) for name, load in planned.items()}
+        constants = {}
         for leaf in leaves:
             if not is_array(leaf.x):
                 constants[leaf.name] = checkpoint.constant(leaf.name, leaf.x)
         if verify:
             compare_checksums(checkpoint, jax.process_index(), jax.process_count())
-        return _LoadPlan(checkpoint, loads)
+        return _LoadPlan(checkpoint, loads, constants)
 
-    checkpoint, loads = _done_by_all(plan)
+    checkpoint, loads, constants = _done_by_all(plan_reads)
     # Threads: disks, and copies in numpy, release the interpreter.
     with ThreadPoolExecutor() as threads:
         begin = partial(_begin_read, checkpoint, mesh, threads)
         arrays = _done_by_all(lambda: _read_ahead(begin, loads))
-    for name, planned in loads.items():
-        if planned.is_shared:
-            move = (planned.source.layout, planned.target.layout)
+    for name, load in loads.items():
+        if load.is_shared:  # its devices have read different rows
+            move = (load.source.layout, load.target.layout)
             arrays[name] = reshard(arrays[name], move, mesh, donate=True, profile=profile)
     if like is None:
         return arrays
-    values = {**constants, **arrays}
+    values = constants | arrays
     new_leaves = [values.get(leaf.name, leaf.x) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(like), new_leaves)
 
@@ -227,14 +228,13 @@ def all_or_none(work: Callable[[], Any]) -> list[Any]:
         value = work()
     except Exception as raised:  # of any kind: the others wait for this process in the gather below
         error = raised
-    reason = None if error is None else str(error)
-    results = _gathered([value, reason])
+    outcomes = _gathered([value, None if error is None else str(error)])
     if error is not None:
         raise error
-    for process, (_, reason) in enumerate(results):
+    for process, (_, reason) in enumerate(outcomes):
         if reason is not None:
             raise FileError(f"process {process} failed: {reason}")
-    return [value for value, _ in results]
+    return [value for value, _ in outcomes]
 
 
 def _done_by_all(work: Callable[[], T]) -> T:
@@ -257,10 +257,8 @@ def _gathered(value: Any) -> list[Any]:
     lengths = multihost_utils.process_allgather(np.array(len(text)))
     n_padding = int(lengths.max()) - len(text)
     padded_texts = multihost_utils.process_allgather(np.pad(text, (0, n_padding)))
-    values = []
-    for padded, length in zip(padded_texts, lengths, strict=True):
-        values.append(json.loads(padded[:length].tobytes()))
-    return values
+    texts = [padded[:length] for padded, length in zip(padded_texts, lengths, strict=True)]
+    return [json.loads(text.tobytes()) for text in texts]
 
 
 # ---- save
@@ -296,17 +294,20 @@ def _plan_save(tree: Any, names: Names | None, shard_bytes: int | str | None) ->
         names: Maps leaf names to stored names; None to keep them.
         shard_bytes: The most bytes of a file.
     """
-    leaves = array_leaves("...", tree)
+    leaves = array_leaves("...", tree)  # for their names: their layouts are on the arrays
     for leaf in leaves:
         if is_array(leaf.x):
             _check_can_save(leaf)
-    by_name = named_once((leaf.name, leaf.x) for leaf in leaves)
-    arrays = {name: x for name, x in by_name.items() if is_array(x)}
-    constants = {name: x for name, x in by_name.items() if isinstance(x, bool | int | float | str)}
+    arrays = {}
     sources = {}
-    for name, x in arrays.items():
-        with located(place_of(name)):
-            sources[name] = _source(x)
+    constants = {}
+    for name, x in named_once((leaf.name, leaf.x) for leaf in leaves).items():
+        if is_array(x):
+            arrays[name] = x
+            with located(place_of(name)):
+                sources[name] = _source(x)
+        elif isinstance(x, bool | int | float | str):
+            constants[name] = x
     saving = plan_save(sources, names, shard_bytes=shard_bytes, constants=constants)
     return _SavePlan(saving, arrays)
 
@@ -332,14 +333,14 @@ def _source(x: Any) -> Source:
     An array without a mesh counts as one device's, which the first process writes.
     """
     dtype = name_of(x.dtype)
-    order = recorded_order(x)
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return Source(Sharding(Layout.parse("..."), Mesh(), x.shape), dtype, [0])
-    if order is None:
+        return Source(Sharding(Layout.parse("..."), Mesh(), x.shape), dtype, processes=[0])
+    recorded = recorded_order(x)
+    if recorded is None:
         layout = specs.from_partition_spec(sharding.spec, x.ndim)
     else:
-        layout = order.layout  # with the order of rows, which a spec cannot tell
+        layout = recorded.layout  # with the order of rows, which a spec cannot tell
     processes = [device.process_index for device in sharding.mesh.devices.flat]
     return Source(Sharding(layout, xshard_mesh(sharding.mesh), x.shape), dtype, processes)
 
@@ -348,18 +349,19 @@ def _source(x: Any) -> Source:
 
 
 class _LoadPlan(NamedTuple):
-    """An open checkpoint, and the loads of its arrays by name."""
+    """An open checkpoint, and by name the loads of its arrays, and its numbers and texts."""
 
     checkpoint: Checkpoint
     loads: dict[str, Load]
+    constants: dict[str, Any]
 
 
 def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
-    """Change the load of an array so that it ends in a layout that a `jax.Array` can have.
+    """Change the load of an array so that it ends as a `jax.Array`, in place of blocks of any kind.
 
-    Such an array has no overlaps and no uneven blocks. It is then read under this layout. If the
-    layout was one that JAX can hold, devices may read different rows and share them afterwards
-    (`load.source`).
+    A `jax.Array` has no overlaps and no uneven blocks: `h/sp:halo(1,1,zero)` becomes `h/sp`. The
+    array is then read under that layout at once. A load may also read under one layout and end
+    under another, so that devices read a part each and share it: that stays if JAX can hold both.
 
     Args:
         name: The array's name, for errors.
@@ -372,9 +374,9 @@ def _held_by_jax(name: str, load: Load, mesh: jax.sharding.Mesh) -> Load:
         calls.check_dtype(numpy_dtype(load.array.dtype), text)
         held = stored_sharding(target.layout, target.mesh, target.shape, text)
         specs.storage_sharding(held.layout, mesh)  # raises before anything is read
-    # Devices share by `reshard`, which begins with an array of equal blocks.
-    can_share = held == target and load.source.is_even
-    return load._replace(source=load.source if can_share else held, target=held)
+    if held == target and load.source.is_even:
+        return load
+    return load._replace(source=held, target=held)
 
 
 def _read_ahead(begin: Callable[[Load], Wait], loads: Mapping[str, Load]) -> dict[str, jax.Array]:
@@ -455,9 +457,6 @@ def _aligned_memory(n_blocks: int, block_bytes: int) -> list[NDArray[np.uint8]]:
     # One memory for all: the system has large pages for it, but not for a single block.
     stride = -(-block_bytes // _ALIGNED) * _ALIGNED
     memory = np.empty(n_blocks * stride + _ALIGNED, np.uint8)
-    start = -memory.ctypes.data % _ALIGNED
-    blocks = []
-    for i in range(n_blocks):
-        offset = start + i * stride
-        blocks.append(memory[offset : offset + block_bytes])
-    return blocks
+    first = -memory.ctypes.data % _ALIGNED
+    offsets = [first + i * stride for i in range(n_blocks)]
+    return [memory[offset : offset + block_bytes] for offset in offsets]

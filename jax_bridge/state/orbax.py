@@ -13,7 +13,7 @@ from etils import epath
 from numpy.typing import NDArray
 
 from jax_bridge.specs import from_partition_spec
-from xshard import Layout, Mesh, XshardError, dtypes
+from xshard import Mesh, Sharding, XshardError, dtypes
 from xshard.errors import api_boundary
 from xshard.state.files.checkpoint import Box, Checkpoint
 from xshard.state.files.header import FileError
@@ -43,7 +43,7 @@ def open_orbax(path: str | Path) -> Checkpoint:
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     arrays = {}
     layouts = {}
-    meshes = {}
+    mesh = None
     for leaf_path, leaf in tree.leaves:
         if not isinstance(leaf, ocp.metadata.ArrayMetadata):
             continue
@@ -53,21 +53,17 @@ def open_orbax(path: str | Path) -> Checkpoint:
         opened = tensorstore.open(spec, context=context, open=True, read=True)
         dtype = dtypes.name_of(leaf.dtype)
         arrays[name] = _Array(tuple(leaf.shape), dtype, spec["kvstore"]["path"], opened)
-        with suppress(XshardError):  # a sharding without a layout
-            saved = _saved_sharding(leaf)
-            if saved is not None:
-                layouts[name] = saved.layout
-                meshes[name] = saved.mesh
-    # A checkpoint has one mesh; arrays that were saved on another one have no layout here.
-    mesh = None
-    if meshes:
-        mesh = next(iter(meshes.values()))
-    on_mesh = {}
-    for name, layout in layouts.items():
-        if layout.axes and meshes.get(name) == mesh:
-            on_mesh[name] = layout
+
+        saved = _saved_sharding(leaf)
+        if saved is None:
+            continue
+        # A checkpoint has one mesh, the first. Arrays that were saved on another have no layout.
+        if mesh is None:
+            mesh = saved.mesh
+        if saved.layout.axes and saved.mesh == mesh:
+            layouts[name] = saved.layout
     places = dict.fromkeys(arrays, folder.name)
-    return Checkpoint(arrays, layouts=on_mesh, mesh=mesh, places=places)
+    return Checkpoint(arrays, layouts=layouts, mesh=mesh, places=places)
 
 
 class _Array(NamedTuple):
@@ -128,19 +124,17 @@ def _read_metadata(folder: Path) -> _SavedTree:
     return _SavedTree(leaves, is_packed, metadata.use_zarr3)
 
 
-class _SavedSharding(NamedTuple):
-    layout: Layout
-    mesh: Mesh
-
-
-def _saved_sharding(leaf: Any) -> _SavedSharding | None:
-    """Return the layout and the mesh of an array as saved; None if it had no mesh."""
-    sharding = leaf.sharding
-    if not isinstance(sharding, ocp.metadata.NamedShardingMetadata):
+def _saved_sharding(leaf: Any) -> Sharding | None:
+    """Return the sharding of an array as saved; None if it had no mesh, or no layout says it."""
+    saved = leaf.sharding
+    if not isinstance(saved, ocp.metadata.NamedShardingMetadata):
         return None
-    layout = from_partition_spec(jax.P(*sharding.partition_spec), len(leaf.shape))
-    sizes = map(int, sharding.shape)
-    return _SavedSharding(layout, Mesh(dict(zip(sharding.axis_names, sizes, strict=True))))
+    sizes = map(int, saved.shape)
+    with suppress(XshardError):
+        layout = from_partition_spec(jax.P(*saved.partition_spec), len(leaf.shape))
+        mesh = Mesh(dict(zip(saved.axis_names, sizes, strict=True)))
+        return Sharding(layout, mesh, tuple(leaf.shape))
+    return None
 
 
 def _tensorstore_spec(folder: Path, name: str, tree: _SavedTree) -> dict[str, Any]:
@@ -156,12 +150,10 @@ def _tensorstore_spec(folder: Path, name: str, tree: _SavedTree) -> dict[str, An
     """
     if not (folder / name).resolve().is_relative_to(folder.resolve()):
         raise FileError(f"{folder / METADATA}: '{name}' is not in the folder")
-    store: dict[str, Any]
+    store: dict[str, Any] = {"driver": "file", "path": f"{folder}/{name}/"}
     if tree.is_packed:
         files = {"driver": "file", "path": f"{folder}/"}
         store = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
-    else:
-        store = {"driver": "file", "path": f"{folder}/{name}/"}
     # Missing chunks are an error, not zeros.
     return {
         "driver": "zarr3" if tree.is_zarr3 else "zarr",

@@ -23,9 +23,16 @@ from jax_bridge.arrays.stored import (
     record_order,
 )
 from jax_bridge.mesh.context import jax_mesh, machine_profile, xshard_mesh
-from jax_bridge.state.execute import LocalBlocks, all_devices, assembled, blocks_of, execute
+from jax_bridge.state.execute import (
+    LocalBlocks,
+    all_devices,
+    assembled,
+    blocks_of,
+    execute,
+    is_here,
+)
 from xshard import Layout, ProfileLike, Rules, Sharding, XshardError
-from xshard.errors import MeshError, ShapeError, api_boundary, located
+from xshard.errors import DtypeError, MeshError, ShapeError, api_boundary, located
 from xshard.layout.layout import check_axes
 from xshard.notation.parser import ARROW, mark_errors
 from xshard.plans.expression import Sides, sides_or_one
@@ -80,7 +87,7 @@ def transfer(  # noqa: PLR0913  one option for each decision of the user
         NotationError: The text is wrong. All errors come before anything is sent, with the name of
             the leaf.
         ShapeError: Blocks have several sizes, or an array has another sharding or order.
-        DtypeError: The numbers cannot be moved so.
+        DtypeError: The numbers cannot be moved so, as PRNG keys with `names`.
         MeshError: No array is on a mesh, the arrays are on several, or a mesh has no devices, or
             devices of another kind.
         PlanError: No plan leads from one layout to the other.
@@ -95,15 +102,14 @@ def transfer(  # noqa: PLR0913  one option for each decision of the user
     """
     if isinstance(rules, Mapping):
         rules = Rules(rules)
-    # With `names` the rules are by destination names: no leaf of this tree has one of its own.
+    # With `names` the rules are for the new names: no leaf of this tree has one of its own.
     leaves = trees.array_leaves(rules if names is None else "...", tree)
     to_move = [leaf for leaf in leaves if trees.is_array(leaf.x)]
     if not to_move:
         return tree
     ends = _meshes(to_move, dst_mesh)
-    sources = named_once(
-        (leaf.name, _source(leaf, ends, has_rule=names is None)) for leaf in to_move
-    )
+    source_of = _source_with_rule if names is None else _source_for_names
+    sources = named_once((leaf.name, source_of(leaf, ends)) for leaf in to_move)
     plan = _plan(sources, rules, ends, names, bucket_bytes, profile)
     targets = _target_shardings(plan, dst_mesh)
     if dry_run:
@@ -136,7 +142,7 @@ class _SourceArray(NamedTuple):
 
     Attributes:
         x: The array, or its type in a process that has none of it.
-        rule: The expression, or the layout if the array has no rule of its own.
+        rule: Its layouts on both meshes; with `names` the one on the first mesh alone.
         leaf: The user's leaf: PRNG keys if `x` is their words.
         as_leaf: Makes such a leaf of moved numbers.
     """
@@ -188,43 +194,51 @@ def _is_placed(x: Any) -> bool:
     return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
-def _source(leaf: Leaf, meshes: _Meshes, *, has_rule: bool) -> _SourceArray:
-    """Check one array against its rule, and find the layout that it has.
+def _source_for_names(leaf: Leaf, meshes: _Meshes) -> _SourceArray:
+    """Find the layout of an array that gets a new name, which alone has a rule.
 
-    An array without a mesh is replicated on the first one. PRNG keys become integers.
-
-    Args:
-        leaf: The array, and the layout or expression that its rule says.
-        meshes: Both meshes.
-        has_rule: False if the rules are for the new names of `names`: then nothing is said of this
-            leaf, and the result's `rule` is the layout that it has.
+    Raises DtypeError for PRNG keys: their words are a dim that no rule and no relation of names has.
     """
     with located(leaf.place):
-        expression = sides_or_one(leaf.value if has_rule else "...")
-        x = leaf.x
-        if not _is_placed(x):
-            x = place(x, "...", meshes.src)
-        check_axes(expression.dst, xshard_mesh(meshes.dst), expression.text)
-        if ARROW in expression.text:  # "layout -> layout": the left side must be what it is
-            src = expression.src.resolved(len(x.shape))
-            _check_is_sharded_as(x, src, meshes.src, expression.text)
+        if calls.are_keys(leaf.x):
+            hint = "transfer them without names=, or jax.random.key_data(keys) in their place"
+            raise DtypeError("PRNG keys keep their names", hint=hint)
+        x = _on_a_mesh(leaf.x, meshes.src)
+        layout = _current_layout(x, Layout.parse("..."), meshes.dst)
+        return _SourceArray(x, layout, leaf.x, _unchanged)
+
+
+def _source_with_rule(leaf: Leaf, meshes: _Meshes) -> _SourceArray:
+    """Check an array against its rule: the layout on the new mesh, or "old layout -> new layout".
+
+    PRNG keys become the integers that they consist of.
+    """
+    with located(leaf.place):
+        rule = sides_or_one(leaf.value)
+        x = _on_a_mesh(leaf.x, meshes.src)
+        check_axes(rule.dst, xshard_mesh(meshes.dst), rule.text)
+        if ARROW in rule.text:
+            src = rule.src.resolved(len(x.shape))
+            _check_is_sharded_as(x, src, meshes.src, rule.text)
         else:
-            src = _current_layout(x, expression, meshes.dst)
-        rule = Sides(src, expression.dst, expression.text)
-        as_leaf: Callable[[jax.Array], jax.Array] = _unchanged
+            with mark_errors(rule.text):
+                src = _current_layout(x, rule.dst, meshes.dst)
+        rule = rule._replace(src=src)
         if calls.are_keys(x):
             words = calls.as_words(x, rule)
-            x = words.array
-            rule = words.sides
-            as_leaf = words.back
-        return _SourceArray(x, rule if has_rule else src, leaf.x, as_leaf)
+            return _SourceArray(words.array, words.sides, leaf.x, words.back)
+        return _SourceArray(x, rule, leaf.x, _unchanged)
 
 
-def _current_layout(x: Any, expression: Sides, dst_mesh: JaxMesh) -> Layout:
-    """Return the layout that an array has, with the names of dims that the expression gives."""
-    with mark_errors(expression.text):
-        wanted = expression.dst.resolved(len(x.shape))
-        return known_layout(x, x.sharding, Sharding(wanted, xshard_mesh(dst_mesh), x.shape))
+def _on_a_mesh(x: Any, mesh: JaxMesh) -> Any:
+    """Return an array as it is, or replicated on the mesh if it is on none, as counters are."""
+    return x if _is_placed(x) else place(x, "...", mesh)
+
+
+def _current_layout(x: Any, dst: Layout, dst_mesh: JaxMesh) -> Layout:
+    """Return the layout that an array has, with the names that `dst`, its new one, gives its dims."""
+    new_sharding = Sharding(dst, xshard_mesh(dst_mesh), x.shape)
+    return known_layout(x, x.sharding, new_sharding)
 
 
 def _check_is_sharded_as(x: Any, src: Layout, mesh: JaxMesh, text: str) -> None:
@@ -256,19 +270,19 @@ def _plan(
 
     Args:
         sources: The arrays by name.
-        rules: The user's rules, for new names; used with `names` only.
+        rules: The user's rules. They count for new names only: old names have `_SourceArray.rule`.
         meshes: Both meshes.
         names: The new names of arrays; None if they keep theirs.
         bucket_bytes: As of `transfer`.
         profile: The machine to plan for.
     """
     # Escaped, because a name may have characters that mean something in a pattern: `layers[0]`.
-    by_name = {re.compile(re.escape(name)): source.rule for name, source in sources.items()}
-    all_rules: Any = by_name
+    source_rules = {re.compile(re.escape(name)): source.rule for name, source in sources.items()}
+    all_rules: Any = source_rules
     if names is not None:
-        if not isinstance(rules, Rules):
-            rules = {"**": rules}  # one layout for all
-        all_rules = (by_name, rules)
+        # One layout instead of `Rules` is for all new names.
+        new_rules = rules if isinstance(rules, Rules) else {"**": rules}
+        all_rules = (source_rules, new_rules)
     return plan_transfer(
         {name: source.x.shape for name, source in sources.items()},
         all_rules,
@@ -316,21 +330,22 @@ def _run(
         donate: Delete an array after the last bucket that reads it.
         progress: As of `transfer`.
     """
-    blocks_by_name = {}
+    # The blocks of the sources that some bucket still needs.
+    source_blocks = {}
     for name, source in sources.items():
-        blocks_by_name[name] = LocalBlocks(blocks_of(source.x), source.x.dtype)
+        source_blocks[name] = LocalBlocks(blocks_of(source.x), source.x.dtype)
     # Several buckets may read one array: how many moves of each are still to come.
     moves_left = _count_moves(plan.arrays)
+    # One process shows the bar: the one with the first device that takes part.
     first_device = devices[min(*plan.src_devices, *plan.dst_devices)]
-    shows_progress = first_device.process_index == jax.process_index()
     moved: dict[str, jax.Array] = {}
-    with reporting(progress, plan.bytes_moved, shows_progress) as report:
+    with reporting(progress, plan.bytes_moved, is_here(first_device)) as report:
         for bucket in plan.buckets:
-            arrived = execute(blocks_by_name, bucket, devices)
+            arrived = execute(source_blocks, bucket, devices)
             for array, blocks in zip(bucket, arrived, strict=True):
                 shape = array.sharding.shape
                 y = assembled(blocks, shape, array.dtype, targets[array.name])
-                if array.name in sources:
+                if array.name in sources:  # with `names` it may be new
                     y = sources[array.name].as_leaf(y)
                 moved[array.name] = record_order(y, array.sharding)
             # Wait for the bucket: JAX would start the next ones meanwhile, and devices would need
@@ -338,9 +353,9 @@ def _run(
             jax.block_until_ready([moved[array.name] for array in bucket])
             moves_left.subtract(_count_moves(bucket))
             if donate:
-                for name in [name for name in blocks_by_name if moves_left[name] == 0]:
+                for name in [name for name in source_blocks if moves_left[name] == 0]:
                     # Both references to the memory have to go: the blocks, and the array.
-                    del blocks_by_name[name]
+                    del source_blocks[name]
                     _delete(sources[name])
             report(sum(array.traffic.total() for array in bucket))
     return moved
@@ -348,7 +363,7 @@ def _run(
 
 def _count_moves(arrays: Iterable[ArrayPlan]) -> Counter[str]:
     """Count the moves that read each source array, by its name."""
-    counts: Counter[str] = Counter()
+    counts = Counter[str]()
     for array in arrays:
         counts.update(move.name for move in array.moves)
     return counts

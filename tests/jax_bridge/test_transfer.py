@@ -209,6 +209,28 @@ def test_sources_are_freed_if_they_are_donated() -> None:
 
 
 @in_jax
+def test_keys_move_without_names_and_in_processes_that_know_their_type_alone() -> None:
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), 4)
+    placed = xj.place(
+        {"keys": keys, "w": np.ones((8, 4), np.float32)}, {"keys": "k/a", "w": "n/a d"}, on(0, a=4)
+    )
+    there = on(4, b=2)
+    known = placed["keys"]
+    types = placed | {
+        "keys": jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=known.sharding)
+    }
+    rules = {"keys": "k/b", "w": "n d/b"}
+    plans = [xj.transfer(tree, rules, there, dry_run=True) for tree in (placed, types)]
+    assert plans[0] == plans[1]
+
+    for rule in ("k/b", "k/b words"):
+        words = "leaf 'keys': PRNG keys keep their names\n.*without names=, or jax.random.key_data"
+        with pytest.raises(xs.errors.DtypeError, match=words):
+            names = Names(rename("keys", "rng"), rename("**", "**"))
+            xj.transfer(placed, {"rng": rule, "w": "n d/b"}, there, names=names)
+
+
+@in_jax
 def test_what_does_not_fit_is_refused_with_its_leaf() -> None:
     train = on(0, dp=4)
     serve = on(4, tp=2)
