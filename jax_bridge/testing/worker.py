@@ -10,7 +10,7 @@ import pickle
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from xshard.testing.question import (
     AnyPlan,
     Devices,
     Question,
+    Result,
     Slopes,
     StructureError,
     Tree,
@@ -134,66 +135,75 @@ def _answer_plan(question: Question) -> Answer:
     plan = question.plan
     sources = question.shardings
     target = arrays_of(plan)[-1]
-
-    def run(*blocks: jax.Array) -> tuple[jax.Array]:
-        return (apply(plan, *blocks),)
-
-    def pull_back(cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
-        is_inexact = jnp.issubdtype(blocks[0].dtype, jnp.inexact)
-        if isinstance(plan, Plan) and not is_inexact:
-            # JAX does not differentiate whole numbers, but tests use them since sums are exact: the
-            # plan of the gradient is run directly.
-            return (redistribute(cotangent, plan.backward),)
-        _, pull = jax.vjp(run, *blocks)
-        return pull((cotangent,))
-
-    # Blocks are padded with NaN: if a plan reads padding, results become NaN.
     operands = list(zip(question.inputs, sources, strict=True))
-    forward = DeviceProgram(run, plan.mesh, operands, [target], question.mode, np.nan)
-    output_blocks = _measured(forward)
-    arguments = [(question.cotangents, target), *operands]
-    backward = DeviceProgram(pull_back, plan.mesh, arguments, sources, question.mode, np.nan)
-    gradient_blocks = _measured(backward)
+    forward = _measured(question, partial(_run_plan, plan), operands, [target])
+    with_cotangent = [(question.cotangents, target), *operands]
+    backward = _measured(question, partial(_pull_back, plan), with_cotangent, sources)
 
     backward_bytes = None
     if is_linear(plan) and len(sources) == 1:
         # Gradients of a max or min, and of several operands, begin with the forward pass.
-        backward_bytes = backward.received_bytes
-    (output,) = output_blocks.of_outputs
+        backward_bytes = backward.program.received_bytes
     return Answer(
-        {OUTPUT: output},
-        dict(enumerate(gradient_blocks.of_outputs)),
-        forward_bytes=forward.received_bytes,
+        {OUTPUT: forward.blocks[0]},
+        dict(enumerate(backward.blocks)),
+        forward_bytes=forward.program.received_bytes,
         backward_bytes=backward_bytes,
-        seconds=output_blocks.seconds + gradient_blocks.seconds,
+        seconds=forward.seconds + backward.seconds,
     )
 
 
-class _Measured(NamedTuple):
-    """The blocks of every output of a program, and the seconds of a run."""
+def _run_plan(plan: AnyPlan, *blocks: jax.Array) -> tuple[jax.Array]:
+    """Run a plan on one device's blocks, as a function of several results."""
+    return (apply(plan, *blocks),)
 
-    of_outputs: list[Devices]
+
+def _pull_back(plan: AnyPlan, cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the gradients of one device's blocks, given the cotangent of a plan's result."""
+    if isinstance(plan, Plan) and not jnp.issubdtype(blocks[0].dtype, jnp.inexact):
+        # JAX does not differentiate whole numbers, but tests use them since sums are exact: the
+        # plan of the gradient is run directly.
+        return (redistribute(cotangent, plan.backward),)
+    _, pull = jax.vjp(partial(_run_plan, plan), *blocks)
+    return pull((cotangent,))
+
+
+class _Measured(NamedTuple):
+    """A program, the blocks of each of its outputs, and the seconds of a run."""
+
+    program: DeviceProgram
+    blocks: list[Devices]
     seconds: float
 
 
-def _measured(program: DeviceProgram) -> _Measured:
-    """Run a program twice, and measure the second run."""
+def _measured(
+    question: Question,
+    function: Callable[..., Sequence[jax.Array]],
+    inputs: Sequence[tuple[Devices, Sharding]],
+    outputs: Sequence[Sharding],
+) -> _Measured:
+    """Compile a function of one device's blocks, run it twice, and measure the second run."""
+    # Blocks are padded with NaN: if a plan reads padding, results become NaN.
+    program = DeviceProgram(function, question.plan.mesh, inputs, outputs, question.mode, np.nan)
     program()
     start = time.perf_counter()
     results = program()
     seconds = time.perf_counter() - start
-    return _Measured(program.blocks(results), seconds)
+    return _Measured(program, program.blocks(results), seconds)
 
 
 # ---- users' functions
 
 
 class _Parts(NamedTuple):
-    """What a user's function gives: arrays, or the blocks of each."""
+    """What a user's function gives: arrays while JAX traces it, the blocks of each array after it."""
 
     outputs: list[Any]
-    gradients: list[Any]  # of the inputs that have some
-    updated: list[Any]  # the parameters after a step of the optimiser
+    gradients: dict[int, Any] | None  # by number of the input; None: only outputs were computed
+    updated: dict[int, Any]  # parameters after a step of the optimiser, by number of the input
+
+
+Pullback = Callable[[dict[int, Any]], dict[int, jax.Array]]
 
 
 def _answer_reference(question: Question) -> Answer:
@@ -203,37 +213,28 @@ def _answer_reference(question: Question) -> Answer:
     question asks for it, gradients are also compared with finite differences.
     """
     program = _UserProgram(question)
-    drawn: list[Any] = []
 
-    def draw_cotangents(outputs: Arrays) -> list[Any]:
-        drawn.clear()  # JAX may trace this twice
+    def run(*inputs: jax.Array) -> tuple[_Parts, dict[int, Any]]:
+        outputs, pull = program.vjp(inputs)
+        cotangents = {}  # by number of the output
         for i, y in enumerate(outputs):
-            is_inexact = jnp.issubdtype(y.dtype, jnp.inexact)
-            drawn.append(draw(i, y.shape, y.dtype) if is_inexact else None)
-        return drawn
-
-    def run(*inputs: jax.Array) -> _Parts:
-        return program.results(inputs, draw_cotangents)
+            if jnp.issubdtype(y.dtype, jnp.inexact):
+                cotangents[i] = draw(i, y.shape, y.dtype)
+        return program.differentiated(inputs, outputs, pull(cotangents)), cotangents
 
     inputs = [jnp.asarray(blocks[0]) for blocks in question.inputs]
-    parts = jax.jit(_on_one_device(question, run))(*inputs)
-    blocks = _Parts(
-        _one_block(parts.outputs), _one_block(parts.gradients), _one_block(parts.updated)
-    )
-    answer = program.answer(blocks)
-    cotangents = {}
-    for name, cotangent in zip(program.names, drawn, strict=True):
-        if cotangent is not None:
-            cotangents[name] = (cotangent,)
-    answer = replace(answer, cotangents=cotangents)
+    arrays, cotangents = jax.jit(_on_one_device(question, run))(*inputs)
+    answer = program.answer(jax.tree.map(_one_block, arrays))
+    slopes: Slopes = {}
     if question.differences:
-        answer = replace(answer, derivatives=_derivatives(question, answer))
-    return answer
+        slopes = _slopes(program, cotangents, answer.gradients_if_any)
+    blocks = {program.names[i]: _one_block(x) for i, x in cotangents.items()}
+    return replace(answer, cotangents=blocks, derivatives=slopes)
 
 
-def _one_block(arrays: Arrays) -> list[Devices]:
-    """Return each array as the block of the one device."""
-    return [(np.asarray(x),) for x in arrays]
+def _one_block(x: jax.Array) -> Devices:
+    """Return an array of one device as the blocks of all devices."""
+    return (np.asarray(x),)
 
 
 def _on_one_device(question: Question, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,84 +255,117 @@ def _on_one_device(question: Question, function: Callable[..., Any]) -> Callable
     )
 
 
-def _derivatives(question: Question, answer: Answer) -> Slopes:
+def _slopes(
+    program: _UserProgram, cotangents: dict[int, jax.Array], gradients: Mapping[int, Devices]
+) -> Slopes:
     """Compare the gradients of a reference with finite differences of its function.
 
     The function that is differenced is the sum of cotangent * output over all outputs, in float64.
-    """
-    program = _UserProgram(question)
 
-    def loss(*inputs: jax.Array) -> jax.Array:
-        outputs = dict(zip(answer.outputs, program.outputs(*inputs), strict=True))
+    Args:
+        program: The function.
+        cotangents: By number of the output.
+        gradients: By number of the input.
+    """
+    question = program.question
+    on_host = {i: np.asarray(cotangent) for i, cotangent in cotangents.items()}
+
+    def weighted_sum(*inputs: jax.Array) -> jax.Array:
+        outputs = program.outputs(*inputs)
         total = jnp.zeros(())
-        for name, (cotangent,) in answer.cotangents.items():
-            total = total + jnp.vdot(cotangent, outputs[name]).real
+        for i, cotangent in on_host.items():
+            total = total + jnp.vdot(cotangent, outputs[i]).real
         return total
 
-    gradients = {} if answer.gradients is None else answer.gradients
     values = [block for (block,) in question.inputs]
     with jax.enable_x64(True):
-        run = jax.jit(_on_one_device(question, loss))
+        run = jax.jit(_on_one_device(question, weighted_sum))
 
-        def loss_of(blocks: Sequence[Any]) -> float:
+        def loss(blocks: Sequence[Any]) -> float:
             return float(run(*map(jnp.asarray, blocks)))
 
-        return derivatives(loss_of, values, gradients)
+        return derivatives(loss, values, gradients)
 
 
 def _answer_blocks(question: Question) -> Answer:
     """Run a function on the devices of a mesh, each with its own blocks."""
+    assert question.results is not None
+    program = _UserProgram(question)
+    results = list(question.results.values())
     try:
-        return _run_on_devices(question, has_gradients=True)
+        return _differentiate_on_devices(program, results)
     except _MisshapenError:
         # The outputs alone, which say what is wrong with their shapes.
-        return _run_on_devices(question, has_gradients=False)
+        return _compute_on_devices(program, results)
 
 
-def _run_on_devices(question: Question, *, has_gradients: bool) -> Answer:
-    """Run a user's function on all devices of a mesh, each with its own blocks.
-
-    Args:
-        question: The test: the function, its inputs, and the cotangents of its outputs.
-        has_gradients: Whether to compute gradients and an optimiser step, too.
+def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) -> Answer:
+    """Compute outputs, gradients and an optimiser step on all devices.
 
     Raises:
         _MisshapenError: Outputs do not fit their cotangents.
     """
-    assert question.results is not None
-    program = _UserProgram(question)
-    results = list(question.results.values())
+    question = program.question
     n_inputs = len(question.inputs)
     inputs = list(zip(question.inputs, question.shardings, strict=True))
-    for result in results:
+    differentiated: list[int] = []  # numbers of the outputs that have a cotangent
+    for i, result in enumerate(results):
         if result.cotangents is not None:
+            differentiated.append(i)
             inputs.append((result.cotangents, result.sharding))
 
-    def one_device(*blocks: jax.Array) -> Arrays:
-        def given_cotangents(_: Arrays) -> list[Any]:
-            given = iter(blocks[n_inputs:])
-            return [None if result.cotangents is None else next(given) for result in results]
+    def one_device(*blocks: jax.Array) -> _Parts:
+        arguments = blocks[:n_inputs]
+        outputs, pull = program.vjp(arguments)
+        cotangents = dict(zip(differentiated, blocks[n_inputs:], strict=True))
+        return program.differentiated(arguments, outputs, pull(cotangents))
 
-        cotangents_of = given_cotangents if has_gradients else None
-        parts = program.results(blocks[:n_inputs], cotangents_of)
-        return [*parts.outputs, *parts.gradients, *parts.updated]
-
-    output_shardings = [result.sharding for result in results]
-    gradient_shardings: list[Sharding] = []
-    updated_shardings: list[Sharding] = []
-    if has_gradients:
-        gradient_shardings = [question.shardings[i] for i in question.differentiable]
-        if question.update is not None:
-            updated_shardings = [question.shardings[i] for i in question.update.arrays]
-    shardings = [*output_shardings, *gradient_shardings, *updated_shardings]
-    compiled = DeviceProgram(one_device, question.mesh, inputs, shardings, question.mode)
-    blocks = compiled.blocks(compiled())
-    n_outputs = len(output_shardings)
-    n_with_gradients = n_outputs + len(gradient_shardings)
-    parts = _Parts(
-        blocks[:n_outputs], blocks[n_outputs:n_with_gradients], blocks[n_with_gradients:]
+    updated = () if question.update is None else question.update.arrays
+    shardings = _Parts(
+        [result.sharding for result in results],
+        {i: question.shardings[i] for i in question.differentiable},
+        {i: question.shardings[i] for i in updated},
     )
-    return program.answer(parts, has_gradients=has_gradients)
+    return _run_on_devices(program, one_device, inputs, shardings)
+
+
+def _compute_on_devices(program: _UserProgram, results: Sequence[Result]) -> Answer:
+    """Compute the outputs alone on all devices."""
+    question = program.question
+
+    def one_device(*blocks: jax.Array) -> _Parts:
+        return _Parts(program.outputs(*blocks), None, {})
+
+    inputs = list(zip(question.inputs, question.shardings, strict=True))
+    shardings = _Parts([result.sharding for result in results], None, {})
+    return _run_on_devices(program, one_device, inputs, shardings)
+
+
+def _run_on_devices(
+    program: _UserProgram,
+    one_device: Callable[..., _Parts],
+    inputs: Sequence[tuple[Devices, Sharding]],
+    shardings: _Parts,
+) -> Answer:
+    """Run a function of one device's blocks on all devices.
+
+    Args:
+        program: The user's function, which `one_device` calls.
+        one_device: The function.
+        inputs: The blocks of each of its arguments, with the sharding.
+        shardings: The sharding of each array that it returns, in the same tree.
+    """
+    flat_shardings, tree = jax.tree.flatten(shardings)
+
+    def leaves_of_one_device(*blocks: jax.Array) -> Arrays:
+        return jax.tree.leaves(one_device(*blocks))
+
+    question = program.question
+    compiled = DeviceProgram(
+        leaves_of_one_device, question.mesh, inputs, flat_shardings, question.mode
+    )
+    blocks = compiled.blocks(compiled())
+    return program.answer(jax.tree.unflatten(tree, blocks))
 
 
 class _UserProgram:
@@ -340,7 +374,7 @@ class _UserProgram:
     def __init__(self, question: Question) -> None:
         assert isinstance(question.function, bytes)
         self.question = question
-        self.function: Callable[..., Any] = pickle.loads(question.function)[0]
+        self.function: Callable[..., Any] = _unpacked(question.function)
         # Known after the first call.
         self.names: tuple[str, ...] = ()
         self.tree: Tree = None
@@ -353,102 +387,93 @@ class _UserProgram:
         named = named_outputs(returned, results, "JAX")
         self.names = tuple(named)
         self.tree = numbered(returned)
-        arrays = {name: jnp.asarray(y) for name, y in named.items()}
-        if results is None:
-            return list(arrays.values())
-        return [_typed(y, results[name].sharding, name) for name, y in arrays.items()]
+        outputs = []
+        for name, y in named.items():
+            array = jnp.asarray(y)
+            if results is not None:
+                array = _typed(array, results[name].sharding, name)
+            outputs.append(array)
+        return outputs
 
-    def results(
-        self, inputs: Sequence[jax.Array], cotangents_of: Callable[[Arrays], Sequence[Any]] | None
-    ) -> _Parts:
-        """Run the user's function: outputs, gradients, and parameters after an optimiser step.
+    def vjp(self, inputs: Sequence[jax.Array]) -> tuple[Arrays, Pullback]:
+        """Run the user's function, and return its outputs and the pullback.
 
-        Args:
-            inputs: The inputs.
-            cotangents_of: Outputs -> the cotangent of each, None for one without. None: outputs
-                alone.
-
-        Raises:
-            _MisshapenError: An output does not fit its cotangent.
+        The pullback takes the cotangents, by number of the output, and returns the gradients, by
+        number of the input. It raises _MisshapenError if an output does not fit its cotangent.
         """
-        if cotangents_of is None:
-            return _Parts(self.outputs(*inputs), [], [])
-        cotangents: list[Any] = []
 
-        def forward(varied: Arrays) -> tuple[Arrays, Arrays]:
-            arguments = list(inputs)
-            for i, x in zip(self.question.differentiable, varied, strict=True):
-                arguments[i] = x
-            outputs = self.outputs(*arguments)
-            cotangents[:] = cotangents_of(outputs)
-            return _with_cotangents(outputs, cotangents), outputs
+        def of_differentiable(values: dict[int, jax.Array]) -> Arrays:
+            return self.outputs(*[values.get(i, x) for i, x in enumerate(inputs)])
 
-        varied = [inputs[i] for i in self.question.differentiable]
-        with_cotangents, pull, outputs = jax.vjp(forward, varied, has_aux=True)
-        # For complex numbers torch takes the conjugate of JAX's: both for cotangents and for gradients.
-        given = [c for c in cotangents if c is not None]
-        pairs = zip(with_cotangents, given, strict=True)
-        (gradients,) = pull([jnp.conj(jnp.asarray(c, y.dtype)) for y, c in pairs])
-        gradients = [jnp.conj(gradient) for gradient in gradients]
-        return _Parts(outputs, gradients, self._updated(inputs, gradients))
+        differentiable = {i: inputs[i] for i in self.question.differentiable}
+        outputs, pull = jax.vjp(of_differentiable, differentiable)
 
-    def _updated(self, inputs: Sequence[jax.Array], gradients: Arrays) -> Arrays:
-        """Return the parameters after a step of the user's optimiser; [] if there is none.
+        # For complex numbers torch takes the conjugate of JAX's cotangents, and of its gradients.
+        def conjugate_pull(cotangents: dict[int, Any]) -> dict[int, jax.Array]:
+            for_all = [_cotangent(y, cotangents.get(i)) for i, y in enumerate(outputs)]
+            (gradients,) = pull(for_all)
+            return {i: jnp.conj(gradient) for i, gradient in gradients.items()}
+
+        return outputs, conjugate_pull
+
+    def differentiated(
+        self, inputs: Sequence[jax.Array], outputs: Arrays, gradients: dict[int, jax.Array]
+    ) -> _Parts:
+        """Return outputs and gradients, with the parameters after a step of the user's optimiser.
 
         Args:
             inputs: All arguments of the function, parameters among them.
-            gradients: The gradients of those that have one.
+            outputs: What it returned.
+            gradients: The gradients of those inputs that have one, by number.
 
         Raises:
-            StructureError: It returns other parameters than it got.
+            StructureError: The optimiser returns other parameters than it got.
         """
         question = self.question
         if question.update is None:
-            return []
-        gradient_of = dict(zip(question.differentiable, gradients, strict=True))
-        numbers = tuple(question.arguments[position] for position in question.update.positions)
-        values = mapped(inputs.__getitem__, numbers)
-        gradients_of_values = mapped(gradient_of.__getitem__, numbers)
-        update = pickle.loads(question.update.function)[0]
-        returned = leaves(update(values, gradients_of_values), "parameters")
-        expected = list(leaves(numbers, "parameters"))
-        if list(returned) != expected:
+            return _Parts(outputs, gradients, {})
+        # A tree for each updated argument, with the number of an input in place of each array.
+        parameters = tuple(question.arguments[position] for position in question.update.positions)
+        values = mapped(inputs.__getitem__, parameters)
+        update = _unpacked(question.update.function)
+        new_values = update(values, mapped(gradients.__getitem__, parameters))
+
+        returned = leaves(new_values, "parameters")
+        numbers = leaves(parameters, "parameters")
+        if list(returned) != list(numbers):
             reason = f"the JAX update returns {', '.join(returned)}"
-            hint = f"(values, gradients) -> values, of {', '.join(expected)}"
+            hint = f"(values, gradients) -> values, of {', '.join(numbers)}"
             raise StructureError(reason, hint=hint)
-        updated = []
-        for i, (name, y) in zip(question.update.arrays, returned.items(), strict=True):
-            updated.append(_typed(y, question.shardings[i], name))
-        return updated
-
-    def answer(self, blocks: _Parts, has_gradients: bool = True) -> Answer:
-        """Pack blocks into an answer: outputs by name, gradients and new parameters by number.
-
-        Args:
-            blocks: The blocks of all results.
-            has_gradients: False if only outputs were computed.
-        """
-        question = self.question
-        gradients = None
-        if has_gradients:
-            gradients = dict(zip(question.differentiable, blocks.gradients, strict=True))
         updated = {}
-        if question.update is not None and blocks.updated:
-            updated = dict(zip(question.update.arrays, blocks.updated, strict=True))
+        for name, i in numbers.items():
+            updated[i] = _typed(returned[name], question.shardings[i], name)
+        return _Parts(outputs, gradients, updated)
+
+    def answer(self, blocks: _Parts) -> Answer:
+        """Return the blocks of all results as an answer, in which outputs have names."""
         outputs = dict(zip(self.names, blocks.outputs, strict=True))
-        return Answer(outputs, gradients, updated, tree=self.tree)
+        return Answer(outputs, blocks.gradients, blocks.updated, tree=self.tree)
 
 
-def _with_cotangents(outputs: Arrays, cotangents: Sequence[Any]) -> Arrays:
-    """Return the outputs that have a cotangent. Raises _MisshapenError if shapes differ."""
-    chosen = []
-    for y, cotangent in zip(outputs, cotangents, strict=True):
-        if cotangent is None:
-            continue
+def _unpacked(function: bytes) -> Callable[..., Any]:
+    """Unpickle a function of the user, which was packed without arguments."""
+    function_alone, _no_arguments = pickle.loads(function)
+    return function_alone
+
+
+def _cotangent(y: jax.Array, cotangent: Any) -> Any:
+    """Return the cotangent that JAX's pullback takes for an output; None counts as zero.
+
+    Raises:
+        _MisshapenError: It has another shape than the output.
+    """
+    if cotangent is not None:
         if y.shape != cotangent.shape:
             raise _MisshapenError
-        chosen.append(y)
-    return chosen
+        return jnp.conj(jnp.asarray(cotangent, y.dtype))
+    if jnp.issubdtype(y.dtype, jnp.inexact):
+        return jnp.zeros_like(y)
+    return np.zeros(y.shape, jax.dtypes.float0)  # JAX's type for outputs of whole numbers
 
 
 def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
