@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
+import numpy as np
 from jax import lax
 
 from jax_bridge.calls import redistribute
@@ -18,13 +19,6 @@ from xshard.errors import ShapeError, api_boundary
 from xshard.notation.parser import Dim
 
 Parameter = jax.Array | None
-
-
-class FeatureGroups(NamedTuple):
-    """The dim of the features, and the number of groups that consecutive features form."""
-
-    dim: int
-    n_groups: int
 
 
 @api_boundary
@@ -56,7 +50,8 @@ def layer_norm(
     """
     x = x.owned()
     dims = [dim % x.block.ndim for dim in dims]
-    return _scaled_and_shifted(x, _normalised(x, dims, epsilon), dims, scale, bias)
+    normal = _normalised(x, partial(_mean, x, dims), epsilon)
+    return _scaled_and_shifted(x, normal, dims, scale, bias)
 
 
 @api_boundary
@@ -90,12 +85,14 @@ def group_norm(
     x = x.owned()
     feature_dim %= x.block.ndim
     n_features = x.sharding.shape[feature_dim]
-    if x.layout.dims[feature_dim].axes or n_features % num_groups:
-        what = f"{n_features} features {str(x.layout.dims[feature_dim])!r} in {num_groups} groups"
+    features = x.layout.dims[feature_dim]
+    if features.axes or n_features % num_groups:
+        what = f"{n_features} features {str(features)!r} in {num_groups} groups"
         hint = "unsharded features, and a number of groups that divides them"
         raise ShapeError(what, text=str(x.layout), hint=hint)
     space_dims = [dim for dim in range(1, x.block.ndim) if dim != feature_dim]
-    normal = _normalised(x, space_dims, epsilon, FeatureGroups(feature_dim, num_groups))
+    group_mean = partial(_group_mean, x, space_dims, feature_dim, num_groups)
+    normal = _normalised(x, group_mean, epsilon)
     return _scaled_and_shifted(x, normal, [feature_dim], scale, bias)
 
 
@@ -133,10 +130,11 @@ def batch_norm(
     feature_dim %= x.block.ndim
     if mean is None or variance is None:
         other_dims = [dim for dim in range(x.block.ndim) if dim != feature_dim]
-        normal = _normalised(x, other_dims, epsilon)
+        normal = _normalised(x, partial(_mean, x, other_dims), epsilon)
     else:
-        centred = x.block - _local_parameter(x, mean, [feature_dim])
-        normal = centred * lax.rsqrt(_local_parameter(x, variance, [feature_dim]) + epsilon)
+        local_mean = _local_parameter(x, mean, [feature_dim])
+        local_variance = _local_parameter(x, variance, [feature_dim])
+        normal = (x.block - local_mean) * lax.rsqrt(local_variance + epsilon)
     return _scaled_and_shifted(x, normal, [feature_dim], scale, bias)
 
 
@@ -155,26 +153,23 @@ def moments(x: Sharded, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """
     x = x.owned()
     dims = [dim % x.block.ndim for dim in dims]
-    mean = _mean(x, x.block, dims)
+    mean = _mean(x, dims, x.block)
     centred = _minus(x, mean)
-    return mean, _mean(x, centred * centred, dims)
+    return mean, _mean(x, dims, centred * centred)
 
 
-def _normalised(
-    x: Sharded, dims: Sequence[int], epsilon: float, groups: FeatureGroups | None = None
-) -> jax.Array:
+def _normalised(x: Sharded, mean_of: Callable[[jax.Array], jax.Array], epsilon: float) -> jax.Array:
     """Shift and scale the block to mean 0 and variance 1 of the global array.
 
     Args:
         x: The array.
-        dims: The dims to average over.
+        mean_of: A block like that of `x`, zero in the padding -> its mean over the global array.
         epsilon: Added to the variance.
-        groups: Groups of features to average over, too; None: each feature by itself.
     """
     # The mean is subtracted first, and the variance taken of the differences: E[x^2] - E[x]^2, in
     # one pass, would lose its digits where the mean is large.
-    centred = _minus(x, _mean(x, x.block, dims, groups))
-    variance = _mean(x, centred * centred, dims, groups)
+    centred = _minus(x, mean_of(x.block))
+    variance = mean_of(centred * centred)
     return centred * lax.rsqrt(variance + epsilon)
 
 
@@ -183,40 +178,61 @@ def _minus(x: Sharded, mean: jax.Array) -> jax.Array:
     return Sharded(x.block - mean, x.sharding).owned().block
 
 
-def _mean(
-    x: Sharded, block: jax.Array, dims: Sequence[int], groups: FeatureGroups | None = None
-) -> jax.Array:
+def _mean(x: Sharded, dims: Sequence[int], block: jax.Array) -> jax.Array:
     """Average over dims of the global array, of which this device has a block.
-
-    The block's rows are summed, the sums are summed over devices, and divided by the number of rows
-    of the global array. With groups the mean is over each group of features as well.
 
     Args:
         x: The array that has the block's sharding.
-        block: The values, zero in the padding.
         dims: The dims, kept with length 1.
-        groups: The groups; their mean is repeated for each of their features.
+        block: The values, zero in the padding.
     """
-    total = block.sum(tuple(dims), keepdims=True)  # of this device's rows
-    count = math.prod(x.sharding.shape[dim] for dim in dims)
-    group_size = 1
-    if groups is not None:
-        group_size = total.shape[groups.dim] // groups.n_groups
-        grouped = with_lengths(total, groups.dim, 1, groups.n_groups, group_size)
-        total = grouped.sum(groups.dim + 1)
+    local_sum = block.sum(tuple(dims), keepdims=True)
+    return _summed_over_devices(x, dims, local_sum) / _count(x, dims)
 
+
+def _group_mean(
+    x: Sharded, dims: Sequence[int], feature_dim: int, n_groups: int, block: jax.Array
+) -> jax.Array:
+    """Average over dims of the global array and over each group of consecutive features.
+
+    8 features in 2 groups: the mean of the first 4, four times, then the mean of the others.
+
+    Args:
+        x: The array that has the block's sharding.
+        dims: The dims beside the features, kept with length 1.
+        feature_dim: The dim of the features, which is not sharded.
+        n_groups: The number of groups.
+        block: The values, zero in the padding.
+    """
+    group_size = block.shape[feature_dim] // n_groups
+    local_sum = block.sum(tuple(dims), keepdims=True)
+    grouped = with_lengths(local_sum, feature_dim, 1, n_groups, group_size)
+    total = _summed_over_devices(x, dims, grouped.sum(feature_dim + 1))
+    mean = total / (_count(x, dims) * group_size)
+    return mean.repeat(group_size, feature_dim)
+
+
+def _summed_over_devices(x: Sharded, dims: Sequence[int], local_sum: jax.Array) -> jax.Array:
+    """Add up the devices' sums over their parts of some dims of the global array."""
+    axes = _axes_of([x.layout.dims[dim] for dim in dims])
+    if not axes:
+        return local_sum
+    # grad="sum": each device uses the total for its own block, so that the total's gradient is the
+    # sum over devices.
+    return all_reduce(local_sum, axes, x.sharding.mesh, grad="sum")
+
+
+def _count(x: Sharded, dims: Sequence[int]) -> int:
+    """Return how many elements dims of the global array have; a block's would count its padding."""
+    return math.prod(x.sharding.shape[dim] for dim in dims)
+
+
+def _axes_of(dims: Sequence[Dim]) -> tuple[str, ...]:
+    """Return the mesh axes that shard some dims."""
     axes: list[str] = []
     for dim in dims:
-        axes += x.layout.dims[dim].axes
-    if axes:
-        # grad="sum": each device uses the total for its own block, so that the total's gradient is
-        # the sum over devices.
-        total = all_reduce(total, tuple(axes), x.sharding.mesh, grad="sum")
-    # Lengths of the global array: a block's own would count its padding.
-    mean = total / (count * group_size)
-    if groups is None:
-        return mean
-    return mean.repeat(group_size, groups.dim)
+        axes += dim.axes
+    return tuple(axes)
 
 
 def _scaled_and_shifted(
@@ -249,18 +265,16 @@ def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.A
         raise ShapeError(what, text=str(x.layout))
 
     sharded_dims = tuple(x.layout.dims[dim] for dim in dims)
-    axes: list[str] = []
-    for sharded_dim in sharded_dims:
-        axes += sharded_dim.axes
+    axes = _axes_of(sharded_dims)
     if axes:
         # `copy` says that each device has a copy of the parameter; the gradient is then their sum.
         whole_dims = tuple(Dim(dim.name) for dim in sharded_dims)
-        copied = Layout(whole_dims, (("copy", tuple(axes)),))
-        value = redistribute(value, (copied, Layout(sharded_dims)), x.sharding.mesh, shape=lengths)
+        layouts = (Layout(whole_dims, (("copy", axes),)), Layout(sharded_dims))
+        value = redistribute(value, layouts, x.sharding.mesh, shape=lengths)
 
-    # The dims of `value` are in the order of `dims`, which the user may choose.
-    array_order = sorted(range(len(dims)), key=lambda i: dims[i])
     shape = [1] * x.block.ndim
-    for dim in dims:
-        shape[dim] = x.block.shape[dim]
-    return value.transpose(array_order).reshape(shape)
+    for dim, length in zip(dims, value.shape, strict=True):
+        shape[dim] = length
+    # The dims of `value` are in the order of `dims`, which the user may choose.
+    block_order = np.argsort(dims).tolist()
+    return value.transpose(block_order).reshape(shape)

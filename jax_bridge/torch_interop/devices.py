@@ -57,6 +57,12 @@ class MeshPair:
         """This process's devices of torch's mesh, in its order."""
         return [self.torch_devices[i] for i in self.local_positions]
 
+    @property
+    def local_jax_devices(self) -> list[jax.Device]:
+        """This process's devices of JAX's mesh, in its order."""
+        process = jax.process_index()
+        return [device for device in self.jax_devices if device.process_index == process]
+
     @cached_property
     def kind(self) -> str:
         """Torch's name for the kind of devices: "cpu" or "cuda". Raises MeshError for others."""

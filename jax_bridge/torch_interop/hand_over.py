@@ -333,13 +333,12 @@ def _make_array(
         dtype: The dtype's name.
         copy: As of `to_jax`.
     """
-    devices = meshes.local_devices
     if route.side is not None:
         copy = None  # blocks that have moved are in new memory already
+    devices = meshes.local_devices
     if route.side == TORCH:
         blocks = by_torch(blocks, route.plan)
-        process = jax.process_index()
-        devices = [d for d in meshes.jax_devices if d.process_index == process]
+        devices = meshes.local_jax_devices
     pairs = zip(devices, blocks, strict=True)
     on_devices: Blocks = {device: buffers.array_over(x, device, copy) for device, x in pairs}
     if route.side == JAX:
@@ -370,21 +369,22 @@ def prepare_to_torch(
     """
     _check_array(array)
     meshes = _meshes_of(array, mesh)
-    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    if device_mesh is not None:
+    device_mesh = None  # of the DTensor to return
+    if isinstance(mesh, DeviceMesh):
         check_one_block(meshes, "a DeviceMesh has")
+        if options.dtensor:
+            device_mesh = mesh
     elif options.dtensor:
         hint = "to_torch(array, layout, device_mesh, dtensor=True)"
         raise MeshError("a DTensor is on a DeviceMesh", hint=hint)
     buffers.torch_dtype(array.dtype)  # raises for a dtype that torch lacks
     _ = meshes.kind  # raises for devices that torch lacks
-    route = options.route(layout, meshes, shape=array.shape, dtype=array.dtype.name, to_jax=False)
+    dtype = array.dtype.name
+    route = options.route(layout, meshes, shape=array.shape, dtype=dtype, to_jax=False)
     if not are_same_shardings(array.sharding, route.in_jax, array.ndim):
         reason = f"the array is not sharded as '{route.src}' says"
         raise ShapeError(reason, text=route.text, hint=f"it has {array.sharding}")
     check_order(array, route.stored, route.text)
-    if not options.dtensor:
-        device_mesh = None
     if device_mesh is not None:
         # Raises for a layout that a DTensor cannot have.
         to_placements(route.blocks.layout, device_mesh, array.shape)
@@ -417,16 +417,13 @@ def _meshes_of(array: jax.Array, mesh: TorchMesh | JaxMesh | None) -> MeshPair:
         mesh: Torch's mesh; or JAX's, for an array that does not know its mesh; or None if torch
             uses the array's mesh.
     """
-    jax_mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    torch_mesh = None
+    sharding = array.sharding
     if isinstance(mesh, JaxMesh):
-        jax_mesh = mesh  # of an array without one, on a single device
-    else:
-        torch_mesh = mesh
-    if not isinstance(jax_mesh, JaxMesh):
-        hint = "pass the jax.sharding.Mesh that it is on"
-        raise MeshError(f"the array is not on a mesh: {array.sharding}", hint=hint)
-    return mesh_pair(jax_mesh, torch_mesh)
+        return mesh_pair(mesh)  # of an array without one, on a single device
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, JaxMesh):
+        return mesh_pair(sharding.mesh, mesh)
+    hint = "pass the jax.sharding.Mesh that it is on"
+    raise MeshError(f"the array is not on a mesh: {sharding}", hint=hint)
 
 
 def _make_tensors(
@@ -444,18 +441,21 @@ def _make_tensors(
     Returns:
         A tensor, a list of several, or None if this process has none; a DTensor on `device_mesh`.
     """
-    blocks_by_device = blocks_of(array)
-    if route.side is None:
-        local = [blocks_by_device[device] for device in meshes.local_devices]
-        tensors = [buffers.tensor_over(x, options.copy, options.writable) for x in local]
-    elif route.side == TORCH:
-        local = [blocks_by_device[d] for d in meshes.jax_devices if d in blocks_by_device]
-        tensors = by_torch([buffers.tensor_over(x, None, True) for x in local], route.plan)
-    else:
+    copy = options.copy
+    writable = options.writable
+    if route.side is not None:
         # Blocks that have moved are in new memory, which may be written to.
-        moved = by_jax(blocks_by_device, route.plan, meshes.by_number)
-        local = [moved[device] for device in meshes.local_devices]
-        tensors = [buffers.tensor_over(x, None, True) for x in local]
+        copy = None
+        writable = True
+    blocks = blocks_of(array)
+    devices = meshes.local_devices
+    if route.side == JAX:
+        blocks = by_jax(blocks, route.plan, meshes.by_number)
+    elif route.side == TORCH:
+        devices = meshes.local_jax_devices
+    tensors = [buffers.tensor_over(blocks[device], copy, writable) for device in devices]
+    if route.side == TORCH:
+        tensors = by_torch(tensors, route.plan)
     if not tensors:
         return None
     if device_mesh is not None:

@@ -6,7 +6,7 @@ Either side could run the plan; the cheaper one does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,9 +105,8 @@ class Options:
             XshardError: As `to_jax`.
         """
         torch_refuses = _why_torch_cannot_run(meshes)  # not cached: a process group may start later
-        ends = _Ends(meshes, layout, to_jax)
         array = _Array(local_shape, shape, dtype)
-        return _route(ends, array, self.profiles, self.via, torch_refuses)
+        return _route(layout, meshes, to_jax, array, self.profiles, self.via, torch_refuses)
 
     @property
     def profiles(self) -> tuple[ProfileLike, ProfileLike]:
@@ -136,34 +135,11 @@ class _Array(NamedTuple):
 
 
 class _End(NamedTuple):
-    """One end of a route: the axes of its mesh, and its devices by their numbers in plans."""
+    """One end of a route: a layout, the axes of its mesh, and its devices by numbers in plans."""
 
+    layout: Layout
     mesh: Mesh
     devices: tuple[int, ...]
-
-
-class _Ends(NamedTuple):
-    """The meshes of torch and JAX, the layouts on them, and the direction."""
-
-    meshes: MeshPair
-    layout: Layout | Expression
-    to_jax: bool
-
-    @property
-    def src(self) -> _End:
-        return self._of_torch if self.to_jax else self._of_jax
-
-    @property
-    def dst(self) -> _End:
-        return self._of_jax if self.to_jax else self._of_torch
-
-    @property
-    def _of_torch(self) -> _End:
-        return _End(self.meshes.torch_axes, self.meshes.numbers(self.meshes.torch_devices))
-
-    @property
-    def _of_jax(self) -> _End:
-        return _End(self.meshes.jax_axes, self.meshes.numbers(self.meshes.jax_devices))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -197,9 +173,21 @@ def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
         return [leaf.value for leaf in leaves_with_given_values(layouts, placeholders)]
 
 
+def named_like(
+    fn: Callable[..., Any], function: Callable[..., Any], default: str
+) -> Callable[..., Any]:
+    """Return a function with the name and docstring of another, or a default name."""
+    function.__name__ = getattr(fn, "__name__", default)
+    function.__qualname__ = function.__name__
+    function.__doc__ = fn.__doc__
+    return function
+
+
 @functools.lru_cache(maxsize=65536)
 def _route(
-    ends: _Ends,
+    layout: Layout | Expression,
+    meshes: MeshPair,
+    to_jax: bool,
     array: _Array,
     profiles: tuple[ProfileLike, ProfileLike],
     via: str | None,
@@ -210,7 +198,9 @@ def _route(
     Both sides plan the move; the cheaper one runs it. Nobody does if all blocks stay in place.
 
     Args:
-        ends: Both meshes, the layouts on them, and the direction.
+        layout: One layout, or the layouts of both ends.
+        meshes: The meshes of torch and JAX.
+        to_jax: True from torch to JAX, False from JAX to torch.
         array: What is known of its shape, and its dtype.
         profiles: The machines that torch and JAX plan for.
         via: "torch" or "jax" to choose the side; None for the cheaper one.
@@ -219,42 +209,50 @@ def _route(
     Raises:
         PlanError: No side that may run its plan can.
     """
-    meshes = ends.meshes
-    src, dst, text = sides_or_one(ends.layout)
-    src_end = ends.src
-    dst_end = ends.dst
+    src, dst, text = sides_or_one(layout)
+    torch_layout = src if to_jax else dst
+    jax_layout = dst if to_jax else src
+    in_torch = _End(torch_layout, meshes.torch_axes, meshes.numbers(meshes.torch_devices))
+    in_jax = _End(jax_layout, meshes.jax_axes, meshes.numbers(meshes.jax_devices))
+    ends = [in_torch, in_jax]
+    if not to_jax:
+        ends.reverse()
     with mark_errors(text):
         # All that can be wrong with the user's arguments is noticed here, before anything is sent.
-        check_axes(src, src_end.mesh, text)
-        check_axes(dst, dst_end.mesh, text)
+        for end in ends:
+            check_axes(end.layout, end.mesh, text)
         shape = array.shape
         if shape is None:
-            shape = global_shape(src, src_end.mesh, array.local_shape, text)
-        array_layout = dst if ends.to_jax else src
-        block_layout = src if ends.to_jax else dst
-        blocks = Sharding(block_layout, meshes.torch_axes, shape)
-        in_jax = array_sharding(array_layout, meshes, shape)
-        stored = Sharding(array_layout, meshes.jax_axes, shape)
+            shape = global_shape(src, ends[0].mesh, array.local_shape, text)
+        blocks = Sharding(torch_layout, meshes.torch_axes, shape)
+        stored = Sharding(jax_layout, meshes.jax_axes, shape)
+        jax_sharding = array_sharding(jax_layout, meshes, shape)
         if via is not None and via not in SIDES:
             raise PlanError(f"via={via!r}", hint='"torch", "jax", or None for the cheaper side')
-        plans = {}
         # Each side plans for its own machine: NCCL and XLA differ in speed.
+        plans = {}
         for side, profile in zip(SIDES, profiles, strict=True):
-            plans[side] = plan(
-                (src, dst),
-                shape=shape,
-                dtype=array.dtype,
-                src_mesh=src_end.mesh,
-                dst_mesh=dst_end.mesh,
-                src_devices=src_end.devices,
-                dst_devices=dst_end.devices,
-                profile=profile,
-            )
+            plans[side] = _plan_move(ends, shape, array.dtype, profile)
         if _moves_nothing(plans[TORCH]):
-            return Route(src, text, blocks, in_jax, stored, plans[TORCH], None)
+            return Route(src, text, blocks, jax_sharding, stored, plans[TORCH], None)
         refusals = {TORCH: torch_refuses, JAX: _why_jax_cannot_run(plans[JAX], meshes)}
         side = _cheapest_side(plans, refusals, via)
-    return Route(src, text, blocks, in_jax, stored, plans[side], side)
+    return Route(src, text, blocks, jax_sharding, stored, plans[side], side)
+
+
+def _plan_move(ends: Sequence[_End], shape: Shape, dtype: str, profile: ProfileLike) -> Plan:
+    """Plan the way of an array from one end of a route to the other."""
+    src, dst = ends
+    return plan(
+        (src.layout, dst.layout),
+        shape=shape,
+        dtype=dtype,
+        src_mesh=src.mesh,
+        dst_mesh=dst.mesh,
+        src_devices=src.devices,
+        dst_devices=dst.devices,
+        profile=profile,
+    )
 
 
 def _moves_nothing(plan: Plan) -> bool:
@@ -283,13 +281,13 @@ def _cheapest_side(
     """
     wanted = SIDES if via is None else (via,)
     costs = {side: plans[side].cost for side in wanted if refusals[side] is None}
-    if not costs:
-        cannot = "neither torch nor JAX can" if via is None else f"{via} cannot"
-        move = f"'{plans[TORCH].src}' to '{plans[TORCH].dst}'"
-        reasons = [f"{side}: {reason}" for side, reason in refusals.items() if reason]
-        raise PlanError(f"{cannot} bring {move} here", hint="\n  ".join(reasons))
-    # The first of equal ones, torch: it does not compile.
-    return min(costs, key=costs.__getitem__)
+    if costs:
+        # The first of equal ones, torch: it does not compile.
+        return min(costs, key=costs.__getitem__)
+    cannot = "neither torch nor JAX can" if via is None else f"{via} cannot"
+    plan = plans[TORCH]
+    reasons = [f"{side}: {reason}" for side, reason in refusals.items() if reason]
+    raise PlanError(f"{cannot} bring '{plan.src}' to '{plan.dst}' here", hint="\n  ".join(reasons))
 
 
 def _why_torch_cannot_run(meshes: MeshPair) -> str | None:
@@ -311,7 +309,7 @@ def _why_jax_cannot_run(plan: Plan, meshes: MeshPair) -> str | None:
     It is the error that building the program raises, as for blocks of different sizes.
     """
     try:
-        if plan.transfer:
+        if plan.transfer:  # from one mesh to another, where no program is built ahead
             for end in (plan.source, plan.target):
                 check_even(end, f"{plan.src} -> {plan.dst}")
                 to_partition_spec(storage_layout(end.layout), len(end.shape))
