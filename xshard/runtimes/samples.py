@@ -65,10 +65,9 @@ def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
         copying += _copying_steps(group)
     communicating += _permutations(mesh, axes)
     # The time of a small copy is mostly overhead, which the cost model of a local step leaves out.
-    copied_sizes = [size for size in sizes if size >= max(sizes) / 16]
-    plans = [_plan(mesh, step, size) for step, size in itertools.product(communicating, sizes)]
-    plans += [_plan(mesh, step, size) for step, size in itertools.product(copying, copied_sizes)]
-    return tuple(plans)
+    large_sizes = [size for size in sizes if size >= max(sizes) / 16]
+    samples = [*itertools.product(communicating, sizes), *itertools.product(copying, large_sizes)]
+    return tuple(_plan(mesh, step, size) for step, size in samples)
 
 
 def held_out_plans(
@@ -94,8 +93,8 @@ def held_out_plans(
     """
     axes = _long_axes(mesh)
     rng = random.Random(seed)
-    max_singles = count - count // 3
-    plans = list[Plan]()
+    max_singles = count - count // 3  # plans of a single step
+    plans: list[Plan] = []
     n_singles = 0
     n_draws = 0
     while len(plans) < count:
@@ -103,10 +102,11 @@ def held_out_plans(
         is_single = len(plan.steps) == 1
         # A mesh of one axis may have too few plans of several steps. After many draws, plans of one
         # step are no longer refused.
-        still_waits = n_draws < _MAX_DRAWS * count
-        is_surplus = is_single and n_singles >= max_singles and still_waits
+        takes_single = n_singles < max_singles or n_draws >= _MAX_DRAWS * count
         n_draws += 1
-        if plan.bytes_received and plan not in plans and not is_surplus:
+        if is_single and not takes_single:
+            continue
+        if plan.bytes_received and plan not in plans:
             plans.append(plan)
             n_singles += is_single
     return tuple(plans)
@@ -117,12 +117,20 @@ def _random_plan(
 ) -> Plan:
     """Draw layouts, and the shape of an array of three dims whose larger block has a random size."""
     src, dst = _random_layouts(axes, rng)
-    block_bytes = min(sizes) * (max(sizes) / min(sizes)) ** rng.random()  # even in logarithms
-    least_cut = min(mesh.size(*layout.sharding_axes) for layout in (src, dst))
-    elements = block_bytes / ITEMSIZE * least_cut
-    rows = [mesh.n_devices * rng.choice((1, 2, 4, 6)) for _ in range(2)]
-    columns = mesh.n_devices * max(1, round(elements / (rows[0] * rows[1] * mesh.n_devices)))
-    return make_plan((src, dst), mesh, (*rows, columns), DTYPE, profile=profile)
+    least = min(sizes)
+    block_bytes = least * (max(sizes) / least) ** rng.random()  # even in logarithms
+    elements = block_bytes / ITEMSIZE * _n_larger_blocks(mesh, src, dst)
+    # Multiples of the number of devices, which divide however axes cut them.
+    n = mesh.n_devices
+    a = n * rng.choice((1, 2, 4, 6))
+    b = n * rng.choice((1, 2, 4, 6))
+    c = n * max(1, round(elements / (a * b * n)))
+    return make_plan((src, dst), mesh, (a, b, c), DTYPE, profile=profile)
+
+
+def _n_larger_blocks(mesh: Mesh, src: Layout, dst: Layout) -> int:
+    """Return how many blocks an array has under the layout that cuts it into fewer."""
+    return min(mesh.size(*layout.sharding_axes) for layout in (src, dst))
 
 
 def _long_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -191,10 +199,12 @@ def _permutations(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[OneStep]:
 def _plan(mesh: Mesh, sample: OneStep, size: int) -> Plan:
     """Make a plan of one step; the larger of a device's two blocks has about `size` bytes."""
     src, dst, step = sample
-    elements = size // ITEMSIZE * min(mesh.size(*layout.sharding_axes) for layout in (src, dst))
-    has_room = elements > _ROWS_PER_DEVICE * mesh.n_devices**2
-    rows = mesh.n_devices * (_ROWS_PER_DEVICE if has_room else 1)
-    columns = mesh.n_devices * max(1, elements // (rows * mesh.n_devices))
+    n = mesh.n_devices
+    elements = size // ITEMSIZE * _n_larger_blocks(mesh, src, dst)
+    rows = n
+    if elements > _ROWS_PER_DEVICE * n**2:  # each device has a column at least
+        rows = n * _ROWS_PER_DEVICE
+    columns = n * max(1, elements // (rows * n))
     return Plan(src, dst, mesh, (rows, columns), DTYPE, (step,))
 
 
