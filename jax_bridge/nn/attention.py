@@ -181,8 +181,8 @@ class DeviceAttention(AttentionCall):
         """
         attn = self.attn
         rows_of = partial(attn.key_rows, round_index=round_number)
-        rows = group_table(attn.q.mesh, attn.axes, attn.block_rows, rows_of)
-        return row_of_this_device(rows, attn.axes)
+        table = group_table(attn.q.mesh, attn.axes, attn.block_rows, rows_of)
+        return row_of_this_device(table, attn.axes)
 
     @property
     def heads_read(self) -> Array | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,55 +28,57 @@ from xshard.nn.cross_entropy import ClassDim, class_dim
 from xshard.ops import move, tag
 
 
-class Options(NamedTuple):
-    """The options of `nn.cross_entropy`, in the order in which its signature passes them on."""
-
-    reduction: Literal["mean", "sum", "none"]
-    ignore_index: int
-    label_smoothing: float
-    shape: Sequence[int | None] | None
-    classes: str
-    profile: ProfileLike
-
-
-def _cross_entropy(
-    logits: Any, labels: Any, layout: Layout | str, mesh: AnyMesh | None, *options: Any
+def _cross_entropy(  # noqa: PLR0913, PLR0917  the arguments of `nn.cross_entropy`, in its order
+    logits: Any,
+    labels: Any,
+    layout: Layout | str,
+    mesh: AnyMesh | None,
+    reduction: Literal["mean", "sum", "none"],
+    ignore_index: int,
+    label_smoothing: float,
+    shape: Sequence[int | None] | None,
+    class_name: str,
+    profile: ProfileLike,
 ) -> jax.Array:
-    """Compute `nn.cross_entropy` of this device's logits and labels, and reduce it over tokens.
+    """Compute `nn.cross_entropy`, whose arguments these are, of this device's logits and labels.
 
     Args:
         logits: This device's block of logits, [*tokens, classes] in the order of the layout.
         labels: The numbers of classes, [*tokens].
         layout: The layout of the logits.
         mesh: The mesh; None for the one of the context.
-        options: The other arguments, in the order of `Options`.
+        reduction: How losses are reduced over tokens.
+        ignore_index: The label that does not count.
+        label_smoothing: The weight of the mean logit, 0 to 1.
+        shape: The global shape of the logits; None if blocks are equal.
+        class_name: The name of the dim of classes.
+        profile: The machine to plan for.
     """
-    given = Options._make(options)
     layout = Layout.parse(layout)
     text = str(layout)
     logits = as_array(logits, text)
     labels = as_array(labels, text)
     _check_dtypes(logits, labels, text)
     layout_of_logits = layout.resolved(logits.ndim)
-    context = mesh_and_machine(mesh, (layout_of_logits,), text, given.profile)
-    sharding = block_sharding(logits, layout_of_logits, context.mesh, given.shape)
-    classes = class_dim(sharding, given.classes, logits.shape, labels.shape, given.reduction)
+    context = mesh_and_machine(mesh, (layout_of_logits,), text, profile)
+    sharding = block_sharding(logits, layout_of_logits, context.mesh, shape)
+    classes = class_dim(sharding, class_name, logits.shape, labels.shape, reduction)
 
-    losses = _token_losses(logits, labels, sharding, classes, given.label_smoothing, context)
+    losses = _token_losses(logits, labels, sharding, classes, label_smoothing, context)
     n_classes = sharding.shape[classes.dim]
     is_no_class = (labels < 0) | (labels >= n_classes)
     is_token = valid_elements(_without_dim(sharding, classes.dim))
-    is_counted = is_token & (labels != given.ignore_index)
+    is_counted = is_token & (labels != ignore_index)
     # A label that is no class gives NaN, since a compiled program cannot raise.
     losses = jnp.where(is_no_class, jnp.nan, losses)
     losses = jnp.where(is_counted, losses, 0)
-    if given.reduction == "none":
+    if reduction == "none":
         return losses
 
     # The count travels with the sum: one message instead of two.
     sum_and_count = jnp.stack([losses.sum(), is_counted.sum().astype(losses.dtype)])
     loss, count = _all_reduced(sum_and_count, "sum", classes.token_axes, context)
-    if given.reduction == "sum":
+    if reduction == "sum":
         return loss
     return loss / count
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from jax_bridge.calls import redistribute
 from jax_bridge.lower.row_tables import with_lengths
 from jax_bridge.nn.sharded import Sharded
 from jax_bridge.ops import all_reduce
-from xshard import Layout
+from xshard import Layout, Sharding
 from xshard.errors import ShapeError, api_boundary
 from xshard.notation.parser import Dim
 
@@ -50,8 +49,7 @@ def layer_norm(
     """
     x = x.owned()
     dims = [dim % x.block.ndim for dim in dims]
-    normal = _normalised(x, partial(_mean, x, dims), epsilon)
-    return _scaled_and_shifted(x, normal, dims, scale, bias)
+    return _scaled_and_shifted(x, _normalised(x, dims, epsilon), dims, scale, bias)
 
 
 @api_boundary
@@ -90,10 +88,24 @@ def group_norm(
         what = f"{n_features} features {str(features)!r} in {num_groups} groups"
         hint = "unsharded features, and a number of groups that divides them"
         raise ShapeError(what, text=str(x.layout), hint=hint)
-    space_dims = [dim for dim in range(1, x.block.ndim) if dim != feature_dim]
-    group_mean = partial(_group_mean, x, space_dims, feature_dim, num_groups)
-    normal = _normalised(x, group_mean, epsilon)
+    # Of the dims [samples, ..., groups, features of a group, ...] all but two are averaged over.
+    grouped = _with_groups(x, feature_dim, num_groups)
+    averaged = [dim for dim in range(1, grouped.block.ndim) if dim != feature_dim]
+    normal = _normalised(grouped, averaged, epsilon).reshape(x.block.shape)
     return _scaled_and_shifted(x, normal, [feature_dim], scale, bias)
+
+
+def _with_groups(x: Sharded, feature_dim: int, n_groups: int) -> Sharded:
+    """Split the dim of the features, which is not sharded: [n, 8, w] in 2 groups -> [n, 2, 4, w]."""
+    shape = x.sharding.shape
+    group_size = shape[feature_dim] // n_groups
+    new_shape = (*shape[:feature_dim], n_groups, group_size, *shape[feature_dim + 1 :])
+    shards = [dim.shards for dim in x.layout.dims]
+    shards.insert(feature_dim, ())
+    # New names for all dims, since one for the new dim might be taken.
+    layout = Layout(tuple(Dim(f"d{i}", shards[i]) for i in range(len(shards))), x.layout.tags)
+    block = with_lengths(x.block, feature_dim, 1, n_groups, group_size)
+    return Sharded(block, Sharding(layout, x.sharding.mesh, new_shape))
 
 
 @api_boundary
@@ -130,7 +142,7 @@ def batch_norm(
     feature_dim %= x.block.ndim
     if mean is None or variance is None:
         other_dims = [dim for dim in range(x.block.ndim) if dim != feature_dim]
-        normal = _normalised(x, partial(_mean, x, other_dims), epsilon)
+        normal = _normalised(x, other_dims, epsilon)
     else:
         local_mean = _local_parameter(x, mean, [feature_dim])
         local_variance = _local_parameter(x, variance, [feature_dim])
@@ -158,18 +170,12 @@ def moments(x: Sharded, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     return mean, _mean(x, dims, centred * centred)
 
 
-def _normalised(x: Sharded, mean_of: Callable[[jax.Array], jax.Array], epsilon: float) -> jax.Array:
-    """Shift and scale the block to mean 0 and variance 1 of the global array.
-
-    Args:
-        x: The array.
-        mean_of: A block like that of `x`, zero in the padding -> its mean over the global array.
-        epsilon: Added to the variance.
-    """
+def _normalised(x: Sharded, dims: Sequence[int], epsilon: float) -> jax.Array:
+    """Shift and scale the block to mean 0 and variance 1 over some dims of the global array."""
     # The mean is subtracted first, and the variance taken of the differences: E[x^2] - E[x]^2, in
     # one pass, would lose its digits where the mean is large.
-    centred = _minus(x, mean_of(x.block))
-    variance = mean_of(centred * centred)
+    centred = _minus(x, _mean(x, dims, x.block))
+    variance = _mean(x, dims, centred * centred)
     return centred * lax.rsqrt(variance + epsilon)
 
 
@@ -186,45 +192,14 @@ def _mean(x: Sharded, dims: Sequence[int], block: jax.Array) -> jax.Array:
         dims: The dims, kept with length 1.
         block: The values, zero in the padding.
     """
-    local_sum = block.sum(tuple(dims), keepdims=True)
-    return _summed_over_devices(x, dims, local_sum) / _count(x, dims)
-
-
-def _group_mean(
-    x: Sharded, dims: Sequence[int], feature_dim: int, n_groups: int, block: jax.Array
-) -> jax.Array:
-    """Average over dims of the global array and over each group of consecutive features.
-
-    8 features in 2 groups: the mean of the first 4, four times, then the mean of the others.
-
-    Args:
-        x: The array that has the block's sharding.
-        dims: The dims beside the features, kept with length 1.
-        feature_dim: The dim of the features, which is not sharded.
-        n_groups: The number of groups.
-        block: The values, zero in the padding.
-    """
-    group_size = block.shape[feature_dim] // n_groups
-    local_sum = block.sum(tuple(dims), keepdims=True)
-    grouped = with_lengths(local_sum, feature_dim, 1, n_groups, group_size)
-    total = _summed_over_devices(x, dims, grouped.sum(feature_dim + 1))
-    mean = total / (_count(x, dims) * group_size)
-    return mean.repeat(group_size, feature_dim)
-
-
-def _summed_over_devices(x: Sharded, dims: Sequence[int], local_sum: jax.Array) -> jax.Array:
-    """Add up the devices' sums over their parts of some dims of the global array."""
+    total = block.sum(tuple(dims), keepdims=True)  # of this device's rows
     axes = _axes_of([x.layout.dims[dim] for dim in dims])
-    if not axes:
-        return local_sum
-    # grad="sum": each device uses the total for its own block, so that the total's gradient is the
-    # sum over devices.
-    return all_reduce(local_sum, axes, x.sharding.mesh, grad="sum")
-
-
-def _count(x: Sharded, dims: Sequence[int]) -> int:
-    """Return how many elements dims of the global array have; a block's would count its padding."""
-    return math.prod(x.sharding.shape[dim] for dim in dims)
+    if axes:
+        # grad="sum": each device uses the total for its own block, so that the total's gradient is
+        # the sum over devices.
+        total = all_reduce(total, axes, x.sharding.mesh, grad="sum")
+    # Lengths of the global array: a block's own would count its padding.
+    return total / math.prod(x.sharding.shape[dim] for dim in dims)
 
 
 def _axes_of(dims: Sequence[Dim]) -> tuple[str, ...]:

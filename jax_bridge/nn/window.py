@@ -26,12 +26,11 @@ from jax_bridge.lower.row_tables import (
     pick_rows,
     row_of_this_device,
 )
-from jax_bridge.nn.sharded import Sharded
+from jax_bridge.nn.sharded import Sharded, dims_without_overlaps
 from xshard.errors import PlanError, ShapeError, api_boundary
 from xshard.nn.windows import Frame, OutputRun, Taps, resampled_frame, taps, window_frame
 from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
 from xshard.notation.overlap_parser import parse_boundaries
-from xshard.notation.parser import Dim
 
 Boundaries = str | Mapping[str, str] | None
 Scales = Sequence[float | None] | None
@@ -128,7 +127,7 @@ def _result(
         order: For every dim of the result its dim in `x`.
         features: The new lengths of dims without a frame, by dim of `x`.
     """
-    dims = _without_overlaps(x)
+    dims = dims_without_overlaps(x.layout)
     lengths = {**dict(enumerate(x.sharding.shape)), **features}
     for dim, frame in frames.items():
         dims[dim] = frame.result
@@ -161,14 +160,9 @@ def _plan_windows(
     return windowed_dims
 
 
-def _without_overlaps(x: Sharded) -> list[Dim]:
-    """Return the array's dims with every row at its owner only."""
-    return [replace(dim, overlap=None) for dim in x.layout.dims]
-
-
 def _fetched_block(x: Sharded, frames: Mapping[int, Frame]) -> jax.Array:
     """Fetch the rows that this device's outputs read, along every dim that has a frame."""
-    dims = _without_overlaps(x)
+    dims = dims_without_overlaps(x.layout)
     for dim, frame in frames.items():
         dims[dim] = frame.source
     return x.to(replace(x.layout, dims=tuple(dims))).block
@@ -224,7 +218,7 @@ def _windowed_dim(
         fill: The value that the operation itself assumes beyond the ends of a block.
         dilation: The dilation of its rows.
     """
-    dim = _without_overlaps(x)[d]
+    dim = dims_without_overlaps(x.layout)[d]
     if not any(window.padding):
         # Nothing beyond the ends is read, so any rule will do: constants need no communication.
         ends = _filled(fill)
@@ -427,7 +421,7 @@ def _resampled(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
         x: The array.
         taps_by_dim: For each dim that changes, the inputs of every output and their weights.
     """
-    dims = _without_overlaps(x)
+    dims = dims_without_overlaps(x.layout)
     frames = {}
     for d, dim_taps in taps_by_dim.items():
         sizes = x.sharding.mesh.sizes_of(dims[d].axes)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_bridge.mesh.context import AnyMesh, xshard_mesh
 from jax_bridge.specs import to_partition_spec
-from jax_bridge.step.tracer import Tracer, evaluate
+from jax_bridge.step.tracer import Evaluator, Tracer
 from jax_bridge.trees import is_array, leaves_with_given_values
 from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
@@ -137,7 +137,8 @@ class JaxSuggestion(Suggestion):
             # Inside a `jax.checkpoint` the backward pass gathers these once more, instead of
             # keeping them whole since the forward pass.
             for_each_use = {name for name in parameters if not gathered_once.pattern_for(name)}
-            results = evaluate(closed, loss.arrays, loss.names, self._constrained, for_each_use)
+            evaluator = Evaluator(self._constrained, late=for_each_use)
+            results = evaluator.run("", closed.jaxpr, closed.consts, loss.names, *loss.arrays)
             return jax.tree.unflatten(jax.tree.structure(out), results)
 
         return constrained

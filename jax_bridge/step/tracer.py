@@ -261,27 +261,17 @@ class Tracer:
 # ---- a jaxpr with changes
 
 
-def evaluate(
-    closed: Any, arrays: Sequence[Any], names: Sequence[str], change: Change, late: Collection[str]
-) -> list[Any]:
-    """Evaluate a jaxpr and pass its arrays through a function, as to add sharding constraints.
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates jaxprs and passes their arrays through a function, as to add sharding constraints.
 
     Changed are arguments, results of equations, and carries of scans, also inside other equations.
 
-    Args:
-        closed: The jaxpr.
-        arrays: Its arguments.
-        names: Their names.
+    Attributes:
         change: (name, array) -> the array to go on with; names are those of `places`.
         late: Names of arguments that a `jax.checkpoint` takes unchanged, and changes inside. The
             backward pass then runs the change again, and the changed array need not be saved.
     """
-    return _Evaluator(change, late).run("", closed.jaxpr, closed.consts, names, *arrays)
-
-
-@dataclass(frozen=True)
-class _Evaluator:
-    """Evaluates jaxprs with changes, also those inside equations. Fields are as of `evaluate`."""
 
     change: Change
     late: Collection[str]
@@ -292,7 +282,7 @@ class _Evaluator:
         """Evaluate a jaxpr with changes, and return its results.
 
         Args:
-            prefix: The beginning of the names of its places.
+            prefix: The beginning of the names of its places; "" outside of other equations.
             jaxpr: The jaxpr.
             consts: Its constants.
             names: The names of its arguments, "" for those that stay as they are.
@@ -310,7 +300,11 @@ class _Evaluator:
         for place, eqn in places(jaxpr, prefix):
             operand_names = ["" if is_number(v) else name_of.get(v, "") for v in eqn.invars]
             if eqn.primitive.name in CALLS:
-                results = self._run_inlined(place, eqn, operand_names, arrays)
+                # Inlined, because an older partitioner of XLA (GSPMD) does not pass shardings
+                # through calls.
+                body = eqn.params["jaxpr"]
+                values = [_value(v, arrays) for v in eqn.invars]
+                results = self.run(f"{place}.", body.jaxpr, body.consts, operand_names, *values)
             elif eqn.primitive.name in CHECKPOINTS:
                 changed = self._changed_inside(place, eqn, operand_names)
                 results = run_equation(jaxpr, changed, arrays | late_arguments)
@@ -323,17 +317,6 @@ class _Evaluator:
             for i, (v, x) in enumerate(zip(eqn.outvars, results, strict=True)):
                 arrays[v] = self.change(_place_of_result(place, i), x)
         return [_value(v, arrays) for v in jaxpr.outvars]
-
-    def _run_inlined(
-        self, place: str, eqn: Any, names: Sequence[str], arrays: Mapping[Any, Any]
-    ) -> list[Any]:
-        """Evaluate a call of a jitted function equation by equation.
-
-        An older partitioner of XLA (GSPMD) does not pass shardings through calls.
-        """
-        body = eqn.params["jaxpr"]
-        values = [_value(v, arrays) for v in eqn.invars]
-        return self.run(f"{place}.", body.jaxpr, body.consts, names, *values)
 
     def _changed_inside(self, place: str, eqn: Any, names: Sequence[str]) -> Any:
         """Rewrite the jaxpr inside an equation so that it makes the changes itself.

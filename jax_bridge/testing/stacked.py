@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -50,26 +51,27 @@ class DeviceProgram:
         self.outputs = outputs
         self.fill = fill
         self.devices = _devices_across_processes(mesh.n_devices)
-        self.jax_mesh = JaxMesh(np.array(self.devices).reshape(mesh.sizes), mesh.axes)
+        on_axes = np.array(self.devices).reshape(mesh.sizes)
+        self.jax_mesh = JaxMesh(on_axes, mesh.axes)
         program: Any
+        as_array: Callable[..., Any]
         if mode == "pmap":
             self.n_leading_dims = 1  # results are [devices, *block]; else [*mesh axes, *block]
             axis = mesh.long_axes[0] if mesh.long_axes else "alone"
             program = jax.pmap(function, axis_name=axis, devices=self.devices)
-            self.arrays: list[Any] = [padded(blocks, sharding, fill) for blocks, sharding in inputs]
+            as_array = padded
         else:
             self.n_leading_dims = len(mesh.axes)
             on_devices = jax.shard_map(
-                _with_leading_dims(function, len(mesh.axes)),
+                _with_leading_dims(function, self.n_leading_dims),
                 mesh=self.jax_mesh,
                 in_specs=tuple(spec(sharding) for _, sharding in inputs),
                 out_specs=[spec(sharding) for sharding in outputs],
                 check_vma=mode == "vma",
             )
             program = jax.jit(on_devices)
-            self.arrays = []
-            for blocks, sharding in inputs:
-                self.arrays.append(stacked(blocks, sharding, self.jax_mesh, fill))
+            as_array = partial(stacked, mesh=self.jax_mesh)
+        self.arrays = [as_array(blocks, sharding, fill=fill) for blocks, sharding in inputs]
         self.compiled = program.lower(*self.arrays).compile()
 
     def __call__(self) -> Sequence[jax.Array]:
@@ -101,7 +103,7 @@ class DeviceProgram:
 
 def _devices_across_processes(n_devices: int) -> list[jax.Device]:
     """Return devices of the processes in turn, so that some mesh axis connects processes."""
-    by_process = [jax.local_devices(process) for process in range(jax.process_count())]
+    by_process = map(jax.local_devices, range(jax.process_count()))
     in_turn = chain.from_iterable(zip(*by_process, strict=True))
     return list(in_turn)[:n_devices]
 
@@ -148,17 +150,17 @@ def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) 
         mesh: JAX's mesh with the same axes.
         fill: The padding of blocks that are smaller than the largest.
     """
-    rows = padded(blocks, sharding, fill)
+    rows = padded(blocks, sharding, fill)  # [devices, *block]
     by_axis = rows.reshape(*sharding.mesh.sizes, *rows.shape[1:])
     # Along an axis that the layout does not name all blocks are equal: the first one is enough.
-    varying = [axis in sharding.layout.axes for axis in sharding.mesh.axes]
-    whole = by_axis[tuple(slice(None) if varies else slice(0, 1) for varies in varying)]
+    kept = [slice(None if axis in sharding.layout.axes else 1) for axis in sharding.mesh.axes]
+    different = by_axis[tuple(kept)]
     on_mesh = NamedSharding(mesh, spec(sharding))
-    return jax.make_array_from_callback(whole.shape, on_mesh, whole.__getitem__)
+    return jax.make_array_from_callback(different.shape, on_mesh, different.__getitem__)
 
 
 def unstacked(
-    array: jax.Array, shape: Sequence[int], sharding: Sharding, devices: Sequence[jax.Device]
+    array: jax.Array, shape: tuple[int, ...], sharding: Sharding, devices: Sequence[jax.Device]
 ) -> list[Any]:
     """Split a result into the block of each device, None on devices of other processes.
 
@@ -168,13 +170,18 @@ def unstacked(
         sharding: Its sharding.
         devices: The devices, in the mesh's order.
     """
-    local = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
-    empty = np.zeros(shape, array.dtype)
-    blocks = [local.get(device, empty).reshape(empty.shape) for device in devices]
-    if empty.shape == sharding.max_local_shape:
-        blocks = unpadded(blocks, sharding)
-    pairs = zip(blocks, devices, strict=True)
-    return [block if device in local else None for block, device in pairs]
+    data_of = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
+    blocks: list[Any] = []
+    for number, device in enumerate(devices):
+        if device not in data_of:
+            blocks.append(None)
+            continue
+        block = data_of[device].reshape(shape)
+        # A block of another shape is a mistake of the user's function, and shown as it is.
+        if shape == sharding.max_local_shape:
+            block = _without_padding(block, sharding, number)
+        blocks.append(block)
+    return blocks
 
 
 def padded(blocks: Blocks, sharding: Sharding, fill: float = 0) -> NDArray:
@@ -190,36 +197,20 @@ def padded(blocks: Blocks, sharding: Sharding, fill: float = 0) -> NDArray:
 
 def unpadded(blocks: Iterable[NDArray], sharding: Sharding) -> list[Block]:
     """Return the blocks of all devices without their padding."""
-    result = []
-    for device, block in enumerate(blocks):
-        result.append(block[tuple(map(slice, sharding.local_shape(device)))])
-    return result
+    return [_without_padding(block, sharding, number) for number, block in enumerate(blocks)]
+
+
+def _without_padding(block: NDArray, sharding: Sharding, device: int) -> Block:
+    """Cut the padding off the end of a device's block."""
+    return block[tuple(map(slice, sharding.local_shape(device)))]
 
 
 # ---- the traffic of a compiled program
 
 
-def _received_in_all_gather(result: int, n: int) -> int:
-    return result * (n - 1) // n
-
-
-def _received_in_all_reduce(result: int, n: int) -> int:
-    return -(-2 * result * (n - 1) // n)
-
-
-def _received_in_reduce_scatter(result: int, n: int) -> int:
-    return result * (n - 1)
-
-
-# (elements of the result, group size n) -> elements that a device receives, by ring algorithms.
-_RECEIVED: dict[str, Callable[[int, int], int]] = {
-    "all-gather": _received_in_all_gather,
-    "all-reduce": _received_in_all_reduce,
-    "all-to-all": _received_in_all_gather,
-    "reduce-scatter": _received_in_reduce_scatter,
-}
 _COLLECTIVE = re.compile(
-    rf"= (?P<result>.+?) (?P<op>{'|'.join(_RECEIVED)}|collective-permute)(?P<half>-start)?\("
+    r"= (?P<result>.+?) (?P<op>all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)"
+    r"(?P<half>-start)?\("
 )
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<shape>[\d,]*)\]")
 # Three spellings: all groups, their shape, or axes (whole or parts, `'x':(2)4`) of a mesh that HLO made.
@@ -291,12 +282,21 @@ def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
                 if src != dst:
                     received[int(dst)] += result.elements * result.itemsize
         elif groups:
-            elements = _RECEIVED[match["op"]](result.elements, _group_size(groups))
+            elements = _received_elements(match["op"], result.elements, _group_size(groups))
             received = [elements * result.itemsize] * n_devices
         else:
             raise ValueError(f"cannot read this collective: {line.strip()}")
         if any(received):
             yield HloCollective(match["op"], tuple(received))
+
+
+def _received_elements(op: str, result: int, n: int) -> int:
+    """Return how many elements each of `n` devices receives, by the ring algorithm of a collective."""
+    if op == "all-reduce":
+        return -(-2 * result * (n - 1) // n)  # rounded up
+    if op == "reduce-scatter":
+        return result * (n - 1)  # the operand is `n` results
+    return result * (n - 1) // n  # all-gather, all-to-all
 
 
 def _group_size(groups: re.Match[str]) -> int:

@@ -24,12 +24,13 @@ from jax.sharding import PartitionSpec as P
 
 from jax_bridge.calls import redistribute
 from jax_bridge.einsum import EinsumOptions, einsum_blocks
-from jax_bridge.mesh.axis_types import as_varying, is_typed, varying_axes
+from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.testing.stacked import DeviceProgram
 from xshard import ContractionPlan, Layout, Plan, Sharding, XshardError, replicas
 from xshard.contractions.ring import NEVER
 from xshard.dtypes import numpy_dtype
 from xshard.runtimes.processes import FunctionError
+from xshard.steps.base import Block
 from xshard.testing.functions import (
     called,
     derivatives,
@@ -182,14 +183,11 @@ def _measured(
     inputs: Sequence[tuple[Devices, Sharding]],
     outputs: Sequence[Sharding],
 ) -> _Measured:
-    """Compile a function of one device's blocks, run it twice, and measure the second run."""
+    """Compile a function of one device's blocks, run it twice, and time the second run."""
     # Blocks are padded with NaN: if a plan reads padding, results become NaN.
     program = DeviceProgram(function, question.plan.mesh, inputs, outputs, question.mode, np.nan)
-    program()
-    start = time.perf_counter()
     results = program()
-    seconds = time.perf_counter() - start
-    return _Measured(program, program.blocks(results), seconds)
+    return _Measured(program, program.blocks(results), _seconds(program))
 
 
 # ---- users' functions
@@ -223,7 +221,8 @@ def _answer_reference(question: Question) -> Answer:
         return program.differentiated(inputs, outputs, pull(cotangents)), cotangents
 
     inputs = [jnp.asarray(blocks[0]) for blocks in question.inputs]
-    arrays, cotangents = jax.jit(_on_one_device(question, run))(*inputs)
+    compiled = jax.jit(_on_one_device(question, run))
+    arrays, cotangents = jax.device_get(compiled(*inputs))
     answer = program.answer(jax.tree.map(_one_block, arrays))
     slopes: Slopes = {}
     if question.differences:
@@ -232,9 +231,9 @@ def _answer_reference(question: Question) -> Answer:
     return replace(answer, cotangents=blocks, derivatives=slopes)
 
 
-def _one_block(x: jax.Array) -> Devices:
+def _one_block(x: Block) -> Devices:
     """Return an array of one device as the blocks of all devices."""
-    return (np.asarray(x),)
+    return (x,)
 
 
 def _on_one_device(question: Question, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +255,7 @@ def _on_one_device(question: Question, function: Callable[..., Any]) -> Callable
 
 
 def _slopes(
-    program: _UserProgram, cotangents: dict[int, jax.Array], gradients: Mapping[int, Devices]
+    program: _UserProgram, cotangents: dict[int, Block], gradients: Mapping[int, Devices]
 ) -> Slopes:
     """Compare the gradients of a reference with finite differences of its function.
 
@@ -268,12 +267,11 @@ def _slopes(
         gradients: By number of the input.
     """
     question = program.question
-    on_host = {i: np.asarray(cotangent) for i, cotangent in cotangents.items()}
 
     def weighted_sum(*inputs: jax.Array) -> jax.Array:
         outputs = program.outputs(*inputs)
         total = jnp.zeros(())
-        for i, cotangent in on_host.items():
+        for i, cotangent in cotangents.items():
             total = total + jnp.vdot(cotangent, outputs[i]).real
         return total
 
@@ -307,12 +305,12 @@ def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) 
     """
     question = program.question
     n_inputs = len(question.inputs)
-    inputs = list(zip(question.inputs, question.shardings, strict=True))
-    differentiated: list[int] = []  # numbers of the outputs that have a cotangent
+    differentiated = []  # numbers of the outputs that have a cotangent
+    cotangent_inputs = []
     for i, result in enumerate(results):
         if result.cotangents is not None:
             differentiated.append(i)
-            inputs.append((result.cotangents, result.sharding))
+            cotangent_inputs.append((result.cotangents, result.sharding))
 
     def one_device(*blocks: jax.Array) -> _Parts:
         arguments = blocks[:n_inputs]
@@ -326,41 +324,40 @@ def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) 
         {i: question.shardings[i] for i in question.differentiable},
         {i: question.shardings[i] for i in updated},
     )
-    return _run_on_devices(program, one_device, inputs, shardings)
+    return _run_on_devices(program, one_device, cotangent_inputs, shardings)
 
 
 def _compute_on_devices(program: _UserProgram, results: Sequence[Result]) -> Answer:
     """Compute the outputs alone on all devices."""
-    question = program.question
 
     def one_device(*blocks: jax.Array) -> _Parts:
         return _Parts(program.outputs(*blocks), None, {})
 
-    inputs = list(zip(question.inputs, question.shardings, strict=True))
     shardings = _Parts([result.sharding for result in results], None, {})
-    return _run_on_devices(program, one_device, inputs, shardings)
+    return _run_on_devices(program, one_device, [], shardings)
 
 
 def _run_on_devices(
     program: _UserProgram,
     one_device: Callable[..., _Parts],
-    inputs: Sequence[tuple[Devices, Sharding]],
+    cotangents: Sequence[tuple[Devices, Sharding]],
     shardings: _Parts,
 ) -> Answer:
     """Run a function of one device's blocks on all devices.
 
     Args:
         program: The user's function, which `one_device` calls.
-        one_device: The function.
-        inputs: The blocks of each of its arguments, with the sharding.
+        one_device: The function of this device's blocks of all inputs, then of the cotangents.
+        cotangents: The blocks of cotangents, with their sharding.
         shardings: The sharding of each array that it returns, in the same tree.
     """
+    question = program.question
+    inputs = [*zip(question.inputs, question.shardings, strict=True), *cotangents]
     flat_shardings, tree = jax.tree.flatten(shardings)
 
     def leaves_of_one_device(*blocks: jax.Array) -> Arrays:
         return jax.tree.leaves(one_device(*blocks))
 
-    question = program.question
     compiled = DeviceProgram(
         leaves_of_one_device, question.mesh, inputs, flat_shardings, question.mode
     )
@@ -483,10 +480,7 @@ def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
         StructureError: It may differ along others, where the layout says one value.
     """
     layout_axes = sharding.layout.axes
-    other_axes = varying_axes(y) - set(layout_axes) if sharding.mesh.axes else ()
-    for axis in other_axes:
-        if not is_typed(axis):
-            continue
+    for axis in varying_axes(y).difference(layout_axes):
         if sharding.mesh.size(axis) > 1:
             output = f"{name} of the JAX function"
             reason = f"{output} varies along {axis!r}, where its layout holds one value"
@@ -535,14 +529,16 @@ def seconds_of_products(
         for dtype in dtypes:
             ones = jnp.ones((n, rows, rows), dtype)
             x = jax.device_put(ones, jax.NamedSharding(mesh, by_device))
-            jax.block_until_ready(multiply(x, x))  # the first compiles
-            times = []
-            for _ in range(rounds):
-                start = time.perf_counter()
-                jax.block_until_ready(multiply(x, x))
-                times.append(time.perf_counter() - start)
-            medians.append(statistics.median(times))
+            _seconds(multiply, x, x)  # the first call compiles
+            medians.append(statistics.median(_seconds(multiply, x, x) for _ in range(rounds)))
     return medians
+
+
+def _seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Measure the seconds until the results of a call are there."""
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - start
 
 
 class Timer:
@@ -567,9 +563,7 @@ class Timer:
     def seconds(self) -> float:
         """Measure the seconds per call; a program ends when its busiest device does."""
         self.program.arrays[0] = jnp.full_like(self.program.arrays[0], self.calls)
-        start = time.perf_counter()
-        self.program()
-        return (time.perf_counter() - start) / self.calls
+        return _seconds(self.program) / self.calls
 
 
 def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> list[jax.Array]:

@@ -143,13 +143,13 @@ def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
     """
     jax_axes = xshard_mesh(jax_mesh)
     jax_devices = tuple(jax_mesh.devices.flat)
-    if torch_mesh is None:
-        meshes = MeshPair(jax_mesh, jax_axes, jax_devices, jax_axes, jax_devices)
-    else:
+    torch_axes = jax_axes
+    torch_devices = jax_devices
+    if torch_mesh is not None:
         # Another mesh: its axes differ, and its devices or their order may.
         torch_axes = mesh_of(torch_mesh)
         torch_devices = _torch_devices(torch_mesh, torch_axes, jax_devices)
-        meshes = MeshPair(jax_mesh, jax_axes, jax_devices, torch_axes, torch_devices)
+    meshes = MeshPair(jax_mesh, jax_axes, jax_devices, torch_axes, torch_devices)
     if all(device.process_index != jax.process_index() for device in meshes.all_devices):
         in_jax = f"JAX's mesh {dict(jax_mesh.shape)}"
         in_torch = "" if torch_mesh is None else f" or torch's {meshes.torch_axes!r}"

@@ -94,9 +94,9 @@ class _Argument(NamedTuple):
     @classmethod
     def of(cls, x: Any, layout: Layout) -> _Argument:
         if isinstance(x, DTensor):
-            return cls(layout, [local_block_under(x, layout, str(layout))], None)
+            x = local_block_under(x, layout, str(layout))
         if isinstance(x, Tensor):
-            return cls(layout, [x], None)
+            x = [x]
         if isinstance(x, list):
             return cls(layout, x, None)
         return cls(layout, [], x)
@@ -382,25 +382,18 @@ class VjpProgram:
     # ---- forward and backward
 
     def forward(self, arrays: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
-        """Return the outputs, and the pullback for `backward`; None if nothing is differentiated."""
+        """Return the outputs and the pullback, which is None if nothing is differentiated."""
         # Specs without a mesh need one in context, and autograd's threads have none.
         with jax.set_mesh(self.meshes.jax_mesh):
             return self._compiled_forward(*arrays)
-
-    def backward(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        """Return the gradients of the leaves `wrt`.
-
-        Complex gradients are torch's: the conjugates of JAX's.
-        """
-        with jax.set_mesh(self.meshes.jax_mesh):
-            return self._compiled_backward(pull, list(cotangents))
 
     def gradients(self, pull: Any, groups: list[Group]) -> list[Group]:
         """Return the tensors of the gradients, given those of the cotangents."""
         cotangents = []
         for group, layout in zip(groups, self.cotangent_layouts, strict=True):
             cotangents.append(_to_jax(group, layout, self.meshes.jax_mesh))
-        gradients = self.backward(pull, cotangents)
+        with jax.set_mesh(self.meshes.jax_mesh):
+            gradients = self._compiled_backward(pull, cotangents)
         return list(map(self.to_torch, gradients, self.gradient_layouts))
 
     def recorded_gradients(
@@ -422,7 +415,7 @@ class VjpProgram:
 
     @cached_property
     def _pullback(self) -> _JaxFunction:
-        """`backward` as a function of leaves and cotangents."""
+        """The gradients as a function of leaves and cotangents."""
 
         def gradients(leaves: Arrays, cotangents: Arrays) -> list[jax.Array]:
             _, pull = self._vjp(*leaves)
@@ -469,7 +462,9 @@ class VjpProgram:
         return tuple(jax.tree.leaves(self.fn(*jax.tree.unflatten(self.in_tree, leaves))))
 
     def _pull(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        """Return the gradients of the arguments `wrt`.
+        """Return the gradients of the leaves `wrt`.
+
+        Complex gradients are torch's: the conjugates of JAX's.
 
         Args:
             pull: JAX's pullback.

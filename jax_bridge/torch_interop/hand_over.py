@@ -18,7 +18,16 @@ from jax_bridge.arrays.stored import are_same_shardings, check_order, record_ord
 from jax_bridge.state.execute import Blocks, assembled, blocks_of
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, TorchMesh, check_one_block, mesh_pair
-from jax_bridge.torch_interop.route import JAX, TORCH, Options, Profiles, Route, by_jax, by_torch
+from jax_bridge.torch_interop.route import (
+    JAX,
+    TORCH,
+    KnownArray,
+    Options,
+    Profiles,
+    Route,
+    by_jax,
+    by_torch,
+)
 from jax_bridge.trees import leaves_with_given_values
 from torch_bridge.dtensor.function import dtensor_of_block
 from torch_bridge.dtensor.placements import checked_global_shape, local_block_under, to_placements
@@ -224,22 +233,19 @@ def prepare_to_jax(
         torch_mesh = x.device_mesh
     meshes = mesh_pair(mesh, torch_mesh)
     blocks = _local_blocks(x, layout, meshes)
-    dtype = _common_dtype(blocks)
-    local_shape = tuple(blocks[0].shape)
+    known = KnownArray(_common_dtype(blocks), shape, tuple(blocks[0].shape))
     if not meshes.local_positions:
         # A process without devices passes a tensor on `meta` only to tell shape and dtype.
         blocks = []
     _check_devices(blocks, meshes)
-    route = options.route(
-        layout, meshes, local_shape=local_shape, shape=shape, dtype=dtype, to_jax=True
-    )
+    route = options.route(layout, meshes, known, to_jax=True)
     _check_shapes(blocks, route, meshes)
     # A side is set if blocks have to move first: that makes copies, which copy=False forbids.
     if route.side is not None:
         options.check_moved(route)
     elif options.copy is False:
         _check_need_no_copy(blocks, meshes)
-    return partial(_make_array, blocks, route, meshes, dtype, options.copy)
+    return partial(_make_array, blocks, route, meshes, known.dtype, options.copy)
 
 
 def _local_blocks(x: Any, layout: Layout | Expression, meshes: MeshPair) -> list[Tensor]:
@@ -379,8 +385,8 @@ def prepare_to_torch(
         raise MeshError("a DTensor is on a DeviceMesh", hint=hint)
     buffers.torch_dtype(array.dtype)  # raises for a dtype that torch lacks
     _ = meshes.kind  # raises for devices that torch lacks
-    dtype = array.dtype.name
-    route = options.route(layout, meshes, shape=array.shape, dtype=dtype, to_jax=False)
+    known = KnownArray(array.dtype.name, array.shape)
+    route = options.route(layout, meshes, known, to_jax=False)
     if not are_same_shardings(array.sharding, route.in_jax, array.ndim):
         reason = f"the array is not sharded as '{route.src}' says"
         raise ShapeError(reason, text=route.text, hint=f"it has {array.sharding}")

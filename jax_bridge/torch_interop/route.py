@@ -70,6 +70,14 @@ class Route:
     side: str | None
 
 
+class KnownArray(NamedTuple):
+    """What is known of an array before its route: one of its two shapes, and its dtype's name."""
+
+    dtype: str
+    shape: Shape | None = None  # the global shape
+    local_shape: Shape = ()  # of a block of torch, if the global shape is not known
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of `to_jax` and `to_torch`, which describe them."""
@@ -82,31 +90,21 @@ class Options:
     via: str | None = None
 
     def route(
-        self,
-        layout: Layout | Expression,
-        meshes: MeshPair,
-        *,
-        local_shape: Shape = (),
-        shape: Shape | None,
-        dtype: str,
-        to_jax: bool,
+        self, layout: Layout | Expression, meshes: MeshPair, array: KnownArray, *, to_jax: bool
     ) -> Route:
         """Find how an array gets from one framework to the other: see `Route`.
 
         Args:
             layout: One layout, or the layouts of both ends.
             meshes: The meshes of torch and JAX.
-            local_shape: The shape of a block of torch; needed if `shape` is None.
-            shape: The global shape, or None if only the block's is known.
-            dtype: The dtype's name.
+            array: What is known of the array.
             to_jax: True from torch to JAX, False from JAX to torch.
 
         Raises:
             XshardError: As `to_jax`.
         """
         torch_refuses = _why_torch_cannot_run(meshes)  # not cached: a process group may start later
-        array = _Array(local_shape, shape, dtype)
-        return _route(layout, meshes, to_jax, array, self.profiles, self.via, torch_refuses)
+        return _route(layout, meshes, array, to_jax, self.profiles, self.via, torch_refuses)
 
     @property
     def profiles(self) -> tuple[ProfileLike, ProfileLike]:
@@ -126,18 +124,9 @@ class Options:
         LOG.info("%s moves the blocks first: %s", route.side, route.text)
 
 
-class _Array(NamedTuple):
-    """What is known of an array: its block's shape in torch, its global shape or None, its dtype."""
-
-    local_shape: Shape
-    shape: Shape | None
-    dtype: str
-
-
 class _End(NamedTuple):
-    """One end of a route: a layout, the axes of its mesh, and its devices by numbers in plans."""
+    """One end of a route: the axes of its mesh, and its devices by their numbers in plans."""
 
-    layout: Layout
     mesh: Mesh
     devices: tuple[int, ...]
 
@@ -187,8 +176,8 @@ def named_like(
 def _route(
     layout: Layout | Expression,
     meshes: MeshPair,
+    array: KnownArray,
     to_jax: bool,
-    array: _Array,
     profiles: tuple[ProfileLike, ProfileLike],
     via: str | None,
     torch_refuses: str | None,
@@ -200,8 +189,8 @@ def _route(
     Args:
         layout: One layout, or the layouts of both ends.
         meshes: The meshes of torch and JAX.
+        array: What is known of the array.
         to_jax: True from torch to JAX, False from JAX to torch.
-        array: What is known of its shape, and its dtype.
         profiles: The machines that torch and JAX plan for.
         via: "torch" or "jax" to choose the side; None for the cheaper one.
         torch_refuses: Why torch cannot run a plan now; None if it can.
@@ -212,47 +201,39 @@ def _route(
     src, dst, text = sides_or_one(layout)
     torch_layout = src if to_jax else dst
     jax_layout = dst if to_jax else src
-    in_torch = _End(torch_layout, meshes.torch_axes, meshes.numbers(meshes.torch_devices))
-    in_jax = _End(jax_layout, meshes.jax_axes, meshes.numbers(meshes.jax_devices))
-    ends = [in_torch, in_jax]
-    if not to_jax:
-        ends.reverse()
+    in_torch = _End(meshes.torch_axes, meshes.numbers(meshes.torch_devices))
+    in_jax = _End(meshes.jax_axes, meshes.numbers(meshes.jax_devices))
+    start = in_torch if to_jax else in_jax
+    end = in_jax if to_jax else in_torch
     with mark_errors(text):
         # All that can be wrong with the user's arguments is noticed here, before anything is sent.
-        for end in ends:
-            check_axes(end.layout, end.mesh, text)
+        check_axes(src, start.mesh, text)
+        check_axes(dst, end.mesh, text)
         shape = array.shape
         if shape is None:
-            shape = global_shape(src, ends[0].mesh, array.local_shape, text)
+            shape = global_shape(src, start.mesh, array.local_shape, text)
         blocks = Sharding(torch_layout, meshes.torch_axes, shape)
         stored = Sharding(jax_layout, meshes.jax_axes, shape)
         jax_sharding = array_sharding(jax_layout, meshes, shape)
         if via is not None and via not in SIDES:
             raise PlanError(f"via={via!r}", hint='"torch", "jax", or None for the cheaper side')
+        plan_move = functools.partial(
+            plan,
+            (src, dst),
+            shape=shape,
+            dtype=array.dtype,
+            src_mesh=start.mesh,
+            dst_mesh=end.mesh,
+            src_devices=start.devices,
+            dst_devices=end.devices,
+        )
         # Each side plans for its own machine: NCCL and XLA differ in speed.
-        plans = {}
-        for side, profile in zip(SIDES, profiles, strict=True):
-            plans[side] = _plan_move(ends, shape, array.dtype, profile)
-        if _moves_nothing(plans[TORCH]):
-            return Route(src, text, blocks, jax_sharding, stored, plans[TORCH], None)
-        refusals = {TORCH: torch_refuses, JAX: _why_jax_cannot_run(plans[JAX], meshes)}
-        side = _cheapest_side(plans, refusals, via)
-    return Route(src, text, blocks, jax_sharding, stored, plans[side], side)
-
-
-def _plan_move(ends: Sequence[_End], shape: Shape, dtype: str, profile: ProfileLike) -> Plan:
-    """Plan the way of an array from one end of a route to the other."""
-    src, dst = ends
-    return plan(
-        (src.layout, dst.layout),
-        shape=shape,
-        dtype=dtype,
-        src_mesh=src.mesh,
-        dst_mesh=dst.mesh,
-        src_devices=src.devices,
-        dst_devices=dst.devices,
-        profile=profile,
-    )
+        plans = {TORCH: plan_move(profile=profiles[0]), JAX: plan_move(profile=profiles[1])}
+        side = None
+        if not _moves_nothing(plans[TORCH]):
+            side = _cheapest_side(plans, meshes, via, torch_refuses)
+    chosen_plan = plans[TORCH if side is None else side]
+    return Route(src, text, blocks, jax_sharding, stored, chosen_plan, side)
 
 
 def _moves_nothing(plan: Plan) -> bool:
@@ -267,18 +248,20 @@ def _moves_nothing(plan: Plan) -> bool:
 
 
 def _cheapest_side(
-    plans: Mapping[str, Plan], refusals: Mapping[str, str | None], via: str | None
+    plans: Mapping[str, Plan], meshes: MeshPair, via: str | None, torch_refuses: str | None
 ) -> str:
     """Return which framework moves the blocks, "torch" or "jax": the cheaper one, or `via`.
 
     Args:
         plans: The plan of each side.
-        refusals: The reason why a side cannot run its plan; None if it can.
+        meshes: The meshes of torch and JAX.
         via: The side that the user wants, if any.
+        torch_refuses: Why torch cannot run a plan now; None if it can.
 
     Raises:
         PlanError: No side that is wanted can.
     """
+    refusals = {TORCH: torch_refuses, JAX: _why_jax_cannot_run(plans[JAX], meshes)}
     wanted = SIDES if via is None else (via,)
     costs = {side: plans[side].cost for side in wanted if refusals[side] is None}
     if costs:

@@ -116,7 +116,8 @@ def _random_plan(
     mesh: Mesh, axes: Sequence[str], sizes: Sequence[int], rng: random.Random, profile: ProfileLike
 ) -> Plan:
     """Draw layouts, and the shape of an array of three dims whose larger block has a random size."""
-    src, dst = _random_layouts(axes, rng)
+    src = _random_layout(axes, "abc-+", rng)
+    dst = _random_layout(axes, "abc-", rng)  # addends are summed up by a plan, never made
     least = min(sizes)
     block_bytes = least * (max(sizes) / least) ** rng.random()  # even in logarithms
     elements = block_bytes / ITEMSIZE * _n_larger_blocks(mesh, src, dst)
@@ -151,7 +152,7 @@ def _layout(
 ) -> Layout:
     """Make a layout of two dims, each cut by axes, and a sum over others."""
     dims = (Dim("n", _shards(first)), Dim("d", _shards(second)))
-    return Layout(dims, (("sum", tuple(sums)),) if sums else ())
+    return Layout(dims, (("sum", tuple(sums)),))  # without axes there is no sum
 
 
 def _communicating_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
@@ -208,19 +209,11 @@ def _plan(mesh: Mesh, sample: OneStep, size: int) -> Plan:
     return Plan(src, dst, mesh, (rows, columns), DTYPE, (step,))
 
 
-def _random_layouts(axes: Sequence[str], rng: random.Random) -> tuple[Layout, Layout]:
-    """Draw two layouts of the dims a, b and c.
-
-    Every axis cuts a dim, holds replicas ("-") or, before the plan, addends ("+").
-    """
-    return _random_layout(axes, "abc-+", rng), _random_layout(axes, "abc-", rng)
-
-
 def _random_layout(axes: Sequence[str], roles: str, rng: random.Random) -> Layout:
-    """Draw a role for each axis."""
+    """Draw a role for each axis: it cuts a dim a, b or c, holds replicas (-) or addends (+)."""
     role_of = {axis: rng.choice(roles) for axis in rng.sample(axes, len(axes))}
     dims = []
     for name in "abc":
         dims.append(Dim(name, _shards([axis for axis in role_of if role_of[axis] == name])))
     sums = tuple(axis for axis in role_of if role_of[axis] == "+")
-    return Layout(tuple(dims), (("sum", sums),) if sums else ())
+    return Layout(tuple(dims), (("sum", sums),))
