@@ -44,11 +44,12 @@ from xshard.nn.attention import (
 class Tile(NamedTuple):
     """A run of a device's queries and a run of keys.
 
-    Slices are places in the blocks. Rows are global numbers, -1 in padding.
+    `queries` and `keys` are indices of the runs in blocks [batch, heads, rows, ...]. Rows are
+    global numbers, -1 in padding.
     """
 
-    queries: slice
-    keys: slice
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
     query_rows: Array
     key_rows: Array
 
@@ -252,7 +253,8 @@ class DeviceAttention(AttentionCall):
         tiles = []
         for queries in self._runs(self.attn.queries):
             for keys in self._runs(self.attn.keys):
-                tiles.append(Tile(queries, keys, query_rows[queries], key_rows[keys]))
+                index = (jnp.s_[:, :, queries], jnp.s_[:, :, keys])
+                tiles.append(Tile(*index, query_rows[queries], key_rows[keys]))
         return tiles
 
     def _runs(self, array: Sharding) -> list[slice]:
@@ -357,20 +359,19 @@ def _merge_tile(
         y: The result so far: [batch, heads, rows, value width].
         log_sum: Its log-sum-exps: [batch, heads, rows].
     """
-    tile_q = q[:, :, tile.queries]
-    tile_kv = block[:, :, tile.keys]
-    tile_y, tile_log_sum = call.attend(tile_q, tile_kv, tile.query_rows, tile.key_rows)
-    old_y = y[:, :, tile.queries]
-    old_log_sum = log_sum[:, :, tile.queries]
+    tile_y, tile_log_sum = call.attend(
+        q[tile.queries], block[tile.keys], tile.query_rows, tile.key_rows
+    )
+    old_y = y[tile.queries]
+    old_log_sum = log_sum[tile.queries]
     new_log_sum = jnp.logaddexp(old_log_sum, tile_log_sum)
     # A row that has seen no key yet has -inf in all three, and -inf - -inf would be NaN: subtract a
     # finite number instead.
     finite_log_sum = jnp.maximum(new_log_sum, call.masked_score)
     old_share = jnp.exp(old_log_sum - finite_log_sum)[..., None]
     tile_share = jnp.exp(tile_log_sum - finite_log_sum)[..., None]
-    y = y.at[:, :, tile.queries].set(tile_y * tile_share + old_y * old_share)
-    log_sum = log_sum.at[:, :, tile.queries].set(new_log_sum)
-    return y, log_sum
+    new_y = tile_y * tile_share + old_y * old_share
+    return y.at[tile.queries].set(new_y), log_sum.at[tile.queries].set(new_log_sum)
 
 
 class BackwardRows(NamedTuple):
@@ -436,12 +437,9 @@ def _add_tile_gradients(
     kv_gradient: Array,
 ) -> tuple[Array, Array]:
     """Add a tile's gradients to the gradients of queries, and of keys with values."""
-    tile_rows = BackwardRows._make(x[:, :, tile.queries] for x in rows)
-    tile_kv = block[:, :, tile.keys]
-    dq, dkv = _tile_gradients(call, tile_rows, tile_kv, tile)
-    q_gradient = q_gradient.at[:, :, tile.queries].add(dq)
-    kv_gradient = kv_gradient.at[:, :, tile.keys].add(dkv)
-    return q_gradient, kv_gradient
+    tile_rows = BackwardRows._make(x[tile.queries] for x in rows)
+    dq, dkv = _tile_gradients(call, tile_rows, block[tile.keys], tile)
+    return q_gradient.at[tile.queries].add(dq), kv_gradient.at[tile.keys].add(dkv)
 
 
 def _tile_gradients(

@@ -210,7 +210,7 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
         ),
         jax.ShapeDtypeStruct(shape, init.dtype),
     )
-    windows: dict[int, Window] = {}
+    windows = {}
     for dim, window in enumerate(windows_of(shape, window_dimensions, strides, dilation, padding)):
         # A window of 1 without padding, as over the batch, needs no rows of other devices.
         if window != Window(1, p=(0, 0)) or base[dim] > 1:

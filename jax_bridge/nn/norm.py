@@ -13,7 +13,7 @@ from jax_bridge.calls import redistribute
 from jax_bridge.lower.row_tables import with_lengths
 from jax_bridge.nn.sharded import Sharded
 from jax_bridge.ops import all_reduce
-from xshard import Layout, Sharding
+from xshard import Layout
 from xshard.errors import ShapeError, api_boundary
 from xshard.notation.parser import Dim
 
@@ -103,9 +103,9 @@ def _with_groups(x: Sharded, feature_dim: int, n_groups: int) -> Sharded:
     shards = [dim.shards for dim in x.layout.dims]
     shards.insert(feature_dim, ())
     # New names for all dims, since one for the new dim might be taken.
-    layout = Layout(tuple(Dim(f"d{i}", shards[i]) for i in range(len(shards))), x.layout.tags)
+    dims = [Dim(f"d{i}", dim_shards) for i, dim_shards in enumerate(shards)]
     block = with_lengths(x.block, feature_dim, 1, n_groups, group_size)
-    return Sharded(block, Sharding(layout, x.sharding.mesh, new_shape))
+    return x.with_block(block, dims, new_shape)
 
 
 @api_boundary

@@ -347,7 +347,7 @@ def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = T
         (1, 8)
     """
     dtype = jnp.result_type(float)
-    taps_by_dim: dict[int, Taps] = {}
+    taps_by_dim = {}
     for dim, new_length in enumerate(shape):
         length = x.sharding.shape[dim]
         if new_length != length:
@@ -379,7 +379,7 @@ def interpolate(
         The interpolated array, sharded like `x`.
     """
     scales = scale if scale else (None,) * len(shape)
-    taps_by_dim: dict[int, Taps] = {}
+    taps_by_dim = {}
     for dim, new_length in enumerate(shape):
         length = x.sharding.shape[dim]
         if new_length != length or scales[dim] is not None:

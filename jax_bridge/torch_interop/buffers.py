@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +59,17 @@ def torch_dtype(dtype: np.dtype | str) -> torch.dtype:
         hint = "convert the array to a dtype that both have"
         raise DtypeError(f"torch has no {dtype.name}", hint=hint)
     return in_torch
+
+
+def with_float0(given: Mapping[int, Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Complete cotangents, given by number of the array, to those of all arrays, as JAX takes them.
+
+    Arrays of whole numbers get zeros of JAX's type float0, which have no memory.
+    """
+    cotangents = []
+    for i, x in enumerate(arrays):
+        cotangents.append(given[i] if i in given else np.zeros(x.shape, jax.dtypes.float0))
+    return tuple(cotangents)
 
 
 # ---- memory

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from jax_bridge.arrays.stored import stored_as
+from jax_bridge.torch_interop.buffers import with_float0
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
 from jax_bridge.torch_interop.hand_over import prepare_to_jax, prepare_to_torch
 from jax_bridge.torch_interop.route import Options, array_sharding, layouts_of, named_like
@@ -470,13 +470,8 @@ class VjpProgram:
             pull: JAX's pullback.
             cotangents: One for each output of floats or complex numbers.
         """
-        # JAX wants a cotangent for every output: of whole numbers it is float0, which has no memory.
-        all_cotangents: list[Any] = []
-        for aval in self.out_avals:
-            all_cotangents.append(np.zeros(aval.shape, jax.dtypes.float0))
-        for i, cotangent in zip(self.inexact_outputs, cotangents, strict=True):
-            all_cotangents[i] = _conjugate(cotangent)
-        return tuple(map(_conjugate, pull(tuple(all_cotangents))))
+        given = dict(zip(self.inexact_outputs, map(_conjugate, cotangents), strict=True))
+        return tuple(map(_conjugate, pull(with_float0(given, self.out_avals))))
 
 
 def _conjugate(x: jax.Array) -> jax.Array:

@@ -304,10 +304,8 @@ class HostCall:
         """Return the cotangents of all arrays: JAX's float0 for those of whole numbers."""
         inexact_cotangents = [cotangents[i] for i in _inexact(self.out_plans)]
         gradients = self.pullback.differentiable(*arrays, *inexact_cotangents)
-        results: list[Any] = [np.zeros(x.shape, jax.dtypes.float0) for x in arrays]
-        for i, gradient in zip(_inexact(self.in_plans), gradients, strict=True):
-            results[i] = gradient
-        return tuple(results)
+        by_number = dict(zip(_inexact(self.in_plans), gradients, strict=True))
+        return buffers.with_float0(by_number, arrays)
 
     def _pulled(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run the torch function again under autograd, and return the gradients of its arguments.

@@ -160,7 +160,7 @@ def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
         for hop in traffic.hops:
             link = fabric.link(hop)
             name = _SHARED
-            if known.across is not None and link == known.across:
+            if link == known.across:
                 name = _ACROSS
             elif by_axis:
                 name = stage.before.mesh.origin(hop.axis)

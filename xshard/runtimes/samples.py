@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -58,12 +59,9 @@ def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
     axis_groups: list[tuple[str, ...]] = [(axis,) for axis in axes]
     if len(axes) > 1:
         axis_groups.append(axes)
-    communicating: list[OneStep] = []
-    copying: list[OneStep] = []
-    for group in axis_groups:
-        communicating += _communicating_steps(group)
-        copying += _copying_steps(group)
-    communicating += _permutations(mesh, axes)
+    over_groups = itertools.chain.from_iterable(map(_communicating_steps, axis_groups))
+    communicating = [*over_groups, *_permutations(mesh, axes)]
+    copying = itertools.chain.from_iterable(map(_copying_steps, axis_groups))
     # The time of a small copy is mostly overhead, which the cost model of a local step leaves out.
     large_sizes = [size for size in sizes if size >= max(sizes) / 16]
     samples = [*itertools.product(communicating, sizes), *itertools.product(copying, large_sizes)]
@@ -94,7 +92,7 @@ def held_out_plans(
     axes = _long_axes(mesh)
     rng = random.Random(seed)
     max_singles = count - count // 3  # plans of a single step
-    plans: list[Plan] = []
+    plans = list[Plan]()
     n_singles = 0
     n_draws = 0
     while len(plans) < count:
@@ -186,15 +184,16 @@ def _copying_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
 
 def _permutations(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[OneStep]:
     """Yield permutations of devices: all axes change roles, and pairs of axes of one size."""
-    pairs: list[tuple[Sequence[str], Sequence[str]]] = []
     if len(axes) > 1:
-        pairs.append((axes, axes[::-1]))
+        yield _permutation(axes, axes[::-1])
     for a, b in itertools.permutations(axes, 2):
         if mesh.size(a) == mesh.size(b):
-            pairs.append(((a,), (b,)))
-    for src_axes, dst_axes in pairs:
-        dst = _layout(dst_axes)
-        yield OneStep(_layout(src_axes), dst, Permute(dst))
+            yield _permutation((a,), (b,))
+
+
+def _permutation(src_axes: Sequence[str], dst_axes: Sequence[str]) -> OneStep:
+    dst = _layout(dst_axes)
+    return OneStep(_layout(src_axes), dst, Permute(dst))
 
 
 def _plan(mesh: Mesh, sample: OneStep, size: int) -> Plan:
@@ -211,9 +210,8 @@ def _plan(mesh: Mesh, sample: OneStep, size: int) -> Plan:
 
 def _random_layout(axes: Sequence[str], roles: str, rng: random.Random) -> Layout:
     """Draw a role for each axis: it cuts a dim a, b or c, holds replicas (-) or addends (+)."""
-    role_of = {axis: rng.choice(roles) for axis in rng.sample(axes, len(axes))}
-    dims = []
-    for name in "abc":
-        dims.append(Dim(name, _shards([axis for axis in role_of if role_of[axis] == name])))
-    sums = tuple(axis for axis in role_of if role_of[axis] == "+")
-    return Layout(tuple(dims), (("sum", sums),))
+    axes_of = defaultdict[str, list[str]](list)  # by role
+    for axis in rng.sample(axes, len(axes)):
+        axes_of[rng.choice(roles)].append(axis)
+    dims = tuple(Dim(name, _shards(axes_of[name])) for name in "abc")
+    return Layout(dims, (("sum", tuple(axes_of["+"])),))
