@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import (
     VOID,
@@ -459,18 +458,10 @@ def _interpolate_dim(
     return reduce(add, addends)
 
 
-class LocalTaps(NamedTuple):
-    """The inputs of every output, and their weights: [devices, outputs, taps].
-
-    Inputs are positions in the device's block.
-    """
-
-    inputs: NDArray[np.int64]
-    weights: NDArray[np.float64]
-
-
-def _local_taps(frame: Frame, dim_taps: Taps) -> LocalTaps:
+def _local_taps(frame: Frame, dim_taps: Taps) -> Taps:
     """Return the inputs of each device's outputs as positions in its block, and their weights.
+
+    Both are [devices, outputs, taps].
 
     An output that reads the global rows 9 and 10 reads 1 and 2 of a block that begins at row 8.
     Devices with fewer outputs than others have VOID (-1), a row of zeros, and weight 0 at the end.
@@ -486,4 +477,4 @@ def _local_taps(frame: Frame, dim_taps: Taps) -> LocalTaps:
             outputs = slice(run.start, run.start + run.outputs)  # of the global array
             inputs[device, : run.outputs] = dim_taps.inputs[outputs] - run.first
             weights[device, : run.outputs] = dim_taps.weights[outputs]
-    return LocalTaps(inputs, weights)
+    return Taps(inputs, weights)

@@ -29,10 +29,10 @@ class DeviceProgram:
     """One device's function, compiled for all devices of a mesh, with its arguments there.
 
     Args:
-        function: Takes one device's blocks and returns a sequence of blocks.
+        function: Takes one device's blocks and returns a pytree of blocks.
         mesh: The mesh.
         inputs: The blocks of every array on all devices, and its sharding.
-        outputs: The sharding of every result.
+        outputs: The sharding of every result, in a pytree with as many leaves.
         mode: As of `Question`.
         fill: A number for the padding of inputs. Unless it is zero, padding of results has to be
             zero.
@@ -40,15 +40,15 @@ class DeviceProgram:
 
     def __init__(
         self,
-        function: Callable[..., Sequence[jax.Array]],
+        function: Callable[..., Any],
         mesh: Mesh,
         inputs: Sequence[tuple[Blocks, Sharding]],
-        outputs: Sequence[Sharding],
+        outputs: Any,
         mode: str,
         fill: float = 0,
     ) -> None:
         self.mesh = mesh
-        self.outputs = outputs
+        self.outputs, self.output_tree = jax.tree.flatten(outputs)
         self.fill = fill
         self.devices = _devices_across_processes(mesh.n_devices)
         on_axes = np.array(self.devices).reshape(mesh.sizes)
@@ -66,7 +66,7 @@ class DeviceProgram:
                 _with_leading_dims(function, self.n_leading_dims),
                 mesh=self.jax_mesh,
                 in_specs=tuple(spec(sharding) for _, sharding in inputs),
-                out_specs=[spec(sharding) for sharding in outputs],
+                out_specs=list(map(spec, self.outputs)),
                 check_vma=mode == "vma",
             )
             program = jax.jit(on_devices)
@@ -74,24 +74,26 @@ class DeviceProgram:
         self.arrays = [as_array(blocks, sharding, fill=fill) for blocks, sharding in inputs]
         self.compiled = program.lower(*self.arrays).compile()
 
-    def __call__(self) -> Sequence[jax.Array]:
+    def __call__(self) -> Any:
         """Run it to the end."""
         return jax.block_until_ready(self.compiled(*self.arrays))
 
-    def blocks(self, results: Sequence[jax.Array]) -> list[tuple[Any, ...]]:
+    def blocks(self, results: Any) -> Any:
         """Return every output of a run as a block per device, None on devices of other processes.
+
+        Outputs are in the pytree of their shardings.
 
         Raises:
             FunctionError: A plan leaves something in the padding of a result.
         """
         blocks_of_outputs = []
-        for x, sharding in zip(results, self.outputs, strict=True):
+        for x, sharding in zip(jax.tree.leaves(results), self.outputs, strict=True):
             padded_shape = x.shape[self.n_leading_dims :]
             blocks = tuple(unstacked(x, padded_shape, sharding, self.devices))
             if self.fill:
                 _check_padding_is_zero(x, blocks, sharding)
             blocks_of_outputs.append(blocks)
-        return blocks_of_outputs
+        return jax.tree.unflatten(self.output_tree, blocks_of_outputs)
 
     @property
     def received_bytes(self) -> int | None:
@@ -108,15 +110,14 @@ def _devices_across_processes(n_devices: int) -> list[jax.Device]:
     return list(in_turn)[:n_devices]
 
 
-def _with_leading_dims(
-    function: Callable[..., Sequence[jax.Array]], n_axes: int
-) -> Callable[..., list[jax.Array]]:
+def _with_leading_dims(function: Callable[..., Any], n_axes: int) -> Callable[..., Any]:
     """Return a function of blocks as one of blocks that begin with a dim of 1 per mesh axis."""
+    leading = (1,) * n_axes
 
     def one_device(*parts: jax.Array) -> list[jax.Array]:
-        ys = function(*(x.reshape(x.shape[n_axes:]) for x in parts))
-        leading = (1,) * n_axes
-        return [y.reshape(leading + y.shape) for y in ys]
+        blocks = [x.reshape(x.shape[n_axes:]) for x in parts]
+        results = jax.tree.leaves(function(*blocks))
+        return [y.reshape(leading + y.shape) for y in results]
 
     return one_device
 

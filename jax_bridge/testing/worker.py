@@ -137,7 +137,7 @@ def _answer_plan(question: Question) -> Answer:
     sources = question.shardings
     target = arrays_of(plan)[-1]
     operands = list(zip(question.inputs, sources, strict=True))
-    forward = _measured(question, partial(_run_plan, plan), operands, [target])
+    forward = _measured(question, partial(apply, plan), operands, target)
     with_cotangent = [(question.cotangents, target), *operands]
     backward = _measured(question, partial(_pull_back, plan), with_cotangent, sources)
 
@@ -146,17 +146,12 @@ def _answer_plan(question: Question) -> Answer:
         # Gradients of a max or min, and of several operands, begin with the forward pass.
         backward_bytes = backward.program.received_bytes
     return Answer(
-        {OUTPUT: forward.blocks[0]},
+        {OUTPUT: forward.blocks},
         dict(enumerate(backward.blocks)),
         forward_bytes=forward.program.received_bytes,
         backward_bytes=backward_bytes,
         seconds=forward.seconds + backward.seconds,
     )
-
-
-def _run_plan(plan: AnyPlan, *blocks: jax.Array) -> tuple[jax.Array]:
-    """Run a plan on one device's blocks, as a function of several results."""
-    return (apply(plan, *blocks),)
 
 
 def _pull_back(plan: AnyPlan, cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
@@ -165,23 +160,23 @@ def _pull_back(plan: AnyPlan, cotangent: jax.Array, *blocks: jax.Array) -> tuple
         # JAX does not differentiate whole numbers, but tests use them since sums are exact: the
         # plan of the gradient is run directly.
         return (redistribute(cotangent, plan.backward),)
-    _, pull = jax.vjp(partial(_run_plan, plan), *blocks)
-    return pull((cotangent,))
+    _, pull = jax.vjp(partial(apply, plan), *blocks)
+    return pull(cotangent)
 
 
 class _Measured(NamedTuple):
-    """A program, the blocks of each of its outputs, and the seconds of a run."""
+    """A program, the blocks of its outputs as `DeviceProgram.blocks` has them, and seconds of a run."""
 
     program: DeviceProgram
-    blocks: list[Devices]
+    blocks: Any
     seconds: float
 
 
 def _measured(
     question: Question,
-    function: Callable[..., Sequence[jax.Array]],
+    function: Callable[..., Any],
     inputs: Sequence[tuple[Devices, Sharding]],
-    outputs: Sequence[Sharding],
+    outputs: Any,
 ) -> _Measured:
     """Compile a function of one device's blocks, run it twice, and time the second run."""
     # Blocks are padded with NaN: if a plan reads padding, results become NaN.
@@ -353,16 +348,8 @@ def _run_on_devices(
     """
     question = program.question
     inputs = [*zip(question.inputs, question.shardings, strict=True), *cotangents]
-    flat_shardings, tree = jax.tree.flatten(shardings)
-
-    def leaves_of_one_device(*blocks: jax.Array) -> Arrays:
-        return jax.tree.leaves(one_device(*blocks))
-
-    compiled = DeviceProgram(
-        leaves_of_one_device, question.mesh, inputs, flat_shardings, question.mode
-    )
-    blocks = compiled.blocks(compiled())
-    return program.answer(jax.tree.unflatten(tree, blocks))
+    compiled = DeviceProgram(one_device, question.mesh, inputs, shardings, question.mode)
+    return program.answer(compiled.blocks(compiled()))
 
 
 class _UserProgram:
@@ -555,7 +542,7 @@ class Timer:
             block = np.ones(source.max_local_shape, dtype)
             inputs.append(([block] * n_devices, source))
         loop = partial(_loop, plan)
-        self.program = DeviceProgram(loop, plan.mesh, inputs, [target], "novma")
+        self.program = DeviceProgram(loop, plan.mesh, inputs, target, "novma")
         self.calls = 3
         self.seconds()  # the first run is slower
         self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))
@@ -566,7 +553,7 @@ class Timer:
         return _seconds(self.program) / self.calls
 
 
-def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> jax.Array:
     """Run a plan `n_calls` times in a compiled loop, to measure its time.
 
     Each call waits for the one before, since its operands get an element of that one's result.
@@ -582,6 +569,7 @@ def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> list[jax.A
         # The whole result is carried along: otherwise XLA might compute that one element only.
         return next_blocks, y
 
-    result = jnp.zeros(arrays_of(plan)[-1].max_local_shape, operands[0].dtype)
-    _, result = lax.fori_loop(0, n_calls, call_again, (operands, result))
-    return [result]
+    target = arrays_of(plan)[-1]
+    no_result = jnp.zeros(target.max_local_shape, operands[0].dtype)
+    _, result = lax.fori_loop(0, n_calls, call_again, (operands, no_result))
+    return result

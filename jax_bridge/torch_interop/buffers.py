@@ -75,6 +75,11 @@ def with_float0(given: Mapping[int, Any], arrays: Sequence[Any]) -> tuple[Any, .
 # ---- memory
 
 
+def is_list_of_tensors(value: Any) -> bool:
+    """Return whether a value is a list with tensors, such as one for each device."""
+    return isinstance(value, list) and any(isinstance(x, Tensor) for x in value)
+
+
 def check_dense(x: Tensor) -> None:
     """Raise XshardError for a tensor without dense memory: sparse, meta, fake, or a wrapper."""
     # A subclass that handles operations itself is a wrapper: what it stands for is elsewhere.
@@ -170,7 +175,7 @@ class ReadOnlyTensor(Tensor):
         if kwargs is None:
             kwargs = {}
         names = [argument.name for argument in schema_of(func).arguments]
-        by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+        by_name = dict(zip(names, args, strict=False), **kwargs)
         cls._check_not_written(func, by_name)
         # A result in the memory of an argument is a view of it: a slice, a transpose.
         shared_storages = set()

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from jax_bridge.arrays.stored import stored_as
-from jax_bridge.torch_interop.buffers import with_float0
+from jax_bridge.torch_interop.buffers import is_list_of_tensors, with_float0
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
 from jax_bridge.torch_interop.hand_over import prepare_to_jax, prepare_to_torch
 from jax_bridge.torch_interop.route import Options, array_sharding, layouts_of, named_like
@@ -133,12 +133,9 @@ class _JaxFunction:
     def __call__(self, *args: Any) -> Any:
         meshes = mesh_pair(self.mesh)
         has_several_devices = len(meshes.local_positions) > 1
-
-        def is_group(value: Any) -> bool:
-            is_list = has_several_devices and isinstance(value, list)
-            return is_list and any(isinstance(x, Tensor) for x in value)
-
-        leaves, tree = jax.tree.flatten(args, is_group)
+        # In a process with one device a list of tensors is a tree, elsewhere a leaf.
+        is_leaf = is_list_of_tensors if has_several_devices else None
+        leaves, tree = jax.tree.flatten(args, is_leaf)
         layouts = _layouts_of("in_layouts", self.in_layouts, tree)
         device_mesh = self._device_mesh(leaves)
         arguments = list(map(_Argument.of, leaves, layouts))

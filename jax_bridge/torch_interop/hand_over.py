@@ -104,9 +104,8 @@ def to_jax(  # noqa: PLR0913  one option for each decision of the user
     options = Options(copy=copy, shape=global_shape, profile=profile, via=via)
 
     def is_list_of_blocks(value: Any) -> bool:
-        has_tensors = isinstance(value, list) and any(isinstance(x, Tensor) for x in value)
         # In a process with one device such a list is a tree.
-        return has_tensors and len(mesh_pair(mesh).local_positions) > 1
+        return buffers.is_list_of_tensors(value) and len(mesh_pair(mesh).local_positions) > 1
 
     prepare = partial(prepare_to_jax, mesh=mesh, torch_mesh=torch_mesh, options=options)
     return _hand_over(x, layout, prepare, "to JAX", progress, is_list_of_blocks)

@@ -33,7 +33,7 @@ from jax_bridge.torch_interop.devices import MeshPair
 from jax_bridge.trees import leaves_with_given_values
 from torch_bridge.mesh.machine import machine_profile as torch_machine
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Mesh, Plan, ProfileLike, Sharding, XshardError, plan
+from xshard import Layout, Plan, ProfileLike, Sharding, XshardError, plan
 from xshard.errors import PlanError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
@@ -124,13 +124,6 @@ class Options:
         LOG.info("%s moves the blocks first: %s", route.side, route.text)
 
 
-class _End(NamedTuple):
-    """One end of a route: the axes of its mesh, and its devices by their numbers in plans."""
-
-    mesh: Mesh
-    devices: tuple[int, ...]
-
-
 @functools.lru_cache(maxsize=65536)
 def array_sharding(layout: Layout, meshes: MeshPair, shape: Shape) -> NamedSharding:
     """Return JAX's sharding of an array. Raises ShapeError for blocks that differ in size."""
@@ -201,17 +194,17 @@ def _route(
     src, dst, text = sides_or_one(layout)
     torch_layout = src if to_jax else dst
     jax_layout = dst if to_jax else src
-    in_torch = _End(meshes.torch_axes, meshes.numbers(meshes.torch_devices))
-    in_jax = _End(meshes.jax_axes, meshes.numbers(meshes.jax_devices))
-    start = in_torch if to_jax else in_jax
-    end = in_jax if to_jax else in_torch
+    ends = [(meshes.torch_axes, meshes.torch_devices), (meshes.jax_axes, meshes.jax_devices)]
+    if not to_jax:
+        ends.reverse()
+    (src_mesh, src_devices), (dst_mesh, dst_devices) = ends
     with mark_errors(text):
         # All that can be wrong with the user's arguments is noticed here, before anything is sent.
-        check_axes(src, start.mesh, text)
-        check_axes(dst, end.mesh, text)
+        check_axes(src, src_mesh, text)
+        check_axes(dst, dst_mesh, text)
         shape = array.shape
         if shape is None:
-            shape = global_shape(src, start.mesh, array.local_shape, text)
+            shape = global_shape(src, src_mesh, array.local_shape, text)
         blocks = Sharding(torch_layout, meshes.torch_axes, shape)
         stored = Sharding(jax_layout, meshes.jax_axes, shape)
         jax_sharding = array_sharding(jax_layout, meshes, shape)
@@ -222,10 +215,10 @@ def _route(
             (src, dst),
             shape=shape,
             dtype=array.dtype,
-            src_mesh=start.mesh,
-            dst_mesh=end.mesh,
-            src_devices=start.devices,
-            dst_devices=end.devices,
+            src_mesh=src_mesh,
+            dst_mesh=dst_mesh,
+            src_devices=meshes.numbers(src_devices),
+            dst_devices=meshes.numbers(dst_devices),
         )
         # Each side plans for its own machine: NCCL and XLA differ in speed.
         plans = {TORCH: plan_move(profile=profiles[0]), JAX: plan_move(profile=profiles[1])}
