@@ -211,10 +211,12 @@ class Tracer:
         for i, const in enumerate(operands[:n_consts]):
             # All rounds use the same array. A copy that is made once says so; else it would count
             # as an array of each round.
-            args.append(self._copied(f"{place}.const.{i}", const, times))
+            shape = self._shape_of(const)
+            args.append(self._add(f"{place}.const.{i}", "copy", [const], shape, times))
         for i, carry in enumerate(operands[n_consts:n_before_xs]):
             if body.outvars[i] is not body.invars[n_consts + i]:  # some round changes it
-                carry = self._copied(_place_of_carry(place, i), carry, times_inside)
+                name = _place_of_carry(place, i)
+                carry = self._add(name, "copy", [carry], self._shape_of(carry), times_inside)
             args.append(carry)
         for i, xs in enumerate(operands[n_before_xs:]):
             args.append(self._slice(f"{place}.xs.{i}", xs, length, times_inside))
@@ -223,16 +225,13 @@ class Tracer:
         self._close_carries(place, results[:n_carries])
         stacks = []
         for i, result in enumerate(results[n_carries:]):
-            slice_shape = () if result is None else self.trace.shapes[result]
-            shape = (length, *slice_shape)
+            shape = (length, *self._shape_of(result))
             stacks.append(self._add(f"{place}.ys.{i}", STACK, [result], shape, times))
         return [*results[:n_carries], *stacks]
 
-    def _copied(self, name: str, operand: Name, times: int) -> Name:
-        """Record a copy of an array, and return its name; a number needs none."""
-        if operand is None:
-            return None
-        return self._add(name, "copy", [operand], self.trace.shapes[operand], times)
+    def _shape_of(self, name: Name) -> Shape:
+        """Return the shape of an array; () for a number."""
+        return () if name is None else self.trace.shapes[name]
 
     def _slice(self, name: str, stack: Name, length: int, times: int) -> Name:
         """Return the name of the slice of an array [length, ...] that a round of a scan takes."""

@@ -55,6 +55,7 @@ from xshard.testing.question import (
 )
 
 Arrays = list[jax.Array]
+Cotangents = dict[int, Any]  # by number of the output; outputs of whole numbers have none
 
 
 class _MisshapenError(Exception):
@@ -196,9 +197,6 @@ class _Parts(NamedTuple):
     updated: dict[int, Any]  # parameters after a step of the optimiser, by number of the input
 
 
-Pullback = Callable[[dict[int, Any]], dict[int, jax.Array]]
-
-
 def _answer_reference(question: Question) -> Answer:
     """Run the reference of a test: the function on one device, with whole arrays.
 
@@ -207,13 +205,8 @@ def _answer_reference(question: Question) -> Answer:
     """
     program = _UserProgram(question)
 
-    def run(*inputs: jax.Array) -> tuple[_Parts, dict[int, Any]]:
-        outputs, pull = program.vjp(inputs)
-        cotangents = {}  # by number of the output
-        for i, y in enumerate(outputs):
-            if jnp.issubdtype(y.dtype, jnp.inexact):
-                cotangents[i] = draw(i, y.shape, y.dtype)
-        return program.differentiated(inputs, outputs, pull(cotangents)), cotangents
+    def run(*inputs: jax.Array) -> tuple[_Parts, Cotangents]:
+        return program.differentiate(inputs, _drawn_cotangents)
 
     inputs = [jnp.asarray(blocks[0]) for blocks in question.inputs]
     compiled = jax.jit(_on_one_device(question, run))
@@ -224,6 +217,15 @@ def _answer_reference(question: Question) -> Answer:
         slopes = _slopes(program, cotangents, answer.gradients_if_any)
     blocks = {program.names[i]: _one_block(x) for i, x in cotangents.items()}
     return replace(answer, cotangents=blocks, derivatives=slopes)
+
+
+def _drawn_cotangents(outputs: Arrays) -> Cotangents:
+    """Draw a random cotangent for each output but those of whole numbers."""
+    cotangents = {}
+    for i, y in enumerate(outputs):
+        if jnp.issubdtype(y.dtype, jnp.inexact):
+            cotangents[i] = draw(i, y.shape, y.dtype)
+    return cotangents
 
 
 def _one_block(x: Block) -> Devices:
@@ -250,7 +252,7 @@ def _on_one_device(question: Question, function: Callable[..., Any]) -> Callable
 
 
 def _slopes(
-    program: _UserProgram, cotangents: dict[int, Block], gradients: Mapping[int, Devices]
+    program: _UserProgram, cotangents: Cotangents, gradients: Mapping[int, Devices]
 ) -> Slopes:
     """Compare the gradients of a reference with finite differences of its function.
 
@@ -258,7 +260,7 @@ def _slopes(
 
     Args:
         program: The function.
-        cotangents: By number of the output.
+        cotangents: The cotangents of its outputs.
         gradients: By number of the input.
     """
     question = program.question
@@ -300,18 +302,17 @@ def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) 
     """
     question = program.question
     n_inputs = len(question.inputs)
+    inputs = list(zip(question.inputs, question.shardings, strict=True))
     differentiated = []  # numbers of the outputs that have a cotangent
-    cotangent_inputs = []
     for i, result in enumerate(results):
         if result.cotangents is not None:
             differentiated.append(i)
-            cotangent_inputs.append((result.cotangents, result.sharding))
+            inputs.append((result.cotangents, result.sharding))
 
     def one_device(*blocks: jax.Array) -> _Parts:
-        arguments = blocks[:n_inputs]
-        outputs, pull = program.vjp(arguments)
         cotangents = dict(zip(differentiated, blocks[n_inputs:], strict=True))
-        return program.differentiated(arguments, outputs, pull(cotangents))
+        parts, _ = program.differentiate(blocks[:n_inputs], lambda _outputs: cotangents)
+        return parts
 
     updated = () if question.update is None else question.update.arrays
     shardings = _Parts(
@@ -319,37 +320,17 @@ def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) 
         {i: question.shardings[i] for i in question.differentiable},
         {i: question.shardings[i] for i in updated},
     )
-    return _run_on_devices(program, one_device, cotangent_inputs, shardings)
+    compiled = DeviceProgram(one_device, question.mesh, inputs, shardings, question.mode)
+    return program.answer(compiled.blocks(compiled()))
 
 
 def _compute_on_devices(program: _UserProgram, results: Sequence[Result]) -> Answer:
     """Compute the outputs alone on all devices."""
-
-    def one_device(*blocks: jax.Array) -> _Parts:
-        return _Parts(program.outputs(*blocks), None, {})
-
-    shardings = _Parts([result.sharding for result in results], None, {})
-    return _run_on_devices(program, one_device, [], shardings)
-
-
-def _run_on_devices(
-    program: _UserProgram,
-    one_device: Callable[..., _Parts],
-    cotangents: Sequence[tuple[Devices, Sharding]],
-    shardings: _Parts,
-) -> Answer:
-    """Run a function of one device's blocks on all devices.
-
-    Args:
-        program: The user's function, which `one_device` calls.
-        one_device: The function of this device's blocks of all inputs, then of the cotangents.
-        cotangents: The blocks of cotangents, with their sharding.
-        shardings: The sharding of each array that it returns, in the same tree.
-    """
     question = program.question
-    inputs = [*zip(question.inputs, question.shardings, strict=True), *cotangents]
-    compiled = DeviceProgram(one_device, question.mesh, inputs, shardings, question.mode)
-    return program.answer(compiled.blocks(compiled()))
+    inputs = list(zip(question.inputs, question.shardings, strict=True))
+    shardings = [result.sharding for result in results]
+    compiled = DeviceProgram(program.outputs, question.mesh, inputs, shardings, question.mode)
+    return program.answer(_Parts(compiled.blocks(compiled()), None, {}))
 
 
 class _UserProgram:
@@ -379,11 +360,20 @@ class _UserProgram:
             outputs.append(array)
         return outputs
 
-    def vjp(self, inputs: Sequence[jax.Array]) -> tuple[Arrays, Pullback]:
-        """Run the user's function, and return its outputs and the pullback.
+    def differentiate(
+        self, inputs: Sequence[jax.Array], cotangents_of: Callable[[Arrays], Cotangents]
+    ) -> tuple[_Parts, Cotangents]:
+        """Run the user's function, and pull the cotangents of its outputs back to its inputs.
 
-        The pullback takes the cotangents, by number of the output, and returns the gradients, by
-        number of the input. It raises _MisshapenError if an output does not fit its cotangent.
+        Args:
+            inputs: All arguments of the function.
+            cotangents_of: Its outputs -> their cotangents.
+
+        Returns:
+            Its results, and the cotangents.
+
+        Raises:
+            _MisshapenError: An output does not fit its cotangent.
         """
 
         def of_differentiable(values: dict[int, jax.Array]) -> Arrays:
@@ -391,23 +381,19 @@ class _UserProgram:
 
         differentiable = {i: inputs[i] for i in self.question.differentiable}
         outputs, pull = jax.vjp(of_differentiable, differentiable)
+        cotangents = cotangents_of(outputs)
+        (gradients,) = pull([_for_jax(y, cotangents.get(i)) for i, y in enumerate(outputs)])
+        # For complex numbers torch takes the conjugates of JAX's gradients, and of its cotangents.
+        gradients = jax.tree.map(jnp.conj, gradients)
+        return _Parts(outputs, gradients, self._updated(inputs, gradients)), cotangents
 
-        # For complex numbers torch takes the conjugate of JAX's cotangents, and of its gradients.
-        def conjugate_pull(cotangents: dict[int, Any]) -> dict[int, jax.Array]:
-            for_all = [_cotangent(y, cotangents.get(i)) for i, y in enumerate(outputs)]
-            (gradients,) = pull(for_all)
-            return {i: jnp.conj(gradient) for i, gradient in gradients.items()}
-
-        return outputs, conjugate_pull
-
-    def differentiated(
-        self, inputs: Sequence[jax.Array], outputs: Arrays, gradients: dict[int, jax.Array]
-    ) -> _Parts:
-        """Return outputs and gradients, with the parameters after a step of the user's optimiser.
+    def _updated(
+        self, inputs: Sequence[jax.Array], gradients: dict[int, jax.Array]
+    ) -> dict[int, jax.Array]:
+        """Return the parameters after a step of the user's optimiser; {} if there is none.
 
         Args:
             inputs: All arguments of the function, parameters among them.
-            outputs: What it returned.
             gradients: The gradients of those inputs that have one, by number.
 
         Raises:
@@ -415,7 +401,7 @@ class _UserProgram:
         """
         question = self.question
         if question.update is None:
-            return _Parts(outputs, gradients, {})
+            return {}
         # A tree for each updated argument, with the number of an input in place of each array.
         parameters = tuple(question.arguments[position] for position in question.update.positions)
         values = mapped(inputs.__getitem__, parameters)
@@ -431,7 +417,7 @@ class _UserProgram:
         updated = {}
         for name, i in numbers.items():
             updated[i] = _typed(returned[name], question.shardings[i], name)
-        return _Parts(outputs, gradients, updated)
+        return updated
 
     def answer(self, blocks: _Parts) -> Answer:
         """Return the blocks of all results as an answer, in which outputs have names."""
@@ -441,11 +427,10 @@ class _UserProgram:
 
 def _unpacked(function: bytes) -> Callable[..., Any]:
     """Unpickle a function of the user, which was packed without arguments."""
-    function_alone, _no_arguments = pickle.loads(function)
-    return function_alone
+    return pickle.loads(function)[0]
 
 
-def _cotangent(y: jax.Array, cotangent: Any) -> Any:
+def _for_jax(y: jax.Array, cotangent: Any) -> Any:
     """Return the cotangent that JAX's pullback takes for an output; None counts as zero.
 
     Raises:
