@@ -253,8 +253,9 @@ class DeviceAttention(AttentionCall):
         tiles = []
         for queries in self._runs(self.attn.queries):
             for keys in self._runs(self.attn.keys):
-                index = (jnp.s_[:, :, queries], jnp.s_[:, :, keys])
-                tiles.append(Tile(*index, query_rows[queries], key_rows[keys]))
+                q_index = jnp.s_[:, :, queries]
+                kv_index = jnp.s_[:, :, keys]
+                tiles.append(Tile(q_index, kv_index, query_rows[queries], key_rows[keys]))
         return tiles
 
     def _runs(self, array: Sharding) -> list[slice]:
@@ -287,18 +288,18 @@ def ring(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
     # `custom_vjp` must not close over tracers, so that these fields are passed as arguments.
     constants = {"documents": call.documents, "alibi": call.alibi, "seed": call.seed}
 
-    @jax.custom_vjp
-    def run(constants: dict[str, Any], q: Array, kv: Array) -> tuple[Array, Array]:
-        return _ring_forward(replace(call, **constants), q, kv)
-
     def forward(constants: dict[str, Any], q: Array, kv: Array) -> tuple[Any, SavedForBackward]:
         y, log_sum = _ring_forward(replace(call, **constants), q, kv)
         return (y, log_sum), SavedForBackward(constants, q, kv, y, log_sum)
 
+    @jax.custom_vjp
+    def run(constants: dict[str, Any], q: Array, kv: Array) -> tuple[Array, Array]:
+        results, _ = forward(constants, q, kv)
+        return results
+
     def backward(saved: SavedForBackward, cotangents: Any) -> tuple[None, Array, Array]:
         rows = _rows_for_backward(saved, *cotangents)
-        call_with_constants = replace(call, **saved.constants)
-        q_gradient, kv_gradient = _ring_backward(call_with_constants, rows, saved.kv)
+        q_gradient, kv_gradient = _ring_backward(replace(call, **saved.constants), rows, saved.kv)
         return None, q_gradient, kv_gradient
 
     run.defvjp(forward, backward)
@@ -515,14 +516,19 @@ def _attention(
 
     results = call.run(q, k, v, layout)  # the result, and log-sum-exps if they are asked for
     q_sharding = block_sharding(q, layout, call.mesh, call.shape)
-    y = _without_padding(results[0], q_sharding).astype(q.dtype)
+    y = _with_zero_rows(results[0], q_sharding).astype(q.dtype)
     if not call.return_lse:
         return y
-    return y, _without_padding(results[1], q_sharding).squeeze(-1)
+    return y, _with_zero_rows(results[1], q_sharding).squeeze(-1)
 
 
-def _without_padding(x: Array, q_sharding: Sharding) -> Array:
-    """Set rows of padding to zero: they have computed something, too. The width may be any."""
+def _with_zero_rows(x: Array, q_sharding: Sharding) -> Array:
+    """Set rows of padding to zero, which have computed something, too.
+
+    Args:
+        x: A result, of any width: values may have another one than queries.
+        q_sharding: The sharding of the queries.
+    """
     shape = (*q_sharding.shape[:-1], x.shape[-1])
     return with_zero_padding(x, replace(q_sharding, shape=shape))
 

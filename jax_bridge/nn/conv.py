@@ -88,7 +88,6 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     space_dims = numbers.lhs_spec[2:]
     kernel_sizes = [rhs.shape[dim] for dim in numbers.rhs_spec[2:]]
     _check_features(lhs, channel_dim)
-    strides = tuple(window_strides)
     base = _or_ones(lhs_dilation, len(space_dims))
     dilation = _or_ones(rhs_dilation, len(space_dims))
     convolve: Any = partial(
@@ -102,7 +101,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     )
     # On the global array: lax raises its own errors for arguments that do not fit.
     jax.eval_shape(
-        partial(convolve, window_strides=strides, padding=padding),
+        partial(convolve, window_strides=window_strides, padding=padding),
         jax.ShapeDtypeStruct(shape, lhs.block.dtype),
         jax.ShapeDtypeStruct(rhs.shape, rhs.dtype),
     )
@@ -113,7 +112,7 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
         return convolve(block, rhs, block_strides, block_padding)
 
     lengths = [shape[dim] for dim in space_dims]
-    windows = windows_of(lengths, kernel_sizes, strides, dilation, padding)
+    windows = windows_of(lengths, kernel_sizes, window_strides, dilation, padding)
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
     input_dim_of = dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
     return apply_windows(
@@ -199,19 +198,19 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     """
     shape = operand.sharding.shape
     ndim = operand.block.ndim
-    strides = _or_ones(window_strides, ndim)
     base = _or_ones(base_dilation, ndim)
     dilation = _or_ones(window_dilation, ndim)
     init = np.array(init_value, operand.block.dtype)
     # On the global array: lax raises its own errors for arguments that do not fit.
     jax.eval_shape(
         lambda x: lax.reduce_window(
-            x, init, computation, window_dimensions, strides, padding, base, dilation
+            x, init, computation, window_dimensions, window_strides, padding, base, dilation
         ),
         jax.ShapeDtypeStruct(shape, init.dtype),
     )
     windows = {}
-    for dim, window in enumerate(windows_of(shape, window_dimensions, strides, dilation, padding)):
+    all_windows = windows_of(shape, window_dimensions, window_strides, dilation, padding)
+    for dim, window in enumerate(all_windows):
         # A window of 1 without padding, as over the batch, needs no rows of other devices.
         if window != Window(1, p=(0, 0)) or base[dim] > 1:
             windows[dim] = window
@@ -342,8 +341,7 @@ def _pool_windows(lengths: Ints, windows: Sequence[Window], ceil_mode: bool) -> 
 
     As in torch. Without `ceil_mode` the windows stay as they are.
     """
-    pairs = zip(lengths, windows, strict=False)
-    return [pool_window(length, window, ceil=ceil_mode) for length, window in pairs]
+    return list(map(partial(pool_window, ceil=ceil_mode), lengths, windows))
 
 
 def _local_divisors(y: Sharded, dim: int, counts: NDArray[np.int64]) -> jax.Array:

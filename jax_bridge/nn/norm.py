@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import jax
 import numpy as np
@@ -193,21 +194,13 @@ def _mean(x: Sharded, dims: Sequence[int], block: jax.Array) -> jax.Array:
         block: The values, zero in the padding.
     """
     total = block.sum(tuple(dims), keepdims=True)  # of this device's rows
-    axes = _axes_of([x.layout.dims[dim] for dim in dims])
+    axes = tuple(chain.from_iterable(x.layout.dims[dim].axes for dim in dims))
     if axes:
         # grad="sum": each device uses the total for its own block, so that the total's gradient is
         # the sum over devices.
         total = all_reduce(total, axes, x.sharding.mesh, grad="sum")
     # Lengths of the global array: a block's own would count its padding.
     return total / math.prod(x.sharding.shape[dim] for dim in dims)
-
-
-def _axes_of(dims: Sequence[Dim]) -> tuple[str, ...]:
-    """Return the mesh axes that shard some dims."""
-    axes: list[str] = []
-    for dim in dims:
-        axes += dim.axes
-    return tuple(axes)
 
 
 def _scaled_and_shifted(
@@ -240,7 +233,7 @@ def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.A
         raise ShapeError(what, text=str(x.layout))
 
     sharded_dims = tuple(x.layout.dims[dim] for dim in dims)
-    axes = _axes_of(sharded_dims)
+    axes = tuple(chain.from_iterable(dim.axes for dim in sharded_dims))
     if axes:
         # `copy` says that each device has a copy of the parameter; the gradient is then their sum.
         whole_dims = tuple(Dim(dim.name) for dim in sharded_dims)

@@ -154,8 +154,7 @@ def _plan_windows(
     windowed_dims = {}
     for dim, window in windows.items():
         ends = ends_by_name[names[dim]]
-        window = replace(window, out=rules.outputs)
-        windowed_dims[dim] = _windowed_dim(x, dim, window, ends, rules.fill, base[dim])
+        windowed_dims[dim] = _windowed_dim(x, dim, window, ends, rules, base[dim])
     return windowed_dims
 
 
@@ -202,7 +201,7 @@ def _boundaries_of_dims(rules: WindowRules, names: Sequence[str]) -> dict[str, B
 
 
 def _windowed_dim(
-    x: Sharded, d: int, window: Window, ends: BoundaryPair, fill: float, dilation: int
+    x: Sharded, d: int, window: Window, ends: BoundaryPair, rules: WindowRules, dilation: int
 ) -> WindowedDim:
     """Decide which rows of dim `d` every device fetches, and how the window runs over its block.
 
@@ -214,19 +213,19 @@ def _windowed_dim(
         d: The dim.
         window: The window over it.
         ends: The rows beyond its ends.
-        fill: The value that the operation itself assumes beyond the ends of a block.
+        rules: How outputs are sharded, and the fill that the operation itself assumes.
         dilation: The dilation of its rows.
     """
     dim = dims_without_overlaps(x.layout)[d]
     if not any(window.padding):
         # Nothing beyond the ends is read, so any rule will do: constants need no communication.
-        ends = _filled(fill)
-    is_filled = ends.before.fill == ends.after.fill == fill
+        ends = _filled(rules.fill)
+    is_filled = ends.before.fill == ends.after.fill == rules.fill
     if not is_filled and (dilation > 1 or min(window.padding) < 0):
         what = f"boundary {ends.before} of {dim.name!r} with dilated inputs or negative padding"
         raise PlanError(what, hint="only the fill is possible there: halo_exchange first")
 
-    window = replace(window, before=ends.before, after=ends.after)
+    window = replace(window, before=ends.before, after=ends.after, out=rules.outputs)
     sizes = x.sharding.mesh.sizes_of(dim.axes)
     frame = window_frame(dim, x.sharding.shape[d], sizes, window, dilation)
     if is_filled and not dim.axes:

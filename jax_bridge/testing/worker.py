@@ -477,7 +477,7 @@ def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, _timeout_s: float) -
     for i in range(rounds):
         for j, timer in enumerate(timers):
             seconds[i, j] = timer.seconds()
-    return [statistics.median(times.tolist()) for times in seconds.T]
+    return np.median(seconds, axis=0).tolist()
 
 
 def seconds_of_products(

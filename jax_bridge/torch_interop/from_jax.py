@@ -106,15 +106,8 @@ class _Argument(NamedTuple):
         return _to_jax(self.tensors, self.layout, mesh) if self.tensors else self.other
 
     @property
-    def requires_grad(self) -> bool:
-        return any(x.requires_grad for x in self.tensors)
-
-
-def _differentiated(arguments: Sequence[_Argument]) -> tuple[int, ...]:
-    """Return the indices of the arguments that get a gradient."""
-    if not torch.is_grad_enabled():
-        return ()
-    return tuple(i for i, argument in enumerate(arguments) if argument.requires_grad)
+    def gets_gradient(self) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors)
 
 
 class _JaxFunction:
@@ -140,7 +133,8 @@ class _JaxFunction:
         device_mesh = self._device_mesh(leaves)
         arguments = list(map(_Argument.of, leaves, layouts))
         arrays = [argument.to_jax(self.mesh) for argument in arguments]
-        program = self._program(meshes, tree, layouts, arrays, _differentiated(arguments))
+        wrt = tuple(i for i, argument in enumerate(arguments) if argument.gets_gradient)
+        program = self._program(meshes, tree, layouts, arrays, wrt)
 
         non_tensors = [argument.other for argument in arguments]
         tensors = chain.from_iterable(argument.tensors for argument in arguments)
@@ -233,7 +227,9 @@ class _Apply(torch.autograd.Function):
             non_tensors: See `NonTensors`.
             tensors: The tensors of the arguments, which autograd has to see.
         """
-        outputs, pull = program.forward(arrays)
+        # Specs without a mesh need one in context, and autograd's threads have none.
+        with jax.set_mesh(program.meshes.jax_mesh):
+            outputs, pull = program.compiled_forward(*arrays)
         # If the function returns an argument unchanged, the result has the memory of the caller's
         # tensor, and a write to one would change the other: it is copied.
         addresses = {x.data_ptr() for x in tensors}
@@ -378,12 +374,6 @@ class VjpProgram:
 
     # ---- forward and backward
 
-    def forward(self, arrays: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
-        """Return the outputs and the pullback, which is None if nothing is differentiated."""
-        # Specs without a mesh need one in context, and autograd's threads have none.
-        with jax.set_mesh(self.meshes.jax_mesh):
-            return self._compiled_forward(*arrays)
-
     def gradients(self, pull: Any, groups: list[Group]) -> list[Group]:
         """Return the tensors of the gradients, given those of the cotangents."""
         cotangents = []
@@ -423,7 +413,8 @@ class VjpProgram:
         return _JaxFunction(gradients, in_layouts, out_layouts, self.meshes.jax_mesh)
 
     @cached_property
-    def _compiled_forward(self) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
+    def compiled_forward(self) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
+        """The function: leaves -> outputs and the pullback, None if no leaf gets a gradient."""
         # XLA chooses how the pullback's own arrays are sharded.
         return jax.jit(self._vjp, out_shardings=(self.out_shardings, None))
 

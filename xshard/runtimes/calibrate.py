@@ -87,10 +87,11 @@ def calibrate(
     disk_link = measure_disk(disk) if disk is not None and is_first_rank else None
     node_devices = _devices_of_a_node(used, mesh)
     fitted, held_out = _plans_to_time(mesh, sizes, node_devices)
-    seconds = measure(used, [*fitted, *held_out], rounds, progress=progress, timeout_s=timeout_s)
-    n_fitted = len(fitted)
-    fitted_samples = tuple(map(Sample, fitted, seconds[:n_fitted]))
-    held_out_samples = tuple(map(Sample, held_out, seconds[n_fitted:]))
+    plans = fitted + held_out
+    seconds = measure(used, plans, rounds, progress=progress, timeout_s=timeout_s)
+    samples = tuple(map(Sample, plans, seconds))
+    fitted_samples = samples[: len(fitted)]
+    held_out_samples = samples[len(fitted) :]
     constants = fit(fitted_samples, name, rounds=used.rounds, node_devices=node_devices)
     rates = _product_rates(used, mesh, rounds, timeout_s)
     profile = replace(constants, flops_per_s=rates, disk=disk_link)
