@@ -54,7 +54,7 @@ class DeviceProgram:
         on_axes = np.array(self.devices).reshape(mesh.sizes)
         self.jax_mesh = JaxMesh(on_axes, mesh.axes)
         program: Any
-        as_array: Callable[..., Any]
+        as_array: Any
         if mode == "pmap":
             self.n_leading_dims = 1  # results are [devices, *block]; else [*mesh axes, *block]
             axis = mesh.long_axes[0] if mesh.long_axes else "alone"
@@ -171,17 +171,14 @@ def unstacked(
         sharding: Its sharding.
         devices: The devices, in the mesh's order.
     """
-    data_of = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
-    blocks: list[Any] = []
-    for number, device in enumerate(devices):
-        if device not in data_of:
-            blocks.append(None)
-            continue
-        block = data_of[device].reshape(shape)
+    blocks: list[Any] = [None] * len(devices)
+    for shard in array.addressable_shards:
+        number = devices.index(shard.device)
+        block = np.asarray(shard.data).reshape(shape)
         # A block of another shape is a mistake of the user's function, and shown as it is.
         if shape == sharding.max_local_shape:
             block = _without_padding(block, sharding, number)
-        blocks.append(block)
+        blocks[number] = block
     return blocks
 
 

@@ -94,8 +94,7 @@ def from_torch(
             meshes = mesh_pair(mesh)
             prepared[key] = _prepare(of_blocks, in_layouts, out_layouts, meshes, tree, arrays)
         host, out_tree = prepared[key]
-        pairs = zip(arrays, host.in_plans, strict=True)
-        placed = [_placed(x, plan, host.meshes) for x, plan in pairs]
+        placed = map(host.placed, arrays, host.in_plans)
         return jax.tree.unflatten(out_tree, host.differentiable(*placed))
 
     return named_like(fn, function, type(fn).__name__)
@@ -194,13 +193,6 @@ def _plan_out(expression: Sides, meshes: MeshPair, block: Tensor) -> Plan:
     return plan((expression.src, dst), meshes.jax_axes, shape, dtype)
 
 
-def _placed(x: jax.Array, plan: Plan, meshes: MeshPair) -> jax.Array:
-    """Return the array with the source sharding of its plan, where that is part of its type."""
-    if AxisType.Explicit not in meshes.jax_mesh.axis_types:
-        return x
-    return jax.reshard(x, array_sharding(plan.src, meshes, plan.shape))
-
-
 def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
     """Return a module as a function of its parameters, by name, and its arguments."""
     # A copy, as JAX may call it later, when the user's module has changed. Its parameters are not
@@ -231,6 +223,12 @@ class HostCall:
     meshes: MeshPair
     in_plans: tuple[Plan, ...]
     out_plans: tuple[Plan, ...]
+
+    def placed(self, x: jax.Array, plan_in: Plan) -> jax.Array:
+        """Return the array with the source sharding of its plan, where that is part of its type."""
+        if AxisType.Explicit not in self.meshes.jax_mesh.axis_types:
+            return x
+        return jax.reshard(x, array_sharding(plan_in.src, self.meshes, plan_in.shape))
 
     @cached_property
     def differentiable(self) -> Callable[..., tuple[jax.Array, ...]]:

@@ -139,10 +139,8 @@ def _product_rates(
         timeout_s=timeout_s,
     )
     operations = 2 * ROWS**3  # a multiplication and an addition for each element of each sum
-    rates = []
-    for dtype, product_s in zip(PRODUCTS, seconds, strict=True):
-        rates.append((dtype, rounded(operations / product_s)))
-    return tuple(rates)
+    rates = [rounded(operations / product_s) for product_s in seconds]
+    return tuple(zip(PRODUCTS, rates, strict=True))
 
 
 def measure(

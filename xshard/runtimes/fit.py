@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -94,17 +95,15 @@ def fit(
 
 
 def _check_samples(samples: Sequence[Sample]) -> None:
-    if not any(_sends_anything(sample.plan) for sample in samples):
+    """Raise CalibrationError if no sample sends anything, or a time is not positive."""
+    stages = chain.from_iterable(sample.plan.stages for sample in samples)
+    if not any(stage.step.traffic(stage.before).hops for stage in stages):
         raise CalibrationError(
             f"nothing to fit links to: none of {len(samples)} measurements sends anything"
         )
     for plan, seconds in samples:
         if not 0 < seconds < math.inf:
             raise CalibrationError(f"'{plan.src} -> {plan.dst}' cannot have taken {seconds} s")
-
-
-def _sends_anything(plan: Plan) -> bool:
-    return any(stage.step.traffic(stage.before).hops for stage in plan.stages)
 
 
 def _mean_error(samples: Sequence[Sample], profile: Profile) -> float:

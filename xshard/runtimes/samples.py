@@ -55,7 +55,8 @@ def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
     Raises:
         MeshError: The mesh has one device.
     """
-    axes = _long_axes(mesh)
+    _check_several_devices(mesh)
+    axes = mesh.long_axes  # those of more than one device
     axis_groups: list[tuple[str, ...]] = [(axis,) for axis in axes]
     if len(axes) > 1:
         axis_groups.append(axes)
@@ -89,14 +90,14 @@ def held_out_plans(
     Raises:
         MeshError: The mesh has one device.
     """
-    axes = _long_axes(mesh)
+    _check_several_devices(mesh)
     rng = random.Random(seed)
     max_singles = count - count // 3  # plans of a single step
     plans = list[Plan]()
     n_singles = 0
     n_draws = 0
     while len(plans) < count:
-        plan = _random_plan(mesh, axes, sizes, rng, profile)
+        plan = _random_plan(mesh, sizes, rng, profile)
         is_single = len(plan.steps) == 1
         # A mesh of one axis may have too few plans of several steps. After many draws, plans of one
         # step are no longer refused.
@@ -111,11 +112,11 @@ def held_out_plans(
 
 
 def _random_plan(
-    mesh: Mesh, axes: Sequence[str], sizes: Sequence[int], rng: random.Random, profile: ProfileLike
+    mesh: Mesh, sizes: Sequence[int], rng: random.Random, profile: ProfileLike
 ) -> Plan:
     """Draw layouts, and the shape of an array of three dims whose larger block has a random size."""
-    src = _random_layout(axes, "abc-+", rng)
-    dst = _random_layout(axes, "abc-", rng)  # addends are summed up by a plan, never made
+    src = _random_layout(mesh.long_axes, "abc-+", rng)
+    dst = _random_layout(mesh.long_axes, "abc-", rng)  # addends are summed up by a plan, never made
     least = min(sizes)
     block_bytes = least * (max(sizes) / least) ** rng.random()  # even in logarithms
     elements = block_bytes / ITEMSIZE * _n_larger_blocks(mesh, src, dst)
@@ -132,13 +133,12 @@ def _n_larger_blocks(mesh: Mesh, src: Layout, dst: Layout) -> int:
     return min(mesh.size(*layout.sharding_axes) for layout in (src, dst))
 
 
-def _long_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of more than one device. Raises MeshError if there are none."""
+def _check_several_devices(mesh: Mesh) -> None:
+    """Raise MeshError for a mesh of one device."""
     if not mesh.long_axes:
         raise MeshError(
             f"nothing to measure on {mesh!r}: it has one device", hint="as in --mesh dp=2,cp=2"
         )
-    return mesh.long_axes
 
 
 def _shards(axes: Sequence[str]) -> tuple[Shard, ...]:
