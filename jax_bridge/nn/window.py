@@ -159,7 +159,10 @@ def _plan_windows(
 
 
 def _fetched_block(x: Sharded, frames: Mapping[int, Frame]) -> jax.Array:
-    """Fetch the rows that this device's outputs read, along every dim that has a frame."""
+    """Fetch the rows that this device's outputs read, along every dim that has a frame.
+
+    The frame's source is the dim with an overlap (a halo): a move to that layout brings the rows.
+    """
     dims = dims_without_overlaps(x.layout)
     for dim, frame in frames.items():
         dims[dim] = frame.source
@@ -266,8 +269,10 @@ def _over_several_runs(frame: Frame, stride: int) -> WindowedDim:
 def _over_one_run(frame: Frame, window: Window, dilation: int) -> WindowedDim:
     """Choose stride and padding so that a window over each block yields this device's outputs.
 
-    All devices run one program, so that they have one padding. If blocks begin at different places
-    of the stride, every device computes the outputs at stride 1 and picks its own.
+    A frame says for each device which rows it has, here one run of consecutive rows, and which
+    outputs it computes from them. All devices run one program, so that they have one padding. If
+    blocks begin at different places of the stride, every device computes the outputs at stride 1
+    and picks its own.
 
     Positions count dilated rows: row i of a run stands at position `i * dilation`. The window of
     the last output ends with the padding:
@@ -309,7 +314,10 @@ def _lead(run: OutputRun, window: Window, dilation: int) -> int:
 def _outputs_at_stride_1(
     frame: Frame, window: Window, dilation: int, padding_before: int
 ) -> list[list[int]]:
-    """Return for every device which of the outputs of a window at stride 1 are its own."""
+    """Return for every device which of the outputs of a window at stride 1 are its own.
+
+    With stride 2, a device whose first output is number 3 at stride 1 has 3, 5, 7, ...
+    """
     outputs_of_devices = []
     for runs in frame.runs:
         outputs: list[int] = []
@@ -414,6 +422,8 @@ def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np
 
 def _resampled(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
     """Interpolate a sharded array along several dims.
+
+    A frame says for each device which rows its outputs read, and which outputs it computes.
 
     Args:
         x: The array.

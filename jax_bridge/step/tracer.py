@@ -145,6 +145,12 @@ class Tracer:
 
         A scan becomes a repeated block; jitted and checkpointed functions are inlined; any other
         primitive is one operation per result.
+
+        Args:
+            place: The equation's name, as `places` gives it: "dot_general.0".
+            eqn: The equation.
+            operands: The names of its operands; None for a number.
+            times: How often it runs in a step.
         """
         primitive = eqn.primitive.name
         if primitive in CHECKPOINTS:
@@ -200,7 +206,8 @@ class Tracer:
 
         `scan(f, init, xs)` has three kinds of operands, in this order: constants that `f` closes
         over, the carry `init`, and `xs`, [length, ...], of which every round takes a slice. Results
-        are the last carry, and `ys`, [length, ...], with a slice of every round.
+        are the last carry, and `ys`, [length, ...], with a slice of every round. What the body gets
+        has names such as "scan.0.const.0", "scan.0.carry.0" and "scan.0.xs.0".
         """
         body = eqn.params["jaxpr"].jaxpr
         length = eqn.params["length"]
@@ -234,7 +241,11 @@ class Tracer:
         return () if name is None else self.trace.shapes[name]
 
     def _slice(self, name: str, stack: Name, length: int, times: int) -> Name:
-        """Return the name of the slice of an array [length, ...] that a round of a scan takes."""
+        """Return the name of the slice of an array [length, ...] that a round of a scan takes.
+
+        It is an operation of its own, `name`, unless the array is a parameter that nothing else
+        uses.
+        """
         if stack is None:
             return None
         slice_shape = self.trace.shapes[stack][1:]
@@ -248,7 +259,8 @@ class Tracer:
     def _close_carries(self, place: str, results: Names) -> None:
         """Say of each carry of a scan which result of the body is its value in the next round.
 
-        Both then have one layout.
+        The operations that copy carries into the body, already in the trace, get the kind "carry"
+        and that result as `again`: the planner then gives both one layout.
         """
         again_of_carry = {_place_of_carry(place, i): result for i, result in enumerate(results)}
         for i, op in enumerate(self.trace.ops):
@@ -280,6 +292,9 @@ class Evaluator:
     ) -> list[Any]:
         """Evaluate a jaxpr with changes, and return its results.
 
+        Equations run one by one. Those with a jaxpr inside are rewritten first, so that the changes
+        happen there, too.
+
         Args:
             prefix: The beginning of the names of its places; "" outside of other equations.
             jaxpr: The jaxpr.
@@ -296,6 +311,7 @@ class Evaluator:
             if name in self.late:
                 late_arguments[v] = x
 
+        # Only arguments have names that matter inside of other equations: results have been changed.
         for place, eqn in places(jaxpr, prefix):
             operand_names = ["" if is_number(v) else name_of.get(v, "") for v in eqn.invars]
             if eqn.primitive.name in CALLS:

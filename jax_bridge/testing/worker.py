@@ -189,8 +189,11 @@ def _measured(
 # ---- users' functions
 
 
-class _Parts(NamedTuple):
-    """What a user's function gives: arrays while JAX traces it, the blocks of each array after it."""
+class _Results(NamedTuple):
+    """What a user's function gives: arrays while JAX traces it, the blocks of each array after it.
+
+    Shardings of these arrays come in the same form, since it is a pytree.
+    """
 
     outputs: list[Any]
     gradients: dict[int, Any] | None  # by number of the input; None: only outputs were computed
@@ -205,7 +208,7 @@ def _answer_reference(question: Question) -> Answer:
     """
     program = _UserProgram(question)
 
-    def run(*inputs: jax.Array) -> tuple[_Parts, Cotangents]:
+    def run(*inputs: jax.Array) -> tuple[_Results, Cotangents]:
         return program.differentiate(inputs, _drawn_cotangents)
 
     inputs = [jnp.asarray(blocks[0]) for blocks in question.inputs]
@@ -297,6 +300,8 @@ def _answer_blocks(question: Question) -> Answer:
 def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) -> Answer:
     """Compute outputs, gradients and an optimiser step on all devices.
 
+    The program of one device takes its blocks of the inputs, then those of the cotangents.
+
     Raises:
         _MisshapenError: Outputs do not fit their cotangents.
     """
@@ -309,13 +314,13 @@ def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) 
             differentiated.append(i)
             inputs.append((result.cotangents, result.sharding))
 
-    def one_device(*blocks: jax.Array) -> _Parts:
+    def one_device(*blocks: jax.Array) -> _Results:
         cotangents = dict(zip(differentiated, blocks[n_inputs:], strict=True))
         parts, _ = program.differentiate(blocks[:n_inputs], lambda _outputs: cotangents)
         return parts
 
     updated = () if question.update is None else question.update.arrays
-    shardings = _Parts(
+    shardings = _Results(
         [result.sharding for result in results],
         {i: question.shardings[i] for i in question.differentiable},
         {i: question.shardings[i] for i in updated},
@@ -330,7 +335,7 @@ def _compute_on_devices(program: _UserProgram, results: Sequence[Result]) -> Ans
     inputs = list(zip(question.inputs, question.shardings, strict=True))
     shardings = [result.sharding for result in results]
     compiled = DeviceProgram(program.outputs, question.mesh, inputs, shardings, question.mode)
-    return program.answer(_Parts(compiled.blocks(compiled()), None, {}))
+    return program.answer(_Results(compiled.blocks(compiled()), None, {}))
 
 
 class _UserProgram:
@@ -362,7 +367,7 @@ class _UserProgram:
 
     def differentiate(
         self, inputs: Sequence[jax.Array], cotangents_of: Callable[[Arrays], Cotangents]
-    ) -> tuple[_Parts, Cotangents]:
+    ) -> tuple[_Results, Cotangents]:
         """Run the user's function, and pull the cotangents of its outputs back to its inputs.
 
         Args:
@@ -382,10 +387,10 @@ class _UserProgram:
         differentiable = {i: inputs[i] for i in self.question.differentiable}
         outputs, pull = jax.vjp(of_differentiable, differentiable)
         cotangents = cotangents_of(outputs)
-        (gradients,) = pull([_for_jax(y, cotangents.get(i)) for i, y in enumerate(outputs)])
+        (gradients,) = pull([_jax_cotangent(y, cotangents.get(i)) for i, y in enumerate(outputs)])
         # For complex numbers torch takes the conjugates of JAX's gradients, and of its cotangents.
         gradients = jax.tree.map(jnp.conj, gradients)
-        return _Parts(outputs, gradients, self._updated(inputs, gradients)), cotangents
+        return _Results(outputs, gradients, self._updated(inputs, gradients)), cotangents
 
     def _updated(
         self, inputs: Sequence[jax.Array], gradients: dict[int, jax.Array]
@@ -419,7 +424,7 @@ class _UserProgram:
             updated[i] = _typed(returned[name], question.shardings[i], name)
         return updated
 
-    def answer(self, blocks: _Parts) -> Answer:
+    def answer(self, blocks: _Results) -> Answer:
         """Return the blocks of all results as an answer, in which outputs have names."""
         outputs = dict(zip(self.names, blocks.outputs, strict=True))
         return Answer(outputs, blocks.gradients, blocks.updated, tree=self.tree)
@@ -430,7 +435,7 @@ def _unpacked(function: bytes) -> Callable[..., Any]:
     return pickle.loads(function)[0]
 
 
-def _for_jax(y: jax.Array, cotangent: Any) -> Any:
+def _jax_cotangent(y: jax.Array, cotangent: Any) -> Any:
     """Return the cotangent that JAX's pullback takes for an output; None counts as zero.
 
     Raises:

@@ -85,7 +85,10 @@ def from_jax(
 
 
 class _Argument(NamedTuple):
-    """One leaf of the arguments: a group of tensors, or something else that `fn` takes."""
+    """One leaf of the arguments: a group of tensors, or something else that `fn` takes.
+
+    Something else is a jax.Array, a number or a key, and gets no gradient.
+    """
 
     layout: Layout
     tensors: Group
@@ -218,7 +221,9 @@ class _Apply(torch.autograd.Function):
         non_tensors: NonTensors,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run the JAX function, and save its pullback for the backward pass.
+        """Run the JAX function, and save its pullback (cotangents -> gradients) for the backward pass.
+
+        A group is the tensors of one array, one for each device of this process.
 
         Args:
             ctx: Autograd's context.
@@ -259,6 +264,8 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """Run JAX's pullback on the cotangents of the results.
+
+        Whole numbers have no cotangents: the tensors that torch gives for these are left out.
 
         Returns:
             As torch wants it, one entry per argument of `forward`: the gradients of the tensors,
@@ -393,6 +400,7 @@ class VjpProgram:
             tensors: The tensors of the arguments.
             cotangents: The tensors of the cotangents.
         """
+        # The function takes leaves as users pass them: tensors again, not groups of one.
         next_group = iter(self.as_user_gives(self.divided(tensors)))
         leaves = [next(next_group) if x is None else x for x in non_tensors]
         gradients = self._pullback(leaves, self.as_user_gives(cotangents))

@@ -117,8 +117,8 @@ def _prepare(
 ) -> _Prepared:
     """Prepare the call of a torch function for arrays of these shapes and dtypes.
 
-    The function is run on fake tensors to learn the shapes of its results. Then it is known how
-    arrays become its blocks, and how its blocks become arrays.
+    Each array gets a plan to the function's block. The function is run on fake tensors of these
+    blocks' shapes, which tells the shapes of its results: each gets a plan to an array.
 
     Args:
         fn: The torch function.

@@ -191,13 +191,14 @@ def _route(
     Raises:
         PlanError: No side that may run its plan can.
     """
-    src, dst, text = sides_or_one(layout)
+    src, dst, text = sides_or_one(layout)  # errors quote the text, as the user wrote it
     torch_layout = src if to_jax else dst
     jax_layout = dst if to_jax else src
     ends = [(meshes.torch_axes, meshes.torch_devices), (meshes.jax_axes, meshes.jax_devices)]
     if not to_jax:
         ends.reverse()
     (src_mesh, src_devices), (dst_mesh, dst_devices) = ends
+
     with mark_errors(text):
         # All that can be wrong with the user's arguments is noticed here, before anything is sent.
         check_axes(src, src_mesh, text)
@@ -207,9 +208,11 @@ def _route(
             shape = global_shape(src, src_mesh, array.local_shape, text)
         blocks = Sharding(torch_layout, meshes.torch_axes, shape)
         stored = Sharding(jax_layout, meshes.jax_axes, shape)
+        # JAX's own kind of sharding, which does not say in which order rows are stored.
         jax_sharding = array_sharding(jax_layout, meshes, shape)
         if via is not None and via not in SIDES:
             raise PlanError(f"via={via!r}", hint='"torch", "jax", or None for the cheaper side')
+
         plan_move = functools.partial(
             plan,
             (src, dst),
@@ -222,7 +225,7 @@ def _route(
         )
         # Each side plans for its own machine: NCCL and XLA differ in speed.
         plans = {TORCH: plan_move(profile=profiles[0]), JAX: plan_move(profile=profiles[1])}
-        side = None
+        side = None  # nobody: all blocks stay
         if not _moves_nothing(plans[TORCH]):
             side = _cheapest_side(plans, meshes, via, torch_refuses)
     chosen_plan = plans[TORCH if side is None else side]
