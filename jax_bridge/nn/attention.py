@@ -253,9 +253,10 @@ class DeviceAttention(AttentionCall):
         tiles = []
         for queries in self._runs(self.attn.queries):
             for keys in self._runs(self.attn.keys):
-                q_index = jnp.s_[:, :, queries]
-                kv_index = jnp.s_[:, :, keys]
-                tiles.append(Tile(q_index, kv_index, query_rows[queries], key_rows[keys]))
+                q_rows = query_rows[queries]
+                tiles.append(
+                    Tile(jnp.s_[:, :, queries], jnp.s_[:, :, keys], q_rows, key_rows[keys])
+                )
         return tiles
 
     def _runs(self, array: Sharding) -> list[slice]:

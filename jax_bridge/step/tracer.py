@@ -304,11 +304,11 @@ class Evaluator:
         """
         name_of = dict(zip(jaxpr.invars, names, strict=True))
         arrays = dict(zip(jaxpr.constvars, consts, strict=True))
-        late_arguments = {}  # as they were given
+        late_arguments = {}
         for v, x in zip(jaxpr.invars, args, strict=True):
             name = name_of[v]
             arrays[v] = self.change(name, x) if name else x
-            if name in self.late:
+            if name in self.late:  # a `jax.checkpoint` takes it unchanged, and changes it inside
                 late_arguments[v] = x
 
         # Only arguments have names that matter inside of other equations: results have been changed.

@@ -347,8 +347,9 @@ class VjpProgram:
 
     def divided(self, tensors: Sequence[Tensor]) -> list[Group]:
         """Divide tensors of several arrays by array: on 2 devices [a0, a1, b0, b1] -> [a0, a1], ..."""
-        starts = range(0, len(tensors), self.n_local_devices)
-        return [list(tensors[start : start + self.n_local_devices]) for start in starts]
+        n_devices = self.n_local_devices
+        starts = range(0, len(tensors), n_devices)
+        return [list(tensors[start : start + n_devices]) for start in starts]
 
     def as_user_gives(self, groups: list[Group]) -> list[Any]:
         """Return groups as users have them: the tensor itself in a process with one device."""

@@ -234,7 +234,7 @@ def prepare_to_jax(
     blocks = _local_blocks(x, layout, meshes)
     known = KnownArray(_common_dtype(blocks), shape, tuple(blocks[0].shape))
     if not meshes.local_positions:
-        # A process without devices passes a tensor on `meta` only to tell shape and dtype.
+        # A process without devices has passed a tensor on `meta` only to tell shape and dtype.
         blocks = []
     _check_devices(blocks, meshes)
     route = options.route(layout, meshes, known, to_jax=True)

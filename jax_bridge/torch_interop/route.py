@@ -285,10 +285,11 @@ def _why_torch_cannot_run(meshes: MeshPair) -> str | None:
 def _why_jax_cannot_run(plan: Plan, meshes: MeshPair) -> str | None:
     """Return the reason why JAX cannot run a plan; None if it can.
 
-    It is the error that building the program raises, as for blocks of different sizes.
+    What builds the program, or checks that one can be built, is run for the error that it raises,
+    as for blocks of different sizes.
     """
     try:
-        if plan.transfer:  # from one mesh to another, where no program is built ahead
+        if plan.transfer:  # between two meshes: no single program
             for end in (plan.source, plan.target):
                 check_even(end, f"{plan.src} -> {plan.dst}")
                 to_partition_spec(storage_layout(end.layout), len(end.shape))
