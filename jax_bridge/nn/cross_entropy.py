@@ -154,7 +154,8 @@ def _token_losses(
     if label_smoothing:
         local_sums.append(x.sum(-1))
 
-    # One message for all sums: [2 or 3, *tokens].
+    # One message for all sums: [2 or 3, *tokens]. Below, sums[0] are the exponentials, sums[1] the
+    # logits of the labels, and sums[2] all logits.
     sums = _all_reduced(jnp.stack(local_sums), "sum", classes.axes, context)
     log_sum = largest + jnp.log(sums[0])
     losses = log_sum - (1 - label_smoothing) * sums[1]

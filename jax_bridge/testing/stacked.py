@@ -251,7 +251,10 @@ def received_bytes(text: str, n_devices: int) -> int:
 def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
     """Read the collectives in the text of a compiled program (HLO).
 
-    Left out are those that bring nothing to any device, as in groups of one.
+    A line is an instruction, such as
+    `%x = f32[8]{0} all-gather(%y), replica_groups={{0,1},{2,3}}, dimensions={0}`: the type of the
+    result, the collective, and the groups of devices within which it runs. Collectives that bring
+    nothing to any device, as in groups of one, are left out.
 
     Args:
         text: The program, as from `compiled.as_text()`.

@@ -451,7 +451,17 @@ def _jax_cotangent(y: jax.Array, cotangent: Any) -> Any:
 
 
 def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
-    """Check that an output differs between devices along its layout's axes only (JAX's type).
+    """Check that an output differs between devices along its layout's axes only.
+
+    JAX's type of a value says along which mesh axes it may differ (`check_vma`).
+
+    Args:
+        y: This device's block of the output.
+        sharding: Its sharding.
+        name: Its name, for the message.
+
+    Returns:
+        The block, with a type that varies along all of the layout's axes.
 
     Raises:
         StructureError: It may differ along others, where the layout says one value.
@@ -546,7 +556,8 @@ class Timer:
 def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> jax.Array:
     """Run a plan `n_calls` times in a compiled loop, to measure its time.
 
-    Each call waits for the one before, since its operands get an element of that one's result.
+    Each call waits for the one before, since its operands get an element of that one's result. The
+    number of calls is an argument, so that the program is compiled once.
     """
 
     def call_again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:

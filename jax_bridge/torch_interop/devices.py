@@ -184,6 +184,8 @@ def _devices_of_ranks(
 ) -> tuple[jax.Device, ...]:
     """Return the device of JAX for each rank of torch, in order.
 
+    Ranks 1, 0 -> the device of process 1, then that of process 0.
+
     Args:
         ranks: Torch's ranks, which are numbers of processes.
         jax_devices: The devices of JAX's mesh.

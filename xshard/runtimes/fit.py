@@ -142,8 +142,13 @@ def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
 
     A plan's time is the sum of count times constant. {("latency", "dp"): 3, ("byte", "dp"): 6e6,
     ("launch", "all_gather"): 1} pays the latency of dp's link three times, and its seconds per byte
-    six million times. `known` has what is not fitted, such as which devices share a node. With
-    `by_axis`, each mesh axis has a link of its own.
+    six million times. A stage is a step of the plan with the layout before it; a hop is what the
+    step sends over one mesh axis.
+
+    Args:
+        plan: The plan.
+        known: A profile with what is not fitted, such as which devices share a node.
+        by_axis: Whether each mesh axis has a link of its own.
     """
     row: Counter[Column] = Counter()
     for stage in plan.stages:
