@@ -44,11 +44,12 @@ from xshard.nn.attention import (
 class Tile(NamedTuple):
     """A run of a device's queries and a run of keys.
 
-    Slices are places in the blocks. Rows are global numbers, -1 in padding.
+    `queries` and `keys` are indices of the runs in blocks [batch, heads, rows, ...]. Rows are
+    global numbers, -1 in padding.
     """
 
-    queries: slice
-    keys: slice
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
     query_rows: Array
     key_rows: Array
 
@@ -181,8 +182,8 @@ class DeviceAttention(AttentionCall):
         """
         attn = self.attn
         rows_of = partial(attn.key_rows, round_index=round_number)
-        rows = group_table(attn.q.mesh, attn.axes, attn.block_rows, rows_of)
-        return row_of_this_device(rows, attn.axes)
+        table = group_table(attn.q.mesh, attn.axes, attn.block_rows, rows_of)
+        return row_of_this_device(table, attn.axes)
 
     @property
     def heads_read(self) -> Array | None:
@@ -252,7 +253,10 @@ class DeviceAttention(AttentionCall):
         tiles = []
         for queries in self._runs(self.attn.queries):
             for keys in self._runs(self.attn.keys):
-                tiles.append(Tile(queries, keys, query_rows[queries], key_rows[keys]))
+                q_rows = query_rows[queries]
+                tiles.append(
+                    Tile(jnp.s_[:, :, queries], jnp.s_[:, :, keys], q_rows, key_rows[keys])
+                )
         return tiles
 
     def _runs(self, array: Sharding) -> list[slice]:
@@ -282,31 +286,41 @@ def ring(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
     Returns:
         The result for this device's queries, and their log-sum-exps.
     """
-    # `custom_vjp` must not close over tracers, so that these are passed as arguments.
+    # `custom_vjp` must not close over tracers, so that these fields are passed as arguments.
     constants = {"documents": call.documents, "alibi": call.alibi, "seed": call.seed}
-    axes = {*call.attn.q.layout.axes, *call.attn.axes}
-    for array in jax.tree.leaves((constants, q, kv)):
-        axes |= varying_axes(array)
+
+    def forward(constants: dict[str, Any], q: Array, kv: Array) -> tuple[Any, SavedForBackward]:
+        y, log_sum = _ring_forward(replace(call, **constants), q, kv)
+        return (y, log_sum), SavedForBackward(constants, q, kv, y, log_sum)
 
     @jax.custom_vjp
-    def run(constants: Any, q: Array, kv: Array) -> tuple[Array, Array]:
-        return _ring_forward(replace(call, **constants), q, kv)
+    def run(constants: dict[str, Any], q: Array, kv: Array) -> tuple[Array, Array]:
+        results, _ = forward(constants, q, kv)
+        return results
 
-    def forward(constants: Any, q: Array, kv: Array) -> tuple[Any, Any]:
-        y, log_sum = _ring_forward(replace(call, **constants), q, kv)
-        return (y, log_sum), (constants, q, kv, y, log_sum)
-
-    def backward(saved: Any, cotangents: Any) -> tuple[None, Array, Array]:
-        constants, q, kv, y, log_sum = saved
-        dy, log_sum_cotangent = cotangents
-        rows = _rows_for_backward(q, y, log_sum, dy, log_sum_cotangent)
-        q_gradient, kv_gradient = _ring_backward(replace(call, **constants), rows, kv)
+    def backward(saved: SavedForBackward, cotangents: Any) -> tuple[None, Array, Array]:
+        rows = _rows_for_backward(saved, *cotangents)
+        q_gradient, kv_gradient = _ring_backward(replace(call, **saved.constants), rows, saved.kv)
         return None, q_gradient, kv_gradient
 
     run.defvjp(forward, backward)
-    # All values get one type, varying along all these axes. Sorted, because the order of a set of
-    # strings differs between processes, which have to compile the same program.
-    return run(constants, as_varying(q, sorted(axes)), as_varying(kv, sorted(axes)))
+    # All values get one type, varying along all these axes.
+    axes = {*call.attn.q.layout.axes, *call.attn.axes}
+    for array in jax.tree.leaves((constants, q, kv)):
+        axes |= varying_axes(array)
+    # The order of a set of strings differs between processes, which compile the same program.
+    sorted_axes = sorted(axes)
+    return run(constants, as_varying(q, sorted_axes), as_varying(kv, sorted_axes))
+
+
+class SavedForBackward(NamedTuple):
+    """What the forward pass of ring attention keeps: its arguments and its results."""
+
+    constants: dict[str, Any]
+    q: Array
+    kv: Array
+    y: Array
+    log_sum: Array
 
 
 def _ring_forward(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Array]:
@@ -317,14 +331,13 @@ def _ring_forward(call: DeviceAttention, q: Array, kv: Array) -> tuple[Array, Ar
     """
     dtype = call.score_dtype
     query_rows = call.global_positions(SEQUENCE)
-    varying = varying_axes(q)
     rows_shape = q.shape[:3]  # [batch, heads, rows]
     y = jnp.zeros((*rows_shape, call.attn.value_width), dtype)
     log_sum = jnp.full(rows_shape, -jnp.inf, dtype)
     # `lax.cond` wants one type of both branches: what is computed from q differs between devices,
-    # and so these zeros are declared to.
-    y = as_varying(y, varying)
-    log_sum = as_varying(log_sum, varying)
+    # and so these constants are declared to.
+    y = as_varying(y, varying_axes(q))
+    log_sum = as_varying(log_sum, varying_axes(q))
     for round_number, block in call.attn.blocks_by_round(kv, call.send):
         for tile in call.tiles(query_rows, call.key_rows(round_number)):
             merge = partial(_merge_tile, call, q, block, tile)
@@ -348,19 +361,19 @@ def _merge_tile(
         y: The result so far: [batch, heads, rows, value width].
         log_sum: Its log-sum-exps: [batch, heads, rows].
     """
-    tile_q = q[:, :, tile.queries]
-    tile_kv = block[:, :, tile.keys]
-    tile_y, tile_log_sum = call.attend(tile_q, tile_kv, tile.query_rows, tile.key_rows)
-    old_log_sum = log_sum[:, :, tile.queries]
+    tile_y, tile_log_sum = call.attend(
+        q[tile.queries], block[tile.keys], tile.query_rows, tile.key_rows
+    )
+    old_y = y[tile.queries]
+    old_log_sum = log_sum[tile.queries]
     new_log_sum = jnp.logaddexp(old_log_sum, tile_log_sum)
     # A row that has seen no key yet has -inf in all three, and -inf - -inf would be NaN: subtract a
     # finite number instead.
-    finite = jnp.maximum(new_log_sum, call.masked_score)
-    old_share = jnp.exp(old_log_sum - finite)[..., None]
-    tile_share = jnp.exp(tile_log_sum - finite)[..., None]
-    merged = tile_y * tile_share + y[:, :, tile.queries] * old_share
-    y = y.at[:, :, tile.queries].set(merged)
-    return y, log_sum.at[:, :, tile.queries].set(new_log_sum)
+    finite_log_sum = jnp.maximum(new_log_sum, call.masked_score)
+    old_share = jnp.exp(old_log_sum - finite_log_sum)[..., None]
+    tile_share = jnp.exp(tile_log_sum - finite_log_sum)[..., None]
+    new_y = tile_y * tile_share + old_y * old_share
+    return y.at[tile.queries].set(new_y), log_sum.at[tile.queries].set(new_log_sum)
 
 
 class BackwardRows(NamedTuple):
@@ -373,12 +386,14 @@ class BackwardRows(NamedTuple):
 
 
 def _rows_for_backward(
-    q: Array, y: Array, log_sum: Array, dy: Array, log_sum_cotangent: Array
+    saved: SavedForBackward, dy: Array, log_sum_cotangent: Array
 ) -> BackwardRows:
     """Prepare the backward pass: the gradient of score s is weight_s * (dy . v_s - shared)."""
-    shared = (dy.astype(log_sum.dtype) * y).sum(-1) - log_sum_cotangent
+    log_sum = saved.log_sum
+    along_dy = (dy.astype(log_sum.dtype) * saved.y).sum(-1)
+    shared = along_dy - log_sum_cotangent
     log_sum = jnp.where(jnp.isinf(log_sum), jnp.inf, log_sum)
-    return BackwardRows(q, dy, log_sum[..., None], shared[..., None])
+    return BackwardRows(saved.q, dy, log_sum[..., None], shared[..., None])
 
 
 def _ring_backward(call: DeviceAttention, rows: BackwardRows, kv: Array) -> tuple[Array, Array]:
@@ -394,24 +409,25 @@ def _ring_backward(call: DeviceAttention, rows: BackwardRows, kv: Array) -> tupl
     """
     dtype = rows.log_sum.dtype
     query_rows = call.global_positions(SEQUENCE)
-    varying = varying_axes(rows.q)
-    q_gradient = as_varying(jnp.zeros_like(rows.q, dtype), varying)
-    zeros = as_varying(jnp.zeros_like(kv, dtype), varying_axes(kv))
-    # The sum that arrived from the previous device: the gradient of the block that is now here,
-    # from the devices that it has visited so far. None before the first round.
-    travelling: Any = None
+    # As in `_ring_forward`, zeros get the type of what is added to them.
+    q_gradient = as_varying(jnp.zeros_like(rows.q, dtype), varying_axes(rows.q))
+    kv_zeros = as_varying(jnp.zeros_like(kv, dtype), varying_axes(kv))
+    # What arrived from the previous device: the gradient of the block that is now here, summed over
+    # the devices that it has visited so far.
+    arrived: Array | None = None  # before the first round
     for round_number, block in call.attn.blocks_by_round(kv, call.send):
-        kv_gradient = zeros
+        kv_gradient = kv_zeros
         for tile in call.tiles(query_rows, call.key_rows(round_number)):
-            accumulate = partial(_add_tile_gradients, call, rows, block, tile)
-            q_gradient, kv_gradient = call.if_visible(tile, accumulate, q_gradient, kv_gradient)
-        if travelling is not None:
-            kv_gradient = travelling + kv_gradient
+            add_tile = partial(_add_tile_gradients, call, rows, block, tile)
+            q_gradient, kv_gradient = call.if_visible(tile, add_tile, q_gradient, kv_gradient)
+        if arrived is not None:
+            kv_gradient = arrived + kv_gradient
         # After the last round the sum goes straight home, `round_number` devices back.
         is_last = round_number + 1 == call.attn.rounds
-        steps = -round_number if is_last else 1
-        travelling = call.send(kv_gradient, steps)()
-    return q_gradient.astype(rows.q.dtype), travelling.astype(kv.dtype)
+        receive = call.send(kv_gradient, by=-round_number if is_last else 1)
+        arrived = receive()
+    assert arrived is not None  # a ring has a round or more
+    return q_gradient.astype(rows.q.dtype), arrived.astype(kv.dtype)
 
 
 def _add_tile_gradients(
@@ -423,10 +439,9 @@ def _add_tile_gradients(
     kv_gradient: Array,
 ) -> tuple[Array, Array]:
     """Add a tile's gradients to the gradients of queries, and of keys with values."""
-    tile_rows = BackwardRows._make(x[:, :, tile.queries] for x in rows)
-    dq, dkv = _tile_gradients(call, tile_rows, block[:, :, tile.keys], tile)
-    q_gradient = q_gradient.at[:, :, tile.queries].add(dq)
-    return q_gradient, kv_gradient.at[:, :, tile.keys].add(dkv)
+    tile_rows = BackwardRows._make(x[tile.queries] for x in rows)
+    dq, dkv = _tile_gradients(call, tile_rows, block[tile.keys], tile)
+    return q_gradient.at[tile.queries].add(dq), kv_gradient.at[tile.keys].add(dkv)
 
 
 def _tile_gradients(
@@ -435,29 +450,38 @@ def _tile_gradients(
     """Compute the gradients of a run of queries and of a run of keys with values.
 
     Scores are computed again. The softmax's gradient of score s is weight_s * (dy . v_s - shared),
-    where `shared` is one number per query.
+    where `shared` is one number per query. As usual, dx is the gradient of x.
+
+    Args:
+        call: The attention.
+        rows: What the tile's queries need: see `BackwardRows`.
+        block: The tile's keys with the values beside them.
+        tile: The global rows of both.
 
     Returns:
         The gradients of the queries, and of the keys with the values beside them.
     """
     product = partial(jnp.einsum, preferred_element_type=rows.log_sum.dtype)
     k, v = call.read(block)
+    # slope: of a score, along the product of query and key that it is made of
     scores, slope = call.scores(rows.q, k, tile.query_rows, tile.key_rows)
     weights = jnp.exp(scores - rows.log_sum)  # [batch, heads, queries, keys]
     dropout_factors = call.dropout_factors(tile.query_rows, tile.key_rows)
     dweights = product("bhqk,bhsk->bhqs", rows.dy, v) * dropout_factors
     dscores = weights * (dweights - rows.shared)
-    dproducts = (dscores * slope).astype(rows.q.dtype)  # of q . k, before scale and softcap
-    weights = (weights * dropout_factors).astype(rows.q.dtype)
+    dproducts = (dscores * slope).astype(rows.q.dtype)
+    dropped_weights = (weights * dropout_factors).astype(rows.q.dtype)
 
+    dq = product("bhqs,bhsk->bhqk", dproducts, k)
     dk = product("bhqs,bhqk->bhsk", dproducts, rows.q)
-    dv = product("bhqs,bhqk->bhsk", weights, rows.dy)
+    dv = product("bhqs,bhqk->bhsk", dropped_weights, rows.dy)
     dkv = jnp.concatenate([dk, dv], -1)
     heads = call.heads_read
     if heads is not None:
         # Several heads of queries read one head of keys: its gradient is their sum.
-        dkv = jnp.zeros_like(block, dkv.dtype).at[:, heads].add(dkv)
-    return product("bhqs,bhsk->bhqk", dproducts, k), dkv
+        zeros = jnp.zeros_like(block, dkv.dtype)
+        dkv = zeros.at[:, heads].add(dkv)
+    return dq, dkv
 
 
 def _attention(
@@ -484,23 +508,30 @@ def _attention(
     dim_order(layout, call.sequence, call.heads)  # raises if the layout lacks them
     kv_layout = Layout.parse(call.kv_layout) if call.kv_layout else layout
     context = mesh_and_machine(mesh, (layout, kv_layout), text, profile)
-    call = replace(call, mesh=context.mesh, machine=context.machine)
+    arrays: dict[str, Any] = {}
     if call.alibi is not None:
-        call = replace(call, alibi=jnp.asarray(call.alibi))
+        arrays["alibi"] = jnp.asarray(call.alibi)
     if call.seed is not None:
-        call = replace(call, seed=jnp.asarray(call.seed & BITS, jnp.uint32))
+        arrays["seed"] = jnp.asarray(call.seed & BITS, jnp.uint32)
+    call = replace(call, mesh=context.mesh, machine=context.machine, **arrays)
 
     results = call.run(q, k, v, layout)  # the result, and log-sum-exps if they are asked for
-    # Rows of padding have computed something, too: set it to zero.
-    _, q_sharding = call.enter(q, layout, call.shape)
-    cleaned = []
-    for x in results:
-        shape = (*q_sharding.shape[:-1], x.shape[-1])  # values may have another width
-        cleaned.append(with_zero_padding(x, replace(q_sharding, shape=shape)))
-    y = cleaned[0].astype(q.dtype)
+    q_sharding = block_sharding(q, layout, call.mesh, call.shape)
+    y = _with_zero_rows(results[0], q_sharding).astype(q.dtype)
     if not call.return_lse:
         return y
-    return y, cleaned[1].squeeze(-1)
+    return y, _with_zero_rows(results[1], q_sharding).squeeze(-1)
+
+
+def _with_zero_rows(x: Array, q_sharding: Sharding) -> Array:
+    """Set rows of padding to zero, which have computed something, too.
+
+    Args:
+        x: A result, of any width: values may have another one than queries.
+        q_sharding: The sharding of the queries.
+    """
+    shape = (*q_sharding.shape[:-1], x.shape[-1])
+    return with_zero_padding(x, replace(q_sharding, shape=shape))
 
 
 attention = api_boundary(Verb[Array, AnyMesh](_attention).attention)

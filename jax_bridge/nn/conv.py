@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import along_dim, row_of_this_device
 from jax_bridge.nn.sharded import Sharded
-from jax_bridge.nn.window import Boundaries, LocalWindow, WindowRules, apply_windows
+from jax_bridge.nn.window import Boundaries, WindowedDim, WindowRules, apply_windows
 from xshard.errors import ShapeError, api_boundary
 from xshard.layout.runs import row_numbers
 from xshard.nn.windows import pool_counts, pool_window
@@ -88,7 +88,6 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     space_dims = numbers.lhs_spec[2:]
     kernel_sizes = [rhs.shape[dim] for dim in numbers.rhs_spec[2:]]
     _check_features(lhs, channel_dim)
-    strides = tuple(window_strides)
     base = _or_ones(lhs_dilation, len(space_dims))
     dilation = _or_ones(rhs_dilation, len(space_dims))
     convolve: Any = partial(
@@ -102,18 +101,18 @@ def conv_general_dilated(  # noqa: PLR0913  the arguments of `lax.conv_general_d
     )
     # On the global array: lax raises its own errors for arguments that do not fit.
     jax.eval_shape(
-        partial(convolve, window_strides=strides, padding=padding),
+        partial(convolve, window_strides=window_strides, padding=padding),
         jax.ShapeDtypeStruct(shape, lhs.block.dtype),
         jax.ShapeDtypeStruct(rhs.shape, rhs.dtype),
     )
 
-    def convolve_block(block: jax.Array, local: Mapping[int, LocalWindow]) -> jax.Array:
+    def convolve_block(block: jax.Array, local: Mapping[int, WindowedDim]) -> jax.Array:
         block_strides = [local[dim].stride for dim in space_dims]
         block_padding = [local[dim].padding for dim in space_dims]
         return convolve(block, rhs, block_strides, block_padding)
 
     lengths = [shape[dim] for dim in space_dims]
-    windows = windows_of(lengths, kernel_sizes, strides, dilation, padding)
+    windows = windows_of(lengths, kernel_sizes, window_strides, dilation, padding)
     # Dim lhs_spec[i] of the input becomes dim out_spec[i] of the output.
     input_dim_of = dict(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
     return apply_windows(
@@ -151,8 +150,10 @@ def windows_of(
     strides = _or_ones(strides, len(sizes))
     dilation = _or_ones(dilation, len(sizes))
     if isinstance(padding, str):
-        spans = [d * (k - 1) + 1 for k, d in zip(sizes, dilation, strict=True)]
-        padding = lax.padtype_to_pads(lengths, spans, strides, padding)
+        dilated_sizes = []
+        for size, d in zip(sizes, dilation, strict=True):
+            dilated_sizes.append(d * (size - 1) + 1)
+        padding = lax.padtype_to_pads(lengths, dilated_sizes, strides, padding)
     pads = [(int(before), int(after)) for before, after in padding]
     return list(map(Window, sizes, strides, dilation, pads))
 
@@ -197,32 +198,31 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
     """
     shape = operand.sharding.shape
     ndim = operand.block.ndim
-    strides = _or_ones(window_strides, ndim)
     base = _or_ones(base_dilation, ndim)
     dilation = _or_ones(window_dilation, ndim)
     init = np.array(init_value, operand.block.dtype)
     # On the global array: lax raises its own errors for arguments that do not fit.
     jax.eval_shape(
         lambda x: lax.reduce_window(
-            x, init, computation, window_dimensions, strides, padding, base, dilation
+            x, init, computation, window_dimensions, window_strides, padding, base, dilation
         ),
         jax.ShapeDtypeStruct(shape, init.dtype),
     )
-    windows: dict[int, Window] = {}
-    for dim, window in enumerate(windows_of(shape, window_dimensions, strides, dilation, padding)):
+    windows = {}
+    all_windows = windows_of(shape, window_dimensions, window_strides, dilation, padding)
+    for dim, window in enumerate(all_windows):
         # A window of 1 without padding, as over the batch, needs no rows of other devices.
         if window != Window(1, p=(0, 0)) or base[dim] > 1:
             windows[dim] = window
 
-    def reduce_block(block: jax.Array, local: Mapping[int, LocalWindow]) -> jax.Array:
+    def reduce_block(block: jax.Array, local: Mapping[int, WindowedDim]) -> jax.Array:
         block_strides = [1] * ndim
         pads = [(0, 0)] * ndim
         for dim, window in local.items():
             block_strides[dim] = window.stride
             pads[dim] = window.padding
-        reduce: Callable[..., jax.Array] = lax.reduce_window
-        if dilation != (1,) * ndim:
-            reduce = _reduce_dilated_window
+        is_dilated = any(d > 1 for d in dilation)
+        reduce = _reduce_dilated_window if is_dilated else lax.reduce_window
         return reduce(
             block, init, computation, window_dimensions, block_strides, pads, base, dilation
         )
@@ -233,6 +233,8 @@ def reduce_window(  # noqa: PLR0913  the arguments of `lax.reduce_window`
         reduce_block,
         WindowRules(float(init_value), boundary, outputs),
         base=dict(enumerate(base)),
+        order=range(ndim),
+        features={},
     )
 
 
@@ -268,21 +270,18 @@ def max_pool(
         XshardError: As `redistribute` does.
     """
     dtype = x.block.dtype
-    if jnp.issubdtype(dtype, jnp.inexact):
-        least = -np.inf
-    else:
-        least = jnp.iinfo(dtype).min
+    least = -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
     lengths = x.sharding.shape
     windows = windows_of(lengths, window_dimensions, window_strides, window_dilation, padding)
+    pads = [window.padding for window in _pool_windows(lengths, windows, ceil_mode)]
     return reduce_window(
         x,
         least,
         lax.max,
         window_dimensions,
         window_strides,
-        [window.padding for window in _pool_windows(lengths, windows, ceil_mode)],
-        None,
-        window_dilation,
+        pads,
+        window_dilation=window_dilation,
         outputs=outputs,
     )
 
@@ -327,13 +326,11 @@ def avg_pool(
     # The number of elements of a window is the product of its rows along each dim: the sum is
     # divided by one dim's count after the other.
     mean = total.block
-    for dim, window in enumerate(pool_windows):
+    for dim, (length, window) in enumerate(zip(lengths, pool_windows, strict=True)):
+        output_rows = range(total.sharding.shape[dim])
+        padding_after = windows[dim].padding[1]  # without the rows that `ceil_mode` adds
         counts = pool_counts(
-            lengths[dim],
-            window,
-            range(total.sharding.shape[dim]),
-            padding=windows[dim].padding[1],
-            include_pad=count_include_pad,
+            length, window, output_rows, padding=padding_after, include_pad=count_include_pad
         )
         mean = mean / _local_divisors(total, dim, counts)
     return Sharded(mean, total.sharding)
@@ -344,8 +341,7 @@ def _pool_windows(lengths: Ints, windows: Sequence[Window], ceil_mode: bool) -> 
 
     As in torch. Without `ceil_mode` the windows stay as they are.
     """
-    pairs = zip(lengths, windows, strict=False)
-    return [pool_window(length, window, ceil=ceil_mode) for length, window in pairs]
+    return list(map(partial(pool_window, ceil=ceil_mode), lengths, windows))
 
 
 def _local_divisors(y: Sharded, dim: int, counts: NDArray[np.int64]) -> jax.Array:
@@ -355,11 +351,12 @@ def _local_divisors(y: Sharded, dim: int, counts: NDArray[np.int64]) -> jax.Arra
     Padding is divided by 1.
     """
     axes = y.layout.dims[dim].axes
-    n_parts = y.sharding.mesh.size(*axes)
-    table = np.ones((n_parts, y.block.shape[dim]), np.float32)
-    for part, runs in enumerate(y.sharding.owned_by_position(dim)):
+    n_devices = y.sharding.mesh.size(*axes)
+    max_rows = y.block.shape[dim]
+    table = np.ones((n_devices, max_rows), np.float32)
+    for device_row, runs in zip(table, y.sharding.owned_by_position(dim), strict=True):
         rows = row_numbers(runs)
-        table[part, : len(rows)] = counts[rows]
+        device_row[: len(rows)] = counts[rows]
     # Whole numbers are divided as floats; short floats keep their dtype.
     dtype = jnp.promote_types(y.block.dtype, np.float16)
     divisors = row_of_this_device(table, axes).astype(dtype)
@@ -391,23 +388,28 @@ def _reduce_dilated_window(
         base: The dilation of the array's rows.
         dilation: The dilation of the windows.
     """
-    interior = [b - 1 for b in base]
-    padding = [(*pair, gap) for pair, gap in zip(pads, interior, strict=True)]
+    padding = [(*pair, b - 1) for pair, b in zip(pads, base, strict=True)]
     x = lax.pad(x, init, padding)
     # Every position gets a window; the strides leave some out at the end.
     n_positions = []
-    to_multiples = []  # of the dilation: phases have equally many rows
+    to_multiples = []  # of the dilation, so that all columns have equally many rows
     for length, k, d in zip(x.shape, window, dilation, strict=True):
         n_positions.append(length - (k - 1) * d)
         to_multiples.append((0, -length % d, 0))
-    x = lax.pad(x, init, to_multiples)
+    columns = _in_columns(lax.pad(x, init, to_multiples), dilation)
+    column_window: list[int] = []
+    for k in window:
+        column_window += [k, 1]
+    y = lax.reduce_window(columns, init, op, column_window, None, "VALID")
 
-    phase_shape: list[int] = []  # [rows, phases] for each dim
-    dense_window: list[int] = []
-    for length, k, d in zip(x.shape, window, dilation, strict=True):
-        phase_shape += [length // d, d]
-        dense_window += [k, 1]
-    y = lax.reduce_window(x.reshape(phase_shape), init, op, dense_window, None, "VALID")
+    rows_and_columns = zip(y.shape[::2], y.shape[1::2], strict=True)
+    y = y.reshape([n_rows * n_columns for n_rows, n_columns in rows_and_columns])
+    return lax.slice(y, [0] * y.ndim, n_positions, strides)
 
-    shape = [rows * d for rows, d in zip(y.shape[::2], dilation, strict=True)]
-    return lax.slice(y.reshape(shape), [0] * len(shape), n_positions, strides)
+
+def _in_columns(x: jax.Array, dilation: Ints) -> jax.Array:
+    """Reshape every dim [n] to [n / d, d]."""
+    shape: list[int] = []
+    for length, d in zip(x.shape, dilation, strict=True):
+        shape += [length // d, d]
+    return x.reshape(shape)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,62 +24,61 @@ from jax_bridge.ops import positions
 from xshard import Layout, ProfileLike, Sharding
 from xshard.contractions.attention import Verb
 from xshard.errors import DtypeError, api_boundary
-from xshard.nn.cross_entropy import class_dim
+from xshard.nn.cross_entropy import ClassDim, class_dim
 from xshard.ops import move, tag
 
 
-class Options(NamedTuple):
-    """The options of `nn.cross_entropy`, in the order in which its signature passes them on."""
-
-    reduction: Literal["mean", "sum", "none"]
-    ignore_index: int
-    label_smoothing: float
-    shape: Sequence[int | None] | None
-    classes: str
-    profile: ProfileLike
-
-
-def _cross_entropy(
-    logits: Any, labels: Any, layout: Layout | str, mesh: AnyMesh | None, *options: Any
+def _cross_entropy(  # noqa: PLR0913, PLR0917  the arguments of `nn.cross_entropy`, in its order
+    logits: Any,
+    labels: Any,
+    layout: Layout | str,
+    mesh: AnyMesh | None,
+    reduction: Literal["mean", "sum", "none"],
+    ignore_index: int,
+    label_smoothing: float,
+    shape: Sequence[int | None] | None,
+    class_name: str,
+    profile: ProfileLike,
 ) -> jax.Array:
-    """Compute `nn.cross_entropy` of this device's logits and labels, and reduce it over tokens.
+    """Compute `nn.cross_entropy`, whose arguments these are, of this device's logits and labels.
 
     Args:
         logits: This device's block of logits, [*tokens, classes] in the order of the layout.
         labels: The numbers of classes, [*tokens].
         layout: The layout of the logits.
         mesh: The mesh; None for the one of the context.
-        options: The other arguments, in the order of `Options`.
+        reduction: How losses are reduced over tokens.
+        ignore_index: The label that does not count.
+        label_smoothing: The weight of the mean logit, 0 to 1.
+        shape: The global shape of the logits; None if blocks are equal.
+        class_name: The name of the dim of classes.
+        profile: The machine to plan for.
     """
-    given = Options._make(options)
     layout = Layout.parse(layout)
     text = str(layout)
     logits = as_array(logits, text)
     labels = as_array(labels, text)
     _check_dtypes(logits, labels, text)
     layout_of_logits = layout.resolved(logits.ndim)
-    context = mesh_and_machine(mesh, (layout_of_logits,), text, given.profile)
-    sharding = block_sharding(logits, layout_of_logits, context.mesh, given.shape)
-    dim, class_axes, token_axes = class_dim(
-        sharding, given.classes, logits.shape, labels.shape, given.reduction
-    )
+    context = mesh_and_machine(mesh, (layout_of_logits,), text, profile)
+    sharding = block_sharding(logits, layout_of_logits, context.mesh, shape)
+    classes = class_dim(sharding, class_name, logits.shape, labels.shape, reduction)
 
-    losses = _token_losses(
-        logits, labels, sharding, dim, class_axes, given.label_smoothing, context
-    )
-    is_no_class = (labels < 0) | (labels >= sharding.shape[dim])
-    is_ignored = (labels == given.ignore_index) | ~valid_elements(_without_dim(sharding, dim))
+    losses = _token_losses(logits, labels, sharding, classes, label_smoothing, context)
+    n_classes = sharding.shape[classes.dim]
+    is_no_class = (labels < 0) | (labels >= n_classes)
+    is_token = valid_elements(_without_dim(sharding, classes.dim))
+    is_counted = is_token & (labels != ignore_index)
     # A label that is no class gives NaN, since a compiled program cannot raise.
     losses = jnp.where(is_no_class, jnp.nan, losses)
-    losses = jnp.where(is_ignored, 0, losses)
-    if given.reduction == "none":
+    losses = jnp.where(is_counted, losses, 0)
+    if reduction == "none":
         return losses
 
     # The count travels with the sum: one message instead of two.
-    local_count = (~is_ignored).sum().astype(losses.dtype)
-    sum_and_count = jnp.stack([losses.sum(), local_count])
-    loss, count = _all_reduced(sum_and_count, "sum", token_axes, context)
-    if given.reduction == "sum":
+    sum_and_count = jnp.stack([losses.sum(), is_counted.sum().astype(losses.dtype)])
+    loss, count = _all_reduced(sum_and_count, "sum", classes.token_axes, context)
+    if reduction == "sum":
         return loss
     return loss / count
 
@@ -95,10 +94,10 @@ def _check_dtypes(logits: jax.Array, labels: jax.Array, text: str) -> None:
 def _without_dim(sharding: Sharding, dim: int) -> Sharding:
     """Return the sharding of an array that lacks one dim: [b, v] -> [b]."""
     dims = sharding.layout.dims
-    other_dims = (*dims[:dim], *dims[dim + 1 :])
-    shape = list(sharding.shape)
-    del shape[dim]
-    return Sharding(replace(sharding.layout, dims=other_dims), sharding.mesh, tuple(shape))
+    shape = sharding.shape
+    other_dims = dims[:dim] + dims[dim + 1 :]
+    layout = replace(sharding.layout, dims=other_dims)
+    return Sharding(layout, sharding.mesh, shape[:dim] + shape[dim + 1 :])
 
 
 def _all_reduced(
@@ -118,8 +117,7 @@ def _token_losses(
     logits: jax.Array,
     labels: jax.Array,
     sharding: Sharding,
-    dim: int,
-    class_axes: tuple[str, ...],
+    classes: ClassDim,
     label_smoothing: float,
     context: MeshAndMachine,
 ) -> jax.Array:
@@ -133,30 +131,32 @@ def _token_losses(
         logits: This device's block.
         labels: The class of each of its tokens: [*tokens].
         sharding: The sharding of the logits.
-        dim: The dim of classes.
-        class_axes: The mesh axes that shard it.
+        classes: The dim of classes, and the mesh axes that shard it.
         label_smoothing: The weight of the mean logit, 0 to 1.
         context: The mesh and its machine.
 
     Returns:
-        [*tokens], equal on all devices along `class_axes`.
+        [*tokens], equal on all devices along `classes.axes`.
     """
+    dim = classes.dim
     class_numbers = positions(sharding.layout, context.mesh, shape=sharding.shape, dim=dim)
     x = jnp.moveaxis(with_zero_padding(logits, sharding), dim, -1)  # [*tokens, classes]
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     # The largest logit is subtracted, so that exponentials do not overflow. It cancels out of the
     # loss, so it needs no gradient. Classes with a negative number are padding.
-    known = jnp.where(class_numbers < 0, -jnp.inf, x)
-    largest = _all_reduced(lax.stop_gradient(known).max(-1), "max", class_axes, context)
-    exponentials = jnp.exp(known - largest[..., None])  # 0 in the padding
+    logits_or_inf = jnp.where(class_numbers < 0, -jnp.inf, x)
+    local_largest = lax.stop_gradient(logits_or_inf).max(-1)
+    largest = _all_reduced(local_largest, "max", classes.axes, context)
+    exponentials = jnp.exp(logits_or_inf - largest[..., None])  # 0 in the padding
     logits_of_labels = jnp.where(class_numbers == labels[..., None], x, 0)
     local_sums = [exponentials.sum(-1), logits_of_labels.sum(-1)]
     if label_smoothing:
         local_sums.append(x.sum(-1))
 
-    # One message for all sums: [2 or 3, *tokens].
-    sums = _all_reduced(jnp.stack(local_sums), "sum", class_axes, context)
+    # One message for all sums: [2 or 3, *tokens]. Below, sums[0] are the exponentials, sums[1] the
+    # logits of the labels, and sums[2] all logits.
+    sums = _all_reduced(jnp.stack(local_sums), "sum", classes.axes, context)
     log_sum = largest + jnp.log(sums[0])
     losses = log_sum - (1 - label_smoothing) * sums[1]
     if label_smoothing:

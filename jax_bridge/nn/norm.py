@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
 
 import jax
+import numpy as np
 from jax import lax
 
 from jax_bridge.calls import redistribute
@@ -18,13 +19,6 @@ from xshard.errors import ShapeError, api_boundary
 from xshard.notation.parser import Dim
 
 Parameter = jax.Array | None
-
-
-class FeatureGroups(NamedTuple):
-    """The dim of the features, and the number of groups that consecutive features form."""
-
-    dim: int
-    n_groups: int
 
 
 @api_boundary
@@ -90,13 +84,29 @@ def group_norm(
     x = x.owned()
     feature_dim %= x.block.ndim
     n_features = x.sharding.shape[feature_dim]
-    if x.layout.dims[feature_dim].axes or n_features % num_groups:
-        what = f"{n_features} features {str(x.layout.dims[feature_dim])!r} in {num_groups} groups"
+    features = x.layout.dims[feature_dim]
+    if features.axes or n_features % num_groups:
+        what = f"{n_features} features {str(features)!r} in {num_groups} groups"
         hint = "unsharded features, and a number of groups that divides them"
         raise ShapeError(what, text=str(x.layout), hint=hint)
-    space_dims = [dim for dim in range(1, x.block.ndim) if dim != feature_dim]
-    normal = _normalised(x, space_dims, epsilon, FeatureGroups(feature_dim, num_groups))
+    # Of the dims [samples, ..., groups, features of a group, ...] all but two are averaged over.
+    grouped = _with_groups(x, feature_dim, num_groups)
+    averaged = [dim for dim in range(1, grouped.block.ndim) if dim != feature_dim]
+    normal = _normalised(grouped, averaged, epsilon).reshape(x.block.shape)
     return _scaled_and_shifted(x, normal, [feature_dim], scale, bias)
+
+
+def _with_groups(x: Sharded, feature_dim: int, n_groups: int) -> Sharded:
+    """Split the dim of the features, which is not sharded: [n, 8, w] in 2 groups -> [n, 2, 4, w]."""
+    shape = x.sharding.shape
+    group_size = shape[feature_dim] // n_groups
+    new_shape = (*shape[:feature_dim], n_groups, group_size, *shape[feature_dim + 1 :])
+    shards = [dim.shards for dim in x.layout.dims]
+    shards.insert(feature_dim, ())
+    # New names for all dims, since one for the new dim might be taken.
+    dims = [Dim(f"d{i}", dim_shards) for i, dim_shards in enumerate(shards)]
+    block = with_lengths(x.block, feature_dim, 1, n_groups, group_size)
+    return x.with_block(block, dims, new_shape)
 
 
 @api_boundary
@@ -135,8 +145,9 @@ def batch_norm(
         other_dims = [dim for dim in range(x.block.ndim) if dim != feature_dim]
         normal = _normalised(x, other_dims, epsilon)
     else:
-        centred = x.block - _local_parameter(x, mean, [feature_dim])
-        normal = centred * lax.rsqrt(_local_parameter(x, variance, [feature_dim]) + epsilon)
+        local_mean = _local_parameter(x, mean, [feature_dim])
+        local_variance = _local_parameter(x, variance, [feature_dim])
+        normal = (x.block - local_mean) * lax.rsqrt(local_variance + epsilon)
     return _scaled_and_shifted(x, normal, [feature_dim], scale, bias)
 
 
@@ -155,26 +166,17 @@ def moments(x: Sharded, dims: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """
     x = x.owned()
     dims = [dim % x.block.ndim for dim in dims]
-    mean = _mean(x, x.block, dims)
+    mean = _mean(x, dims, x.block)
     centred = _minus(x, mean)
-    return mean, _mean(x, centred * centred, dims)
+    return mean, _mean(x, dims, centred * centred)
 
 
-def _normalised(
-    x: Sharded, dims: Sequence[int], epsilon: float, groups: FeatureGroups | None = None
-) -> jax.Array:
-    """Shift and scale the block to mean 0 and variance 1 of the global array.
-
-    Args:
-        x: The array.
-        dims: The dims to average over.
-        epsilon: Added to the variance.
-        groups: Groups of features to average over, too; None: each feature by itself.
-    """
+def _normalised(x: Sharded, dims: Sequence[int], epsilon: float) -> jax.Array:
+    """Shift and scale the block to mean 0 and variance 1 over some dims of the global array."""
     # The mean is subtracted first, and the variance taken of the differences: E[x^2] - E[x]^2, in
     # one pass, would lose its digits where the mean is large.
-    centred = _minus(x, _mean(x, x.block, dims, groups))
-    variance = _mean(x, centred * centred, dims, groups)
+    centred = _minus(x, _mean(x, dims, x.block))
+    variance = _mean(x, dims, centred * centred)
     return centred * lax.rsqrt(variance + epsilon)
 
 
@@ -183,40 +185,22 @@ def _minus(x: Sharded, mean: jax.Array) -> jax.Array:
     return Sharded(x.block - mean, x.sharding).owned().block
 
 
-def _mean(
-    x: Sharded, block: jax.Array, dims: Sequence[int], groups: FeatureGroups | None = None
-) -> jax.Array:
+def _mean(x: Sharded, dims: Sequence[int], block: jax.Array) -> jax.Array:
     """Average over dims of the global array, of which this device has a block.
-
-    The block's rows are summed, the sums are summed over devices, and divided by the number of rows
-    of the global array. With groups the mean is over each group of features as well.
 
     Args:
         x: The array that has the block's sharding.
-        block: The values, zero in the padding.
         dims: The dims, kept with length 1.
-        groups: The groups; their mean is repeated for each of their features.
+        block: The values, zero in the padding.
     """
     total = block.sum(tuple(dims), keepdims=True)  # of this device's rows
-    count = math.prod(x.sharding.shape[dim] for dim in dims)
-    group_size = 1
-    if groups is not None:
-        group_size = total.shape[groups.dim] // groups.n_groups
-        grouped = with_lengths(total, groups.dim, 1, groups.n_groups, group_size)
-        total = grouped.sum(groups.dim + 1)
-
-    axes: list[str] = []
-    for dim in dims:
-        axes += x.layout.dims[dim].axes
+    axes = tuple(chain.from_iterable(x.layout.dims[dim].axes for dim in dims))
     if axes:
         # grad="sum": each device uses the total for its own block, so that the total's gradient is
         # the sum over devices.
-        total = all_reduce(total, tuple(axes), x.sharding.mesh, grad="sum")
+        total = all_reduce(total, axes, x.sharding.mesh, grad="sum")
     # Lengths of the global array: a block's own would count its padding.
-    mean = total / (count * group_size)
-    if groups is None:
-        return mean
-    return mean.repeat(group_size, groups.dim)
+    return total / math.prod(x.sharding.shape[dim] for dim in dims)
 
 
 def _scaled_and_shifted(
@@ -249,18 +233,16 @@ def _local_parameter(x: Sharded, value: jax.Array, dims: Sequence[int]) -> jax.A
         raise ShapeError(what, text=str(x.layout))
 
     sharded_dims = tuple(x.layout.dims[dim] for dim in dims)
-    axes: list[str] = []
-    for sharded_dim in sharded_dims:
-        axes += sharded_dim.axes
+    axes = tuple(chain.from_iterable(dim.axes for dim in sharded_dims))
     if axes:
         # `copy` says that each device has a copy of the parameter; the gradient is then their sum.
         whole_dims = tuple(Dim(dim.name) for dim in sharded_dims)
-        copied = Layout(whole_dims, (("copy", tuple(axes)),))
-        value = redistribute(value, (copied, Layout(sharded_dims)), x.sharding.mesh, shape=lengths)
+        layouts = (Layout(whole_dims, (("copy", axes),)), Layout(sharded_dims))
+        value = redistribute(value, layouts, x.sharding.mesh, shape=lengths)
 
-    # The dims of `value` are in the order of `dims`, which the user may choose.
-    array_order = sorted(range(len(dims)), key=lambda i: dims[i])
     shape = [1] * x.block.ndim
-    for dim in dims:
-        shape[dim] = x.block.shape[dim]
-    return value.transpose(array_order).reshape(shape)
+    for dim, length in zip(dims, value.shape, strict=True):
+        shape[dim] = length
+    # The dims of `value` are in the order of `dims`, which the user may choose.
+    block_order = np.argsort(dims).tolist()
+    return value.transpose(block_order).reshape(shape)

@@ -16,6 +16,11 @@ from xshard.errors import PlanError, api_boundary
 from xshard.notation.parser import Dim
 
 
+def dims_without_overlaps(layout: Layout) -> list[Dim]:
+    """Return the dims of a layout with every row at its owner only: "h/sp:halo(1,1)" -> "h/sp"."""
+    return [replace(dim, overlap=None) for dim in layout.dims]
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, init=False)
 class Sharded:
@@ -87,10 +92,10 @@ class Sharded:
         Raises:
             XshardError: As `redistribute` does.
         """
-        target = self.sharding.with_layout(Layout.parse(layout))
-        pair = (self.layout, target.layout)
         source = self.sharding
-        return Sharded(redistribute(self.block, pair, source.mesh, shape=source.shape), target)
+        target = source.with_layout(Layout.parse(layout))
+        layouts = (source.layout, target.layout)
+        return Sharded(redistribute(self.block, layouts, source.mesh, shape=source.shape), target)
 
     @api_boundary
     def owned(self) -> Sharded:
@@ -101,8 +106,7 @@ class Sharded:
         Returns:
             The same array, without overlaps.
         """
-        dims = tuple(replace(dim, overlap=None) for dim in self.layout.dims)
-        plain = replace(self.layout, dims=dims)
+        plain = replace(self.layout, dims=tuple(dims_without_overlaps(self.layout)))
         if plain != self.layout:
             return self.to(plain)  # a move pads with zeros
         return Sharded(with_zero_padding(self.block, self.sharding), self.sharding)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from jax_bridge.lower.row_tables import (
     VOID,
@@ -26,43 +25,29 @@ from jax_bridge.lower.row_tables import (
     pick_rows,
     row_of_this_device,
 )
-from jax_bridge.nn.sharded import Sharded
+from jax_bridge.nn.sharded import Sharded, dims_without_overlaps
 from xshard.errors import PlanError, ShapeError, api_boundary
 from xshard.nn.windows import Frame, OutputRun, Taps, resampled_frame, taps, window_frame
 from xshard.notation.overlap import OUTPUT_RULES, Boundary, Window
 from xshard.notation.overlap_parser import parse_boundaries
-from xshard.notation.parser import Dim
 
 Boundaries = str | Mapping[str, str] | None
 Scales = Sequence[float | None] | None
 
 
-class LocalWindow(NamedTuple):
-    """How a window operation runs along one dim of this device's block.
+class WindowedDim(NamedTuple):
+    """One dim of a window operation: the rows that every device fetches, and how it uses them.
 
     `rows` are picked from the block first; None: all rows. The operation then runs with `stride`
     and `padding`, and `outputs` are picked from its result; None: the first ones, as many as the
     device has.
     """
 
+    frame: Frame
     rows: Table | None
     stride: int
     padding: tuple[int, int]
     outputs: Table | None
-
-
-class WindowedDim(NamedTuple):
-    """One dim of a window operation: the rows that every device needs, and how it uses them."""
-
-    frame: Frame
-    local: LocalWindow
-
-
-class WindowPlan(NamedTuple):
-    """All dims of a window operation, by dim of the input."""
-
-    frames: dict[int, Frame]
-    local: dict[int, LocalWindow]
 
 
 class WindowRules(NamedTuple):
@@ -80,7 +65,7 @@ class BoundaryPair(NamedTuple):
     after: Boundary
 
 
-WindowOp = Callable[[jax.Array, Mapping[int, LocalWindow]], jax.Array]
+WindowOp = Callable[[jax.Array, Mapping[int, WindowedDim]], jax.Array]
 
 
 def apply_windows(
@@ -89,9 +74,9 @@ def apply_windows(
     op: WindowOp,
     rules: WindowRules,
     *,
-    base: Mapping[int, int] | None = None,
-    order: Sequence[int] | None = None,
-    features: Mapping[int, int] | None = None,
+    base: Mapping[int, int],
+    order: Sequence[int],
+    features: Mapping[int, int],
 ) -> Sharded:
     """Run a convolution, a pool or another window operation on a sharded array.
 
@@ -103,72 +88,82 @@ def apply_windows(
         windows: The window over each dim, by dim of `x`; without boundary and output rule.
         op: The local operation: a block and how it runs along each dim -> the block of results.
         rules: What lies beyond the ends of the array, and how outputs are sharded.
-        base: The dilation of the input's rows, by dim; 1 if left out.
-        order: For every dim of the output its dim in the input; None if they are the same.
+        base: The dilation of the input's rows, by dim.
+        order: For every dim of the output its dim in the input.
         features: The new lengths of other dims, by dim of `x`.
 
     Returns:
         The result of `op` on the global array, sharded by the output rule.
     """
-    plan = _plan_windows(x, windows, rules, {} if base is None else base)
+    windowed_dims = _plan_windows(x, windows, rules, base)
+    frames = {dim: windowed.frame for dim, windowed in windowed_dims.items()}
+    axes = [dim.axes for dim in x.layout.dims]
     # The only communication: every device gets the rows that its outputs read.
-    block = _fetched_block(x, plan.frames)
-    for dim, local in plan.local.items():
-        if local.rows is not None:
-            block = pick_rows(block, dim, local.rows, x.layout.dims[dim].axes)
-    y = op(block, plan.local)
+    block = _fetched_block(x, frames)
+    for dim, windowed in windowed_dims.items():
+        if windowed.rows is not None:
+            block = pick_rows(block, dim, windowed.rows, axes[dim])
+    y = op(block, windowed_dims)
+    for dim, windowed in windowed_dims.items():
+        if windowed.outputs is not None:
+            y = pick_rows(y, order.index(dim), windowed.outputs, axes[dim])
+    return _result(x, y, frames, order, features)
 
-    input_dims = range(x.block.ndim) if order is None else order
-    for dim, local in plan.local.items():
-        if local.outputs is not None:
-            output_dim = input_dims.index(dim)
-            y = pick_rows(y, output_dim, local.outputs, x.layout.dims[dim].axes)
 
-    dims = _without_overlaps(x)
-    lengths = list(x.sharding.shape)
-    for dim, frame in plan.frames.items():
+def _result(
+    x: Sharded,
+    block: jax.Array,
+    frames: Mapping[int, Frame],
+    order: Sequence[int],
+    features: Mapping[int, int],
+) -> Sharded:
+    """Wrap the block of a result, which is sharded as the frames of its dims say.
+
+    Args:
+        x: The array that it was computed from.
+        block: The block.
+        frames: The frames, by dim of `x`; other dims stay as they are.
+        order: For every dim of the result its dim in `x`.
+        features: The new lengths of dims without a frame, by dim of `x`.
+    """
+    dims = dims_without_overlaps(x.layout)
+    lengths = {**dict(enumerate(x.sharding.shape)), **features}
+    for dim, frame in frames.items():
         dims[dim] = frame.result
         lengths[dim] = frame.length
-    if features is not None:
-        for dim, length in features.items():
-            lengths[dim] = length
-    return x.with_block(y, [dims[dim] for dim in input_dims], [lengths[dim] for dim in input_dims])
+    new_shape = [lengths[dim] for dim in order]
+    return x.with_block(block, [dims[dim] for dim in order], new_shape)
 
 
 def _plan_windows(
     x: Sharded, windows: Mapping[int, Window], rules: WindowRules, base: Mapping[int, int]
-) -> WindowPlan:
+) -> dict[int, WindowedDim]:
     """Decide for each dim which rows every device fetches, and how the windows run over them.
 
     Args:
         x: The sharded array.
         windows: The window over each dim, by dim.
         rules: What lies beyond the ends of the array, and how outputs are sharded.
-        base: The dilation of rows, by dim; 1 if left out.
+        base: The dilation of rows, by dim.
     """
     if rules.outputs not in ("", *OUTPUT_RULES):
         hint = f"rules are: {', '.join(OUTPUT_RULES)}, or empty"
         raise PlanError(f"no output rule {rules.outputs!r}", hint=hint)
     names = x.layout.names
     ends_by_name = _boundaries_of_dims(rules, [names[dim] for dim in windows])
-    plan = WindowPlan({}, {})
+    windowed_dims = {}
     for dim, window in windows.items():
         ends = ends_by_name[names[dim]]
-        window = replace(window, out=rules.outputs)
-        windowed = _windowed_dim(x, dim, window, ends, rules.fill, base.get(dim, 1))
-        plan.frames[dim] = windowed.frame
-        plan.local[dim] = windowed.local
-    return plan
-
-
-def _without_overlaps(x: Sharded) -> list[Dim]:
-    """Return the array's dims with every row at its owner only."""
-    return [replace(dim, overlap=None) for dim in x.layout.dims]
+        windowed_dims[dim] = _windowed_dim(x, dim, window, ends, rules, base[dim])
+    return windowed_dims
 
 
 def _fetched_block(x: Sharded, frames: Mapping[int, Frame]) -> jax.Array:
-    """Fetch the rows that this device's outputs read, along every dim that has a frame."""
-    dims = _without_overlaps(x)
+    """Fetch the rows that this device's outputs read, along every dim that has a frame.
+
+    The frame's source is the dim with an overlap (a halo): a move to that layout brings the rows.
+    """
+    dims = dims_without_overlaps(x.layout)
     for dim, frame in frames.items():
         dims[dim] = frame.source
     return x.to(replace(x.layout, dims=tuple(dims))).block
@@ -190,30 +185,26 @@ def _boundaries_of_dims(rules: WindowRules, names: Sequence[str]) -> dict[str, B
         rules: The user's boundary: one text, texts by dim, or None; and `fill`.
         names: The dims that have a window.
     """
-    texts: Mapping[str, str] = {}
-    if isinstance(rules.boundary, str):
-        texts = dict.fromkeys(names, rules.boundary)
-    elif rules.boundary is not None:
-        texts = rules.boundary
-
+    texts = rules.boundary
+    if texts is None:
+        texts = {}
+    elif isinstance(texts, str):
+        texts = dict.fromkeys(names, texts)
     pairs = dict.fromkeys(names, _filled(rules.fill))
     for name, text in texts.items():
         if name not in names:
-            raise ShapeError(
-                f"a boundary for {name!r}", hint=f"the windows are over: {', '.join(names)}"
-            )
+            what = f"a boundary for {name!r}"
+            raise ShapeError(what, hint=f"the windows are over: {', '.join(names)}")
         before, after = parse_boundaries(text)
-        pairs[name] = BoundaryPair(before, after)
-
-    for name, pair in pairs.items():
-        if "none" in (pair.before.kind, pair.after.kind):
+        if "none" in (before.kind, after.kind):
             what = f"no rows beyond the ends of {name!r}, which a window reads"
             raise PlanError(what, hint="padding=0 reads none")
+        pairs[name] = BoundaryPair(before, after)
     return pairs
 
 
 def _windowed_dim(
-    x: Sharded, d: int, window: Window, ends: BoundaryPair, fill: float, dilation: int
+    x: Sharded, d: int, window: Window, ends: BoundaryPair, rules: WindowRules, dilation: int
 ) -> WindowedDim:
     """Decide which rows of dim `d` every device fetches, and how the window runs over its block.
 
@@ -225,39 +216,31 @@ def _windowed_dim(
         d: The dim.
         window: The window over it.
         ends: The rows beyond its ends.
-        fill: The value that the operation itself assumes beyond the ends of a block.
+        rules: How outputs are sharded, and the fill that the operation itself assumes.
         dilation: The dilation of its rows.
     """
-    dim = replace(x.layout.dims[d], overlap=None)
-    length = x.sharding.shape[d]
-    sizes = x.sharding.mesh.sizes_of(dim.axes)
-    is_padded = any(window.padding)
-    is_filled = ends.before.fill == ends.after.fill == fill
-    if is_padded and not is_filled and (dilation > 1 or min(window.padding) < 0):
+    dim = dims_without_overlaps(x.layout)[d]
+    if not any(window.padding):
+        # Nothing beyond the ends is read, so any rule will do: constants need no communication.
+        ends = _filled(rules.fill)
+    is_filled = ends.before.fill == ends.after.fill == rules.fill
+    if not is_filled and (dilation > 1 or min(window.padding) < 0):
         what = f"boundary {ends.before} of {dim.name!r} with dilated inputs or negative padding"
         raise PlanError(what, hint="only the fill is possible there: halo_exchange first")
-    if not is_padded:
-        # Without padding nothing beyond the ends is read, so that any rule will do: constants
-        # need no communication.
-        ends = _filled(fill)
 
-    window = replace(window, before=ends.before, after=ends.after)
-    frame = window_frame(dim, length, sizes, window, dilation)
-    if not dim.axes and is_filled:
+    window = replace(window, before=ends.before, after=ends.after, out=rules.outputs)
+    sizes = x.sharding.mesh.sizes_of(dim.axes)
+    frame = window_frame(dim, x.sharding.shape[d], sizes, window, dilation)
+    if is_filled and not dim.axes:
         # The dim is not sharded: the operation pads it itself, as it would without devices.
-        local = LocalWindow(None, window.s, window.padding, None)
-        return WindowedDim(replace(frame, source=dim), local)
-    return WindowedDim(frame, _local_window(frame, window, dilation))
-
-
-def _local_window(frame: Frame, window: Window, dilation: int) -> LocalWindow:
-    """Decide how a window runs over blocks that hold the rows of `frame`."""
+        unpadded = replace(frame, source=dim)
+        return WindowedDim(unpadded, None, window.s, window.padding, None)
     if max(map(len, frame.runs)) > 1:
         return _over_several_runs(frame, window.s)
     return _over_one_run(frame, window, dilation)
 
 
-def _over_several_runs(frame: Frame, stride: int) -> LocalWindow:
+def _over_several_runs(frame: Frame, stride: int) -> WindowedDim:
     """Arrange a block of several runs of rows so that one strided operation computes all outputs.
 
     In zigzag order a block has two runs of consecutive rows. They are laid one after the other,
@@ -265,67 +248,84 @@ def _over_several_runs(frame: Frame, stride: int) -> LocalWindow:
     Runs of 3 and 3 rows with stride 2: rows 0 1 2 . 3 4 5. Outputs that read rows of two runs, or
     the zeros between them, are dropped.
     """
-    rows_by_part: list[list[int]] = []
-    outputs_by_part: list[list[int]] = []
+    rows_of_devices = []
+    outputs_of_devices = []
     for runs in frame.runs:
-        rows: list[int] = []
-        outputs: list[int] = []
-        first_row = 0
+        rows: list[int] = []  # of the fetched block, as they are laid out
+        outputs: list[int] = []  # to keep, of those that the operation computes
+        n_rows = 0
         for run in runs:
             first_output = -(-len(rows) // stride)  # rounded up
             rows += [VOID] * (first_output * stride - len(rows))
-            rows += range(first_row, first_row + run.rows)
+            rows += range(n_rows, n_rows + run.rows)
             outputs += range(first_output, first_output + run.outputs)
-            first_row += run.rows
-        rows_by_part.append(rows)
-        outputs_by_part.append(outputs)
-    return LocalWindow(padded_table(rows_by_part), stride, (0, 0), padded_table(outputs_by_part))
+            n_rows += run.rows
+        rows_of_devices.append(rows)
+        outputs_of_devices.append(outputs)
+    row_table = padded_table(rows_of_devices)
+    return WindowedDim(frame, row_table, stride, (0, 0), padded_table(outputs_of_devices))
 
 
-def _over_one_run(frame: Frame, window: Window, dilation: int) -> LocalWindow:
+def _over_one_run(frame: Frame, window: Window, dilation: int) -> WindowedDim:
     """Choose stride and padding so that a window over each block yields this device's outputs.
 
-    All devices run one program, so that they have one padding. If blocks begin at different places
-    of the stride, every device computes the outputs at stride 1 and picks its own.
+    A frame says for each device which rows it has, here one run of consecutive rows, and which
+    outputs it computes from them. All devices run one program, so that they have one padding. If
+    blocks begin at different places of the stride, every device computes the outputs at stride 1
+    and picks its own.
 
-    Positions count dilated rows: row i of a run stands at position `i * dilation`.
+    Positions count dilated rows: row i of a run stands at position `i * dilation`. The window of
+    the last output ends with the padding:
 
         first tap         first row of the block
         |---- lead ----|------ block_span ------|-- padding after --|
-        |------------------------ read_span -----------------------|
+        |------------ last_output ------------|---- window_span ----|
     """
-    stride = window.s
     window_span = window.d * (window.k - 1) + 1  # positions from its first tap to its last
-
-    def lead_of(run: OutputRun) -> int:
-        """Return how many positions of padding, or of gaps, lie before a run's first row."""
-        first_tap = run.start * stride - window.padding[0]
-        return run.first * dilation - first_tap
-
     all_runs = list(itertools.chain.from_iterable(frame.runs))
-    leads = {lead_of(run) for run in all_runs}
-    longest_lead = max(leads, default=0)
-    most_rows = max((run.rows for run in all_runs), default=0)
+    if not all_runs:  # no device has an output
+        return WindowedDim(frame, None, window.s, (0, 0), None)
+    leads = {_lead(run, window, dilation) for run in all_runs}
+    longest_lead = max(leads)
+    most_rows = max(run.rows for run in all_runs)
     block_span = (most_rows - 1) * dilation + 1 if most_rows else 0
 
-    if len(leads) <= 1:
+    outputs: Table | None = None
+    if len(leads) == 1:
         # All blocks begin at the same place of the stride: the operation itself strides.
-        most_outputs = max((run.outputs for run in all_runs), default=0)
-        read_span = (most_outputs - 1) * stride + window_span if most_outputs else 0
-        padding = (longest_lead, read_span - block_span - longest_lead)
-        return LocalWindow(None, stride, padding, None)
+        stride = window.s
+        most_outputs = max(run.outputs for run in all_runs)
+        last_output = (most_outputs - 1) * stride
+    else:
+        # Blocks begin at different places of the stride: compute every output, and pick.
+        stride = 1
+        outputs = padded_table(_outputs_at_stride_1(frame, window, dilation, longest_lead))
+        last_output = int(outputs.max())
+    padding_after = last_output + window_span - block_span - longest_lead
+    return WindowedDim(frame, None, stride, (longest_lead, padding_after), outputs)
 
-    # Blocks begin at different places of the stride: compute every output, and pick.
-    outputs_by_part: list[list[int]] = []
+
+def _lead(run: OutputRun, window: Window, dilation: int) -> int:
+    """Return how many positions of padding, or of gaps between rows, lie before a run's first row."""
+    first_tap = run.start * window.s - window.padding[0]
+    return run.first * dilation - first_tap
+
+
+def _outputs_at_stride_1(
+    frame: Frame, window: Window, dilation: int, padding_before: int
+) -> list[list[int]]:
+    """Return for every device which of the outputs of a window at stride 1 are its own.
+
+    With stride 2, a device whose first output is number 3 at stride 1 has 3, 5, 7, ...
+    """
+    outputs_of_devices = []
     for runs in frame.runs:
         outputs: list[int] = []
         for run in runs:
-            first_output = longest_lead - lead_of(run)
-            outputs += range(first_output, first_output + run.outputs * stride, stride)
-        outputs_by_part.append(outputs)
-    last_output = max(itertools.chain.from_iterable(outputs_by_part))
-    padding_after = last_output + window_span - block_span - longest_lead
-    return LocalWindow(None, 1, (longest_lead, padding_after), padded_table(outputs_by_part))
+            first_output = padding_before - _lead(run, window, dilation)
+            outputs += range(first_output, first_output + run.outputs * window.s, window.s)
+        outputs_of_devices.append(outputs)
+    return outputs_of_devices
 
 
 @api_boundary
@@ -353,7 +353,7 @@ def resize(x: Sharded, shape: Sequence[int], method: str, *, antialias: bool = T
         (1, 8)
     """
     dtype = jnp.result_type(float)
-    taps_by_dim: dict[int, Taps] = {}
+    taps_by_dim = {}
     for dim, new_length in enumerate(shape):
         length = x.sharding.shape[dim]
         if new_length != length:
@@ -385,7 +385,7 @@ def interpolate(
         The interpolated array, sharded like `x`.
     """
     scales = scale if scale else (None,) * len(shape)
-    taps_by_dim: dict[int, Taps] = {}
+    taps_by_dim = {}
     for dim, new_length in enumerate(shape):
         length = x.sharding.shape[dim]
         if new_length != length or scales[dim] is not None:
@@ -409,38 +409,38 @@ def _jax_taps(length: int, outputs: int, method: str, antialias: bool, dtype: np
         identity = jnp.eye(length, dtype=dtype)
         response = jax.image.resize(identity, (outputs, length), method, antialias=antialias)
     matrix = np.asarray(response, np.float64)  # [outputs, inputs]
-    first = (matrix != 0).argmax(axis=1)  # [outputs]: the first input with a weight
-    stop = length - (matrix[:, ::-1] != 0).argmax(axis=1)
-    most_taps = (stop - first).max()
-    inputs = first[:, None] + np.arange(most_taps)  # [outputs, taps]
-    weights = np.take_along_axis(matrix, np.minimum(inputs, length - 1), 1)
-    # Outputs with fewer taps repeat their last input with weight 0.
-    is_tap = inputs < stop[:, None]
-    return Taps(np.minimum(inputs, stop[:, None] - 1), np.where(is_tap, weights, 0.0))
+    has_weight = matrix != 0
+    first = has_weight.argmax(axis=1)  # [outputs]: the first input with a weight
+    last = length - 1 - has_weight[:, ::-1].argmax(axis=1)
+    most_taps = (last - first).max() + 1
+    consecutive = first[:, None] + np.arange(most_taps)  # [outputs, taps]
+    # Outputs with fewer taps repeat their last input, with weight 0.
+    inputs = np.minimum(consecutive, last[:, None])
+    weights = np.take_along_axis(matrix, inputs, 1)
+    return Taps(inputs, np.where(consecutive == inputs, weights, 0.0))
 
 
 def _resampled(x: Sharded, taps_by_dim: Mapping[int, Taps]) -> Sharded:
     """Interpolate a sharded array along several dims.
 
+    A frame says for each device which rows its outputs read, and which outputs it computes.
+
     Args:
         x: The array.
         taps_by_dim: For each dim that changes, the inputs of every output and their weights.
     """
-    dims = _without_overlaps(x)
-    shape = list(x.sharding.shape)
-    frames: dict[int, Frame] = {}
-    # Interpolation along one dim does not depend on the others: the rows of all dims are fetched
-    # at once, and then each dim is interpolated in turn.
+    dims = dims_without_overlaps(x.layout)
+    frames = {}
     for d, dim_taps in taps_by_dim.items():
         sizes = x.sharding.mesh.sizes_of(dims[d].axes)
-        frames[d] = resampled_frame(dims[d], shape[d], sizes, dim_taps)
+        frames[d] = resampled_frame(dims[d], x.sharding.shape[d], sizes, dim_taps)
 
+    # Interpolation along one dim does not depend on the others: the rows of all dims are fetched
+    # at once, and then each dim is interpolated in turn.
     block = _fetched_block(x, frames)
     for d, frame in frames.items():
         block = _interpolate_dim(block, d, frame, taps_by_dim[d], dims[d].axes)
-        dims[d] = frame.result
-        shape[d] = frame.length
-    return x.with_block(block, dims, shape)
+    return _result(x, block, frames, range(block.ndim), {})
 
 
 def _interpolate_dim(
@@ -467,30 +467,23 @@ def _interpolate_dim(
     return reduce(add, addends)
 
 
-class LocalTaps(NamedTuple):
-    """The inputs of every output, and their weights: [devices, outputs, taps].
-
-    Inputs are positions in the device's block.
-    """
-
-    inputs: NDArray[np.int64]
-    weights: NDArray[np.float64]
-
-
-def _local_taps(frame: Frame, dim_taps: Taps) -> LocalTaps:
+def _local_taps(frame: Frame, dim_taps: Taps) -> Taps:
     """Return the inputs of each device's outputs as positions in its block, and their weights.
 
+    Both are [devices, outputs, taps].
+
     An output that reads the global rows 9 and 10 reads 1 and 2 of a block that begins at row 8.
-    Devices with fewer outputs than others have VOID (-1) and weight 0 at the end.
+    Devices with fewer outputs than others have VOID (-1), a row of zeros, and weight 0 at the end.
     """
     all_runs = itertools.chain.from_iterable(frame.runs)
     most_outputs = max(run.outputs for run in all_runs)
-    shape = (len(frame.runs), most_outputs, dim_taps.inputs.shape[1])
-    inputs = np.full(shape, VOID, np.int64)  # devices with fewer outputs read zeros
+    n_taps = dim_taps.inputs.shape[1]
+    shape = (len(frame.runs), most_outputs, n_taps)
+    inputs = np.full(shape, VOID, np.int64)
     weights = np.zeros(shape, dim_taps.weights.dtype)
-    for part, runs in enumerate(frame.runs):
+    for device, runs in enumerate(frame.runs):
         for run in runs:
-            outputs = slice(run.start, run.start + run.outputs)
-            inputs[part, : run.outputs] = dim_taps.inputs[outputs] - run.first
-            weights[part, : run.outputs] = dim_taps.weights[outputs]
-    return LocalTaps(inputs, weights)
+            outputs = slice(run.start, run.start + run.outputs)  # of the global array
+            inputs[device, : run.outputs] = dim_taps.inputs[outputs] - run.first
+            weights[device, : run.outputs] = dim_taps.weights[outputs]
+    return Taps(inputs, weights)

@@ -65,14 +65,15 @@ def written(
     if primitive in SOURCES or not array_shapes:
         return describe_by_places([], out, [], "source")
     if primitive in TABLE:
-        row = TABLE[primitive](params, array_shapes, out)
-        if row is not None:
-            return row
-    if primitive not in ELEMENTWISE:
-        no_places = [[None] * len(shape) for shape in array_shapes]
-        return describe_by_places(array_shapes, out, no_places, "opaque")
-    kind = "linear" if _is_linear(primitive, shapes) else "pointwise"
-    return describe_aligned(array_shapes, out, kind, **_work(primitive, len(array_shapes)))
+        op = TABLE[primitive](params, array_shapes, out)
+        if op is not None:
+            return op
+    if primitive in ELEMENTWISE:
+        kind = "linear" if _is_linear(primitive, shapes) else "pointwise"
+        return describe_aligned(array_shapes, out, kind, **_work(primitive, len(array_shapes)))
+    # Nothing is known: no dim of an operand is at any place of the result.
+    no_places = [[None] * len(shape) for shape in array_shapes]
+    return describe_by_places(array_shapes, out, no_places, "opaque")
 
 
 def _is_linear(primitive: str, shapes: Sequence[Shape | None]) -> bool:
@@ -120,8 +121,9 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
     """
     (left_summed, right_summed), (left_batch, right_batch) = params["dimension_numbers"]
     n_left = len(shapes[0])
+    n_right = len(shapes[1])
     left = list(ascii_letters[:n_left])
-    right = list(ascii_letters[n_left : n_left + len(shapes[1])])
+    right = list(ascii_letters[n_left : n_left + n_right])
     left_paired = (*left_summed, *left_batch)
     right_paired = (*right_summed, *right_batch)
     for i, j in zip(left_paired, right_paired, strict=True):
@@ -135,57 +137,64 @@ def _product(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> 
 def _gathered(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
     """Describe `gather` in letters: it takes windows of a table at the places that indices say.
 
-    An embedding takes rows of a table [v, d] by indices [b, 1]: a result [b, d]. Here v may be
-    sharded, since single rows of it are taken. A window that is longer than one row and shorter
-    than the dim needs the dim whole on each device.
+    An embedding takes rows of a table [v, d] by indices [b, 1]: a result [b, d], "cb, ad -> ab".
+    The letter c, for v, is not in the result: v may be sharded, since single rows of it are taken.
+    A window that is longer than one row and shorter than the dim needs the dim whole on each
+    device.
     """
     numbers = params["dimension_numbers"]
     window_sizes = params["slice_sizes"]
     result = ascii_letters[: len(out)]
     new_letters = iter(ascii_letters[len(out) :])
-    index_dims = [name for i, name in enumerate(result) if i not in numbers.offset_dims]
-    window_dims = iter([name for i, name in enumerate(result) if i in numbers.offset_dims])
-    batch_pairs = zip(
-        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
-    )
-    index_dim_of = dict(batch_pairs)
+    # Every dim of the result is either along a window, or one of the indices.
+    window_letters = iter([result[i] for i in numbers.offset_dims])
+    index_letters = [letter for i, letter in enumerate(result) if i not in numbers.offset_dims]
+    index_batch_dims = numbers.start_indices_batching_dims
+    index_dim_of = dict(zip(numbers.operand_batching_dims, index_batch_dims, strict=True))
     table = []
-    whole = []
+    whole = []  # letters of dims that no mesh axis may shard
     for d, length in enumerate(shapes[0]):
         if d in index_dim_of:  # a batch dim: the indices and the result have it, too
-            table.append(index_dims[index_dim_of[d]])
-        elif d in numbers.collapsed_slice_dims:  # one row at a time: the result lacks the dim
+            table.append(index_letters[index_dim_of[d]])
+            continue
+        if d in numbers.collapsed_slice_dims:  # one row at a time: the result lacks the dim
             table.append(next(new_letters))
-        else:
-            window = next(window_dims)
-            if window_sizes[d] == length:  # all of the dim
-                table.append(window)
-            else:
-                table_dim = next(new_letters)
-                table.append(table_dim)
-                whole += [window, table_dim]
+            continue
+        letter = next(window_letters)
+        if window_sizes[d] != length:  # only a part: a dim of its own in the result
+            whole.append(letter)
+            letter = next(new_letters)
+            whole.append(letter)
+        table.append(letter)
     coordinates = next(new_letters)  # the last dim of the indices: where a window begins
-    arrays = [table, [*index_dims, coordinates], result]
+    arrays = [table, [*index_letters, coordinates], result]
     return LetteredOp(arrays, "lookup", [*whole, coordinates])
 
 
-def _along(key: str, kind: str = "pointwise", operands: int | None = None, **options: Any) -> Row:
+def _along(
+    key: str,
+    kind: str = "pointwise",
+    operands: int | None = None,
+    unchanged: Any = None,
+    **options: Any,
+) -> Row:
     """Make the rule for a primitive that works along some dims, as `sort` or `reduce_sum`.
 
     These dims cannot be sharded, or, if they are summed, leave partial sums. Other dims can.
 
     Args:
-        key: The parameter with the dims: a number, numbers, or what happens along every dim.
+        key: The parameter with the dims: a number, or numbers. If `unchanged` is given, it says
+            what happens along each dim.
         kind: The class of the operation.
         operands: How many operands count; the others are numbers. None: all.
+        unchanged: What the parameter has for a dim that stays as it is, as (0, 0, 0) for padding.
         **options: As of `xshard.step.record.letters.describe_along`.
     """
 
     def row(params: Mapping[str, Any], shapes: Sequence[Shape], out: Shape) -> LetteredOp:
         dims = params.get(key, ())
-        if key in ("padding_config", "window_dimensions"):
-            # No padding, and windows of 1, change nothing along a dim.
-            dims = [d for d, change in enumerate(dims) if change not in (1, (0, 0, 0))]
+        if unchanged is not None:
+            dims = [d for d, change in enumerate(dims) if change != unchanged]
         return describe_along(shapes[:operands], out, dims, kind, **options)
 
     return row
@@ -215,7 +224,10 @@ TABLE: Mapping[str, Row] = {
     **_rows("reduce_max reduce_min", _along("axes", "contraction", sums=True, flops=0.0)),
     **_rows("argmax argmin reduce_and reduce_or reduce_prod reduce_xor", _along("axes")),
     **_rows("cumlogsumexp cummax cummin cumprod cumsum top_k", _along("axis")),
-    **_rows("reduce_window_max reduce_window_min reduce_window_sum", _along("window_dimensions")),
+    **_rows(
+        "reduce_window_max reduce_window_min reduce_window_sum",
+        _along("window_dimensions", unchanged=1),
+    ),
     **_rows("slice dynamic_slice", _along("", "linear", 1)),
     "dynamic_update_slice": lambda p, s, out: describe_aligned(
         s[:2], out, whole=[f"r{d}" for d, n in enumerate(s[1]) if n != out[d]]
@@ -224,7 +236,7 @@ TABLE: Mapping[str, Row] = {
     "rev": _along("dimensions", "linear"),
     "concatenate": _along("dimension", "linear"),
     "split": _along("axis", "linear"),
-    "pad": _along("padding_config", "linear", 1),
+    "pad": _along("padding_config", "linear", 1, unchanged=(0, 0, 0)),
     SLICE: lambda _, s, out: describe_along(s, out, 0, "linear", **FREE),
     STACK: lambda _, s, out: describe_by_places(s, out, [range(1, len(out))], whole=["r0"], **FREE),
 }

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_bridge.mesh.context import AnyMesh, xshard_mesh
 from jax_bridge.specs import to_partition_spec
-from jax_bridge.step.tracer import Tracer, evaluate
+from jax_bridge.step.tracer import Evaluator, Tracer
 from jax_bridge.trees import is_array, leaves_with_given_values
 from xshard import Layout, Rules, Suggestion, TrainingStep
 from xshard import suggest as suggest_step
@@ -23,6 +23,7 @@ from xshard.notation.parser import ARROW
 from xshard.step.record.fuse import fuse_operations
 from xshard.step.record.repeat import find_repeated
 from xshard.step.record.trace import Trace
+from xshard.trees import Leaf
 
 # Operations that decide the layouts of their results; XLA is told these layouts.
 MAKERS = ("attention", "carry", "contraction", "lookup")
@@ -34,6 +35,11 @@ def _unchanged(x: Any) -> Any:
 
 def _none(_: Any) -> None:
     return None
+
+
+def _arrays_in(tree: Any) -> list[Leaf]:
+    """List the arrays of a pytree by name; numbers and functions are left out."""
+    return [leaf for leaf in leaves_with_given_values(None, tree) if is_array(leaf.x)]
 
 
 class Loss:
@@ -54,23 +60,16 @@ class Loss:
         self.args = tuple(args)
         arguments = inspect.signature(f).bind(*args).arguments
         (first_name, first), *others = arguments.items()
-        self.names: list[str] = []
-        self.arrays: list[Any] = []
-        for leaf in leaves_with_given_values(None, first):
-            if is_array(leaf.x):
-                # A first argument that is one array has no names inside.
-                self.names.append(leaf.name if leaf.name else first_name)
-                self.arrays.append(leaf.x)
-        self.n_parameters = len(self.arrays)
-        parameter_names = set(self.names)
+        parameters = _arrays_in(first)
+        # A first argument that is one array has no names inside.
+        self.names = [leaf.name if leaf.name else first_name for leaf in parameters]
+        self.n_parameters = len(parameters)
+        self.arrays = [leaf.x for leaf in parameters]
         for name, argument in others:
-            for leaf in leaves_with_given_values(None, {name: argument}):
-                if is_array(leaf.x):
-                    new_name = leaf.name
-                    if new_name in parameter_names:
-                        new_name += " (input)"
-                    self.names.append(new_name)
-                    self.arrays.append(leaf.x)
+            for leaf in _arrays_in({name: argument}):
+                is_taken = leaf.name in self.names[: self.n_parameters]
+                self.names.append(f"{leaf.name} (input)" if is_taken else leaf.name)
+                self.arrays.append(leaf.x)
 
     def filled(
         self, values: Sequence[Any], other: Callable[[Any], Any] = _unchanged
@@ -100,7 +99,7 @@ class JaxSuggestion(Suggestion):
     Attributes:
         loss: The loss.
         tracer: What is known of its jaxpr.
-        names: Names of places in the jaxpr -> names of arrays of the step.
+        names: Names of places in the jaxpr -> names of arrays of the step, where they differ.
         on: The mesh.
     """
 
@@ -129,16 +128,17 @@ class JaxSuggestion(Suggestion):
         Returns:
             The function with the same results.
         """
+        gathered_once = Rules({self.once: "..."})  # per step; other parameters for each use
 
         def constrained(*args: Any) -> Any:
             loss = Loss(f, args)
             closed, out = jax.make_jaxpr(loss.run, return_shape=True)(*loss.arrays)
-            # Parameters that are gathered again for every use, not once per step: inside a
-            # `jax.checkpoint` the backward pass gathers them, too, instead of keeping them whole.
-            gathered_once = Rules({self.once: "..."})
             parameters = loss.names[: loss.n_parameters]
-            late = {name for name in parameters if not gathered_once.pattern_for(name)}
-            results = evaluate(closed, loss.arrays, loss.names, self._placed, late)
+            # Inside a `jax.checkpoint` the backward pass gathers these once more, instead of
+            # keeping them whole since the forward pass.
+            for_each_use = {name for name in parameters if not gathered_once.pattern_for(name)}
+            evaluator = Evaluator(self._constrained, late=for_each_use)
+            results = evaluator.run("", closed.jaxpr, closed.consts, loss.names, *loss.arrays)
             return jax.tree.unflatten(jax.tree.structure(out), results)
 
         return constrained
@@ -159,7 +159,7 @@ class JaxSuggestion(Suggestion):
         spec = to_partition_spec(Layout(stored.dims))
         return PartitionSpec(None, *spec) if name in self.tracer.stacked else spec
 
-    def _placed(self, place: str, x: jax.Array) -> jax.Array:
+    def _constrained(self, place: str, x: jax.Array) -> jax.Array:
         """Put a sharding constraint on an array, if XLA would not find its sharding itself.
 
         Args:
@@ -167,15 +167,17 @@ class JaxSuggestion(Suggestion):
             x: The array.
         """
         name = self.names.get(place, place)
-        stored, used = self.layouts.get(name, (None, None))
-        # Left alone are arrays that the step does not have, sums that are still to be reduced over
-        # devices (no spec can say that), and arrays with another number of dims than the step's:
-        # a parameter stacked over layers, of which the step has one layer.
-        if used is None or used.tagged("sum") or len(used.dims) != x.ndim:
-            return x
+        if name not in self.layouts:
+            return x  # the step does without it
+        stored, used = self.layouts[name]
+        if used.tagged("sum"):
+            return x  # addends that devices have yet to sum up: no spec can say that
+        if len(used.dims) != x.ndim:
+            return x  # a parameter stacked over layers: the step has one layer of it
         op = self.search.problem.step.by_name.get(name)
-        if op is not None and op.kind not in MAKERS and stored == used:
-            return x  # XLA infers the sharding of elementwise results from their operands
+        is_elementwise = op is not None and op.kind not in MAKERS
+        if is_elementwise and stored == used:
+            return x  # XLA infers the sharding of the result from the operands
         sharding: Any = to_partition_spec(Layout(used.dims))
         if isinstance(self.on, JaxMesh):
             sharding = NamedSharding(self.on, sharding)
@@ -228,11 +230,11 @@ def suggest(
 
 
 class Traced(NamedTuple):
-    """A loss as a step; `names` says what places of its jaxpr are called in the step."""
+    """A loss as a training step."""
 
     step: TrainingStep
     tracer: Tracer
-    names: dict[str, str]
+    names: dict[str, str]  # places in the jaxpr -> names in the step; those that differ
 
 
 def traced(loss: Loss) -> Traced:
@@ -242,26 +244,33 @@ def traced(loss: Loss) -> Traced:
     """
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.arrays]
     closed = jax.make_jaxpr(loss.run)(*structs)
-    if [out.shape for out in closed.out_avals] != [()]:
-        types = [out.str_short() for out in closed.out_avals]
-        returned = ", ".join(types) if types else "nothing"
-        hint = "pass the loss, which returns one number; gradients and the optimizer are always counted"
-        raise PlanError(f"the function returns {returned}", hint=hint)
+    _check_is_number(closed.out_avals)
     parameters = structs[: loss.n_parameters]
     inputs = structs[loss.n_parameters :]
     trace = Trace(_batch_length(inputs), _dtype_of_step(parameters))
-    for name, x in zip(loss.names[: loss.n_parameters], parameters, strict=True):
-        trace.parameter(name, x.shape)
-    for name, x in zip(loss.names[loss.n_parameters :], inputs, strict=True):
-        trace.input(name, x.shape)
+    for i, (name, x) in enumerate(zip(loss.names, structs, strict=True)):
+        if i < loss.n_parameters:
+            trace.parameter(name, x.shape)
+        else:
+            trace.input(name, x.shape)
     tracer = Tracer(trace)
     (result,) = tracer.walk(closed.jaxpr, loss.names)
     # A loss that is a number whatever the arrays has no name.
-    whole_step = trace.step("" if result is None else result, moves_anywhere=True)
-    step, names = find_repeated(whole_step)
+    last = "" if result is None else result
+    # Equal layers become one block that repeats; `names` says what their arrays are called in it.
+    step, names = find_repeated(trace.step(last, moves_anywhere=True))
     for place, name in tracer.aliases.items():
         names[place] = names.get(name, name)
     return Traced(fuse_operations(step), tracer, names)
+
+
+def _check_is_number(results: Sequence[Any]) -> None:
+    """Raise PlanError unless a loss returns one number, given the types of its results."""
+    if [out.shape for out in results] != [()]:
+        types = [out.str_short() for out in results]
+        returned = ", ".join(types) if types else "nothing"
+        hint = "pass the loss, which returns one number; gradients and the optimizer are always counted"
+        raise PlanError(f"the function returns {returned}", hint=hint)
 
 
 def _batch_length(inputs: Sequence[jax.ShapeDtypeStruct]) -> int:

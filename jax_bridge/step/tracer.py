@@ -55,21 +55,32 @@ def places(jaxpr: Jaxpr, prefix: str = "") -> Iterator[tuple[str, Any]]:
     Yields:
         (name, equation) in order.
     """
-    names = [str(eqn.params.get("name", eqn.primitive.name)).strip("<>") for eqn in jaxpr.eqns]
+    names = [_name_of_equation(eqn) for eqn in jaxpr.eqns]
     n_equations = Counter(names)
     n_before = Counter[str]()
     for name, eqn in zip(names, jaxpr.eqns, strict=True):
-        is_unique = n_equations[name] == 1 and not prefix
-        if is_unique and eqn.primitive.name == "name":
+        is_user_given = eqn.primitive.name == "name"  # the primitive of `checkpoint_name`
+        if is_user_given and not prefix and n_equations[name] == 1:
             yield name, eqn
         else:
             yield f"{prefix}{name}.{n_before[name]}", eqn
         n_before[name] += 1
 
 
+def _name_of_equation(eqn: Any) -> str:
+    """Return the name of an equation's parameter `name`, if it has one, or of its primitive."""
+    name = eqn.params.get("name", eqn.primitive.name)
+    return str(name).strip("<>")  # a lambda is called <lambda>
+
+
 def _place_of_result(place: str, i: int) -> str:
     """Name result `i` of an equation: `sort.0`, `sort.0:1`, ..."""
     return f"{place}:{i}" if i else place
+
+
+def _place_of_carry(place: str, i: int) -> str:
+    """Name carry `i` of the scan at a place, as the scan's body gets it."""
+    return f"{place}.carry.{i}"
 
 
 def _opened(body: Any) -> Jaxpr:
@@ -91,9 +102,10 @@ class Tracer:
 
     Attributes:
         trace: The operations.
-        stacked: How many slices a parameter has that a scan takes one by one.
+        stacked: Parameters with one slice per layer, of which a scan takes one after the other ->
+            the number of slices.
         shared: Arrays with several uses.
-        aliases: Places of inlined jaxprs -> the place inside that makes their first result.
+        aliases: Places of inlined functions -> the operation inside that makes the first result.
         recomputes: Some of it is in `jax.checkpoint`.
     """
 
@@ -112,25 +124,33 @@ class Tracer:
             prefix: The beginning of the names of its operations, as "scan.0."; "" outside.
             times: How often it runs in a step: the length of the scan around it.
         """
-        name_of: dict[Any, Name] = dict(zip(jaxpr.invars, args, strict=True))
+        name_of = dict(zip(jaxpr.invars, args, strict=True))
         n_uses: Counter[Any] = Counter()
         for eqn in jaxpr.eqns:
             n_uses.update(v for v in eqn.invars if not is_number(v))
-        self.shared |= {name_of[v] for v in jaxpr.invars if n_uses[v] > 1}
+        for argument, name in name_of.items():
+            if n_uses[argument] > 1:
+                self.shared.add(name)
         for i, v in enumerate(jaxpr.constvars):
             # An array that the function closes over costs nothing to make, like an `iota`.
             name_of[v] = self._add(f"{prefix}const.{i}", "iota", (), v.aval.shape, times)
         for place, eqn in places(jaxpr, prefix):
             operands = _names_of(eqn.invars, name_of)
-            results = self._results(place, eqn, operands, times)
+            results = self._record(place, eqn, operands, times)
             name_of.update(zip(eqn.outvars, results, strict=True))
         return _names_of(jaxpr.outvars, name_of)
 
-    def _results(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
+    def _record(self, place: str, eqn: Any, operands: Names, times: int) -> list[Name]:
         """Record one equation, and return the names of its results.
 
         A scan becomes a repeated block; jitted and checkpointed functions are inlined; any other
         primitive is one operation per result.
+
+        Args:
+            place: The equation's name, as `places` gives it: "dot_general.0".
+            eqn: The equation.
+            operands: The names of its operands; None for a number.
+            times: How often it runs in a step.
         """
         primitive = eqn.primitive.name
         if primitive in CHECKPOINTS:
@@ -146,8 +166,8 @@ class Tracer:
         results = []
         for i, v in enumerate(eqn.outvars):
             name = _place_of_result(place, i)
-            result = self._add(name, primitive, operands, v.aval.shape, times, eqn.params)
-            results.append(result)
+            shape = v.aval.shape
+            results.append(self._add(name, primitive, operands, shape, times, eqn.params))
         return results
 
     def _add(
@@ -159,9 +179,10 @@ class Tracer:
         times: int,
         params: Any = None,
     ) -> Name:
-        """Record an operation with one result, and return its name.
+        """Record an operation with one result, and return the name of the result.
 
-        None if it is a number that is computed from numbers alone: such a result has no layout.
+        A number that is computed from numbers alone has no layout: it is not recorded, and None is
+        returned.
 
         Args:
             name: The name of the result.
@@ -185,83 +206,83 @@ class Tracer:
 
         `scan(f, init, xs)` has three kinds of operands, in this order: constants that `f` closes
         over, the carry `init`, and `xs`, [length, ...], of which every round takes a slice. Results
-        are the last carry, and `ys`, [length, ...], with a slice of every round.
+        are the last carry, and `ys`, [length, ...], with a slice of every round. What the body gets
+        has names such as "scan.0.const.0", "scan.0.carry.0" and "scan.0.xs.0".
         """
-        trace = self.trace
         body = eqn.params["jaxpr"].jaxpr
         length = eqn.params["length"]
         n_consts, n_carries = scan_counts(eqn.params)
-        first_slice = n_consts + n_carries
+        n_before_xs = n_consts + n_carries
         times_inside = times * length
-        args = list(operands)
-        op_of_carry: dict[int, int] = {}  # number of a carry -> index of its operation in trace.ops
-        for i, operand in enumerate(operands):
-            if operand is None:
-                continue
-            shape = trace.shapes[operand]
-            if i < n_consts:
-                # All rounds use the same array. A copy that is made once says so; else it would
-                # count as an array of each round.
-                args[i] = self._add(f"{place}.const.{i}", "copy", [operand], shape, times)
-            elif i < first_slice:
-                carry = i - n_consts
-                if body.outvars[carry] is body.invars[i]:
-                    continue  # no round changes it
-                op_of_carry[carry] = len(trace.ops)
-                name = f"{place}.carry.{carry}"
-                args[i] = self._add(name, "copy", [operand], shape, times_inside)
-            elif operand in trace.dims or operand in self.shared:  # used elsewhere, too
-                name = f"{place}.xs.{i - first_slice}"
-                args[i] = self._add(name, SLICE, [operand], shape[1:], times_inside)
-            else:
-                # A parameter that only this scan uses, stacked over the layers: [layers, ...].
-                # The step has the parameter of one layer.
-                self.stacked[operand] = length
-                trace.parameter(operand, shape[1:])
-        results = self.walk(body, args, f"{place}.", times_inside)
-        for carry, op_number in op_of_carry.items():
-            again = results[carry]
-            if again is not None:
-                # The result is the next round's input: `again` makes both have one layout.
-                carried = replace(trace.ops[op_number], kind="carry", again=again)
-                trace.ops[op_number] = carried
-        slices = self._stack(place, results[n_carries:], length, times)
-        return [*results[:n_carries], *slices]
+        args = []
+        for i, const in enumerate(operands[:n_consts]):
+            # All rounds use the same array. A copy that is made once says so; else it would count
+            # as an array of each round.
+            shape = self._shape_of(const)
+            args.append(self._add(f"{place}.const.{i}", "copy", [const], shape, times))
+        for i, carry in enumerate(operands[n_consts:n_before_xs]):
+            if body.outvars[i] is not body.invars[n_consts + i]:  # some round changes it
+                name = _place_of_carry(place, i)
+                carry = self._add(name, "copy", [carry], self._shape_of(carry), times_inside)
+            args.append(carry)
+        for i, xs in enumerate(operands[n_before_xs:]):
+            args.append(self._slice(f"{place}.xs.{i}", xs, length, times_inside))
 
-    def _stack(self, place: str, results: Names, length: int, times: int) -> list[Name]:
-        """Add the operations that stack the slices of all rounds of a scan: [...] -> [length, ...]."""
-        stacked = []
-        for i, result in enumerate(results):
-            slice_shape = () if result is None else self.trace.shapes[result]
-            shape = (length, *slice_shape)
-            stacked.append(self._add(f"{place}.ys.{i}", STACK, [result], shape, times))
-        return stacked
+        results = self.walk(body, args, f"{place}.", times_inside)
+        self._close_carries(place, results[:n_carries])
+        stacks = []
+        for i, result in enumerate(results[n_carries:]):
+            shape = (length, *self._shape_of(result))
+            stacks.append(self._add(f"{place}.ys.{i}", STACK, [result], shape, times))
+        return [*results[:n_carries], *stacks]
+
+    def _shape_of(self, name: Name) -> Shape:
+        """Return the shape of an array; () for a number."""
+        return () if name is None else self.trace.shapes[name]
+
+    def _slice(self, name: str, stack: Name, length: int, times: int) -> Name:
+        """Return the name of the slice of an array [length, ...] that a round of a scan takes.
+
+        It is an operation of its own, `name`, unless the array is a parameter that nothing else
+        uses.
+        """
+        if stack is None:
+            return None
+        slice_shape = self.trace.shapes[stack][1:]
+        if stack in self.trace.dims or stack in self.shared:  # used elsewhere, too
+            return self._add(name, SLICE, [stack], slice_shape, times)
+        # A parameter that only this scan uses, stacked over the layers: [layers, ...]. The step has
+        # the parameter of one layer.
+        self.stacked[stack] = length
+        return self.trace.parameter(stack, slice_shape)
+
+    def _close_carries(self, place: str, results: Names) -> None:
+        """Say of each carry of a scan which result of the body is its value in the next round.
+
+        The operations that copy carries into the body, already in the trace, get the kind "carry"
+        and that result as `again`: the planner then gives both one layout.
+        """
+        again_of_carry = {_place_of_carry(place, i): result for i, result in enumerate(results)}
+        for i, op in enumerate(self.trace.ops):
+            again = again_of_carry.get(op.name)
+            if again is not None:
+                self.trace.ops[i] = replace(op, kind="carry", again=again)
 
 
 # ---- a jaxpr with changes
 
 
-def evaluate(
-    closed: Any, arrays: Sequence[Any], names: Sequence[str], change: Change, late: Collection[str]
-) -> list[Any]:
-    """Evaluate a jaxpr and pass its arrays through a function, as to add sharding constraints.
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates jaxprs and passes their arrays through a function, as to add sharding constraints.
 
     Changed are arguments, results of equations, and carries of scans, also inside other equations.
 
-    Args:
-        closed: The jaxpr.
-        arrays: Its arguments.
-        names: Their names.
+    Attributes:
         change: (name, array) -> the array to go on with; names are those of `places`.
-        late: Arguments that a `jax.checkpoint` takes unchanged, and changes inside: it does so
-            again when the backward pass runs it again, instead of saving the changed array.
+        late: Names of arguments that a `jax.checkpoint` takes unchanged, and changes inside. The
+            backward pass then runs the change again, and the changed array need not be saved.
     """
-    return _Evaluator(change, late).run("", closed.jaxpr, closed.consts, names, *arrays)
-
-
-@dataclass(frozen=True)
-class _Evaluator:
-    """Evaluates jaxprs with changes, also those inside equations. Fields are as of `evaluate`."""
 
     change: Change
     late: Collection[str]
@@ -271,36 +292,39 @@ class _Evaluator:
     ) -> list[Any]:
         """Evaluate a jaxpr with changes, and return its results.
 
+        Equations run one by one. Those with a jaxpr inside are rewritten first, so that the changes
+        happen there, too.
+
         Args:
-            prefix: The beginning of the names of its places.
+            prefix: The beginning of the names of its places; "" outside of other equations.
             jaxpr: The jaxpr.
             consts: Its constants.
             names: The names of its arguments, "" for those that stay as they are.
             *args: The arguments.
         """
-        arrays = dict(zip(jaxpr.constvars, consts, strict=True))
-        not_changed_yet = {}
-        for v, name, x in zip(jaxpr.invars, names, args, strict=True):
-            arrays[v] = self.change(name, x) if name else x
-            if name in self.late:
-                not_changed_yet[v] = x
         name_of = dict(zip(jaxpr.invars, names, strict=True))
+        arrays = dict(zip(jaxpr.constvars, consts, strict=True))
+        late_arguments = {}
+        for v, x in zip(jaxpr.invars, args, strict=True):
+            name = name_of[v]
+            arrays[v] = self.change(name, x) if name else x
+            if name in self.late:  # a `jax.checkpoint` takes it unchanged, and changes it inside
+                late_arguments[v] = x
+
+        # Only arguments have names that matter inside of other equations: results have been changed.
         for place, eqn in places(jaxpr, prefix):
-            primitive = eqn.primitive.name
             operand_names = ["" if is_number(v) else name_of.get(v, "") for v in eqn.invars]
-            if primitive in CALLS:
+            if eqn.primitive.name in CALLS:
                 # Inlined, because an older partitioner of XLA (GSPMD) does not pass shardings
                 # through calls.
                 body = eqn.params["jaxpr"]
                 values = [_value(v, arrays) for v in eqn.invars]
                 results = self.run(f"{place}.", body.jaxpr, body.consts, operand_names, *values)
-            elif primitive in CHECKPOINTS:
+            elif eqn.primitive.name in CHECKPOINTS:
                 changed = self._changed_inside(place, eqn, operand_names)
-                results = run_equation(jaxpr, changed, arrays | not_changed_yet)
-            elif primitive == "scan":
-                n_consts, n_carries = scan_counts(eqn.params)
-                carries = [f"{place}.carry.{i}" for i in range(n_carries)]
-                operand_names[n_consts : n_consts + n_carries] = carries
+                results = run_equation(jaxpr, changed, arrays | late_arguments)
+            elif eqn.primitive.name == "scan":
+                _name_carries(operand_names, place, eqn)
                 changed = self._changed_inside(place, eqn, operand_names)
                 results = run_equation(jaxpr, changed, arrays)
             else:
@@ -314,19 +338,32 @@ class _Evaluator:
 
         Args:
             place: The equation's place.
-            eqn: The equation.
-            names: The names of its operands, as the jaxpr's arguments have them.
+            eqn: The equation, a `checkpoint` or a `scan`.
+            names: The names of its operands, which are those of the inner jaxpr's arguments.
         """
         body = eqn.params["jaxpr"]
         jaxpr = _opened(body)
         consts = getattr(body, "consts", ())
         run = partial(self.run, f"{place}.", jaxpr, consts, names)
-        closed = jax.make_jaxpr(run)(*[v.aval for v in jaxpr.invars])
+        types = [v.aval for v in jaxpr.invars]
+        closed = jax.make_jaxpr(run)(*types)
         # `scan` has a closed jaxpr, `checkpoint` an open one.
         new_body = closed.jaxpr if jaxpr is body else closed
         return eqn.replace(params={**eqn.params, "jaxpr": new_body})
 
 
+def _name_carries(operand_names: list[str], place: str, eqn: Any) -> None:
+    """Give the carries of a scan names of their own, in the list of the names of its operands.
+
+    Every round has another value of a carry: it is not the array that the scan begins with.
+    """
+    n_consts, n_carries = scan_counts(eqn.params)
+    for i in range(n_carries):
+        operand_names[n_consts + i] = _place_of_carry(place, i)
+
+
 def _value(v: Any, arrays: Mapping[Any, Any]) -> Any:
     """Return the value of a variable or a literal."""
-    return jax.numpy.asarray(v.val, v.aval.dtype) if is_number(v) else arrays[v]
+    if is_number(v):
+        return jax.numpy.asarray(v.val, v.aval.dtype)
+    return arrays[v]

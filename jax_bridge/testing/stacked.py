@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,10 +29,10 @@ class DeviceProgram:
     """One device's function, compiled for all devices of a mesh, with its arguments there.
 
     Args:
-        function: Takes one device's blocks and returns a sequence of blocks.
+        function: Takes one device's blocks and returns a pytree of blocks.
         mesh: The mesh.
         inputs: The blocks of every array on all devices, and its sharding.
-        outputs: The sharding of every result.
+        outputs: The sharding of every result, in a pytree with as many leaves.
         mode: As of `Question`.
         fill: A number for the padding of inputs. Unless it is zero, padding of results has to be
             zero.
@@ -39,57 +40,60 @@ class DeviceProgram:
 
     def __init__(
         self,
-        function: Callable[..., Sequence[jax.Array]],
+        function: Callable[..., Any],
         mesh: Mesh,
         inputs: Sequence[tuple[Blocks, Sharding]],
-        outputs: Sequence[Sharding],
+        outputs: Any,
         mode: str,
         fill: float = 0,
     ) -> None:
         self.mesh = mesh
-        self.outputs = outputs
+        self.outputs, self.output_tree = jax.tree.flatten(outputs)
         self.fill = fill
         self.devices = _devices_across_processes(mesh.n_devices)
-        self.jax_mesh = JaxMesh(np.array(self.devices).reshape(mesh.sizes), mesh.axes)
+        on_axes = np.array(self.devices).reshape(mesh.sizes)
+        self.jax_mesh = JaxMesh(on_axes, mesh.axes)
         program: Any
+        as_array: Any
         if mode == "pmap":
             self.n_leading_dims = 1  # results are [devices, *block]; else [*mesh axes, *block]
             axis = mesh.long_axes[0] if mesh.long_axes else "alone"
             program = jax.pmap(function, axis_name=axis, devices=self.devices)
-            self.arrays: list[Any] = [padded(blocks, sharding, fill) for blocks, sharding in inputs]
+            as_array = padded
         else:
             self.n_leading_dims = len(mesh.axes)
             on_devices = jax.shard_map(
-                _with_leading_dims(function, len(mesh.axes)),
+                _with_leading_dims(function, self.n_leading_dims),
                 mesh=self.jax_mesh,
                 in_specs=tuple(spec(sharding) for _, sharding in inputs),
-                out_specs=[spec(sharding) for sharding in outputs],
+                out_specs=list(map(spec, self.outputs)),
                 check_vma=mode == "vma",
             )
             program = jax.jit(on_devices)
-            self.arrays = []
-            for blocks, sharding in inputs:
-                self.arrays.append(stacked(blocks, sharding, self.jax_mesh, fill))
+            as_array = partial(stacked, mesh=self.jax_mesh)
+        self.arrays = [as_array(blocks, sharding, fill=fill) for blocks, sharding in inputs]
         self.compiled = program.lower(*self.arrays).compile()
 
-    def __call__(self) -> Sequence[jax.Array]:
+    def __call__(self) -> Any:
         """Run it to the end."""
         return jax.block_until_ready(self.compiled(*self.arrays))
 
-    def blocks(self, results: Sequence[jax.Array]) -> list[tuple[Any, ...]]:
+    def blocks(self, results: Any) -> Any:
         """Return every output of a run as a block per device, None on devices of other processes.
+
+        Outputs are in the pytree of their shardings.
 
         Raises:
             FunctionError: A plan leaves something in the padding of a result.
         """
         blocks_of_outputs = []
-        for x, sharding in zip(results, self.outputs, strict=True):
+        for x, sharding in zip(jax.tree.leaves(results), self.outputs, strict=True):
             padded_shape = x.shape[self.n_leading_dims :]
             blocks = tuple(unstacked(x, padded_shape, sharding, self.devices))
             if self.fill:
                 _check_padding_is_zero(x, blocks, sharding)
             blocks_of_outputs.append(blocks)
-        return blocks_of_outputs
+        return jax.tree.unflatten(self.output_tree, blocks_of_outputs)
 
     @property
     def received_bytes(self) -> int | None:
@@ -101,20 +105,19 @@ class DeviceProgram:
 
 def _devices_across_processes(n_devices: int) -> list[jax.Device]:
     """Return devices of the processes in turn, so that some mesh axis connects processes."""
-    by_process = [jax.local_devices(process) for process in range(jax.process_count())]
+    by_process = map(jax.local_devices, range(jax.process_count()))
     in_turn = chain.from_iterable(zip(*by_process, strict=True))
     return list(in_turn)[:n_devices]
 
 
-def _with_leading_dims(
-    function: Callable[..., Sequence[jax.Array]], n_axes: int
-) -> Callable[..., list[jax.Array]]:
+def _with_leading_dims(function: Callable[..., Any], n_axes: int) -> Callable[..., Any]:
     """Return a function of blocks as one of blocks that begin with a dim of 1 per mesh axis."""
+    leading = (1,) * n_axes
 
     def one_device(*parts: jax.Array) -> list[jax.Array]:
-        ys = function(*(x.reshape(x.shape[n_axes:]) for x in parts))
-        leading = (1,) * n_axes
-        return [y.reshape(leading + y.shape) for y in ys]
+        blocks = [x.reshape(x.shape[n_axes:]) for x in parts]
+        results = jax.tree.leaves(function(*blocks))
+        return [y.reshape(leading + y.shape) for y in results]
 
     return one_device
 
@@ -148,17 +151,17 @@ def stacked(blocks: Blocks, sharding: Sharding, mesh: JaxMesh, fill: float = 0) 
         mesh: JAX's mesh with the same axes.
         fill: The padding of blocks that are smaller than the largest.
     """
-    rows = padded(blocks, sharding, fill)
+    rows = padded(blocks, sharding, fill)  # [devices, *block]
     by_axis = rows.reshape(*sharding.mesh.sizes, *rows.shape[1:])
     # Along an axis that the layout does not name all blocks are equal: the first one is enough.
-    varying = [axis in sharding.layout.axes for axis in sharding.mesh.axes]
-    whole = by_axis[tuple(slice(None) if varies else slice(0, 1) for varies in varying)]
+    kept = [slice(None if axis in sharding.layout.axes else 1) for axis in sharding.mesh.axes]
+    different = by_axis[tuple(kept)]
     on_mesh = NamedSharding(mesh, spec(sharding))
-    return jax.make_array_from_callback(whole.shape, on_mesh, whole.__getitem__)
+    return jax.make_array_from_callback(different.shape, on_mesh, different.__getitem__)
 
 
 def unstacked(
-    array: jax.Array, shape: Sequence[int], sharding: Sharding, devices: Sequence[jax.Device]
+    array: jax.Array, shape: tuple[int, ...], sharding: Sharding, devices: Sequence[jax.Device]
 ) -> list[Any]:
     """Split a result into the block of each device, None on devices of other processes.
 
@@ -168,13 +171,15 @@ def unstacked(
         sharding: Its sharding.
         devices: The devices, in the mesh's order.
     """
-    local = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
-    empty = np.zeros(shape, array.dtype)
-    blocks = [local.get(device, empty).reshape(empty.shape) for device in devices]
-    if empty.shape == sharding.max_local_shape:
-        blocks = unpadded(blocks, sharding)
-    pairs = zip(blocks, devices, strict=True)
-    return [block if device in local else None for block, device in pairs]
+    blocks: list[Any] = [None] * len(devices)
+    for shard in array.addressable_shards:
+        number = devices.index(shard.device)
+        block = np.asarray(shard.data).reshape(shape)
+        # A block of another shape is a mistake of the user's function, and shown as it is.
+        if shape == sharding.max_local_shape:
+            block = _without_padding(block, sharding, number)
+        blocks[number] = block
+    return blocks
 
 
 def padded(blocks: Blocks, sharding: Sharding, fill: float = 0) -> NDArray:
@@ -190,36 +195,20 @@ def padded(blocks: Blocks, sharding: Sharding, fill: float = 0) -> NDArray:
 
 def unpadded(blocks: Iterable[NDArray], sharding: Sharding) -> list[Block]:
     """Return the blocks of all devices without their padding."""
-    result = []
-    for device, block in enumerate(blocks):
-        result.append(block[tuple(map(slice, sharding.local_shape(device)))])
-    return result
+    return [_without_padding(block, sharding, number) for number, block in enumerate(blocks)]
+
+
+def _without_padding(block: NDArray, sharding: Sharding, device: int) -> Block:
+    """Cut the padding off the end of a device's block."""
+    return block[tuple(map(slice, sharding.local_shape(device)))]
 
 
 # ---- the traffic of a compiled program
 
 
-def _received_in_all_gather(result: int, n: int) -> int:
-    return result * (n - 1) // n
-
-
-def _received_in_all_reduce(result: int, n: int) -> int:
-    return -(-2 * result * (n - 1) // n)
-
-
-def _received_in_reduce_scatter(result: int, n: int) -> int:
-    return result * (n - 1)
-
-
-# (elements of the result, group size n) -> elements that a device receives, by ring algorithms.
-_RECEIVED: dict[str, Callable[[int, int], int]] = {
-    "all-gather": _received_in_all_gather,
-    "all-reduce": _received_in_all_reduce,
-    "all-to-all": _received_in_all_gather,
-    "reduce-scatter": _received_in_reduce_scatter,
-}
 _COLLECTIVE = re.compile(
-    rf"= (?P<result>.+?) (?P<op>{'|'.join(_RECEIVED)}|collective-permute)(?P<half>-start)?\("
+    r"= (?P<result>.+?) (?P<op>all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)"
+    r"(?P<half>-start)?\("
 )
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<shape>[\d,]*)\]")
 # Three spellings: all groups, their shape, or axes (whole or parts, `'x':(2)4`) of a mesh that HLO made.
@@ -262,7 +251,10 @@ def received_bytes(text: str, n_devices: int) -> int:
 def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
     """Read the collectives in the text of a compiled program (HLO).
 
-    Left out are those that bring nothing to any device, as in groups of one.
+    A line is an instruction, such as
+    `%x = f32[8]{0} all-gather(%y), replica_groups={{0,1},{2,3}}, dimensions={0}`: the type of the
+    result, the collective, and the groups of devices within which it runs. Collectives that bring
+    nothing to any device, as in groups of one, are left out.
 
     Args:
         text: The program, as from `compiled.as_text()`.
@@ -291,12 +283,21 @@ def collectives(text: str, n_devices: int) -> Iterator[HloCollective]:
                 if src != dst:
                     received[int(dst)] += result.elements * result.itemsize
         elif groups:
-            elements = _RECEIVED[match["op"]](result.elements, _group_size(groups))
+            elements = _received_elements(match["op"], result.elements, _group_size(groups))
             received = [elements * result.itemsize] * n_devices
         else:
             raise ValueError(f"cannot read this collective: {line.strip()}")
         if any(received):
             yield HloCollective(match["op"], tuple(received))
+
+
+def _received_elements(op: str, result: int, n: int) -> int:
+    """Return how many elements each of `n` devices receives, by the ring algorithm of a collective."""
+    if op == "all-reduce":
+        return -(-2 * result * (n - 1) // n)  # rounded up
+    if op == "reduce-scatter":
+        return result * (n - 1)  # the operand is `n` results
+    return result * (n - 1) // n  # all-gather, all-to-all
 
 
 def _group_size(groups: re.Match[str]) -> int:

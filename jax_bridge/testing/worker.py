@@ -10,7 +10,7 @@ import pickle
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,12 +24,13 @@ from jax.sharding import PartitionSpec as P
 
 from jax_bridge.calls import redistribute
 from jax_bridge.einsum import EinsumOptions, einsum_blocks
-from jax_bridge.mesh.axis_types import as_varying, is_typed, varying_axes
+from jax_bridge.mesh.axis_types import as_varying, varying_axes
 from jax_bridge.testing.stacked import DeviceProgram
 from xshard import ContractionPlan, Layout, Plan, Sharding, XshardError, replicas
 from xshard.contractions.ring import NEVER
 from xshard.dtypes import numpy_dtype
 from xshard.runtimes.processes import FunctionError
+from xshard.steps.base import Block
 from xshard.testing.functions import (
     called,
     derivatives,
@@ -47,12 +48,14 @@ from xshard.testing.question import (
     AnyPlan,
     Devices,
     Question,
+    Result,
     Slopes,
     StructureError,
     Tree,
 )
 
 Arrays = list[jax.Array]
+Cotangents = dict[int, Any]  # by number of the output; outputs of whole numbers have none
 
 
 class _MisshapenError(Exception):
@@ -134,66 +137,67 @@ def _answer_plan(question: Question) -> Answer:
     plan = question.plan
     sources = question.shardings
     target = arrays_of(plan)[-1]
-
-    def run(*blocks: jax.Array) -> tuple[jax.Array]:
-        return (apply(plan, *blocks),)
-
-    def pull_back(cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
-        is_inexact = jnp.issubdtype(blocks[0].dtype, jnp.inexact)
-        if isinstance(plan, Plan) and not is_inexact:
-            # JAX does not differentiate whole numbers, but tests use them since sums are exact: the
-            # plan of the gradient is run directly.
-            return (redistribute(cotangent, plan.backward),)
-        _, pull = jax.vjp(run, *blocks)
-        return pull((cotangent,))
-
-    # Blocks are padded with NaN: if a plan reads padding, results become NaN.
     operands = list(zip(question.inputs, sources, strict=True))
-    forward = DeviceProgram(run, plan.mesh, operands, [target], question.mode, np.nan)
-    output_blocks = _measured(forward)
-    arguments = [(question.cotangents, target), *operands]
-    backward = DeviceProgram(pull_back, plan.mesh, arguments, sources, question.mode, np.nan)
-    gradient_blocks = _measured(backward)
+    forward = _measured(question, partial(apply, plan), operands, target)
+    with_cotangent = [(question.cotangents, target), *operands]
+    backward = _measured(question, partial(_pull_back, plan), with_cotangent, sources)
 
     backward_bytes = None
     if is_linear(plan) and len(sources) == 1:
         # Gradients of a max or min, and of several operands, begin with the forward pass.
-        backward_bytes = backward.received_bytes
-    (output,) = output_blocks.of_outputs
+        backward_bytes = backward.program.received_bytes
     return Answer(
-        {OUTPUT: output},
-        dict(enumerate(gradient_blocks.of_outputs)),
-        forward_bytes=forward.received_bytes,
+        {OUTPUT: forward.blocks},
+        dict(enumerate(backward.blocks)),
+        forward_bytes=forward.program.received_bytes,
         backward_bytes=backward_bytes,
-        seconds=output_blocks.seconds + gradient_blocks.seconds,
+        seconds=forward.seconds + backward.seconds,
     )
 
 
-class _Measured(NamedTuple):
-    """The blocks of every output of a program, and the seconds of a run."""
+def _pull_back(plan: AnyPlan, cotangent: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the gradients of one device's blocks, given the cotangent of a plan's result."""
+    if isinstance(plan, Plan) and not jnp.issubdtype(blocks[0].dtype, jnp.inexact):
+        # JAX does not differentiate whole numbers, but tests use them since sums are exact: the
+        # plan of the gradient is run directly.
+        return (redistribute(cotangent, plan.backward),)
+    _, pull = jax.vjp(partial(apply, plan), *blocks)
+    return pull(cotangent)
 
-    of_outputs: list[Devices]
+
+class _Measured(NamedTuple):
+    """A program, the blocks of its outputs as `DeviceProgram.blocks` has them, and seconds of a run."""
+
+    program: DeviceProgram
+    blocks: Any
     seconds: float
 
 
-def _measured(program: DeviceProgram) -> _Measured:
-    """Run a program twice, and measure the second run."""
-    program()
-    start = time.perf_counter()
+def _measured(
+    question: Question,
+    function: Callable[..., Any],
+    inputs: Sequence[tuple[Devices, Sharding]],
+    outputs: Any,
+) -> _Measured:
+    """Compile a function of one device's blocks, run it twice, and time the second run."""
+    # Blocks are padded with NaN: if a plan reads padding, results become NaN.
+    program = DeviceProgram(function, question.plan.mesh, inputs, outputs, question.mode, np.nan)
     results = program()
-    seconds = time.perf_counter() - start
-    return _Measured(program.blocks(results), seconds)
+    return _Measured(program, program.blocks(results), _seconds(program))
 
 
 # ---- users' functions
 
 
-class _Parts(NamedTuple):
-    """What a user's function gives: arrays, or the blocks of each."""
+class _Results(NamedTuple):
+    """What a user's function gives: arrays while JAX traces it, the blocks of each array after it.
+
+    Shardings of these arrays come in the same form, since it is a pytree.
+    """
 
     outputs: list[Any]
-    gradients: list[Any]  # of the inputs that have some
-    updated: list[Any]  # the parameters after a step of the optimiser
+    gradients: dict[int, Any] | None  # by number of the input; None: only outputs were computed
+    updated: dict[int, Any]  # parameters after a step of the optimiser, by number of the input
 
 
 def _answer_reference(question: Question) -> Answer:
@@ -203,37 +207,33 @@ def _answer_reference(question: Question) -> Answer:
     question asks for it, gradients are also compared with finite differences.
     """
     program = _UserProgram(question)
-    drawn: list[Any] = []
 
-    def draw_cotangents(outputs: Arrays) -> list[Any]:
-        drawn.clear()  # JAX may trace this twice
-        for i, y in enumerate(outputs):
-            is_inexact = jnp.issubdtype(y.dtype, jnp.inexact)
-            drawn.append(draw(i, y.shape, y.dtype) if is_inexact else None)
-        return drawn
-
-    def run(*inputs: jax.Array) -> _Parts:
-        return program.results(inputs, draw_cotangents)
+    def run(*inputs: jax.Array) -> tuple[_Results, Cotangents]:
+        return program.differentiate(inputs, _drawn_cotangents)
 
     inputs = [jnp.asarray(blocks[0]) for blocks in question.inputs]
-    parts = jax.jit(_on_one_device(question, run))(*inputs)
-    blocks = _Parts(
-        _one_block(parts.outputs), _one_block(parts.gradients), _one_block(parts.updated)
-    )
-    answer = program.answer(blocks)
-    cotangents = {}
-    for name, cotangent in zip(program.names, drawn, strict=True):
-        if cotangent is not None:
-            cotangents[name] = (cotangent,)
-    answer = replace(answer, cotangents=cotangents)
+    compiled = jax.jit(_on_one_device(question, run))
+    arrays, cotangents = jax.device_get(compiled(*inputs))
+    answer = program.answer(jax.tree.map(_one_block, arrays))
+    slopes: Slopes = {}
     if question.differences:
-        answer = replace(answer, derivatives=_derivatives(question, answer))
-    return answer
+        slopes = _slopes(program, cotangents, answer.gradients_if_any)
+    blocks = {program.names[i]: _one_block(x) for i, x in cotangents.items()}
+    return replace(answer, cotangents=blocks, derivatives=slopes)
 
 
-def _one_block(arrays: Arrays) -> list[Devices]:
-    """Return each array as the block of the one device."""
-    return [(np.asarray(x),) for x in arrays]
+def _drawn_cotangents(outputs: Arrays) -> Cotangents:
+    """Draw a random cotangent for each output but those of whole numbers."""
+    cotangents = {}
+    for i, y in enumerate(outputs):
+        if jnp.issubdtype(y.dtype, jnp.inexact):
+            cotangents[i] = draw(i, y.shape, y.dtype)
+    return cotangents
+
+
+def _one_block(x: Block) -> Devices:
+    """Return an array of one device as the blocks of all devices."""
+    return (x,)
 
 
 def _on_one_device(question: Question, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,84 +254,88 @@ def _on_one_device(question: Question, function: Callable[..., Any]) -> Callable
     )
 
 
-def _derivatives(question: Question, answer: Answer) -> Slopes:
+def _slopes(
+    program: _UserProgram, cotangents: Cotangents, gradients: Mapping[int, Devices]
+) -> Slopes:
     """Compare the gradients of a reference with finite differences of its function.
 
     The function that is differenced is the sum of cotangent * output over all outputs, in float64.
-    """
-    program = _UserProgram(question)
 
-    def loss(*inputs: jax.Array) -> jax.Array:
-        outputs = dict(zip(answer.outputs, program.outputs(*inputs), strict=True))
+    Args:
+        program: The function.
+        cotangents: The cotangents of its outputs.
+        gradients: By number of the input.
+    """
+    question = program.question
+
+    def weighted_sum(*inputs: jax.Array) -> jax.Array:
+        outputs = program.outputs(*inputs)
         total = jnp.zeros(())
-        for name, (cotangent,) in answer.cotangents.items():
-            total = total + jnp.vdot(cotangent, outputs[name]).real
+        for i, cotangent in cotangents.items():
+            total = total + jnp.vdot(cotangent, outputs[i]).real
         return total
 
-    gradients = {} if answer.gradients is None else answer.gradients
     values = [block for (block,) in question.inputs]
     with jax.enable_x64(True):
-        run = jax.jit(_on_one_device(question, loss))
+        run = jax.jit(_on_one_device(question, weighted_sum))
 
-        def loss_of(blocks: Sequence[Any]) -> float:
+        def loss(blocks: Sequence[Any]) -> float:
             return float(run(*map(jnp.asarray, blocks)))
 
-        return derivatives(loss_of, values, gradients)
+        return derivatives(loss, values, gradients)
 
 
 def _answer_blocks(question: Question) -> Answer:
     """Run a function on the devices of a mesh, each with its own blocks."""
+    assert question.results is not None
+    program = _UserProgram(question)
+    results = list(question.results.values())
     try:
-        return _run_on_devices(question, has_gradients=True)
+        return _differentiate_on_devices(program, results)
     except _MisshapenError:
         # The outputs alone, which say what is wrong with their shapes.
-        return _run_on_devices(question, has_gradients=False)
+        return _compute_on_devices(program, results)
 
 
-def _run_on_devices(question: Question, *, has_gradients: bool) -> Answer:
-    """Run a user's function on all devices of a mesh, each with its own blocks.
+def _differentiate_on_devices(program: _UserProgram, results: Sequence[Result]) -> Answer:
+    """Compute outputs, gradients and an optimiser step on all devices.
 
-    Args:
-        question: The test: the function, its inputs, and the cotangents of its outputs.
-        has_gradients: Whether to compute gradients and an optimiser step, too.
+    The program of one device takes its blocks of the inputs, then those of the cotangents.
 
     Raises:
         _MisshapenError: Outputs do not fit their cotangents.
     """
-    assert question.results is not None
-    program = _UserProgram(question)
-    results = list(question.results.values())
+    question = program.question
     n_inputs = len(question.inputs)
     inputs = list(zip(question.inputs, question.shardings, strict=True))
-    for result in results:
+    differentiated = []  # numbers of the outputs that have a cotangent
+    for i, result in enumerate(results):
         if result.cotangents is not None:
+            differentiated.append(i)
             inputs.append((result.cotangents, result.sharding))
 
-    def one_device(*blocks: jax.Array) -> Arrays:
-        def given_cotangents(_: Arrays) -> list[Any]:
-            given = iter(blocks[n_inputs:])
-            return [None if result.cotangents is None else next(given) for result in results]
+    def one_device(*blocks: jax.Array) -> _Results:
+        cotangents = dict(zip(differentiated, blocks[n_inputs:], strict=True))
+        parts, _ = program.differentiate(blocks[:n_inputs], lambda _outputs: cotangents)
+        return parts
 
-        cotangents_of = given_cotangents if has_gradients else None
-        parts = program.results(blocks[:n_inputs], cotangents_of)
-        return [*parts.outputs, *parts.gradients, *parts.updated]
-
-    output_shardings = [result.sharding for result in results]
-    gradient_shardings: list[Sharding] = []
-    updated_shardings: list[Sharding] = []
-    if has_gradients:
-        gradient_shardings = [question.shardings[i] for i in question.differentiable]
-        if question.update is not None:
-            updated_shardings = [question.shardings[i] for i in question.update.arrays]
-    shardings = [*output_shardings, *gradient_shardings, *updated_shardings]
-    compiled = DeviceProgram(one_device, question.mesh, inputs, shardings, question.mode)
-    blocks = compiled.blocks(compiled())
-    n_outputs = len(output_shardings)
-    n_with_gradients = n_outputs + len(gradient_shardings)
-    parts = _Parts(
-        blocks[:n_outputs], blocks[n_outputs:n_with_gradients], blocks[n_with_gradients:]
+    updated = () if question.update is None else question.update.arrays
+    shardings = _Results(
+        [result.sharding for result in results],
+        {i: question.shardings[i] for i in question.differentiable},
+        {i: question.shardings[i] for i in updated},
     )
-    return program.answer(parts, has_gradients=has_gradients)
+    compiled = DeviceProgram(one_device, question.mesh, inputs, shardings, question.mode)
+    return program.answer(compiled.blocks(compiled()))
+
+
+def _compute_on_devices(program: _UserProgram, results: Sequence[Result]) -> Answer:
+    """Compute the outputs alone on all devices."""
+    question = program.question
+    inputs = list(zip(question.inputs, question.shardings, strict=True))
+    shardings = [result.sharding for result in results]
+    compiled = DeviceProgram(program.outputs, question.mesh, inputs, shardings, question.mode)
+    return program.answer(_Results(compiled.blocks(compiled()), None, {}))
 
 
 class _UserProgram:
@@ -340,7 +344,7 @@ class _UserProgram:
     def __init__(self, question: Question) -> None:
         assert isinstance(question.function, bytes)
         self.question = question
-        self.function: Callable[..., Any] = pickle.loads(question.function)[0]
+        self.function: Callable[..., Any] = _unpacked(question.function)
         # Known after the first call.
         self.names: tuple[str, ...] = ()
         self.tree: Tree = None
@@ -353,115 +357,117 @@ class _UserProgram:
         named = named_outputs(returned, results, "JAX")
         self.names = tuple(named)
         self.tree = numbered(returned)
-        arrays = {name: jnp.asarray(y) for name, y in named.items()}
-        if results is None:
-            return list(arrays.values())
-        return [_typed(y, results[name].sharding, name) for name, y in arrays.items()]
+        outputs = []
+        for name, y in named.items():
+            array = jnp.asarray(y)
+            if results is not None:
+                array = _typed(array, results[name].sharding, name)
+            outputs.append(array)
+        return outputs
 
-    def results(
-        self, inputs: Sequence[jax.Array], cotangents_of: Callable[[Arrays], Sequence[Any]] | None
-    ) -> _Parts:
-        """Run the user's function: outputs, gradients, and parameters after an optimiser step.
+    def differentiate(
+        self, inputs: Sequence[jax.Array], cotangents_of: Callable[[Arrays], Cotangents]
+    ) -> tuple[_Results, Cotangents]:
+        """Run the user's function, and pull the cotangents of its outputs back to its inputs.
 
         Args:
-            inputs: The inputs.
-            cotangents_of: Outputs -> the cotangent of each, None for one without. None: outputs
-                alone.
+            inputs: All arguments of the function.
+            cotangents_of: Its outputs -> their cotangents.
+
+        Returns:
+            Its results, and the cotangents.
 
         Raises:
             _MisshapenError: An output does not fit its cotangent.
         """
-        if cotangents_of is None:
-            return _Parts(self.outputs(*inputs), [], [])
-        cotangents: list[Any] = []
 
-        def forward(varied: Arrays) -> tuple[Arrays, Arrays]:
-            arguments = list(inputs)
-            for i, x in zip(self.question.differentiable, varied, strict=True):
-                arguments[i] = x
-            outputs = self.outputs(*arguments)
-            cotangents[:] = cotangents_of(outputs)
-            return _with_cotangents(outputs, cotangents), outputs
+        def of_differentiable(values: dict[int, jax.Array]) -> Arrays:
+            return self.outputs(*[values.get(i, x) for i, x in enumerate(inputs)])
 
-        varied = [inputs[i] for i in self.question.differentiable]
-        with_cotangents, pull, outputs = jax.vjp(forward, varied, has_aux=True)
-        # For complex numbers torch takes the conjugate of JAX's: both for cotangents and for gradients.
-        given = [c for c in cotangents if c is not None]
-        pairs = zip(with_cotangents, given, strict=True)
-        (gradients,) = pull([jnp.conj(jnp.asarray(c, y.dtype)) for y, c in pairs])
-        gradients = [jnp.conj(gradient) for gradient in gradients]
-        return _Parts(outputs, gradients, self._updated(inputs, gradients))
+        differentiable = {i: inputs[i] for i in self.question.differentiable}
+        outputs, pull = jax.vjp(of_differentiable, differentiable)
+        cotangents = cotangents_of(outputs)
+        (gradients,) = pull([_jax_cotangent(y, cotangents.get(i)) for i, y in enumerate(outputs)])
+        # For complex numbers torch takes the conjugates of JAX's gradients, and of its cotangents.
+        gradients = jax.tree.map(jnp.conj, gradients)
+        return _Results(outputs, gradients, self._updated(inputs, gradients)), cotangents
 
-    def _updated(self, inputs: Sequence[jax.Array], gradients: Arrays) -> Arrays:
-        """Return the parameters after a step of the user's optimiser; [] if there is none.
+    def _updated(
+        self, inputs: Sequence[jax.Array], gradients: dict[int, jax.Array]
+    ) -> dict[int, jax.Array]:
+        """Return the parameters after a step of the user's optimiser; {} if there is none.
 
         Args:
             inputs: All arguments of the function, parameters among them.
-            gradients: The gradients of those that have one.
+            gradients: The gradients of those inputs that have one, by number.
 
         Raises:
-            StructureError: It returns other parameters than it got.
+            StructureError: The optimiser returns other parameters than it got.
         """
         question = self.question
         if question.update is None:
-            return []
-        gradient_of = dict(zip(question.differentiable, gradients, strict=True))
-        numbers = tuple(question.arguments[position] for position in question.update.positions)
-        values = mapped(inputs.__getitem__, numbers)
-        gradients_of_values = mapped(gradient_of.__getitem__, numbers)
-        update = pickle.loads(question.update.function)[0]
-        returned = leaves(update(values, gradients_of_values), "parameters")
-        expected = list(leaves(numbers, "parameters"))
-        if list(returned) != expected:
+            return {}
+        # A tree for each updated argument, with the number of an input in place of each array.
+        parameters = tuple(question.arguments[position] for position in question.update.positions)
+        values = mapped(inputs.__getitem__, parameters)
+        update = _unpacked(question.update.function)
+        new_values = update(values, mapped(gradients.__getitem__, parameters))
+
+        returned = leaves(new_values, "parameters")
+        numbers = leaves(parameters, "parameters")
+        if list(returned) != list(numbers):
             reason = f"the JAX update returns {', '.join(returned)}"
-            hint = f"(values, gradients) -> values, of {', '.join(expected)}"
+            hint = f"(values, gradients) -> values, of {', '.join(numbers)}"
             raise StructureError(reason, hint=hint)
-        updated = []
-        for i, (name, y) in zip(question.update.arrays, returned.items(), strict=True):
-            updated.append(_typed(y, question.shardings[i], name))
+        updated = {}
+        for name, i in numbers.items():
+            updated[i] = _typed(returned[name], question.shardings[i], name)
         return updated
 
-    def answer(self, blocks: _Parts, has_gradients: bool = True) -> Answer:
-        """Pack blocks into an answer: outputs by name, gradients and new parameters by number.
-
-        Args:
-            blocks: The blocks of all results.
-            has_gradients: False if only outputs were computed.
-        """
-        question = self.question
-        gradients = None
-        if has_gradients:
-            gradients = dict(zip(question.differentiable, blocks.gradients, strict=True))
-        updated = {}
-        if question.update is not None and blocks.updated:
-            updated = dict(zip(question.update.arrays, blocks.updated, strict=True))
+    def answer(self, blocks: _Results) -> Answer:
+        """Return the blocks of all results as an answer, in which outputs have names."""
         outputs = dict(zip(self.names, blocks.outputs, strict=True))
-        return Answer(outputs, gradients, updated, tree=self.tree)
+        return Answer(outputs, blocks.gradients, blocks.updated, tree=self.tree)
 
 
-def _with_cotangents(outputs: Arrays, cotangents: Sequence[Any]) -> Arrays:
-    """Return the outputs that have a cotangent. Raises _MisshapenError if shapes differ."""
-    chosen = []
-    for y, cotangent in zip(outputs, cotangents, strict=True):
-        if cotangent is None:
-            continue
+def _unpacked(function: bytes) -> Callable[..., Any]:
+    """Unpickle a function of the user, which was packed without arguments."""
+    return pickle.loads(function)[0]
+
+
+def _jax_cotangent(y: jax.Array, cotangent: Any) -> Any:
+    """Return the cotangent that JAX's pullback takes for an output; None counts as zero.
+
+    Raises:
+        _MisshapenError: It has another shape than the output.
+    """
+    if cotangent is not None:
         if y.shape != cotangent.shape:
             raise _MisshapenError
-        chosen.append(y)
-    return chosen
+        return jnp.conj(jnp.asarray(cotangent, y.dtype))
+    if jnp.issubdtype(y.dtype, jnp.inexact):
+        return jnp.zeros_like(y)
+    return np.zeros(y.shape, jax.dtypes.float0)  # JAX's type for outputs of whole numbers
 
 
 def _typed(y: jax.Array, sharding: Sharding, name: str) -> jax.Array:
-    """Check that an output differs between devices along its layout's axes only (JAX's type).
+    """Check that an output differs between devices along its layout's axes only.
+
+    JAX's type of a value says along which mesh axes it may differ (`check_vma`).
+
+    Args:
+        y: This device's block of the output.
+        sharding: Its sharding.
+        name: Its name, for the message.
+
+    Returns:
+        The block, with a type that varies along all of the layout's axes.
 
     Raises:
         StructureError: It may differ along others, where the layout says one value.
     """
     layout_axes = sharding.layout.axes
-    other_axes = varying_axes(y) - set(layout_axes) if sharding.mesh.axes else ()
-    for axis in other_axes:
-        if not is_typed(axis):
-            continue
+    for axis in varying_axes(y).difference(layout_axes):
         if sharding.mesh.size(axis) > 1:
             output = f"{name} of the JAX function"
             reason = f"{output} varies along {axis!r}, where its layout holds one value"
@@ -486,7 +492,7 @@ def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, _timeout_s: float) -
     for i in range(rounds):
         for j, timer in enumerate(timers):
             seconds[i, j] = timer.seconds()
-    return [statistics.median(times.tolist()) for times in seconds.T]
+    return np.median(seconds, axis=0).tolist()
 
 
 def seconds_of_products(
@@ -510,14 +516,16 @@ def seconds_of_products(
         for dtype in dtypes:
             ones = jnp.ones((n, rows, rows), dtype)
             x = jax.device_put(ones, jax.NamedSharding(mesh, by_device))
-            jax.block_until_ready(multiply(x, x))  # the first compiles
-            times = []
-            for _ in range(rounds):
-                start = time.perf_counter()
-                jax.block_until_ready(multiply(x, x))
-                times.append(time.perf_counter() - start)
-            medians.append(statistics.median(times))
+            _seconds(multiply, x, x)  # the first call compiles
+            medians.append(statistics.median(_seconds(multiply, x, x) for _ in range(rounds)))
     return medians
+
+
+def _seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Measure the seconds until the results of a call are there."""
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - start
 
 
 class Timer:
@@ -534,7 +542,7 @@ class Timer:
             block = np.ones(source.max_local_shape, dtype)
             inputs.append(([block] * n_devices, source))
         loop = partial(_loop, plan)
-        self.program = DeviceProgram(loop, plan.mesh, inputs, [target], "novma")
+        self.program = DeviceProgram(loop, plan.mesh, inputs, target, "novma")
         self.calls = 3
         self.seconds()  # the first run is slower
         self.calls = int(min(MOST_CALLS, max(1.0, TARGET_S / self.seconds())))
@@ -542,15 +550,14 @@ class Timer:
     def seconds(self) -> float:
         """Measure the seconds per call; a program ends when its busiest device does."""
         self.program.arrays[0] = jnp.full_like(self.program.arrays[0], self.calls)
-        start = time.perf_counter()
-        self.program()
-        return (time.perf_counter() - start) / self.calls
+        return _seconds(self.program) / self.calls
 
 
-def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> jax.Array:
     """Run a plan `n_calls` times in a compiled loop, to measure its time.
 
-    Each call waits for the one before, since its operands get an element of that one's result.
+    Each call waits for the one before, since its operands get an element of that one's result. The
+    number of calls is an argument, so that the program is compiled once.
     """
 
     def call_again(_: jax.Array, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
@@ -563,6 +570,7 @@ def _loop(plan: AnyPlan, n_calls: jax.Array, *operands: jax.Array) -> list[jax.A
         # The whole result is carried along: otherwise XLA might compute that one element only.
         return next_blocks, y
 
-    result = jnp.zeros(arrays_of(plan)[-1].max_local_shape, operands[0].dtype)
-    _, result = lax.fori_loop(0, n_calls, call_again, (operands, result))
-    return [result]
+    target = arrays_of(plan)[-1]
+    no_result = jnp.zeros(target.max_local_shape, operands[0].dtype)
+    _, result = lax.fori_loop(0, n_calls, call_again, (operands, no_result))
+    return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +61,23 @@ def torch_dtype(dtype: np.dtype | str) -> torch.dtype:
     return in_torch
 
 
+def with_float0(given: Mapping[int, Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Complete cotangents, given by number of the array, to those of all arrays, as JAX takes them.
+
+    Arrays of whole numbers get zeros of JAX's type float0, which have no memory.
+    """
+    cotangents = []
+    for i, x in enumerate(arrays):
+        cotangents.append(given[i] if i in given else np.zeros(x.shape, jax.dtypes.float0))
+    return tuple(cotangents)
+
+
 # ---- memory
+
+
+def is_list_of_tensors(value: Any) -> bool:
+    """Return whether a value is a list with tensors, such as one for each device."""
+    return isinstance(value, list) and any(isinstance(x, Tensor) for x in value)
 
 
 def check_dense(x: Tensor) -> None:
@@ -158,7 +175,7 @@ class ReadOnlyTensor(Tensor):
         if kwargs is None:
             kwargs = {}
         names = [argument.name for argument in schema_of(func).arguments]
-        by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+        by_name = dict(zip(names, args, strict=False), **kwargs)
         cls._check_not_written(func, by_name)
         # A result in the memory of an argument is a view of it: a slice, a transpose.
         shared_storages = set()

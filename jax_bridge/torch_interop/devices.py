@@ -57,6 +57,12 @@ class MeshPair:
         """This process's devices of torch's mesh, in its order."""
         return [self.torch_devices[i] for i in self.local_positions]
 
+    @property
+    def local_jax_devices(self) -> list[jax.Device]:
+        """This process's devices of JAX's mesh, in its order."""
+        process = jax.process_index()
+        return [device for device in self.jax_devices if device.process_index == process]
+
     @cached_property
     def kind(self) -> str:
         """Torch's name for the kind of devices: "cpu" or "cuda". Raises MeshError for others."""
@@ -137,13 +143,13 @@ def _matched(jax_mesh: JaxMesh, torch_mesh: TorchMesh | None) -> MeshPair:
     """
     jax_axes = xshard_mesh(jax_mesh)
     jax_devices = tuple(jax_mesh.devices.flat)
-    if torch_mesh is None:
-        meshes = MeshPair(jax_mesh, jax_axes, jax_devices, jax_axes, jax_devices)
-    else:
+    torch_axes = jax_axes
+    torch_devices = jax_devices
+    if torch_mesh is not None:
         # Another mesh: its axes differ, and its devices or their order may.
         torch_axes = mesh_of(torch_mesh)
         torch_devices = _torch_devices(torch_mesh, torch_axes, jax_devices)
-        meshes = MeshPair(jax_mesh, jax_axes, jax_devices, torch_axes, torch_devices)
+    meshes = MeshPair(jax_mesh, jax_axes, jax_devices, torch_axes, torch_devices)
     if all(device.process_index != jax.process_index() for device in meshes.all_devices):
         in_jax = f"JAX's mesh {dict(jax_mesh.shape)}"
         in_torch = "" if torch_mesh is None else f" or torch's {meshes.torch_axes!r}"
@@ -177,6 +183,8 @@ def _devices_of_ranks(
     ranks: list[int], jax_devices: tuple[jax.Device, ...], available: list[jax.Device]
 ) -> tuple[jax.Device, ...]:
     """Return the device of JAX for each rank of torch, in order.
+
+    Ranks 1, 0 -> the device of process 1, then that of process 0.
 
     Args:
         ranks: Torch's ranks, which are numbers of processes.

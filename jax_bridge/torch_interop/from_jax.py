@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
@@ -21,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from jax_bridge.arrays.stored import stored_as
+from jax_bridge.torch_interop.buffers import is_list_of_tensors, with_float0
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
 from jax_bridge.torch_interop.hand_over import prepare_to_jax, prepare_to_torch
-from jax_bridge.torch_interop.route import Options, array_sharding, layouts_of
+from jax_bridge.torch_interop.route import Options, array_sharding, layouts_of, named_like
 from torch_bridge.dtensor.function import dtensor_of_block
 from torch_bridge.dtensor.placements import local_block_under
 from xshard import Layout
@@ -31,6 +31,10 @@ from xshard.errors import MeshError, api_boundary
 
 Arrays = Sequence[jax.Array]
 Group = list[Tensor]  # the tensors of one array, one for each device of this process
+
+# Autograd sees all tensors flat, group after group. A list with an entry for each leaf of the arguments
+# says which leaves are groups: it has None for them, and the leaf itself for anything else.
+NonTensors = Sequence[Any]
 OPTIONS = Options()
 
 
@@ -77,15 +81,14 @@ def from_jax(
     """
     call = _JaxFunction(fn, in_layouts, out_layouts, mesh)
     function: Any = torch.compiler.disable(call.__call__)
-    name = getattr(fn, "__name__", "from_jax")
-    function.__name__ = name
-    function.__qualname__ = name
-    function.__doc__ = fn.__doc__
-    return function
+    return named_like(fn, function, "from_jax")
 
 
 class _Argument(NamedTuple):
-    """One leaf of the arguments: a group of tensors, or something else that `fn` takes."""
+    """One leaf of the arguments: a group of tensors, or something else that `fn` takes.
+
+    Something else is a jax.Array, a number or a key, and gets no gradient.
+    """
 
     layout: Layout
     tensors: Group
@@ -94,9 +97,9 @@ class _Argument(NamedTuple):
     @classmethod
     def of(cls, x: Any, layout: Layout) -> _Argument:
         if isinstance(x, DTensor):
-            return cls(layout, [local_block_under(x, layout, str(layout))], None)
+            x = local_block_under(x, layout, str(layout))
         if isinstance(x, Tensor):
-            return cls(layout, [x], None)
+            x = [x]
         if isinstance(x, list):
             return cls(layout, x, None)
         return cls(layout, [], x)
@@ -106,15 +109,8 @@ class _Argument(NamedTuple):
         return _to_jax(self.tensors, self.layout, mesh) if self.tensors else self.other
 
     @property
-    def requires_grad(self) -> bool:
-        return any(x.requires_grad for x in self.tensors)
-
-
-def _differentiated(arguments: Sequence[_Argument]) -> tuple[int, ...]:
-    """Return the indices of the arguments that get a gradient."""
-    if not torch.is_grad_enabled():
-        return ()
-    return tuple(i for i, argument in enumerate(arguments) if argument.requires_grad)
+    def gets_gradient(self) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in self.tensors)
 
 
 class _JaxFunction:
@@ -133,25 +129,20 @@ class _JaxFunction:
     def __call__(self, *args: Any) -> Any:
         meshes = mesh_pair(self.mesh)
         has_several_devices = len(meshes.local_positions) > 1
-
-        def is_group(value: Any) -> bool:
-            is_list = has_several_devices and isinstance(value, list)
-            return is_list and any(isinstance(x, Tensor) for x in value)
-
-        leaves, tree = jax.tree.flatten(args, is_group)
-        texts = layouts_of("in_layouts", self.in_layouts, tree)
-        layouts = tuple(map(Layout.parse, texts))
+        # In a process with one device a list of tensors is a tree, elsewhere a leaf.
+        is_leaf = is_list_of_tensors if has_several_devices else None
+        leaves, tree = jax.tree.flatten(args, is_leaf)
+        layouts = _layouts_of("in_layouts", self.in_layouts, tree)
         device_mesh = self._device_mesh(leaves)
-        arguments = [_Argument.of(x, layout) for x, layout in zip(leaves, layouts, strict=True)]
+        arguments = list(map(_Argument.of, leaves, layouts))
         arrays = [argument.to_jax(self.mesh) for argument in arguments]
-        program = self._program(meshes, tree, layouts, arrays, _differentiated(arguments))
+        wrt = tuple(i for i, argument in enumerate(arguments) if argument.gets_gradient)
+        program = self._program(meshes, tree, layouts, arrays, wrt)
 
-        # An autograd function sees tensors only as arguments of their own, not inside lists: all
-        # tensors are passed flat, and results are divided by array again.
-        others = [argument.other for argument in arguments]
+        non_tensors = [argument.other for argument in arguments]
         tensors = chain.from_iterable(argument.tensors for argument in arguments)
-        groups = program.divided(_Apply.apply(program, arrays, others, *tensors))
-        results: list[Any] = groups if has_several_devices else [group[0] for group in groups]
+        outputs = _Apply.apply(program, arrays, non_tensors, *tensors)
+        results = program.as_user_gives(program.divided(outputs))
         if device_mesh is not None:
             results = program.as_dtensors(results, device_mesh)
         return jax.tree.unflatten(program.out_tree, results)
@@ -192,30 +183,26 @@ class _JaxFunction:
             arrays: The leaves.
             wrt: The indices of the leaves that get a gradient.
         """
-        fn = self.fn
-        avals = tuple(map(jax.typeof, arrays))
+        in_avals = tuple(map(jax.typeof, arrays))
         # All that the compiled programs depend on.
-        key = (tree, layouts, avals, wrt)
+        key = (tree, layouts, in_avals, wrt)
         if key in self._programs:
             return self._programs[key]
-
-        def of_leaves(*leaves: jax.Array) -> Any:
-            return fn(*jax.tree.unflatten(tree, leaves))
-
-        def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(jax.tree.leaves(of_leaves(*leaves)))
-
         with jax.set_mesh(self.mesh):
-            out_avals, out_tree = jax.tree.flatten(jax.eval_shape(of_leaves, *arrays))
-        texts = layouts_of("out_layouts", self.out_layouts, out_tree)
-        out_layouts = tuple(map(Layout.parse, texts))
-        for layout, aval in zip(out_layouts, out_avals, strict=True):
-            array_sharding(layout, meshes, aval.shape)  # raises before anything runs
+            results = jax.eval_shape(self.fn, *jax.tree.unflatten(tree, arrays))
+        out_avals, out_tree = jax.tree.flatten(results)
+        out_layouts = _layouts_of("out_layouts", self.out_layouts, out_tree)
         program = VjpProgram(
-            flat, meshes, avals, layouts, wrt, out_tree, tuple(out_avals), out_layouts
+            self.fn, meshes, tree, in_avals, layouts, wrt, out_tree, tuple(out_avals), out_layouts
         )
+        _ = program.out_shardings  # raises before anything runs
         self._programs[key] = program
         return program
+
+
+def _layouts_of(what: str, layouts: Any, tree: Any) -> tuple[Layout, ...]:
+    """Return the layout of every leaf of a pytree structure: see `layouts_of`."""
+    return tuple(map(Layout.parse, layouts_of(what, layouts, tree)))
 
 
 def _to_jax(group: Group, layout: Layout, mesh: JaxMesh) -> jax.Array:
@@ -228,18 +215,26 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, program: VjpProgram, arrays: list[Any], others: list[Any], *tensors: Tensor
+        ctx: Any,
+        program: VjpProgram,
+        arrays: list[Any],
+        non_tensors: NonTensors,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run the JAX function, and save its pullback for the backward pass.
+        """Run the JAX function, and save its pullback (cotangents -> gradients) for the backward pass.
+
+        A group is the tensors of one array, one for each device of this process.
 
         Args:
             ctx: Autograd's context.
             program: The program.
             arrays: The arguments of the function.
-            others: Those that are no tensors; None for tensors.
-            tensors: The tensors, which autograd has to see.
+            non_tensors: See `NonTensors`.
+            tensors: The tensors of the arguments, which autograd has to see.
         """
-        outputs, pull = program.forward(arrays)
+        # Specs without a mesh need one in context, and autograd's threads have none.
+        with jax.set_mesh(program.meshes.jax_mesh):
+            outputs, pull = program.compiled_forward(*arrays)
         # If the function returns an argument unchanged, the result has the memory of the caller's
         # tensor, and a write to one would change the other: it is copied.
         addresses = {x.data_ptr() for x in tensors}
@@ -248,7 +243,7 @@ class _Apply(torch.autograd.Function):
             group = program.to_torch(output, layout)
             groups.append([x.clone() if x.data_ptr() in addresses else x for x in group])
         ctx.program = program
-        ctx.others = others
+        ctx.non_tensors = non_tensors
         ctx.pull = pull
         ctx.n_tensors = len(tensors)
         config: Any = jax.config
@@ -257,18 +252,20 @@ class _Apply(torch.autograd.Function):
         if program.wrt:
             # The pullback reads memory that these tensors share. Torch raises in the backward pass
             # if a saved tensor was written to meanwhile.
-            borrowed = chain.from_iterable(groups[i] for i in program.borrowed(outputs, pull))
-            ctx.save_for_backward(*tensors, *borrowed)
+            shared = chain.from_iterable(groups[i] for i in program.shared_outputs(outputs, pull))
+            ctx.save_for_backward(*tensors, *shared)
         whole_numbers = []
         for i, group in enumerate(groups):
             if i not in program.inexact_outputs:
                 whole_numbers += group
-        ctx.mark_non_differentiable(*whole_numbers)
+        ctx.mark_non_differentiable(*whole_numbers)  # torch keeps those of one call only
         return tuple(chain.from_iterable(groups))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """Run JAX's pullback on the cotangents of the results.
+
+        Whole numbers have no cotangents: the tensors that torch gives for these are left out.
 
         Returns:
             As torch wants it, one entry per argument of `forward`: the gradients of the tensors,
@@ -277,40 +274,42 @@ class _Apply(torch.autograd.Function):
         program = ctx.program
         # Reading them makes torch check that none was written to.
         tensors = ctx.saved_tensors[: ctx.n_tensors]
-        all_groups = program.divided(cotangents)
-        groups = [all_groups[i] for i in program.inexact_outputs]
+        groups = program.divided(cotangents)
+        inexact_groups = [groups[i] for i in program.inexact_outputs]
         # Autograd runs the backward pass of a GPU in another thread, which has other settings.
         with jax.enable_x64(ctx.x64), jax.default_matmul_precision(ctx.precision):
             if torch.is_grad_enabled():  # the backward pass is recorded, for second derivatives
-                gradients = program.recorded_gradients(ctx.others, tensors, groups)
+                gradients = program.recorded_gradients(ctx.non_tensors, tensors, inexact_groups)
             else:
-                gradients = program.gradients(ctx.pull, groups)
-        gradient_of_leaf = dict(zip(program.wrt, gradients, strict=True))
-        no_gradients = [None] * len(program.meshes.local_positions)
-        results: list[Tensor | None] = [None, None, None]  # of program, arrays and others
-        for i, other in enumerate(ctx.others):
-            if other is None:
-                results += gradient_of_leaf.get(i, no_gradients)
+                gradients = program.gradients(ctx.pull, inexact_groups)
+        gradients_of_leaf = dict(zip(program.wrt, gradients, strict=True))
+        no_gradients = [None] * program.n_local_devices
+        results: list[Tensor | None] = [None, None, None]  # of program, arrays and non_tensors
+        for i, non_tensor in enumerate(ctx.non_tensors):
+            if non_tensor is None:  # leaf i is a group of tensors
+                results += gradients_of_leaf.get(i, no_gradients)
         return tuple(results)
 
 
 @dataclass(frozen=True, eq=False)
 class VjpProgram:
-    """The forward and backward programs of a function of leaves.
+    """The forward and backward programs of a function, from leaves of its arguments to results.
 
     Attributes:
-        fn: The function: leaves of its arguments -> leaves of its results.
+        fn: The function.
         meshes: The meshes of torch and JAX.
-        in_avals: JAX's types of the arguments.
-        in_layouts: Their layouts.
-        wrt: Which arguments get a gradient.
+        in_tree: The structure of its arguments.
+        in_avals: JAX's types of their leaves.
+        in_layouts: The layouts of their leaves.
+        wrt: Which leaves get a gradient.
         out_tree: The structure of the results.
-        out_avals: JAX's types of the results.
-        out_layouts: Their layouts.
+        out_avals: JAX's types of their leaves.
+        out_layouts: The layouts of their leaves.
     """
 
-    fn: Callable[..., tuple[jax.Array, ...]]
+    fn: Callable[..., Any]
     meshes: MeshPair
+    in_tree: Any
     in_avals: tuple[Any, ...]
     in_layouts: tuple[Layout, ...]
     wrt: tuple[int, ...]
@@ -325,6 +324,11 @@ class VjpProgram:
         return tuple(i for i, aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact))
 
     @cached_property
+    def out_shardings(self) -> tuple[Any, ...]:
+        """JAX's shardings of the results."""
+        return self._shardings(self.out_layouts, self.out_avals)
+
+    @cached_property
     def cotangent_layouts(self) -> tuple[Layout, ...]:
         """The layouts of the outputs' cotangents."""
         return tuple(self.out_layouts[i].dual for i in self.inexact_outputs)
@@ -336,11 +340,22 @@ class VjpProgram:
 
     # ---- tensors and arrays
 
+    @property
+    def n_local_devices(self) -> int:
+        """How many devices this process has, and so the length of a group."""
+        return len(self.meshes.local_positions)
+
     def divided(self, tensors: Sequence[Tensor]) -> list[Group]:
         """Divide tensors of several arrays by array: on 2 devices [a0, a1, b0, b1] -> [a0, a1], ..."""
-        n_devices = len(self.meshes.local_positions)
+        n_devices = self.n_local_devices
         starts = range(0, len(tensors), n_devices)
         return [list(tensors[start : start + n_devices]) for start in starts]
+
+    def as_user_gives(self, groups: list[Group]) -> list[Any]:
+        """Return groups as users have them: the tensor itself in a process with one device."""
+        if self.n_local_devices > 1:
+            return groups
+        return [group[0] for group in groups]
 
     def to_torch(self, array: jax.Array, layout: Layout) -> Group:
         """Hand an array over to torch."""
@@ -358,60 +373,45 @@ class VjpProgram:
             dtensors.append(dtensor_of_block(block, layout, device_mesh, aval.shape))
         return dtensors
 
-    def borrowed(self, outputs: Arrays, pull: Any) -> tuple[int, ...]:
+    def shared_outputs(self, outputs: Arrays, pull: Any) -> list[int]:
         """Return the indices of the outputs that share memory with the pullback."""
-        saved = set(chain.from_iterable(map(_memory, jax.tree.leaves(pull))))
-        return tuple(i for i, x in enumerate(outputs) if saved.intersection(_memory(x)))
+        saved: set[tuple[Any, int]] = set()
+        for x in jax.tree.leaves(pull):
+            saved |= _memory(x)
+        return [i for i, x in enumerate(outputs) if not saved.isdisjoint(_memory(x))]
 
     # ---- forward and backward
 
-    def forward(self, arrays: Arrays) -> tuple[tuple[jax.Array, ...], Any]:
-        """Return the outputs, and the pullback for `backward`; None if nothing is differentiated."""
-        # Specs without a mesh need one in context, and autograd's threads have none.
-        with jax.set_mesh(self.meshes.jax_mesh):
-            return self._compiled_forward(*arrays)
-
-    def backward(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        """Return the gradients of the leaves `wrt`.
-
-        Complex gradients are torch's: the conjugates of JAX's.
-        """
-        with jax.set_mesh(self.meshes.jax_mesh):
-            return self._compiled_backward(pull, list(cotangents))
-
     def gradients(self, pull: Any, groups: list[Group]) -> list[Group]:
         """Return the tensors of the gradients, given those of the cotangents."""
-        pairs = zip(groups, self.cotangent_layouts, strict=True)
-        cotangents = [_to_jax(group, layout, self.meshes.jax_mesh) for group, layout in pairs]
-        gradients = self.backward(pull, cotangents)
-        pairs_back = zip(gradients, self.gradient_layouts, strict=True)
-        return [self.to_torch(gradient, layout) for gradient, layout in pairs_back]
+        cotangents = []
+        for group, layout in zip(groups, self.cotangent_layouts, strict=True):
+            cotangents.append(_to_jax(group, layout, self.meshes.jax_mesh))
+        with jax.set_mesh(self.meshes.jax_mesh):
+            gradients = self._compiled_backward(pull, cotangents)
+        return list(map(self.to_torch, gradients, self.gradient_layouts))
 
     def recorded_gradients(
-        self, others: Sequence[Any], tensors: Sequence[Tensor], cotangents: list[Group]
+        self, non_tensors: NonTensors, tensors: Sequence[Tensor], cotangents: list[Group]
     ) -> list[Group]:
         """Compute gradients by a function that autograd can differentiate, for second derivatives.
 
         Args:
-            others: The arguments that are no tensors; None for tensors.
-            tensors: The tensors.
+            non_tensors: See `NonTensors`.
+            tensors: The tensors of the arguments.
             cotangents: The tensors of the cotangents.
         """
-        has_several_devices = len(self.meshes.local_positions) > 1
-        inputs: list[Any] = self.divided(tensors)
-        given: list[Any] = cotangents
-        if not has_several_devices:
-            # `_JaxFunction` takes a tensor in a process with one device, and a list otherwise.
-            inputs = [group[0] for group in inputs]
-            given = [group[0] for group in given]
-        next_input = iter(inputs)
-        leaves = [next(next_input) if other is None else other for other in others]
-        gradients = self._pullback(leaves, given)
-        return list(gradients) if has_several_devices else [[x] for x in gradients]
+        # The function takes leaves as users pass them: tensors again, not groups of one.
+        next_group = iter(self.as_user_gives(self.divided(tensors)))
+        leaves = [next(next_group) if x is None else x for x in non_tensors]
+        gradients = self._pullback(leaves, self.as_user_gives(cotangents))
+        if self.n_local_devices > 1:
+            return list(gradients)
+        return [[gradient] for gradient in gradients]
 
     @cached_property
     def _pullback(self) -> _JaxFunction:
-        """`backward` as a function of leaves and cotangents."""
+        """The gradients as a function of leaves and cotangents."""
 
         def gradients(leaves: Arrays, cotangents: Arrays) -> list[jax.Array]:
             _, pull = self._vjp(*leaves)
@@ -422,10 +422,10 @@ class VjpProgram:
         return _JaxFunction(gradients, in_layouts, out_layouts, self.meshes.jax_mesh)
 
     @cached_property
-    def _compiled_forward(self) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
+    def compiled_forward(self) -> Callable[..., tuple[tuple[jax.Array, ...], Any]]:
+        """The function: leaves -> outputs and the pullback, None if no leaf gets a gradient."""
         # XLA chooses how the pullback's own arrays are sharded.
-        shardings = (self._shardings(self.out_layouts, self.out_avals), None)
-        return jax.jit(self._vjp, out_shardings=shardings)
+        return jax.jit(self._vjp, out_shardings=(self.out_shardings, None))
 
     @cached_property
     def _compiled_backward(self) -> Callable[..., tuple[jax.Array, ...]]:
@@ -444,30 +444,31 @@ class VjpProgram:
         None if no argument gets a gradient.
         """
         if not self.wrt:
-            return self.fn(*leaves), None
+            return self._outputs(*leaves), None
 
         def of_wrt(*varied: jax.Array) -> tuple[jax.Array, ...]:
             arguments = list(leaves)
             for i, x in zip(self.wrt, varied, strict=True):
                 arguments[i] = x
-            return self.fn(*arguments)
+            return self._outputs(*arguments)
 
-        return jax.vjp(of_wrt, *(leaves[i] for i in self.wrt))
+        return jax.vjp(of_wrt, *[leaves[i] for i in self.wrt])
+
+    def _outputs(self, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+        """Run the function on leaves of its arguments, and return the leaves of its results."""
+        return tuple(jax.tree.leaves(self.fn(*jax.tree.unflatten(self.in_tree, leaves))))
 
     def _pull(self, pull: Any, cotangents: Arrays) -> tuple[jax.Array, ...]:
-        """Return the gradients of the arguments `wrt`.
+        """Return the gradients of the leaves `wrt`.
+
+        Complex gradients are torch's: the conjugates of JAX's.
 
         Args:
             pull: JAX's pullback.
             cotangents: One for each output of floats or complex numbers.
         """
-        # JAX wants a cotangent for every output: of whole numbers it is float0, which has no memory.
-        all_cotangents: list[Any] = []
-        for aval in self.out_avals:
-            all_cotangents.append(np.zeros(aval.shape, jax.dtypes.float0))
-        for i, cotangent in zip(self.inexact_outputs, cotangents, strict=True):
-            all_cotangents[i] = _conjugate(cotangent)
-        return tuple(map(_conjugate, pull(tuple(all_cotangents))))
+        given = dict(zip(self.inexact_outputs, map(_conjugate, cotangents), strict=True))
+        return tuple(map(_conjugate, pull(with_float0(given, self.out_avals))))
 
 
 def _conjugate(x: jax.Array) -> jax.Array:

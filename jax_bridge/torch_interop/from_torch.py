@@ -9,7 +9,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
@@ -25,14 +25,13 @@ from torch.utils.dlpack import from_dlpack
 from jax_bridge.calls import redistribute
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, mesh_pair
-from jax_bridge.torch_interop.route import array_sharding, layouts_of
+from jax_bridge.torch_interop.route import array_sharding, layouts_of, named_like
 from jax_bridge.versions import host_callback
 from torch_bridge.versions.modes import FakeTensorMode
 from xshard import Layout, Plan, XshardError, plan
 from xshard.errors import ShapeError, api_boundary
 from xshard.layout.lengths import global_shape
 from xshard.plans.expression import Sides, sides_or_one
-from xshard.steps.base import without_tags
 
 Arrays = Sequence[jax.Array]
 
@@ -95,15 +94,10 @@ def from_torch(
             meshes = mesh_pair(mesh)
             prepared[key] = _prepare(of_blocks, in_layouts, out_layouts, meshes, tree, arrays)
         host, out_tree = prepared[key]
-        pairs = zip(arrays, host.in_plans, strict=True)
-        placed = [_placed(x, plan, host.meshes) for x, plan in pairs]
+        placed = map(host.placed, arrays, host.in_plans)
         return jax.tree.unflatten(out_tree, host.differentiable(*placed))
 
-    name = getattr(fn, "__name__", type(fn).__name__)
-    function.__name__ = name
-    function.__qualname__ = name
-    function.__doc__ = fn.__doc__
-    return function
+    return named_like(fn, function, type(fn).__name__)
 
 
 class _Prepared(NamedTuple):
@@ -123,8 +117,8 @@ def _prepare(
 ) -> _Prepared:
     """Prepare the call of a torch function for arrays of these shapes and dtypes.
 
-    The function is run on fake tensors to learn the shapes of its results. Then it is known how
-    arrays become its blocks, and how its blocks become arrays.
+    Each array gets a plan to the function's block. The function is run on fake tensors of these
+    blocks' shapes, which tells the shapes of its results: each gets a plan to an array.
 
     Args:
         fn: The torch function.
@@ -134,11 +128,9 @@ def _prepare(
         tree: The structure of the arguments.
         arrays: Their leaves.
     """
-    dtypes = [buffers.torch_dtype(x.dtype) for x in arrays]
     in_plans = []
     for layout, x in zip(layouts_of("in_layouts", in_layouts, tree), arrays, strict=True):
-        expression = sides_or_one(layout)
-        in_plans.append(_plan_in(expression, meshes, x.shape, x.dtype.name))
+        in_plans.append(_plan_in(sides_or_one(layout), meshes, x.shape, x.dtype))
 
     def of_tensors(*tensors: Tensor) -> Any:
         return fn(*jax.tree.unflatten(tree, tensors))
@@ -146,30 +138,48 @@ def _prepare(
     def flat(*tensors: Tensor) -> list[Tensor]:
         return jax.tree.leaves(of_tensors(*tensors))
 
-    # Fake tensors have shapes, dtypes and devices, but no memory: nothing is computed.
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = []
-        for plan_in, dtype in zip(in_plans, dtypes, strict=True):
-            block_shape = plan_in.target.local_shape(0)
-            fakes.append(torch.empty(block_shape, dtype=dtype, device=meshes.kind))
-        blocks, out_tree = jax.tree.flatten(of_tensors(*fakes))
-    for block in blocks:
-        if not isinstance(block, Tensor):
-            reason = f"the torch function returns {type(block).__name__}"
-            raise XshardError(reason, hint="tensors, or pytrees of them")
+    blocks, out_tree = jax.tree.flatten(_run_on_fakes(of_tensors, in_plans, meshes.kind))
     out_plans = []
     for layout, block in zip(layouts_of("out_layouts", out_layouts, out_tree), blocks, strict=True):
         out_plans.append(_plan_out(sides_or_one(layout), meshes, block))
     return _Prepared(HostCall(flat, meshes, tuple(in_plans), tuple(out_plans)), out_tree)
 
 
-def _plan_in(expression: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: str) -> Plan:
+def _run_on_fakes(of_tensors: Callable[..., Any], in_plans: Sequence[Plan], kind: str) -> Any:
+    """Run a function on fake tensors for its blocks: they have no memory, and nothing is computed.
+
+    Args:
+        of_tensors: The function.
+        in_plans: The way of each array to its block.
+        kind: The kind of devices.
+
+    Returns:
+        The fake tensors that it returns, in a pytree.
+
+    Raises:
+        XshardError: It returns something else than tensors.
+    """
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = []
+        for plan_in in in_plans:
+            dtype = buffers.torch_dtype(plan_in.dtype)
+            fakes.append(torch.empty(plan_in.target.local_shape(0), dtype=dtype, device=kind))
+        results = of_tensors(*fakes)
+    for block in jax.tree.leaves(results):
+        if not isinstance(block, Tensor):
+            reason = f"the torch function returns {type(block).__name__}"
+            raise XshardError(reason, hint="tensors, or pytrees of them")
+    return results
+
+
+def _plan_in(expression: Sides, meshes: MeshPair, shape: tuple[int, ...], dtype: np.dtype) -> Plan:
     """Plan the way from an array to the function's blocks."""
+    buffers.torch_dtype(dtype)  # raises for a dtype that torch lacks
     src = expression.src
     if src == expression.dst:
-        src = _without_all_tags(src)
+        src = replace(src, tags=())  # as a global array has it: "n | sum(dp)" -> "n"
     array_sharding(src, meshes, shape)  # raises before anything is traced
-    return plan((src, expression.dst), meshes.jax_axes, shape, dtype)
+    return plan((src, expression.dst), meshes.jax_axes, shape, dtype.name)
 
 
 def _plan_out(expression: Sides, meshes: MeshPair, block: Tensor) -> Plan:
@@ -178,24 +188,9 @@ def _plan_out(expression: Sides, meshes: MeshPair, block: Tensor) -> Plan:
     dtype = buffers.jax_name(block.dtype)
     dst = expression.dst
     if dst == expression.src:
-        dst = _without_all_tags(dst)
+        dst = replace(dst, tags=())
     array_sharding(dst, meshes, shape)  # raises before anything is traced
     return plan((expression.src, dst), meshes.jax_axes, shape, dtype)
-
-
-def _without_all_tags(layout: Layout) -> Layout:
-    """Return a layout as a global array has it: "n | sum(dp)" -> "n"."""
-    tagged_axes: list[str] = []
-    for _, axes in layout.tags:
-        tagged_axes += axes
-    return without_tags(layout, tuple(tagged_axes))
-
-
-def _placed(x: jax.Array, plan: Plan, meshes: MeshPair) -> jax.Array:
-    """Return the array with the source sharding of its plan, where that is part of its type."""
-    if AxisType.Explicit not in meshes.jax_mesh.axis_types:
-        return x
-    return jax.reshard(x, array_sharding(plan.src, meshes, plan.shape))
 
 
 def _of_module(module: torch.nn.Module) -> Callable[..., Any]:
@@ -229,6 +224,12 @@ class HostCall:
     in_plans: tuple[Plan, ...]
     out_plans: tuple[Plan, ...]
 
+    def placed(self, x: jax.Array, plan_in: Plan) -> jax.Array:
+        """Return the array with the source sharding of its plan, where that is part of its type."""
+        if AxisType.Explicit not in self.meshes.jax_mesh.axis_types:
+            return x
+        return jax.reshard(x, array_sharding(plan_in.src, self.meshes, plan_in.shape))
+
     @cached_property
     def differentiable(self) -> Callable[..., tuple[jax.Array, ...]]:
         """The function of arrays, differentiable."""
@@ -252,26 +253,28 @@ class HostCall:
     @cached_property
     def _run(self) -> Callable[..., tuple[jax.Array, ...]]:
         """The function of arrays without a gradient."""
-        in_specs = [array_sharding(p.src, self.meshes, p.shape).spec for p in self.in_plans]
-        out_specs = [array_sharding(p.dst, self.meshes, p.shape).spec for p in self.out_plans]
         on_devices = jax.shard_map(
             self._on_device,
             mesh=self.meshes.jax_mesh,
-            in_specs=tuple(in_specs),
-            out_specs=tuple(out_specs),
+            in_specs=tuple(self._spec(p.src, p.shape) for p in self.in_plans),
+            out_specs=tuple(self._spec(p.dst, p.shape) for p in self.out_plans),
             check_vma=False,  # JAX does not differentiate through it
         )
         # Jitted, so that calls outside of jit compile it once.
         return jax.jit(on_devices)
 
+    def _spec(self, layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
+        """Return JAX's spec of an array under a layout."""
+        return array_sharding(layout, self.meshes, shape).spec
+
     def _on_device(self, *blocks: jax.Array) -> tuple[jax.Array, ...]:
         """Call the function on one device, inside shard_map."""
-        arguments = [_moved(x, p) for x, p in zip(blocks, self.in_plans, strict=True)]
+        arguments = map(_moved, blocks, self.in_plans)
         types = []
         for p in self.out_plans:
             types.append(jax.ShapeDtypeStruct(p.source.local_shape(0), p.dtype))
         results = host_callback(self._on_host, tuple(types))(*arguments)
-        return tuple(_moved(x, p) for x, p in zip(results, self.out_plans, strict=True))
+        return tuple(map(_moved, results, self.out_plans))
 
     def _on_host(self, context: Any, results: Sequence[Any], *memory: Any) -> None:
         """Run the torch function on one device's memory; XLA calls this while its program runs.
@@ -291,7 +294,7 @@ class HostCall:
             blocks = [from_dlpack(x).clone() for x in memory]
             with torch.no_grad():
                 outputs = self.fn(*blocks)
-            for result, plan_out, output in zip(results, self.out_plans, outputs, strict=True):
+            for output, plan_out, result in zip(outputs, self.out_plans, results, strict=True):
                 _check_like_fake(output, plan_out)
                 from_dlpack(result).copy_(output)
 
@@ -299,10 +302,8 @@ class HostCall:
         """Return the cotangents of all arrays: JAX's float0 for those of whole numbers."""
         inexact_cotangents = [cotangents[i] for i in _inexact(self.out_plans)]
         gradients = self.pullback.differentiable(*arrays, *inexact_cotangents)
-        results: list[Any] = [np.zeros(x.shape, jax.dtypes.float0) for x in arrays]
-        for i, gradient in zip(_inexact(self.in_plans), gradients, strict=True):
-            results[i] = gradient
-        return tuple(results)
+        by_number = dict(zip(_inexact(self.in_plans), gradients, strict=True))
+        return buffers.with_float0(by_number, arrays)
 
     def _pulled(self, *tensors: Tensor) -> Sequence[Tensor]:
         """Run the torch function again under autograd, and return the gradients of its arguments.
@@ -317,24 +318,26 @@ class HostCall:
         # gradients, and the graph of the first derivative is kept.
         is_recorded = any(x.requires_grad for x in tensors)
         n_arguments = len(self.in_plans)
-        inputs = list(tensors[:n_arguments])
+        arguments = list(tensors[:n_arguments])
         cotangents = tensors[n_arguments:]
         with torch.enable_grad():
-            varied = []  # with respect to these
             for i in _inexact(self.in_plans):
-                if not inputs[i].requires_grad:
-                    inputs[i] = inputs[i].detach().requires_grad_()
-                varied.append(inputs[i])
-            outputs = self.fn(*inputs)
+                if not arguments[i].requires_grad:
+                    arguments[i] = arguments[i].detach().requires_grad_()
+            outputs = self.fn(*arguments)
             differentiated = []
-            given = []
+            their_cotangents = []
             for i, cotangent in zip(_inexact(self.out_plans), cotangents, strict=True):
                 if outputs[i].requires_grad:
                     differentiated.append(outputs[i])
                     # JAX's complex gradients are conjugates of torch's, here and below.
-                    given.append(cotangent.conj())
+                    their_cotangents.append(cotangent.conj())
             gradients = torch.autograd.grad(
-                differentiated, varied, given, create_graph=is_recorded, materialize_grads=True
+                differentiated,
+                [arguments[i] for i in _inexact(self.in_plans)],
+                their_cotangents,
+                create_graph=is_recorded,
+                materialize_grads=True,
             )
             return [gradient.conj() for gradient in gradients]
 

@@ -18,7 +18,16 @@ from jax_bridge.arrays.stored import are_same_shardings, check_order, record_ord
 from jax_bridge.state.execute import Blocks, assembled, blocks_of
 from jax_bridge.torch_interop import buffers
 from jax_bridge.torch_interop.devices import MeshPair, TorchMesh, check_one_block, mesh_pair
-from jax_bridge.torch_interop.route import JAX, TORCH, Options, Profiles, Route, by_jax, by_torch
+from jax_bridge.torch_interop.route import (
+    JAX,
+    TORCH,
+    KnownArray,
+    Options,
+    Profiles,
+    Route,
+    by_jax,
+    by_torch,
+)
 from jax_bridge.trees import leaves_with_given_values
 from torch_bridge.dtensor.function import dtensor_of_block
 from torch_bridge.dtensor.placements import checked_global_shape, local_block_under, to_placements
@@ -95,9 +104,8 @@ def to_jax(  # noqa: PLR0913  one option for each decision of the user
     options = Options(copy=copy, shape=global_shape, profile=profile, via=via)
 
     def is_list_of_blocks(value: Any) -> bool:
-        has_tensors = isinstance(value, list) and any(isinstance(x, Tensor) for x in value)
         # In a process with one device such a list is a tree.
-        return has_tensors and len(mesh_pair(mesh).local_positions) > 1
+        return buffers.is_list_of_tensors(value) and len(mesh_pair(mesh).local_positions) > 1
 
     prepare = partial(prepare_to_jax, mesh=mesh, torch_mesh=torch_mesh, options=options)
     return _hand_over(x, layout, prepare, "to JAX", progress, is_list_of_blocks)
@@ -224,22 +232,19 @@ def prepare_to_jax(
         torch_mesh = x.device_mesh
     meshes = mesh_pair(mesh, torch_mesh)
     blocks = _local_blocks(x, layout, meshes)
-    dtype = _common_dtype(blocks)
-    local_shape = tuple(blocks[0].shape)
+    known = KnownArray(_common_dtype(blocks), shape, tuple(blocks[0].shape))
     if not meshes.local_positions:
-        # A process without devices passes a tensor on `meta` only to tell shape and dtype.
+        # A process without devices has passed a tensor on `meta` only to tell shape and dtype.
         blocks = []
     _check_devices(blocks, meshes)
-    route = options.route(
-        layout, meshes, local_shape=local_shape, shape=shape, dtype=dtype, to_jax=True
-    )
+    route = options.route(layout, meshes, known, to_jax=True)
     _check_shapes(blocks, route, meshes)
     # A side is set if blocks have to move first: that makes copies, which copy=False forbids.
     if route.side is not None:
         options.check_moved(route)
     elif options.copy is False:
         _check_need_no_copy(blocks, meshes)
-    return partial(_make_array, blocks, route, meshes, dtype, options.copy)
+    return partial(_make_array, blocks, route, meshes, known.dtype, options.copy)
 
 
 def _local_blocks(x: Any, layout: Layout | Expression, meshes: MeshPair) -> list[Tensor]:
@@ -333,13 +338,12 @@ def _make_array(
         dtype: The dtype's name.
         copy: As of `to_jax`.
     """
-    devices = meshes.local_devices
     if route.side is not None:
         copy = None  # blocks that have moved are in new memory already
+    devices = meshes.local_devices
     if route.side == TORCH:
         blocks = by_torch(blocks, route.plan)
-        process = jax.process_index()
-        devices = [d for d in meshes.jax_devices if d.process_index == process]
+        devices = meshes.local_jax_devices
     pairs = zip(devices, blocks, strict=True)
     on_devices: Blocks = {device: buffers.array_over(x, device, copy) for device, x in pairs}
     if route.side == JAX:
@@ -370,21 +374,22 @@ def prepare_to_torch(
     """
     _check_array(array)
     meshes = _meshes_of(array, mesh)
-    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    if device_mesh is not None:
+    device_mesh = None  # of the DTensor to return
+    if isinstance(mesh, DeviceMesh):
         check_one_block(meshes, "a DeviceMesh has")
+        if options.dtensor:
+            device_mesh = mesh
     elif options.dtensor:
         hint = "to_torch(array, layout, device_mesh, dtensor=True)"
         raise MeshError("a DTensor is on a DeviceMesh", hint=hint)
     buffers.torch_dtype(array.dtype)  # raises for a dtype that torch lacks
     _ = meshes.kind  # raises for devices that torch lacks
-    route = options.route(layout, meshes, shape=array.shape, dtype=array.dtype.name, to_jax=False)
+    known = KnownArray(array.dtype.name, array.shape)
+    route = options.route(layout, meshes, known, to_jax=False)
     if not are_same_shardings(array.sharding, route.in_jax, array.ndim):
         reason = f"the array is not sharded as '{route.src}' says"
         raise ShapeError(reason, text=route.text, hint=f"it has {array.sharding}")
     check_order(array, route.stored, route.text)
-    if not options.dtensor:
-        device_mesh = None
     if device_mesh is not None:
         # Raises for a layout that a DTensor cannot have.
         to_placements(route.blocks.layout, device_mesh, array.shape)
@@ -417,16 +422,13 @@ def _meshes_of(array: jax.Array, mesh: TorchMesh | JaxMesh | None) -> MeshPair:
         mesh: Torch's mesh; or JAX's, for an array that does not know its mesh; or None if torch
             uses the array's mesh.
     """
-    jax_mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    torch_mesh = None
+    sharding = array.sharding
     if isinstance(mesh, JaxMesh):
-        jax_mesh = mesh  # of an array without one, on a single device
-    else:
-        torch_mesh = mesh
-    if not isinstance(jax_mesh, JaxMesh):
-        hint = "pass the jax.sharding.Mesh that it is on"
-        raise MeshError(f"the array is not on a mesh: {array.sharding}", hint=hint)
-    return mesh_pair(jax_mesh, torch_mesh)
+        return mesh_pair(mesh)  # of an array without one, on a single device
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, JaxMesh):
+        return mesh_pair(sharding.mesh, mesh)
+    hint = "pass the jax.sharding.Mesh that it is on"
+    raise MeshError(f"the array is not on a mesh: {sharding}", hint=hint)
 
 
 def _make_tensors(
@@ -444,18 +446,21 @@ def _make_tensors(
     Returns:
         A tensor, a list of several, or None if this process has none; a DTensor on `device_mesh`.
     """
-    blocks_by_device = blocks_of(array)
-    if route.side is None:
-        local = [blocks_by_device[device] for device in meshes.local_devices]
-        tensors = [buffers.tensor_over(x, options.copy, options.writable) for x in local]
-    elif route.side == TORCH:
-        local = [blocks_by_device[d] for d in meshes.jax_devices if d in blocks_by_device]
-        tensors = by_torch([buffers.tensor_over(x, None, True) for x in local], route.plan)
-    else:
+    copy = options.copy
+    writable = options.writable
+    if route.side is not None:
         # Blocks that have moved are in new memory, which may be written to.
-        moved = by_jax(blocks_by_device, route.plan, meshes.by_number)
-        local = [moved[device] for device in meshes.local_devices]
-        tensors = [buffers.tensor_over(x, None, True) for x in local]
+        copy = None
+        writable = True
+    blocks = blocks_of(array)
+    devices = meshes.local_devices
+    if route.side == JAX:
+        blocks = by_jax(blocks, route.plan, meshes.by_number)
+    elif route.side == TORCH:
+        devices = meshes.local_jax_devices
+    tensors = [buffers.tensor_over(blocks[device], copy, writable) for device in devices]
+    if route.side == TORCH:
+        tensors = by_torch(tensors, route.plan)
     if not tensors:
         return None
     if device_mesh is not None:

@@ -6,7 +6,7 @@ Either side could run the plan; the cheaper one does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from jax_bridge.torch_interop.devices import MeshPair
 from jax_bridge.trees import leaves_with_given_values
 from torch_bridge.mesh.machine import machine_profile as torch_machine
 from torch_bridge.redistribution import redistribute
-from xshard import Layout, Mesh, Plan, ProfileLike, Sharding, XshardError, plan
+from xshard import Layout, Plan, ProfileLike, Sharding, XshardError, plan
 from xshard.errors import PlanError, ShapeError, located
 from xshard.layout.layout import check_axes
 from xshard.layout.lengths import global_shape
@@ -70,6 +70,14 @@ class Route:
     side: str | None
 
 
+class KnownArray(NamedTuple):
+    """What is known of an array before its route: one of its two shapes, and its dtype's name."""
+
+    dtype: str
+    shape: Shape | None = None  # the global shape
+    local_shape: Shape = ()  # of a block of torch, if the global shape is not known
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of `to_jax` and `to_torch`, which describe them."""
@@ -82,32 +90,21 @@ class Options:
     via: str | None = None
 
     def route(
-        self,
-        layout: Layout | Expression,
-        meshes: MeshPair,
-        *,
-        local_shape: Shape = (),
-        shape: Shape | None,
-        dtype: str,
-        to_jax: bool,
+        self, layout: Layout | Expression, meshes: MeshPair, array: KnownArray, *, to_jax: bool
     ) -> Route:
         """Find how an array gets from one framework to the other: see `Route`.
 
         Args:
             layout: One layout, or the layouts of both ends.
             meshes: The meshes of torch and JAX.
-            local_shape: The shape of a block of torch; needed if `shape` is None.
-            shape: The global shape, or None if only the block's is known.
-            dtype: The dtype's name.
+            array: What is known of the array.
             to_jax: True from torch to JAX, False from JAX to torch.
 
         Raises:
             XshardError: As `to_jax`.
         """
         torch_refuses = _why_torch_cannot_run(meshes)  # not cached: a process group may start later
-        ends = _Ends(meshes, layout, to_jax)
-        array = _Array(local_shape, shape, dtype)
-        return _route(ends, array, self.profiles, self.via, torch_refuses)
+        return _route(layout, meshes, array, to_jax, self.profiles, self.via, torch_refuses)
 
     @property
     def profiles(self) -> tuple[ProfileLike, ProfileLike]:
@@ -125,45 +122,6 @@ class Options:
             reason = "blocks that move cannot be handed over without a copy"
             raise XshardError(reason, text=route.text, hint="copy=None allows it")
         LOG.info("%s moves the blocks first: %s", route.side, route.text)
-
-
-class _Array(NamedTuple):
-    """What is known of an array: its block's shape in torch, its global shape or None, its dtype."""
-
-    local_shape: Shape
-    shape: Shape | None
-    dtype: str
-
-
-class _End(NamedTuple):
-    """One end of a route: the axes of its mesh, and its devices by their numbers in plans."""
-
-    mesh: Mesh
-    devices: tuple[int, ...]
-
-
-class _Ends(NamedTuple):
-    """The meshes of torch and JAX, the layouts on them, and the direction."""
-
-    meshes: MeshPair
-    layout: Layout | Expression
-    to_jax: bool
-
-    @property
-    def src(self) -> _End:
-        return self._of_torch if self.to_jax else self._of_jax
-
-    @property
-    def dst(self) -> _End:
-        return self._of_jax if self.to_jax else self._of_torch
-
-    @property
-    def _of_torch(self) -> _End:
-        return _End(self.meshes.torch_axes, self.meshes.numbers(self.meshes.torch_devices))
-
-    @property
-    def _of_jax(self) -> _End:
-        return _End(self.meshes.jax_axes, self.meshes.numbers(self.meshes.jax_devices))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -197,10 +155,22 @@ def layouts_of(what: str, layouts: Any, tree: Any) -> list[Any]:
         return [leaf.value for leaf in leaves_with_given_values(layouts, placeholders)]
 
 
+def named_like(
+    fn: Callable[..., Any], function: Callable[..., Any], default: str
+) -> Callable[..., Any]:
+    """Return a function with the name and docstring of another, or a default name."""
+    function.__name__ = getattr(fn, "__name__", default)
+    function.__qualname__ = function.__name__
+    function.__doc__ = fn.__doc__
+    return function
+
+
 @functools.lru_cache(maxsize=65536)
 def _route(
-    ends: _Ends,
-    array: _Array,
+    layout: Layout | Expression,
+    meshes: MeshPair,
+    array: KnownArray,
+    to_jax: bool,
     profiles: tuple[ProfileLike, ProfileLike],
     via: str | None,
     torch_refuses: str | None,
@@ -210,8 +180,10 @@ def _route(
     Both sides plan the move; the cheaper one runs it. Nobody does if all blocks stay in place.
 
     Args:
-        ends: Both meshes, the layouts on them, and the direction.
-        array: What is known of its shape, and its dtype.
+        layout: One layout, or the layouts of both ends.
+        meshes: The meshes of torch and JAX.
+        array: What is known of the array.
+        to_jax: True from torch to JAX, False from JAX to torch.
         profiles: The machines that torch and JAX plan for.
         via: "torch" or "jax" to choose the side; None for the cheaper one.
         torch_refuses: Why torch cannot run a plan now; None if it can.
@@ -219,42 +191,45 @@ def _route(
     Raises:
         PlanError: No side that may run its plan can.
     """
-    meshes = ends.meshes
-    src, dst, text = sides_or_one(ends.layout)
-    src_end = ends.src
-    dst_end = ends.dst
+    src, dst, text = sides_or_one(layout)  # errors quote the text, as the user wrote it
+    torch_layout = src if to_jax else dst
+    jax_layout = dst if to_jax else src
+    ends = [(meshes.torch_axes, meshes.torch_devices), (meshes.jax_axes, meshes.jax_devices)]
+    if not to_jax:
+        ends.reverse()
+    (src_mesh, src_devices), (dst_mesh, dst_devices) = ends
+
     with mark_errors(text):
         # All that can be wrong with the user's arguments is noticed here, before anything is sent.
-        check_axes(src, src_end.mesh, text)
-        check_axes(dst, dst_end.mesh, text)
+        check_axes(src, src_mesh, text)
+        check_axes(dst, dst_mesh, text)
         shape = array.shape
         if shape is None:
-            shape = global_shape(src, src_end.mesh, array.local_shape, text)
-        array_layout = dst if ends.to_jax else src
-        block_layout = src if ends.to_jax else dst
-        blocks = Sharding(block_layout, meshes.torch_axes, shape)
-        in_jax = array_sharding(array_layout, meshes, shape)
-        stored = Sharding(array_layout, meshes.jax_axes, shape)
+            shape = global_shape(src, src_mesh, array.local_shape, text)
+        blocks = Sharding(torch_layout, meshes.torch_axes, shape)
+        stored = Sharding(jax_layout, meshes.jax_axes, shape)
+        # JAX's own kind of sharding, which does not say in which order rows are stored.
+        jax_sharding = array_sharding(jax_layout, meshes, shape)
         if via is not None and via not in SIDES:
             raise PlanError(f"via={via!r}", hint='"torch", "jax", or None for the cheaper side')
-        plans = {}
+
+        plan_move = functools.partial(
+            plan,
+            (src, dst),
+            shape=shape,
+            dtype=array.dtype,
+            src_mesh=src_mesh,
+            dst_mesh=dst_mesh,
+            src_devices=meshes.numbers(src_devices),
+            dst_devices=meshes.numbers(dst_devices),
+        )
         # Each side plans for its own machine: NCCL and XLA differ in speed.
-        for side, profile in zip(SIDES, profiles, strict=True):
-            plans[side] = plan(
-                (src, dst),
-                shape=shape,
-                dtype=array.dtype,
-                src_mesh=src_end.mesh,
-                dst_mesh=dst_end.mesh,
-                src_devices=src_end.devices,
-                dst_devices=dst_end.devices,
-                profile=profile,
-            )
-        if _moves_nothing(plans[TORCH]):
-            return Route(src, text, blocks, in_jax, stored, plans[TORCH], None)
-        refusals = {TORCH: torch_refuses, JAX: _why_jax_cannot_run(plans[JAX], meshes)}
-        side = _cheapest_side(plans, refusals, via)
-    return Route(src, text, blocks, in_jax, stored, plans[side], side)
+        plans = {TORCH: plan_move(profile=profiles[0]), JAX: plan_move(profile=profiles[1])}
+        side = None  # nobody: all blocks stay
+        if not _moves_nothing(plans[TORCH]):
+            side = _cheapest_side(plans, meshes, via, torch_refuses)
+    chosen_plan = plans[TORCH if side is None else side]
+    return Route(src, text, blocks, jax_sharding, stored, chosen_plan, side)
 
 
 def _moves_nothing(plan: Plan) -> bool:
@@ -269,27 +244,29 @@ def _moves_nothing(plan: Plan) -> bool:
 
 
 def _cheapest_side(
-    plans: Mapping[str, Plan], refusals: Mapping[str, str | None], via: str | None
+    plans: Mapping[str, Plan], meshes: MeshPair, via: str | None, torch_refuses: str | None
 ) -> str:
     """Return which framework moves the blocks, "torch" or "jax": the cheaper one, or `via`.
 
     Args:
         plans: The plan of each side.
-        refusals: The reason why a side cannot run its plan; None if it can.
+        meshes: The meshes of torch and JAX.
         via: The side that the user wants, if any.
+        torch_refuses: Why torch cannot run a plan now; None if it can.
 
     Raises:
         PlanError: No side that is wanted can.
     """
+    refusals = {TORCH: torch_refuses, JAX: _why_jax_cannot_run(plans[JAX], meshes)}
     wanted = SIDES if via is None else (via,)
     costs = {side: plans[side].cost for side in wanted if refusals[side] is None}
-    if not costs:
-        cannot = "neither torch nor JAX can" if via is None else f"{via} cannot"
-        move = f"'{plans[TORCH].src}' to '{plans[TORCH].dst}'"
-        reasons = [f"{side}: {reason}" for side, reason in refusals.items() if reason]
-        raise PlanError(f"{cannot} bring {move} here", hint="\n  ".join(reasons))
-    # The first of equal ones, torch: it does not compile.
-    return min(costs, key=costs.__getitem__)
+    if costs:
+        # The first of equal ones, torch: it does not compile.
+        return min(costs, key=costs.__getitem__)
+    cannot = "neither torch nor JAX can" if via is None else f"{via} cannot"
+    plan = plans[TORCH]
+    reasons = [f"{side}: {reason}" for side, reason in refusals.items() if reason]
+    raise PlanError(f"{cannot} bring '{plan.src}' to '{plan.dst}' here", hint="\n  ".join(reasons))
 
 
 def _why_torch_cannot_run(meshes: MeshPair) -> str | None:
@@ -308,10 +285,11 @@ def _why_torch_cannot_run(meshes: MeshPair) -> str | None:
 def _why_jax_cannot_run(plan: Plan, meshes: MeshPair) -> str | None:
     """Return the reason why JAX cannot run a plan; None if it can.
 
-    It is the error that building the program raises, as for blocks of different sizes.
+    What builds the program, or checks that one can be built, is run for the error that it raises,
+    as for blocks of different sizes.
     """
     try:
-        if plan.transfer:
+        if plan.transfer:  # between two meshes: no single program
             for end in (plan.source, plan.target):
                 check_even(end, f"{plan.src} -> {plan.dst}")
                 to_partition_spec(storage_layout(end.layout), len(end.shape))

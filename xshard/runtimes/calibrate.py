@@ -15,9 +15,10 @@ from xshard.cost.machine import load_profile, node_processes
 from xshard.cost.model import Profile
 from xshard.formatting import format_bytes
 from xshard.layout import Mesh
+from xshard.plans.plan import Plan
 from xshard.runtimes.backends import Backend, backend_named
 from xshard.runtimes.disk import measure_disk
-from xshard.runtimes.fit import Sample, fit, median_error
+from xshard.runtimes.fit import Sample, fit, median_error, rounded
 from xshard.runtimes.samples import SIZES, fitted_plans, held_out_plans
 
 ROUNDS = 15  # how often every plan is measured; the median counts
@@ -84,23 +85,32 @@ def calibrate(
     used = backend_named(backend)
     is_first_rank = os.environ.get("RANK", "0") == "0"
     disk_link = measure_disk(disk) if disk is not None and is_first_rank else None
-    fitted = fitted_plans(mesh, sizes)
-    profile = load_profile("h100")
     node_devices = _devices_of_a_node(used, mesh)
-    if node_devices is not None:
-        # Plans for nodes run in phases; the profile's constants do not matter yet.
-        profile = replace(load_profile("gloo"), node_devices=node_devices)
-        fitted = tuple(replace(plan, profile=profile) for plan in fitted)
-    held_out = held_out_plans(mesh, sizes, profile=profile)
-    seconds = measure(used, (*fitted, *held_out), rounds, progress=progress, timeout_s=timeout_s)
-    fitted_samples = tuple(map(Sample, fitted, seconds[: len(fitted)]))
-    held_out_samples = tuple(map(Sample, held_out, seconds[len(fitted) :]))
-    profile = fit(fitted_samples, name, rounds=used.rounds, node_devices=node_devices)
+    fitted, held_out = _plans_to_time(mesh, sizes, node_devices)
+    plans = fitted + held_out
+    seconds = measure(used, plans, rounds, progress=progress, timeout_s=timeout_s)
+    samples = tuple(map(Sample, plans, seconds))
+    fitted_samples = samples[: len(fitted)]
+    held_out_samples = samples[len(fitted) :]
+    constants = fit(fitted_samples, name, rounds=used.rounds, node_devices=node_devices)
     rates = _product_rates(used, mesh, rounds, timeout_s)
-    profile = replace(profile, flops_per_s=rates, disk=disk_link)
+    profile = replace(constants, flops_per_s=rates, disk=disk_link)
     calibration = Calibration(profile, fitted_samples, held_out_samples)
     source = _source(used, mesh, sizes, rounds, calibration)
     return replace(calibration, profile=replace(profile, source=source))
+
+
+def _plans_to_time(
+    mesh: Mesh, sizes: Sequence[int], node_devices: int | None
+) -> tuple[tuple[Plan, ...], tuple[Plan, ...]]:
+    """Return the plans to fit a profile to, and those to test it with."""
+    fitted = fitted_plans(mesh, sizes)
+    if node_devices is None:
+        return fitted, held_out_plans(mesh, sizes)
+    # Plans for nodes run in phases; the profile's constants do not matter yet.
+    profile = replace(load_profile("gloo"), node_devices=node_devices)
+    for_nodes = tuple(replace(plan, profile=profile) for plan in fitted)
+    return for_nodes, held_out_plans(mesh, sizes, profile=profile)
 
 
 def _devices_of_a_node(backend: Backend, mesh: Mesh) -> int | None:
@@ -129,10 +139,8 @@ def _product_rates(
         timeout_s=timeout_s,
     )
     operations = 2 * ROWS**3  # a multiplication and an addition for each element of each sum
-    rates = []
-    for dtype, product_s in zip(PRODUCTS, seconds, strict=True):
-        rates.append((dtype, float(f"{operations / product_s:.4g}")))
-    return tuple(rates)
+    rates = [rounded(operations / product_s) for product_s in seconds]
+    return tuple(zip(PRODUCTS, rates, strict=True))
 
 
 def measure(
@@ -154,19 +162,20 @@ def measure(
         The seconds of each plan, in the order of `plans`.
     """
     n_devices = max((plan.mesh.n_devices for plan in plans), default=1)
-    order = random.Random(0).sample(range(len(plans)), len(plans))
-    n_batches = max(1, round(len(plans) / _BATCH_PLANS))
-    seconds: dict[int, float] = {}
+    n_plans = len(plans)
+    order = random.Random(0).sample(range(n_plans), n_plans)
+    n_batches = max(1, round(n_plans / _BATCH_PLANS))
+    seconds: dict[int, float] = {}  # by index in `plans`
     for batch in range(n_batches):
-        progress(len(seconds), len(plans))
+        progress(len(seconds), n_plans)
         indices = order[batch::n_batches]
         batch_plans = [plans[i] for i in indices]
         batch_s = backend.ask(
             n_devices, "worker.seconds_of_plans", batch_plans, rounds, timeout_s=timeout_s
         )
         seconds.update(zip(indices, batch_s, strict=True))
-    progress(len(seconds), len(plans))
-    return [seconds[i] for i in range(len(plans))]
+    progress(n_plans, n_plans)
+    return [seconds[i] for i in range(n_plans)]
 
 
 def _source(

@@ -11,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from xshard.cost.model import Link
-from xshard.runtimes.fit import CalibrationError
+from xshard.runtimes.fit import CalibrationError, rounded
 
 DISK_BYTES = 2**28  # of the file
 _PIECE_BYTES = 2**22  # of a large read
 _LATENCY_BYTES = 2**12  # of a read that is all latency
 _ROUNDS = 5  # of large reads; the median counts
-_DIGITS = 4  # significant digits: it is not known better
 
 
 def measure_disk(folder: str | Path, size: int = DISK_BYTES) -> Link:
@@ -37,6 +36,8 @@ def measure_disk(folder: str | Path, size: int = DISK_BYTES) -> Link:
         hint = "measure on Linux, or write a disk into the profile"
         raise CalibrationError("this system keeps what was read of files in memory", hint=hint)
     starts = range(0, size, _PIECE_BYTES)
+    small_s = []  # of one small read, at the beginning of each piece
+    large_s = []  # of all pieces at once
     try:
         with (
             tempfile.TemporaryFile(dir=folder, buffering=0) as file,
@@ -45,16 +46,15 @@ def measure_disk(folder: str | Path, size: int = DISK_BYTES) -> Link:
             for _ in starts:
                 file.write(os.urandom(_PIECE_BYTES))  # random, so that no disk compresses it
             os.fsync(file.fileno())
-            small_s = [_reading_s(map, file.fileno(), [start], _LATENCY_BYTES) for start in starts]
-            large_s = [
-                _reading_s(threads.map, file.fileno(), starts, _PIECE_BYTES) for _ in range(_ROUNDS)
-            ]
+            for start in starts:
+                small_s.append(_reading_s(map, file.fileno(), [start], _LATENCY_BYTES))
+            for _ in range(_ROUNDS):
+                large_s.append(_reading_s(threads.map, file.fileno(), starts, _PIECE_BYTES))
     except OSError as error:
         hint = "a folder that can be written to"
         raise CalibrationError(f"{folder}: {error.strerror}", hint=hint) from error
-    latency_s = statistics.median(small_s)
     bytes_per_s = size / statistics.median(large_s)
-    return Link(float(f"{latency_s:.{_DIGITS}g}"), float(f"{bytes_per_s:.{_DIGITS}g}"))
+    return Link(rounded(statistics.median(small_s)), rounded(bytes_per_s))
 
 
 def _reading_s(

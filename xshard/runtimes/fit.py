@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +81,7 @@ def fit(
     _check_samples(samples)
     if node_devices is not None:
         # The link across nodes is taken to be slower, and to be one port, like a host's.
+        # Any two speeds will do to begin with, as 2 and 1 byte per second.
         in_node = Link(0.0, 2.0)
         across = Link(0.0, 1.0, "port")
         start = Profile(name, "", in_node, across, node_devices, rounds=rounds)
@@ -93,17 +95,15 @@ def fit(
 
 
 def _check_samples(samples: Sequence[Sample]) -> None:
-    if not any(_sends_anything(sample.plan) for sample in samples):
+    """Raise CalibrationError if no sample sends anything, or a time is not positive."""
+    stages = chain.from_iterable(sample.plan.stages for sample in samples)
+    if not any(stage.step.traffic(stage.before).hops for stage in stages):
         raise CalibrationError(
             f"nothing to fit links to: none of {len(samples)} measurements sends anything"
         )
     for plan, seconds in samples:
         if not 0 < seconds < math.inf:
             raise CalibrationError(f"'{plan.src} -> {plan.dst}' cannot have taken {seconds} s")
-
-
-def _sends_anything(plan: Plan) -> bool:
-    return any(stage.step.traffic(stage.before).hops for stage in plan.stages)
 
 
 def _mean_error(samples: Sequence[Sample], profile: Profile) -> float:
@@ -142,14 +142,18 @@ def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
 
     A plan's time is the sum of count times constant. {("latency", "dp"): 3, ("byte", "dp"): 6e6,
     ("launch", "all_gather"): 1} pays the latency of dp's link three times, and its seconds per byte
-    six million times. `known` has what is not fitted, such as which devices share a node. With
-    `by_axis`, each mesh axis has a link of its own.
+    six million times. A stage is a step of the plan with the layout before it; a hop is what the
+    step sends over one mesh axis.
+
+    Args:
+        plan: The plan.
+        known: A profile with what is not fitted, such as which devices share a node.
+        by_axis: Whether each mesh axis has a link of its own.
     """
     row: Counter[Column] = Counter()
     for stage in plan.stages:
         kind = stage.step.kind
-        mesh = stage.before.mesh
-        fabric = known.fabric(mesh)
+        fabric = known.fabric(stage.before.mesh)
         traffic = stage.step.traffic(stage.before, fabric.spans)
         row["copy", ""] += known.copied_elements(traffic) * plan.itemsize
         launches = known.count_collectives(kind, traffic)
@@ -158,14 +162,14 @@ def _row(plan: Plan, known: Profile, *, by_axis: bool) -> Counter[Column]:
         if traffic.ring_rounds:
             row["round", kind] += traffic.ring_rounds
         for hop in traffic.hops:
-            if known.across is not None and fabric.link(hop) == known.across:
-                link = _ACROSS
+            link = fabric.link(hop)
+            name = _SHARED
+            if link == known.across:
+                name = _ACROSS
             elif by_axis:
-                link = mesh.origin(hop.axis)
-            else:
-                link = _SHARED
-            row["latency", link] += hop.messages
-            row["byte", link] += fabric.link(hop).carried_elements(hop) * plan.itemsize
+                name = stage.before.mesh.origin(hop.axis)
+            row["latency", name] += hop.messages
+            row["byte", name] += link.carried_elements(hop) * plan.itemsize
     return row
 
 
@@ -190,12 +194,22 @@ def _solve(A: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.f
         scale[scale == 0] = 1
         x: NDArray[np.float64] = nnls(weighted / scale, seconds * weights)[0] / scale
         ratio = np.maximum(A @ x / seconds, 1e-2)  # a prediction of 0 would have an infinite log
-        # log1p(error) / error is 0 / 0 for an error of 0, and nearly 1 beside it.
-        error = np.where(np.abs(ratio - 1) > 1e-6, ratio - 1, 1e-6)
-        log_error = np.abs(np.log(ratio))
-        squared_weights = np.log1p(error) / error / ratio / np.maximum(log_error, _SMALL_ERROR)
-        weights = np.sqrt(squared_weights) / seconds
+        weights = np.sqrt(_squared_weights(ratio)) / seconds
     return x
+
+
+def _squared_weights(ratio: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the weights w with which w (ratio - 1)^2 / 2 has the gradient of the error.
+
+    The error is log(ratio)^2 / 2 for small logarithms; for large ones it grows in proportion. `ratio`
+    is the predicted time of each sample by the measured one.
+    """
+    # log(ratio) / (ratio - 1) is 0 / 0 for a ratio of 1, and nearly 1 beside it.
+    error = ratio - 1
+    error = np.where(np.abs(error) > 1e-6, error, 1e-6)
+    log_ratio = np.log1p(error)
+    dampening = np.maximum(np.abs(np.log(ratio)), _SMALL_ERROR)
+    return log_ratio / error / ratio / dampening
 
 
 def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
@@ -205,39 +219,43 @@ def _profile(constants: Mapping[Column, float], start: Profile) -> Profile:
     ("launch", "all_gather"), ("round", "all_gather") and ("copy", ""). Seconds per byte become
     bytes per second. `start` gives the fields that were not fitted.
     """
+    s_per_byte = _of_kind(constants, "byte")
     links = {}
-    launch_s = {}
-    round_s = {}
-    for (kind, name), value in constants.items():
-        if kind == "latency":
-            bytes_per_s = _speed(constants.get(("byte", name), 0.0), _NO_LIMIT)
-            topology = "port" if name == _ACROSS else "switch"
-            links[name] = Link(_rounded(value), bytes_per_s, topology)
-        elif kind == "launch":
-            launch_s[name] = _rounded(value)
-        elif kind == "round" and value > _NO_TIME:
-            round_s[name] = _rounded(value)
+    for name, latency_s in _of_kind(constants, "latency").items():
+        bytes_per_s = _speed(s_per_byte.get(name, 0.0), _NO_LIMIT)
+        topology = "port" if name == _ACROSS else "switch"
+        links[name] = Link(rounded(latency_s), bytes_per_s, topology)
     across = links.pop(_ACROSS, None)
+    axes = [(name, link) for name, link in sorted(links.items()) if name != _SHARED]
+    launch_s = {kind: rounded(s) for kind, s in _of_kind(constants, "launch").items()}
+    round_s = {kind: rounded(s) for kind, s in _of_kind(constants, "round").items() if s > _NO_TIME}
     # For axes and kinds of steps that were not measured, take the slowest that was measured.
     slowest = min(links.values(), key=lambda link: (link.bytes_per_s, -link.latency_s))
     launch_s["other"] = max(launch_s.values())
+    copy_s_per_byte = constants.get(("copy", ""), 0.0)
     return replace(
         start,
         across=across,
         default=slowest,
-        axes=tuple(sorted((axis, link) for axis, link in links.items() if axis != _SHARED)),
+        axes=tuple(axes),
         launch_s=tuple(sorted(launch_s.items())),
-        copy_bytes_per_s=_speed(constants.get(("copy", ""), 0.0), math.inf),
+        copy_bytes_per_s=_speed(copy_s_per_byte, math.inf),
         ring_s=tuple(sorted(round_s.items())),
     )
+
+
+def _of_kind(constants: Mapping[Column, float], kind: str) -> dict[str, float]:
+    """Return the constants of one kind, by the name of the link or of the kind of step."""
+    return {name: value for (its_kind, name), value in constants.items() if its_kind == kind}
 
 
 def _speed(s_per_byte: float, unlimited: float) -> float:
     """Return bytes per second; `unlimited` if bytes cost no measurable time."""
     if s_per_byte <= 1 / _NO_LIMIT:
         return unlimited
-    return _rounded(1 / s_per_byte)
+    return rounded(1 / s_per_byte)
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
+    """Round a measured constant to the digits that are known."""
     return float(f"{value:.{_DIGITS}g}")

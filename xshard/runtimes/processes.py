@@ -80,17 +80,17 @@ class Process:
                 self._send(sys.path)  # each time: it may have grown since
                 self._send((function, (*arguments, timeout_s)))
                 answer = self._receive(timeout_s)
-            except (EOFError, BrokenPipeError, TimeoutError) as error:
+            except BaseException as error:
+                # Also when interrupted: the answer would be taken for that to the next question.
                 self.end()
-                why = f"ended its process with status {self._child.returncode}"
                 if isinstance(error, TimeoutError):
                     why = f"did not finish: {error}"
+                elif isinstance(error, EOFError | BrokenPipeError):
+                    why = f"ended its process with status {self._child.returncode}"
+                else:
+                    raise
                 printed = self._printed_since(start)[-_MAX_QUOTED:]
                 raise FunctionError(f"{function} {why}", hint=printed or None) from None
-            except BaseException:
-                # Interrupted: its answer would be taken for the answer to the next question.
-                self.end()
-                raise
             printed = self._printed_since(start)
             if printed and not quiet:
                 print(printed, file=sys.stderr)
@@ -206,18 +206,19 @@ class Watch:
         """
         now_s = time.monotonic()
         spent_s = self._spent_s()
-        if self._start_s is None:
-            self._start_s = spent_s or 0.0
-            self._progress_spent_s = self._start_s
         is_late = now_s - self._progress_at_s > self._limit_s
         if spent_s is None:
             return f"it took more than {self._stated_s:g} s" if is_late else None
+        if self._start_s is None:  # the first look
+            self._start_s = spent_s
+            self._progress_spent_s = spent_s
         if spent_s - self._start_s > self._limit_s * _CORES:
             return f"it took more than {self._stated_s * _CORES:g} s of processor time"
-        # Enough was used since the last progress. A negative number means that one of the processes
-        # has ended, with its time, which is progress too.
-        gained_s = spent_s - self._progress_spent_s
-        if not 0 <= gained_s < _PROGRESS * self._limit_s:
+        since_progress_s = spent_s - self._progress_spent_s
+        # A negative number means that one of the processes has ended, with its time, which is
+        # progress too.
+        is_idle = 0 <= since_progress_s < _PROGRESS * self._limit_s
+        if not is_idle:
             self._progress_spent_s = spent_s
             self._progress_at_s = now_s
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,21 +55,18 @@ def fitted_plans(mesh: Mesh, sizes: Sequence[int] = SIZES) -> tuple[Plan, ...]:
     Raises:
         MeshError: The mesh has one device.
     """
-    axes = _long_axes(mesh)
+    _check_several_devices(mesh)
+    axes = mesh.long_axes  # those of more than one device
     axis_groups: list[tuple[str, ...]] = [(axis,) for axis in axes]
     if len(axes) > 1:
         axis_groups.append(axes)
-    communicating: list[OneStep] = []
-    copying: list[OneStep] = []
-    for group in axis_groups:
-        communicating += _communicating_steps(group)
-        copying += _copying_steps(group)
-    communicating += _permutations(mesh, axes)
+    over_groups = itertools.chain.from_iterable(map(_communicating_steps, axis_groups))
+    communicating = [*over_groups, *_permutations(mesh, axes)]
+    copying = itertools.chain.from_iterable(map(_copying_steps, axis_groups))
     # The time of a small copy is mostly overhead, which the cost model of a local step leaves out.
-    copied_sizes = [size for size in sizes if size >= max(sizes) / 16]
-    plans = [_plan(mesh, step, size) for step, size in itertools.product(communicating, sizes)]
-    plans += [_plan(mesh, step, size) for step, size in itertools.product(copying, copied_sizes)]
-    return tuple(plans)
+    large_sizes = [size for size in sizes if size >= max(sizes) / 16]
+    samples = [*itertools.product(communicating, sizes), *itertools.product(copying, large_sizes)]
+    return tuple(_plan(mesh, step, size) for step, size in samples)
 
 
 def held_out_plans(
@@ -92,46 +90,55 @@ def held_out_plans(
     Raises:
         MeshError: The mesh has one device.
     """
-    axes = _long_axes(mesh)
+    _check_several_devices(mesh)
     rng = random.Random(seed)
-    max_singles = count - count // 3
+    max_singles = count - count // 3  # plans of a single step
     plans = list[Plan]()
     n_singles = 0
     n_draws = 0
     while len(plans) < count:
-        plan = _random_plan(mesh, axes, sizes, rng, profile)
+        plan = _random_plan(mesh, sizes, rng, profile)
         is_single = len(plan.steps) == 1
         # A mesh of one axis may have too few plans of several steps. After many draws, plans of one
         # step are no longer refused.
-        still_waits = n_draws < _MAX_DRAWS * count
-        is_surplus = is_single and n_singles >= max_singles and still_waits
+        takes_single = n_singles < max_singles or n_draws >= _MAX_DRAWS * count
         n_draws += 1
-        if plan.bytes_received and plan not in plans and not is_surplus:
+        if is_single and not takes_single:
+            continue
+        if plan.bytes_received and plan not in plans:
             plans.append(plan)
             n_singles += is_single
     return tuple(plans)
 
 
 def _random_plan(
-    mesh: Mesh, axes: Sequence[str], sizes: Sequence[int], rng: random.Random, profile: ProfileLike
+    mesh: Mesh, sizes: Sequence[int], rng: random.Random, profile: ProfileLike
 ) -> Plan:
     """Draw layouts, and the shape of an array of three dims whose larger block has a random size."""
-    src, dst = _random_layouts(axes, rng)
-    block_bytes = min(sizes) * (max(sizes) / min(sizes)) ** rng.random()  # even in logarithms
-    least_cut = min(mesh.size(*layout.sharding_axes) for layout in (src, dst))
-    elements = block_bytes / ITEMSIZE * least_cut
-    rows = [mesh.n_devices * rng.choice((1, 2, 4, 6)) for _ in range(2)]
-    columns = mesh.n_devices * max(1, round(elements / (rows[0] * rows[1] * mesh.n_devices)))
-    return make_plan((src, dst), mesh, (*rows, columns), DTYPE, profile=profile)
+    src = _random_layout(mesh.long_axes, "abc-+", rng)
+    dst = _random_layout(mesh.long_axes, "abc-", rng)  # addends are summed up by a plan, never made
+    least = min(sizes)
+    block_bytes = least * (max(sizes) / least) ** rng.random()  # even in logarithms
+    elements = block_bytes / ITEMSIZE * _n_larger_blocks(mesh, src, dst)
+    # Multiples of the number of devices, which divide however axes cut them.
+    n = mesh.n_devices
+    a = n * rng.choice((1, 2, 4, 6))
+    b = n * rng.choice((1, 2, 4, 6))
+    c = n * max(1, round(elements / (a * b * n)))
+    return make_plan((src, dst), mesh, (a, b, c), DTYPE, profile=profile)
 
 
-def _long_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of more than one device. Raises MeshError if there are none."""
+def _n_larger_blocks(mesh: Mesh, src: Layout, dst: Layout) -> int:
+    """Return how many blocks an array has under the layout that cuts it into fewer."""
+    return min(mesh.size(*layout.sharding_axes) for layout in (src, dst))
+
+
+def _check_several_devices(mesh: Mesh) -> None:
+    """Raise MeshError for a mesh of one device."""
     if not mesh.long_axes:
         raise MeshError(
             f"nothing to measure on {mesh!r}: it has one device", hint="as in --mesh dp=2,cp=2"
         )
-    return mesh.long_axes
 
 
 def _shards(axes: Sequence[str]) -> tuple[Shard, ...]:
@@ -143,7 +150,7 @@ def _layout(
 ) -> Layout:
     """Make a layout of two dims, each cut by axes, and a sum over others."""
     dims = (Dim("n", _shards(first)), Dim("d", _shards(second)))
-    return Layout(dims, (("sum", tuple(sums)),) if sums else ())
+    return Layout(dims, (("sum", tuple(sums)),))  # without axes there is no sum
 
 
 def _communicating_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
@@ -177,40 +184,34 @@ def _copying_steps(axes: tuple[str, ...]) -> Iterator[OneStep]:
 
 def _permutations(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[OneStep]:
     """Yield permutations of devices: all axes change roles, and pairs of axes of one size."""
-    pairs: list[tuple[Sequence[str], Sequence[str]]] = []
     if len(axes) > 1:
-        pairs.append((axes, axes[::-1]))
+        yield _permutation(axes, axes[::-1])
     for a, b in itertools.permutations(axes, 2):
         if mesh.size(a) == mesh.size(b):
-            pairs.append(((a,), (b,)))
-    for src_axes, dst_axes in pairs:
-        dst = _layout(dst_axes)
-        yield OneStep(_layout(src_axes), dst, Permute(dst))
+            yield _permutation((a,), (b,))
+
+
+def _permutation(src_axes: Sequence[str], dst_axes: Sequence[str]) -> OneStep:
+    dst = _layout(dst_axes)
+    return OneStep(_layout(src_axes), dst, Permute(dst))
 
 
 def _plan(mesh: Mesh, sample: OneStep, size: int) -> Plan:
     """Make a plan of one step; the larger of a device's two blocks has about `size` bytes."""
     src, dst, step = sample
-    elements = size // ITEMSIZE * min(mesh.size(*layout.sharding_axes) for layout in (src, dst))
-    has_room = elements > _ROWS_PER_DEVICE * mesh.n_devices**2
-    rows = mesh.n_devices * (_ROWS_PER_DEVICE if has_room else 1)
-    columns = mesh.n_devices * max(1, elements // (rows * mesh.n_devices))
+    n = mesh.n_devices
+    elements = size // ITEMSIZE * _n_larger_blocks(mesh, src, dst)
+    rows = n
+    if elements > _ROWS_PER_DEVICE * n**2:  # each device has a column at least
+        rows = n * _ROWS_PER_DEVICE
+    columns = n * max(1, elements // (rows * n))
     return Plan(src, dst, mesh, (rows, columns), DTYPE, (step,))
 
 
-def _random_layouts(axes: Sequence[str], rng: random.Random) -> tuple[Layout, Layout]:
-    """Draw two layouts of the dims a, b and c.
-
-    Every axis cuts a dim, holds replicas ("-") or, before the plan, addends ("+").
-    """
-    return _random_layout(axes, "abc-+", rng), _random_layout(axes, "abc-", rng)
-
-
 def _random_layout(axes: Sequence[str], roles: str, rng: random.Random) -> Layout:
-    """Draw a role for each axis."""
-    role_of = {axis: rng.choice(roles) for axis in rng.sample(axes, len(axes))}
-    dims = []
-    for name in "abc":
-        dims.append(Dim(name, _shards([axis for axis in role_of if role_of[axis] == name])))
-    sums = tuple(axis for axis in role_of if role_of[axis] == "+")
-    return Layout(tuple(dims), (("sum", sums),) if sums else ())
+    """Draw a role for each axis: it cuts a dim a, b or c, holds replicas (-) or addends (+)."""
+    axes_of = defaultdict[str, list[str]](list)  # by role
+    for axis in rng.sample(axes, len(axes)):
+        axes_of[rng.choice(roles)].append(axis)
+    dims = tuple(Dim(name, _shards(axes_of[name])) for name in "abc")
+    return Layout(dims, (("sum", tuple(axes_of["+"])),))
