@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from torch_bridge.lower.subarray import consecutive_slices
 from torch_bridge.mesh.failures import call_backend, raise_lost_peer
 from torch_bridge.mesh.process_mesh import Group
 from torch_bridge.versions.modes import dispatch_mode_count, is_profiling
@@ -242,18 +242,14 @@ class Collective:
         flat tensor that is sent, what goes to it; of the flat tensor that arrives, what comes from
         it.
         """
-        rank_count = len(self.received)
+        arriving = consecutive_slices(self.received)
         if self.kind == "all_gather":
             # Every rank gets all of it.
-            sent = [slice(0, sum(self.sent))] * rank_count
+            sent = [slice(0, sum(self.sent))] * len(arriving)
         else:
-            sent = _consecutive_slices(self.sent)
-        arriving = _consecutive_slices(self.received)
+            sent = consecutive_slices(self.sent)
         peers = [
-            Peer(rank, sent_rows, arriving_rows)
-            for rank, sent_rows, arriving_rows in zip(
-                range(rank_count), sent, arriving, strict=True
-            )
+            Peer(rank, *slices) for rank, slices in enumerate(zip(sent, arriving, strict=True))
         ]
         me = self.group.process_group.rank()
         return peers[me:] + peers[:me]
@@ -283,8 +279,3 @@ class Collective:
         if self.kind == "all_reduce":
             return functional_collectives.all_reduce(messages, self.op, name)
         return functional_collectives.reduce_scatter_tensor(messages, self.op, rank_count, name)
-
-
-def _consecutive_slices(sizes: Sequence[int]) -> list[slice]:
-    """Return the positions of messages that lie one after the other: sizes (2, 3) -> 0:2, 2:5."""
-    return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

@@ -13,7 +13,7 @@ from torch_bridge.lower.executable import Move
 from torch_bridge.lower.packed_collective import packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import StepContext
-from torch_bridge.lower.subarray import subarray
+from torch_bridge.lower.subarray import subarray, without_base
 from torch_bridge.mesh.process_mesh import Group
 from xshard.layout.runs import Run, Runs
 from xshard.steps.traffic import Phases
@@ -102,30 +102,30 @@ def all_reduce(phases: Phases, context: StepContext, op: str) -> list[Move]:
     all-gather the pieces back. Returns functions from block to block, to be called one after the
     other.
     """
-    groups = _groups(phases, context)
-    slowest = groups.pop()  # over it a device meets those that hold the same piece
-    piece_count = math.prod(len(group.devices) for group in groups)
+    *fast_groups, slow_group = _groups(phases, context)
+    piece_count = math.prod(len(group.devices) for group in fast_groups)
     # Rounded up: the last piece is filled up with zeros.
     piece_size = -(-math.prod(context.shapes.before) // piece_count)
-    down: list[Move] = []  # reduce-scatters, the fastest first
-    up: list[Move] = []  # the gathers that undo them, in the opposite order
+    reductions: list[Move] = []  # reduce-scatters, the fastest first
+    gathers: list[Move] = []  # each undoes the reduce-scatter at its place
     remaining = piece_count  # pieces that a device still has
-    for group in groups:
+    for group in fast_groups:
         rank_count = len(group.devices)
         remaining //= rank_count
         # Devices that meet over the slow link must hold the same piece. Ranks of a group may be in
-        # any order, so that a device gets the piece at its place among the sorted devices of its
-        # group.
-        places = [sorted(group.devices).index(device) for device in group.devices]
+        # any order: a device gets the piece at its place among the sorted devices.
+        in_order = sorted(group.devices)
+        places = [in_order.index(device) for device in group.devices]
         pieces = _stacked_blocks(context, rank_count, remaining, (piece_size,), places)
         part = _stacked_blocks(context, 1, remaining, (piece_size,))
-        down.append(reduce_scattered(group, pieces, part, op, context.tensor_device))
+        reductions.append(reduce_scattered(group, pieces, part, op, context.tensor_device))
         gather = Collective("all_gather", group, part.sizes, pieces.sizes)
-        up.insert(0, packed(gather, part, pieces))
-    whole = _stacked_blocks(context, 1, 1, (piece_size,))
-    reduction = Collective("all_reduce", slowest, whole.sizes, whole.sizes, op)
+        gathers.append(packed(gather, part, pieces))
+    piece = _stacked_blocks(context, 1, 1, (piece_size,))
+    over_slow_link = Collective("all_reduce", slow_group, piece.sizes, piece.sizes, op)
+    reduce_piece = packed(over_slow_link, piece, piece)
     flatten, unflatten = _flattening(context, piece_count, piece_size)
-    return [flatten, *down, packed(reduction, whole, whole), *up, unflatten]
+    return [flatten, *reductions, reduce_piece, *reversed(gathers), unflatten]
 
 
 def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tuple[Move, Move]:
@@ -147,10 +147,7 @@ def _flattening(context: StepContext, piece_count: int, piece_size: int) -> tupl
     def unflatten(pieces: Tensor) -> Tensor:
         if filling or context.lengths is not None:
             return pieces.view(-1)[:size].view(shape).clone()
-        x = pieces.view(shape)
-        # Autograd must not see the result as a view of `pieces`. A new tensor on the same memory is
-        # none, and saves the copy.
-        return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), shape, x.stride())
+        return without_base(pieces.view(shape))
 
     return flatten, unflatten
 

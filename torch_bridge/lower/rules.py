@@ -17,6 +17,7 @@ from torch_bridge.lower.executable import Executable, Move, Moves, place_of
 from torch_bridge.lower.packed_collective import PackedCollective, packed, reduce_scattered
 from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import Lengths, StepContext
+from torch_bridge.lower.subarray import without_base
 from torch_bridge.mesh.failures import with_place_in_errors
 from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from torch_bridge.versions.modes import is_faking
@@ -214,31 +215,29 @@ def _permute(step: steps.Permute, context: StepContext) -> Move:
     "n/(a,b) -> n/(b,a)" on a=2, b=2: devices 1 and 2 exchange their blocks, devices 0 and 3 keep
     theirs.
     """
-    sender = sender_of_each_device(
-        context.before, context.after
-    )  # device -> the one that sends to it
+    senders = sender_of_each_device(context.before, context.after)  # [devices]
+    me = context.device
+    keep = context.subarray(context.shapes.before, {}).copy_of
+    if senders == tuple(range(len(senders))):  # no device moves: no collective
+        return keep
     group = context.group(moving_axes(context.before, context.after))
-    # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks). But what it
-    # sends from rank to rank must be in the host's memory.
+    # gloo's all-to-all synchronises all ranks: it takes 1.0 to 1.5 times as long (4 and 8 ranks).
+    # But what it sends from rank to rank must be in the host's memory.
     on_host = context.tensor_device.type == "cpu"
     is_direct = on_host and group.serves(context.tensor_device, "gloo") and not group.graph_name
     kind = "permute" if is_direct else "all_to_all"
 
-    me = context.device
-    sent = _whole_block_with(sender.index(me), 0, context, group)
-    received = _whole_block_with(sender[me], 1, context, group)
+    sent = _whole_block_with(senders.index(me), 0, context, group)
+    received = _whole_block_with(senders[me], 1, context, group)
     collective = Collective(kind, group, sent.sizes_by_rank, received.sizes_by_rank)
-    if sender[me] != me:
+    if senders[me] != me:
         return packed(collective, sent, received)
-    # Its block stays; but if other devices exchange theirs, this one calls the collective too.
-    keep = context.subarray(context.shapes.before, {}).copy_of
-    if sender == tuple(range(len(sender))):  # no device moves: no collective
-        return keep
 
-    def unpack(block: Tensor, _messages: Any) -> Tensor:
+    # Its own block stays. Others exchange theirs, so that this process calls the collective too.
+    def stay(block: Tensor, _messages: Any) -> Tensor:
         return keep(block)
 
-    return PackedCollective(collective, sent, received.arriving, unpack, unpack)
+    return PackedCollective(collective, sent, received.arriving, stay, stay)
 
 
 def _whole_block_with(peer: int, end: int, context: StepContext, group: Group) -> Packing:
@@ -282,19 +281,19 @@ def _zeros(block: Tensor) -> Tensor:
 
 
 def _transpose(step: steps.Transpose, context: StepContext) -> Move:
-    """Permute the dims of the block: [a, b, c] -> [c, a, b]. Nothing is sent."""
+    """Permute the dims of the block: [a, b, c] -> [c, a, b]. Nothing is sent.
+
+    The caller may write to the result. So it shares no memory with the block that was given
+    (`is_given`: no earlier step has made a new one), and is no view for autograd.
+    """
     order = step.order(context.before)
 
     def transpose(block: Tensor) -> Tensor:
-        """Return the permuted block as a tensor of its own, not as a view."""
-        # The caller may write to the result, which must share no memory with the block that was
-        # given (`is_given`: no earlier step has made a new one), and must be no view for autograd.
         source = block.clone(memory_format=torch.contiguous_format) if context.is_given else block
         view = source.permute(order)
         if context.lengths is not None:  # compilers cannot record `set_`
             return view
-        out = source.new_empty(0)
-        return out.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+        return without_base(view)
 
     return transpose
 
