@@ -258,13 +258,12 @@ class Collective:
     def _options(self) -> CallOptions:
         """Options of this collective: the reduction, and whether the call waits for its end."""
         # Made once: all calls of a collective have equal options, except for `asyncOp`.
-        options = CallOptions(_OPTIONS[self.kind](), _OPTIONS[self.kind]())
-        options.blocking.asyncOp = False
-        options.asynchronous.asyncOp = True
-        if self.op is not None:
-            options.blocking.reduceOp = _REDUCE_OPS[self.op]
-            options.asynchronous.reduceOp = _REDUCE_OPS[self.op]
-        return options
+        both = CallOptions(_OPTIONS[self.kind](), _OPTIONS[self.kind]())
+        for is_async, options in enumerate(both):
+            options.asyncOp = bool(is_async)
+            if self.op is not None:
+                options.reduceOp = _REDUCE_OPS[self.op]
+        return both
 
     def _functional(self, messages: Tensor) -> Tensor:
         """Return the result of the operator that compilers record; `wait_tensor` waits for it."""

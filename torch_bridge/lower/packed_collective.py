@@ -187,13 +187,7 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
     which these executables send.
     """
     compared = _compared_plans(dist.group.WORLD)
-    # A plan is known by its hash together with its ranks, and with the kind of device: CPU and GPU
-    # have process groups of their own.
-    by_hash = {}
-    for executable in executables:
-        processes = executable.processes
-        key = hash((executable.plan, processes.ranks, processes.device, device.type))
-        by_hash[key] = executable
+    by_hash = {_plan_hash(executable, device): executable for executable in executables}
     new = [executable for key, executable in by_hash.items() if key not in compared]
     moves: list[PackedCollective] = []
     for executable in new:
@@ -211,6 +205,15 @@ def compare_new(executables: Sequence[Any], device: torch.device) -> None:
         executable.__dict__["is_new"] = False  # it is frozen, and this is a cache
 
 
+def _plan_hash(executable: Any, device: torch.device) -> int:
+    """Return the number by which a plan that ranks have compared is known again.
+
+    The kind of device counts, too: CPU and GPU have process groups of their own.
+    """
+    processes = executable.processes
+    return hash((executable.plan, processes.ranks, processes.device, device.type))
+
+
 def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device) -> None:
     """Raise DesyncError unless all ranks of the groups run these plans.
 
@@ -218,10 +221,11 @@ def _compare(plans: Sequence[Any], groups: Sequence[Group], device: torch.device
     they exchange the texts, for an error that says what differs.
     """
     text = ", ".join(f"{plan.src} -> {plan.dst}" for plan in plans)
+    all_steps = itertools.chain.from_iterable(plan.steps for plan in plans)
     facts = {
         "shape": ", ".join(str(plan.shape) for plan in plans),
         "dtype": ", ".join(str(plan.dtype) for plan in plans),
-        "plan": "; ".join(map(str, itertools.chain.from_iterable(plan.steps for plan in plans))),
+        "plan": "; ".join(map(str, all_steps)),
     }
     digest = hashlib.sha1(f"{text} {facts}".encode(), usedforsecurity=False).digest()
     number = int.from_bytes(digest[:7], "little")  # 56 bits: its negative fits int64 too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,11 +16,14 @@ from torch_bridge.lower.packing import Packing
 from torch_bridge.lower.step_context import StepContext
 from torch_bridge.lower.subarray import subarray, without_base
 from torch_bridge.mesh.process_mesh import Group
-from xshard.layout.runs import Run, Runs
+from xshard.layout.runs import Run
+from xshard.notation.parser import Shard
 from xshard.steps.traffic import Phases
 
 
-def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs]) -> list[Move]:
+def all_gather(
+    phases: Phases, context: StepContext, dim: str, shards: tuple[Shard, ...]
+) -> list[Move]:
     """Split an all-gather into one collective per kind of link, the slowest link first.
 
     In this order the slow link carries the least: blocks grow with each phase. 2 nodes of 4
@@ -30,8 +34,8 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
     Args:
         phases: The devices that meet over links of each speed.
         context: The step, and this process's place in it.
-        dim: The dim along which blocks are put together.
-        parts: The rows of `dim` of each device of the group.
+        dim: The name of the dim along which blocks are put together.
+        shards: Its shards that are gathered.
     """
     groups = _groups(phases, context)
     groups.reverse()  # the slowest first
@@ -48,7 +52,7 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
         # Until the last phase, blocks are stacked in the order in which they arrive. The last one
         # brings all of them, and writes each to its rows of the result.
         if group is fastest:
-            received = _parts_by_rank(phases, context, context.shapes.after, dim, parts, group)
+            received = _parts_by_rank(phases, context, 1, dim, shards)
         else:
             received = _stacked_blocks(context, rank_count, block_count, block_shape)
         collective = Collective("all_gather", group, sent.sizes, received.sizes_by_rank)
@@ -58,7 +62,7 @@ def all_gather(phases: Phases, context: StepContext, dim: int, parts: Sequence[R
 
 
 def reduce_scatter(
-    phases: Phases, context: StepContext, dim: int, parts: Sequence[Runs], op: str
+    phases: Phases, context: StepContext, dim: str, shards: tuple[Shard, ...], op: str
 ) -> list[Move]:
     """Split a reduce-scatter into one collective per kind of link, the slowest link last.
 
@@ -70,21 +74,23 @@ def reduce_scatter(
     Args:
         phases: The devices that meet over links of each speed.
         context: The step, and this process's place in it.
-        dim: The dim that is scattered.
-        parts: The rows of `dim` of each device of the group.
+        dim: The name of the dim that is scattered.
+        shards: The shards that it gets.
         op: The reduction, as "sum" or "max".
     """
     piece_shape = context.shapes.after
     moves: list[Move] = []
-    piece_count = len(parts)  # how many pieces this process still has a share of
-    for group in _groups(phases, context):
+    groups = _groups(phases, context)
+    # How many pieces this process still has a share of.
+    piece_count = math.prod(len(group.devices) for group in groups)
+    for group in groups:
         rank_count = len(group.devices)
         piece_count //= rank_count
         # The first phase sends parts of the block; later ones send the sums of the phase before.
         if moves:
             sent = _stacked_blocks(context, rank_count, piece_count, piece_shape)
         else:
-            sent = _parts_by_rank(phases, context, context.shapes.before, dim, parts, group)
+            sent = _parts_by_rank(phases, context, 0, dim, shards)
         if piece_count > 1:
             received = _stacked_blocks(context, 1, piece_count, piece_shape)
         else:
@@ -190,14 +196,9 @@ def _stacked_blocks(
 
 
 def _parts_by_rank(
-    phases: Phases,
-    context: StepContext,
-    shape: tuple[int, ...],
-    dim: int,
-    parts: Sequence[Runs],
-    group: Group,
+    phases: Phases, context: StepContext, end: int, dim: str, shards: tuple[Shard, ...]
 ) -> Packing:
-    """Cut a block along a dim into what each rank of a group is sent, or sends.
+    """Cut a block along a dim into what each rank of the fastest phase is sent, or sends.
 
     A rank also stands for the devices that it meets in the phases over slower links: in 2 nodes of
     4 processes (devices 0-3 and 4-7), rank 1 of a node has the parts of devices 1 and 5.
@@ -205,17 +206,15 @@ def _parts_by_rank(
     Args:
         phases: The devices that meet over links of each speed.
         context: The step, and this process's place in it.
-        shape: The shape of the whole block.
-        dim: The dim that has the parts.
-        parts: The rows of `dim` of each device along the axes of the step.
-        group: The ranks that this process meets.
+        end: The block before (0) or after (1) the step.
+        dim: The name of the dim that has the parts.
+        shards: Its shards, one part per device along their axes.
     """
-    # `devices_reached` goes through the group's ranks, and for each through what it reaches.
-    rows_by_message = [
-        parts[phases.mesh.index(device, phases.axes)]
-        for device in phases.devices_reached(context.device)
+    # `devices_reached` goes through the ranks of the phase, and for each through what it reaches.
+    numbers = [
+        phases.mesh.index(device, phases.axes) for device in phases.devices_reached(context.device)
     ]
-    messages = tuple(context.subarray(shape, {dim: rows}) for rows in rows_by_message)
-    rank_count = len(group.devices)
-    messages_per_rank = len(messages) // rank_count
-    return Packing(shape, messages, (messages_per_rank,) * rank_count)
+    whole = context.packing_of_parts(end, dim, shards, numbers)
+    rank_count = len(phases.members(context.device, 0))
+    messages_per_rank = len(numbers) // rank_count
+    return replace(whole, counts=(messages_per_rank,) * rank_count)

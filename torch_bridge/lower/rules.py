@@ -24,7 +24,7 @@ from torch_bridge.versions.modes import is_faking
 from xshard import Plan, Sharding, steps
 from xshard.caches import layout_cache
 from xshard.errors import DtypeError, PlanError
-from xshard.steps.base import axes_of, even_parts
+from xshard.steps.base import axes_of
 from xshard.steps.exchange.sources import view_pairs
 from xshard.steps.exchange.traffic import moving_axes
 from xshard.steps.permute import sender_of_each_device
@@ -82,17 +82,30 @@ def _moves_of_step(
         tensor_device: The device of blocks.
         lengths: Symbols for lengths of dims, as in `lower`.
     """
-    step, before, after = plan.stages[number]
+    step, before, _ = plan.stages[number]
     if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
         raise no_arithmetic(f"'{step}'", plan.dtype)
     rule = RULES.get(type(step))
     if rule is None:
-        raise PlanError(
-            f"torch_bridge lacks a rule for '{step}'", hint="add it to lower.rules.RULES"
-        )
-    place = functools.partial(place_of, plan, number)
+        hint = "add it to lower.rules.RULES"
+        raise PlanError(f"torch_bridge lacks a rule for '{step}'", hint=hint)
+    context = _context(plan, number, processes, tensor_device, lengths)
+    # A rule may make process groups, which can fail.
+    moves = with_place_in_errors(context.place, rule, step, context)
+    return moves if isinstance(moves, list) else [moves]
+
+
+def _context(
+    plan: Plan,
+    number: int,
+    processes: ProcessMesh,
+    tensor_device: torch.device,
+    lengths: Lengths | None,
+) -> StepContext:
+    """Collect all that the rule of a step needs to know: the arguments are those of its caller."""
+    _, before, after = plan.stages[number]
     earlier = plan.steps[:number]
-    context = StepContext(
+    return StepContext(
         before=before,
         after=after,
         processes=processes.factored(plan.split),
@@ -100,12 +113,11 @@ def _moves_of_step(
         dtype=plan.dtype,
         lengths=lengths,
         is_last=number >= _last_computing_step(plan),
+        # These steps return the block that they were given.
         is_given=all(isinstance(step, steps.Retag | steps.Mask) for step in earlier),
         fabric=plan.profile.fabric(before.mesh),
-        place=place,
+        place=functools.partial(place_of, plan, number),
     )
-    moves = with_place_in_errors(place, rule, step, context)  # it may make groups, which can fail
-    return moves if isinstance(moves, list) else [moves]
 
 
 def _last_computing_step(plan: Plan) -> int:
@@ -137,14 +149,12 @@ def _computes(step: steps.Step, before: Sharding) -> bool:
 def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
     """Send the whole block; put what arrives together along the dim."""
     axes = axes_of(step.shards)
-    dim = context.before.dim_index(step.dim)
-    parts = even_parts(context.before, step.dim, step.shards)
     phases = context.phases(axes)
     if phases.has_several_speeds:
-        return phased.all_gather(phases, context, dim, parts)
+        return phased.all_gather(phases, context, step.dim, step.shards)
     group = context.group(axes)
     sent = context.whole_block(0)
-    received = context.messages_by_rank(context.shapes.after, dim, parts, axes, group)
+    received = context.messages_by_rank(1, step.dim, step.shards, group)
     return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
 
 
@@ -170,13 +180,11 @@ def _all_reduce(step: steps.AllReduce, context: StepContext) -> Moves:
 def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
     """Send each rank its part of the dim; receive the reduction of this process's part."""
     axes = axes_of(step.shards)
-    dim = context.before.dim_index(step.dim)
-    parts = even_parts(context.before, step.dim, step.shards)
     phases = context.phases(axes)
     if phases.has_several_speeds:
-        return phased.reduce_scatter(phases, context, dim, parts, step.op)
+        return phased.reduce_scatter(phases, context, step.dim, step.shards, step.op)
     group = context.group(axes)
-    sent = context.messages_by_rank(context.shapes.before, dim, parts, axes, group)
+    sent = context.messages_by_rank(0, step.dim, step.shards, group)
     part = context.whole_block(1)
     return reduce_scattered(group, sent, part, step.op, context.tensor_device)
 
@@ -187,24 +195,11 @@ def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
     On a=4: a block [n/4, d] is cut along d into 4 messages [n/4, d/4], one for each rank. The 4
     that arrive are put together along n: [n, d/4].
     """
-    before = context.before
     # Both sets of axes reach the same processes: the shards move from one dim to another.
     group = context.group(axes_of(step.src_shards))
     # Each rank is sent its part of the dim that will be sharded, and sends its part of the other.
-    sent = context.messages_by_rank(
-        context.shapes.before,
-        before.dim_index(step.dst_dim),
-        even_parts(before, step.dst_dim, step.dst_shards),
-        axes_of(step.dst_shards),
-        group,
-    )
-    received = context.messages_by_rank(
-        context.shapes.after,
-        before.dim_index(step.src_dim),
-        even_parts(before, step.src_dim, step.src_shards),
-        axes_of(step.src_shards),
-        group,
-    )
+    sent = context.messages_by_rank(0, step.dst_dim, step.dst_shards, group)
+    received = context.messages_by_rank(1, step.src_dim, step.src_shards, group)
     collective = Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True)
     return packed(collective, sent, received)
 

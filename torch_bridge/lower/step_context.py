@@ -14,7 +14,8 @@ from torch_bridge.mesh.process_mesh import Group, ProcessMesh
 from xshard import Sharding
 from xshard.cost.model import Fabric
 from xshard.layout.runs import Runs
-from xshard.steps.base import DimCut, rows_of_own_part
+from xshard.notation.parser import Shard
+from xshard.steps.base import DimCut, axes_of, even_parts, rows_of_own_part
 from xshard.steps.traffic import Phases
 
 Lengths = Mapping[str, int]  # dim name -> its length, which may be a symbol of a compiler
@@ -132,26 +133,32 @@ class StepContext(NamedTuple):
         }
 
     def messages_by_rank(
-        self,
-        shape: tuple[int, ...],
-        dim: int,
-        parts: Sequence[Runs],
-        axes: tuple[str, ...],
-        group: Group,
+        self, end: int, dim: str, shards: tuple[Shard, ...], group: Group
     ) -> Packing:
-        """Cut a block along a dim into one message per rank of a group.
+        """Cut the block before (0) or after (1) the step along a dim into one message per rank.
 
         [8, 5] for 4 ranks along dim 0 -> messages with rows 0:2, 2:4, 4:6 and 6:8.
 
         Args:
-            shape: The shape of the block.
-            dim: The dim that is cut.
-            parts: The rows of each part, in the order of indices along `axes`.
-            axes: The mesh axes that number the parts: a rank gets the part of its index along them.
+            end: Which block.
+            dim: The name of the dim that is cut.
+            shards: How it is cut: a rank gets the part of its index along their axes.
             group: The ranks, in the order of messages.
         """
+        axes = axes_of(shards)
         mesh = self.before.mesh
-        messages = [
-            self.subarray(shape, {dim: parts[mesh.index(device, axes)]}) for device in group.devices
-        ]
+        numbers = [mesh.index(device, axes) for device in group.devices]
+        return self.packing_of_parts(end, dim, shards, numbers)
+
+    def packing_of_parts(
+        self, end: int, dim: str, shards: tuple[Shard, ...], numbers: Sequence[int]
+    ) -> Packing:
+        """Return parts of the block before (0) or after (1) the step as messages, by their numbers.
+
+        dim, shards: the cut that makes the parts, of one size.
+        """
+        shape = self.shapes[end]
+        d = self.before.dim_index(dim)
+        parts = even_parts(self.before, dim, shards)
+        messages = [self.subarray(shape, {d: parts[number]}) for number in numbers]
         return Packing(shape, tuple(messages))
