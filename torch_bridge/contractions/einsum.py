@@ -105,8 +105,7 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
     try:
         if maps is not None:
             expression = with_map_digests(expression, maps)
-        if save not in SAVES or overlap not in OVERLAPS:
-            raise _wrong_choice(save, overlap)
+        _check_choices(save, overlap)
         check_not_swapped()
         call = EinsumCall.of(expression, mesh, **options)
         blocks = list(operands)
@@ -125,12 +124,13 @@ def einsum(  # noqa: PLR0913  a verb with the options of plans and of calls
         raise
 
 
-def _wrong_choice(save: str, overlap: str) -> PlanError:
-    """Return the error for an unknown `save` or `overlap`."""
+def _check_choices(save: str, overlap: str) -> None:
+    """Raise PlanError for an unknown `save` or `overlap`."""
     if save not in SAVES:
         hint = '"used": operands where they are contracted, or "given"'
-        return PlanError(f"save is {save!r}", hint=hint)
-    return PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
+        raise PlanError(f"save is {save!r}", hint=hint)
+    if overlap not in OVERLAPS:
+        raise PlanError(f"no overlap {overlap!r}", hint=f"there are: {', '.join(OVERLAPS)}")
 
 
 def _compiled(
@@ -148,8 +148,7 @@ def _compiled(
     """
     from torch_bridge.calls import compiled  # slow: it imports torch._dynamo, half a second
 
-    if save not in SAVES or options["overlap"] not in OVERLAPS:
-        raise _wrong_choice(save, options["overlap"])
+    _check_choices(save, options["overlap"])
     blocks = [_autocast(x) for x in operands]
     if compiled.is_recorded(blocks, expression, mesh, options["profile"]):
         recorded_options = {**options, "save": save}

@@ -29,6 +29,9 @@ from xshard.steps.exchange.sources import view_pairs
 from xshard.steps.exchange.traffic import moving_axes
 from xshard.steps.permute import sender_of_each_device
 
+# Steps that only look at the block, and make no new tensor.
+_VIEWS = (steps.Slice, steps.Retag, steps.Mask, steps.Transpose)
+
 
 def lower(
     plan: Plan, processes: ProcessMesh, device: torch.device, lengths: Lengths | None = None
@@ -105,6 +108,7 @@ def _context(
     """Collect all that the rule of a step needs to know: the arguments are those of its caller."""
     _, before, after = plan.stages[number]
     earlier = plan.steps[:number]
+    later = plan.steps[number + 1 :]
     return StepContext(
         before=before,
         after=after,
@@ -112,21 +116,12 @@ def _context(
         tensor_device=tensor_device,
         dtype=plan.dtype,
         lengths=lengths,
-        is_last=number >= _last_computing_step(plan),
+        is_last=all(isinstance(step, _VIEWS) for step in later),
         # These steps return the block that they were given.
         is_given=all(isinstance(step, steps.Retag | steps.Mask) for step in earlier),
         fabric=plan.profile.fabric(before.mesh),
         place=functools.partial(place_of, plan, number),
     )
-
-
-def _last_computing_step(plan: Plan) -> int:
-    """Return the number of the last step that makes a new tensor; -1 if all only look at the block."""
-    views = steps.Slice | steps.Retag | steps.Mask | steps.Transpose
-    for number in reversed(range(len(plan.steps))):
-        if not isinstance(plan.steps[number], views):
-            return number
-    return -1
 
 
 def no_arithmetic(operation: str, dtype: str) -> DtypeError:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch_bridge.mesh.process_mesh import calling_ranks
 from torch_bridge.versions.functorch import active_transforms, is_batched, is_forward_mode
 from torch_bridge.versions.process_groups import default_store
 from xshard.arguments import is_on
+from xshard.layout.runs import run_columns
 
 # The environment is read once, at import: it has to be set before the program starts, and equal for
 # all ranks. A rank that turned comparisons on later would wait for others that do not come.
@@ -277,21 +279,22 @@ class _Channel:
             # Coming to the last meeting shows that a rank has read the one before: its report there
             # can be deleted.
             store.delete_key(self._key(number - 2, rank))
+        own_key = self._key(number, rank)
         report = json.dumps(mine)
         # Writes the report unless another rank has written ABSENT under this key. The store decides
         # which of the two came first, so that all ranks see the same.
-        if store.compare_set(self._key(number, rank), "", report) == ABSENT:
+        if store.compare_set(own_key, "", report) == ABSENT:
             return None
-        store.set(self._key(number, rank), report)  # wakes those who wait, in every kind of store
+        store.set(own_key, report)  # wakes those who wait, in every kind of store
         keys = [self._key(number, r) for r in self.ranks]
         try:
             store.wait(keys, timeout)
         except RuntimeError:  # DistStoreError, of a TCPStore
             for key in keys:  # whoever comes later goes on to the next meeting
                 store.compare_set(key, "", ABSENT)
-        reports = dict(zip(self.ranks, store.multi_get(keys), strict=True))
-        self._check_all_came(reports, str(mine["asked"]), timeout)
-        return {r: json.loads(report) for r, report in reports.items()}
+        texts = dict(zip(self.ranks, store.multi_get(keys), strict=True))
+        self._check_all_came(texts, str(mine["asked"]), timeout)
+        return {r: json.loads(text) for r, text in texts.items()}
 
     def _check_all_came(self, reports: Mapping[int, bytes], asked: str, timeout: timedelta) -> None:
         """Raise DesyncError if ranks did not come in time."""
@@ -376,21 +379,13 @@ def _ranks_text(ranks: Iterable[int]) -> str:
 
     Two neighbours are listed one by one: [1, 2] -> "ranks 1, 2".
     """
-    runs: list[list[int]] = []  # [first, last] of each run of consecutive ranks
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
+    starts, lengths = run_columns(np.array(sorted(ranks)))  # of runs of consecutive ranks
     texts: list[str] = []
-    n_ranks = 0
-    for first, last in runs:
-        n_ranks += last - first + 1
-        if first == last:
-            texts.append(str(first))
-        elif last == first + 1:
-            texts.append(f"{first}, {last}")
-        else:
+    for first, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        last = first + length - 1
+        if length > 2:
             texts.append(f"{first} to {last}")
-    noun = "rank" if n_ranks == 1 else "ranks"
+        else:
+            texts += map(str, range(first, last + 1))
+    noun = "rank" if lengths.sum() == 1 else "ranks"
     return f"{noun} {', '.join(texts)}"

@@ -153,24 +153,20 @@ def _all_to_all(output: Tensor, _: Tensor, group: Any, sizes: Sequence[int], *__
     return output.nbytes * (n_rows - own_rows) // n_rows
 
 
-def _but_root(tensors: Any, group: Any, root: int) -> int:
+@_counts("c10d", "broadcast_")
+def _broadcast(tensors: Any, group: Any, root: int, *_: Any) -> int:
     """Count all bytes on all ranks but the one that sends them."""
     return 0 if _group(group).rank() == root else _nbytes(tensors)
 
 
-@_counts("c10d", "broadcast_")
-def _broadcast(tensors: Any, group: Any, root: int, *_: Any) -> int:
-    return _but_root(tensors, group, root)
-
-
 @_counts("_c10d_functional", "broadcast broadcast_")
 def _functional_broadcast(x: Tensor, root: int, group: Any) -> int:
-    return _but_root(x, group, root)
+    return _broadcast(x, group, root)
 
 
 @_counts("c10d", "scatter_")
 def _scatter(outputs: Any, _: Any, group: Any, root: int, *__: Any) -> int:
-    return _but_root(outputs, group, root)
+    return _broadcast(outputs, group, root)
 
 
 @_counts("c10d", "gather_")
@@ -219,5 +215,4 @@ def _functional_messages(kinds: Any, _: Any, __: Any, tensors: Any, ___: Any) ->
 
 @_counts("_dtensor", "shard_dim_alltoall")
 def _shard_dim_all_to_all(x: Tensor, _: Any, __: Any, group: Any) -> int:
-    n = _group(group).size()
-    return _nbytes(x) // n * (n - 1)
+    return _functional_scatter(x, None, _group(group).size())
