@@ -203,7 +203,7 @@ def _redistribute_now(x: Any, options: Options) -> Any:
     options = options._replace(bucket_bytes=None)
     x = as_tensor(x)
     compared = compare(x, options) if options.debug else None
-    call = call_of(x, options.layouts, options.mesh, options.shape, options)
+    call = call_of(x, options)
     y = move_one(x, call, options.async_op, options.check_replicated)
     return compare_gradients_of(compared, y, x)
 
@@ -220,20 +220,19 @@ def _redistribute_traced(x: Any, options: Options) -> Any:
     # Dynamo can leave its graph and come back; torch.export has to record everything.
     is_dynamo = torch.compiler.is_dynamo_compiling()
     is_one_mesh = options.transfer.src_mesh is None and options.transfer.dst_mesh is None
-    if isinstance(x, Tensor) and is_one_mesh:
-        if options.check_replicated and not is_dynamo:
-            what = "check_replicated compares on the host, which an exported program cannot"
-            raise PlanError(what, hint="it is for debugging: leave it out")
-        arguments = [x], options.layouts, options.mesh
-        if not options.check_replicated and compiled.is_recorded(*arguments, options.profile):
-            recorded_options = {
-                "shape": options.shape,
-                "profile": options.profile,
-                "comm_dtype": options.comm_dtype,
-            }
-            return compiled.traced_call(
-                "redistribute", *arguments, recorded_options, options.async_op
-            )
+    is_one_block = isinstance(x, Tensor) and is_one_mesh
+    if is_one_block and options.check_replicated and not is_dynamo:
+        what = "check_replicated compares on the host, which an exported program cannot"
+        raise PlanError(what, hint="it is for debugging: leave it out")
+    arguments = [x], options.layouts, options.mesh
+    may_record = is_one_block and not options.check_replicated
+    if may_record and compiled.is_recorded(*arguments, options.profile):
+        recorded_options = {
+            "shape": options.shape,
+            "profile": options.profile,
+            "comm_dtype": options.comm_dtype,
+        }
+        return compiled.traced_call("redistribute", *arguments, recorded_options, options.async_op)
     if is_dynamo:
         return compiled.eagerly(_redistribute_now, x, options)
     return _redistribute_now(x, options)

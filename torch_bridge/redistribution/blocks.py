@@ -40,19 +40,16 @@ from xshard.plans.plan import Plan
 from xshard.replicas import are_replicas_checked
 
 
-def call_of(
-    x: Tensor, layouts: Any, mesh: MeshLike | None, shape: Any, options: Options
-) -> MoveCall:
-    """Return the call on one mesh; a DTensor brings its mesh and its global shape.
-
-    options: the others; those of a tree are for all of its tensors.
-    """
+def call_of(x: Tensor, options: Options) -> MoveCall:
+    """Return the call on one mesh; a DTensor brings its mesh and its global shape."""
+    mesh = options.mesh
+    shape = options.shape
     if is_dtensor(x):
         from torch_bridge.dtensor.placements import checked_global_shape  # slow: it imports DTensor
 
         shape = checked_global_shape(x, mesh, shape)  # raises if `mesh` or `shape` is another one
         mesh = x.device_mesh
-    return MoveCall.of(layouts, mesh, shape, options.profile, options.comm_dtype)
+    return MoveCall.of(options.layouts, mesh, shape, options.profile, options.comm_dtype)
 
 
 def move_one(
@@ -110,7 +107,7 @@ def _facts(x: Tensor, options: Options) -> CallFacts:
 
     The other ranks then hear of the error, and do not wait.
     """
-    call = call_of(x, options.layouts, options.mesh, options.shape, options)
+    call = call_of(x, options)
     block = x
     if is_dtensor(x):
         from torch_bridge.dtensor.function import local_block

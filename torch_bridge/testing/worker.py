@@ -90,12 +90,13 @@ def answers(questions: Sequence[Question], timeout_s: float) -> list[Answer]:
 
     Raises FunctionError, RankError, StructureError.
     """
+    if not questions:
+        return []
     if any(_needs_dynamo(question) for question in questions):
         preload(["torch._dynamo"], timeout_s)  # optimisers and meters import it: 0.6 s in each rank
-    place = ""
-    if questions and questions[0].mesh.axes:
-        place = f" on {questions[0].mesh}"
-    is_function = bool(questions) and isinstance(questions[0].function, bytes)
+    mesh = questions[0].mesh
+    place = f" on {mesh}" if mesh.axes else ""
+    is_function = isinstance(questions[0].function, bytes)
     errors = _as_errors_of_function(f"the torch function failed{place}: ")
     with errors if is_function else nullcontext():
         return [merge_ranks(parts) for parts in by_rank(questions, answer_all, timeout_s=timeout_s)]
@@ -125,9 +126,10 @@ def by_rank(
     # Items with equally many devices share processes: starting these takes longer than most items.
     for n in sorted({item.mesh.n_devices for item in items}):
         numbers = [i for i, item in enumerate(items) if item.mesh.n_devices == n]
-        world_items = [items[i] for i in numbers]
-        ranks = on_ranks(n, function, world_items, *args, timeout_s=timeout_s)
-        results |= dict(zip(numbers, zip(*ranks, strict=True), strict=True))
+        items_of_world = [items[i] for i in numbers]
+        results_by_rank = on_ranks(n, function, items_of_world, *args, timeout_s=timeout_s)
+        results_by_item = zip(*results_by_rank, strict=True)
+        results.update(zip(numbers, results_by_item, strict=True))
     return [results[i] for i in range(len(items))]
 
 
@@ -264,19 +266,10 @@ def _forward(
     has_autograd = dtype.is_floating_point or dtype.is_complex
     if isinstance(plan, Plan) and not has_autograd:
         backward = lower(plan.backward, process_mesh(plan.mesh), blocks[0].device)
-
-        def pull_by_plan(cotangent: Tensor) -> Sequence[Tensor]:
-            return [backward(cotangent)]
-
-        return run(*blocks), pull_by_plan
-
+        return run(*blocks), lambda cotangent: [backward(cotangent)]
     leaves = [x.clone().requires_grad_() for x in blocks]
     y = run(*leaves)
-
-    def pull_by_autograd(cotangent: Tensor) -> Sequence[Tensor]:
-        return torch.autograd.grad(y, leaves, cotangent)
-
-    return y.detach(), pull_by_autograd
+    return y.detach(), lambda cotangent: torch.autograd.grad(y, leaves, cotangent)
 
 
 def _answer(question: Question) -> RankAnswer | StructureError:
@@ -298,25 +291,30 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     if agreed.error is not None:
         return agreed.error
     outputs = {name: (array_of(y.detach()),) for name, y in agreed.outputs.items()}
-    if not agreed.fit_cotangents:
-        return RankAnswer(Answer(outputs, None, draws=draws))
-
-    cotangents = _cotangents(agreed.outputs, question, rank)
-    gradients = _gradients(question, inputs, agreed.outputs, cotangents)
-    gradient_blocks: dict[int, Devices] = {i: (array_of(g),) for i, g in gradients.items()}
-    updated: dict[int, Devices] = {}
-    if question.update is not None:
-        updated = _updated(question.update, inputs, gradients)
-    drawn: dict[str, Devices] = {}  # a reference says which cotangents it has drawn
-    if not question.results:
-        drawn = {name: (block,) for name, block in cotangents.items()}
-    slopes: Slopes = {}
-    if question.differences:
-        slopes = _derivatives(question, gradient_blocks, cotangents)
-    answer = Answer(
-        outputs, gradient_blocks, updated, drawn, numbered(returned), slopes, draws=draws
-    )
+    answer = Answer(outputs, None, draws=draws)
+    if agreed.fit_cotangents:
+        answer = replace(answer, tree=numbered(returned))
+        answer = _with_gradients(answer, question, inputs, agreed.outputs)
     return RankAnswer(answer)
+
+
+def _with_gradients(
+    answer: Answer, question: Question, inputs: Sequence[Tensor], outputs: dict[str, Tensor]
+) -> Answer:
+    """Add the gradients of inputs to an answer, and whatever else the question asks about them."""
+    cotangents = _cotangents(outputs, question, dist.get_rank())
+    gradients = _gradients(question, inputs, outputs, cotangents)
+    blocks: dict[int, Devices] = {i: (array_of(x),) for i, x in gradients.items()}
+    answer = replace(answer, gradients=blocks)
+    if question.update is not None:
+        answer = replace(answer, updated=_updated(question.update, inputs, gradients))
+    if not question.results:  # a reference says which cotangents it has drawn
+        drawn: dict[str, Devices] = {name: (block,) for name, block in cotangents.items()}
+        answer = replace(answer, cotangents=drawn)
+    if question.differences:
+        slopes = _derivatives(question, blocks, cotangents)
+        answer = replace(answer, derivatives=slopes)
+    return answer
 
 
 def _returned(question: Question, blocks: Sequence[Block]) -> tuple[list[Tensor], Any]:
