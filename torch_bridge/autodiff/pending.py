@@ -102,6 +102,7 @@ class PendingTensor:
     def __init__(
         self, result: Tensor | Callable[[], Tensor], shape: Sequence[int], like: Tensor
     ) -> None:
+        # The result; or what will give it; or the error that this has raised.
         self._result: Tensor | CollectiveError | Callable[[], Tensor] = result
         self._is_recording = torch.is_grad_enabled()
         self.shape = torch.Size(shape)
@@ -112,9 +113,9 @@ class PendingTensor:
     def begin(cls, block: Tensor, executable: Executable) -> PendingTensor:
         """Start a redistribution that goes on while you compute; `wait` of the result ends it.
 
-        All processes begin and end theirs in the same order. For autograd it is two functions: the
-        first begins, block -> token (an empty tensor, which only links the two), the second ends,
-        token -> result. In the backward pass they change roles: see `Half`.
+        All processes begin and end theirs in the same order. For autograd it is two functions, each
+        a `Half`: block -> token begins it, token -> result ends it. The token is an empty tensor,
+        which only links the two. In the backward pass they change roles.
 
         Args:
             block: This process's block under the left layout.
@@ -135,10 +136,10 @@ class PendingTensor:
         Raises:
             CollectiveError: A collective failed. Each later use raises it again.
         """
-        if isinstance(self._result, CollectiveError):
-            raise self._result
         if isinstance(self._result, Tensor):
             return self._result
+        if isinstance(self._result, CollectiveError):
+            raise self._result
         # Autograd records both halves or neither: the second as the first was, even if `no_grad`
         # differs.
         with torch.set_grad_enabled(self._is_recording):

@@ -256,7 +256,7 @@ def _is_unsharded(traced: _TracedPlan, name: str) -> bool:
         layouts = [plan.source.layout, plan.target.layout]
         layouts += [stage.after.layout for stage in plan.stages]
         for layout in layouts:
-            if "pole" in str(layout):  # rows beyond a pole depend on another dim
+            if "pole" in str(layout):
                 return False
             dim = layout.dim(name)
             if dim.shards or dim.overlap is not None:

@@ -199,15 +199,17 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     )
 
     contraction = call.contraction
+    text = contraction.text
+    check_number(contraction, operands)
     dtensors: list[Any] = [x for x in operands if is_dtensor(x)]
     mesh = dtensors[0].device_mesh
-    check_number(contraction, operands)
     # A plain tensor beside them could be a block or a whole array.
     if len(dtensors) < len(operands) or any(x.device_mesh != mesh for x in dtensors):
         message = "not all operands are DTensors of one mesh"
-        raise MeshError(message, text=contraction.text, hint="all or none are")
+        raise MeshError(message, text=text, hint="all or none are")
+
     global_shapes = tuple(checked_global_shape(x, call.mesh, None) for x in dtensors)
-    contraction = for_operands(contraction, global_shapes)
+    contraction = for_operands(contraction, global_shapes)  # "..." stands for their dims
     shapes = call.shapes
     if shapes is None:
         _, shapes = shapes_of(contraction, None, global_shapes)
@@ -216,12 +218,13 @@ def _of_dtensors(call: EinsumCall, operands: list[Tensor], keeps: bool) -> Tenso
     needed_shapes = tuple(array.shape for array in arrays)
     if needed_shapes != global_shapes:
         message = f"the DTensors have shapes {global_shapes}, not {needed_shapes}"
-        raise ShapeError(message, text=contraction.text, hint="leave sizes= and shape= out")
+        raise ShapeError(message, text=text, hint="leave sizes= and shape= out")
     to_placements(result.layout, mesh, result.shape)  # raises if no DTensor is placed so
-    spans = text_spans(contraction.text).layouts
-    blocks = [
-        local_block_under(x, layout, contraction.text, span)
-        for x, layout, span in zip(dtensors, contraction.arrays, spans, strict=False)
-    ]
+
+    # Layouts and spans have the result's at the end, too.
+    blocks = []
+    spans = text_spans(text).layouts
+    for x, layout, span in zip(dtensors, contraction.arrays, spans, strict=False):
+        blocks.append(local_block_under(x, layout, text, span))
     y = _of_blocks(call._replace(mesh=mesh, shapes=shapes), blocks, keeps)
     return dtensor_of_block(as_tensor(y), result.layout, mesh, result.shape)

@@ -41,13 +41,6 @@ class Interval(NamedTuple):
 _SCATTERED = Interval(-1, -1)  # rows that are not one interval
 
 
-class Chunks(NamedTuple):
-    """Equal parts of a block along a dim."""
-
-    chunk_count: int
-    dim: int
-
-
 class Concatenation(NamedTuple):
     """The dim and the order in which pieces, concatenated, are the block."""
 
@@ -111,8 +104,8 @@ class Packing:
         # parts in another memory format (channels last) `cat` and `stack` make a tensor in that
         # format, which cannot be viewed as flat.
         if block.is_contiguous():
-            if self._chunks is not None:
-                chunks = block.chunk(self._chunks.chunk_count, self._chunks.dim)
+            if self._chunk_dim is not None:
+                chunks = block.chunk(len(self.messages), self._chunk_dim)
                 return torch.cat(chunks).view(-1)
             if self._can_stack:
                 return torch.stack([message.read(block) for message in self.messages]).view(-1)
@@ -259,24 +252,17 @@ class Packing:
         return self._is_uniform and all(message.is_view for message in self.messages)
 
     @cached_property
-    def _chunks(self) -> Chunks | None:
-        """How `Tensor.chunk` makes all messages; None if they are no equal parts, in order.
+    def _chunk_dim(self) -> int | None:
+        """The dim along which `Tensor.chunk` makes all messages; None if they are no equal parts, in order.
 
         A block [6, 4] with messages of rows 0:2, 2:4, 4:6 -> 3 chunks along dim 0. One call in C is
         quicker than a slice for each message.
         """
-        if not self._can_stack or any(len(index) != 1 for index in self._boxes):
+        dim = self._plain_dim
+        if dim is None or not self._can_stack:
             return None
-        dim, _ = self._boxes[0][0]
-        rows = self.messages[0].shape[dim]
-        count = len(self._boxes)
-        # Messages without rows are left to the other ways of `pack`; all others have to cover the
-        # dim.
-        if rows == 0 or count * rows != self.shape[dim]:
-            return None
-        intervals = [_intervals(index, self.shape)[dim] for index in self._boxes]
-        expected = [Interval(i * rows, (i + 1) * rows) for i in range(count)]
-        return Chunks(count, dim) if intervals == expected else None
+        # `chunk` makes no parts without rows.
+        return dim if self.messages[0].shape[dim] != 0 else None
 
     @cached_property
     def _buffer_dim(self) -> int | None:
@@ -324,8 +310,11 @@ class Packing:
     @cached_property
     def _shares_rows(self) -> list[bool]:
         """Whether each message shares rows with an earlier one, with which it is combined."""
-        rows = [message.rows for message in self.messages]
-        return [_meets_any(rows[i], rows[:i]) for i in range(len(rows))]
+        shares: list[bool] = []
+        for i, message in enumerate(self.messages):
+            earlier = self.messages[:i]
+            shares.append(any(_have_common_rows(message.rows, other.rows) for other in earlier))
+        return shares
 
     @cached_property
     def _is_covered(self) -> bool:
@@ -367,10 +356,6 @@ def _is_always_equal(a: int, b: int) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(a == b)
-
-
-def _meets_any(rows: Sequence[Runs | None], others: Sequence[Sequence[Runs | None]]) -> bool:
-    return any(_have_common_rows(rows, other) for other in others)
 
 
 def _have_common_rows(a: Sequence[Runs | None], b: Sequence[Runs | None]) -> bool:

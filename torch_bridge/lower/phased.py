@@ -211,10 +211,8 @@ def _parts_by_rank(
         shards: Its shards, one part per device along their axes.
     """
     # `devices_reached` goes through the ranks of the phase, and for each through what it reaches.
-    numbers = [
-        phases.mesh.index(device, phases.axes) for device in phases.devices_reached(context.device)
-    ]
-    whole = context.packing_of_parts(end, dim, shards, numbers)
+    devices = phases.devices_reached(context.device)
+    whole = context.parts_of_devices(end, dim, shards, devices)
     rank_count = len(phases.members(context.device, 0))
-    messages_per_rank = len(numbers) // rank_count
+    messages_per_rank = len(whole.messages) // rank_count
     return replace(whole, counts=(messages_per_rank,) * rank_count)

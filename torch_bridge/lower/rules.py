@@ -149,7 +149,7 @@ def _all_gather(step: steps.AllGather, context: StepContext) -> Moves:
         return phased.all_gather(phases, context, step.dim, step.shards)
     group = context.group(axes)
     sent = context.whole_block(0)
-    received = context.messages_by_rank(1, step.dim, step.shards, group)
+    received = context.parts_of_devices(1, step.dim, step.shards, group.devices)
     return packed(Collective("all_gather", group, sent.sizes, received.sizes), sent, received)
 
 
@@ -179,7 +179,7 @@ def _reduce_scatter(step: steps.ReduceScatter, context: StepContext) -> Moves:
     if phases.has_several_speeds:
         return phased.reduce_scatter(phases, context, step.dim, step.shards, step.op)
     group = context.group(axes)
-    sent = context.messages_by_rank(0, step.dim, step.shards, group)
+    sent = context.parts_of_devices(0, step.dim, step.shards, group.devices)
     part = context.whole_block(1)
     return reduce_scattered(group, sent, part, step.op, context.tensor_device)
 
@@ -193,8 +193,8 @@ def _all_to_all(step: steps.AllToAll, context: StepContext) -> Move:
     # Both sets of axes reach the same processes: the shards move from one dim to another.
     group = context.group(axes_of(step.src_shards))
     # Each rank is sent its part of the dim that will be sharded, and sends its part of the other.
-    sent = context.messages_by_rank(0, step.dst_dim, step.dst_shards, group)
-    received = context.messages_by_rank(1, step.src_dim, step.src_shards, group)
+    sent = context.parts_of_devices(0, step.dst_dim, step.dst_shards, group.devices)
+    received = context.parts_of_devices(1, step.src_dim, step.src_shards, group.devices)
     collective = Collective("all_to_all", group, sent.sizes, received.sizes, is_even=True)
     return packed(collective, sent, received)
 

@@ -132,33 +132,23 @@ class StepContext(NamedTuple):
             for dim, shards in cuts
         }
 
-    def messages_by_rank(
-        self, end: int, dim: str, shards: tuple[Shard, ...], group: Group
+    def parts_of_devices(
+        self, end: int, dim: str, shards: tuple[Shard, ...], devices: Sequence[int]
     ) -> Packing:
-        """Cut the block before (0) or after (1) the step along a dim into one message per rank.
+        """Cut the block before (0) or after (1) the step along a dim into one message per device.
 
-        [8, 5] for 4 ranks along dim 0 -> messages with rows 0:2, 2:4, 4:6 and 6:8.
+        [8, 5] for 4 devices along dim 0 -> messages with rows 0:2, 2:4, 4:6 and 6:8.
 
         Args:
             end: Which block.
             dim: The name of the dim that is cut.
-            shards: How it is cut: a rank gets the part of its index along their axes.
-            group: The ranks, in the order of messages.
-        """
-        axes = axes_of(shards)
-        mesh = self.before.mesh
-        numbers = [mesh.index(device, axes) for device in group.devices]
-        return self.packing_of_parts(end, dim, shards, numbers)
-
-    def packing_of_parts(
-        self, end: int, dim: str, shards: tuple[Shard, ...], numbers: Sequence[int]
-    ) -> Packing:
-        """Return parts of the block before (0) or after (1) the step as messages, by their numbers.
-
-        dim, shards: the cut that makes the parts, of one size.
+            shards: How it is cut: a device gets the part of its index along their axes.
+            devices: The devices, in the order of messages.
         """
         shape = self.shapes[end]
         d = self.before.dim_index(dim)
         parts = even_parts(self.before, dim, shards)
+        axes = axes_of(shards)
+        numbers = [self.before.mesh.index(device, axes) for device in devices]
         messages = [self.subarray(shape, {d: parts[number]}) for number in numbers]
         return Packing(shape, tuple(messages))

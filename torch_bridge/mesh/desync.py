@@ -179,19 +179,22 @@ class Compared(NamedTuple):
         ranks compare the gradient's description before that node sends anything. Returns the
         result.
         """
-        part = 0
+        hook_count = 0
         for node in graph_nodes([result], blocks):
             # Results that were moved together share a node, whose hook the first of them has added.
-            if not isinstance(node, BackwardCFunction) or "compared" in node.metadata:
-                continue
-            part += 1
-            node.metadata["compared"] = part
-            executable = getattr(node, "executable", None)
-            node.register_prehook(functools.partial(self._compare_gradient, executable, part))
+            if isinstance(node, BackwardCFunction) and "compared" not in node.metadata:
+                hook_count += 1
+                node.metadata["compared"] = hook_count
+                executable = getattr(node, "executable", None)
+                hook = functools.partial(self._compare_gradient, executable, hook_count)
+                node.register_prehook(hook)
         return result
 
     def _compare_gradient(self, executable: Any, part: int, _: object) -> None:
-        """Raise DesyncError on all ranks unless all are about to send the gradient of this part."""
+        """Raise DesyncError on all ranks unless all are about to send the gradient of this part.
+
+        part: the number of the node in the call's graph. executable: what the node runs.
+        """
         if len(self.ranks) == 1 or (executable is not None and not executable.sends_gradient):
             return
         facts = {"gradient": f"of call {self.number}", "part": str(part)}
@@ -225,11 +228,13 @@ def compare_call(
         return None
     if not ranks:
         ranks = calling_ranks(mesh)
-    if dist.get_rank() not in ranks:
+    rank = dist.get_rank()
+    if rank not in ranks:
         return None
-    part = compare_ranks(ranks, text, prepare)[dist.get_rank()]["part"]
+    report = compare_ranks(ranks, text, prepare)[rank]
+    # They have just met: the number of their meetings, equal on all, is that of the call.
     number = _channel(tuple(sorted(ranks)), dist.group.WORLD).meetings
-    return Compared(text, number, tuple(part))
+    return Compared(text, number, tuple(report["part"]))
 
 
 @dataclass

@@ -407,13 +407,7 @@ def _agreed_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutp
     fit_cotangents = True
     try:
         outputs = named_outputs(returned, question.results, "torch")
-        for name, y in outputs.items():
-            if not isinstance(y, Tensor):
-                kind = type(y).__name__
-                raise StructureError(f"{name} of the torch function is a {kind}, not a tensor")
-            result = _result_of(question, name)
-            if result is not None and result.cotangents:
-                fit_cotangents &= tuple(y.shape) == result.cotangents[rank].shape
+        fit_cotangents = _fit_cotangents(outputs, question, rank)
     except StructureError as raised:
         error = raised
     # All ranks need the same verdict: the gradients, which come next, may run collectives.
@@ -422,6 +416,22 @@ def _agreed_outputs(returned: Any, question: Question, rank: int) -> _AgreedOutp
     errors = [rank_error for rank_error, _ in verdicts if rank_error is not None]
     first_error = errors[0] if errors else None
     return _AgreedOutputs(outputs, first_error, all(fit for _, fit in verdicts))
+
+
+def _fit_cotangents(outputs: Mapping[str, Tensor], question: Question, rank: int) -> bool:
+    """Return whether outputs have the shapes of the cotangents that the question gives for them.
+
+    Raises StructureError for an output that is no tensor.
+    """
+    fit = True
+    for name, y in outputs.items():
+        if not isinstance(y, Tensor):
+            kind = type(y).__name__
+            raise StructureError(f"{name} of the torch function is a {kind}, not a tensor")
+        result = _result_of(question, name)
+        if result is not None and result.cotangents:
+            fit &= tuple(y.shape) == result.cotangents[rank].shape
+    return fit
 
 
 def _result_of(question: Question, name: str) -> Result | None:
