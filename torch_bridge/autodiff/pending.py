@@ -58,30 +58,30 @@ class Half:
 
     @property
     def backward(self) -> Half:
-        begins = not self.begins
-        if begins:
-            self._begin_derivative("backward", self.in_flight.executable.backward)
-        return Half(self._derivative("backward", begins), begins, self.batch)
+        return self._of_derivative("backward", not self.begins, self.batch)
 
     @property
     def tangent(self) -> Half:
-        if self.begins:
-            self._begin_derivative("tangent", self.in_flight.executable.tangent)
-        return Half(self._derivative("tangent", self.begins), self.begins, self.batch)
+        return self._of_derivative("tangent", self.begins, self.batch)
 
     def batched(self, n: int) -> Half:
-        if self.begins:
-            self._begin_derivative(n, self.in_flight.executable.batched(n))
-        return Half(self._derivative(n, self.begins), self.begins, (n, *self.batch))
+        return self._of_derivative(n, self.begins, (n, *self.batch))
 
-    def _begin_derivative(self, kind: str | int, executable: Executable) -> None:
-        """Leave an execution of a derivative for the half that ends it."""
-        self.in_flight.derivatives[kind] = InFlight(executable)
+    def _of_derivative(self, kind: str | int, begins: bool, batch: tuple[int, ...]) -> Half:
+        """Return a half of a derivative: the one that begins it leaves it for the one that ends it.
 
-    def _derivative(self, kind: str | int, begins: bool) -> InFlight:
-        """Return the execution of a derivative; the half that ends it takes it out."""
+        kind: a key of `InFlight.derivatives`.
+        """
         derivatives = self.in_flight.derivatives
-        return derivatives[kind] if begins else derivatives.pop(kind)
+        if not begins:
+            return Half(derivatives.pop(kind), begins, batch)
+        executable = self.in_flight.executable
+        if isinstance(kind, int):
+            derived = executable.batched(kind)
+        else:
+            derived = getattr(executable, kind)
+        derivatives[kind] = InFlight(derived)
+        return Half(derivatives[kind], begins, batch)
 
 
 class PendingTensor:

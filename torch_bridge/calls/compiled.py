@@ -76,16 +76,16 @@ def traced_call(
         # `_recorded` turns these constants back into what they were.
         constants = {name: value for name, value in options.items() if value is not None}
         if "comm_dtype" in constants:
-            pair = comm_dtype_of(constants["comm_dtype"], blocks[0].dtype)
-            constants["comm_dtype"] = tuple(str(dtype) for dtype in pair)
+            dtypes = comm_dtype_of(constants["comm_dtype"], blocks[0].dtype)
+            constants["comm_dtype"] = tuple(str(dtype) for dtype in dtypes)
         constant_mesh = (mesh.axes, mesh.sizes) if isinstance(mesh, Mesh) else mesh
         y = _recorded(list(blocks), verb, expression, constant_mesh, constants)
         _raise_refusal()
-    elif not _are_plain(blocks):
+    elif _are_plain(blocks):
+        y = TRACED[verb](list(blocks), expression, mesh, **options)
+    else:
         what = f"torch.export records {verb} of plain tensors on one mesh"
         raise PlanError(what, hint="export local tensors")
-    else:
-        y = TRACED[verb](list(blocks), expression, mesh, **options)
     if async_op:  # a graph has no calls in flight: the result is there
         return PendingTensor(y, y.shape, y)
     return y

@@ -83,20 +83,6 @@ class Peer(NamedTuple):
     arriving: slice
 
 
-class SplitSizes(NamedTuple):
-    """Elements from and for every rank, as an all-to-all takes them; empty if all are the same."""
-
-    received: list[int]
-    sent: list[int]
-
-
-class CallOptions(NamedTuple):
-    """The backend's options of a call that waits for its end, and of one that does not."""
-
-    blocking: Any
-    asynchronous: Any
-
-
 @dataclass(frozen=True)
 class Collective:
     """One collective of a group: every rank sends one flat tensor and receives another."""
@@ -147,12 +133,15 @@ class Collective:
         return end
 
     @cached_property
-    def _splits(self) -> SplitSizes:
-        """The split sizes of an all-to-all; none where all messages have one size, which is faster."""
-        # All ranks give them or none: NCCL's call without them skips a rank with nothing to send.
+    def _splits(self) -> tuple[list[int], list[int]]:
+        """The elements from and for every rank, as an all-to-all takes them.
+
+        Both are empty where all messages have one size, which is faster. All ranks give them or
+        none: NCCL's call without them skips a rank with nothing to send.
+        """
         if self.is_even:
-            return SplitSizes([], [])
-        return SplitSizes(list(self.received), list(self.sent))
+            return [], []
+        return list(self.received), list(self.sent)
 
     def _issue(self, out: Tensor, messages: Tensor, *, async_op: bool) -> Any:
         """Call the backend; return its handle to wait for, or None if there is none.
@@ -187,13 +176,13 @@ class Collective:
         if self.kind == "permute" or (self._is_a_pair and self._is_better_as_messages(messages)):
             return self._send_directly(out, messages)
         process_group = self.group.process_group
-        options = self._options[async_op]  # blocking, asynchronous
+        options = self._options[async_op]
         if self.kind == "all_reduce":
             return process_group.allreduce([out], options)
         method = getattr(process_group, METHODS[self.kind])
         if self.kind == "all_to_all":
-            splits = self._splits
-            return method(out, messages, splits.received, splits.sent, options)
+            received, sent = self._splits
+            return method(out, messages, received, sent, options)
         return method(out, messages, options)
 
     @cached_property
@@ -255,14 +244,15 @@ class Collective:
         return peers[me:] + peers[:me]
 
     @cached_property
-    def _options(self) -> CallOptions:
-        """Options of this collective: the reduction, and whether the call waits for its end."""
+    def _options(self) -> dict[bool, Any]:
+        """The backend's options of a call that returns at once (True), and of one that waits."""
         # Made once: all calls of a collective have equal options, except for `asyncOp`.
-        both = CallOptions(_OPTIONS[self.kind](), _OPTIONS[self.kind]())
-        for is_async, options in enumerate(both):
-            options.asyncOp = bool(is_async)
+        both = {}
+        for async_op in (False, True):
+            both[async_op] = _OPTIONS[self.kind]()
+            both[async_op].asyncOp = async_op
             if self.op is not None:
-                options.reduceOp = _REDUCE_OPS[self.op]
+                both[async_op].reduceOp = _REDUCE_OPS[self.op]
         return both
 
     def _functional(self, messages: Tensor) -> Tensor:

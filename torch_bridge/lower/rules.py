@@ -53,10 +53,12 @@ def _lowered(
     """Lower all steps of a plan, in order, as all ranks do."""
     moves: list[Move] = []
     step_of_move: list[int] = []
-    for i in range(len(plan.steps)):
-        step_moves = _moves_of_step(plan, i, processes, device, lengths)
+    for number in range(len(plan.steps)):
+        step_moves = _moves_of_step(
+            plan, number, _context(plan, number, processes, device, lengths)
+        )
         moves.extend(step_moves)
-        step_of_move.extend([i] * len(step_moves))
+        step_of_move.extend([number] * len(step_moves))
     # For the plans of derivatives: on the same processes, under the same compiler.
     lower_like = functools.partial(lower, processes=processes, device=device, lengths=lengths)
     return Executable(plan, processes, tuple(moves), tuple(step_of_move), lower_like)
@@ -65,34 +67,20 @@ def _lowered(
 _lowered_once = layout_cache(maxsize=4096)(_lowered)
 
 
-def _moves_of_step(
-    plan: Plan,
-    number: int,
-    processes: ProcessMesh,
-    tensor_device: torch.device,
-    lengths: Lengths | None,
-) -> list[Move]:
-    """Turn one step of a plan into functions that run it on this process's block.
+def _moves_of_step(plan: Plan, number: int, context: StepContext) -> list[Move]:
+    """Turn step `number` of a plan into functions that run it on this process's block.
 
     Most steps give one function, from the block before the step to the one after it. A collective
     over slow and fast links gives several, one per kind of link, to be called in order. Raises
     DtypeError for arithmetic that the dtype lacks, PlanError for a step without a rule.
-
-    Args:
-        plan: The plan.
-        number: Which of its steps.
-        processes: The processes that run the plan.
-        tensor_device: The device of blocks.
-        lengths: Symbols for lengths of dims, as in `lower`.
     """
-    step, before, _ = plan.stages[number]
-    if getattr(torch, plan.dtype) in CARRIERS and _computes(step, before):
+    step = plan.steps[number]
+    if getattr(torch, plan.dtype) in CARRIERS and _computes(step, context.before):
         raise no_arithmetic(f"'{step}'", plan.dtype)
     rule = RULES.get(type(step))
     if rule is None:
         hint = "add it to lower.rules.RULES"
         raise PlanError(f"torch_bridge lacks a rule for '{step}'", hint=hint)
-    context = _context(plan, number, processes, tensor_device, lengths)
     # A rule may make process groups, which can fail.
     moves = with_place_in_errors(context.place, rule, step, context)
     return moves if isinstance(moves, list) else [moves]
@@ -105,7 +93,7 @@ def _context(
     tensor_device: torch.device,
     lengths: Lengths | None,
 ) -> StepContext:
-    """Collect all that the rule of a step needs to know: the arguments are those of its caller."""
+    """Collect all that the rule of step `number` needs to know. lengths: as in `lower`."""
     _, before, after = plan.stages[number]
     earlier = plan.steps[:number]
     later = plan.steps[number + 1 :]

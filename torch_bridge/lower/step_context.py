@@ -49,11 +49,11 @@ class StepContext(NamedTuple):
     processes: ProcessMesh
     tensor_device: torch.device
     dtype: str
-    lengths: Lengths | None = None
-    is_last: bool = True
-    is_given: bool = True
-    fabric: Fabric | None = None
-    place: Callable[[], str] = str
+    lengths: Lengths | None
+    is_last: bool
+    is_given: bool
+    fabric: Fabric | None
+    place: Callable[[], str]
 
     @property
     def device(self) -> int:

@@ -148,12 +148,12 @@ def _parts(plan: Plan, tensor_device: torch.device, rank: int) -> tuple[list[Par
         receiver = plan.dst_devices[message.dst]
         if sender == rank:
             shape = transfer.source.local_shape(message.src)
-            rows = subarray(shape, box_rows(message.box, 0), tensor_device)
-            sent.append(Part(receiver, rows))
+            rows = box_rows(message.box, 0)
+            sent.append(Part(receiver, subarray(shape, rows, tensor_device)))
         if receiver == rank:
             shape = transfer.target.local_shape(message.dst)
-            rows = subarray(shape, box_rows(message.box, 1), tensor_device)
-            received.append(Part(sender, rows))
+            rows = box_rows(message.box, 1)
+            received.append(Part(sender, subarray(shape, rows, tensor_device)))
     return sent, received
 
 

@@ -188,7 +188,7 @@ def redistribute(  # noqa: PLR0913  one verb for all moves: most calls pass thre
 def _redistribute_now(x: Any, options: Options) -> Any:
     """Redistribute outside of compilers: a tensor, a DTensor or a tree, on one mesh or between two."""
     check_not_swapped()
-    # A plain tensor is no tree. Its type is looked up first, because `isinstance` with several
+    # The type of a plain tensor, which is no tree, is looked up first: `isinstance` with several
     # types is slow.
     is_tree = type(x) not in PLAIN_TYPES and isinstance(x, Mapping | list | tuple)
     if is_tree and options.async_op:

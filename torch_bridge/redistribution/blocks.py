@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,14 +177,6 @@ def _transfer_executable(plan: Plan, source: Tensor | None, options: Options) ->
     return executable
 
 
-class _Source(NamedTuple):
-    """A DTensor as the source of a move: its local block, mesh and global shape."""
-
-    block: Tensor | None
-    mesh: DeviceMesh
-    shape: Any
-
-
 def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCall]:
     """Turn the arguments of a move between two meshes into a block and a hashable call.
 
@@ -192,28 +184,25 @@ def _transfer_call(x: Any, options: Options) -> tuple[Tensor | None, TransferCal
     global shape, which plain tensors need `src_mesh=` and `shape=` for.
     """
     block = None if x is None else as_tensor(x)
-    src_mesh = options.transfer.src_mesh
-    shape = options.shape
     if is_dtensor(block):
-        source = _dtensor_source(block, options)
-        block = source.block
-        src_mesh = source.mesh
-        shape = source.shape
-    dtype = options.transfer.dtype if block is None else block.dtype
+        block, options = _dtensor_source(block, options)
+    two_meshes = options.transfer
+    shape = options.shape
+    dtype = two_meshes.dtype if block is None else block.dtype
     call = TransferCall(
         options.layouts,
-        src_mesh,
-        options.transfer.dst_mesh,
+        two_meshes.src_mesh,
+        two_meshes.dst_mesh,
         None if shape is None else lengths_of(shape),
         None if dtype is None else name_of(dtype),
-        options.transfer.relabel,
+        two_meshes.relabel,
         options.profile,
     )
     return block, call
 
 
-def _dtensor_source(x: Any, options: Options) -> _Source:
-    """Take a DTensor apart: this process's local block, its mesh and its global shape.
+def _dtensor_source(x: Any, options: Options) -> tuple[Tensor | None, Options]:
+    """Take a DTensor apart: return its local block, and options with its mesh and global shape.
 
     The block is None on a process outside the DTensor's mesh. Raises MeshError if `src_mesh` is
     given, and is another mesh.
@@ -228,13 +217,13 @@ def _dtensor_source(x: Any, options: Options) -> _Source:
         if not is_same:
             what = f"the DTensor is on {mesh!r}, not on {src_mesh!r}"
             raise MeshError(what, hint="leave src_mesh out")
+    options = options._replace(shape=shape, transfer=options.transfer._replace(src_mesh=mesh))
     if dist.get_rank() not in calling_ranks(mesh):
-        return _Source(None, mesh, shape)
+        return None, options
     layouts: Expression = options.layouts
     # `sides` refuses a plan between two meshes, as it is meant for one.
     ends = layouts if isinstance(layouts, Plan) else sides(layouts)
-    block = local_block_under(x, ends.src, f"{ends.src} -> {ends.dst}")
-    return _Source(block, mesh, shape)
+    return local_block_under(x, ends.src, f"{ends.src} -> {ends.dst}"), options
 
 
 def _compare_transfer(x: Any, options: Options) -> Compared | None:

@@ -12,7 +12,6 @@ from torch_bridge.autodiff.blocks import is_dtensor
 from torch_bridge.comm_dtype import CommDtypeLike
 from torch_bridge.mesh.process_mesh import MeshLike
 from xshard.arguments import did_you_mean
-from xshard.cost.machine import AUTO
 from xshard.cost.model import ProfileLike
 from xshard.errors import MeshError
 from xshard.notation.maps import Maps
@@ -75,15 +74,15 @@ class Options(NamedTuple):
     """All options of `redistribute`; `layouts` and `shape` are those of one tensor, or of a tree."""
 
     layouts: Any
-    mesh: MeshLike | None = None
-    shape: Any = None
-    profile: ProfileLike = AUTO
-    comm_dtype: CommDtypeLike = None
-    bucket_bytes: int | str | None = None
-    async_op: bool = False
-    debug: bool = False
-    check_replicated: bool | None = None
-    transfer: TwoMeshOptions = TwoMeshOptions()
+    mesh: MeshLike | None
+    shape: Any
+    profile: ProfileLike
+    comm_dtype: CommDtypeLike
+    bucket_bytes: int | str | None
+    async_op: bool
+    debug: bool
+    check_replicated: bool | None
+    transfer: TwoMeshOptions
 
     def is_transfer(self, x: Any) -> bool:
         """Return whether moving `x` leads from one mesh to another."""
