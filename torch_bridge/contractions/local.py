@@ -110,14 +110,14 @@ class Rounds:
     ) -> Rounds:
         """Return `whole`, the contraction of the gathered operands, in the rounds of a ring."""
         assert rotation is not None, "a ring has two devices or more"
-        # Each product has an equal part of the dim that travels.
-        lengths = tuple(
-            (name, length // ring.products if name == ring.dim else length)
-            for name, length in whole.lengths
-        )
+        lengths = dict(whole.lengths)
+        lengths[ring.dim] //= (
+            ring.products
+        )  # each product has an equal part of the dim that travels
         position = ring.rotation.mesh.index(rotation.processes.device, (ring.axis,))
         order = tuple(ring.order(position))
-        return cls(replace(whole, lengths=lengths), ring, rotation, order)
+        local = replace(whole, lengths=tuple(lengths.items()))
+        return cls(local, ring, rotation, order)
 
     def __call__(self, *blocks: Tensor) -> Tensor:
         pieces = [self._pieces(i, block) for i, block in enumerate(blocks)]

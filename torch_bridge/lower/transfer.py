@@ -180,7 +180,8 @@ def run_transfers_together(
     dtypes = [block.dtype for block in blocks]
     # Some dtypes cannot be sent: their bits travel as another dtype of the same size (`CARRIERS`).
     # The steps on each mesh see the values.
-    starts = [_seen_as(CARRIERS.get(block.dtype, block.dtype), dense(block)) for block in blocks]
+    carriers = [CARRIERS.get(dtype, dtype) for dtype in dtypes]
+    starts = [_seen_as(dtype, dense(x)) for dtype, x in zip(carriers, blocks, strict=True)]
     outs = [
         _run_steps(crossing.on_source, start, dtype)
         for crossing, start, dtype in zip(crossings, starts, dtypes, strict=True)

@@ -118,9 +118,9 @@ class Copies:
         message = byte_tables[0] if len(byte_tables) == 1 else torch.cat(byte_tables, 1)
         width = message.shape[1]
         n_rows = sum(received)
-        exchange = Collective(
-            "all_to_all", self.group, [n * width for n in sent], [n * width for n in received]
-        )
+        sent_bytes = [n * width for n in sent]
+        received_bytes = [n * width for n in received]
+        exchange = Collective("all_to_all", self.group, sent_bytes, received_bytes)
         arrived = exchange.run(message.view(-1), (n_rows, width))
         columns = [arrived]
         if len(tables) > 1:
@@ -137,8 +137,9 @@ class Copies:
 
 def _bytes(table: Tensor) -> Tensor:
     """View a table as bytes: [rows, n] -> [rows, n * itemsize]."""
+    flat = table.contiguous().view(-1).view(torch.uint8)
     n_rows, width = table.shape
-    return table.contiguous().view(-1).view(torch.uint8).view(n_rows, width * table.element_size())
+    return flat.view(n_rows, width * table.element_size())
 
 
 @dataclass(eq=False)
