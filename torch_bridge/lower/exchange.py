@@ -47,17 +47,18 @@ def exchange(step: steps.Exchange, context: StepContext) -> Move:
     outgoing = _outgoing(step, context, group)
     incoming = _incoming(step, context, group)
 
+    # How the new block is put together: of all messages, in the order in which they add. Rows of
+    # this process's own block do not travel: they are read from it then.
     ordered = _in_order_of_addition(incoming, axes, context, me)
     messages = tuple(part.rows for part in ordered)
     whole = Packing(context.shapes.after, messages, None, op, _fills(context))
-    # Rows of this process's own block do not travel: they are read when the block is put together.
     own_rows = iter([part.rows for part in outgoing if part.peer == me])
     kept = tuple(next(own_rows) if part.peer == me else None for part in ordered)
     received = _packing_of_others(context.shapes.after, incoming, group, me, op)
     assembly = _Assembly(kept, received, whole)
 
     traffic = steps.Exchange(context.after.layout).traffic(context.before)
-    if not traffic.received:  # by any device of the mesh: all or none call the collective
+    if not traffic.received:  # by any device of the mesh, so that all or none call the collective
         return partial(assembly.assembled, messages=())
     sent = _packing_of_others(context.shapes.before, outgoing, group, me, op)
     collective = Collective("all_to_all", group, sent.sizes_by_rank, received.sizes_by_rank)

@@ -258,11 +258,7 @@ class Packing:
         A block [6, 4] with messages of rows 0:2, 2:4, 4:6 -> 3 chunks along dim 0. One call in C is
         quicker than a slice for each message.
         """
-        dim = self._plain_dim
-        if dim is None or not self._can_stack:
-            return None
-        # `chunk` makes no parts without rows.
-        return dim if self.messages[0].shape[dim] != 0 else None
+        return self._plain_dim if self._can_stack else None
 
     @cached_property
     def _buffer_dim(self) -> int | None:
@@ -320,8 +316,9 @@ class Packing:
     def _is_covered(self) -> bool:
         """Whether every element of the block is overwritten, so that it may begin uninitialised.
 
-        Found by counting the elements that are written, each once: a message that shares rows with
-        earlier ones is added to them, and does not count.
+        Found by counting the elements that are written, each once. A block of 6 rows: a message of
+        rows 0:4 and a fill of rows 4:6 write 4 + 2. A message that shares rows with earlier ones is
+        added to them, and does not count.
         """
         written = self._count_filled()
         for size, shares in zip(self.sizes, self._shares_rows, strict=True):

@@ -45,6 +45,7 @@ def all_gather(
     block_count = 1  # gathered so far, by each process
     for group in groups:
         rank_count = len(group.devices)
+        # The first phase sends this process's block; later ones the stack that has arrived.
         if moves:
             sent = _stacked_blocks(context, 1, block_count, block_shape)
         else:

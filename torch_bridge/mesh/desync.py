@@ -259,6 +259,7 @@ class _Channel:
         store = default_store()
         rank = dist.get_rank()
         reports: dict[int, Report] | None = None
+        # None: others have waited for this rank in vain, in the meeting of this number.
         while reports is None:
             number = self.meetings
             self.meetings = number + 1  # also if this one fails: the next call is another meeting

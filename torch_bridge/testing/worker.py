@@ -162,10 +162,10 @@ def merge_ranks(parts: Sequence[RankAnswer | StructureError]) -> Answer:
             raise part
         rank_answers.append(part)
     answers = [part.answer for part in rank_answers]
-    merged_answer = answers[0]
-    for kind in ("outputs", "gradients", "updated", "cotangents"):
-        arrays = _by_device([getattr(answer, kind) for answer in answers])
-        merged_answer = replace(merged_answer, **{kind: arrays})
+    merged_answer = answers[0]  # what is no array is as on rank 0
+    for field_of_arrays in ("outputs", "gradients", "updated", "cotangents"):
+        arrays = _by_device([getattr(answer, field_of_arrays) for answer in answers])
+        merged_answer = replace(merged_answer, **{field_of_arrays: arrays})
     seconds = [answer.seconds for answer in answers if answer.seconds is not None]
     if not seconds:  # not measured
         return merged_answer
