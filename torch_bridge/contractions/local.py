@@ -97,12 +97,21 @@ class LocalContraction:
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The blocks of operands -> the local result, one piece after the other."""
+    """The blocks of operands -> the local result, one product per piece of a dim.
 
-    local: LocalContraction  # of one piece
+    One operand travels round the ring piece by piece, or the sums of the result do.
+
+    Attributes:
+        local: The contraction of one piece.
+        ring: What travels, along which axis, in how many pieces.
+        rotation: Passes a piece on to the next device.
+        order: The numbers of the pieces in the order of the products: 1, 2, 0 on device 1 of 3.
+    """
+
+    local: LocalContraction
     ring: ContractionRing
-    rotation: Executable  # passes a piece on to the next device
-    order: tuple[int, ...]  # the pieces in the order of the products
+    rotation: Executable
+    order: tuple[int, ...]
 
     @classmethod
     def of(
@@ -110,10 +119,9 @@ class Rounds:
     ) -> Rounds:
         """Return `whole`, the contraction of the gathered operands, in the rounds of a ring."""
         assert rotation is not None, "a ring has two devices or more"
+        # Each product has an equal part of the dim that travels.
         lengths = dict(whole.lengths)
-        lengths[ring.dim] //= (
-            ring.products
-        )  # each product has an equal part of the dim that travels
+        lengths[ring.dim] //= ring.products
         position = ring.rotation.mesh.index(rotation.processes.device, (ring.axis,))
         order = tuple(ring.order(position))
         local = replace(whole, lengths=tuple(lengths.items()))
