@@ -385,13 +385,12 @@ def _start_in_memory(message: Subarray, shape: tuple[int, ...]) -> int | None:
     if len(message.boxes) != 1:
         return None
     start = 0
-    # True once a dim has more than one row: memory is then contiguous only if each further dim is
-    # whole.
-    has_begun = False
+    # Behind the first dim of several rows, memory is contiguous only if each further dim is whole.
+    must_be_whole = False
     intervals = _intervals(message.boxes[0].block, shape)
     for rows, length, whole_length in zip(intervals, message.shape, shape, strict=True):
-        if rows == _SCATTERED or (has_begun and length != whole_length):
+        if rows == _SCATTERED or (must_be_whole and length != whole_length):
             return None
-        has_begun = has_begun or length > 1
+        must_be_whole = must_be_whole or length > 1
         start = start * whole_length + rows.start
     return start

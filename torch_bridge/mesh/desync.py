@@ -142,14 +142,14 @@ def compare_ranks(
     assert world is not None  # there are no ranks without a world
     error: Exception | None = None
     try:
-        mine = {"asked": asked, **prepare()._asdict()}
+        own_report = {"asked": asked, **prepare()._asdict()}
     except Exception as raised:
         # The others wait for this rank: they are told, and raise too.
         error = raised
-        mine = {"asked": asked, "failure": f"{type(raised).__name__}: {raised}"}
+        own_report = {"asked": asked, "failure": f"{type(raised).__name__}: {raised}"}
     if timeout is None:
         timeout = timeout_of(world)
-    reports = _channel(tuple(sorted(ranks)), world).exchange(mine, timeout)
+    reports = _channel(tuple(sorted(ranks)), world).exchange(own_report, timeout)
     have_failed = ["failure" in report for report in reports.values()]
     if error is not None and all(have_failed):
         raise error
@@ -248,11 +248,11 @@ class _Channel:
     world: dist.ProcessGroup
     meetings: int = 0
 
-    def exchange(self, mine: Mapping[str, object], timeout: timedelta) -> dict[int, Report]:
+    def exchange(self, own_report: Mapping[str, object], timeout: timedelta) -> dict[int, Report]:
         """Exchange one report with each of the other ranks, through the store.
 
         Meetings are numbered. If others have waited in vain in a meeting that this rank is late
-        for, it goes on to the next one. mine: this rank's report, as JSON can hold it. Returns the
+        for, it goes on to the next one. own_report: as JSON can hold it. Returns the
         reports by rank. Raises DesyncError for ranks that do not come within `timeout`, and for a
         store that does not answer.
         """
@@ -264,16 +264,23 @@ class _Channel:
             number = self.meetings
             self.meetings = number + 1  # also if this one fails: the next call is another meeting
             try:
-                reports = call_within(timeout, self._meet, store, rank, number, mine, timeout)
+                reports = call_within(timeout, self._meet, store, rank, number, own_report, timeout)
             except RuntimeError as error:  # DistStoreError, DistNetworkError
                 others = _ranks_text(self.ranks)
-                reason = f"rank {rank} cannot compare '{mine['asked']}' with {others}: no store"
+                reason = (
+                    f"rank {rank} cannot compare '{own_report['asked']}' with {others}: no store"
+                )
                 hint = f"the process or node that has it has ended, or cannot be reached: {error}"
                 raise DesyncError(reason, hint=hint) from error
         return reports
 
     def _meet(
-        self, store: Any, rank: int, number: int, mine: Mapping[str, object], timeout: timedelta
+        self,
+        store: Any,
+        rank: int,
+        number: int,
+        own_report: Mapping[str, object],
+        timeout: timedelta,
     ) -> dict[int, Report] | None:
         """Write this rank's report to the store, and wait for those of all other ranks.
 
@@ -286,12 +293,12 @@ class _Channel:
             # can be deleted.
             store.delete_key(self._key(number - 2, rank))
         own_key = self._key(number, rank)
-        report = json.dumps(mine)
+        own_text = json.dumps(own_report)
         # Writes the report unless another rank has written ABSENT under this key. The store decides
         # which of the two came first, so that all ranks see the same.
-        if store.compare_set(own_key, "", report) == ABSENT:
+        if store.compare_set(own_key, "", own_text) == ABSENT:
             return None
-        store.set(own_key, report)  # wakes those who wait, in every kind of store
+        store.set(own_key, own_text)  # wakes those who wait, in every kind of store
         keys = [self._key(number, r) for r in self.ranks]
         try:
             store.wait(keys, timeout)
@@ -299,7 +306,7 @@ class _Channel:
             for key in keys:  # whoever comes later goes on to the next meeting
                 store.compare_set(key, "", ABSENT)
         texts = dict(zip(self.ranks, store.multi_get(keys), strict=True))
-        self._check_all_came(texts, str(mine["asked"]), timeout)
+        self._check_all_came(texts, str(own_report["asked"]), timeout)
         return {r: json.loads(text) for r, text in texts.items()}
 
     def _check_all_came(self, reports: Mapping[int, bytes], asked: str, timeout: timedelta) -> None:

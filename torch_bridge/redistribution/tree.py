@@ -78,15 +78,17 @@ def share_collectives(
         bucket_bytes: The most bytes that one collective sends together; None for no limit.
     """
     is_recording = torch.is_grad_enabled()
+    without_gradient: list[int] = []
+    with_gradient: list[int] = []
+    for i in executables:
+        is_recorded = is_recording and blocks[i].requires_grad
+        indices = with_gradient if is_recorded else without_gradient
+        indices.append(i)
     moves = []
-    for is_recorded in (False, True):
-        indices = []
-        for i in executables:
-            if (is_recording and blocks[i].requires_grad) == is_recorded:
-                indices.append(i)
+    for indices in (without_gradient, with_gradient):
         if indices:
-            members = [executables[i] for i in indices]
-            together = BucketedExecutable(tuple(members), bucket_bytes)
+            members = tuple(executables[i] for i in indices)
+            together = BucketedExecutable(members, bucket_bytes)
             moves.append(SharedMove(tuple(indices), together))
     return moves
 
