@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from xshard.testing.question import (
     Update,
 )
 
+K = TypeVar("K")
 TARGET_S = 0.01  # seconds of calls between two looks at the clock, about
 MOST_CALLS = 20
 
@@ -242,10 +243,14 @@ def _answer_plan(question: Question) -> RankAnswer:
     _, pull = _forward(question.plan, blocks)
     pull(cotangent)
     seconds = time.perf_counter() - start_s
-    outputs = {OUTPUT: (array_of(output),)}
-    gradient_blocks = {i: (array_of(gradient),) for i, gradient in enumerate(gradients)}
-    answer = Answer(outputs, gradient_blocks, seconds=seconds)
+    gradient_blocks = _blocks_of(dict(enumerate(gradients)))
+    answer = Answer(_blocks_of({OUTPUT: output}), gradient_blocks, seconds=seconds)
     return RankAnswer(answer, forward.received, backward.received)
+
+
+def _blocks_of(tensors: Mapping[K, Tensor]) -> dict[K, Devices]:
+    """Return tensors as arrays of an answer: of each the blocks of all devices, of which one is here."""
+    return {key: (array_of(x.detach()),) for key, x in tensors.items()}
 
 
 def _forward(
@@ -290,8 +295,7 @@ def _answer(question: Question) -> RankAnswer | StructureError:
     agreed = _agreed_outputs(returned, question, rank)
     if agreed.error is not None:
         return agreed.error
-    outputs = {name: (array_of(y.detach()),) for name, y in agreed.outputs.items()}
-    answer = Answer(outputs, None, draws=draws)
+    answer = Answer(_blocks_of(agreed.outputs), None, draws=draws)
     if agreed.fit_cotangents:
         answer = replace(answer, tree=numbered(returned))
         answer = _with_gradients(answer, question, inputs, agreed.outputs)
@@ -304,7 +308,7 @@ def _with_gradients(
     """Add the gradients of inputs to an answer, and whatever else the question asks about them."""
     cotangents = _cotangents(outputs, question, dist.get_rank())
     gradients = _gradients(question, inputs, outputs, cotangents)
-    blocks: dict[int, Devices] = {i: (array_of(x),) for i, x in gradients.items()}
+    blocks = _blocks_of(gradients)
     answer = replace(answer, gradients=blocks)
     if question.update is not None:
         answer = replace(answer, updated=_updated(question.update, inputs, gradients))
@@ -462,7 +466,7 @@ def _updated(
         value.grad = gradients[i]
     make_optimiser, *_ = pickle.loads(update.function)
     make_optimiser(values).step()
-    return {i: (array_of(value.detach()),) for i, value in zip(update.arrays, values, strict=True)}
+    return _blocks_of(dict(zip(update.arrays, values, strict=True)))
 
 
 def seconds_of_plans(plans: Sequence[AnyPlan], rounds: int, timeout_s: float) -> list[float]:
