@@ -218,11 +218,11 @@ def _dtensor_source(x: Any, options: Options) -> tuple[Tensor | None, Options]:
             what = f"the DTensor is on {mesh!r}, not on {src_mesh!r}"
             raise MeshError(what, hint="leave src_mesh out")
     options = options._replace(shape=shape, transfer=options.transfer._replace(src_mesh=mesh))
-    if dist.get_rank() not in calling_ranks(mesh):
-        return None, options
     layouts: Expression = options.layouts
     # `sides` refuses a plan between two meshes, as it is meant for one.
     ends = layouts if isinstance(layouts, Plan) else sides(layouts)
+    if dist.get_rank() not in calling_ranks(mesh):
+        return None, options
     return local_block_under(x, ends.src, f"{ends.src} -> {ends.dst}"), options
 
 
