@@ -54,9 +54,8 @@ def _lowered(
     moves: list[Move] = []
     step_of_move: list[int] = []
     for number in range(len(plan.steps)):
-        step_moves = _moves_of_step(
-            plan, number, _context(plan, number, processes, device, lengths)
-        )
+        context = _context(plan, number, processes, device, lengths)
+        step_moves = _moves_of_step(plan, number, context)
         moves.extend(step_moves)
         step_of_move.extend([number] * len(step_moves))
     # For the plans of derivatives: on the same processes, under the same compiler.
